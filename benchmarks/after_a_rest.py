@@ -1,9 +1,10 @@
 """One call after a rest, by kernels, by proxy and by NCCL: mpiexec -n 2 python -m mpi4py after_a_rest.py
 
-A call is an all_reduce of 1 KiB. All ranks meet, rest, and make one call; a replay is that of a graph with this call,
-which wakes no proxy. A time lies between two events around the call on an idle stream, so the time to issue it counts.
-It is that of the rank for which it is shortest: the others also wait for ranks that issue later. The result is the
-median over calls. The issuing thread's time is the median of the first rank.
+A call is an all_reduce of 1 KiB. All ranks wait for each other in a barrier, rest, and make one call. A replay is that
+of a graph that contains only this call; replaying a graph wakes no proxy. A time lies between two events around the
+call on an idle stream, so it includes the time to issue the call. The shortest time of all ranks counts, because the
+other ranks also wait for ranks that issue later. The result is the median over calls. The issuing thread's time is the
+median of the first rank.
 
 Proxies run in each place with each idle policy. The share of a core is the CPU time of the busiest thread of the first
 rank's proxy while the program sleeps, some time after the last call. Replays and NCCL need torch.
@@ -63,7 +64,7 @@ Timed = Callable[[], tuple[float, float]]
 
 
 def after_rests(call: Timed, calls: dict[int, int]) -> Fields:
-    """The medians after each rest, in µs."""
+    """Makes calls after rests of each length. Returns the median times in µs."""
     world = MPI.COMM_WORLD
     fields: Fields = {}
     for _ in range(5):
@@ -82,7 +83,7 @@ def after_rests(call: Timed, calls: dict[int, int]) -> Fields:
 
 
 def timed_on(comm: Communicator, stream: Any, issue: Callable[[], object]) -> Timed:
-    """Times a call on a stream by the runtime's events."""
+    """Returns a function that makes a call on a stream, and times it by the runtime's events."""
     begin, end = comm.runtime.create_event(), comm.runtime.create_event()
 
     def call() -> tuple[float, float]:
@@ -98,7 +99,7 @@ def timed_on(comm: Communicator, stream: Any, issue: Callable[[], object]) -> Ti
 
 
 def share_of_a_core(comm: Communicator) -> float | None:
-    """The cost of this rank's proxy while it is idle."""
+    """Measures the CPU time of this rank's idle proxy, as a share of a core. Returns None if it is not known."""
     ((_, publication),) = find(comm.job, [comm.rank])
     quiet_barrier()
     time.sleep(_SETTLED_SECONDS)
@@ -115,7 +116,7 @@ def share_of_a_core(comm: Communicator) -> float | None:
 
 
 def places() -> list[str]:
-    """Where proxies can run: in a node daemon too if all ranks find one."""
+    """Returns the places where proxies can run; "daemon" is among them if all ranks find a node daemon."""
     try:
         daemon_process(socket_path())
         found = True
@@ -126,7 +127,7 @@ def places() -> list[str]:
 
 @contextmanager
 def torch_of(comm: Communicator) -> Iterator[Any]:
-    """torch with a process group of NCCL; None if torch or NCCL is missing or can't be used here."""
+    """Yields torch with a process group of NCCL, or None if the runtime is not CUDA or torch is missing."""
     if comm.runtime.name != "cuda" or importlib.util.find_spec("torch") is None:
         yield None
         return
@@ -143,7 +144,7 @@ def torch_of(comm: Communicator) -> Iterator[Any]:
 
 
 def replayed(torch: Any, comm: Communicator, issue: Callable[[Any], object]) -> Timed:
-    """Times replays of a graph with one call, which is issued on a stream."""
+    """Captures one call in a graph. Returns a function that replays the graph and times the replay."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         issue(stream.cuda_stream)
@@ -168,7 +169,7 @@ def replayed(torch: Any, comm: Communicator, issue: Callable[[Any], object]) -> 
 
 
 def of_communicator(torch: Any, place: str, idle: IdlePolicy | None, calls: dict[int, int], by: str) -> list[Fields]:
-    """The rows of a communicator's all_reduce: one for calls and, with torch, one for replays of a graph."""
+    """Measures a communicator's all_reduce. Returns a row for calls and, with torch, one for replays of a graph."""
     algorithm = "proxy" if by == "proxy" else None
     with Communicator.from_mpi(timeout=_TIMEOUT, proxy=place, idle=idle) as comm:
         array, stream = comm.empty(_COUNT, "float32").fill(0), comm.runtime.create_stream()
@@ -187,7 +188,7 @@ def of_communicator(torch: Any, place: str, idle: IdlePolicy | None, calls: dict
 
 
 def of_nccl(torch: Any, calls: dict[int, int]) -> Fields:
-    """The row of NCCL."""
+    """Measures NCCL's all_reduce. Returns its row."""
     x = torch.ones(_COUNT, device="cuda")
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 

@@ -1,7 +1,8 @@
 """Figures of peers, limits of the machine, and our aims, on H200 GPUs joined by NVLink.
 
-These numbers were measured once, on 4 GPUs without multicast, before this library existed. They are for orientation:
-the programs measure the peers again in the same run where they can, and the ratio to those counts.
+These numbers were measured once, on 4 GPUs without multicast, before this library existed. They only give an order of
+magnitude: where the programs can, they measure the peers again in their own run, and the ratio to these new
+measurements counts.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ takes for 4096 tokens.
 
 
 def expert_parallel_us(ranks: int, tokens: int, call: str) -> float | None:
-    """The aim in µs of the call that the name begins with: "dispatch", "combine" or "both"; None if there is none."""
+    """Returns the target in µs for the call that the name begins with ("dispatch", "combine" or "both"), or None."""
     name = call.split(",", maxsplit=1)[0]
     if ranks == 2 and call.endswith("written once"):
         return _WRITTEN_ONCE_US.get(tokens, {}).get(name)
@@ -119,7 +120,7 @@ def expert_parallel_us(ranks: int, tokens: int, call: str) -> float | None:
 
 
 def all_reduce_us(ranks: int, nbytes: int) -> float | None:
-    """The best peer's time in µs, MSCCL++ included; None if it was not measured."""
+    """Returns the time in µs of the best peer, MSCCL++ included; None if no peer was measured at this size."""
     times = _ALL_REDUCE_US.get(ranks)
     return times[ALL_REDUCE_SIZES.index(nbytes)] if times and nbytes in ALL_REDUCE_SIZES else None
 

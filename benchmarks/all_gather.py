@@ -1,7 +1,7 @@
 """All-gather beside NCCL's and its copy engines': mpiexec -n 4 python -m mpi4py all_gather.py
 
-`auto` and `proxy` have any arrays, `registered_kernels` and `registered_proxy` symmetric memory. moves.py says what is
-called, gpu_job.py how times are measured.
+The contenders `auto` and `proxy` use arrays that are not registered; `registered_kernels` and `registered_proxy` use
+symmetric memory. moves.py says what is called, gpu_job.py how times are measured.
 """
 
 from __future__ import annotations

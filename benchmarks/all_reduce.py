@@ -1,10 +1,10 @@
 """All-reduce by algorithm, beside NCCL's and torch symmetric memory's: mpiexec -n 4 python -m mpi4py all_reduce.py
 
-All sums are in place, except torch's one-shot, which can't be: it writes to a tensor that is made once. The buffers of
-torch symmetric memory are allocated and registered beforehand; so are those of `NCCL, symmetric`, and ours in
-`registered`, the library's choice for symmetric memory, and `registered_proxy`. Otherwise ours and NCCL's are any
-tensor. `bare copies` is not a peer, but the link's limit: copies of as many bytes as an all-reduce must send, both ways
-at once. gpu_job.py says how times are measured.
+All sums are in place, except torch's one-shot, which always writes to another tensor; that tensor is made once. The
+buffers of torch symmetric memory, of `NCCL, symmetric`, and of our `registered` (the library's choice for symmetric
+memory) and `registered_proxy` are allocated and registered beforehand. The other contenders use tensors that are not
+registered. `bare copies` is not a peer, but the link's limit: copies of as many bytes as an all-reduce must send, in
+both directions concurrently. gpu_job.py says how times are measured.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Buffers:
         self.expected = total
 
     def wrong_after(self, x: Any, calls: int) -> int:
-        """Wrong elements of an array that was reduced in place `calls` times.
+        """Returns the number of wrong elements of an array that was reduced in place `calls` times.
 
         Each call after the first multiplies by the number of ranks, which is exact only if that is a power of two.
         Otherwise only the first call can be checked.
@@ -93,7 +93,7 @@ class Buffers:
         ours: bool = False,
         also_wrong: Callable[[], int] = lambda: 0,
     ) -> Contender:
-        """A contender that overwrites `x`."""
+        """Returns a contender that overwrites `x`."""
 
         def refill() -> None:
             x[:] = self.source
@@ -101,7 +101,9 @@ class Buffers:
         return Contender(name, ours, call, refill, lambda calls: self.wrong_after(x, calls), also_wrong)
 
     def ours(self, name: str) -> Contender:
-        """One of our algorithms. The contender's check also makes a call out of place, into poisoned memory."""
+        """Returns the contender for one of our algorithms. Its check also makes a call out of place, into poisoned
+        memory.
+        """
         comm, stream = self.job.comm, self.job.handle
         algorithm = _ALGORITHMS.get(name, name)
         symmetric = name in (REGISTERED, PROXIED)
@@ -122,7 +124,7 @@ class Buffers:
         )
 
     def peers(self) -> list[Contender]:
-        """The peers, without those that are far from the best at this size."""
+        """Returns the peers, without torch's one-shot at sizes at which it is far from the best."""
         return [
             self._peer(peer)
             for peer in self._peers
@@ -145,7 +147,7 @@ class Buffers:
 
 
 def compare(case: Case, timings: list[Timing], ranks: int) -> Fields | None:
-    """Our best time beside the best peer's at one size; None if either time is missing."""
+    """Returns our best time and the best peer's at one size; None if either time is missing."""
     mine = [t for t in timings if t.ours and t.time_us]
     peers = [t for t in timings if not t.ours and t.time_us and t.name != BARE_COPIES]
     if not mine or not peers:

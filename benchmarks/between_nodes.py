@@ -2,8 +2,8 @@
 
 The ranks of one machine count as `--nodes` hosts. Between these, ours stages data in pinned memory and writes it
 through libfabric over the loopback's TCP. NCCL takes them for hosts too, and uses its sockets; on the host runtime the
-peer is gloo, where torch is installed. Limits come first: TCP's rate by the number of streams, and that of copies to
-and from pinned memory. Sizes are those of all_reduce.py and moves.py.
+peer is gloo, where torch is installed. Limits come first: The program also measures the limits: TCP's rate by the
+number of streams, and the rate of copies to and from pinned memory. Sizes are those of all_reduce.py and moves.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _EXPERTS_CALLS = "experts"
 
 
 class Reductions:
-    """The contenders of all_reduce by size."""
+    """Makes the contenders of an all_reduce of any size, on memory that is allocated once."""
 
     def __init__(self, job: Job, count: int, dtype: str, names: list[str] | None) -> None:
         self._job, self._dtype, self._names = job, dtype, names or list(_REDUCTIONS)
@@ -52,7 +52,7 @@ class Reductions:
 
 
 class Moves:
-    """The contenders of all_gather or all_to_all by size."""
+    """Makes the contenders of an all_gather or all_to_all of any size, on memory that is allocated once."""
 
     def __init__(self, job: Job, collective: str, count: int, dtype: str) -> None:
         self._buffers = moves.Buffers(job, collective, count, dtype)
@@ -63,7 +63,9 @@ class Moves:
 
 
 def experts(job: Job, table: Table, dtype: str, tokens: int, repeats: int) -> list[Fields]:
-    """Dispatch and combine in the layout with a row for each rank, and the peer's calls that move the same bytes."""
+    """Measures dispatch and combine in the layout "rank", and the peer's calls that move the same bytes. Returns their
+    rows.
+    """
     import expert_parallel  # imported here, because the module needs torch
 
     if job.comm.runtime.name == "host":
@@ -98,7 +100,7 @@ def experts(job: Job, table: Table, dtype: str, tokens: int, repeats: int) -> li
 
 
 def compare(collective: str, case: Case, timings: list[Timing]) -> Fields | None:
-    """Our best time beside the peer's at one size; None if either time is missing."""
+    """Returns our best time and the peer's at one size; None if either time is missing."""
     mine = [t for t in timings if t.ours and t.time_us]
     peers = [t for t in timings if not t.ours and t.time_us]
     if not mine or not peers:

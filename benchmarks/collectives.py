@@ -1,14 +1,14 @@
 """A table like nccl-tests', with MPI's time for the same call: mpiexec -n 4 python -m mpi4py collectives.py all_reduce
 
 Method: results are checked in the same run, on fresh random data with poisoned outputs. Calls of ProxyCCL and MPI
-alternate, each after a barrier. Both use the same buffers, except that on a GPU MPI's are in host memory. The time is
-the median over iterations of the maximum over ranks. If calls are slow, as with more busy ranks than cores, fewer are
-timed than asked for, so that the run keeps about its time limit.
+alternate, each after a barrier. ProxyCCL and MPI use the same buffers, except that on a GPU MPI's are in host memory.
+The time is the median over iterations of the maximum over ranks. If calls are slow, as with more busy ranks than cores,
+fewer calls are timed than were requested, so that the run takes about its time limit.
 
 The formulas are those of nccl-tests' doc/PERFORMANCE.md: the algorithm bandwidth is size / time, and the bus bandwidth
 is that times a factor that makes it comparable with the speed of the links for any number of ranks n: 2 (n - 1) / n for
-all_reduce; (n - 1) / n for all_gather, reduce_scatter and all_to_all; 1 for broadcast. The size is the bytes of the
-larger of input and output of one rank.
+all_reduce; (n - 1) / n for all_gather, reduce_scatter and all_to_all; 1 for broadcast. The size is the number of bytes
+of one rank's input or output, whichever is larger.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _COLUMNS = (
 
 
 def algorithms_of(collective: str, algorithm: str) -> tuple[str | None, ...]:
-    """The algorithms to measure, in order: the named algorithm, None for "auto", or all algorithms for "each".
+    """Returns the algorithms to measure, in order: the named algorithm, None for "auto", or all algorithms for "each".
 
     Raises:
         ArgumentError: the collective has no algorithm of that name.
@@ -78,7 +78,7 @@ def algorithms_of(collective: str, algorithm: str) -> tuple[str | None, ...]:
 
 
 def sizes_of(parsed: argparse.Namespace) -> list[int]:
-    """Bytes of each row."""
+    """Returns the number of bytes of each row of the table."""
     sizes, size = [], parsed.min_bytes
     while size <= parsed.max_bytes:
         sizes.append(size)
@@ -87,7 +87,7 @@ def sizes_of(parsed: argparse.Namespace) -> list[int]:
 
 
 def bus_factor(collective: str, ranks: int) -> float:
-    """Bus bandwidth over algorithm bandwidth (nccl-tests, doc/PERFORMANCE.md)."""
+    """Returns the bus bandwidth divided by the algorithm bandwidth (nccl-tests, doc/PERFORMANCE.md)."""
     if collective == "all_reduce":
         return 2 * (ranks - 1) / ranks
     if collective == "broadcast":
@@ -96,7 +96,7 @@ def bus_factor(collective: str, ranks: int) -> float:
 
 
 def _random(rng: np.random.Generator, count: int, dtype: np.dtype[Any], op: str) -> Data:
-    """Values whose reductions are exact in every element type, so that results can be compared bit for bit."""
+    """Returns values whose reductions are exact in every element type, so that results can be compared bit for bit."""
     if op == "prod":
         return rng.choice(np.array([-1, 1, 2]), count, p=[0.45, 0.45, 0.1]).astype(dtype)
     return rng.integers(-8, 9, count).astype(dtype)
@@ -169,7 +169,7 @@ class _Case:
             comm.synchronize()
 
     def mpi_call(self) -> Callable[[], None] | None:
-        """MPI's call on buffers in host memory; None if MPI lacks this call for the type or operation."""
+        """Returns MPI's call on buffers in host memory, or None if MPI lacks this call for the type or operation."""
         comm, send, receive = self._mpi.COMM_WORLD, self._input, self._output
         collective = self._parsed.collective
         if self._element.name not in _MPI_DTYPES:
@@ -194,7 +194,7 @@ class _Case:
             self._on_device[1].upload(self._output)
 
     def wrong(self) -> int:
-        """Number of wrong elements in the output. The rounding of a mean may differ in the last place."""
+        """Returns the number of wrong elements in the output. A mean may differ in the last place, by its rounding."""
         output = self._output if self._on_device is None else self._on_device[1].numpy()
         if self._parsed.op == "avg" and self._parsed.collective in REDUCTIONS:
             got, expected = output.astype(np.float64), self._expected.astype(np.float64)
@@ -213,7 +213,7 @@ def _timed(communicator: Communicator, call: Callable[[], None]) -> float:
 
 
 def _affordable(communicator: Communicator, parsed: argparse.Namespace, warm_up_seconds: float, seconds: float) -> int:
-    """How many calls to time, given the warm-up time of the slowest rank. All ranks return the same."""
+    """Returns the number of calls to time, given the warm-up time of the slowest rank; the same on all ranks."""
     if parsed.warm_up == 0:
         return parsed.iterations
     slowest = max(
@@ -226,7 +226,7 @@ def _affordable(communicator: Communicator, parsed: argparse.Namespace, warm_up_
 def _measure(
     communicator: Communicator, case: _Case, algorithm: str | None, parsed: argparse.Namespace, seconds: float
 ) -> Fields:
-    """Measures one row in about `seconds` seconds. All ranks return the same."""
+    """Measures one row in about `seconds` seconds. Returns the row, the same on all ranks."""
     mpi_call = case.mpi_call()
     case.poison()
     case.run(algorithm)
@@ -268,7 +268,7 @@ def _measure(
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Measures, as every rank of the MPI job does. Returns the exit code: 1 if a result was wrong.
+    """Measures the collective; every rank of the MPI job calls this. Returns the exit code: 1 if a result was wrong.
 
     Raises:
         ArgumentError: the collective does not have the algorithm.

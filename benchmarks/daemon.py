@@ -3,10 +3,10 @@
 A run starts a daemon and opens communicators of both kinds in turn, several times.
 
 - Latency is half of a ping-pong's round trip between the first two ranks. Each rank runs a kernel of one thread, which
-  times each round. On the host runtime this needs a core for each kernel and each proxy. So there is also a latency
-  that needs only two cores: a CPU thread pushes a put with its signal and polls the peer's semaphore word.
-- Rates are those of one ring that leads to a peer, pushed by a kernel of one warp and by a CPU thread, from the first
-  push until the last trigger was taken.
+  times each round. On the host runtime this needs a core for each kernel and each proxy. A second measurement of
+  latency needs only two cores: a CPU thread pushes a put with its signal and polls the peer's semaphore word.
+- A rate is the number of triggers per second through one ring, from the first push until the proxy has taken the last
+trigger. A kernel of one warp pushes, or a CPU thread.
 - CPU time is that of the threads that run proxies, or of the whole daemon: while idle, and while each rank pushes some
   puts of 8 bytes with their signals each millisecond.
 """
@@ -76,17 +76,17 @@ extern "C" __global__ void push(DeviceHandle<ProxyChannel> channel, int count, u
 
 
 def quiet_barrier() -> None:
-    """A barrier of all ranks in which no rank spins."""
+    """Waits for all ranks in a barrier, without spinning."""
     request = MPI.COMM_WORLD.Ibarrier()
     while not request.Test():
         time.sleep(0.002)
 
 
 class Pusher:
-    """Pushes onto a channel's ring from this thread. No kernel may push there meanwhile or later.
+    """Pushes onto a channel's ring from this thread. Once a pusher exists, no kernel may push onto that ring.
 
     Args:
-        comm: its proxy drains the ring.
+        comm: the communicator whose proxy drains the ring.
         channel: the channel whose ring is used.
         memory: source and destination of the puts.
     """
@@ -106,7 +106,9 @@ class Pusher:
         self._pushed += count
 
     def arrival(self, semaphore: int) -> float:
-        """Microseconds from the push of a put of 8 bytes with its signal until the peer's word counts the signal."""
+        """Returns the microseconds from the push of a put of 8 bytes with its signal until the peer's semaphore counts
+        it.
+        """
         word = ffi.cast("uint64_t *", semaphore)
         before, start = word[0], time.perf_counter_ns()
         self.push(Operation.DATA | Operation.SIGNAL, 8, 1)
@@ -122,7 +124,7 @@ class Pusher:
 
 
 def latencies(comm: Communicator, channel: ProxyChannel, kernels: Any) -> dict[str, list[float]]:
-    """One-way times in microseconds of each round, without the warm-up rounds, by what is sent."""
+    """Measures ping-pongs. Returns the one-way time of each round in µs, without warm-up rounds, by what is sent."""
     found = {}
     ns = comm.empty(_ROUNDS, "int64")
     for name, nbytes in (("signal", 0), ("put of 8 bytes + signal", 8), ("put of 1 KiB + signal", 1024)):
@@ -135,9 +137,9 @@ def latencies(comm: Communicator, channel: ProxyChannel, kernels: Any) -> dict[s
 def rates(
     comm: Communicator, channel: ProxyChannel, memory: RegisteredMemory, kernels: Any
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Triggers a second, and latencies of pushes by the CPU, as the first rank measures them; empty on the other rank.
+    """Measures triggers per second, and the latencies of pushes by the CPU. Returns nothing on the second rank.
 
-    The CPU's pushes come last, because they take places in the ring that kernels do not know of.
+    The CPU pushes last, because kernels don't know which places of the ring the CPU has filled.
     """
     if comm.rank:
         return {}, {}
@@ -159,7 +161,7 @@ def rates(
 
 
 def of_two(where: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Latencies and rates between the first two ranks; the other ranks wait."""
+    """Measures latencies and rates between the first two ranks, while the other ranks wait."""
     pair = MPI.COMM_WORLD.Split(int(MPI.COMM_WORLD.rank >= 2))
     found: Any = ({}, {})
     if MPI.COMM_WORLD.rank < 2:
@@ -178,20 +180,20 @@ def of_two(where: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
 
 
 def _cpu_of(stat: Path) -> float:
-    """CPU seconds from the stat file of a thread or a process."""
+    """Returns the CPU seconds in the stat file of a thread or a process."""
     fields = stat_of(stat)
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def proxy_seconds(daemon: int) -> float:
-    """CPU seconds of this process's proxy threads; on the first rank, the daemon's CPU seconds are added."""
+    """Returns the CPU seconds of this process's proxy threads, plus, on the first rank, those of the daemon."""
     own = [thread.native_id for thread in threading.enumerate() if "-proxy-" in thread.name]
     seconds = sum(_cpu_of(Path(f"/proc/self/task/{number}/stat")) for number in own)
     return seconds + (_cpu_of(Path(f"/proc/{daemon}/stat")) if MPI.COMM_WORLD.rank == 0 else 0.0)
 
 
 def of_node(where: str, daemon: int, seconds: float) -> dict[str, float]:
-    """Cores that the proxies of all ranks use, idle and busy."""
+    """Measures how many cores the proxies of all ranks use, idle and busy."""
     with Communicator.from_mpi(timeout=_TIMEOUT, proxy=where) as comm:
         memory = comm.register(comm.empty(1 << 16, "uint8"))
         channel = comm.proxy_channels(memory).to((comm.rank + 1) % comm.world_size)
@@ -234,7 +236,7 @@ def start_daemon(path: Path, threads: int) -> subprocess.Popen[bytes]:
 
 
 def compared(rows: dict[str, dict[str, list[float]]], *, higher_is_better: bool) -> list[Fields]:
-    """The medians of both kinds, and the ratio of the daemon's median to the ranks' median."""
+    """Returns the medians of both kinds, and the ratio of the daemon's median to the ranks' median."""
     found = []
     for name, values in rows.items():
         thread, daemon = (statistics.median(values[where]) for where in _WHERE)

@@ -1,16 +1,17 @@
 """DeepEP's normal mode beside NCCL's all_to_all_single: mpiexec -n 2 python -m mpi4py deep_ep_buffer.py
 
-Every token chooses `--topk` different experts at random. A pair is a dispatch and its combine, whose input is a tensor
-of the caller's, as an expert's result is. Contenders:
+Every token chooses `--topk` different experts at random. A pair is a dispatch and its combine. The combine's input is a
+tensor that the caller allocated, as an expert's result would be. Contenders:
 
 - Buffer: that of `proxyccl.deep_ep`, with outputs of the exact size: the CPU waits for each dispatch's number of rows
-- Buffer, num_worst_tokens: outputs of a fixed size, for which it does not wait
-- new outputs: the layer of the latter, with rows that pass other memory of it on their way to new tensors
+- Buffer, num_worst_tokens: outputs of a fixed size, so the CPU does not wait
+- new outputs: the same with fixed sizes, but rows pass through other memory of the layer on their way to new tensors
 - NCCL: moves as many bytes there and back, packed for it beforehand and not unpacked
 
-A burst is ten pairs on one stream, after a kernel that holds it until the CPU is ahead, if it can be. GPU times are by
-events around the calls; those of a dispatch for which the CPU waits include that. The issuing thread's time is that of
-the burst's calls. All are medians over bursts of the slowest rank's mean. Outputs are checked before and after.
+A burst is ten pairs on one stream. Before them, where possible, a kernel holds the stream until the CPU has issued the
+calls. Events around the calls measure the GPU's time; the time of a dispatch for which the CPU waits includes that
+wait. The issuing thread's time is the wall-clock time of the burst's calls. Every result is the median over bursts of
+the slowest rank's mean. Outputs are checked before and after the measurement.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Tokens:
 
     @staticmethod
     def random(job: GpuJob, count: int, hidden: int, topk: int, experts: int) -> Tokens:
-        """Whole numbers, so that sums are exact."""
+        """Returns tokens of whole numbers, whose sums are exact."""
         x = job.random(count * hidden, "bfloat16", job.rank).view(count, hidden)
         ids = torch.rand(count, experts, device=job.device).topk(topk, dim=1).indices
         visited = torch.stack([(ids // (experts // job.ranks) == rank).any(1) for rank in range(job.ranks)], 1)
@@ -124,7 +125,7 @@ def contenders(job: GpuJob, buffer: Buffer, layer: EPAll2AllLayer, tokens: Token
 
 
 def wrong(contender: Contender, tokens: Tokens) -> int:
-    """Wrong elements of a pair whose experts double their rows."""
+    """Makes a pair whose experts double their rows. Returns the number of wrong elements."""
     rows, handle = contender.there()
     back = contender.back(2 * rows, handle)
     expected = 2 * tokens.x.float() * tokens.visits.sum(1, keepdim=True)
@@ -132,7 +133,7 @@ def wrong(contender: Contender, tokens: Tokens) -> int:
 
 
 def burst(job: GpuJob, contender: Contender, results: torch.Tensor) -> tuple[float, float, float]:
-    """Microseconds of a dispatch, of a combine and of issuing both. `results` has the experts' results."""
+    """Returns the microseconds of a dispatch, of a combine and of issuing both. `results` is the experts' results."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * _PAIRS + 1)]
     torch.cuda.synchronize()
     job.world.Barrier()
@@ -153,7 +154,7 @@ def burst(job: GpuJob, contender: Contender, results: torch.Tensor) -> tuple[flo
 
 
 def measure(job: GpuJob, made: list[Contender], tokens: Tokens, bursts: int) -> list[Fields]:
-    """A row for each contender, the same on all ranks."""
+    """Measures each contender. Returns their rows, the same on all ranks."""
     found = [wrong(contender, tokens) for contender in made]
     results = torch.zeros(job.ranks * len(tokens.x), tokens.x.shape[1], dtype=tokens.x.dtype, device=job.device)
     times = np.zeros((bursts, len(made), 3))

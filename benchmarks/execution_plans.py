@@ -2,8 +2,9 @@
 
 Contenders, each an all-reduction from one registered array to another:
 - two_shot, the shipped kernel;
-- a plan in which each rank writes shares to their owners' scratch memory, and the sums of its own to all outputs;
-- a plan in which each rank reads its share of all inputs, and writes the sums to all outputs;
+- a plan in which each rank writes each share of its input to the scratch memory of the share's owner; the owner sums
+and writes the result to all outputs;
+- a plan in which each rank reads its own share from all inputs, and writes the sums to all outputs;
 - a plan in which shares go to their owners and back as packets, up to 4 MiB.
 A plan has as many threadblocks as two_shot has blocks. gpu_job.py says how times are measured.
 """
@@ -41,7 +42,7 @@ _SIZES = tuple(aims.KIB << shift for shift in (6, 8, 10, 12, 14, 16, 18))
 _QUICK_SIZES = (64 * aims.KIB, 1 * aims.MIB, 64 * aims.MIB)
 _HOST_SIZES = (4 * aims.KIB, 256 * aims.KIB)
 _LONGEST_PACKETS = 4 * aims.MIB
-_MOST_THREADBLOCKS = 128  # limited, because all threadblocks must be resident at once
+_MOST_THREADBLOCKS = 128  # limited, because all threadblocks must be resident together
 _TWO_SHOT = "two_shot"
 
 Block = list[dict[str, Any]]
@@ -50,9 +51,9 @@ Block = list[dict[str, Any]]
 def plan(
     ranks: int, name: str, blocks: Callable[[int, list[int]], list[Block]], scratch: int, *, channels: int = 1
 ) -> ExecutionPlan:
-    """A plan of all_reduce whose threadblocks `blocks` gives, by rank and peers.
+    """Builds a plan of all_reduce. `blocks` returns the operations of each threadblock, given a rank and its peers.
 
-    Threadblock i has a channel to each peer, number i % `channels` of those that the ranks have.
+    Two ranks have `channels` channels between them; threadblock i uses number i % `channels`.
     """
     gpus = []
     for rank in range(ranks):
@@ -94,18 +95,18 @@ def plan(
 
 
 def remote(peers: list[int], peer: int, kind: str, index: int) -> dict[str, int]:
-    """A reference to a chunk of a peer's buffer."""
+    """Returns a reference to a chunk of a peer's buffer."""
     return {"buffer_id": "ios".index(kind) * len(peers) + peers.index(peer), "index": index, "size": 1}
 
 
 def own(kind: str, index: int) -> dict[str, Any]:
-    """A reference to a chunk of the rank's own buffer."""
+    """Returns a reference to a chunk of the rank's own buffer."""
     return {"type": kind, "index": index, "size": 1}
 
 
 def meeting(peers: list[int], order: str = "") -> Block:
-    """A barrier of the threadblocks with one number on all ranks. Afterwards they see what the other ranks'
-    threadblocks wrote before the barrier; with the order "rlx", only what earlier kernels wrote.
+    """Returns the operations of a barrier of the threadblocks that have the same number on all ranks. After it, each
+    sees what the others wrote before the barrier; with the order "rlx", only what earlier kernels wrote.
     """
     channels = {"channel_ids": list(range(len(peers))), "channel_type": "memory"}
     return [{"name": f"{order}signal", **channels}, {"name": f"{order}wait", **channels}]
@@ -151,7 +152,7 @@ def reads_and_writes(ranks: int, count: int) -> ExecutionPlan:
 
 
 def by_packets(ranks: int, count: int) -> ExecutionPlan:
-    """A plan with `count` threadblocks for each chunk that is sent, and `count` threadblocks that reduce."""
+    """Builds a plan with `count` threadblocks for each chunk that is sent, and `count` threadblocks that reduce."""
 
     def blocks(rank: int, peers: list[int]) -> list[Block]:
         found: list[Block] = []
@@ -200,7 +201,7 @@ class Arrays:
         self._expected = total
 
     def contender(self, name: str) -> Contender:
-        """A contender that reduces these arrays."""
+        """Returns a contender that reduces these arrays."""
         stream = self._job.handle
         if name == _TWO_SHOT:
             return self._contender(
@@ -222,14 +223,14 @@ class Arrays:
         return Contender(name, True, call, refill, lambda _: differing(self.out, self._expected))
 
     def close(self) -> None:
-        """Ends the arrays' registrations, when all ranks have measured."""
+        """Deregisters the arrays, once all ranks have measured."""
         self._job.world.Barrier()
         for memory in self._registered:
             self._comm.deregister(memory)
 
 
 def compare(case: Case, timings: list[Timing]) -> Fields | None:
-    """The best plan beside two_shot; None if either time is missing."""
+    """Returns the times of the best plan and of two_shot; None if either time is missing."""
     times = {timing.name: timing.time_us for timing in timings if timing.time_us}
     plans = {name: took for name, took in times.items() if name != _TWO_SHOT}
     if _TWO_SHOT not in times or not plans:
@@ -286,7 +287,7 @@ def main() -> int:
         skipped = []
         for dtype in job.element_types(parsed.dtypes):
             itemsize = job.empty(0, dtype).itemsize
-            unit = 16 // itemsize * job.ranks  # a chunk for each rank, of multiples of 16 bytes
+            unit = 16 // itemsize * job.ranks  # each rank has a chunk, of a multiple of 16 bytes
             longest = max(unit, max(parsed.sizes) // itemsize)
             own = job.registered(longest, dtype), job.registered(longest, dtype)
             for size in parsed.sizes:

@@ -6,7 +6,8 @@ are the sizes that its callers pass to its buffers, by the formulas of its sourc
 for that number of ranks:
 
 - normal mode, DeepEP 1.2.1: `Config.get_nvl_buffer_size_hint` plus `get_rdma_buffer_size_hint` (csrc/config.hpp), the
-  larger of its dispatch and combine configurations. It sends in chunks, so tokens don't count.
+  larger of its dispatch and combine configurations. DeepEP sends in chunks there, so the size does not depend on the
+  number of tokens.
 - low-latency mode, DeepEP 1.2.1: `get_low_latency_rdma_size_hint` (csrc/config.hpp).
 - elastic, DeepEP 2.1.0: `ElasticBuffer.get_buffer_size_hint` (csrc/elastic/buffer.hpp), in bfloat16, without its
   workspace of fixed size.
@@ -60,7 +61,7 @@ class World:
 
 
 def workspace(world: World, layout: str) -> int:
-    """Bytes of a layer with this layout."""
+    """Returns the bytes of a layer with this layout."""
     config = EPConfig(world.tokens, HIDDEN, TOPK, EXPERTS, 0, world.ranks, world.local_size)
     per_rank, rows = config.num_experts_per_rank, world.ranks * world.tokens
     shape = WorkspaceShape(
@@ -92,7 +93,7 @@ _NODE, _MOST_TOPK, _MOST_SCALES, _SOURCE_BYTES = 8, 128, 128, 8
 
 
 def deep_ep_normal(world: World) -> int:
-    """Bytes for NVLink and RDMA together."""
+    """Returns the bytes that DeepEP's normal mode needs for NVLink and RDMA together."""
     return max(_of_chunks(world.ranks, *chunks) for chunks in _CHUNKS[world.ranks])
 
 
@@ -108,7 +109,7 @@ def _of_chunks(ranks: int, by_nvlink: int, sent_by_rdma: int, remote: int) -> in
 
 
 def deep_ep_low_latency(world: World) -> int:
-    """Bytes for RDMA; NVLink uses the same memory."""
+    """Returns the bytes that DeepEP's low-latency mode needs for RDMA; NVLink uses the same memory."""
     scales = HIDDEN // 128
     dispatched = 16 + max(HIDDEN * _BFLOAT16, HIDDEN + scales * 4)
     combined = scales * 4 + HIDDEN * _BFLOAT16
@@ -119,7 +120,7 @@ def deep_ep_low_latency(world: World) -> int:
 
 
 def deep_ep_elastic(world: World) -> int:
-    """Bytes of an ElasticBuffer, with its defaults."""
+    """Returns the bytes of an ElasticBuffer with its default options."""
     most_channels, tokens, nodes, peers = 8 * 160, world.tokens, world.nodes, world.local_size
     dispatched = aligned(HIDDEN * _BFLOAT16, 32) + aligned(TOPK * 8 + (1 + TOPK) * 4, 32)
     combined = aligned(HIDDEN * _BFLOAT16, 32) + aligned(TOPK * 8, 32)

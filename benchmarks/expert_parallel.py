@@ -2,8 +2,8 @@
 
 Every token chooses `--topk` different experts at random. A size is the number of bytes that one rank sends to others:
 each token once to each rank that has one of its experts. NCCL moves as many bytes, which are packed for it beforehand
-and not unpacked. Our times include the counting and a compact output ordered by expert. The output has room for as many
-rows as the fullest rank gets, so nothing waits for the CPU. gpu_job.py says how times are measured.
+and not unpacked. Our times include the counting and a compact output ordered by expert. Outputs have room for the rows
+of the rank that receives most, so the CPU need not wait for the number of rows. gpu_job.py says how times are measured.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Routing:
     """One rank's tokens and the expected result of a dispatch.
 
     Attributes:
-        tokens: of this rank, [count, hidden].
-        expert_ids: of this rank, [count, topk].
-        rows: by layout, the rows that this rank gets, [R, hidden].
-        most_rows: by layout, the largest number of rows that any rank gets.
+        tokens: this rank's tokens, [count, hidden].
+        expert_ids: the experts of each of this rank's tokens, [count, topk].
+        rows: for each layout, the rows that this rank receives, [R, hidden].
+        most_rows: for each layout, the largest number of rows that any rank receives.
         visits: for each own token, the number of ranks that have one of its experts, [count, 1].
-        crossing: for each rank, the number of tokens that this rank sends there; 0 for itself.
-        arriving: for each rank, the number of tokens that come from there.
+        crossing: for each rank, the number of tokens that this rank sends to that rank; 0 for itself.
+        arriving: for each rank, the number of tokens that this rank receives from that rank.
     """
 
     tokens: torch.Tensor
@@ -48,7 +48,7 @@ class Routing:
 
     @classmethod
     def random(cls, job: Job, count: int, hidden: int, topk: int, experts: int, dtype: str) -> Routing:
-        """A new random routing, the same on all ranks."""
+        """Returns a new random routing, the same on all ranks."""
         seed, per_rank = fresh_seed(job), experts // job.ranks
         tokens = [torch.as_tensor(x).view(count, hidden) for x in random_inputs(job, count * hidden, dtype, seed)]
         ids = []
@@ -77,8 +77,8 @@ class Routing:
 
 
 def contenders(job: Job, routing: Routing, layers: dict[str, EPAll2AllLayer], peer: str = "NCCL") -> list[Contender]:
-    """Our contenders: for each layer a dispatch, a combine and both. Then the peer's: torch's default group moves
-    the same bytes there and back.
+    """Returns our contenders (for each layer a dispatch, a combine and both), then the peer's, in which torch's default
+    group moves the same bytes there and back.
     """
     stream, topk = job.handle, routing.expert_ids.shape[1]
     hidden, dtype = routing.tokens.shape[1], routing.tokens.dtype

@@ -1,10 +1,9 @@
 """Proxied writes through libfabric, beside a bare C loop of fi_writemsg on the same provider.
 
-Writes of 8 bytes give a rate, writes of 1 MiB a bandwidth. They go to a process of their own, which only polls. The
-bare loop and the engine have an endpoint each, of the same provider and interface, with the same window; they send the
-same memory, and ask for as many completions. They take turns; a ratio is the median of the ratios of the rounds. Where
-iperf3 and fi_pingpong are installed, they tell before what they get on the same interface: a stream of TCP, and
-messages to and fro.
+Writes of 8 bytes give a rate, writes of 1 MiB a bandwidth. The target of the writes is another process, which only
+polls. The bare loop and the engine each have an endpoint, of the same provider and interface and with the same window.
+They send the same memory, request equally many completions, and take turns; a ratio is the median over rounds. Before
+that, iperf3 (one TCP stream) and fi_pingpong (round trips) measure the same interface where they are installed.
 
     make bare-loops                                       the bare loop
     python benchmarks/fabric_writes.py --interface lo      both processes on one host, over its loopback
@@ -36,14 +35,14 @@ from proxyccl.proxy.registrations import Registration
 from proxyccl.tools.results import Fields, machine, versions, write_json
 
 _LOOK = 0.002  # seconds between two reads of the flush word
-_FIFO_SIZE = 1 << 18  # a turn's writes fit: the thread that pushes would spin for room, on a core of the others
+_FIFO_SIZE = 1 << 18  # has room for a turn's writes, else the pushing thread would spin
 _CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 _BYTES = 1 << 20
 _SHORT, _LONG = 8, _BYTES
 _AIMS = {_SHORT: aims.FABRIC_RATE_RATIO, _LONG: aims.FABRIC_BANDWIDTH_RATIO}
 _RUN_SECONDS = 0.5
 _CALIBRATION = {_SHORT: 5000, _LONG: 20}
-_RUNS_OF_A_WINDOW = 4  # completions that a window asks for, as the engine does
+_RUNS_OF_A_WINDOW = 4  # completions requested in a window, as by the engine
 
 
 def _endpoint(options: FabricOptions, memory: np.ndarray) -> tuple[FabricEndpoint, Registration]:
@@ -52,8 +51,8 @@ def _endpoint(options: FabricOptions, memory: np.ndarray) -> tuple[FabricEndpoin
 
 
 def serve(pipe: Connection, options: FabricOptions) -> None:
-    """The target process: sends its endpoint's address, receives the senders' addresses, and polls until a message
-    arrives in the pipe.
+    """Runs in the target process: sends its endpoint's address, receives the senders' addresses, and polls until a
+    message arrives in the pipe.
     """
     memory = np.zeros(_BYTES, np.uint8)
     endpoint, registration = _endpoint(options, memory)
@@ -91,7 +90,7 @@ class Bare:
 
 
 def compare(nbytes: int, rounds: int, bare: Callable[[int, int], float], ours: Callable[[int, int], float]) -> Fields:
-    """Measures the bare loop and the engine in turns."""
+    """Measures the bare loop and the engine in turns. Returns the row."""
     calibration = _CALIBRATION[nbytes]
     count = int(calibration * _RUN_SECONDS / bare(nbytes, calibration))
     count = min(max(calibration, count), _FIFO_SIZE)
@@ -109,7 +108,7 @@ def compare(nbytes: int, rounds: int, bare: Callable[[int, int], float], ours: C
 
 
 def beside(offer: FabricOffer, peers: NetworkPeers) -> Fields:
-    """Rates of other programs on an offer's interface; without an entry for programs that are not installed."""
+    """Measures the rates of other programs on an offer's interface. Programs that are not installed have no entry."""
     found: Fields = {}
     for program in peers.missing:
         print(f"# not measured: {program}, which is not installed")
@@ -145,7 +144,7 @@ def main() -> int:
     print(f"# ProxyCCL {versions().get('proxyccl', '')} writes through libfabric {load().version}: {endpoint.offer}")
     print(f"# {facts['cpu']}, {facts['cores']} cores, load {facts['load']}")
     peers = beside(endpoint.offer, NetworkPeers(parsed.peers))
-    pipe.send(endpoint.address)  # from now on it polls
+    pipe.send(endpoint.address)  # from now on the target polls
     to = endpoint.connect(address, key)
     rows = []
     with contextlib.ExitStack() as closing:

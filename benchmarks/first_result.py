@@ -1,14 +1,15 @@
 """From `python` to the first result: python benchmarks/first_result.py (on GPUs), or with PROXYCCL_RUNTIME=host.
 
-Each measurement starts a job of new processes. A rank notes the seconds from the start of its own process (as the
-system tells it, to 10 ms) to each stage: the interpreter, the imports, the communicator, and the first all_reduce of
-1 KiB with its result on the CPU. So the launcher's own time counts for nobody. The first proxied all_reduce is timed by
-itself: at once after that, and on a communicator that is 2 s old. A row has the slowest rank's times, the median of all
-jobs. The contenders take turns; the first job of each, which fills caches, is not counted (it is with --quick).
+Each measurement starts a job of new processes. A rank notes the seconds from the start of its own process (which the
+system gives in steps of 10 ms) to each stage: the interpreter, the imports, the communicator, and the first all_reduce
+of 1 KiB with its result on the CPU. So no time includes the launcher's. The first proxied all_reduce is timed
+separately: immediately after the first all_reduce, and on a communicator that is 2 s old. A row has the slowest rank's
+times, the median of all jobs. The contenders take turns; the first job of each, which fills caches, is not counted (it
+is with --quick).
 
-On GPUs NCCL is joined by torch, which torchrun starts, and MPI's arrays are the CPU's. The GPU memory that the job's
-own daemon takes is the difference of free memory between two jobs 2 s after their start: with proxies in that process,
-and in threads of the ranks.
+On GPUs NCCL is called through torch, whose ranks torchrun starts; MPI uses arrays of the CPU. The GPU memory that the
+job's own daemon takes is measured as the difference in free memory, 2 s after the start, between a job with its proxies
+in that process and a job with its proxies in threads of the ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# The ranks that this program starts are MPI's, and not itself. mpi4py reads this when it is imported.
+# This program is not a rank of MPI; the processes that it starts are. mpi4py reads this setting when it is imported.
 os.environ["MPI4PY_RC_INITIALIZE"] = "false"
 
 import aims
@@ -50,9 +51,9 @@ class Contender:
     """A job to start.
 
     Attributes:
-        title: in tables.
-        argument: in `first_result_rank.CONTENDERS`.
-        environment: variables for its ranks.
+        title: the job's name in tables.
+        argument: a key of `first_result_rank.CONTENDERS`.
+        environment: environment variables that the job's ranks get.
         by_torchrun: whether torchrun starts it; otherwise mpiexec does.
     """
 
@@ -63,12 +64,13 @@ class Contender:
 
 
 def contenders(runtime: str) -> list[Contender]:
-    """Returns the jobs of a runtime whose libraries are installed."""
+    """Returns the jobs to start on a runtime: those whose libraries are installed."""
     ours = {"PROXYCCL_RUNTIME": runtime}
     found = [
         Contender("ProxyCCL, proxied call at once", "proxyccl", ours),
         Contender(_PROCESS, "proxyccl-later", {**ours, "PROXYCCL_PROXY": "process"}),
-        # Loaded lazily like the others, so that memory can be compared. No other library launches kernels here.
+        # Kernels are loaded lazily, as in the other jobs, so that memory can be compared. That is safe, because no
+        # other library launches kernels in this job.
         Contender(_THREAD, "proxyccl-later", {**ours, "PROXYCCL_PROXY": "thread"}),
         Contender("MPI, arrays of the CPU", "mpi"),
     ]
@@ -79,10 +81,10 @@ def contenders(runtime: str) -> list[Contender]:
 
 
 def run(contender: Contender, ranks: int, mpiexec: list[str]) -> Fields:
-    """Starts a job. Returns the slowest rank's stages, and the least free memory.
+    """Runs a job. Returns the slowest rank's seconds to each stage, and the least free memory of the GPUs.
 
     Raises:
-        SystemExit: it failed, or did not end in time.
+        SystemExit: the job failed, or did not end in time.
     """
     with tempfile.TemporaryDirectory() as folder:
         program = [os.fspath(_RANK), contender.argument, folder]
@@ -115,7 +117,7 @@ def run(contender: Contender, ranks: int, mpiexec: list[str]) -> Fields:
 
 
 def medians(samples: list[Fields]) -> Fields:
-    """The median of each stage."""
+    """Returns the median time to each stage."""
     return {name: statistics.median(sample[name] for sample in samples) for name in samples[0]}
 
 
@@ -131,7 +133,7 @@ def show(rows: dict[str, Fields]) -> None:
 
 
 def conclusions(rows: dict[str, Fields]) -> Fields:
-    """The comparisons that have an aim, and the memory of the job's own daemon."""
+    """Prints and returns the comparisons that have a target, and the memory of the job's own daemon."""
     found: Fields = {}
     ours = next(iter(rows.values()))["first result"]
     if "torch, NCCL" in rows:
@@ -176,7 +178,7 @@ def main() -> int:
     show(rows)
     print()
     results = {"benchmark": "first_result", **facts, "stages_s": rows, **conclusions(rows)}
-    results["device"] = open_runtime(runtime).describe()  # opened last, because this process's context takes GPU memory
+    results["device"] = open_runtime(runtime).describe()  # last, because opening a runtime takes GPU memory
     if parsed.json is not None:
         write_json(parsed.json, {**results, "samples_s": samples})
     return 0

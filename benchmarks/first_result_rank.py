@@ -43,7 +43,7 @@ def require(value: float, expected: float) -> None:
 
 
 def proxyccl(when: str) -> int:
-    """Communicator, all_reduce, and a proxied all_reduce `when`: "at once" or "later". Returns the rank."""
+    """Makes a communicator, an all_reduce, and a proxied all_reduce `when`: "at once" or "later". Returns the rank."""
     from proxyccl import Communicator
 
     reached("imports")
@@ -60,7 +60,7 @@ def proxyccl(when: str) -> int:
         time.sleep(max(0.0, made + _AGE - time.monotonic()))
         if comm.runtime.name == "cuda":
             stages["free_bytes"] = _free_bytes(comm.runtime)
-        comm.all_gather_bytes(b"")  # the ranks call together
+        comm.all_gather_bytes(b"")  # all ranks call this together
     before = _since_boot()
     comm.proxy  # noqa: B018  the first use opens it
     stages["of it the proxy"] = _since_boot() - before
@@ -78,7 +78,7 @@ def proxyccl(when: str) -> int:
 
 
 def _free_bytes(runtime: Any) -> int:
-    """Free memory of the rank's GPU: what one process takes shows in the difference between two runs."""
+    """Returns the free memory of the rank's GPU. The difference between two runs shows what one process takes."""
     from cuda.bindings import driver
 
     with runtime.current():
@@ -89,7 +89,7 @@ def _free_bytes(runtime: Any) -> int:
 
 
 def mpi() -> int:
-    """MPI's Allreduce of numpy's arrays. Returns the rank."""
+    """Makes MPI's Allreduce of numpy arrays. Returns the rank."""
     import numpy as np
     from mpi4py import MPI
 
@@ -104,7 +104,7 @@ def mpi() -> int:
 
 
 def torch_group(backend: str) -> int:
-    """torch.distributed with NCCL or gloo, started by torchrun. Returns the rank."""
+    """Makes an all_reduce by torch.distributed, with NCCL or gloo; torchrun has started the rank. Returns the rank."""
     import torch
     import torch.distributed as dist
 
@@ -113,7 +113,7 @@ def torch_group(backend: str) -> int:
     device = torch.device("cuda", local) if backend == "nccl" else torch.device("cpu")
     if backend == "nccl":
         torch.cuda.set_device(device)
-        dist.init_process_group(backend, device_id=device)  # makes NCCL's communicator, else the first call does
+        dist.init_process_group(backend, device_id=device)  # makes NCCL's communicator, else call 1 does
     else:
         dist.init_process_group(backend)
     reached("communicator")

@@ -1,4 +1,5 @@
-"""The ranks on GPUs: torch's arrays, CUDA graphs that the GPU's events time, and torch's peers.
+"""The `Job` on GPUs: arrays are torch's tensors, CUDA graphs are timed by the GPU's events, and torch provides the
+peers.
 
 A contender's calls are captured into a CUDA graph. Events time its replay, and the result is divided by the number of
 calls, so that it contains no launch cost of Python. Before the first event, each rank's stream sleeps until the replay
@@ -40,18 +41,18 @@ class GraphBurst(Burst):
 
     Args:
         call: queues a call on torch's current stream.
-        calls: how many to capture.
+        calls: the number of calls to capture.
         stream: the stream.
-        counted: whether to ask the graph for its kernels.
+        counted: whether to find out from the graph how many multiprocessors its kernels can occupy.
     """
 
     def __init__(self, call: Callable[[], object], calls: int, stream: torch.cuda.Stream, *, counted: bool) -> None:
         self.calls, self.stream = calls, stream
         self._call = call  # keeps the arrays alive, whose addresses the graph has
-        counted = counted and hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph")  # torch has it since 2.8
+        counted = counted and hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph")  # `raw_cuda_graph` exists since torch 2.8
         self._graph: Any = torch.cuda.CUDAGraph(keep_graph=True) if counted else torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
-            # NCCL's watchdog thread queries events meanwhile, which only the capture mode "thread_local" allows.
+            # NCCL's watchdog thread queries events during the capture, which only the mode "thread_local" allows.
             self._graph.capture_begin(capture_error_mode="thread_local")
             for _ in range(calls):
                 call()
@@ -74,12 +75,12 @@ class GraphBurst(Burst):
 
 
 class IssuedBurst(Burst):
-    """Calls that are issued one after another: NCCL starts its network's part of a captured call by a function of the
-    host, which no program that does not capture waits for.
+    """Calls that are issued one after another, without a graph: in a graph, NCCL starts the network's part of a call by
+    a host function, whose delay a program without graphs would not have.
 
     Args:
         call: queues a call on torch's current stream.
-        calls: how many.
+        calls: the number of calls.
         stream: the stream.
     """
 
@@ -97,17 +98,17 @@ class IssuedBurst(Burst):
 
 
 def nccl_between_nodes(node: int, ranks_of_node: int) -> dict[str, str]:
-    """The environment in which NCCL takes a rank for one of another host's, and reaches it by its sockets."""
+    """Returns environment variables with which NCCL treats nodes as different hosts, and connects them by sockets."""
     sockets = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_MNNVL_ENABLE": "0", "NCCL_HOSTID": f"node{node}"}
     return sockets if ranks_of_node > 1 else {**sockets, "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 
 
 class GpuJob(Job):
-    """A `Job` on GPUs. torch.distributed's NCCL connects the ranks too.
+    """A `Job` on GPUs. The ranks also are torch.distributed's default group, with NCCL.
 
     Attributes:
         device: this rank's.
-        group_name: of torch's process group of all ranks.
+        group_name: the name of torch's process group of all ranks.
         stream: the stream of `handle`.
     """
 
@@ -152,11 +153,11 @@ class GpuJob(Job):
             dist.destroy_process_group()
 
     def empty(self, count: int, dtype: str) -> Any:
-        """A tensor of torch's own memory."""
+        """Returns a tensor of torch's own memory."""
         return torch.empty(count, dtype=getattr(torch, dtype), device=self.device)
 
     def registered(self, count: int, dtype: str) -> Any:
-        """A tensor on memory of `Communicator.empty`."""
+        """Returns a tensor on memory of `Communicator.empty`."""
         array = self.comm.empty(count, dtype)
         self.comm.register(array)
         return torch.from_dlpack(array)
@@ -172,7 +173,9 @@ class GpuJob(Job):
         poison(x)
 
     def peers(self, collective: str, count: int, dtype: str) -> list[Peer]:
-        """NCCL as it is, NCCL with registered memory, and torch symmetric memory; between rehearsed nodes the first."""
+        """Returns NCCL as it is, NCCL with registered memory, and torch symmetric memory; between rehearsed nodes only
+        NCCL as it is.
+        """
         if self.nodes is not None:
             return [torch_peer("NCCL", collective)]
         if collective == "all_reduce":
@@ -191,7 +194,7 @@ class GpuJob(Job):
     def _registered_nccl(
         self, name: str, cta_policy: int, count: int, dtype: str, call: Callable[[Any, Any, Any], object]
     ) -> Peer:
-        """NCCL with registered memory; the largest arrays must be asked for first."""
+        """Returns NCCL on registered memory. Asking for the largest arrays first avoids a second registration."""
         element = getattr(torch, dtype)
         nbytes = count * element.itemsize
         missing = self.everywhere(nccl_registered.why_missing())
@@ -208,7 +211,7 @@ class GpuJob(Job):
         return Peer(name, lambda out, x: call(out, x, made.group), lambda some: made.arrays(some, element))
 
     def _symmetric_memory_peers(self, count: int, dtype: str) -> list[Peer]:
-        """The algorithms of torch symmetric memory."""
+        """Returns the algorithms of torch symmetric memory."""
         tensor, missing = symmetric_memory(self, count, getattr(torch, dtype))
         if tensor is None:
             return [Peer(name, missing=missing) for name in ("torch one-shot", "torch two-shot")]
@@ -233,7 +236,7 @@ class GpuJob(Job):
         ]
 
     def peer_versions(self) -> Fields:
-        """The versions of torch and of the libraries that it contains."""
+        """Returns the versions of torch and of the libraries that it contains."""
         return {
             "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
             "torch": torch.__version__,
@@ -241,7 +244,7 @@ class GpuJob(Job):
         }
 
     def current(self) -> AbstractContextManager[object]:
-        """A block in which torch uses the job's stream."""
+        """Returns a context in which torch uses the job's stream."""
         stream: AbstractContextManager[object] = torch.cuda.stream(self.stream)
         return stream
 
@@ -290,7 +293,7 @@ class GpuJob(Job):
         return elapsed * 1e3 / timed.calls, outlasted
 
     def product(self, size: int, calls: int) -> GraphBurst:
-        """Products of bfloat16 matrices, in a graph."""
+        """Returns a graph of products of bfloat16 matrices."""
         a = torch.randn(size, size, device=self.device, dtype=torch.bfloat16)
         b, out = torch.randn_like(a), torch.empty_like(a)
         stream = torch.cuda.Stream()
@@ -318,8 +321,8 @@ def _all_reduce(out: Any, _: Any, group: Any) -> None:
 
 
 def symmetric_memory(job: Job, count: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, str]:
-    """A tensor that all ranks reach and "", or None and the reason why torch can't make one. The reason is the same on
-    all ranks.
+    """Returns a tensor that all ranks reach and "", or None and the reason why torch can't make such a tensor. The
+    reason is the same on all ranks.
     """
     reason, tensor = "", None
     try:

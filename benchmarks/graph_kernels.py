@@ -1,4 +1,6 @@
-"""How many multiprocessors the calls in a CUDA graph can occupy, from the graph's own nodes, whoever made them."""
+"""Finds out how many multiprocessors the calls in a CUDA graph can occupy. It reads the graph's nodes, so the kernels
+may be any library's.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ def _ask(driver: Any, name: str, *arguments: Any) -> Any:
 
 
 def _grids(driver: Any, graph: Any) -> Iterator[int]:
-    """The number of blocks of each kernel of a graph."""
+    """Yields the number of blocks of each kernel of a graph."""
     _, count = _ask(driver, "cuGraphGetNodes", graph, 0)
     nodes, _ = _ask(driver, "cuGraphGetNodes", graph, count) if count else ([], 0)
     for node in nodes:
@@ -27,16 +29,17 @@ def _grids(driver: Any, graph: Any) -> Iterator[int]:
 
 
 def multiprocessors_used(driver: Any, graph: int, available: int) -> int:
-    """The blocks of the largest kernel in a graph, or the device's multiprocessors if these are fewer.
+    """Returns the number of blocks of the largest kernel in a graph, but at most the device's number of
+    multiprocessors.
 
-    The result is 0 for a graph without kernels. Copies are not kernels: copy engines make those between devices.
+    The result is 0 for a graph without kernels. Copies between devices are not counted: copy engines make them.
 
     Args:
         driver: `cuda.bindings.driver`.
         graph: a `CUgraph`.
-        available: the device's multiprocessors.
+        available: the number of the device's multiprocessors.
 
     Raises:
-        RuntimeError: the driver refuses a question about the graph.
+        RuntimeError: a call of the driver about the graph failed.
     """
     return min(available, max(_grids(driver, driver.CUgraph(graph)), default=0))

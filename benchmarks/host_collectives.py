@@ -1,11 +1,12 @@
 """Collectives of the host runtime beside MPI's: mpiexec -n 4 python -m mpi4py host_collectives.py
 
-Ours has arrays of `Communicator.empty` in `registered` and arrays of numpy in `private`; MPI has arrays of numpy. With
-`--gloo`, torch's gloo reduces a copy of its input in place, which it makes first; it finds the first rank by
-``MASTER_ADDR`` and ``MASTER_PORT``. Calls without a stream return when they are done, as MPI's do. Contenders alternate
-in bursts, each of as many calls. The ranks meet before each burst, over sockets that no contender uses: ranks that wait
-in MPI's barrier spin on cores that others still need, and leave MPI's connections warm. A time is that of a burst on
-the slowest rank, divided by its calls; tables show the median over bursts. Outputs are checked before and after.
+Our contender `registered` uses arrays of `Communicator.empty`, and our `private` uses numpy arrays, as MPI does. With
+`--gloo`, torch's gloo is a contender too: it copies its input, and reduces the copy in place. It finds the first rank
+by ``MASTER_ADDR`` and ``MASTER_PORT``. Calls without a stream return when they are done, as MPI's do. Contenders
+alternate in bursts of equally many calls. The ranks meet before each burst, over sockets that no contender uses: ranks
+that wait in MPI's barrier spin on cores that others still need, and leave MPI's connections warm. A time is that of a
+burst on the slowest rank, divided by the number of calls; tables show the median over bursts. Outputs are checked
+before and after.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Contender:
     Attributes:
         name: "registered", "private", "MPI" or "gloo".
         call: makes the call and returns when it is done.
-        out: what the call writes; has `fill` and `__dlpack__`.
+        out: the array that the call writes; it has `fill` and `__dlpack__`.
     """
 
     name: str
@@ -64,7 +65,7 @@ class Contender:
 
 
 def expected_output(collective: str, given: Floats, rank: int) -> Floats:
-    """A rank's result if rank i gives `given[i]`; to all_gather, the first share of it."""
+    """Returns a rank's result if rank i's input is `given[i]`, or for all_gather the first share of `given[i]`."""
     ranks, count = given.shape
     shares = given.reshape(ranks, ranks, count // ranks)
     if collective == "all_reduce":
@@ -75,7 +76,7 @@ def expected_output(collective: str, given: Floats, rank: int) -> Floats:
 
 
 def reduced_by_gloo(source: Floats) -> Contender:
-    """An all_reduce by torch's gloo, whose process group is made by the first call."""
+    """Returns the contender that makes an all_reduce by torch's gloo. Makes gloo's process group if there is none."""
     import torch
     import torch.distributed as dist
 
@@ -95,9 +96,11 @@ def reduced_by_gloo(source: Floats) -> Contender:
 def contenders(
     comm: Communicator, collective: str, count: int, *, gloo: bool = False
 ) -> tuple[list[Contender], Floats]:
-    """The contenders for a call whose longer side has `count` elements, and what each must write."""
+    """Returns the contenders for a call whose longer array has `count` elements, and the output that each must
+    write.
+    """
     world, ranks = MPI.COMM_WORLD, comm.world_size
-    given = np.arange(ranks * count, dtype=np.float32).reshape(ranks, count) % 251  # their sums are exact
+    given = np.arange(ranks * count, dtype=np.float32).reshape(ranks, count) % 251  # sums of these are exact
     source = given[comm.rank] if collective != "all_gather" else given[comm.rank, : count // ranks]
     expected = expected_output(collective, given, comm.rank)
 
@@ -117,7 +120,7 @@ def contenders(
 
 
 def wrong(contender: Contender, expected: Floats) -> int:
-    """Makes a call into poison, and counts wrong elements."""
+    """Makes a call into a poisoned output. Returns the number of wrong elements."""
     contender.out.fill(np.nan)
     MPI.COMM_WORLD.Barrier()
     contender.call()
@@ -125,7 +128,7 @@ def wrong(contender: Contender, expected: Floats) -> int:
 
 
 def burst(comm: Communicator, contender: Contender, calls: int) -> float:
-    """Microseconds of a call, on this rank."""
+    """Makes a burst of calls. Returns the microseconds of a call on this rank."""
     comm.group.exchange.barrier("a burst of calls")
     start = time.perf_counter()
     for _ in range(calls):
@@ -134,15 +137,15 @@ def burst(comm: Communicator, contender: Contender, calls: int) -> float:
 
 
 def measure(comm: Communicator, collective: str, nbytes: int, bursts: int, *, gloo: bool = False) -> Fields:
-    """The times of one collective at one size, the same on all ranks."""
+    """Measures one collective at one size. Returns the times, the same on all ranks."""
     world = MPI.COMM_WORLD
     made, expected = contenders(comm, collective, nbytes // 4, gloo=gloo)
     found = sum(wrong(contender, expected) for contender in made)
     warm = [min(world.allreduce(burst(comm, contender, 2), MPI.MAX) for _ in range(3)) for contender in made]
     calls = max(1, min(_MOST_CALLS, int(_BURST_US / min(warm))))
     times = np.zeros((bursts, len(made)))
-    # Contenders run in all orders, so that each follows each other one equally often, because the previous contender
-    # leaves threads awake.
+    # Contenders run in all orders, so that each follows every other one equally often: the previous contender leaves
+    # threads awake.
     orders = np.random.default_rng(nbytes).permutation(list(itertools.permutations(range(len(made)))))
     for turn in range(bursts):
         for which in orders[turn % len(orders)]:
@@ -165,7 +168,7 @@ def measure(comm: Communicator, collective: str, nbytes: int, bursts: int, *, gl
 
 
 def columns(peers: list[str]) -> tuple[Column, ...]:
-    """The headings of the table."""
+    """Returns the headings of the table."""
     return (
         Column("collective", "", 15, left=True),
         Column("size", "", 8),

@@ -1,6 +1,8 @@
-"""The ranks on the host runtime: numpy's arrays, and bursts that the CPU's clock times. The host runtime has no peers.
+"""The `Job` on the host runtime: arrays are numpy's, and the CPU's clock times bursts of calls. The host runtime has no
+peers.
 
-So the programs can be tried without a GPU. Bursts are issued one call after another, so the times contain that.
+It lets the programs be tried without a GPU. The calls of a burst are issued one after another, so the times include the
+time to issue them.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class Calls(Burst):
 
 
 class Products(Burst):
-    """Products of two matrices that numpy makes in a thread."""
+    """Products of two matrices, which numpy computes in a thread."""
 
     def __init__(self, size: int, calls: int) -> None:
         self.calls, self._ended = calls, 0.0
@@ -73,7 +75,7 @@ class Products(Burst):
         self._start()
 
     def wait(self) -> float:
-        """Waits for the thread, and returns when its last product was made."""
+        """Waits for the thread. Returns the time at which it finished its last product."""
         assert self._thread is not None
         self._enough.set()
         self._thread.join()
@@ -96,11 +98,11 @@ class HostJob(Job):
         self.handle = self.comm.runtime.create_stream()
 
     def empty(self, count: int, dtype: str) -> Any:
-        """An array of numpy's own memory."""
+        """Returns an array of numpy's own memory."""
         return np.empty(count, dtype)
 
     def registered(self, count: int, dtype: str) -> Any:
-        """An array on memory of `Communicator.empty`."""
+        """Returns an array on memory of `Communicator.empty`."""
         array = self.comm.empty(count, dtype)
         self.comm.register(array)
         return np.asarray(array)
@@ -129,11 +131,11 @@ class HostJob(Job):
         return {}
 
     def current(self) -> AbstractContextManager[object]:
-        """numpy does not have streams."""
+        """Returns a context that does nothing, because numpy does not have streams."""
         return nullcontext()
 
     def synchronize(self) -> None:
-        """Waits for the stream; raises what a call ran into."""
+        """Waits for the stream. Raises the error of a call that failed on it."""
         self.handle.synchronize()
         self.comm.check()
 
@@ -142,11 +144,13 @@ class HostJob(Job):
         return self.time_burst(Calls(call, calls))[0]
 
     def burst(self, call: Callable[[], object], calls: int) -> Burst:
-        """The calls, to be made one after another."""
+        """Returns the calls, to be made one after another."""
         return Calls(call, calls)
 
     def time_burst(self, timed: Burst, *, beside: Burst | None = None, beside_bursts: int = 0) -> tuple[float, bool]:
-        """Times the burst by the CPU's clock, after a barrier of the ranks. Concurrent products run until the end."""
+        """Times the burst by the CPU's clock, after a barrier of the ranks. Products beside it run until the burst
+        ends.
+        """
         self.synchronize()
         self.world.Barrier()
         if isinstance(beside, Products):
@@ -164,5 +168,5 @@ class HostJob(Job):
         return (ended - start) * 1e6 / timed.calls, beside_ended >= ended
 
     def product(self, size: int, calls: int) -> Burst:
-        """Products of float32 matrices, in a thread."""
+        """Returns a burst of products of float32 matrices, which a thread computes."""
         return Products(size, calls)

@@ -11,7 +11,8 @@ from proxyccl.device.runtimes import find_runtime
 
 
 def open_job(seconds: float, *, nodes: int | None = None) -> Job:
-    """The ranks, on the runtime that `PROXYCCL_RUNTIME` names or that this machine has. `nodes`: see `Job`.
+    """Opens the job on the runtime that `PROXYCCL_RUNTIME` names, or else on the runtime that this machine has.
+    `nodes`: see `Job`.
 
     Raises:
         SystemExit: the runtime is a GPU's, and torch is missing.

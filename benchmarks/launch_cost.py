@@ -3,8 +3,8 @@
 The peers are torch's elementwise add, NCCL's all_reduce through torch, and the one-shot of torch symmetric memory.
 
 Calls are issued in bursts that fit a stream's queue, so no call waits for the GPU. The stream is empty before each
-burst. A time is the wall-clock time of the issuing thread for one burst, divided by the calls of the burst, on the
-slowest rank. Tables show the median over bursts. Contenders alternate.
+burst. A time is the wall-clock time in which the slowest rank's thread issues one burst, divided by the number of
+calls. Tables show the median over bursts. Contenders alternate.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from proxyccl.tools.tables import Column, Table
 _COUNT = 256  # elements: few, so that the kernels are as short as possible
 _BURST = 100
 _BURSTS = 60
-_MANY = 4000  # more tensors than the library caches, like new tensors at each call
+_MANY = 4000  # more tensors than the library caches, so each call acts as if its tensor were new
 
 OURS_TORCH = "all_reduce, torch tensor"
 PEERS = ("torch.add, out given", "NCCL all_reduce", "torch symmetric memory one-shot")
@@ -42,7 +42,7 @@ _COLUMNS = (
 
 
 def calls(job: GpuJob) -> dict[str, Callable[[], object]]:
-    """The calls to issue, by name: ours, the peers, then parts of ours."""
+    """Returns the calls to issue, by name: ours, the peers, then parts of ours."""
     x, y, out = (torch.zeros(_COUNT, device=job.device) for _ in range(3))
     array = job.comm.empty(_COUNT, "float32").fill(0)
     comm, handle, group = job.comm, job.stream.cuda_stream, job.group_name
@@ -69,7 +69,7 @@ def calls(job: GpuJob) -> dict[str, Callable[[], object]]:
 
 
 def measure(job: GpuJob, what: dict[str, Callable[[], object]], bursts: int) -> list[Fields]:
-    """A row for each call, the same on all ranks."""
+    """Measures each call. Returns their rows, the same on all ranks."""
     times = np.zeros((len(what), bursts))
     with torch.cuda.stream(job.stream):
         for burst in range(-2, bursts):  # the first two warm up

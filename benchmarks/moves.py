@@ -1,8 +1,8 @@
 """The collectives that only move bytes, all_gather and all_to_all, beside NCCL's kernels and its copy engines.
 
-NCCL's time is that of the faster of its kernels: for any arrays, or for arrays registered as symmetric. A size is the
-number of bytes of the larger of a rank's input and output, which is the output of an all_gather. An all_gather is in
-place: each rank's input is its share of the output. An all_to_all is out of place.
+NCCL has kernels for any arrays and kernels for arrays registered as symmetric; NCCL's time is that of the faster ones.
+A size is the number of bytes of a rank's input or output, whichever is larger; in an all_gather that is the output. An
+all_gather is in place: each rank's input is its share of the output. An all_to_all is out of place.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ _QUICK_SIZES = (4 * aims.KIB, 1 * aims.MIB, 64 * aims.MIB)
 
 
 class Buffers:
-    """The arrays of one element type, of the largest size. Smaller calls use their beginning.
+    """Input and output arrays of one element type and the largest size. Calls of smaller sizes use the beginning of the
+    arrays.
 
     Args:
         job: the ranks.
@@ -60,7 +61,9 @@ class Buffers:
         self.peers = job.peers(collective, count, dtype)
 
     def contenders(self, count: int, names: list[str]) -> list[Contender]:
-        """Our contenders by name, then the peers, for a call of `count` elements with fresh random inputs."""
+        """Returns our contenders of these names, then the peers, for a call of `count` elements with fresh random
+        inputs.
+        """
         size = _OneSize(self.job, self.collective, count, self.dtype)
         return [*(self._ours(size, name) for name in names), *(self._peer(size, peer) for peer in self.peers)]
 
@@ -83,7 +86,7 @@ class Buffers:
 
 
 class _OneSize:
-    """This rank's random input of `count` elements, and the output that it must lead to."""
+    """Returns this rank's random input of `count` elements, and the output that the call must write."""
 
     def __init__(self, job: Job, collective: str, count: int, dtype: str) -> None:
         self._job, self.count = job, count
@@ -100,7 +103,7 @@ class _OneSize:
     def contender(
         self, name: str, source: Any, out: Any, call: Callable[[Any, Any], object], *, ours: bool = False
     ) -> Contender:
-        """A contender that works on the beginning of two arrays."""
+        """Returns a contender that uses the beginning of two arrays."""
         out = out[: self.count]
         x = out[self._mine] if self._gathers else source[: self.count]
 
@@ -112,12 +115,12 @@ class _OneSize:
 
 
 def _fastest_kernels(times: Mapping[str, float | None]) -> float | None:
-    """NCCL's time by kernels; None if it was not measured."""
+    """Returns the time of NCCL's faster kernels; None if it was not measured."""
     return min((time for name in _NCCL_KERNELS if (time := times.get(name))), default=None)
 
 
 def compare(case: Case, timings: list[Timing]) -> Fields:
-    """The times of registered arrays beside NCCL's at one size; None for a missing time."""
+    """Returns the ratios of NCCL's times to ours with registered arrays, at one size; None where a time is missing."""
     times = {timing.name: timing.time_us for timing in timings}
     nccl, engines = _fastest_kernels(times), times.get(COPY_ENGINES)
     kernels, proxied = (times.get(name) for name in REGISTERED)
@@ -131,8 +134,8 @@ def compare(case: Case, timings: list[Timing]) -> Fields:
 
 
 def summarise(comparisons: list[Fields], ratios: dict[str, list[float]]) -> Fields:
-    """Prints the ratios that have an aim. Returns, for each element type, the geometric mean of NCCL's time over the
-    best of ours.
+    """Prints the ratios that have a target. Returns, for each element type, the geometric mean over sizes of NCCL's
+    time divided by our best time.
     """
     means = {dtype: geometric_mean(values) for dtype, values in ratios.items()}
     for dtype in dict.fromkeys(row["type"] for row in comparisons):
@@ -160,7 +163,9 @@ def summarise(comparisons: list[Fields], ratios: dict[str, list[float]]) -> Fiel
 
 
 def measure(collective: str, description: str) -> int:
-    """The program for one collective: options, table and results. Returns the exit code."""
+    """Runs the program for one collective: parses options, prints the table and writes results. Returns the
+    exit code.
+    """
     parser = arguments(description, aims.ALL_REDUCE_SIZES, _QUICK_SIZES)
     parsed = resolve(parser.parse_args())
     names = parsed.algorithms or list(_ALGORITHMS)

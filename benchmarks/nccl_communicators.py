@@ -47,11 +47,11 @@ class Nccl:
     """NCCL's library.
 
     Attributes:
-        version: such as "2.28.9".
+        version: the version of NCCL, such as "2.28.9".
 
     Raises:
-        OSError: there is none; the message says where it was looked for.
-        NcclError: it is too old to shrink.
+        OSError: NCCL is not installed; the message says where it was looked for.
+        NcclError: this version of NCCL has no ncclCommShrink.
     """
 
     def __init__(self) -> None:
@@ -64,14 +64,14 @@ class Nccl:
             raise NcclError(f"NCCL {self.version} has no ncclCommShrink, which came with 2.27")
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Calls a function. Raises NcclError if it does not succeed."""
+        """Calls a function of NCCL. Raises NcclError if the function does not succeed."""
         function = getattr(self._library, name)
         function.argtypes = _SIGNATURES[name]
         if status := function(*arguments):
             raise NcclError(f"{name}: {self._library.ncclGetErrorString(status).decode()}")
 
     def communicator(self, ranks: MPI.Intracomm) -> NcclCommunicator:
-        """A communicator of these ranks, each on its thread's current device."""
+        """Makes a communicator; each rank uses the current device of its thread."""
         unique = _UniqueId()
         if ranks.Get_rank() == 0:
             self.call("ncclGetUniqueId", ctypes.byref(unique))
@@ -97,7 +97,9 @@ class NcclCommunicator:
         self._nccl.call("ncclAllReduce", pointer, pointer, count, _FLOAT32, _SUM, self._handle, stream)
 
     def shrink(self, exclude: Sequence[int], *, abort: bool) -> Self:
-        """A communicator of the other ranks, which alone call this; with `abort`, running calls are ended first."""
+        """Returns a communicator without some ranks. Only the remaining ranks call this. With `abort`, running calls
+        are ended first.
+        """
         made = _pointer()
         ranks = (_int * len(exclude))(*exclude)
         flags = _SHRINK_ABORT if abort else _SHRINK_DEFAULT
@@ -105,7 +107,7 @@ class NcclCommunicator:
         return type(self)(self._nccl, made)
 
     def close(self) -> None:
-        """Frees the communicator, when its calls have ended."""
+        """Waits until the communicator's calls have ended, then frees it."""
         self._nccl.call("ncclCommDestroy", self._handle)
 
     def abort(self) -> None:
@@ -114,7 +116,9 @@ class NcclCommunicator:
 
 
 def _path() -> str:
-    """The library of the package nvidia-nccl, whose torch may have loaded it, or the one that the linker finds."""
+    """Returns the path of NCCL: of the package nvidia-nccl, whose library torch may have loaded, or else the library
+    that the linker finds.
+    """
     package = importlib.util.find_spec("nvidia")
     for place in package.submodule_search_locations or () if package else ():
         for library in Path(place).glob("nccl/lib/libnccl.so.2"):

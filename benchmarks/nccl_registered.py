@@ -1,8 +1,8 @@
 """NCCL's collectives on memory that is registered with it as symmetric.
 
-They are then made by kernels for symmetric memory, where NCCL has some; and under its policy of no CTAs all_gather and
-all_to_all are made by copy engines. NCCL has both from 2.28 on (`ncclCommWindowRegister`, `NCCL_CTA_POLICY_ZERO`), and
-torch's process group passes them on.
+For such memory NCCL uses its kernels for symmetric memory, where it has them; under its zero-CTA policy, copy engines
+make all_gather and all_to_all. NCCL has registration and policy from 2.28 on (`ncclCommWindowRegister`,
+`NCCL_CTA_POLICY_ZERO`), and torch's process group passes them on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CTA_POLICY_DEFAULT, CTA_POLICY_ZERO = 0, 2
 
 
 def why_missing() -> str:
-    """The reason why this installation can't register memory with NCCL as symmetric; "" if it can."""
+    """Returns why this installation can't register memory with NCCL as symmetric; "" if it can."""
     version = torch.cuda.nccl.version()
     if version < _FIRST_VERSION:
         return f"it needs NCCL {'.'.join(map(str, _FIRST_VERSION))}, and torch has {'.'.join(map(str, version))}"
@@ -32,7 +32,7 @@ def why_missing() -> str:
 
 
 class RegisteredNccl:
-    """A separate process group, with two arrays. All ranks make it together.
+    """A separate process group of NCCL, with two registered arrays. All ranks make it together.
 
     Args:
         device: this rank's.
@@ -61,7 +61,7 @@ class RegisteredNccl:
         backend.register_mem_pool(self._pool, symm=True)
 
     def arrays(self, count: int, dtype: torch.dtype) -> tuple[Any, Any]:
-        """An input and an output of `count` elements, the same memory in each call."""
+        """Returns an input and an output of `count` elements, which lie in the same memory at each call."""
         nbytes = count * dtype.itemsize
         source, out = (array[:nbytes].view(dtype) for array in self._arrays)
         return source, out

@@ -1,7 +1,7 @@
 """The limits between rehearsed nodes: what the loopback's TCP carries, and what the bus to a GPU does.
 
-Rank 0 and the first rank of the next node measure TCP, with sockets alone. Each rank measures the copies of its device
-with pinned memory, while the other ranks do the same.
+Rank 0 and the first rank of the next node measure TCP, with sockets alone. All ranks measure the copies between their
+devices and pinned memory concurrently.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ _ADDRESS = "127.0.0.1"
 
 
 def limits(job: Job) -> Fields:
-    """All limits in GB/s, and half a round trip of 64 bytes over TCP in microseconds; the same on all ranks."""
+    """Measures all limits in GB/s, and half a round trip of 64 bytes over TCP in µs. Returns them, the same on all
+    ranks.
+    """
     ranks = (0, job.ranks // (job.nodes or 1))
     return {
         "tcp": [
@@ -40,7 +42,9 @@ def limits(job: Job) -> Fields:
 
 
 def _connections(job: Job, ranks: tuple[int, int], count: int, undo: ExitStack) -> list[socket.socket]:
-    """Connections between two ranks, in the same order on both; none on the other ranks."""
+    """Opens connections between two ranks. Returns them in the same order on both ranks; an empty list on other
+    ranks.
+    """
     first, second = ranks
     made: list[socket.socket] = []
     listener = undo.enter_context(socket.create_server((_ADDRESS, 0), backlog=count)) if job.rank == first else None
@@ -72,8 +76,8 @@ def _receive(connection: socket.socket, received: list[float]) -> None:
 
 
 def _tcp(job: Job, ranks: tuple[int, int], streams: int, *, both: bool) -> float:
-    """GB/s of all streams in one direction, from the first rank to the second; with `both` of the slower direction
-    while both carry data.
+    """Measures the GB/s of all streams together, from the first rank to the second; with `both`, data flows in both
+    directions, and the slower one counts.
     """
     rates: list[float] = []
     with ExitStack() as undo:
@@ -113,7 +117,9 @@ def _round_trip(job: Job, ranks: tuple[int, int]) -> float:
 
 
 def _bus(job: Job) -> Fields:
-    """GB/s of a rank's copies to pinned memory, from pinned memory, and in either direction while both run."""
+    """Measures the GB/s of a rank's copies to pinned memory, from pinned memory, and in each direction while
+    both run.
+    """
     runtime, found = job.comm.runtime, {}
     device = job.comm.empty(2 * _COPY_BYTES, "uint8")
     with closing(runtime.allocate_pinned(2 * _COPY_BYTES)) as pinned:

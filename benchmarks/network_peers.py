@@ -1,7 +1,7 @@
-"""A network's rate as others measure it: iperf3's one stream of TCP, and libfabric's own fi_pingpong.
+"""Measures a network's rate by other programs: iperf3, with one stream of TCP, and libfabric's own fi_pingpong.
 
-Both are Debian's packages (iperf3, libfabric-bin), installed or unpacked into a directory. A server runs beside its
-client, on the interface of an address.
+The programs come from Debian's packages (iperf3, libfabric-bin), installed or unpacked into a directory. A server runs
+beside its client, on the interface of an address.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _PORT = 47592  # the port of both programs, which run one after the other
 _SECONDS = 2
 _MESSAGES, _MOST_BYTES = 2000, 256 << 20  # messages in each direction
 _LIMIT = 60.0
-_TRIES = 50  # attempts of a client, until the server listens
+_TRIES = 50  # how often a client tries to reach the server
 
 
 class NetworkPeers:
-    """The two programs.
+    """Runs the two programs.
 
     Args:
-        unpacked: a directory into which their packages were unpacked, if they were.
+        unpacked: a directory into which the packages were unpacked; None if they are installed.
 
     Attributes:
         missing: the programs that are not installed.
@@ -43,14 +43,14 @@ class NetworkPeers:
         self.missing = [program for program in ("iperf3", "fi_pingpong") if shutil.which(program, path=path) is None]
 
     def iperf3_bytes_per_second(self, address: str) -> float:
-        """Bytes a second of one TCP stream, as received."""
+        """Returns the bytes per second that the receiver of one TCP stream of iperf3 gets."""
         common = ("-p", str(_PORT))
         with self._server("iperf3", "-s", "-B", address, *common):
             told = json.loads(self._client("sum_received", "iperf3", "-c", address, *common, "-t", str(_SECONDS), "-J"))
         return float(told["end"]["sum_received"]["bits_per_second"]) / 8
 
     def pingpong_seconds(self, address: str, provider: str, nbytes: int) -> float:
-        """Seconds of a message one way: half a round trip of messages of that size."""
+        """Returns the seconds that fi_pingpong's message takes one way: half a round trip."""
         messages = min(_MESSAGES, _MOST_BYTES // nbytes)
         common = ("-p", provider, "-e", "rdm", "-S", str(nbytes), "-I", str(messages))
         with self._server("fi_pingpong", *common, "-B", str(_PORT)):
@@ -69,7 +69,9 @@ class NetworkPeers:
             server.wait()
 
     def _client(self, result: str, *command: str) -> str:
-        """The output of a client once it has a certain text: before, the server does not listen."""
+        """Runs a client again until its output contains a text: until then, the server does not listen. Returns the
+        output.
+        """
         for _ in range(_TRIES):
             done = subprocess.run(
                 command, capture_output=True, text=True, check=False, timeout=_LIMIT, env=self._environment

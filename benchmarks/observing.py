@@ -4,8 +4,8 @@ The channel of the measured proxy leads back to its own memory. The proxy is mea
 an observer ("nobody looks"); while another process reads all of its counters every 10 ms, a hundred times as often as
 `proxyccl top` ("looked at"); and while that process traces it ("traced"). Two things are measured:
 
-- The engine alone, by the CPU time of its thread. The thread fills a ring and then drains it. No other core takes part,
-  so nothing hides the cost of an additional instruction, and the machine's other load matters little.
+- The engine alone, by the CPU time of its thread. One thread fills a ring and then drains it. No other core takes part,
+so every additional instruction shows, and other load on the machine matters little.
 - The rate at which a kernel of the runtime pushes while the proxy's thread drains.
 """
 
@@ -66,7 +66,7 @@ extern "C" __global__ void push(Fifo ring, ProxycclTrigger trigger, ProxycclCont
 
 
 def observe(job: str) -> None:
-    """The observing process: observes the only proxy of a job. Each line of its input names the mode until the next."""
+    """Runs in the observing process: observes the only proxy of a job. Each line of input sets the mode."""
     while mode := sys.stdin.readline().strip():
         if mode == NOBODY:
             print(mode, flush=True)
@@ -98,7 +98,7 @@ class Other:
         self._process.communicate()
 
     def does(self, mode: str) -> None:
-        """Sets the process's mode, and returns when it is in that mode."""
+        """Sets the observing process's mode, and returns once the process is in that mode."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{mode}\n")
@@ -159,7 +159,7 @@ class Alone:
             resource.close()
 
     def nanoseconds(self, operation: Operation, size: int) -> float:
-        """CPU time of one trigger in ns, averaged over a full ring."""
+        """Returns the CPU time of one trigger in ns, averaged over a full ring."""
         first = self._ring.taken
         words = Trigger(operation, 0, size, 0, 0, 0, 8).encode()
         pushed = bare_loops.produce(self._ring, first, words, _SLOTS, _TIMEOUT)
@@ -174,7 +174,9 @@ class Alone:
 
 
 def _summary(of_mode: dict[str, list[float]], *, rates: bool) -> Fields:
-    """A summary for each mode. Rates compare by the median, CPU times by the best, because disturbances only add."""
+    """Returns a summary for each mode. Rates are compared by the median, and CPU times by the least, because
+    disturbances only add to them.
+    """
     counts = {mode: statistics.median(values) if rates else min(values) for mode, values in of_mode.items()}
     base = counts[NOBODY]
     return {
@@ -188,7 +190,7 @@ def _summary(of_mode: dict[str, list[float]], *, rates: bool) -> Fields:
 
 
 def engine_alone(runtime: Runtime, repeats: int) -> list[Fields]:
-    """Nanoseconds of CPU time of one trigger, by kind and mode."""
+    """Measures the CPU time of one trigger in ns, by kind of trigger and mode."""
     times: dict[str, dict[str, list[float]]] = {kind: {mode: [] for mode in MODES} for kind in _KINDS}
     with Alone(runtime) as engine, Other() as other:
         for _ in range(repeats):
@@ -201,7 +203,7 @@ def engine_alone(runtime: Runtime, repeats: int) -> list[Fields]:
 
 
 def kernel_rates(runtime: Runtime, repeats: int, seconds: float) -> list[Fields]:
-    """Triggers a second that kernels push, by kind, layout of the kernel's threads, and mode."""
+    """Measures how many triggers kernels push per second, by kind, layout of the kernel's threads, and mode."""
     kernel = runtime.compile(_SOURCE)["push"]
     what = {"put of 0 bytes": _KINDS["put of 0 bytes"], "put of 8 bytes + signal": _KINDS["put of 8 bytes + signal"]}
     rates: dict[tuple[str, str], dict[str, list[float]]] = {}

@@ -29,15 +29,15 @@ class Program:
     """A program.
 
     Attributes:
-        title: on the page.
-        function: its module and name; it takes the `World` and the options.
-        options: of the function.
-        needs: modules that it imports.
-        ranks: the fewest that it can have.
-        needs_gpu: whether it has no case for CPUs.
-        rounding: the largest difference between the outputs of two contenders, relative to the largest output.
-        variants: whether ours is run with other settings too.
-        seconds: after which it is ended.
+        title: the program's name on the results page.
+        function: the module and name of the program's function, which takes the `World` and the options.
+        options: the function's keyword arguments.
+        needs: modules that the program imports.
+        ranks: the least number of ranks with which the program can run.
+        needs_gpu: whether the program can't run on CPUs.
+        rounding: the largest allowed difference between the outputs of two contenders, relative to the largest output.
+        variants: whether ProxyCCL also runs the program with other settings than the defaults.
+        seconds: the time after which the program is ended.
     """
 
     title: str
@@ -137,6 +137,6 @@ FAMILIES: dict[str, tuple[Program, ...]] = {
 
 
 def named(titles: list[str]) -> dict[str, tuple[str, Program]]:
-    """Family and program of each title."""
+    """Returns the family and the program of each title."""
     every = {program.title: (family, program) for family, programs in FAMILIES.items() for program in programs}
     return {title: every[title] for title in titles}

@@ -1,6 +1,8 @@
-"""Programs of Accelerate, Lightning and transformers, for others_rank.py, as users write them: none mentions ProxyCCL.
+"""Programs with Accelerate, Lightning and transformers, for others_rank.py. They are written as users write them, and
+don't mention ProxyCCL.
 
-Models come from configurations, with random weights. Each program takes a `World`, as those of others_torch.py do.
+Models come from configurations, with random weights. Each program takes a `World`, like the programs of
+others_torch.py.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 
 
 def llama(world: World) -> Any:
-    """A Llama of 8 layers, tiny on CPUs, with the same weights on all ranks."""
+    """Returns a Llama of 8 layers, tiny on CPUs, with the same weights on all ranks."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     width, layers, words = (2048, 8, 32000) if world.on_gpus else (64, 2, 128)
@@ -36,14 +38,14 @@ def llama(world: World) -> Any:
 
 
 def tokens_for(world: World, model: Any, seed: int) -> Tensor:
-    """A batch of random tokens."""
+    """Returns a batch of random tokens."""
     size = (4, 512) if world.on_gpus else (2, 16)
     generator = torch.Generator(world.device).manual_seed(seed)
     return torch.randint(model.config.vocab_size, size, device=world.device, generator=generator)
 
 
 def accelerate_llama(world: World, *, sharded: bool) -> None:
-    """Training by Accelerate, by its FSDP2 or DDP."""
+    """Trains a Llama by Accelerate, with its FSDP2 or DDP."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState
 
@@ -70,7 +72,9 @@ def accelerate_llama(world: World, *, sharded: bool) -> None:
 
 
 def lightning_ddp(world: World) -> None:
-    """64 steps of a small convolution net by Lightning's DDP, with SyncBatchNorm and a log of all ranks' mean loss."""
+    """Trains a small convolution net by Lightning's DDP for 64 steps, with SyncBatchNorm, and logs all ranks' mean
+    loss.
+    """
     import pytorch_lightning as lightning
 
     class Net(lightning.LightningModule):  # type: ignore[misc,unused-ignore]  # the package may be missing
@@ -110,7 +114,7 @@ def lightning_ddp(world: World) -> None:
         accelerator="gpu" if world.on_gpus else "cpu",
         devices=world.size,
         strategy="ddp",
-        sync_batchnorm=world.on_gpus,  # torch has none for CPUs
+        sync_batchnorm=world.on_gpus,  # torch has no SyncBatchNorm for CPUs
         max_steps=64,
         callbacks=[Timed()],
         logger=False,
@@ -124,7 +128,9 @@ def lightning_ddp(world: World) -> None:
 
 
 def llama_tp(world: World, *, what: str, compiled: bool) -> None:
-    """Inference by transformers' own tensor parallelism, of a saved model: only loading splits it."""
+    """Runs inference by transformers' tensor parallelism. The model is saved first, because transformers splits a model
+    only when it loads it.
+    """
     from transformers import AutoModelForCausalLM
 
     folder = world.folder / "llama"

@@ -34,7 +34,7 @@ from proxyccl.proxy.observe.publications import find
 from proxyccl.proxy.processes import stat_of
 
 _SAMPLES = 16
-_AIMED_STEPS = 10  # the first steps, of which only step 1 may be slow
+_AIMED_STEPS = 10  # steps 2 to this one must not be slow (`late`)
 _UNCOUNTED_STEPS = 3  # CPU time is not counted in these steps, which create caches
 
 
@@ -42,13 +42,13 @@ class World:
     """This rank among the others, and the steps of the program that runs.
 
     Attributes:
-        rank, size: its number, and how many there are.
+        rank, size: this rank's number, and the number of ranks.
         on_gpus: whether each rank has a GPU.
-        device: this rank's.
-        dtype: of models.
-        folder: for files, the same for all ranks and contenders.
-        seconds: of each step: until the device has done it, and until it was issued.
-        outputs: what the program keeps.
+        device: this rank's device.
+        dtype: the element type of models.
+        folder: a directory for files, the same for all ranks and contenders.
+        seconds: for each step, the time until the device had finished it, and the time until it was issued.
+        outputs: the elements that the program passed to `keep`.
     """
 
     def __init__(self, folder: Path, *, quick: bool) -> None:
@@ -71,7 +71,9 @@ class World:
         self._cpu = 0.0
 
     def steps(self, count: int = 16) -> Iterator[int]:
-        """The number of each step. A step ends when the next one is asked for and the device has done everything."""
+        """Yields the number of each step. A step ends when the program asks for the next one and the device has
+        finished.
+        """
         count = 5 if self._quick else count
         self.meet()
         for step in range(count):
@@ -86,20 +88,20 @@ class World:
         self._cpu = (self._cpu_seconds(proxies) - before) / (count - _UNCOUNTED_STEPS)
 
     def synchronize(self) -> None:
-        """Waits for the device, without spinning, which would be CPU time."""
+        """Waits for the device without spinning, because spinning would count as CPU time of the step."""
         if self.on_gpus:
             done = torch.cuda.Event(blocking=True)
             done.record()
             done.synchronize()
 
     def keep(self, output: Tensor) -> None:
-        """Keeps elements of a tensor for the comparison with the other contenders; it doesn't wait for the device."""
+        """Keeps elements of a tensor for the comparison with other contenders. Does not wait for the device."""
         whole = output.detach().reshape(-1)
         self.outputs.append(whole[:: -(-whole.numel() // _SAMPLES)].clone())
 
     def of_all(self, own: Any) -> list[Any]:
-        """The objects of all ranks. The objects travel through a store, because the contender should get only the
-        program's calls.
+        """Returns the objects of all ranks. They travel through a store, so that the contender's backend gets no calls
+        except the program's.
         """
         self._met += 1
         self.store.set(f"met/{self._met}/{self.rank}", json.dumps(own))
@@ -112,17 +114,17 @@ class World:
         self.of_all(None)
 
     def _proxies(self) -> set[int]:
-        """The processes that work for these ranks, without the ranks' own processes."""
+        """Returns the ids of the processes that run proxies for these ranks, without the ranks' own processes."""
         program = Path(sys.argv[0]).name
         return {found.pid for _, found in find() if found.description.program == program} - self._pids
 
     def _cpu_seconds(self, proxies: set[int]) -> float:
-        """CPU time of all threads of this process, and a rank's share of the CPU time of the proxies' processes."""
+        """Returns the CPU time of all threads of this process plus a rank's share of that of the proxies' processes."""
         ticks = sum(int(field) for pid in proxies for field in stat_of(Path(f"/proc/{pid}/stat"))[11:13])
         return time.process_time() + ticks / os.sysconf("SC_CLK_TCK") / self.size
 
     def row(self, program: Program, by: str) -> dict[str, Any]:
-        """The row of a program. All ranks call this together; times are the slowest rank's."""
+        """Returns the row of a program, with the slowest rank's times. All ranks call this together."""
         seconds, issued = zip(*self.seconds, strict=True)
         median = statistics.median(seconds)
         late = max(seconds[1:_AIMED_STEPS]) / median
@@ -135,7 +137,7 @@ class World:
 
 
 def why_not(program: Program, world: World) -> str:
-    """The reason why a program can't run here; "" if it can."""
+    """Returns why a program can't run in this job; "" if it can."""
     if missing := [module for module in program.needs if find_spec(module) is None]:
         return f"no module named {missing[0]}"
     if world.size < program.ranks:
@@ -176,7 +178,7 @@ def main() -> None:
         if world.rank == 0:
             print(RESULT + json.dumps(row), flush=True)
         faulthandler.cancel_dump_traceback_later()
-        gc.collect()  # models contain reference cycles
+        gc.collect()  # frees models, which contain reference cycles
         if world.on_gpus:
             torch.cuda.empty_cache()
     if dist.is_initialized():

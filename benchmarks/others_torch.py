@@ -1,6 +1,6 @@
-"""Programs that use torch alone, for others_rank.py, as users write them: none mentions ProxyCCL.
+"""Programs that use only torch, for others_rank.py. They are written as users write them, and don't mention ProxyCCL.
 
-Each takes a `World`, whose `steps` it goes through and for which it keeps its outputs.
+Each program takes a `World`, iterates over its `steps`, and passes its outputs to `keep`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def blocks(world: World, layers: int, width: int) -> nn.Sequential:
 
 
 def rows_for(world: World, model: nn.Sequential, rows: int, seed: int = 0) -> Tensor:
-    """Random rows for a model."""
+    """Returns random rows as a model's input."""
     generator = torch.Generator(world.device).manual_seed(seed)
     size = (rows if world.on_gpus else 16), model[0].norm.normalized_shape[0]
     return torch.randn(size, device=world.device, generator=generator).to(world.dtype)
@@ -77,7 +77,9 @@ def train(world: World, model: nn.Module, x: Tensor) -> None:
 
 
 def tensor_parallel(world: World, copies: int) -> None:
-    """Sequence parallel norms and sharded linear layers by DTensor, under FSDP2 where the model has copies."""
+    """Trains with sequence-parallel norms and sharded linear layers by DTensor, and with FSDP2 if there are several
+    copies of the model.
+    """
     mesh = init_device_mesh(world.device.type, (copies, world.size // copies), mesh_dim_names=("dp", "tp"))
     model = blocks(world, 6, 4096)
     plan = {
@@ -96,7 +98,7 @@ def tensor_parallel(world: World, copies: int) -> None:
 
 
 def fsdp2(world: World, *, offload: bool) -> None:
-    """Training by FSDP2, with parameters on the CPU if asked for."""
+    """Trains by FSDP2; with `offload`, parameters stay on the CPU."""
     model = blocks(world, 8, 2048)
     mesh = init_device_mesh(world.device.type, (world.size,))
     options = (
@@ -109,7 +111,7 @@ def fsdp2(world: World, *, offload: bool) -> None:
 
 
 def functional(world: World, *, compiled: bool) -> None:
-    """all_gather of 64 MiB, two products and a reduce_scatter by functional collectives."""
+    """Makes an all_gather of 64 MiB, two products and a reduce_scatter, by functional collectives."""
     width = 4096 if world.on_gpus else 64
     rows = (64 << 20) // 2 // width if world.on_gpus else 64
     group = dist.group.WORLD
@@ -131,7 +133,7 @@ def functional(world: World, *, compiled: bool) -> None:
 
 
 def context_parallel_attention(world: World, *, rotation: str) -> None:
-    """Causal attention of 16 heads over a sequence that the ranks share, forward and backward."""
+    """Computes causal attention of 16 heads over a sequence that is divided among the ranks, forward and backward."""
     mesh = init_device_mesh(world.device.type, (world.size,))
     heads, tokens, width = (16, 16384, 128) if world.on_gpus else (4, 64, 16)
     set_rotate_method(rotation)
@@ -150,7 +152,7 @@ def context_parallel_attention(world: World, *, rotation: str) -> None:
 
 
 def new_tensors(world: World, *, call: str, nbytes: int) -> None:
-    """Calls with tensors that are new in each of them."""
+    """Makes calls, each with a newly allocated tensor."""
     count, calls = nbytes // 4 // (1 if world.on_gpus else 256), 20
     for step in world.steps():
         for number in range(calls):
@@ -165,7 +167,9 @@ def new_tensors(world: World, *, call: str, nbytes: int) -> None:
 
 
 def decoder(world: World, *, batch: int, graph: bool) -> None:
-    """A token by a decoder whose layers have two all_reduces each, in a CUDA graph if asked for."""
+    """Computes a token in each step, by a decoder whose layers have two all_reduces each; with `graph`, in a CUDA
+    graph.
+    """
     layers, width = (32, 4096) if world.on_gpus else (2, 64)
     share = width // world.size
     generator = torch.Generator(world.device).manual_seed(1 + world.rank)
@@ -221,7 +225,7 @@ def checkpoint(world: World, *, what: str) -> None:
 
 
 def pipeline(world: World, *, schedule: str) -> None:
-    """Training by a schedule of torch.distributed.pipelining, with two stages a rank where it takes more than one."""
+    """Trains by a schedule of torch.distributed.pipelining, with two stages per rank if the schedule takes several."""
     made = get_schedule_class(schedule)
     several = issubclass(made, PipelineScheduleMulti)
     in_v = made in (ScheduleZBVZeroBubble, ScheduleDualPipeV)

@@ -1,9 +1,9 @@
 """Collectives beside a matrix product that uses the whole GPU: mpiexec -n 2 python -m mpi4py overlap.py
 
-Each contender is measured alone, beside products on another stream, and as what runs beside the products that are
-timed. What runs beside is queued often enough to last until the end of what is timed; else the measurement is repeated
-with twice as much. All of ours have registered arrays. Results are checked after every burst beside products. A time is
-the median over repeats of the maximum over ranks. gpu_job.py says how times are measured.
+Each contender is measured in three ways: alone; while products run on another stream; and as the load beside products
+that are timed. The load is queued often enough to outlast the timed work; if it does not, the measurement is repeated
+with twice as much load. All our contenders use registered arrays. Results are checked after every burst beside
+products. A time is the median over repeats of the maximum over ranks. gpu_job.py says how times are measured.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _COLUMNS = (
 
 
 def of_all_reduce(job: Job, largest: int) -> Callable[[int], list[Contender]]:
-    """Makes the contenders of an all_reduce of this many elements, which are at most `largest`."""
+    """Makes the contenders of an all_reduce of this many elements, at most `largest`."""
     own, peers = job.registered(largest, _DTYPE), job.peers("all_reduce", largest, _DTYPE)
 
     def contenders(count: int) -> list[Contender]:
@@ -69,7 +69,7 @@ def of_move(job: Job, collective: str, largest: int) -> Callable[[int], list[Con
 
 
 def ratio(time_us: float | None, alone_us: float | None) -> float | None:
-    """One time over another; None if either time is missing."""
+    """Returns one time divided by another; None if either time is missing."""
     return time_us / alone_us if time_us is not None and alone_us else None
 
 
@@ -87,11 +87,11 @@ class Figures:
 
 
 class Together:
-    """Measures collectives and products, alone and together. All ranks do the same.
+    """Measures collectives and products, alone and together. All ranks make the same calls.
 
     Args:
         job: the ranks.
-        product: a burst of products.
+        product: the burst of products that runs beside the collectives.
     """
 
     def __init__(self, job: Job, product: Burst) -> None:
@@ -102,7 +102,9 @@ class Together:
     def _beside(
         self, timed: Burst, other: Burst, bursts: int, before: Callable[[], object] = lambda: None
     ) -> float | None:
-        """Microseconds of one timed call on this rank, with `other` running until the end; None if it never lasted."""
+        """Returns the microseconds of one timed call on this rank while `other` runs; None if `other` always ended
+        earlier.
+        """
         while bursts <= _MOST_BURSTS:
             before()
             time_us, outlasted = self._job.time_burst(timed, beside=other, beside_bursts=bursts)
@@ -144,14 +146,14 @@ class Together:
             each.product_beside.append(product_beside)
 
     def median(self, times: list[float]) -> float | None:
-        """The median over repeats of the maximum over ranks; None without a time."""
+        """Returns the median over repeats of the maximum over ranks; None if there is no time."""
         slowest = np.array(times)
         self._job.world.Allreduce(MPI.IN_PLACE, slowest, MPI.MAX)
         return statistics.median(slowest.tolist()) if times else None
 
 
 def measure(job: Job, product: Burst, contenders: list[Contender], repeats: int) -> list[Fields]:
-    """The table's row for each contender, the same on all ranks."""
+    """Measures each contender. Returns the table's rows, the same on all ranks."""
     job.synchronize()  # the inputs were made on another stream
     with job.current():
         together = Together(job, product)
@@ -183,8 +185,9 @@ def measure(job: Job, product: Burst, contenders: list[Contender], repeats: int)
 
 
 def compare(rows: list[Fields]) -> Fields:
-    """Two ratios for our call by proxy at one size: its time beside products over its time alone, and the products'
-    time beside it over their time beside NCCL's copy engines. A missing ratio is None.
+    """Returns two ratios for our call by proxy at one size: its time beside products divided by its time alone, and the
+    products' time beside this call divided by their time beside NCCL's copy engines. None stands for a ratio whose
+    times are missing.
     """
     by_name = {row["name"]: row for row in rows}
     ours, engines = by_name[PROXIED], by_name.get(moves.COPY_ENGINES, {})
@@ -197,7 +200,7 @@ def compare(rows: list[Fields]) -> Fields:
 
 
 def summarise(comparisons: list[Fields]) -> None:
-    """Prints the worst figures of ours by proxy beside their aims."""
+    """Prints the worst ratios of our calls by proxy, with their targets."""
     for key, what, aim in (
         ("beside_over_alone", "its time beside products over that alone", aims.BESIDE_RATIO),
         ("product_over_copy_engines", "products beside it over those beside NCCL's copy engines", aims.PRODUCT_RATIO),

@@ -13,7 +13,7 @@ _PORT = 18515  # TCP port of the server
 
 
 def bandwidth_of(output: str) -> float:
-    """The average bandwidth in bytes a second, from the output of ib_write_bw.
+    """Returns the average bandwidth in bytes per second, from the output of ib_write_bw.
 
     Raises:
         ValueError: the output is not that of a run with one message size.
@@ -28,7 +28,7 @@ def bandwidth_of(output: str) -> float:
 
 
 class Perftest:
-    """ib_write_bw between two devices, as two processes. The one on the first device writes.
+    """Runs ib_write_bw between two devices, as two processes. The process on the first device writes.
 
     Args:
         program: path of ib_write_bw.
@@ -42,7 +42,7 @@ class Perftest:
         self._command = [program, "-F", "-q", "1", "-t", str(depth), "-x", str(gid_index), "-p", str(_PORT)]
 
     def __call__(self, nbytes: int, count: int) -> float:
-        """Seconds that `count` writes of `nbytes` bytes take."""
+        """Returns the seconds that `count` writes of `nbytes` bytes take."""
         near, far = ([*self._command, "-s", str(nbytes), "-n", str(count), "-d", name] for name in self._names)
         with subprocess.Popen(far, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
             try:
@@ -58,7 +58,9 @@ class Perftest:
         return nbytes * count / bandwidth_of(done.stdout)
 
     def _wait_for(self, server: subprocess.Popen[str]) -> None:
-        """Waits until the server listens. Raises ProxyCCLError if it ends or does not within the time-out."""
+        """Waits until the server listens. Raises ProxyCCLError if the server ends, or does not listen within the
+        time-out.
+        """
         deadline = time.monotonic() + _TIMEOUT
         listening = f":{_PORT:04X} 00000000:0000 0A"
         while listening not in Path("/proc/net/tcp").read_text():
@@ -67,7 +69,7 @@ class Perftest:
             time.sleep(0.05)
 
     def version(self) -> str:
-        """The version that the program prints."""
+        """Returns the version that the program prints."""
         command = [self._command[0], "--version"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
         return done.stdout.replace("Version:", "").strip()

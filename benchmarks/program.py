@@ -1,4 +1,6 @@
-"""Options of all benchmark programs, the bound on their time, the machine's description. Needs no torch."""
+"""Provides what all benchmark programs share: options, the bound on their time, and the machine's description. Needs no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ RESULT, FACTS = "RESULT ", "FACTS "
 
 
 def common_arguments(description: str) -> argparse.ArgumentParser:
-    """The options that all programs have."""
+    """Returns a parser with the options that all programs have."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("-t", "--seconds", type=options.count, default=150, help="time to spend (default %(default)s)")
     parser.add_argument("--quick", action="store_true", help="measure less")
@@ -25,19 +27,19 @@ def common_arguments(description: str) -> argparse.ArgumentParser:
 
 
 def end_if_it_hangs(seconds: float) -> None:
-    """Ends the process, with a traceback of all threads, if it still runs long after that many seconds."""
+    """Ends the process, with a traceback of all threads, if it still runs some time after that many seconds."""
     faulthandler.dump_traceback_later(2 * seconds + 60, exit=True)
 
 
 def nvidia_driver() -> str:
-    """The version of NVIDIA's kernel driver, or "unknown"."""
+    """Returns the version of NVIDIA's kernel driver, or "unknown"."""
     path = Path("/proc/driver/nvidia/version")
     found = re.search(r"Kernel Module\D*?(\d+\.[\d.]+)", path.read_text()) if path.exists() else None
     return found[1] if found else "unknown"
 
 
 def describe(comm: Communicator) -> Fields:
-    """The fields of results that describe the ranks and their devices."""
+    """Returns the fields of results that describe the ranks and their devices."""
     from mpi4py import MPI  # programs that torchrun starts do not use MPI
 
     return {

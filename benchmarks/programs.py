@@ -1,19 +1,20 @@
 """Programs as users write them, ours beside NCCL's: python programs.py --ranks 2 --json FILE
 
-Each part is a job of its own, with a time-out of its own, in which the contenders take turns: trainings by FSDP2 and
-DDP, a mixture of experts, the issue of calls, and calls by proxies that rest. The results are written after each row,
-so a part that fails or is ended costs only its own rows; the file says which and why. A time is that of the slowest
-rank.
+The parts are trainings by FSDP2 and DDP, a mixture of experts, the time to issue calls, and calls by proxy after a
+rest. Each part is a separate job with its own time-out, in which the contenders take turns. The results are written
+after each row, so a part that fails or is ended costs only its own rows; the file names that part and the reason. A
+time is that of the slowest rank.
 
-Other people's programs (others.py) follow, each contender in jobs of its own, in turns: ours with the defaults, the
-peer, and ours with other settings. The faster job of a contender counts, since the CPU's speed changes from job to job
-by up to 40 % on shared machines. Their rows also have the first step, the slowest of the steps 2 to 10 over the median
-("late"), and the CPU time of a step, that of the proxies included.
+Then other people's programs run (others.py). Each contender (ProxyCCL with the defaults, the peer, and ProxyCCL with
+other settings) runs in separate jobs, in turns. Only the faster job of a contender counts, because on shared machines
+the CPU's speed changes from job to job by up to 40 %. The rows of these programs also have the time of the first step,
+the slowest of the steps 2 to 10 divided by the median ("late"), and the CPU time of a step, including the proxies'.
 
-The CPU's share is the part of the time in which the CPU issued what was measured: at a share near 1, a faster GPU would
-not help. Of calls after a rest it is the share of a core that an idle proxy takes.
+The CPU's share is the part of the measured time in which the CPU issued the work: at a share near 1, a faster GPU would
+not help. For calls after a rest it is the share of a core that an idle proxy takes.
 
-Without a GPU for each rank it runs tiny cases on the host runtime, beside gloo: that shows that the programs work.
+Without a GPU for each rank, the program runs tiny cases on the host runtime, beside gloo, which only shows that the
+programs work.
 """
 
 from __future__ import annotations
@@ -65,21 +66,23 @@ _COLUMNS = (
 )
 
 Rows = Callable[[Fields], list[Fields]]
-"""The rows of `programs.py` in another program's results."""
+"""Makes rows of `programs.py` from another program's results."""
 
 
 def figure(name: str, value: float | None, cpu_share: float | None = None, *, ours: bool = True) -> Fields:
-    """One contender's value in a row."""
+    """Returns one contender's value, as a row has it."""
     return {"name": name, "ours": ours, "value": value, "cpu_share": cpu_share}
 
 
 def row(program: str, what: str, unit: str, values: list[Fields], **more: Any) -> Fields:
-    """A row: a program, what of it was measured, the unit, and a value for each contender, ours first."""
+    """Returns a row: a program, the measured quantity, its unit, and a value for each contender, ours first."""
     return {"program": program, "figure": what, "unit": unit, "values": values, **more}
 
 
 def of_a_mixture(result: Fields) -> Fields:
-    """The output of `moe_training.py` for one way; `joined` joins those of both."""
+    """Makes a row from the output of `moe_training.py` for one way of exchanging tokens. `Collected.add` joins the rows
+    of both ways.
+    """
     how = "captured" if result["captured"] else "eager"
     name = result["name"]
     value = figure(name, result["tokens_per_second"], result["cpu_share"], ours=name == "proxyccl")
@@ -87,7 +90,9 @@ def of_a_mixture(result: Fields) -> Fields:
 
 
 def of_rests(results: Fields) -> list[Fields]:
-    """Calls after rests, by proxy in its default place and policy, beside kernels and NCCL."""
+    """Makes rows of calls after rests: by proxy in its default place and with its default policy, by kernels, and by
+    NCCL.
+    """
     rows = [each for each in results["rows"] if each["issued"] == "call"]
     rests = [key for key in rows[0] if key.startswith("after_")]
     shown = []
@@ -109,7 +114,9 @@ def of_rests(results: Fields) -> list[Fields]:
 
 
 def of_values(results: Fields) -> list[Fields]:
-    """Each operation of a trigger that carries a value, beside a put of as many bytes."""
+    """Makes a row for each operation that carries a value in its trigger, with the time of a put of 8 bytes
+    beside it.
+    """
     times = {each["operation"]: each["one_way_us"] for each in results["value_latency"]}
     beside = "putWithSignal, 8 B"
     return [
@@ -120,7 +127,9 @@ def of_values(results: Fields) -> list[Fields]:
 
 
 def of_normal_mode(results: Fields) -> list[Fields]:
-    """deep_ep's normal mode with outputs of the exact size, beside one of fixed size and NCCL's bytes."""
+    """Makes rows of deep_ep's normal mode: with outputs of the exact size, with outputs of a fixed size, and NCCL
+    moving as many bytes.
+    """
     shown = []
     for tokens in dict.fromkeys(each["tokens"] for each in results["results"]):
         names = {"Buffer": "proxyccl", "Buffer, num_worst_tokens": "proxyccl, num_worst_tokens", "NCCL": "nccl"}
@@ -136,16 +145,16 @@ def of_normal_mode(results: Fields) -> list[Fields]:
 
 @dataclass(frozen=True)
 class Part:
-    """A job.
+    """A part of the measurements, which runs as a separate job.
 
     Attributes:
-        arguments: the program and its options.
-        seconds: after which it is ended.
-        of_file: the rows in the JSON file that it writes; None for one that prints its rows. Those are started with
-            torchrun's variables, the others by mpiexec.
-        ranks: the only number of ranks that it has; None for any.
-        needs_gpus: whether it has no case for CPUs.
-        quick: how it is told to measure less.
+        arguments: the program that the job runs, and its options.
+        seconds: the time after which the job is ended.
+        of_file: makes rows from the JSON file that the program writes; mpiexec starts such a program. None if the
+            program prints its rows; such a program is started with torchrun's variables.
+        ranks: the only number of ranks with which the program runs; None for any number.
+        needs_gpus: whether the program can't run on CPUs.
+        quick: options with which the program measures less.
     """
 
     arguments: tuple[str, ...]
@@ -174,12 +183,12 @@ PARTS: dict[str, Part] = {
 
 
 class Job:
-    """The processes of a part. Reading its lines takes until they have ended, or are ended when the time is up.
+    """The processes of a part. `lines` returns when the processes have ended; it ends them when the time is up.
 
     Args:
-        commands: one for each process, with its variables. The first one's output is read.
-        seconds: after which they are ended.
-        log: for the output of the others.
+        commands: for each process, its command and environment variables. `lines` reads the first process's output.
+        seconds: the time after which the processes are ended.
+        log: the file for the output of the other processes.
     """
 
     def __init__(self, commands: list[tuple[list[str], dict[str, str]]], seconds: float, log: Any) -> None:
@@ -199,7 +208,7 @@ class Job:
         self._timer.start()
 
     def lines(self) -> Iterator[str]:
-        """The lines of the first process, as they come."""
+        """Yields the lines of the first process, as they come."""
         output = self._processes[0].stdout
         assert output is not None
         yield from output
@@ -233,7 +242,7 @@ class Job:
 
 
 def commands_of(part: Part, parsed: Any, more: list[str], written: Path) -> list[tuple[list[str], dict[str, str]]]:
-    """The commands of a part's ranks, with their variables."""
+    """Returns the commands of a part's ranks, with their environment variables."""
     arguments = [part.arguments[0], *parsed.cases] if parsed.cases and part is PARTS["trainings"] else part.arguments
     given = [*arguments, *(part.quick if parsed.quick else ()), *more]
     if part.of_file is not None:
@@ -243,7 +252,7 @@ def commands_of(part: Part, parsed: Any, more: list[str], written: Path) -> list
 
 
 def ranks_of(command: list[str], ranks: int) -> list[tuple[list[str], dict[str, str]]]:
-    """The command for each rank, with torchrun's variables."""
+    """Returns the command for each rank, with the variables that torchrun would set."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -253,19 +262,20 @@ def ranks_of(command: list[str], ranks: int) -> list[tuple[list[str], dict[str, 
 
 
 class Collected:
-    """The rows so far, which are printed and written as they come."""
+    """Collects the rows. Prints each row when it is added, and writes all rows to the file."""
 
     def __init__(self, path: Path | None, facts: Fields) -> None:
         self._path, self.facts = path, facts
         self.rows: list[Fields] = []
         self.failed: dict[str, str] = {}
-        self.outputs: dict[tuple[str, str], list[list[float]]] = {}  # of each rank, by program and contender
+        self.outputs: dict[tuple[str, str], list[list[float]]] = {}  # each rank's outputs, by program and contender
         self._table = Table(_COLUMNS)
         self._table.header()
 
     def add(self, new: Fields) -> None:
-        """Adds a row, or joins it to an earlier row of the same figure. Of the jobs of a contender of other people's
-        programs, whose rows have "late", the faster is kept."""
+        """Adds a row, or joins its values to an earlier row of the same figure. For other people's programs, whose
+        values have "late", keeps only the faster job of each contender.
+        """
         same = [row for row in self.rows if all(row[key] == new[key] for key in ("program", "figure", "unit"))]
         if same:
             values = same[0]["values"]
@@ -322,7 +332,7 @@ def run(name: str, part: Part, parsed: Any, more: list[str], collected: Collecte
 def run_others(
     families: list[str], contender: str, parsed: Any, end: float, collected: Collected, folder: Path
 ) -> None:
-    """Runs other people's programs by a contender. A job that ends early is followed by one of the programs left."""
+    """Runs other people's programs by a contender. If a job ends early, another job runs the programs that are left."""
     peer = "gloo" if os.environ["PROXYCCL_RUNTIME"] == "host" else "nccl"
     by = peer if contender == "peer" else contender
     log, default = folder / "others.log", contender in (OURS, "peer")
@@ -344,7 +354,7 @@ def run_others(
             str(folder),
             *(("--quick",) if parsed.quick else ()),
         ]
-        own = {**CONTENDERS[contender], "TORCHELASTIC_RUN_ID": "programs"}  # as torchrun has; Lightning looks for it
+        own = {**CONTENDERS[contender], "TORCHELASTIC_RUN_ID": "programs"}  # Lightning reads it, as from torchrun
         commands = [(each, {**given, **own}) for each, given in ranks_of(command, parsed.ranks)]
         output: list[str] = []
         running = ""
@@ -374,7 +384,9 @@ def run_others(
 
 
 def compare(collected: Collected, title: str, by: str, peer: str) -> None:
-    """Notes outputs of a program that differ by more than rounding from the peer's, once both are known."""
+    """Records a failure if a program's outputs differ from the peer's by more than rounding. Compares once both are
+    known.
+    """
     ((_, program),) = named([title]).values()
     theirs = collected.outputs.get((title, peer))
     for (other, name), outputs in collected.outputs.items() if theirs is not None else ():
@@ -383,8 +395,9 @@ def compare(collected: Collected, title: str, by: str, peer: str) -> None:
 
 
 def difference(outputs: list[list[float]], right: list[list[float]]) -> float:
-    """The largest difference between the ranks' outputs, relative to the largest output; infinite for other counts and
-    for NaN."""
+    """Returns the largest difference between two contenders' outputs, relative to the largest output; infinity if they
+    have different numbers of outputs, or if any output is not finite.
+    """
     if [len(each) for each in outputs] != [len(each) for each in right]:
         return float("inf")
     pairs = [pair for ours, theirs in zip(outputs, right, strict=True) for pair in zip(ours, theirs, strict=True)]

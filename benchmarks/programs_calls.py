@@ -1,7 +1,8 @@
-"""Single calls as programs make them, for `programs.py`: the CPU's time to issue them, and small proxied graphs.
+"""Measures single calls for `programs.py`, as programs make them: the CPU's time to issue them, and small graphs of
+calls by proxy.
 
-Each function measures a part with `Ranks` and reports its rows. The CPU's share is the time to issue over the time
-until the device has done everything.
+Each function measures a part with `Ranks` and reports its rows. The CPU's share is the time to issue a call, divided by
+the time until the device has finished.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _GRAPH_BYTES = (8 << 10, 16 << 10, 32 << 10)
 
 
 def issue_and_whole(ranks: Ranks, calls: dict[str, Callable[[], object]], burst: int, bursts: int) -> dict[str, Figure]:
-    """The time to issue a call in µs, on the slowest rank; contenders take turns."""
+    """Measures the slowest rank's time to issue a call, in µs; contenders take turns."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     for turn in range(-2, bursts):  # the first two warm up
         for name, call in calls.items():
@@ -63,7 +64,9 @@ def measure_issue(ranks: Ranks, *, quick: bool) -> None:
 
 
 def measure_experts(ranks: Ranks, *, quick: bool) -> None:
-    """Pairs of experts' calls that no graph holds, beside the same in a graph, which only the kernels bound."""
+    """Measures pairs of dispatch and combine outside of graphs, and in a graph, where only the kernels limit
+    the speed.
+    """
     tokens, hidden, topk, experts = (128, 7168, 8, 256) if ranks.on_gpus else (8, 128, 2, 4)
     buffer = Buffer(dist.group.WORLD, low_latency_mode=True, explicitly_destroy=True)
     sizes = (tokens, hidden, topk, ranks.rank, experts, ranks.size, ranks.size)
@@ -113,13 +116,15 @@ def _measure_pair(ranks: Ranks, program: str, pair: Callable[[], object], bursts
 
 
 def _whole(issue: Figure, pairs: int) -> Figure:
-    """The time until the device has done everything, of one of several pairs that were issued together."""
+    """Returns the time of one of several pairs that were issued together, until the device has finished."""
     assert issue.cpu_share is not None
     return Figure(issue.value / issue.cpu_share / pairs, issue.cpu_share)
 
 
 def measure_proxied_graphs(ranks: Ranks, *, quick: bool) -> None:
-    """An all_reduce by proxy in a graph of few calls; on CPUs the calls themselves."""
+    """Measures an all_reduce by proxy in a graph of a few calls; on CPUs, which have no graphs, the calls
+    themselves.
+    """
     with ranks.communicator() as comm:
         for nbytes in _GRAPH_BYTES:
             array = comm.empty(nbytes // 4, "float32").fill(1)
@@ -135,7 +140,7 @@ def measure_proxied_graphs(ranks: Ranks, *, quick: bool) -> None:
 
 
 def _per_call(ranks: Ranks, call: Callable[[], object], replays: int) -> float:
-    """Microseconds of a call, the median over replays of the slowest rank."""
+    """Returns the microseconds of a call: the median over replays, on the slowest rank."""
     queue: Callable[[], object] = lambda: [call() for _ in range(_GRAPH_CALLS)]  # noqa: E731
     if ranks.on_gpus:
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()

@@ -1,6 +1,6 @@
 """The ranks of a job that `programs.py` starts with torchrun's variables: their groups, and the rows that they report.
 
-The default group is NCCL's, or gloo's where there is not a GPU for each rank. Ours are beside it, of the same ranks.
+The default group is NCCL's, or gloo's where there is not a GPU for each rank. Our groups have the same ranks.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Figure:
     """The measurements of one contender.
 
     Attributes:
-        value: in the row's unit, of the slowest rank.
-        cpu_share: the part of the time in which the CPU issued what was measured, from 0 to 1; None if unknown.
+        value: the slowest rank's value, in the row's unit.
+        cpu_share: the part of the measured time in which the CPU issued the work, from 0 to 1; None if unknown.
     """
 
     value: float
@@ -45,10 +45,10 @@ class Figure:
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to run our collectives, by words joined by +: a number is the most blocks of a kernel; `proxy` has the
-    proxies do everything, `gather-by-proxy` the long all_gathers alone, and `scatter-by-proxy` the long
-    reduce_scatters; `unlent` lends no memory of torch to peers; `registered` has FSDP2 gather into registered memory.
-    `default` is none of them.
+    """Settings of our collectives, given by words joined by +. A number is the largest number of blocks of a kernel.
+    With `proxy` the proxies move all data; with `gather-by-proxy` only that of long all_gathers, with
+    `scatter-by-proxy` that of long reduce_scatters. With `unlent` peers don't map memory of torch. With `registered`
+    FSDP2 gathers into registered memory. `default` changes nothing.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Variant:
 
     @classmethod
     def parse(cls, text: str) -> Variant:
-        """Raises ValueError for an unknown word."""
+        """Parses the words. Raises ValueError for an unknown word."""
         blocks, tables, lends, registered = None, {}, True, False
         long = SizeTable(((_LONG_BYTES - 1, "kernels"),), "proxy")
         for word in text.split("+"):
@@ -81,7 +81,7 @@ class Variant:
 
 
 def communicator_of(group: Any, device: torch.device) -> Communicator:
-    """The communicator of one of our process groups."""
+    """Returns the communicator of one of our process groups."""
     backend = group if hasattr(group, "endpoints") else group._get_backend(device)
     made: Communicator = backend.endpoints.of_all(device)
     return made
@@ -91,9 +91,9 @@ class Ranks:
     """This rank among the others.
 
     Attributes:
-        rank, size: its number, and how many there are.
-        on_gpus: whether each has a GPU.
-        device: this rank's.
+        rank, size: this rank's number, and the number of ranks.
+        on_gpus: whether each rank has a GPU.
+        device: this rank's device.
         peer: the name of torch's own backend.
     """
 
@@ -110,7 +110,7 @@ class Ranks:
         self.first = self.rank == 0
 
     def group_of_ours(self, variant: Variant) -> Any:
-        """A process group of all ranks with a separate communicator. All ranks call it together."""
+        """Makes a process group of all ranks with a separate communicator. All ranks call this together."""
         group = dist.new_group(backend=OURS)
         comm = communicator_of(group, self.device)
         defaults = comm.runtime.launch_defaults
@@ -128,13 +128,13 @@ class Ranks:
 
     @contextmanager
     def communicator(self) -> Iterator[Communicator]:
-        """A communicator of all ranks, of the same kind of device."""
+        """Opens a communicator of all ranks, on the devices of this job."""
         runtime = "cuda" if self.on_gpus else "host"
         with Communicator.from_torch(runtime=runtime, timeout=30) as comm:
             yield comm
 
     def ones(self, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A tensor of ones on the device."""
+        """Returns a tensor of ones on the device."""
         return torch.ones(count, dtype=dtype, device=self.device)
 
     def synchronize(self) -> None:
@@ -149,14 +149,14 @@ class Ranks:
         self.synchronize()
 
     def slowest(self, *values: float) -> list[float]:
-        """For each value, the largest value of all ranks."""
+        """Returns for each value the largest value of any rank."""
         most = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         found: list[float] = most.tolist()
         return found
 
     def report(self, program: str, figure: str, unit: str, values: dict[str, Figure], **more: Any) -> None:
-        """Prints a row for `programs.py` on the first rank. Contenders whose names begin like ours count as ours."""
+        """Prints a row for `programs.py` on the first rank. Contenders whose names begin with `OURS` are ProxyCCL's."""
         row: Fields = {"program": program, "figure": figure, "unit": unit, **more}
         row["values"] = [
             {"name": name, "ours": name.startswith(OURS), "value": found.value, "cpu_share": found.cpu_share}

@@ -1,9 +1,10 @@
-"""Steps of FSDP2 and DDP by our backend and by torch's own, for `programs.py`.
+"""Measures steps of FSDP2 and DDP with our backend and with torch's own, for `programs.py`.
 
-The ways take turns with the same model and data. A step's time begins when all ranks have met and ends when the device
-has done it; the CPU's share is the part until everything was issued. With `together` the steps of a turn follow one
-another without a meeting, as in a training ("a step among others"): then a CPU that issues faster than the device works
-runs ahead. Where Python can make a group that does nothing (torch_calls.py), its steps are the limit of all others.
+The backends take turns with the same model and data. A step's time begins after a barrier of all ranks and ends when
+the device has finished the step; the CPU's share is the part until everything was issued. With `together` the steps of
+a turn follow one another without a barrier, as in a training ("a step among others"), so a CPU that issues faster than
+the device works runs ahead. Where Python can make a group that does nothing (torch_calls.py), steps with that group
+show the shortest time that any backend could reach.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch_calls import nothing_group
 from proxyccl.channels.collectives.table import COLLECTIVES
 
 _PROFILED_STEPS = 3
-_LOSSES_DIFFER = 0.05  # relative to the loss: more than the rounding of bfloat16
+_LOSSES_DIFFER = 0.05  # relative to the loss; bfloat16's rounding is less
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,11 @@ class Case:
     """A model and its batch.
 
     Attributes:
-        name: on the page.
-        sharded: by FSDP2; otherwise by DDP.
-        rows: of a rank's batch.
-        width: of the model, whose blocks have matrices of this and four times this.
+        name: the case's name on the results page.
+        sharded: whether FSDP2 shards the model; otherwise DDP trains it.
+        rows: the number of rows of a rank's batch.
+        width: the number of the model's features; the matrices of a block are [4 * width, width] and [width, 4 *
+            width].
     """
 
     name: str
@@ -47,7 +49,7 @@ class Case:
     blocks: int
 
     def tiny(self) -> Case:
-        """A small case for CPUs."""
+        """Returns a small variant of this case, for CPUs."""
         return Case(f"{self.name}, tiny", self.sharded, self.dtype, 16, 32, 2)
 
 
@@ -76,9 +78,9 @@ class Way:
     """One way to train.
 
     Attributes:
-        name: of the way.
-        seconds: of each step: until the device has done it, and until it was issued.
-        losses: of each step.
+        name: the name of the backend or variant.
+        seconds: for each step, the time until the device had finished it, and the time until it was issued.
+        losses: the loss of each step.
     """
 
     name: str
@@ -89,7 +91,7 @@ class Way:
 
     @classmethod
     def of(cls, ranks: Ranks, case: Case, name: str, group: Any, *, registered: bool = False) -> Way:
-        """All ranks call it together."""
+        """Makes the model and its optimizer. All ranks call this together."""
         torch.manual_seed(1)
         with ranks.device:
             blocks = [_Block(case.width) for _ in range(case.blocks)]
@@ -104,7 +106,8 @@ class Way:
                     module.set_allocate_memory_from_process_group_for_comm(True)
         else:
             devices = [ranks.device.index] if ranks.on_gpus else None
-            # The seed makes all ranks' weights alike, and a group that does nothing can't compare them.
+            # No check at the start: the seed gives all ranks the same weights, and a group that does nothing can't
+            # compare them.
             model = DistributedDataParallel(model, device_ids=devices, process_group=group, init_sync=False)
         return cls(name, model, torch.optim.SGD(model.parameters(), 1e-2))
 
@@ -117,7 +120,7 @@ class Way:
         return loss.detach()
 
     def turn(self, ranks: Ranks, batch: tuple[Tensor, Tensor], steps: int, *, together: bool) -> None:
-        """Takes some steps and their times."""
+        """Trains for some steps, and appends their times and losses."""
         at_once = steps if together else 1
         for _ in range(steps // at_once):
             ranks.meet()
@@ -130,7 +133,7 @@ class Way:
 
 
 def communication_ms(ranks: Ranks, way: Way, batch: tuple[Tensor, Tensor]) -> float:
-    """GPU time of a step's kernels of communication, their waits for other ranks included, in ms."""
+    """Measures the GPU time, in ms, of a step's communication kernels, including their waits for other ranks."""
     from torch.profiler import ProfilerActivity, profile
 
     ours = {kernel.name for kernels in COLLECTIVES.values() for kernel in kernels}
@@ -148,7 +151,7 @@ def communication_ms(ranks: Ranks, way: Way, batch: tuple[Tensor, Tensor]) -> fl
 
 
 def measure(ranks: Ranks, case: Case, variants: list[Variant], *, quick: bool, together: bool) -> None:
-    """Measures and reports a case. All ranks call it together."""
+    """Measures and reports a case. All ranks call this together."""
     case = case if ranks.on_gpus else case.tiny()
     ways = [
         Way.of(ranks, case, each.name, ranks.group_of_ours(each), registered=each.registered and case.sharded)

@@ -1,4 +1,4 @@
-"""A proxy with one channel that writes into memory by RDMA: what `rdma_writes.py` and `fabric_writes.py` time."""
+"""A proxy with one channel that writes into memory by RDMA; `rdma_writes.py` and `fabric_writes.py` time it."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Place:
 
 
 class ProxiedWrites:
-    """A proxy, and a channel of it that leads through a transport to the destination. There is no second rank.
+    """A proxy with a channel that leads through a transport to the destination memory. There is no second rank.
 
     Args:
-        runtime: of the service.
+        runtime: the runtime of the proxy.
         transport: the transport's name.
-        options: its options.
-        source: own memory.
-        destination: the memory to write; signals would go to its begin.
+        options: the transport's options.
+        source: the memory to read.
+        destination: the memory to write. A signal would write its first word.
         look: seconds between two reads of the flush word.
         fifo_size: slots of the ring.
     """
@@ -91,7 +91,9 @@ class ProxiedWrites:
         return Trigger(operation, self._channel, nbytes, self._source, 0, self._destination, 0).encode()
 
     def __call__(self, nbytes: int, count: int) -> float:
-        """Seconds from the first push until the flush after the last of `count` writes of `nbytes` bytes."""
+        """Makes `count` writes of `nbytes` bytes. Returns the seconds from the first push until the flush after the
+        last.
+        """
         parts = ((Operation.DATA, count - 1), (Operation.DATA | Operation.FLUSH, 1))
         triggers = [(self._trigger(operation, nbytes), pushes) for operation, pushes in parts]
         start = time.perf_counter()

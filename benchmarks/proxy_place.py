@@ -1,9 +1,10 @@
 """Proxies in a daemon of the job's own, beside proxies in the ranks: mpiexec -n 2 python -m mpi4py proxy_place.py
 
 A run opens communicators of both kinds in turn, several times. Latencies and rates are those of daemon.py, between the
-first two ranks. The cost to issue is the wall-clock time of the issuing thread for one proxied all_reduce of 1 KiB, in
-bursts on a stream that is empty before each, on the slowest rank. The time to start is that of the first use of a proxy
-on the slowest rank, right after the communicator was made: of a thread, or of the process with its device contexts.
+first two ranks. The cost to issue is the wall-clock time in which the slowest rank's thread issues one proxied
+all_reduce of 1 KiB. Calls are issued in bursts, each on an empty stream. The time to start is that of the first use of
+a proxy, on the slowest rank, immediately after the communicator was made. It includes the start of the thread, or of
+the process with its device contexts.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ Samples = dict[str, dict[str, list[float]]]
 
 
 def slowest(seconds: float, scale: float) -> float:
-    """The longest of all ranks' times, in the unit that the scale makes of seconds."""
+    """Returns the longest of all ranks' times, in seconds times `scale`."""
     return float(MPI.COMM_WORLD.allreduce(seconds * scale, MPI.MAX))
 
 
 def of_all(where: str) -> dict[str, float]:
-    """The time to start in ms and the cost to issue in µs, with the proxies of all ranks in one place."""
+    """Measures the time to start in ms and the cost to issue in µs, with the proxies of all ranks in one place."""
     quiet_barrier()
     time.sleep(_GONE_SECONDS)
     with Communicator.from_mpi(timeout=_TIMEOUT, proxy=where) as comm:
         quiet_barrier()
         start = time.perf_counter()
-        comm.proxy  # noqa: B018  the first use starts it
+        comm.proxy  # noqa: B018  the first use starts the proxy
         started = slowest(time.perf_counter() - start, 1e3)
         array, stream = comm.empty(_COUNT, "float32").fill(0), comm.runtime.create_stream()
         bursts = []
@@ -62,7 +63,7 @@ def of_all(where: str) -> dict[str, float]:
 
 
 def ratios(samples: Samples, *, higher_is_better: bool) -> list[Fields]:
-    """A row for each thing measured: both medians, and the ratio of the process's to the thread's."""
+    """Returns a row for each measurement: the medians in both places, and the process's divided by the thread's."""
     rows = []
     for name, values in samples.items():
         thread, process = (statistics.median(values[where]) for where in _WHERE)

@@ -1,13 +1,14 @@
 """Puts, gets and signals between two GPUs, by proxy and by the kernel: mpiexec -n 2 python -m mpi4py put_signal.py
 
 - Latency is half of a ping-pong's round trip between two kernels of one thread, one on each rank. The kernel of rank 0
-  times each round; the result is the median over rounds, without the warm-up rounds. Timed rounds put data that nobody
-  writes. A separate run of the same kernel, which is not timed, writes and compares data, to check that it has arrived
-  before its signal.
-- The time of a put or get until it is complete is that of one thread of rank 0: it pushes, and then waits by a flush or
-  by the ticket. The result is the median over rounds.
-- The bandwidth of puts or gets is that of many, from the first push to the return of the flush after the last one.
-- The bandwidth of an SmChannel is that of a kernel with a given number of blocks, between two events.
+  times each round; the result is the median over rounds, without the warm-up rounds. Timed rounds put data that doesn't
+  change. A separate run of the same kernel, which is not timed, writes and compares data, to check that each put
+  arrives before its signal.
+- One thread of rank 0 measures the time of a put or get until it is complete: the thread pushes, then waits by a flush
+or by the ticket. The result is the median over rounds.
+- The bandwidth of puts or gets is measured over many of them, from the first push to the return of the flush after the
+last.
+- The bandwidth of an SmChannel is that of a kernel with a given number of blocks, timed by two events.
 """
 
 from __future__ import annotations
@@ -201,7 +202,7 @@ class Bench:
             comm.proxy_channels(self.memory),
         )
         self.proxied, self.mapped, self.valued = (channels.to(self.peer) for channels in self._channel_sets)
-        self._signals = comm.empty(1, "int64").fill(0)  # signals sent on `valued`, in each way
+        self._signals = comm.empty(1, "int64").fill(0)  # signals sent on `valued` in each direction
         self.kernels = comm.compile(_SOURCE)
         self.stream = comm.runtime.create_stream()
         self.ns = comm.empty(rounds, "int64")
@@ -220,12 +221,12 @@ class Bench:
         return end.elapsed(start)
 
     def clock_step(self) -> int:
-        """The step of the kernels' clock in nanoseconds."""
+        """Returns the step of the kernels' clock in nanoseconds."""
         self.launch("clock_step", 1, 1, self.ns)
         return int(self.ns.numpy()[0])
 
     def one_way(self, name: str, *args: Any, after: tuple[Any, ...] = ()) -> Fields:
-        """One-way times of a ping-pong kernel in microseconds, as rank 0 measured them; the same on both ranks."""
+        """Runs a ping-pong kernel. Returns rank 0's one-way times in µs, on both ranks."""
         times: list[float] = []
         for _ in range(5):
             self.launch(name, 1, 1, *args, int(self.first), self.rounds, self.ns, *after)
@@ -235,7 +236,9 @@ class Bench:
         return {"one_way_us": median, "best_us": best, "mean_us": mean}
 
     def fresh(self, nbytes: int) -> tuple[np.ndarray, np.ndarray]:
-        """Fills the first half with random bytes and poisons the second. Returns own and the peer's random bytes."""
+        """Fills the first half of the memory with random bytes, and poisons the second. Returns this rank's and the
+        peer's random bytes.
+        """
         seed = self.rng.bytes(8)
         own, theirs = (
             np.random.default_rng(int.from_bytes(each, "little")).integers(0, 255, nbytes, np.uint8)
@@ -248,13 +251,13 @@ class Bench:
         return own, theirs
 
     def count_wrong(self, nbytes: int, expected: np.ndarray) -> None:
-        """Adds the number of bytes in the second half that differ from the expected ones."""
-        self.comm.all_gather_bytes(b"")  # the peer's data has arrived
+        """Adds the number of wrong bytes in the memory's second half to `wrong`."""
+        self.comm.all_gather_bytes(b"")  # after this, the peer's data has arrived
         arrived = self.memory.numpy()[self.largest : self.largest + nbytes]
         self.wrong += int(np.count_nonzero(arrived != expected))
 
     def latency(self, nbytes: int) -> Fields:
-        """Latency of a put of `nbytes` bytes with its signal; with 0, of the signal alone."""
+        """Measures the latency of a put of `nbytes` bytes with its signal; if `nbytes` is 0, of the signal alone."""
         args = (self.proxied, self.memory, self.largest, nbytes)
         if nbytes:
             wrong = self.comm.empty(1, "int32").fill(0)
@@ -271,8 +274,8 @@ class Bench:
         return {"bytes": nbytes, **timing, "limit_us": limit, "aim_us": aim}
 
     def value_latency(self, kind: int) -> Fields:
-        """Latency of values and signals that travel in a trigger, beside a signal and a put of as many bytes from
-        memory.
+        """Measures the latency of values and signals that a trigger carries, and of a signal and a put of as many bytes
+        from memory.
         """
         wrong = self.comm.empty(1, "int32").fill(0)
         given = (self.valued, self.memory, self.largest, kind, wrong, self._signals)
@@ -281,7 +284,9 @@ class Bench:
         return {"operation": _VALUES[kind], **timing}
 
     def completion(self, nbytes: int, *, get: bool) -> Fields:
-        """Time of a put or get of rank 0 until it is complete, by a flush and by its ticket."""
+        """Measures how long a put or get of rank 0 takes until a flush, and until its ticket, shows that it is
+        complete.
+        """
         _, theirs = self.fresh(nbytes)
         medians = []
         for by_ticket in (0, 1):
@@ -300,19 +305,23 @@ class Bench:
         }
 
     def _count_wrong_of_first(self, nbytes: int, theirs: np.ndarray, *, get: bool) -> None:
-        """Counts where the transfers of rank 0 alone have brought data: to rank 0 by gets, to the peer by puts."""
+        """Counts the wrong bytes after transfers that only rank 0 made: on rank 0 after gets, on the peer after
+        puts.
+        """
         if self.first == get:
             self.count_wrong(nbytes, theirs)
         else:
             self.comm.all_gather_bytes(b"")  # the peer's count_wrong
 
     def sm_latency(self, *, relaxed: bool) -> Fields:
-        """Latency of an SmChannel's signal."""
+        """Measures the latency of an SmChannel's signal."""
         timing = self.one_way("sm_ping_pong", self.mapped, int(relaxed))
         return {"signal": "relaxedSignal" if relaxed else "signal", **timing, "limit_us": aims.SM_SIGNAL_US}
 
     def put_bandwidth(self, nbytes: int, total: int, *, both: bool) -> Fields:
-        """Bandwidth of puts of `nbytes` bytes that move about `total` bytes, one way or both ways at once."""
+        """Measures the bandwidth of puts of `nbytes` bytes that move about `total` bytes, one way or both ways
+        concurrently.
+        """
         puts = max(4, min(400, total // nbytes))
         _, theirs = self.fresh(nbytes)
         times = []
@@ -335,7 +344,7 @@ class Bench:
         }
 
     def get_bandwidth(self, nbytes: int, total: int) -> Fields:
-        """Bandwidth of gets of rank 0, beside the bandwidth of its puts; each moves about `total` bytes."""
+        """Measures the bandwidths of rank 0's gets and puts, each of about `total` bytes."""
         transfers = max(4, min(400, total // nbytes))
         rates = []
         for get in (False, True):
@@ -350,12 +359,12 @@ class Bench:
         return {"bytes": nbytes, "transfers": transfers, "put_gbs": rates[0], "get_gbs": rates[1]}
 
     def _slowest(self, times: list[float], *, both: bool) -> list[float]:
-        """The slower rank's times, or the first rank's times if it worked alone; the same on both ranks."""
+        """Returns the slower rank's times, or the first rank's if only that rank worked; the same on both ranks."""
         everyone = [np.frombuffer(data) for data in self.comm.all_gather_bytes(np.array(times).tobytes())]
         return (np.maximum(*everyone) if both else everyone[0]).tolist()
 
     def sm_bandwidth(self, blocks: int, *, get: bool) -> Fields:
-        """Bandwidth of copies of a whole half by `blocks` blocks of rank 0."""
+        """Measures the bandwidth at which `blocks` blocks of rank 0 copy a whole half of the memory."""
         own, theirs = self.fresh(self.largest)
         args = (self.mapped, self.largest, self.largest, int(get))
 
@@ -445,7 +454,7 @@ def main() -> int:
                     skipped.append(name)
                     break
                 row = make()
-                if not gpu:  # limits and aims are for GPUs
+                if not gpu:  # limits and targets are for GPUs
                     row = {key: None if key.startswith(("limit", "aim")) else value for key, value in row.items()}
                 rows.append(row)
                 if first:

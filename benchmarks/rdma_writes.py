@@ -4,9 +4,10 @@ Writes of 8 bytes give a rate, beside a C loop of nothing but ibv_post_send and 
 bandwidth, beside perftest's ib_write_bw.
 
 One thread pushes triggers into a ring, and a ProxyService drains it onto a queue pair. Our time runs from the first
-push until this thread sees the flush word after the last write. It may see the word up to 20 ms late; only our times
-include that delay. The bare loop and the engine have queue pairs with the same options on the same devices. ib_write_bw
-gets the same depth and number of messages. All alternate in one run. A ratio is the median of the ratios of the rounds.
+push until this thread sees the flush word after the last write. The thread may see the word up to 20 ms late; only our
+times include that delay. The bare loop and the engine have queue pairs with the same options on the same devices.
+ib_write_bw gets the same depth and number of messages. All alternate in one run. A ratio is the median of the ratios of
+the rounds.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Pair:
             self.regions.append(registrations.register(self.memories[-1].ptr, _LONG))
 
     def describe(self) -> list[str]:
-        """A line of text for each device."""
+        """Returns a line of text for each device."""
         return [device.describe() for device in self._devices]
 
     @property
@@ -99,7 +100,7 @@ class Pair:
             ffi.memmove(ffi.cast("char *", memory.ptr), data, nbytes)
 
     def wrong(self, nbytes: int) -> int:
-        """The number of bytes that differ after a write."""
+        """Returns the number of bytes that differ after a write."""
         sent, received = (bytes(ffi.buffer(ffi.cast("char *", memory.ptr), nbytes)) for memory in self.memories)
         return sum(a != b for a, b in zip(sent, received, strict=True)) if sent != received else 0
 
@@ -142,7 +143,7 @@ class Bare:
         }
 
     def __call__(self, nbytes: int, count: int) -> float:
-        """Seconds that `count` writes of `nbytes` bytes take."""
+        """Makes `count` writes of `nbytes` bytes. Returns the seconds that they take."""
         taken = bare_loops.verbs_write(**self._options, bytes=nbytes, count=count)
         if taken < 0:
             raise TransportError(f"the bare loop: {TRANSPORT.status_text(-taken)}")
@@ -150,7 +151,7 @@ class Bare:
 
 
 def proxied_writes(pair: Pair, fifo_size: int) -> ProxiedWrites:
-    """A proxy whose channel leads through the first device to the second's memory.
+    """Makes a proxy whose channel leads through the first device to the second's memory.
 
     Args:
         pair: the devices and their memory.
@@ -173,9 +174,10 @@ class Contender:
     """One way to make the writes.
 
     Attributes:
-        name: its name in tables.
+        name: the contender's name in tables.
         ours: whether it is ProxyCCL's.
-        seconds: returns the seconds for writes of a number of bytes, made a number of times.
+        seconds: given the bytes of a write and a number of writes, makes the writes and returns the seconds that they
+            take.
         checked: whether it writes the memory of the `Pair`, which is then checked.
     """
 
@@ -191,7 +193,7 @@ class Comparison:
     Args:
         pair: the devices and their memory.
         nbytes: bytes of a write.
-        contenders: the first is the peer whose ratio is aimed at.
+        contenders: the contenders; the first is the peer that our target compares with.
 
     Attributes:
         wrong: the total number of wrong bytes after the runs.
@@ -213,13 +215,13 @@ class Comparison:
         return seconds
 
     def measure(self, rounds: int, seconds: float) -> None:
-        """Makes rounds until `rounds` are made or the time is up, but at least one.
+        """Measures `rounds` rounds, or fewer if the time is up, but at least one.
 
-        A short run of each contender warms up before, and sets the number of writes.
+        Before that, a short run of each contender warms up and determines the number of writes.
         """
         start = time.monotonic()
         rate = _CALIBRATION / min(self._run(contender, _CALIBRATION) for contender in self._contenders)
-        share = seconds / (2 * (rounds + 1) * len(self._contenders))  # half of the time passes between the runs
+        share = seconds / (2 * (rounds + 1) * len(self._contenders))  # half of the time is for work between runs
         self._count = max(_CALIBRATION, min(_MOST_WRITES, int(rate * share)))
         while self.rounds < rounds and (self.rounds == 0 or time.monotonic() - start < seconds):
             for contender in self._contenders:
@@ -227,7 +229,9 @@ class Comparison:
             self.rounds += 1
 
     def rows(self) -> list[Fields]:
-        """A row for each contender. `over` has the median ratio of its rate to each contender's."""
+        """Returns a row for each contender; `over` in it holds the median ratios of this contender's rate to every
+        contender's.
+        """
         found = []
         for contender in self._contenders:
             own = self._seconds[contender.name]

@@ -2,14 +2,16 @@
 
 Contenders, each making a communicator of all ranks but the last:
 - `Communicator` over MPI;
-- `split`, whose result ends with the whole;
-- `shrink`, whose result does not, and which bears the loss of ranks;
+- `split`, whose result ends when the communicator of all ranks ends;
+- `shrink`, whose result outlives that communicator, and which works after ranks were lost;
 - on NVIDIA GPUs NCCL's ncclCommInitRank, whose unique id MPI passes on, and its ncclCommShrink.
-While nothing is under way, and from within an all_reduce that the last rank does not join, as after its loss. There the
-whole is given up: ours by `abort`, NCCL's by ncclCommAbort, or by ncclCommShrink's own flag NCCL_SHRINK_ABORT.
+They are measured while no call is running, and during an all_reduce that the last rank does not join, as if it were
+lost. In the second case the communicator of all ranks is given up: ours by `abort`, NCCL's by ncclCommAbort, or by
+ncclCommShrink's flag NCCL_SHRINK_ABORT.
 
-A time is that of the slowest rank, from a barrier until the call returns, and until the new communicator's first
-all_reduce of 1 KiB has ended. The contenders take turns; the table shows medians. Results are checked.
+Two times of the slowest rank are measured, both from a barrier: until the call returns, and until the new
+communicator's first all_reduce of 1 KiB has ended. The contenders take turns; the table shows medians. Results are
+checked.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ class Contender(ABC):
     """One way to a communicator of fewer ranks.
 
     Args:
-        name: as the table shows it.
-        stuck: whether an all_reduce is under way that the last rank does not join.
+        name: the contender's name in the table.
+        stuck: whether the communicator is made during an all_reduce that the last rank does not join.
     """
 
     def __init__(self, name: str, *, stuck: bool) -> None:
@@ -54,7 +56,7 @@ class Contender(ABC):
 
     @abstractmethod
     def open(self, home: Communicator) -> None:
-        """Makes the communicator of all ranks, and has it work once.
+        """Makes the communicator of all ranks, and makes a first call.
 
         Args:
             home: a communicator whose device and memory the contender may use.
@@ -62,11 +64,11 @@ class Contender(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Queues an all_reduce of the whole."""
+        """Queues an all_reduce on the communicator of all ranks."""
 
     @abstractmethod
     def regroup(self, part: MPI.Intracomm) -> None:
-        """Makes the communicator of the ranks of `part`, which alone call this."""
+        """Makes the communicator of the ranks of `part`. Only these ranks call this."""
 
     @abstractmethod
     def check(self) -> bool:
@@ -74,11 +76,13 @@ class Contender(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Frees everything. The last rank calls it too, without having regrouped."""
+        """Frees everything. The last rank also calls this, although it has not called `regroup`."""
 
 
 class Ours(Contender):
-    """A `Contender` of ours; `how` makes the communicator from the whole and the MPI communicator of its ranks."""
+    """A `Contender` of ours. `how` makes the new communicator, given the one of all ranks and MPI's for the new
+    ranks.
+    """
 
     def __init__(self, name: str, how: Callable[[Communicator, MPI.Intracomm], Communicator], *, stuck: bool) -> None:
         super().__init__(name, stuck=stuck)
@@ -172,7 +176,7 @@ class Ncclwise(Contender):
 
 
 def contenders(runtime: str) -> tuple[list[Contender], str]:
-    """All contenders; and NCCL's version, or the reason why NCCL is missing."""
+    """Returns all contenders, and a text with NCCL's version or the reason why NCCL is missing."""
     members = list(range(LAST))
     ways: dict[str, Callable[[Communicator, MPI.Intracomm], Communicator]] = {
         "Communicator": lambda _, part: Communicator(part),
@@ -197,7 +201,7 @@ def contenders(runtime: str) -> tuple[list[Contender], str]:
 
 
 def measure(contender: Contender, home: Communicator, part: MPI.Intracomm, wrong: list[str]) -> tuple[float, float]:
-    """The two times of a contender, in ms."""
+    """Measures the two times of a contender, in ms."""
     times = [0.0, 0.0]
     contender.open(home)
     WORLD.Barrier()

@@ -1,8 +1,8 @@
 """Makes the results page: python results_page.py [DIRECTORY]
 
-It reads every JSON file of the programs there, whatever its name, and writes README.md and plots beside them. If a
-program has several results of the same part with the same number of ranks and the same runtime, it shows the latest.
-Plots need matplotlib (the extra `bench`); without it the page has only its tables, and says so.
+It reads every JSON file of the programs in the directory, whatever its name, and writes README.md and plots to the same
+directory. If a program has several results of the same part with the same number of ranks and the same runtime, it
+shows the latest. Plots need matplotlib (the extra `bench`); without it the page has only its tables, and says so.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ same folder.
 
 
 def load(directory: Path) -> dict[Key, Result]:
-    """The latest result of each program, number of ranks, runtime and part.
+    """Returns the latest result of each program, number of ranks, runtime and part.
 
     Raises:
         SystemExit: a file is not a result of one of the programs.
@@ -60,7 +60,7 @@ def load(directory: Path) -> dict[Key, Result]:
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed. Sets it up so that the same results give the same files."""
+    """Returns whether matplotlib is installed. Sets it up so that the same results give the same files."""
     try:
         import matplotlib as mpl
     except ImportError:
@@ -70,12 +70,12 @@ def can_draw() -> bool:
 
 
 def anchor(title: str) -> str:
-    """The link to a heading, as GitHub forms it."""
+    """Returns the link to a heading, as GitHub forms it."""
     return "#" + re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
 def contents(sections: Iterable[Section]) -> list[str]:
-    """The table at the top: each section with its summary."""
+    """Returns the table at the top: each section with its summary."""
     return [
         "| benchmark | main result |",
         "|---|---|",
@@ -85,7 +85,7 @@ def contents(sections: Iterable[Section]) -> list[str]:
 
 
 def page(results: dict[Key, Result], directory: Path) -> str:
-    """The page's text. Writes the plots into the directory."""
+    """Returns the page's text. Writes the plots into the directory."""
     drawn = can_draw()
     sections = []
     lines = []

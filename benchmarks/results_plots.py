@@ -15,7 +15,7 @@ from proxyccl.tools.options import show_size
 
 
 def _file(result: Result, name: str) -> str:
-    """Name of a plot's file. It tells results of the host runtime from those of a GPU, which may lie side by side."""
+    """Returns the name of a plot's file, which differs between the host runtime and GPUs."""
     return f"{name}.svg" if on_gpus(result) else f"{name}_host.svg"
 
 
@@ -37,7 +37,7 @@ def _by_size(axes: Any, sizes: Sequence[int]) -> None:
 
 
 def _plot_collective(result: Result, directory: Path) -> list[str]:
-    """Time and bus bandwidth by size, of the first element type that was measured."""
+    """Plots time and bus bandwidth by size, for the first element type that was measured. Returns the files' names."""
     name, ranks, dtype = result["benchmark"], result["world_size"], types(result)[0]
     rows = [row for row in result["results"] if row["type"] == dtype and row["time_us"]]
     files = []
@@ -107,8 +107,8 @@ def _plot_ring(result: Result, directory: Path) -> list[str]:
 
 
 def _plot_expert_parallel(result: Result, directory: Path) -> list[str]:
-    """Time by tokens of a rank, with local sums and with rows written once, beside what NCCL takes for the bytes that
-    cross the link.
+    """Plots the time by tokens of a rank, with local sums and with rows written once, and NCCL's time for the bytes
+    that cross the link.
     """
     rows = {(row["name"], row["count"]): row for row in result["results"] if row["time_us"]}
     counts = sorted({count for _, count in rows})

@@ -41,23 +41,23 @@ _OBSERVED_CORES = 3
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    """A number for a table; "-" for None."""
+    """Returns a number for a table; "-" for None."""
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table; the first column is aligned left, the others right."""
+    """Returns the lines of a Markdown table; the first column is aligned left, the others right."""
     lines = ["| " + " | ".join(titles) + " |", "|---|" + "---:|" * (len(titles) - 1)]
     return [*lines, *("| " + " | ".join(row) + " |" for row in rows), ""]
 
 
 def on_gpus(result: Result) -> bool:
-    """Whether kernels ran on GPUs; False if the CPU emulated them."""
+    """Returns whether kernels ran on GPUs; False if the CPU emulated them."""
     return bool(result["runtime"] != "host")
 
 
 def place(result: Result) -> str:
-    """Where kernels ran, for a heading."""
+    """Says in a heading's words where kernels ran."""
     ranks = result.get("world_size", 1)
     if ranks == 1:
         return "on a GPU" if on_gpus(result) else "on the host runtime"
@@ -65,7 +65,7 @@ def place(result: Result) -> str:
 
 
 def origin(result: Result) -> list[str]:
-    """On what a result was measured, and when."""
+    """Returns lines that say on which machine, with which versions and when a result was measured."""
     machine, versions = result["machine"], {**result["versions"], **result.get("peers", {})}
     facts: list[str] = [result.get("device", result["runtime"])]
     if result.get("nvidia_driver", "unknown") != "unknown":
@@ -83,7 +83,7 @@ def origin(result: Result) -> list[str]:
 
 
 def _program_cells(row: Result) -> list[list[str]]:
-    """A line of the programs' table for each contender of a row."""
+    """Returns a line of the programs' table for each contender of a row."""
     ours = row["values"][0]["value"]
     digits = {"tokens/s": 0, "ms": 2}.get(row["unit"], 1)
     lines = []
@@ -97,7 +97,7 @@ def _program_cells(row: Result) -> list[list[str]]:
 
 
 def programs_section(result: Result) -> Section:
-    """The table of programs, each contender's line below ours."""
+    """Returns the table of programs, each contender's line below ours."""
     rows = result["rows"]
     lines = [
         *origin(result),
@@ -132,7 +132,7 @@ def programs_section(result: Result) -> Section:
 
 
 def collective_table(result: Result, dtype: str) -> list[str]:
-    """Times by size and contender, and the bus bandwidth of the fastest one."""
+    """Returns a table of the times by size and contender, with the bus bandwidth of the fastest contender."""
     rows = [row for row in result["results"] if row["type"] == dtype]
     names = list(dict.fromkeys((row["name"], row["ours"]) for row in rows))
     sizes = list(dict.fromkeys(row["size"] for row in rows))
@@ -153,7 +153,9 @@ def collective_table(result: Result, dtype: str) -> list[str]:
 
 
 def multiprocessors_table(rows: Sequence[Result]) -> list[str]:
-    """How many multiprocessors each contender's kernels could occupy, over all sizes; nothing if no graph told."""
+    """Returns a table of how many multiprocessors each contender's kernels could occupy, over all sizes; no lines if no
+    graph showed the number.
+    """
     used: dict[str, list[int]] = {}
     for row in rows:
         if row.get("multiprocessors") is not None:
@@ -172,12 +174,12 @@ def multiprocessors_table(rows: Sequence[Result]) -> list[str]:
 
 
 def types(result: Result) -> list[str]:
-    """The element types of a collective's rows, in order."""
+    """Returns the element types of a collective's rows, in order."""
     return list(dict.fromkeys(row["type"] for row in result["results"]))
 
 
 def wrong_line(wrong: int) -> str:
-    """A sentence with the number of wrong elements."""
+    """Returns a sentence with the number of wrong elements."""
     return f"Wrong elements in all checks: {wrong}."
 
 
@@ -371,7 +373,7 @@ def _moe_summary(result: Result) -> str:
 
 
 def expert_parallel_section(result: Result) -> Section:
-    """The table of MoE dispatch and combine."""
+    """Returns the table of MoE dispatch and combine."""
     rows = []
     for row in result["results"]:
         aim = aims.expert_parallel_us(result["world_size"], row["count"], row["name"]) if row["ours"] else None
@@ -389,7 +391,7 @@ def expert_parallel_section(result: Result) -> Section:
 
 
 def deep_ep_buffer_section(result: Result) -> Section:
-    """The table of DeepEP's normal mode."""
+    """Returns the table of DeepEP's normal mode."""
     columns = ("dispatch_us", "combine_us", "issuing_us")
     rows = [[str(row["tokens"]), row["name"], *(number(row[name], 1) for name in columns)] for row in result["results"]]
     of_tokens = {(row["tokens"], row["name"]): row for row in result["results"]}
@@ -410,7 +412,7 @@ def deep_ep_buffer_section(result: Result) -> Section:
 
 
 def launch_cost_section(result: Result) -> Section:
-    """The table of CPU times."""
+    """Returns the table of CPU times."""
     medians = {row["name"]: number(row["median_us"], 1) for row in result["results"]}
     lines = [
         *origin(result),
@@ -431,7 +433,7 @@ def launch_cost_section(result: Result) -> Section:
 
 
 def triton_kernels_section(result: Result) -> Section:
-    """The table of kernels in Triton."""
+    """Returns the table of kernels in Triton."""
     rows = [
         [
             row["what"],
@@ -611,7 +613,7 @@ def rdma_writes_section(result: Result) -> Section:
 def _beside(
     rows: Iterable[Result], digits: int, scale: float, bound: str, elsewhere: str = "daemon"
 ) -> Iterable[list[str]]:
-    """Rows that compare a proxy in its rank with one elsewhere: in the daemon, or in a process of the job's own."""
+    """Yields rows that compare a proxy in its rank with a proxy in the daemon, or in a process of the job's own."""
     for row in rows:
         figures = (number(row[where] * scale, digits) for where in ("thread", elsewhere))
         yield [row["what"], *figures, number(row["ratio"]), f"{bound} {row['aim']:g}"]
@@ -705,7 +707,7 @@ def proxy_place_section(result: Result) -> Section:
 
 
 def after_a_rest_section(result: Result) -> Section:
-    """A table of one call after rests: by kernels, by proxy with each idle policy, and by NCCL."""
+    """Returns a table of one call after rests: by kernels, by proxy with each idle policy, and by NCCL."""
     rests = sorted(int(key.split("_")[1]) for key in result["rows"][0] if key.startswith("after_"))
     lines = [
         *origin(result),
@@ -750,7 +752,7 @@ _FIRST_CALLS = ("first proxied call", "second proxied call")
 
 
 def first_result_section(result: Result) -> Section:
-    """A table of the times from the start of a rank's process to its first results."""
+    """Returns a table of the times from the start of a rank's process to its first results."""
     rows = result["stages_s"]
     proxied, over_nccl = result["proxied_at_2_s"], result.get("over_nccl")
     lines = [
@@ -899,7 +901,7 @@ def host_collectives_section(result: Result) -> Section:
 
 
 def fabric_writes_section(result: Result) -> Section:
-    """A table of writes through libfabric, and what other programs got on the same interface."""
+    """Returns a table of writes through libfabric, and what other programs got on the same interface."""
     beside, rows = result["beside"], result["rows"]
     others = []
     if "iperf3_bytes_per_second" in beside:
@@ -932,7 +934,9 @@ def fabric_writes_section(result: Result) -> Section:
 
 
 def between_nodes_section(result: Result) -> Section:
-    """A table of calls between rehearsed nodes beside the peer's, with the limits of the network and the bus."""
+    """Returns a table of calls between rehearsed nodes beside the peer's, with the limits of the network and
+    the bus.
+    """
     rows, limits = result["comparison"], result["limits"]
     streams = ", ".join(
         f"{row['streams']}: {number(row['one_way_gbs'], 1)} and {number(row['each_of_both_ways_gbs'], 1)}"
@@ -982,7 +986,7 @@ def between_nodes_section(result: Result) -> Section:
 
 
 def execution_plans_section(result: Result) -> Section:
-    """A table of the best execution plan of each size beside the library's two_shot."""
+    """Returns a table of the best execution plan of each size beside the library's two_shot."""
     rows = result["comparison"]
     lines = [
         *origin(result),
@@ -1012,7 +1016,7 @@ def execution_plans_section(result: Result) -> Section:
 
 
 def regroup_section(result: Result) -> Section:
-    """A table of the ways to a communicator of fewer ranks."""
+    """Returns a table of the ways to a communicator of fewer ranks."""
     rows = {row["made_by"]: row for row in result["rows"]}
     lines = [
         *origin(result),
@@ -1036,7 +1040,7 @@ _TRANSFERRED = {"host": "the host's memory", "devices": "GPUs' memory", "mixed":
 
 
 def transfers_section(result: Result) -> Section:
-    """A table of transfers, by size and number of blocks."""
+    """Returns a table of transfers, by size and number of blocks."""
     medians = result["medians"]
     ours, peer = medians["proxyccl"], medians.get("nixl", {})
     way = " by TCP" if result["tcp"] else ""
@@ -1066,7 +1070,7 @@ def transfers_section(result: Result) -> Section:
 
 
 def scale_section(result: Result) -> Section:
-    """A table of what grows with the number of ranks: measured, and fitted."""
+    """Returns a table of what grows with the number of ranks: measured, and fitted."""
     rows, hosts = result["results"], result["kind"] == "hosts"
     apart = (
         "each a rehearsed host of its own, with libfabric between them" if hosts else "which share the host's memory"

@@ -2,14 +2,15 @@
 
 It measures:
 
-- The drain rate. One CPU thread produces triggers. The consumer is a proxy worker or a C loop that only takes them out
+- The drain rate. One CPU thread produces triggers. The consumer is a proxy worker, or a C loop that only takes triggers
+out of the ring
   (`bare_loops.drain`), over a ring of the same size and kind; the two alternate. The engine decodes each trigger,
   checks it against its tables, executes and counts it. A put of 0 bytes shows the engine's own work. A signal and a
   flush add a call of the transport and the runtime, with a store of 8 bytes. A put of 8 bytes adds a copy.
 - The rate at which kernels push, by the layout of the producing threads and the size of the ring. The engine or the
   bare loop drains.
-- The round trip of push and sync, and its lower bound: a kernel that only stores a trigger, without ordering, and
-  polls the word that the bare loop answers with.
+- The round trip of push and sync, and its lower bound: a kernel that only stores a trigger, without ordering, and polls
+the word by which the bare loop answers.
 - Idling: the time to wake an idle worker, and the CPU time that an idle worker uses.
 
 A short run decides how many triggers a timed run takes: some kinds are a hundred times slower than others, because each
@@ -71,7 +72,7 @@ _LAYOUTS = {
     "512 blocks of 1": (512, 1),
 }
 _GPU_FIFO_SIZES = (256, 8192)  # ring sizes besides the requested size
-_MOST_HOST_BLOCKS = 64  # each is a thread of the CPU
+_MOST_HOST_BLOCKS = 64  # each block is a thread of the CPU
 
 _SOURCE = r"""
 #include "proxyccl/proxyccl.h"
@@ -114,13 +115,13 @@ _MOST_PUSHES = 50_000_000  # the most that a kernel makes in a timed run
 
 
 class Loopback:
-    """A proxy with one channel that leads back to its own memory, so that no second rank is needed.
+    """A proxy with one channel whose destination is this rank's memory, so that no second rank is needed.
 
     Args:
         runtime: provides the ring and the copies.
         fifo_size: slots in the ring, a power of two.
         idle: the policy of an idle worker.
-        description: the rank, for observers; without one they do not find the proxy.
+        description: describes the rank to observers; None hides the proxy from them.
     """
 
     def __init__(
@@ -162,11 +163,13 @@ class Loopback:
 
     @property
     def taken(self) -> int:
-        """Triggers that the worker has taken out of the ring; the next one's ticket when it is empty."""
+        """The number of triggers that the worker has taken out of the ring; if the ring is empty, the next trigger's
+        ticket.
+        """
         return self.fifo.taken
 
     def trigger(self, operation: Operation, size: int) -> tuple[int, int]:
-        """The words of a trigger on the channel, from the memory's first half to its second."""
+        """Returns the words of a trigger that puts from the memory's first half to its second."""
         return Trigger(operation, self._channel, size, self._memory, 0, self._memory, _PUT_BYTES).encode()
 
     def check(self) -> None:
@@ -176,7 +179,7 @@ class Loopback:
 
 
 def as_parameter(trigger: tuple[int, int]) -> bytes:
-    """A trigger's words in the form of a ProxycclTrigger that a kernel takes by value."""
+    """Returns a trigger's words as the bytes of a ProxycclTrigger, which a kernel takes by value."""
     return struct.pack("=QQ", *trigger)
 
 
@@ -193,7 +196,7 @@ def _produce(fifo: Fifo, first: int, trigger: tuple[int, int], count: int) -> fl
 
 @contextlib.contextmanager
 def _bare_drain(runtime: Runtime, fifo_size: int, count: int) -> Iterator[Fifo]:
-    """A fresh ring, and a thread with the bare loop that takes `count` triggers out of it."""
+    """Opens a fresh ring, and starts a thread that takes `count` triggers out of it by the bare loop."""
     fifo = Fifo(runtime, fifo_size)
     consumer = threading.Thread(target=bare_loops.drain, args=(fifo, count, _TIMEOUT), name="bare-drain")
     consumer.start()
@@ -205,14 +208,16 @@ def _bare_drain(runtime: Runtime, fifo_size: int, count: int) -> Iterator[Fifo]:
 
 
 def _bare_rate(runtime: Runtime, fifo_size: int, trigger: tuple[int, int], count: int) -> float:
-    """Triggers per second through a fresh ring and the bare loop, after as many to warm both threads up."""
+    """Measures triggers per second through a fresh ring and the bare loop, after equally many to warm both
+    threads up.
+    """
     with _bare_drain(runtime, fifo_size, 2 * count) as fifo:
         _produce(fifo, 0, trigger, count)
         return count / _produce(fifo, count, trigger, count)
 
 
 def _engine_rate(proxy: Loopback, trigger: tuple[int, int], count: int) -> float:
-    """Triggers per second through the proxy's ring and its worker, after as many to warm both threads up."""
+    """Measures triggers per second through the proxy's ring and worker, after equally many to warm both threads up."""
     _produce(proxy.fifo, proxy.taken, trigger, count)
     seconds = _produce(proxy.fifo, proxy.taken, trigger, count)
     proxy.check()
@@ -220,7 +225,9 @@ def _engine_rate(proxy: Loopback, trigger: tuple[int, int], count: int) -> float
 
 
 def _rates(rate: Callable[[int], float], repeats: int, seconds: float, triggers: int | None, most: int) -> list[float]:
-    """Calls rate(count) `repeats` times. Without `triggers` the count is such that all take about `seconds`."""
+    """Returns the results of `repeats` calls of rate(count). The count is `triggers`; if that is None, the count with
+    which all calls take about `seconds`.
+    """
     rate(_CALIBRATION)  # a kernel's first launch also loads it
     count = triggers or max(_CALIBRATION, min(most, int(rate(_CALIBRATION) * seconds / repeats)))
     return [rate(count) for _ in range(repeats)]
@@ -233,16 +240,16 @@ def _summary(values: list[float]) -> Fields:
 def drain_rates(
     runtime: Runtime, repeats: int, fifo_size: int, seconds: float, triggers: int | None = None
 ) -> list[Fields]:
-    """The bare loop's rate and the engine's for each kind of trigger.
+    """Measures the bare loop's rate and the engine's for each kind of trigger.
 
     Args:
         runtime: provides the ring and the driver.
-        repeats: timed runs of each.
-        fifo_size: slots.
-        seconds: to spend, about.
-        triggers: in each timed run; None for as many as fit in the time.
+        repeats: the number of timed runs of each.
+        fifo_size: slots in the ring.
+        seconds: about the time to spend.
+        triggers: the number of triggers in each timed run; None for as many as fit in the time.
     """
-    each = seconds / (2 * (1 + len(_KINDS)))  # half of each run warms up
+    each = seconds / (2 * (1 + len(_KINDS)))  # the first half of each run is a warm-up
     with Loopback(runtime, fifo_size) as proxy:
         kinds = {name: proxy.trigger(*kind) for name, kind in _KINDS.items()}
         counts: dict[str, int] = {}
@@ -256,7 +263,7 @@ def drain_rates(
         for name in rates:
             affordable = int(rate(name, _CALIBRATION) * each / repeats)
             counts[name] = triggers or max(_CALIBRATION, min(_MOST_TRIGGERS, affordable))
-        for _ in range(repeats):  # in turns, so that other load on the machine affects all alike
+        for _ in range(repeats):  # in turns, so that other load on the machine affects all kinds equally
             for name, values in rates.items():
                 values.append(rate(name, counts[name]))
     bare = statistics.median(rates[BARE])
@@ -271,13 +278,13 @@ def _kernels(runtime: Runtime) -> Module:
 
 
 class _Pushes:
-    """Launches of the kernel that pushes, over one size of ring.
+    """Launches the kernel that pushes, over rings of one size.
 
     Args:
-        kernels: of `_SOURCE`.
+        kernels: the compiled kernels of `_SOURCE`.
         proxy: provides triggers and control block, and its worker may be the consumer.
-        fifo_size: slots.
-        shape: blocks, and threads in a block.
+        fifo_size: slots in the ring.
+        shape: the number of blocks, and of threads in a block.
     """
 
     def __init__(self, kernels: Module, proxy: Loopback, fifo_size: int, shape: tuple[int, int]) -> None:
@@ -302,12 +309,12 @@ class _Pushes:
         return each * self._producers / (time.perf_counter() - start)
 
     def engine(self, count: int) -> float:
-        """Triggers per second with the engine as the consumer; about `count` are pushed."""
+        """Measures triggers per second with the engine as the consumer. Pushes about `count` triggers."""
         each = self._each(count)
         return self._timed(self._proxy.fifo, self._proxy.taken + each * self._producers, each)
 
     def bare(self, count: int) -> float:
-        """Triggers per second with the bare loop as the consumer of a fresh ring."""
+        """Measures triggers per second with the bare loop as the consumer of a fresh ring."""
         each = self._each(count)
         total = each * self._producers
         with _bare_drain(self._proxy.runtime, self._fifo_size, total) as fifo:
@@ -317,9 +324,9 @@ class _Pushes:
 def kernel_rates(
     runtime: Runtime, kernels: Module, repeats: int, fifo_size: int, seconds: float, triggers: int | None = None
 ) -> list[Fields]:
-    """Triggers per second that kernels push, by ring size, layout of the producers, and consumer.
+    """Measures how many triggers per second kernels push, by ring size, layout of the producers, and consumer.
 
-    Arguments as for `drain_rates`; on a GPU rings of other sizes than `fifo_size` are measured too.
+    Arguments as for `drain_rates`. On a GPU, rings of other sizes than `fifo_size` are also measured.
     """
     gpu = runtime.name != "host"
     sizes = sorted({fifo_size, *(_GPU_FIFO_SIZES if gpu else ())})
@@ -346,7 +353,9 @@ def kernel_rates(
 
 
 def round_trip(runtime: Runtime, kernels: Module, repeats: int, fifo_size: int) -> Fields:
-    """Nanoseconds from a push to the return of its sync, in a kernel of one thread, and the bare round trip."""
+    """Measures the nanoseconds from a push to the return of its sync, in a kernel of one thread, and the bare round
+    trip.
+    """
     times: dict[str, list[int]] = {"engine": [], BARE: []}
     out = Array(runtime, runtime.allocate(8 * _ROUND_TRIPS), (_ROUND_TRIPS,), as_dtype("int64"))
     with Loopback(runtime, fifo_size) as proxy:
@@ -375,9 +384,9 @@ def round_trip(runtime: Runtime, kernels: Module, repeats: int, fifo_size: int) 
 
 
 def idling(runtime: Runtime, policy: IdlePolicy, pauses: int, fifo_size: int) -> Fields:
-    """The cost of an idle worker: CPU seconds per second, and the time from a push to the release of the tail.
+    """Measures the cost of an idle worker: CPU seconds per second, and the time from a push to the release of the tail.
 
-    The push comes from a CPU thread after a pause of 1 ms, and after one of 20 ms.
+    A CPU thread pushes after a pause of 1 ms, and after a pause of 20 ms.
     """
     results: Fields = {"policy": asdict(policy)}
     with Loopback(runtime, fifo_size, policy) as proxy:
@@ -449,7 +458,7 @@ def _show_idling(results: Fields) -> None:
 
 
 def run(seconds: float, repeats: int, fifo_size: int, json: Path | None, triggers: int | None) -> None:
-    """Measures, prints the tables, and writes the results to `json` if it is not None."""
+    """Measures everything, prints the tables, and writes the results to the file `json` unless that is None."""
     runtime = open_runtime()
     facts = machine()
     results: Fields = {

@@ -1,19 +1,20 @@
 """Costs that grow with the number of ranks: python benchmarks/scale.py -n 8 16 32
 
-Jobs of more and more ranks on the host runtime, each a process, in nodes of 8: rehearsed nodes of one machine, which
-share its memory; with --hosts, rehearsed hosts, which do not. For each rank:
+The program starts jobs of more and more ranks on the host runtime, with a process for each rank, in nodes of 8. The
+nodes are rehearsed: they are groups of ranks on one machine that share its memory, or, with --hosts, don't. It measures
+for each rank:
 
 - descriptors, mappings, sockets, threads and memory;
-- the connections, channels and memory ids of its proxy;
+- the connections, channels and memory ids of the rank's proxy;
 - the time to make the communicator, by phase;
 - the time of a round of the exchange, of a barrier, of an all_reduce of 1 KiB, and of splits;
-- the share of a core that it takes at rest.
+- the share of a core that the rank takes at rest.
 
-The table shows medians over the ranks of a job, of times the longest.
+The table shows the median over the ranks of a job, and for times the maximum.
 
-To each quantity it fits a + b n, by least squares of the relative errors, with several sizes of nodes
-a + b n + c (number of nodes); and to times a + b n + c n², because all ranks share the machine's cores. It shows what
-that gives for 1,024 and 16,384 ranks.
+The program fits a formula to each quantity, by least squares of the relative errors: for times a + b n + c n², because
+all ranks share the machine's cores; for other quantities a + b n, or with several sizes of nodes a + b n + c (number of
+nodes). It shows what the formula gives for 1,024 and 16,384 ranks.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ _UNITS = {"kib": (1 / 1024, "MiB"), "s": (1e3, "ms"), "cores": (1e3, "‰ of a c
 
 
 def run(ranks: int, node: int, seconds: int, kind: str) -> list[Fields]:
-    """The results of the ranks of one job. Raises RuntimeError if a rank fails or is late."""
+    """Runs one job. Returns its ranks' results. Raises RuntimeError if a rank fails or is late."""
     with tempfile.TemporaryDirectory(prefix="scale-") as place, contextlib.ExitStack() as running:
         deadline = time.monotonic() + seconds
         processes = []
         log = running.enter_context((Path(place) / "log").open("w+"))
         for rank in range(ranks):
             command = [sys.executable, str(_RANK), place, *map(str, (rank, ranks, node, seconds)), kind]
-            env = {**environment(), "OPENBLAS_NUM_THREADS": "1"}  # numpy's are not the library's
+            env = {**environment(), "OPENBLAS_NUM_THREADS": "1"}  # keeps numpy's threads out of the counts
             process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
             running.callback(process.wait)
             running.callback(process.kill)
@@ -67,7 +68,7 @@ def run(ranks: int, node: int, seconds: int, kind: str) -> list[Fields]:
 
 
 def summary(found: list[Fields]) -> Fields:
-    """One value for each quantity of a job's ranks: the longest time, and the median of all else."""
+    """Returns one value for each quantity of a job: of times the maximum over ranks, of all others the median."""
     values: Fields = {}
     for name, first in found[0].items():
         each = [rank[name] for rank in found]
@@ -80,7 +81,9 @@ def summary(found: list[Fields]) -> Fields:
 
 
 def fit(rows: list[Fields], name: str) -> Fields:
-    """Coefficients of a quantity over the jobs, the largest relative error, and values for more ranks."""
+    """Fits a formula to a quantity over the jobs. Returns coefficients, the largest relative error, and values for more
+    ranks.
+    """
     terms: dict[str, Callable[[float, float], float]] = {"1": lambda *_: 1.0, "n": lambda ranks, _: ranks}
     if name.endswith("_s"):
         terms["n²"] = lambda ranks, _: ranks**2
@@ -104,12 +107,12 @@ def fit(rows: list[Fields], name: str) -> Fields:
 
 
 def shown(name: str) -> tuple[float, str]:
-    """The factor and the unit in which a quantity is shown."""
+    """Returns the factor and the unit with which tables show a quantity."""
     return next((unit for end, unit in _UNITS.items() if name.endswith(f"_{end}")), (1, ""))
 
 
 def print_tables(rows: list[Fields], fits: Fields) -> None:
-    """The measured values, and what was fitted to them."""
+    """Prints the measured values, and the formulas that were fitted to them."""
     table = Table(
         [
             Column("quantity", "", 32, left=True),

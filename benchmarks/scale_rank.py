@@ -2,7 +2,7 @@
 
 KIND: "nodes" of one host, or "hosts", which share no memory and are reached through libfabric.
 
-It joins the others, and writes what it holds and how long each step took to a file in the directory.
+The rank joins the others, and writes the resources that it holds and the time of each step to a file in the directory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _COUNT, _TURNS, _REST_SECONDS = 256, 5, 1.0
 
 
 class Timed:
-    """A bootstrap that notes when each of its exchanges begins and ends, and how many bytes came."""
+    """A bootstrap that records when each of its exchanges begins and ends, and how many bytes it received."""
 
     def __init__(self, bootstrap: FileBootstrap) -> None:
         self._bootstrap = bootstrap
@@ -61,12 +61,12 @@ class Timed:
 
 
 def held() -> Fields:
-    """The resources of this process: their numbers, and memory in KiB."""
+    """Returns how many resources of each kind this process holds, and its memory in KiB."""
     descriptors = sockets = 0
     for name in os.listdir("/proc/self/fd"):
         try:
             mode = os.stat(f"/proc/self/fd/{name}").st_mode
-        except OSError:  # the descriptor of the listing itself
+        except OSError:  # the descriptor by which the directory is listed
             continue
         descriptors += 1
         sockets += stat.S_ISSOCK(mode)
@@ -92,7 +92,7 @@ def _processor() -> float:
 
 
 def phases_of(rounds: list[tuple[str, float, float, int]], began: float, ended: float) -> Fields:
-    """Seconds of each phase of the start-up, from its exchanges."""
+    """Returns the seconds of each phase of the start-up, from the times of its exchanges."""
     found = dict.fromkeys(("bootstrap_s", "exchange_s", "segment_s", "connect_s"), 0.0)
     at = began
     for purpose, start, end, _ in rounds:
@@ -107,7 +107,7 @@ def phases_of(rounds: list[tuple[str, float, float, int]], began: float, ended: 
 
 
 def timed(call: Callable[[], object], turns: int = _TURNS) -> list[float]:
-    """Seconds of each of some calls."""
+    """Makes some calls. Returns the seconds of each."""
     times = []
     for _ in range(turns):
         began = time.perf_counter()
@@ -180,7 +180,9 @@ def main() -> None:
 
 
 def proxy_of(comm: Communicator) -> Fields:
-    """Connections, channels and memory ids of this rank's proxy; empty if the proxy was never used."""
+    """Returns the numbers of connections, channels and memory ids of this rank's proxy; nothing if the proxy was never
+    used.
+    """
     found = find(comm.job, [comm.rank], os.getpid())
     if not found:
         return {"connections": 0, "channels": 0, "memory_ids": 0}

@@ -1,10 +1,11 @@
-"""Ours and its peers in one process group: what programs that compare calls share, on any runtime. Needs no torch.
+"""Compares ProxyCCL's calls with its peers' in one process group. Programs for any runtime share this module. Needs no
+torch.
 
-The programs beside this module say what is called. Nothing here knows which collective it is. `Job` checks and times
-calls that take turns; jobs.py picks the kind of job that the runtime needs.
+The programs that use this module choose the calls; this module works for any. `Job` checks and times calls that take
+turns; jobs.py picks the kind of job that the runtime needs.
 
-Contenders alternate. A time is the median over repeats of the maximum over ranks. So that no call's time contains the
-CPU's work to issue it where that can be had, calls are timed in bursts; gpu_job.py and host_job.py say how.
+Contenders alternate. A time is the median over repeats of the maximum over ranks. Calls are timed in bursts, so that on
+GPUs no time contains the CPU's work to issue a call; gpu_job.py and host_job.py say how.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _BURST_US = 3000.0
 
 
 def arguments(description: str, default_sizes: Sequence[int], quick_sizes: Sequence[int]) -> argparse.ArgumentParser:
-    """The options of programs that measure a collective by size."""
+    """Returns a parser with the options of programs that measure a collective by size."""
     parser = common_arguments(description)
     parser.add_argument("-s", "--sizes", type=options.size, nargs="+", metavar="SIZE", help="bytes, such as 64K")
     parser.add_argument("-d", "--dtypes", nargs="+", choices=DTYPES, help="element types")
@@ -57,7 +58,7 @@ def arguments(description: str, default_sizes: Sequence[int], quick_sizes: Seque
 
 
 def resolve(parsed: argparse.Namespace) -> argparse.Namespace:
-    """Fills in the options of `arguments` that were not given; the defaults depend on `--quick`."""
+    """Fills in the options of `arguments` that the user did not give; their defaults depend on `--quick`."""
     parsed.sizes = parsed.sizes or (parsed.quick_sizes if parsed.quick else parsed.default_sizes)
     parsed.dtypes = parsed.dtypes or list(DTYPES[:1] if parsed.quick else DTYPES[:2])
     parsed.repeats = parsed.repeats or (5 if parsed.quick else 15)
@@ -70,9 +71,9 @@ class Contender:
 
     Attributes:
         name: name of an algorithm or of a peer.
-        ours: whether it is ProxyCCL's.
+        ours: whether the call is ProxyCCL's.
         call: queues the call on the job's stream.
-        refill: queues the writes of fresh inputs, and of poison where outputs go.
+        refill: queues the writes of fresh inputs, and poisons the outputs.
         wrong: returns the number of wrong elements after the given number of calls since `refill`.
         also_wrong: makes another check, which is not timed, and returns the number of wrong elements.
         missing: why the call can't be made on this machine, or "".
@@ -88,20 +89,20 @@ class Contender:
 
 
 def absent(name: str, missing: str) -> Contender:
-    """A peer that can't make the call, with the reason, which the tables show."""
+    """Returns a contender for a peer that can't make the call. Tables show the reason."""
     return Contender(name, False, lambda: None, lambda: None, lambda _: 0, missing=missing)
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Another library's way to run a collective.
+    """A collective call of another library.
 
     Attributes:
-        name: as the tables show it.
+        name: the peer's name in the tables.
         call: queues the call on the job's stream, given output and input.
-        arrays: makes an input and an output of this many elements, if the peer wants arrays of its own.
+        arrays: makes an input and an output of a number of elements; None if the peer takes any arrays.
         in_place: whether an all_reduce replaces its input.
-        missing: why it can't be called on this machine, or "". Such a peer has no call.
+        missing: why this machine can't make the call, or "". If there is a reason, `call` is None.
     """
 
     name: str
@@ -115,8 +116,8 @@ class Burst(ABC):
     """Calls that are queued together.
 
     Attributes:
-        calls: their number.
-        multiprocessors: how many of the GPU's multiprocessors their kernels can occupy at a time; None if unknown.
+        calls: the number of calls.
+        multiprocessors: how many of the GPU's multiprocessors the calls' kernels can occupy at a time; None if unknown.
     """
 
     calls: int
@@ -128,12 +129,12 @@ class Burst(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Frees what the burst holds; it is no longer queued."""
+        """Frees what the burst holds. The burst can't be queued afterwards."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """A contender's result. If it can't make the call, `time_us` is None and `reason` says why.
+    """A contender's result. If the contender can't make the call, `time_us` is None and `reason` says why.
 
     `multiprocessors` is taken from the contender's `Burst`.
     """
@@ -152,16 +153,16 @@ class Job(ABC):
     """The ranks, which MPI started, with a Communicator.
 
     Args:
-        seconds: time to spend. `in_time` tells whether it is up; a job that hangs is ended some time after.
-        growth_limit: bounds the calls of a burst, so that world_size ** calls stays below 10 to this power.
-        nodes: rehearsed nodes of as many ranks each, between which data is staged and goes over the loopback's TCP, as
-            the peers' does; None to have none.
+        seconds: the time to spend. `in_time` tells whether time is left. A job that hangs is ended some time later.
+        growth_limit: limits the number of calls in a burst, so that world_size ** calls stays below 10 ** growth_limit.
+        nodes: the number of rehearsed nodes, each with the same number of ranks. Between nodes, data is staged and
+            crosses the loopback by TCP, as the peers' data does. None for one real node.
 
     Attributes:
-        nodes: as given.
+        nodes: the argument `nodes`.
         dtypes: names of the element types that arrays can have.
-        device: where torch's tensors are.
-        handle: the stream that calls are queued on, as our calls take it.
+        device: the device of torch's tensors.
+        handle: the stream on which calls are queued, as `stream=` of our calls takes it.
         timing: how times are measured, for headings and results.
     """
 
@@ -182,7 +183,7 @@ class Job(ABC):
         self.nodes = nodes
 
     def placement(self) -> Fields:
-        """The communicator's options for the rehearsed nodes."""
+        """Returns the communicator's options that make the rehearsed nodes."""
         if self.nodes is None:
             return {}
         each = self.ranks // self.nodes
@@ -209,20 +210,20 @@ class Job(ABC):
         return self.rank == 0
 
     def in_time(self) -> bool:
-        """Whether time is left; the same on all ranks."""
+        """Returns whether time is left; the same on all ranks."""
         return bool(self.world.bcast(time.monotonic() - self._start < self._seconds))
 
     @abstractmethod
     def empty(self, count: int, dtype: str) -> Any:
-        """An array of the program's own, which is not registered. Arrays can be sliced and assigned to."""
+        """Returns an array that is not registered with our library. Arrays can be sliced and assigned to."""
 
     @abstractmethod
     def registered(self, count: int, dtype: str) -> Any:
-        """An array that collectives read and write where it lies. All ranks call this together."""
+        """Returns a registered array, which collectives read and write in place. All ranks call this together."""
 
     @abstractmethod
     def random(self, count: int, dtype: str, seed: int) -> Any:
-        """Small whole numbers, whose sums every element type holds exactly."""
+        """Returns small whole numbers, whose sums every element type holds exactly."""
 
     @abstractmethod
     def poison(self, x: Any) -> None:
@@ -230,26 +231,26 @@ class Job(ABC):
 
     @abstractmethod
     def peers(self, collective: str, count: int, dtype: str) -> list[Peer]:
-        """The other libraries' ways to run a collective on arrays of at most `count` elements.
+        """Returns the other libraries' calls of a collective, for arrays of at most `count` elements.
 
-        All ranks call this together and get the same. What is missing is named with its reason.
+        All ranks call this together and get the same peers. A peer that can't be used has a `missing` reason.
         """
 
     @abstractmethod
     def peer_versions(self) -> Fields:
-        """The peers' versions by name."""
+        """Returns the peers' versions by name."""
 
     @abstractmethod
     def current(self) -> AbstractContextManager[object]:
-        """Makes the job's stream current for libraries with a current stream."""
+        """Returns a context in which the job's stream is the current stream of libraries that have one."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Waits for all that is queued on this rank."""
+        """Waits for all work that is queued on this rank."""
 
     @abstractmethod
     def time_now(self, call: Callable[[], object], calls: int) -> float:
-        """Microseconds of one call, of this many that are issued one by one on this rank."""
+        """Issues some calls one by one. Returns the microseconds of one call on this rank."""
 
     @abstractmethod
     def burst(self, call: Callable[[], object], calls: int) -> Burst:
@@ -257,12 +258,12 @@ class Job(ABC):
 
     @abstractmethod
     def time_burst(self, timed: Burst, *, beside: Burst | None = None, beside_bursts: int = 0) -> tuple[float, bool]:
-        """Queues a burst on all ranks at once and waits for it.
+        """Queues a burst on all ranks at the same time, and waits for it.
 
         Args:
-            timed: what is timed.
-            beside: what runs meanwhile on another stream, queued before.
-            beside_bursts: how often that is queued.
+            timed: the burst that is timed.
+            beside: a burst that runs on another stream at the same time; it is queued first.
+            beside_bursts: how often `beside` is queued.
 
         Returns:
             Microseconds of one timed call on this rank, and whether `beside` ran until the end of `timed`.
@@ -270,10 +271,10 @@ class Job(ABC):
 
     @abstractmethod
     def product(self, size: int, calls: int) -> Burst:
-        """Products of two square matrices of this many rows, on another stream than the job's."""
+        """Returns a burst of products of two square matrices of this many rows, on another stream than the job's."""
 
     def describe(self) -> Fields:
-        """The fields of results that describe the devices and the peers."""
+        """Returns the fields of results that describe the devices and the peers."""
         return {**describe(self.comm), "peers": self.peer_versions()}
 
     def heading(self, title: str, *notes: str) -> None:
@@ -310,15 +311,17 @@ class Job(ABC):
         return 1 if wrong else 0
 
     def everywhere(self, reason: str) -> str:
-        """The first reason of any rank that is not empty; the same on all ranks."""
+        """Returns the first nonempty reason of any rank, or ""; the same on all ranks."""
         return next((each for each in self.world.allgather(reason) if each), "")
 
     def slowest(self, value: float) -> float:
-        """The largest value of all ranks."""
+        """Returns the largest value of any rank."""
         return float(self.world.allreduce(value, MPI.MAX))
 
     def first_call(self, contender: Contender) -> tuple[int, str]:
-        """The number of wrong elements of the first call on this rank, and the reason if it can't be made."""
+        """Makes and checks the first call. Returns the number of wrong elements on this rank, and the reason if the
+        call can't be made.
+        """
         if contender.missing:
             return 0, contender.missing
         reason, wrong = "", 0
@@ -336,17 +339,17 @@ class Job(ABC):
         return wrong, reason
 
     def prepare(self, contender: Contender) -> tuple[Burst, int]:
-        """A burst of a contender's calls, as many as take a few milliseconds, and the number of elements on this rank
-        that are wrong after it.
+        """Prepares a burst of a contender's calls that takes a few milliseconds, and runs it once. Returns the burst,
+        and the number of elements that are wrong afterwards on this rank.
         """
         contender.refill()
-        self.time_now(contender.call, 1)  # ranks leave the checks at different times
+        self.time_now(contender.call, 1)  # not used: ranks end the checks at different times
         slowest = self.slowest(self.time_now(contender.call, 3))
         calls = max(1, min(self._most_calls, int(_BURST_US / slowest)))
         contender.refill()
         self.synchronize()
         burst = self.burst(contender.call, calls)
-        burst.queue()  # the first time also warms up
+        burst.queue()  # this first run is also the warm-up
         self.synchronize()
         return burst, contender.wrong(calls)
 
@@ -387,7 +390,9 @@ class Job(ABC):
 
 
 def bare_copies(job: Job, count: int) -> Contender:
-    """The link's limit: what an all-reduce of `count` bytes must send, by the copy engines of all ranks at once."""
+    """Returns the contender that shows the link's limit: copy engines of all ranks concurrently copy the bytes that an
+    all-reduce of `count` bytes must send.
+    """
     comm, share = job.comm, count // job.ranks
     array = comm.empty(max(share, 1), "uint8")
     memory = comm.register(array)
@@ -401,18 +406,18 @@ def bare_copies(job: Job, count: int) -> Contender:
 
 
 def random_inputs(job: Job, count: int, dtype: str, seed: int) -> Iterable[Any]:
-    """The ranks' inputs, in order: small whole numbers, whose sums every element type holds exactly."""
+    """Yields the ranks' inputs in order: small whole numbers, whose sums every element type holds exactly."""
     for rank in range(job.ranks):
         yield job.random(count, dtype, seed + rank)
 
 
 def fresh_seed(job: Job) -> int:
-    """A new random seed, the same on all ranks."""
+    """Returns a new random seed, the same on all ranks."""
     return int(job.world.bcast(int.from_bytes(os.urandom(6), "little")))
 
 
 def differing(x: Any, expected: Any) -> int:
-    """The number of elements of two arrays that differ."""
+    """Returns the number of elements of two arrays that differ."""
     return int((x != expected).sum())
 
 
@@ -437,11 +442,11 @@ class Case:
     """One size of one element type.
 
     Attributes:
-        nbytes: size of a rank's buffer.
-        count: its number of elements.
-        dtype: name of its element type.
-        redop: the reduction, or None.
-        bus_factor: bus bandwidth over algorithm bandwidth (nccl-tests, doc/PERFORMANCE.md).
+        nbytes: the size of a rank's buffer.
+        count: the buffer's number of elements.
+        dtype: the name of the element type.
+        redop: the reduction; None for a collective that only moves bytes.
+        bus_factor: the bus bandwidth divided by the algorithm bandwidth (nccl-tests, doc/PERFORMANCE.md).
     """
 
     nbytes: int
@@ -486,5 +491,5 @@ def show(job: Job, table: Table, case: Case, timings: Sequence[Timing]) -> list[
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """The geometric mean of positive values; nan for an empty sequence."""
+    """Returns the geometric mean of positive values; nan for an empty sequence."""
     return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan

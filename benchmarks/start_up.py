@@ -2,9 +2,10 @@
 
 Every call is a process of its own, run on the host runtime with the modules' bytecode cached. Times are wall-clock
 times of the whole process, from fork to exit, and processor times include the process's children. Calls alternate, so
-the load of the machine is the same for all. What Python and numpy take by themselves stands beside.
+the load of the machine is the same for all. For comparison, the table also has the times of Python alone and numpy
+alone.
 
-Below the table are the modules that took the longest to import by themselves, without those that they import, as
+Below the table are the modules that took the longest to import, not counting the modules that these import in turn, as
 `python -X importtime` shows it.
 """
 
@@ -76,7 +77,7 @@ class Start(NamedTuple):
 
 
 def environment() -> dict[str, str]:
-    """The environment of the processes: this process's variables, with bytecode caching turned on."""
+    """Returns the processes' environment: this process's variables, with bytecode caching turned on."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
@@ -89,7 +90,9 @@ def start(arguments: Sequence[str]) -> Start:
 
 
 def measure(repeats: int, seconds: float) -> list[Fields]:
-    """A row for each program: one run to fill caches, then `repeats` runs, or fewer where the time is up."""
+    """Runs each program once to fill caches, then `repeats` times, or fewer if the time is up. Returns a row
+    for each.
+    """
     for arguments in PROGRAMS.values():
         start(arguments)
     end = time.monotonic() + seconds
@@ -112,7 +115,7 @@ def measure(repeats: int, seconds: float) -> list[Fields]:
 
 
 def slowest_imports(program: str, repeats: int) -> list[Fields]:
-    """The modules that took the longest in the best of several runs of a program."""
+    """Returns the modules that took the longest to import, each by its best time in several runs of a program."""
     best: dict[str, int] = {}
     for _ in range(repeats):
         done = subprocess.run(

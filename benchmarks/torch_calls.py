@@ -1,7 +1,7 @@
 """torch's calls whose issue `programs.py` times, and a process group that does nothing.
 
-That group is written in Python as ours is, so its calls take the part of a call that is torch's own, and a training
-step with it takes the time that no communication can save.
+Like our backend, that group is written in Python. So its calls show the time that torch itself takes for a call, and a
+training step with it shows the time that remains without communication.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ _COUNT = 256  # elements: few, so that the kernels are short
 
 
 class NothingGroup(WholeGroup, dist.ProcessGroup):  # type: ignore[misc]  # torch's class has no types
-    """A process group of Python's whose calls do nothing: for torch before 2.15, as ours is there."""
+    """A process group in Python whose calls do nothing. It is for torch before 2.15, where our backend is such
+    a group.
+    """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         super().__init__(rank, size)
@@ -29,15 +31,15 @@ class NothingGroup(WholeGroup, dist.ProcessGroup):  # type: ignore[misc]  # torc
         self._work, self.calls = _DoneWork(), SimpleNamespace(group_name="", group_desc="")
 
     def rank(self) -> int:
-        """This rank's number in the group."""
+        """Returns this rank's number in the group."""
         return self._rank
 
     def size(self) -> int:
-        """Number of ranks."""
+        """Returns the number of ranks."""
         return self._size
 
     def getBackendName(self) -> str:  # noqa: N802  torch's name
-        """The backend's name."""
+        """Returns the backend's name."""
         return "nothing"
 
     def _set_sequence_number_for_group(self) -> None:
@@ -60,11 +62,11 @@ class _DoneWork(dist.Work):
         self._result = result
 
     def wait(self, timeout: Any = None) -> bool:
-        """Returns at once, because there is no work to wait for."""
+        """Returns immediately, because there is no work to wait for."""
         return True
 
     def get_future(self) -> Any:
-        """A future that has the result."""
+        """Returns a future that has the result."""
         devices = {each.device for each in self._result if each.is_cuda}
         found: Any = torch.futures.Future(devices=list(devices))
         found.set_result(self._result)
@@ -72,7 +74,7 @@ class _DoneWork(dist.Work):
 
 
 def issue_calls(group: Any, device: torch.device) -> dict[str, Callable[[], object]]:
-    """The calls to issue on a group, by name."""
+    """Returns the calls to issue on a group, by name."""
     ranks = dist.get_world_size(group)
     x, share = torch.ones(_COUNT, device=device), torch.ones(_COUNT, device=device)
     whole, largest = torch.ones(_COUNT * ranks, device=device), dist.ReduceOp.MAX
@@ -107,7 +109,9 @@ def issue_calls(group: Any, device: torch.device) -> dict[str, Callable[[], obje
 
 @functools.cache
 def nothing_group() -> Any:
-    """A `NothingGroup` of the default group's ranks, which torch knows; None where Python makes backends (2.15)."""
+    """Makes a `NothingGroup` of the default group's ranks and registers it with torch. Returns None from torch
+    2.15 on.
+    """
     if IS_BACKEND:
         return None
     dist.Backend.register_backend(

@@ -15,13 +15,13 @@ _CALLS = {
 
 
 def torch_peer(name: str, collective: str) -> Peer:
-    """The default group's collective; an all_reduce is in place."""
+    """Returns the default group's collective as a peer; an all_reduce is in place."""
     call = _CALLS[collective]
     return Peer(name, lambda out, x: call(torch.as_tensor(out), torch.as_tensor(x)))
 
 
 def join_gloo(world: MPI.Intracomm) -> None:
-    """Makes a default group of gloo over the loopback, unless there is one."""
+    """Makes a default group of gloo over the loopback, unless there is a default group."""
     if not dist.is_initialized():
         store = None
         if world.Get_rank() == 0:

@@ -25,7 +25,7 @@ _TICKS = 6
 
 
 def bursts(spans: list[Event], pause_us: float) -> Iterator[list[Event]]:
-    """The spans between pauses of at least `pause_us` µs, as one list for each burst."""
+    """Yields for each burst the list of its spans; pauses of at least `pause_us` µs separate bursts."""
     burst: list[Event] = []
     end = 0.0
     for span in sorted(spans, key=lambda span: float(span["ts"])):
@@ -47,14 +47,14 @@ def _triggers(burst: list[Event]) -> int:
 
 
 def usual(of: list[list[Event]]) -> list[Event]:
-    """The burst of median length among those with the most frequent number of triggers."""
+    """Returns the burst of median length among the bursts with the most frequent number of triggers."""
     count = Counter(map(_triggers, of)).most_common(1)[0][0]
     alike = sorted((burst for burst in of if _triggers(burst) == count), key=_length)
     return alike[len(alike) // 2]
 
 
 def _step(length: float) -> float:
-    """A round distance between ticks, in µs."""
+    """Returns a round distance between ticks, in µs."""
     factor = 1.0
     while factor * 10 * _TICKS < length:
         factor *= 10
@@ -62,7 +62,7 @@ def _step(length: float) -> float:
 
 
 def picture(events: list[Event], pause_us: float) -> str:
-    """The SVG text."""
+    """Returns the SVG text."""
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     ranks = {e["pid"]: e["args"]["name"].partition(" of ")[0] for e in events if e["name"] == "process_name"}
     burst = usual(list(bursts([e for e in events if e["ph"] == "X"], pause_us)))

@@ -6,7 +6,7 @@ Each round runs the two libraries in turn, each in a pair of fresh processes, an
 DIRECTORY is where NIXL's wheel was installed (`pip install --target DIRECTORY nixl`). Wall-clock times, and processor
 time of the initiator; "idle" is the part of a core that a process takes with an agent that has nothing to do.
 
-With --devices the memory is that of two GPUs (of one, if there is no other), and the table has GB/s too. With --mixed
+With --devices the memory is that of two GPUs (of one, if there is no other), and the table also has GB/s. With --mixed
 the initiator's memory is the host's.
 """
 
@@ -49,7 +49,7 @@ MOST_SECONDS, MOST_SECONDS_TIMES = 0.5, 5
 
 
 def rows_of(address: int, blocks: int, nbytes: int, backwards: bool, most: int) -> Any:
-    """Blocks that are not adjacent, in ascending or descending order."""
+    """Returns the rows of blocks that are not adjacent, in ascending or descending order."""
     stride = nbytes if blocks == 1 else min(2 * nbytes, most // blocks // 16 * 16)
     offsets = np.arange(blocks, dtype=np.uint64) * np.uint64(stride)
     rows = np.zeros((blocks, 3), np.uint64)
@@ -62,8 +62,8 @@ class Side:
     """An agent, and its memory.
 
     Attributes:
-        agent: NIXL's.
-        kinds: by kind of memory, its address and device.
+        agent: the agent of NIXL's interface.
+        kinds: for each kind of memory, its address and device.
     """
 
     def __init__(self, name: str, devices: bool, number: int) -> None:
@@ -149,12 +149,12 @@ def initiator(directory: Path, devices: bool, mixed: bool) -> None:
 
 
 def end_of(times: list[tuple[float, float, float]]) -> bool:
-    """Whether a case has taken long enough."""
+    """Returns whether a case has been measured for long enough."""
     return len(times) >= MOST_SECONDS_TIMES and sum(each[0] for each in times) > MOST_SECONDS
 
 
 def run(path: str, flags: list[str], *, tcp: bool) -> dict[str, dict[str, float]]:
-    """One pair of processes with the `nixl` that is found at a path."""
+    """Runs one pair of processes with the `nixl` at a path. Returns the initiator's results."""
     paths = os.pathsep.join((path, os.environ.get("PYTHONPATH", "")))
     env = {**os.environ, "PYTHONPATH": paths, "NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal"}
     if tcp:
@@ -172,7 +172,7 @@ def run(path: str, flags: list[str], *, tcp: bool) -> dict[str, dict[str, float]
 
 
 def version_in(directory: Path) -> str:
-    """The version of NIXL that is installed in a directory."""
+    """Returns the version of NIXL that is installed in a directory."""
     found = next(directory.glob("nixl-*.dist-info"), None)
     return "unknown" if found is None else found.stem.removeprefix("nixl-")
 

@@ -1,12 +1,13 @@
 """Kernels in Triton beside C++ and NCCL: mpiexec -n 2 python -m mpi4py triton_kernels.py
 
-- put + signal: half of a ping-pong's round trip, by one kernel of a program, or of a thread, on each rank.
+- put + signal: half of a ping-pong's round trip; each rank runs one kernel, of one program in Triton or one thread in
+C++.
 - diffusion: a step of `examples/triton_diffusion.py` and of `examples/custom_kernel.py`.
 - all_reduce: one-shot, of 64 KiB, by `examples/triton_all_reduce.py`; ours in C++ is ``algorithm="one_shot"``.
 - all_to_all: `examples/triton_all_to_all.py` and `examples/all_to_all.py`, 64 KiB to each peer.
 - GEMM + all_reduce, all_gather + GEMM: `examples/triton_overlapped_gemm.py` in float16 beside ``torch.matmul`` and
-  NCCL, one after the other. The products alone, by cuBLAS and by the same tiles in Triton, tell what the overlap gains
-  and what Triton's product loses.
+  NCCL, one after the other. The times of the products alone, by cuBLAS and by the same tiles in Triton, show how much
+  the overlap gains and how much Triton's product loses against cuBLAS's.
 
 side_by_side.py says how contenders take turns and how results are checked, gpu_job.py how times are measured. On the
 host runtime kernels run in Triton's interpreter, which shows that the program works, and says nothing about speed.
@@ -45,7 +46,7 @@ from triton_diffusion import diffuse
 from triton_overlapped_gemm import all_gather_gemm, gemm_all_reduce, multiply_tile
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-_SECONDS = 60  # after which no section begins; a program that hangs is ended after three minutes
+_SECONDS = 60  # no section begins later; a program that hangs is ended after three minutes
 _CPP, _TRITON = "C++", "Triton"
 _OVERLAPPED = "Triton, overlapped"
 _AIMS = {"put + signal": 1.05, "all_reduce": 1.15}
@@ -93,7 +94,7 @@ def multiply(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.conste
 
 
 class Report:
-    """The table, row by row, and what is written as JSON.
+    """Prints the table row by row, and collects the rows that are written as JSON.
 
     Args:
         job: the ranks.
@@ -108,7 +109,7 @@ class Report:
             self._table.header()
 
     def measure(self, what: str, contenders: Sequence[Contender], units: int = 1) -> None:
-        """Checks and times contenders, and shows the time of one unit, of this many in a call."""
+        """Checks and times contenders, and prints the time of one unit of work; a call has `units` of them."""
         timings = self._job.measure(contenders, self._repeats)
         reference = next((timing.time_us for timing in timings if timing.time_us), None)
         for timing in timings:
@@ -124,7 +125,9 @@ class Report:
 
 
 def together(job: Job, write: Callable[[], object]) -> Callable[[], None]:
-    """A refill: no rank writes while a peer's kernel still puts, and no kernel puts while a rank still writes."""
+    """Returns a refill with barriers: no rank writes while a peer's kernel puts, and no kernel puts while a rank
+    writes.
+    """
 
     def refill() -> None:
         for step in (lambda: None, write):
@@ -136,17 +139,17 @@ def together(job: Job, write: Callable[[], object]) -> Callable[[], None]:
 
 
 def on_gpus(job: Job) -> bool:
-    """Whether there are torch and NCCL beside us."""
+    """Returns whether the job runs on GPUs, where torch and NCCL are peers."""
     return job.comm.runtime.name != "host"
 
 
 def on_cpu(x: Any) -> np.ndarray:
-    """A copy of an array."""
+    """Returns a copy of an array in the host's memory."""
     return np.array(x.cpu() if hasattr(x, "cpu") else x)
 
 
 def kernel_of(example: str) -> str:
-    """The C++ source of an example, without running it."""
+    """Returns the C++ source of an example's kernel, without running the example."""
     for node in ast.parse((EXAMPLES / example).read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "KERNEL":
             return str(ast.literal_eval(node.value))
@@ -154,7 +157,7 @@ def kernel_of(example: str) -> str:
 
 
 def measure_put_signal(job: Job, report: Report, rounds: int) -> None:
-    """Moves 1 KiB there and back."""
+    """Measures a ping-pong of 1 KiB."""
     comm, nbytes, first = job.comm, 1024, int(job.rank == 0)
     seed = fresh_seed(job)
     given = [job.random(nbytes // 4, "float32", seed + rank) for rank in range(job.ranks)]
@@ -175,7 +178,9 @@ def measure_put_signal(job: Job, report: Report, rounds: int) -> None:
 
 
 def measure_diffusion(job: Job, report: Report, steps: int) -> None:
-    """Makes an even number of steps, so that the result ends up in the array with the start values."""
+    """Measures diffusion, with an even number of steps, so that the result is in the array that had the start
+    values.
+    """
     comm, rank, ranks, n, seed = job.comm, job.rank, job.ranks, _CELLS, fresh_seed(job)
     starts = [job.random(n, "float32", seed + each) for each in range(ranks)]
     heat = np.concatenate([on_cpu(start) for start in starts]).astype(np.float64)
@@ -213,7 +218,9 @@ def measure_diffusion(job: Job, report: Report, steps: int) -> None:
 
 
 def measure_all_reduce(job: Job, report: Report) -> None:
-    """In place: n calls multiply the sum by world_size ** (n - 1), which is exact for a power of two."""
+    """Measures all_reduce in place. n calls multiply the sum by world_size ** (n - 1), which is exact for a power of
+    two.
+    """
     comm, ranks, seed = job.comm, job.ranks, fresh_seed(job)
     n, block, warps = (16 * 1024, 256, 8) if on_gpus(job) else (2 * 1024, 1024, 4)
     given = [job.random(n, "float32", seed + rank) for rank in range(ranks)]
@@ -245,7 +252,7 @@ def measure_all_reduce(job: Job, report: Report) -> None:
 
 
 def measure_all_to_all(job: Job, report: Report) -> None:
-    """64 KiB from each rank to each other; a rank's own part stays where it is."""
+    """Measures an all_to_all of 64 KiB from each rank to each other; a rank's part for itself is not copied."""
     comm, rank, ranks, count, seed = job.comm, job.rank, job.ranks, 16 * 1024, fresh_seed(job)
     given = [job.random(ranks * count, "float32", seed + each) for each in range(ranks)]
     send, receive = (job.registered(ranks * count, "float32") for _ in range(2))
@@ -270,7 +277,7 @@ def measure_all_to_all(job: Job, report: Report) -> None:
 
 
 class Products:
-    """The common part of both overlapped products: tiles, grid, random matrices, and the count of wrong elements.
+    """The part that both overlapped products share: tiles, grid, random matrices, and the count of wrong elements.
 
     Args:
         job: the ranks.
@@ -286,26 +293,26 @@ class Products:
         self.barrier = pt.GridBarrier(job.comm)
 
     def kernel(self, function: Any) -> Any:
-        """A kernel, whose tiles are chosen by measuring."""
+        """Returns a kernel whose tiles are chosen by measuring."""
         return pt.compile(self.job.comm, function, grid=self.programs, configs=self._configs)
 
     def matrix(self, rows: int, columns: int, seed: int) -> Any:
-        """A random matrix in float16 with full mantissas: whole numbers have few bits, and would take the GPU less
-        power.
+        """Returns a random matrix in float16. Its numbers have full mantissas, because with whole numbers, which have
+        few bits, the GPU would take less power.
         """
         return self.job.random(rows * columns, "float16", seed).reshape(rows, columns) * 0.037
 
     def product(self, a: Any, b: Any) -> Any:
-        """Returns the matrix in float32."""
+        """Returns the product, computed in float32."""
         return a.float() @ b.float() if self.on_gpus else a.astype(np.float32) @ b.astype(np.float32)
 
     def wrong(self, found: Any, expected: Any) -> int:
-        """The number of elements of two matrices that differ by more than rounding."""
+        """Returns the number of elements of two matrices that differ by more than rounding."""
         difference = abs(found - expected)
         return int((~(difference <= _GEMM_ERROR * abs(expected).max())).sum())
 
     def alone(self, a: Any, b: Any, out: Any) -> list[Contender]:
-        """The product of two matrices without communication, by cuBLAS and by Triton."""
+        """Returns contenders for the product of two matrices without communication, by cuBLAS and by Triton."""
         (m, k), n = a.shape, b.shape[1]
         kernel, expected = self.kernel(multiply), self.product(a, b)
         ours = Contender(
@@ -323,7 +330,7 @@ class Products:
 
 
 def measure_gemm_all_reduce(products: Products, report: Report, size: int) -> None:
-    """The sum over ranks of [size, size / ranks] * [size / ranks, size]."""
+    """Measures a product with an all_reduce: the sum over ranks of [size, size / ranks] * [size / ranks, size]."""
     job, m, n, k = products.job, size, size, size // products.job.ranks
     comm, rank, ranks, seed = job.comm, job.rank, job.ranks, fresh_seed(job)
     pairs = [(products.matrix(m, k, seed + 2 * r), products.matrix(k, n, seed + 2 * r + 1)) for r in range(ranks)]
@@ -363,7 +370,9 @@ def measure_gemm_all_reduce(products: Products, report: Report, size: int) -> No
 
 
 def measure_all_gather_gemm(products: Products, report: Report, size: int) -> None:
-    """[size, size], of which each rank has a share of the rows, * [size, size / ranks]."""
+    """Measures an all_gather with a product: [size, size], of which each rank has a share of the rows, times [size,
+    size / ranks].
+    """
     job, m, n, k = products.job, size, size // products.job.ranks, size
     comm, rank, ranks, seed = job.comm, job.rank, job.ranks, fresh_seed(job)
     rows, weights = products.matrix(m, k, seed), products.matrix(k, n, seed + 1 + rank)
@@ -408,7 +417,7 @@ def measure_all_gather_gemm(products: Products, report: Report, size: int) -> No
 
 
 def tell_configurations(job: Job, kernel: Any) -> None:
-    """Says which tiles were chosen for the kernel that was measured."""
+    """Prints which tiles were chosen for the kernel that was measured."""
     for config in kernel.chosen.values():
         job.say_once(f"#   {kernel.name}: {config.kwargs}, {config.num_warps} warps, {config.num_stages} stages")
 
@@ -421,14 +430,14 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measures, and returns the exit code: 1 if a result was wrong."""
+    """Measures everything. Returns the exit code: 1 if a result was wrong."""
     options = arguments()
     with open_job(options.seconds) as job:
         if job.ranks != 2:
             raise SystemExit("triton_kernels.py needs 2 ranks: mpiexec -n 2 python -m mpi4py ...")
         job.heading("kernels in Triton", f"Triton {triton.__version__}; {job.timing}")
         report = Report(job, (5 if options.quick else 15) if on_gpus(job) else 1)
-        rounds = 200 if on_gpus(job) else 2  # fewer in the interpreter, where a round takes milliseconds
+        rounds = 200 if on_gpus(job) else 2  # fewer rounds in the interpreter, where a round takes milliseconds
         measure_put_signal(job, report, rounds)
         measure_diffusion(job, report, rounds)
         measure_all_reduce(job, report)

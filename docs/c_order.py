@@ -1,5 +1,6 @@
-"""Checks that C goes one way: no file includes or calls one of a room above its own, no headers include and no sources
-call each other in a circle."""
+"""Checks the dependencies between C files: no file includes or calls a file of a room above its own, headers don't
+include each other in a cycle, and sources don't call each other in a cycle.
+"""
 
 from __future__ import annotations
 

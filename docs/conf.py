@@ -36,7 +36,7 @@ pygments_dark_style = "github-dark"
 
 myst_enable_extensions = ["colon_fence", "deflist", "attrs_inline", "fieldlist"]
 myst_heading_anchors = 4
-# Anchors as GitHub makes them, so that links work there too.
+# Anchors are made as GitHub makes them, so that links also work on GitHub.
 myst_url_schemes = {"http": None, "https": None, "mailto": None}
 
 # The reference documents the user's API; torch is not installed when the site is built.
@@ -73,7 +73,9 @@ LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s:]+)\)")
 
 
 def _site_links(text: str, written_in: Path, page: Path) -> str:
-    """The links of a file as they read on a page: to pages of the site; to other files of the tree as their names."""
+    """Rewrites the links of a file for a page of the site: links to pages stay links; links to other files become the
+    files' names.
+    """
 
     def replaced(found: re.Match[str]) -> str:
         mark, label, (target, _, anchor) = found[1], found[2], found[3].partition("#")
@@ -102,6 +104,6 @@ def _read(app: Sphinx, name: str, content: list[str]) -> None:
 
 
 def setup(app: Sphinx) -> None:
-    """Sphinx calls this when it starts."""
+    """Registers this file's hooks; Sphinx calls this function when it starts."""
     app.connect("include-read", _included)
     app.connect("source-read", _read)

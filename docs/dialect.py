@@ -53,7 +53,7 @@ _C_PROSE = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL)
 
 
 def _of_markdown(text: str) -> Iterator[tuple[int, str]]:
-    """Paragraphs without code, each with the number of its first line."""
+    """Yields the lines without code, each with its number."""
     fenced = False
     for number, line in enumerate(text.splitlines(), 1):
         if line.lstrip().startswith("```"):
@@ -63,7 +63,7 @@ def _of_markdown(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _of_python(text: str) -> Iterator[tuple[int, str]]:
-    """Comments and strings; a string with code of another language in it counts as prose too."""
+    """Yields comments and strings. A string that contains code of another language also counts as prose."""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type in (tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", -1)):
             yield token.start[0], token.string
@@ -83,11 +83,11 @@ def _of_settings(text: str) -> Iterator[tuple[int, str]]:
 
 
 def findings(name: str, text: str) -> list[str]:
-    """The phrases found in a file's prose, a line for each: its place, and the words to use.
+    """Returns a line for each phrase found in a file's prose: the phrase's place, and the words to use instead.
 
     Args:
-        name: the file's name; its suffix says the language.
-        text: its contents.
+        name: the file's name, whose suffix determines the language.
+        text: the file's contents.
     """
     read = _READERS.get(name.rpartition(".")[2], _of_c)
     pieces = list(_joined(read(text)))
@@ -109,7 +109,7 @@ _READERS = {"md": _of_markdown, "py": _of_python, "toml": _of_settings, "Makefil
 
 
 def _joined(pieces: Iterator[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
-    """Lines that follow each other, without the marks of comments: a phrase may go on in the next line."""
+    """Yields runs of consecutive lines, without comment characters, because a phrase may continue in the next line."""
     block: list[tuple[int, str]] = []
     for first, piece in pieces:
         for number, line in enumerate(piece.splitlines(), first):
@@ -124,7 +124,7 @@ def _joined(pieces: Iterator[tuple[int, str]]) -> Iterator[list[tuple[int, str]]
 
 
 def main() -> int:
-    """Prints what it finds. Returns the exit code: 1 if it found anything."""
+    """Prints the phrases found. Returns the exit code: 1 if there are any."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     found = []
     for name in listed.splitlines():

@@ -38,7 +38,7 @@ COMMENT = re.compile(r"^ */// ?", re.MULTILINE)
 
 
 class _Bare(str):
-    """A piece of a signature that is printed without quotes."""
+    """A part of a signature that is printed without quotes."""
 
     __slots__ = ()
 
@@ -79,7 +79,7 @@ def _signature(name: str, value: Callable[..., Any]) -> str:
 
 
 def _docstring(value: Any) -> str:
-    """A docstring of Google's style as Markdown. A public name without one ends the program."""
+    """Returns a docstring of Google's style as Markdown. Ends the program if a public name has no docstring."""
     out: list[str] = []
     section = ""
     text = inspect.getdoc(value)
@@ -149,7 +149,7 @@ def _python(name: str, options: str) -> str:
 
 
 def _declared(text: str) -> Iterator[tuple[str, str, str]]:
-    """(name, declaration, comment) of each function of C++ source with a comment for Doxygen."""
+    """Yields (name, declaration, comment) for each function of C++ source that has a comment for Doxygen."""
     for comment in DOCUMENTED.finditer(text):
         end = opened = text.index("(", comment.end())
         depth = 1
@@ -164,7 +164,7 @@ def _declared(text: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _said(comment: str) -> str:
-    """A comment for Doxygen as Markdown."""
+    """Returns a comment for Doxygen as Markdown."""
     out: list[str] = []
     for line in re.sub(r"(?<![\w`])\*(?=\w)", r"\\*", comment).splitlines():  # a pointer's star is not emphasis
         in_list = bool(out) and out[-1].startswith(("- ", "  "))
@@ -207,11 +207,11 @@ def _function(name: str) -> str:
 
 
 def rendered(page: Path, names: set[str]) -> str:
-    """A page of the reference without its directives.
+    """Returns a page of the reference with its directives rendered.
 
     Args:
         page: the page as the site has it.
-        names: pages that have a rendered one; links to them lead there.
+        names: the pages that have a rendered version; links to these pages lead to that version.
     """
 
     def expanded(block: re.Match[str]) -> str:

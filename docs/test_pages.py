@@ -1,4 +1,4 @@
-"""Every code block of the pages runs, on the host runtime (`make docs-test`).
+"""Runs every code block of the pages on the host runtime (`make docs-test`).
 
 The first line of a Python block is a comment with the command that runs it:
 
@@ -47,9 +47,9 @@ class Block:
     """A block of code.
 
     Attributes:
-        page: where it is.
-        line: its first line's number there.
-        language: that the page names.
+        page: the page that contains the block.
+        line: the number of the block's first line in the page.
+        language: the language that the page names.
         text: the code.
     """
 
@@ -104,7 +104,9 @@ def test_a_program_runs(block: Block, tmp_path: Path) -> None:
 
 
 def run_tasks(count: int, program: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a program in processes with the variables of a step of Slurm. Returns the first that failed, or the last."""
+    """Runs a program in processes with the variables of a step of Slurm. Returns the result of the first process that
+    failed, or of the last one.
+    """
     step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": str(count), "HOME": str(program.parent)}
     with ThreadPoolExecutor(count) as pool:
         tasks = pool.map(
@@ -121,7 +123,7 @@ def test_a_command_prints_what_the_page_says(block: Block, tmp_path: Path) -> No
             (tmp_path / program.text.partition("\n")[0].split()[-1]).write_text(program.text)
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     own = {"PROXYCCL_CACHE": str(tmp_path / "cache"), "PATH": path, "COLUMNS": "500"}
-    own["PYTHONUNBUFFERED"] = ""  # unbuffered, a line and its end are two writes, and ranks' lines mix
+    own["PYTHONUNBUFFERED"] = ""  # unbuffered, a line and its newline are two writes, so ranks' lines would mix
     for part in block.text.replace("\\\n", "").removeprefix("$ ").split("\n$ "):
         command, *expected = part.splitlines()
         missing = [program for program in ("gdb", "g++") if program in command and shutil.which(program) is None]
@@ -147,7 +149,7 @@ def test_a_kernel_compiles(block: Block) -> None:
 
 
 def commands() -> list[tuple[str, str]]:
-    """(where, command) of every line in a block or an indented line that starts with a command of ours or make."""
+    """Returns (place, command) for every line, in a block or indented, that starts with a command of ours or `make`."""
     found = []
     for page in PAGES:
         lines = [

@@ -2,7 +2,7 @@
 
 It starts the two digits examples under mpiexec, shows their progress, and checks their results: the final weights
 against those of the same training in one process, the accuracy, and that the proxies moved the data exactly where they
-should have. The exit code is 1 if anything is wrong.
+should have. The exit code is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Training:
     pushes_triggers: bool = False
 
 
-MOE = ("--epochs", "12")  # enough for its final accuracy; an epoch is 12 batches of 6 collectives
+MOE = ("--epochs", "12")  # enough to reach the final accuracy; an epoch is 12 batches of 6 collectives
 TRAININGS = (
     Training("Data-parallel: gradients are summed by all_reduce", "digits_data_parallel.py", (), "SmChannel"),
     Training("The same, by proxy", "digits_data_parallel.py", ("--algorithm", "proxy"), "ProxyChannel"),
@@ -50,7 +50,7 @@ class DemoError(Exception):
 
 
 def show(line: str) -> None:
-    """Prints a line of progress. On a terminal it replaces the line before."""
+    """Prints a line of progress, which on a terminal replaces the previous line."""
     if sys.stdout.isatty():
         print(f"\r\033[K  {line}", end="", flush=True)
     else:
@@ -70,7 +70,7 @@ def train(training: Training, ranks: int) -> dict[str, Any]:
     """Runs one training and returns the content of its RESULT line.
 
     Raises:
-        DemoError: it failed, did not end within the time limit, or printed no result.
+        DemoError: the training failed, did not end within the time limit, or printed no result.
     """
     directories = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
     mpiexec = shutil.which("mpiexec", path=directories)

@@ -7,7 +7,8 @@ final weights must agree within 1e-5.
     mpiexec -n 4 python -m mpi4py examples/digits_data_parallel.py
     mpiexec -n 4 python -m mpi4py examples/digits_data_parallel.py --algorithm proxy
 
-Both runs keep the weights in float64 and round the gradients to float32. They differ only in the order of summation.
+Both runs keep the weights in float64 and round the gradients to float32. The runs differ only in the order of
+summation.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Labels = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Digits:
-    """Images [n, 64] with values from 0 to 1, and their labels [n]."""
+    """Images [n, 64] with values from 0 to 1, and the images' labels [n]."""
 
     images: Floats
     labels: Labels
@@ -54,9 +55,10 @@ class Result:
         payload_bytes: bytes of the gradients passed to all_reduce.
         proxy: the proxies' traffic.
         seconds: time of the distributed training.
-        exchange_seconds: the part of it that rank 0 spent exchanging gradients, copies to and from the device included.
+        exchange_seconds: the part of `seconds` in which rank 0 exchanged gradients, including copies to and from the
+            device.
         accuracy: share of the test images that are classified correctly.
-        reference_accuracy: the same for the one-process run.
+        reference_accuracy: the accuracy of the one-process run.
         difference: largest difference between a weight and the one-process run's.
     """
 
@@ -88,20 +90,20 @@ class Perceptron:
 
     @classmethod
     def random(cls, seed: int) -> Perceptron:
-        """Random weights, scaled for tanh."""
+        """Makes a model with random weights, scaled for tanh."""
         inputs, hidden, outputs = LAYERS
         size = inputs * hidden + hidden + hidden * outputs + outputs
         return cls(np.random.default_rng(seed).normal(0.0, inputs**-0.5, size))
 
     def forward(self, images: Floats) -> tuple[Floats, Floats]:
-        """Hidden activations [n, hidden] and class probabilities [n, classes]."""
+        """Returns hidden activations [n, hidden] and class probabilities [n, classes]."""
         hidden = np.tanh(images @ self.layer1 + self.bias1)
         logits = hidden @ self.layer2 + self.bias2
         odds = np.exp(logits - logits.max(axis=1, keepdims=True, initial=0.0))
         return hidden, odds / odds.sum(axis=1, keepdims=True)
 
     def gradient(self, samples: Digits) -> Floats:
-        """Gradient of the summed cross-entropy; zeros for no samples."""
+        """Returns the gradient of the summed cross-entropy; zeros if there are no samples."""
         hidden, error = self.forward(samples.images)
         error[np.arange(len(samples)), samples.labels] -= 1.0
         hidden_error = (error @ self.layer2.T) * (1.0 - hidden**2)
@@ -109,12 +111,12 @@ class Perceptron:
         return np.concatenate([part.ravel() for part in parts])
 
     def accuracy(self, samples: Digits) -> float:
-        """Share of the samples whose label is the most probable class."""
+        """Returns the share of the samples whose label is the most probable class."""
         return float(np.mean(self.forward(samples.images)[1].argmax(axis=1) == samples.labels))
 
 
 def load(comm: Communicator) -> tuple[Digits, Digits]:
-    """Training and test samples, shuffled. Rank 0 reads them and broadcasts them; all ranks call this together."""
+    """Returns training and test samples, shuffled. Rank 0 reads and broadcasts them. All ranks call this together."""
     table = comm.empty((SAMPLES, LAYERS[0] + 1), "float64")
     if comm.rank == 0:
         from sklearn.datasets import load_digits  # takes seconds, so only one rank does it
@@ -128,7 +130,7 @@ def load(comm: Communicator) -> tuple[Digits, Digits]:
 
 
 def batches(samples: int, batch: int, seed: int) -> Iterator[NDArray[np.int64]]:
-    """The sample numbers of each batch of an epoch; the last batch may be short."""
+    """Yields for each batch of an epoch the numbers of its samples; the last batch may be short."""
     order = np.random.default_rng(seed).permutation(samples)
     return (order[start : start + batch] for start in range(0, samples, batch))
 
@@ -144,19 +146,19 @@ def train(
     sum_over_ranks: Callable[[NDArray[np.float32]], NDArray[np.float32]] = lambda gradient: gradient,
     after_epoch: Callable[[int], None] = lambda epoch: None,
 ) -> None:
-    """Plain stochastic gradient descent on this rank's share of each batch.
+    """Trains by plain stochastic gradient descent on this rank's share of each batch.
 
     The shares of two ranks differ by at most one sample. A share may be empty.
 
     Args:
-        model: changed in place.
+        model: the model to train; its weights are changed in place.
         samples: all training samples, the same on all ranks.
-        epochs: passes over them.
+        epochs: the number of passes over the samples.
         batch: samples in a batch, over all ranks.
-        rank: this rank.
+        rank: this rank's number.
         world_size: number of ranks.
         sum_over_ranks: returns the sum of all ranks' gradients.
-        after_epoch: called with the number of epochs done.
+        after_epoch: called after each epoch with the number of epochs done.
     """
     for epoch in range(epochs):
         for chosen in batches(len(samples), batch, seed=epoch):

@@ -21,7 +21,7 @@ from proxyccl import Communicator, EPAll2AllLayer
 
 
 def your_expert_ffn(rows: Any) -> Any:
-    """Stands for this rank's experts: sets negative values to zero."""
+    """Computes in place of this rank's experts: sets negative values to zero."""
     return rows.clip(0)
 
 
@@ -137,7 +137,7 @@ def with_numpy(options: argparse.Namespace) -> str:
         weighted = ep_layer.combine(expert_output, layout_desc, weights=recv_weights)
 
         assert np.allclose(combined, options.topk * your_expert_ffn(tokens), rtol=1e-6)
-        assert np.allclose(weighted, your_expert_ffn(tokens), rtol=1e-5)  # the weights of a token add up to one
+        assert np.allclose(weighted, your_expert_ffn(tokens), rtol=1e-5)  # the weights of each token add up to one
         ep_layer.finalize()
         return report(ep_group.rank, ep_group.world_size, len(recv_tokens), "numpy")
 

@@ -33,7 +33,7 @@ class Expert:
         self._weights = np.linalg.solve(x.T @ x + np.eye(PIXELS + 1), x.T @ known)
 
     def forward(self, rows: Floats) -> Floats:
-        """Rows with the scores in place of the classes."""
+        """Returns the rows with scores in place of the classes."""
         return np.concatenate([np.zeros_like(rows[:, :PIXELS]), self._with_one(rows) @ self._weights], axis=1)
 
     @staticmethod
@@ -48,7 +48,7 @@ class Router:
         self._prototypes = prototypes
 
     def __call__(self, images: Floats) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """Each image's experts, [n, TOPK], and their weights."""
+        """Returns each image's experts, [n, TOPK], and the experts' weights."""
         scores = images @ self._prototypes.T - (self._prototypes**2).sum(axis=1) / 2
         chosen = np.argsort(-scores, axis=1, kind="stable")[:, :TOPK].astype(np.int32)
         odds = np.exp(np.take_along_axis(scores, chosen, axis=1) - scores.max(axis=1, keepdims=True))
@@ -56,13 +56,13 @@ class Router:
 
 
 def as_rows(samples: Digits, *, known: bool) -> Floats:
-    """Rows of images, with their classes or with zeros."""
+    """Returns rows of images, each followed by the image's class, one-hot, or by zeros."""
     classes = np.eye(CLASSES)[samples.labels] if known else np.zeros((len(samples), CLASSES))
     return np.concatenate([samples.images, classes], axis=1)
 
 
 def alone(training: Digits, test: Digits, router: Router, num_experts: int) -> Floats:
-    """The test images' scores, computed by one process with all experts."""
+    """Computes the test images' scores in this process alone, with all experts."""
     experts = [Expert() for _ in range(num_experts)]
     ids, _ = router(training.images)
     for number, expert in enumerate(experts):
@@ -85,7 +85,9 @@ class DistributedExperts:
         return self._comm.empty(values.shape, values.dtype).upload(values)
 
     def _dispatch(self, rows: Floats, ids: NDArray[np.int32], weights: NDArray[np.float32]) -> tuple[Any, ...]:
-        """A list with the rows of each of this rank's experts; the rows' weights; and the descriptor."""
+        """Dispatches rows. Returns a list with the rows of each of this rank's experts, the rows' weights, and the
+        descriptor.
+        """
         arrays = (self._upload(x) for x in (rows, ids, weights))
         received, row_weights, desc = self._layer.dispatch(*arrays)
         first = self._comm.rank * len(self._experts)
@@ -93,12 +95,12 @@ class DistributedExperts:
         return np.split(received.numpy(), np.cumsum(counts)[:-1]), row_weights, desc
 
     def fit(self, rows: Floats, ids: NDArray[np.int32], weights: NDArray[np.float32]) -> None:
-        """Each expert learns from the rows of all ranks that were routed to it."""
+        """Dispatches rows of known classes; each expert learns from the rows that all ranks routed to it."""
         for expert, part in zip(self._experts, self._dispatch(rows, ids, weights)[0], strict=True):
             expert.fit(part)
 
     def forward(self, rows: Floats, ids: NDArray[np.int32], weights: NDArray[np.float32]) -> Floats:
-        """For each row, the weighted sum of its experts' results."""
+        """Returns for each row the weighted sum of its experts' results."""
         parts, row_weights, desc = self._dispatch(rows, ids, weights)
         made = np.concatenate([expert.forward(part) for expert, part in zip(self._experts, parts, strict=True)])
         combined: Floats = self._layer.combine(self._upload(made), desc, weights=row_weights).numpy()
@@ -106,7 +108,7 @@ class DistributedExperts:
 
 
 def share_of(samples: Digits, comm: Communicator) -> tuple[Digits, slice]:
-    """This rank's share of the samples, and their positions."""
+    """Returns this rank's share of the samples, and the samples' positions."""
     own = slice(len(samples) * comm.rank // comm.world_size, len(samples) * (comm.rank + 1) // comm.world_size)
     return Digits(samples.images[own], samples.labels[own]), own
 

@@ -1,8 +1,8 @@
-"""Tokens to their experts and back by `dist.all_to_all_single`: what `moe_training.py` compares with.
+"""Sends tokens to their experts and back by `dist.all_to_all_single`; `moe_training.py` compares ProxyCCL with it.
 
-Each rank sorts its slots by expert, sends a row for each, and sorts the rows that come by expert. If the number of rows
-is not fixed, the ranks first exchange how many they send, and wait for that on the CPU. With a fixed number, slots that
-don't fit are dropped.
+Each rank sorts its slots (the choices of an expert by a token) by expert, sends a row for each slot, and sorts the rows
+that it receives by expert. If the number of rows is not fixed, the ranks first exchange the numbers of rows that they
+send, and the CPU waits for these numbers. With a fixed number, slots that don't fit are dropped.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Splits = list[int] | None
 
 
 def aligned(counts: Tensor, alignment: int) -> Tensor:
-    """Each number rounded up to a multiple."""
+    """Returns each number, rounded up to a multiple of `alignment`."""
     return (counts + alignment - 1) // alignment * alignment
 
 
 class _Moved(torch.autograd.Function):
-    """Rows from rank to rank; their gradients go back the same way."""
+    """Sends rows from rank to rank; the backward pass sends the gradients back."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, come: Splits, go: Splits, group: Any) -> Tensor:
@@ -42,9 +42,10 @@ class AllToAll:
 
     Args:
         group: the ranks.
-        experts: of all ranks; each has the same number.
-        alignment: of each expert's first row.
-        rows_for_each_rank: how many rows each rank sends to each; None for as many as there are.
+        experts: the number of experts of all ranks together; each rank has the same number.
+        alignment: the number of which each expert's first row is a multiple.
+        rows_for_each_rank: the fixed number of rows that each rank sends to each rank; None to send exactly the chosen
+            rows.
     """
 
     def __init__(self, group: Any, experts: int, alignment: int, *, rows_for_each_rank: int | None) -> None:
@@ -61,7 +62,7 @@ class AllToAll:
             place, room, come, go = torch.arange(len(slots), device=x.device), len(slots), *self._splits(sorted_ids)
         else:
             place, room, come, go = self._places(sorted_ids), self._ranks * self._fixed, None, None
-        # The last row is for slots that don't fit, and stays here.
+        # The last row takes the slots that don't fit, and is not sent.
         rows = x.new_zeros(room + 1, x.shape[1]).index_copy(0, place, x[order // ids.shape[1]])
         experts = torch.full_like(place.new_empty(room + 1), self._local).index_copy(0, place, sorted_ids % self._local)
         came = _Moved.apply(rows[:room], come, go, self._group)
@@ -70,7 +71,7 @@ class AllToAll:
         by_expert = came_experts.argsort(stable=True)
         bounds = torch.searchsorted(came_experts[by_expert], torch.arange(self._local + 1, device=x.device))
         ends = aligned(bounds.diff(), self._alignment).cumsum(0)
-        shifts = torch.cat([ends.new_zeros(1), ends]) - bounds  # by expert; last: rows not sent
+        shifts = torch.cat([ends.new_zeros(1), ends]) - bounds  # for each expert; last: for rows not sent
         target = torch.empty_like(by_expert)
         target[by_expert] = torch.arange(len(by_expert), device=x.device) + shifts[came_experts[by_expert]]
         grouped = x.new_zeros(len(came) + self._local * self._alignment, x.shape[1]).index_copy(0, target, came)

@@ -2,7 +2,7 @@
 
 Every rank counts as a node. A kernel fills a buffer, has its proxy write it into the next rank's memory by RDMA,
 and checks the bytes that came from the previous rank. The steps and the printed lines are those of MORI's
-simple_gpu_interchange. The communicator does steps 3 to 5 at once.
+simple_gpu_interchange. The communicator does steps 3 to 5 in one call.
 
     mpiexec -n 2 python -m mpi4py examples/gpu_data_interchange.py
 
@@ -71,7 +71,7 @@ def main(bootstrap: Bootstrap) -> int:
     except RuntimeUnavailableError as error:
         if rank == 0:
             print(f"gpu_data_interchange.py: {error}", file=sys.stderr, flush=True)
-        bootstrap.all_gather(b"", 30, lambda: None)  # MPI ends all ranks when the first exits with an error
+        bootstrap.all_gather(b"", 30, lambda: None)  # MPI ends all ranks when the first one exits with an error
         return 2
     with comm:
         next_rank, previous_rank = (rank + 1) % ranks, (rank - 1) % ranks

@@ -5,7 +5,7 @@ the neighbours' halos and waits for theirs. No flush is needed in between; docs/
 
     mpiexec -n 3 python -m mpi4py examples/halo_exchange.py
 
-Any number of ranks works, one too: rows need not divide evenly, and the outermost ranks have one neighbour or none.
+Any number of ranks works, even one: rows need not divide evenly, and the outermost ranks have one neighbour or none.
 """
 
 import numpy as np
@@ -52,11 +52,11 @@ with Communicator() as comm:
     plate = np.random.default_rng(0).random((HEIGHT, WIDTH), np.float32)
     mine = np.zeros((2, room, WIDTH), np.float32)
     mine[0, 1 : rows + 1] = plate[first : first + rows]
-    u = comm.empty(mine.shape, "float32").upload(mine)  # of one shape on all ranks
+    u = comm.empty(mine.shape, "float32").upload(mine)  # the same shape on all ranks
 
-    channels = comm.proxy_channels(u)  # to every other rank, in the order of ranks
+    channels = comm.proxy_channels(u)  # channels to every other rank, in the order of ranks
     above = rank - 1 if rank > 0 else -1
-    below = rank if rank < ranks - 1 else -1  # channels skip this rank
+    below = rank if rank < ranks - 1 else -1  # the list of channels skips this rank
     last = shares[rank - 1] + 1
     kernel = comm.compile(KERNEL, "spread")
     comm.barrier()  # no neighbour puts into u before this rank has filled it

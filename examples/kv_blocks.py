@@ -1,10 +1,11 @@
-"""KV blocks from a prefill to a decode process, which are agents: no ranks, and nothing that starts both together.
+"""Moves KV blocks from a prefill process to a decode process. Both are agents, without ranks; they need not be started
+together.
 
 python examples/kv_blocks.py
 
 The prefill process fills pages of its cache for each request and tells the decode process which pages hold it. The
 decode process reads them into free pages of its own cache, layer by layer, and its transfer's message lets the prefill
-process free its pages. Metadata travels through a pipe here; a program may use any other way.
+process free its pages. In this example metadata travels through a pipe; a program may use any other transport.
 """
 
 from __future__ import annotations

@@ -2,15 +2,16 @@
 
 An encoder turns each image into a token, a router sends the token to 2 experts, and a classifier reads the weighted sum
 of their results. Every rank holds the encoder, the router, the classifier and a few of the experts, and takes its share
-of each batch. Tokens travel to their experts by dispatch and come back by combine. Gradients do the same, because
-dispatch and combine are each other's adjoint. The example checks the result: rank 0 trains once more alone, with all
-experts in plain numpy, and the final weights must agree within 1e-5.
+of each batch. Tokens travel to their experts by dispatch and come back by combine. Gradients also travel by dispatch
+and combine, because these two are each other's adjoint. The example checks the result: rank 0 trains once more alone,
+with all experts in plain numpy, and the final weights must agree within 1e-5.
 
     mpiexec -n 4 python -m mpi4py examples/moe_digits.py
     mpiexec -n 4 python -m mpi4py examples/moe_digits.py --proxied
 
 Everything is float64, except the routing weights, which are float32 in both runs. An expert gets its tokens in the same
-order in both runs. So they differ only in the summation of the other weights' gradients over ranks.
+order in both runs. So the two runs differ only in the order in which the other weights' gradients are summed over
+ranks.
 """
 
 from __future__ import annotations
@@ -46,14 +47,15 @@ class Result:
         channel: the channel that moved the data: "SmChannel", "ProxyChannel", both, or "none" for one rank.
         calls: collective calls of one rank.
         tokens: tokens that were routed.
-        rows: rows that dispatch and combine moved for them, gradients included.
+        rows: rows that dispatch and combine moved for these tokens, including gradients.
         rows_between_ranks: the rows that went from one rank to another.
         payload_bytes: bytes of the rows, and of the gradients passed to all_reduce.
         proxy: the proxies' traffic.
         seconds: time of the distributed training.
-        exchange_seconds: the part of it that rank 0 spent in collectives, including copies to and from the device.
+        exchange_seconds: the part of `seconds` that rank 0 spent in collectives, including copies to and from the
+            device.
         accuracy: share of the test images that are classified correctly.
-        reference_accuracy: the same for the one-process run.
+        reference_accuracy: the accuracy of the one-process run.
         difference: largest difference between a weight and the one-process run's.
     """
 
@@ -86,7 +88,7 @@ class Expert:
         self._rows = self._inner = np.zeros((0, 0))
 
     def forward(self, rows: Floats) -> Floats:
-        """The expert's results for its rows."""
+        """Returns the expert's results for its rows."""
         self._rows, self._inner = rows, np.tanh(rows @ self.up)
         return self._inner @ self.down
 
@@ -103,16 +105,18 @@ class Layer(Protocol):
     """A mixture of experts: for each token, the weighted sum of its experts' results."""
 
     def forward(self, tokens: Floats, expert_ids: Ids, weights: Weights) -> Floats:
-        """From tokens [T, HIDDEN], expert ids [T, TOPK] and weights [T, TOPK] to results [T, HIDDEN]."""
+        """Computes results [T, HIDDEN] from tokens [T, HIDDEN], expert ids [T, TOPK] and weights [T, TOPK]."""
         ...
 
     def backward(self, error: Floats, rate: float) -> tuple[Floats, Floats]:
-        """Returns the gradients of tokens and weights. The experts take a step down their own gradients."""
+        """Returns the gradients of tokens and weights. The experts update their weights by a step down their own
+        gradients.
+        """
         ...
 
 
 class LocalExperts:
-    """All experts in this process, in plain numpy."""
+    """A `Layer` with all experts in this process, in plain numpy."""
 
     def __init__(self, experts: list[Expert]) -> None:
         self.experts = experts
@@ -158,7 +162,7 @@ class Tally:
 
 
 class DistributedExperts:
-    """This rank's experts, and the exchange with the experts of other ranks."""
+    """A `Layer` of this rank's experts, which exchanges tokens with the experts of other ranks."""
 
     def __init__(self, comm: Communicator, max_tokens: int, algorithm: str | None) -> None:
         per_rank = -(-EXPERTS // comm.world_size)
@@ -184,7 +188,9 @@ class DistributedExperts:
         self.tally.tokens += len(tokens)
 
     def _dispatch(self, values: Floats | None, *, weighted: bool) -> list[Floats]:
-        """A list with the rows of each of this rank's experts, of the prepared tokens or of other values."""
+        """Dispatches the prepared tokens, or other values for them. Returns a list with the rows of each of this rank's
+        experts.
+        """
         x = None if values is None else self._upload(values)
         rows: Floats = self._moe.dispatch(x, weighted=weighted)[0].numpy()
         self._count_rows()
@@ -211,8 +217,8 @@ class DistributedExperts:
     def backward(self, error: Floats, rate: float) -> tuple[Floats, Floats]:
         """See `Layer`.
 
-        Dispatch and combine are adjoint. The gradient goes to the experts as the tokens did, scaled by the weights, and
-        comes back as the results did.
+        Dispatch and combine are adjoint: the gradient, scaled by the weights, is dispatched to the experts like the
+        tokens, and the experts' gradients are combined like the results.
         """
         errors = self.tally.timed(lambda: self._dispatch(error, weighted=True))
         back = [expert.backward(part, rate) for expert, part in zip(self.experts, errors, strict=True)]
@@ -225,7 +231,7 @@ class DistributedExperts:
 
 
 def softmax(scores: Floats) -> Floats:
-    """Over the last axis."""
+    """Returns the softmax over the last axis."""
     odds = np.exp(scores - scores.max(axis=1, keepdims=True, initial=0.0))
     normalised: Floats = odds / odds.sum(axis=1, keepdims=True)
     return normalised
@@ -266,9 +272,10 @@ class Model:
         return Forward(tokens, expert_ids, weights, classified, softmax(classified @ self.classifier))
 
     def gradient(self, samples: Digits, rate: float) -> Floats:
-        """Gradient of the summed cross-entropy for this process's samples.
+        """Returns the gradient of the summed cross-entropy for this process's samples.
 
-        The experts get the samples of all processes, and take a step of this rate at once.
+        The experts get the samples of all processes; this call already updates the experts' weights, by a step of this
+        rate.
         """
         seen = self.forward(samples.images)
         error = seen.probabilities
@@ -285,12 +292,14 @@ class Model:
         return np.concatenate([part.ravel() for part in parts])
 
     def correct(self, samples: Digits) -> int:
-        """The number of samples whose label is the most probable class."""
+        """Returns the number of samples whose label is the most probable class."""
         return int((self.forward(samples.images).probabilities.argmax(axis=1) == samples.labels).sum())
 
 
 def share_of(samples: Digits, chosen: NDArray[np.int64], rank: int, world_size: int) -> Digits:
-    """A rank's share of the chosen samples. Two shares differ by at most one sample; a share may be empty."""
+    """Returns a rank's share of the chosen samples. The sizes of two shares differ by at most one; a share may be
+    empty.
+    """
     own = chosen[len(chosen) * rank // world_size : len(chosen) * (rank + 1) // world_size]
     return Digits(samples.images[own], samples.labels[own])
 
@@ -306,7 +315,7 @@ def train(
     sum_over_ranks: Callable[[Floats], Floats] = lambda gradient: gradient,
     after_epoch: Callable[[int], None] = lambda epoch: None,
 ) -> None:
-    """Plain stochastic gradient descent on this rank's share of each batch."""
+    """Trains by plain stochastic gradient descent on this rank's share of each batch."""
     for epoch in range(epochs):
         for chosen in batches(len(samples), batch, seed=epoch):
             rate = LEARNING_RATE / len(chosen)

@@ -4,13 +4,15 @@
     torchrun --nproc-per-node 4 examples/moe_training.py --dense fsdp   # or by FSDP2
     torchrun --nproc-per-node 4 examples/moe_training.py --captured     # whole steps as CUDA graphs, on GPUs
 
-The model is trained twice, with the same weights and data. Once tokens go to their experts by `EPAll2AllLayer`, and the
-dense parts' gradients by the backend `proxyccl`; once both go by torch's own backend (`experts_by_all_to_all.py`). The
-two take turns, always with the same batch. Losses must agree and fall, and all ranks must end with the same dense
-weights. It runs on GPUs if there is one for each rank, in bfloat16; otherwise on CPUs, in float32, and small.
+The model is trained twice, with the same weights and data. In one training, `EPAll2AllLayer` sends tokens to their
+experts, and the backend `proxyccl` reduces the dense parts' gradients; in the other, torch's own backend does both
+(`experts_by_all_to_all.py`). The two take turns, always with the same batch. Losses must agree and fall, and all ranks
+must end with the same dense weights. If there is a GPU for each rank, the training runs on GPUs in bfloat16; otherwise
+a small model is trained on CPUs in float32.
 
-Each rank has a share of the experts, which see tokens of all ranks. So their gradients are sums over ranks, where those
-of the dense parts are averages: the optimizer divides by the number of ranks.
+Each rank has a share of the experts, which see tokens of all ranks. So the experts' gradients are sums over ranks,
+whereas the dense parts' gradients are averages; the optimizer therefore divides the experts' gradients by the number of
+ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 import proxyccl.torch  # noqa: F401  torch 2.15 and later find the backend without this line
 from proxyccl import EPAll2AllLayer
 
-grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm  # as older versions of torch call it
+grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm  # older versions of torch have this name
 
 LAYERS, VOCABULARY = 8, 256
 WARM_UP = 11  # steps before a capture, as torch asks of DistributedDataParallel
@@ -51,14 +53,14 @@ class Sizes:
     """Sizes of the model and of its batches.
 
     Attributes:
-        hidden: elements of a token.
-        inner: elements between an expert's two matrices.
-        heads: of the attention.
-        experts: of all ranks together, in each layer.
-        topk: experts of a token.
-        sequences, length: of a rank's batch.
-        steps: timed together.
-        turns: how often each way is timed.
+        hidden: number of elements of a token.
+        inner: number of elements between an expert's two matrices.
+        heads: number of the attention's heads.
+        experts: number of experts in each layer, of all ranks together.
+        topk: number of experts that a token chooses.
+        sequences, length: number and length of the sequences in a rank's batch.
+        steps: number of steps that are timed together.
+        turns: how often each of the two trainings is timed.
     """
 
     hidden: int
@@ -88,22 +90,22 @@ class Exchange(Protocol):
         """Sends tokens.
 
         Args:
-            x: [T, hidden].
-            ids: [T, topk]: the experts of each token.
-            weights: float32 [T, topk].
+            x: the tokens, [T, hidden].
+            ids: the experts of each token, [T, topk].
+            weights: the experts' weights, float32 [T, topk].
 
         Returns:
-            The rows of this rank's experts, one expert after the other; int32 [experts of this rank]: where the rows of
-            each end; and what `combine` needs.
+            The rows of this rank's experts, one expert after the other; for each of these experts, the end of its rows,
+            int32; and the state that `combine` needs.
         """
         ...
 
     def combine(self, rows: Tensor, state: Any) -> Tensor:
-        """Sends the experts' rows back; returns the weighted sum of each token's, [T, hidden]."""
+        """Sends the experts' rows back. Returns the weighted sum of each token's rows, [T, hidden]."""
         ...
 
     def check(self) -> None:
-        """Raises if rows did not fit, where their number is fixed."""
+        """Raises an error if the number of rows is fixed and some rows did not fit."""
         ...
 
     def close(self) -> None:
@@ -116,9 +118,10 @@ class ByProxyCCL:
 
     Args:
         group: the ranks.
-        sizes: of the model.
-        dtype: of tokens.
-        captured: whether no call may wait on the CPU; then outputs have a fixed number of rows.
+        sizes: the model's sizes.
+        dtype: the element type of tokens.
+        captured: whether calls are captured in a graph. Then the CPU does not wait, and outputs have a fixed number of
+            rows.
     """
 
     def __init__(self, group: Any, sizes: Sizes, dtype: torch.dtype, *, captured: bool) -> None:
@@ -126,7 +129,7 @@ class ByProxyCCL:
         local = sizes.experts // ranks
         self._own = slice(rank * local, (rank + 1) * local)
         self._layer = EPAll2AllLayer(
-            group,  # where its ranks meet; tokens do not use it
+            group,  # the layer's ranks meet over it; tokens do not use it
             sizes.tokens,
             sizes.hidden,
             sizes.topk,
@@ -161,7 +164,7 @@ class ByProxyCCL:
 
 
 class Experts(nn.Module):
-    """A rank's experts of one layer: two matrices each. Other ranks pass another seed."""
+    """A rank's experts of one layer, each of two matrices. Every rank passes a different seed."""
 
     def __init__(self, experts: int, hidden: int, inner: int, seed: int) -> None:
         super().__init__()
@@ -170,7 +173,7 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.randn(experts, inner, hidden, generator=own) * inner**-0.5)
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """The experts' results. Rows past the last end are undefined."""
+        """Returns the experts' results. Rows past the last end are undefined."""
         return grouped_mm(F.silu(grouped_mm(rows, self.up, offs=ends)), self.down, offs=ends)
 
 
@@ -184,7 +187,7 @@ class Mixture(nn.Module):
         self._exchange, self._topk = exchange, sizes.topk
 
     def forward(self, x: Tensor) -> Tensor:
-        """From tokens [T, hidden] to [T, hidden]."""
+        """Computes results [T, hidden] from tokens [T, hidden]."""
         weights, ids = self.router(x).float().softmax(dim=1).topk(self._topk, dim=1)
         rows, ends, state = self._exchange.dispatch(x, ids, weights / weights.sum(dim=1, keepdim=True))
         return self._exchange.combine(self.experts(rows, ends), state)
@@ -202,7 +205,7 @@ class Block(nn.Module):
         self.mixture = Mixture(sizes, local_experts, exchange, seed)
 
     def forward(self, x: Tensor) -> Tensor:
-        """From [sequences, length, hidden] to the same."""
+        """Computes results from tokens, both [sequences, length, hidden]."""
         heads = self.qkv(self.before(x)).unflatten(2, (3, self._heads, -1)).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
         x = x + self.out(attended)
@@ -221,7 +224,7 @@ class Model(nn.Module):
         self.head = nn.Linear(sizes.hidden, VOCABULARY)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """The loss of sequences of ids, [sequences, length + 1]."""
+        """Returns the loss of sequences of ids, [sequences, length + 1]."""
         x = self.embedding(ids[:, :-1])
         for block in self.blocks:
             x = block(x)
@@ -233,9 +236,9 @@ class Where:
     """Where trainings run.
 
     Attributes:
-        device: this rank's.
-        dtype: of all weights.
-        dense: who has the dense parts: "ddp" or "fsdp".
+        device: this rank's device.
+        dtype: the element type of all weights.
+        dense: what wraps the dense parts: "ddp" or "fsdp".
     """
 
     device: torch.device
@@ -244,18 +247,18 @@ class Where:
 
 
 class Training:
-    """One way to train the model.
+    """One training of the model, with one backend.
 
     Args:
-        name: of the way.
-        group: of the dense parts' collectives.
-        exchange: of its experts.
-        sizes: of the model.
-        where: where it runs.
+        name: the backend's name.
+        group: the process group of the dense parts' collectives.
+        exchange: sends tokens to their experts and back.
+        sizes: the model's sizes.
+        where: the device, types and wrapper of the model.
 
     Attributes:
-        losses: of all steps, on this rank's data.
-        seconds: of each turn: the time of a step, and the part of it in which the CPU issued it.
+        losses: the losses of all steps, on this rank's data.
+        seconds: for each turn, the time of a step, and the part of that time in which the CPU issued the step.
     """
 
     def __init__(self, name: str, group: Any, exchange: Exchange, sizes: Sizes, where: Where) -> None:
@@ -294,21 +297,21 @@ class Training:
         return loss.detach()
 
     def capture(self, ids: Tensor, stream: Any) -> None:
-        """Has later steps, which take the same tensor of ids, replay a graph. The stream is the one that the training
-        was made on.
+        """Captures a step in a graph, which later steps replay. They must take the same tensor of ids. The stream must
+        be the one on which the training was made.
         """
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP):
                 self._step(ids)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Threads of the process groups call the driver meanwhile, which only this mode allows.
+        # Threads of the process groups call the driver during the capture, which only this mode allows.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             self._loss = self._step(ids)
         self._graph = graph
 
     def turn(self, ids: Tensor, steps: int) -> None:
-        """Trains for some steps and takes their time."""
+        """Trains for some steps, and records their time and losses."""
         _synchronize(self._device)
         dist.barrier()
         _synchronize(self._device)
@@ -325,12 +328,12 @@ class Training:
         self._exchange.check()
 
     def differing(self) -> int:
-        """The number of dense weights that differ from rank 0's."""
+        """Returns the number of dense weights that differ from rank 0's."""
         wrong = 0
         for parameter in self._dense:
             own = parameter.detach()
             if isinstance(own, DTensor):
-                continue  # a weight is on one rank alone
+                continue  # each weight is on one rank only
             first = own.clone()
             dist.broadcast(first, 0)
             wrong += int((first != own).sum())
@@ -344,12 +347,12 @@ class Training:
 
 @dataclass(frozen=True)
 class Result:
-    """The measurements of one way: medians over turns of the slowest rank.
+    """The measurements of one training: medians over turns of the slowest rank's values.
 
     Attributes:
-        tokens_per_second: of all ranks.
-        cpu_share: part of the step's time that the CPU took to issue it. On CPUs they do everything.
-        losses: mean of all ranks, of each step.
+        tokens_per_second: tokens per second of all ranks together.
+        cpu_share: part of the step's time in which the CPU issued it; without GPUs that is the whole step.
+        losses: for each step, the mean loss of all ranks.
     """
 
     name: str
@@ -361,7 +364,7 @@ class Result:
 
 
 def result_of(training: Training, sizes: Sizes, *, captured: bool) -> Result:
-    """All ranks call it together."""
+    """Returns the result of a training. All ranks call this together."""
     figures = torch.tensor(training.seconds[1:], dtype=torch.float64)  # the first turn warms up
     losses = torch.stack(training.losses).double().cpu()
     everyones = [torch.zeros_like(figures) for _ in range(dist.get_world_size())]
@@ -376,7 +379,7 @@ def result_of(training: Training, sizes: Sizes, *, captured: bool) -> Result:
 
 
 def _gather(outputs: list[Tensor], x: Tensor) -> None:
-    """`all_gather` of tensors on the CPU by the default group, whatever its device."""
+    """Gathers tensors of the CPU by the default group, through the GPU if the group needs that."""
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     moved = [each.to(device) for each in outputs]
     dist.all_gather(moved, x.to(device))
@@ -390,7 +393,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def batch_of(sizes: Sizes, rank: int, device: torch.device) -> Tensor:
-    """A rank's sequences, [sequences, length + 1], in which each id follows from the one before."""
+    """Returns a rank's sequences, [sequences, length + 1], in which each id is a function of the previous id."""
     ids = torch.randint(VOCABULARY, (sizes.sequences, 1), generator=torch.Generator().manual_seed(rank))
     for _ in range(sizes.length):
         ids = torch.cat([ids, (5 * ids[:, -1:] + 7) % VOCABULARY], dim=1)
@@ -398,7 +401,7 @@ def batch_of(sizes: Sizes, rank: int, device: torch.device) -> Tensor:
 
 
 def measure(sizes: Sizes, where: Where, *, captured: bool) -> list[Result]:
-    """Trains in both ways, in turns. All ranks call it together."""
+    """Trains with both backends in turns. Returns the results. All ranks call this together."""
     peer = dist.group.WORLD
     ours = dist.new_group(backend="proxyccl")
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -428,7 +431,7 @@ def measure(sizes: Sizes, where: Where, *, captured: bool) -> list[Result]:
 
 
 def require_alike(results: list[Result], dtype: torch.dtype) -> None:
-    """Raises if the ways' losses differ, or do not fall."""
+    """Raises AssertionError if the two trainings' losses differ, or do not fall."""
     first = results[0].losses[0]
     for a, b in zip(results[0].losses, results[1].losses, strict=True):
         assert abs(a - b) <= TOLERANCES[dtype] * first, f"losses differ: {results}"

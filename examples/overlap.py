@@ -86,7 +86,7 @@ def main() -> None:
         events = comm.empty(EVENTS, "int64").fill(0)
         channels = comm.proxy_channels(receive, send)
         kernel = comm.compile(KERNEL, "put_and_multiply")
-        comm.barrier()  # without it, the log would show how far apart the ranks started
+        comm.barrier()  # without this barrier, the log would show how far apart the ranks started
         kernel(BLOCKS, TILE * TILE, channels.to(after), channels.to(before), send.nbytes, a, b, c, N, events)
         comm.synchronize()
 

@@ -1,9 +1,9 @@
-"""Tensors from one Ray actor to another by ProxyCCL's transport, which needs ray and torch:
+"""Moves tensors from one Ray actor to another by ProxyCCL's transport, which needs ray and torch:
 
     python examples/ray_tensors.py
 
-A trainer makes weights, and samplers take them by their references: each reads them out of the trainer's memory,
-which takes no part. One sampler reads into tensors that it has.
+A trainer makes weights, and samplers get references to them. Each sampler reads the weights out of the trainer's
+memory, without any work by the trainer's process. One sampler reads into tensors that it already has.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Trainer:
 
     @ray.method(tensor_transport=proxyccl.ray.NAME)
     def weights(self, step: int) -> list[torch.Tensor]:
-        """The weights of a step, which stay in this actor's memory."""
+        """Returns the weights of a step, which stay in this actor's memory."""
         return weights_of(step)
 
 

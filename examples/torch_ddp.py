@@ -1,6 +1,7 @@
 """Data-parallel training by PyTorch over ProxyCCL: torchrun --nproc-per-node 4 examples/torch_ddp.py
 
-It trains on GPUs if there is one for each rank, else on the CPU, and checks that all ranks end with the same weights.
+The example trains on GPUs if there is one for each rank, otherwise on the CPU, and checks that all ranks end with the
+same weights.
 """
 
 import os
@@ -29,7 +30,7 @@ def main() -> None:
         x = torch.randn(64, 16, device=device)
         loss = nn.functional.mse_loss(parallel(x), x.sin().sum(dim=1, keepdim=True))
         optimizer.zero_grad()
-        loss.backward()  # gradients are reduced while it runs
+        loss.backward()  # gradients are reduced while the backward pass runs
         optimizer.step()
 
     weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])

@@ -29,9 +29,9 @@ class ProxyTraffic:
 
 
 def proxy_traffic(comm: Communicator) -> ProxyTraffic:
-    """The sum over all channels of all ranks. All ranks call this together."""
+    """Returns the sum over all channels of all ranks. All ranks call this together."""
     comm.barrier()
-    comm.synchronize()  # no rank waits for a proxy now, so everything is counted
+    comm.synchronize()  # no rank waits for a proxy, so the counters are complete
     own = np.zeros(3, np.int64)
     proxy = comm.proxy_if_started
     if proxy is not None:
@@ -44,7 +44,7 @@ def proxy_traffic(comm: Communicator) -> ProxyTraffic:
 
 
 def channels_used(comm: Communicator, *, proxied: bool) -> str:
-    """The kind of channel that carries a collective's data from this rank to its peers.
+    """Returns the kind of channel that carries a collective's data from this rank to its peers.
 
     Args:
         comm: the ranks.

@@ -3,7 +3,7 @@
 - GEMM + all-reduce: each rank has a share of the inner dimension, and C is the sum of the ranks' products. Rank r owns
   the r-th share of C's rows. Rows that others own are multiplied first, and travel as soon as they are complete.
 - All-gather + GEMM: each rank has a share of A's rows, and all need A * B of all rows. A kernel starts sending its own
-  rows, multiplies them meanwhile, and takes the others' rows as they arrive.
+  rows, multiplies its own rows while they travel, and then the other ranks' rows as these arrive.
 
     mpiexec -n 2 python -m mpi4py examples/triton_overlapped_gemm.py
 
@@ -20,7 +20,7 @@ from proxyccl import Communicator
 
 @triton.jit
 def multiply_tile(a, b, c, row, column, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """One tile of c = a * b, which are row by row in memory: a has K columns, b and c have N."""
+    """Computes one tile of c = a * b. The matrices are stored row by row: a has K columns, b and c have N columns."""
     rows = row + tl.arange(0, BM)
     columns = column + tl.arange(0, BN)
     inner = tl.arange(0, BK)
@@ -36,10 +36,10 @@ def multiply_tile(a, b, c, row, column, N, K, BM: tl.constexpr, BN: tl.constexpr
 def gemm_all_reduce(
     a, b, memory, done, channels, barrier, rank, ranks, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
 ):
-    """`memory` holds this rank's products [M, N], the others' summands of its rows [ranks, M / ranks, N], and the sum
-    [M, N].
+    """`memory` holds this rank's products [M, N], the summands of this rank's rows that other ranks send [ranks, M /
+    ranks, N], and the sum [M, N].
 
-    `done` counts the complete tiles of each share, from 0.
+    `done` counts the complete tiles of each share, and must start at 0.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -85,9 +85,9 @@ def gemm_all_reduce(
 def all_gather_gemm(
     a, b, c, channels, barrier, rank, ranks, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
 ):
-    """`a` is [M, K], of which the rank's share of rows is filled, and the others' arrive.
+    """`a` is [M, K]; this rank's share of rows is filled before the launch, and the other ranks' shares arrive.
 
-    All ranks meet before a next launch sends other rows: a rank may still multiply the old ones.
+    All ranks must synchronize before the next launch sends new rows, because a rank may still multiply the old rows.
     """
     program = tl.program_id(0)
     share = M // ranks

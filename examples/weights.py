@@ -1,11 +1,12 @@
-"""Weights from a trainer, sharded by FSDP, to tensor-parallel samplers: with torch, on CPUs or GPUs.
+"""Moves weights from a trainer, sharded by FSDP, to tensor-parallel samplers, with torch, on CPUs or GPUs.
 
 python examples/weights.py
 python examples/weights.py --hidden 4096 --layers 8        larger
 
 The processes of a trainer and of samplers are agents. Each trainer's rank offers its shards after each step, and each
-sampler's rank reads those slices that it needs, into fused arrays. The samplers start after the trainer's first step,
-and one of them ends and starts anew. Cards travel through a directory here; a program may use any other way.
+sampler's rank reads the slices that it needs into fused arrays. The samplers start after the trainer's first step, and
+one of them ends and is started again. In this example cards travel through a directory; a program may use any other
+transport.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ GPUS = torch.cuda.device_count()
 
 
 class Layer(nn.Module):
-    """A layer with the parameters of a transformer's, and less arithmetic."""
+    """A layer with the parameters of a transformer's layer, but with less arithmetic."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -43,7 +44,7 @@ class Layer(nn.Module):
         self.down = nn.Linear(3 * hidden, hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Of shape (rows, hidden), like the result."""
+        """Computes the layer's result; x and the result have the shape (rows, hidden)."""
         y = self.norm(x)
         x = x + self.o(self.q(y) * torch.sigmoid(self.k(y)) + self.v(y))
         return x + self.down(torch.sigmoid(self.gate(x)) * self.up(x))
@@ -111,7 +112,7 @@ def sample(rank: int, place: Path, hidden: int, layers: int, last_step: int) -> 
         gate_up = empty(2 * 3 * rows, hidden)
         for index, name in enumerate(("gate", "up")):
             parts.append((f"{layer}.{name}.weight", gate_up, slice(index * 3 * rows, (index + 1) * 3 * rows), wide))
-        # Row-parallel layers have columns of the trainer's rows, and the norm is the same everywhere.
+        # A row-parallel layer holds some columns of each of the trainer's rows; the norm is replicated.
         parts.append((f"{layer}.o.weight", empty(hidden, rows), slice(None), (slice(None), columns)))
         deep = slice(columns.start * 3, columns.stop * 3)
         parts.append((f"{layer}.down.weight", empty(hidden, 3 * rows), slice(None), (slice(None), deep)))
@@ -138,7 +139,7 @@ def sample(rank: int, place: Path, hidden: int, layers: int, last_step: int) -> 
             for name, array, within, slices in parts:
                 assert torch.equal(array[within].cpu(), expected[name][slices]), (version, name)
             print(f"sampler {rank}, step {version}: {received.nbytes} bytes, {rate:.2f} GB/s, bit for bit", flush=True)
-    # Without `target.close()`, as if it had crashed: the trainer sees its end.
+    # The sampler ends without `target.close()`, as if it had crashed; the trainer notices that.
 
 
 def publish(path: Path, data: bytes) -> None:

@@ -1,6 +1,6 @@
-"""A snapshot of this machine's communicators and their ranks, for RAS clients and `proxyccl top --web`.
+"""Takes a snapshot of this machine's communicators and their ranks, for RAS clients and `proxyccl top --web`.
 
-It opens the segments that ranks publish, through `/proc`, and takes no part in the communicators.
+It only opens the segments that ranks publish, through `/proc`; it is not a rank of the communicators.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class RankView(Message, frozen=True):
         device: the ordinal of the rank's device; None if the rank is missing.
         calls: the number of collective calls that the rank has made, by collective. A graph's calls count when they are
             captured, not when the graph is replayed.
-        made: the number of all these calls.
+        made: the sum of the numbers in `calls`.
         last: the last call, in words; "" if there is none, or while the rank logs it.
         failure: the error that has ended the communicator, in words; "" if the communicator can be used.
         failure_code: that error's ProxycclErrorCode; 0 if the communicator can be used.
-        leaving: whether the rank closes the communicator.
+        leaving: whether the rank is closing the communicator.
     """
 
     rank: int
@@ -94,15 +94,15 @@ class CommunicatorView(Message, frozen=True):
 
 
 def communicators() -> list[CommunicatorView]:
-    """This user's communicators on this machine that at least one rank still has open, by name. Raises ArgumentError if
-    the directory of publications is not this user's own.
+    """Returns this user's communicators on this machine that at least one rank still has open, sorted by name. Raises
+    ArgumentError if the directory of publications is not this user's own.
     """
     found = []
     for name, of in itertools.groupby(find_ranks(), lambda item: item[1].description.job):
         seen = {}
         first = None
         for _, publication in of:
-            with contextlib.suppress(ArgumentError):  # the communicator was closed meanwhile
+            with contextlib.suppress(ArgumentError):  # the communicator may have been closed
                 view = rank_view(publication)
                 first = first or publication
                 if not is_stopped(view.pid):
@@ -125,7 +125,7 @@ def _with_missing(first: RankPublication, seen: dict[int, RankView]) -> dict[int
 
 
 def rank_view(publication: RankPublication) -> RankView:
-    """A rank. Raises ArgumentError if the rank is gone, or its publication or segment is wrong."""
+    """Returns the view of a rank. Raises ArgumentError if the rank is gone, or its publication or segment is wrong."""
     who = publication.description
     with contextlib.closing(open_published(publication.segment, segment_bytes(who.world_size))) as memory:
         segment = ControlSegment(memory)

@@ -1,9 +1,9 @@
 """`proxyccl compile`: compiles shipped kernels into the cache, for this machine's GPUs or for architectures by name.
 On a machine without GPUs it compiles the kernels for the CPU.
 
-It compiles the kernels of the expert-parallel layer for all element types, and the collectives of a training step:
+The kernels are those of the expert-parallel layer, for all element types, and of the collectives of a training step:
 collectives that only move bytes, and sums and averages of float32 and bfloat16. Compilers need no GPU, so a container
-image for a cluster can be built anywhere. Package and cache must have the same paths there as on the cluster.
+image for a cluster can be built anywhere. Package and cache must have the same paths in the image as on the cluster.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ EXPERT_KERNELS: tuple[Shipped, ...] = (
 
 
 def runtime_of(architecture: str) -> str:
-    """The runtime of a GPU's architecture: "cuda" for "sm_90", "hip" for "gfx942". Raises ArgumentError for any other
-    text.
+    """Returns the runtime for a GPU's architecture: "cuda" for "sm_90", "hip" for "gfx942". Raises ArgumentError for
+    any other text.
     """
     for prefix, runtime in (("sm_", "cuda"), ("gfx", "hip")):
         if architecture.startswith(prefix) and architecture[len(prefix) :].isalnum():
@@ -84,7 +84,7 @@ def run(parsed: Namespace) -> int:
 
 
 def _here() -> list[str]:
-    """The architectures of this machine's GPUs; empty if kernels run on the CPU."""
+    """Returns the architectures of this machine's GPUs; an empty list if kernels run on the CPU."""
     name = os.environ.get("PROXYCCL_RUNTIME") or find_runtime()
     if name != "host":
         driver = open_driver(name)

@@ -36,11 +36,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(parsed: Namespace) -> int:
-    """Prints why ranks wait. Returns 0 if the reports say why, else 1.
+    """Prints why ranks wait. Returns 0 if the reports show the reason, else 1.
 
-    A single report is also printed in full, and so are daemons' reports if there are none of ranks. Without paths it
-    takes this user's newest reports of one group of communicators, and notes a newer report of a daemon; if there are
-    only daemons' reports, the newest one.
+    If there is only one report, it is also printed in full; if there are only daemons' reports, they are printed in
+    full. Without paths it takes this user's newest reports of one group of communicators, and notes a newer report of a
+    daemon; if there are only daemons' reports, the newest one.
 
     Raises:
         ReportError: a file is not a report, or there are no reports.

@@ -56,7 +56,7 @@ from proxyccl.tools.tune import in_words
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that ProxyCCL can use, found or missing.
+    """A piece of hardware, a library or a setting that ProxyCCL can use, found or missing.
 
     Attributes:
         section: the heading that lists the finding.
@@ -86,8 +86,8 @@ class _Vendor:
     variable: str = ""
 
     def is_here(self) -> bool:
-        """Whether the machine may have the vendor's GPUs. Otherwise the package need not be imported, which takes 0.1
-        s.
+        """Returns whether the machine may have the vendor's GPUs. If not, the package need not be imported, which would
+        take 0.1 s.
         """
         named = bool(self.variable and os.environ.get(self.variable))
         return named or Path(self.device_file).exists() or _loadable(self.library)
@@ -123,7 +123,7 @@ def _loadable(library: str) -> bool:
 
 def _describe(name: str) -> str:
     """Describes a runtime in one line. Raises RuntimeUnavailableError."""
-    if name == "host":  # the host runtime is always there, and takes longer to import than all other checks
+    if name == "host":  # the host runtime is always available, and its import takes longer than all checks
         return describe_cpu()
     if not _VENDORS[name].is_here():
         raise RuntimeUnavailableError("there is neither a GPU nor its driver")
@@ -154,7 +154,9 @@ def _missing_runtime(name: str, error: RuntimeUnavailableError) -> Finding:
 
 
 def _devices() -> list[Finding]:
-    """The devices of the available runtimes, and for each device the others that its kernels can access."""
+    """Finds the devices of the available runtimes, and for each device the other devices that its kernels can
+    access.
+    """
     findings = [Finding("Devices", "host:0", True, "peers: all ranks, as device memory is shared memory")]
     for name, vendor in _VENDORS.items():
         if not vendor.is_here():
@@ -217,7 +219,7 @@ def _device_memory() -> Finding:
 
 
 def _fabric() -> list[Finding]:
-    """One line for each interface of libfabric's providers, and the interface that ranks would use."""
+    """Finds the interfaces of libfabric's providers, and the interface that ranks would use."""
     lacks = requirements.missing()
     if lacks:
         return [Finding("Fabric", "missing", False, lacks)]
@@ -263,7 +265,7 @@ def _compiler() -> list[Finding]:
 
 
 def _shipped() -> list[Finding]:
-    """The origin of the library's own kernels for the CPU."""
+    """Finds where the library's own kernels for the CPU come from."""
     source = "compiled, in this installation" if ships_kernels() else "compiled at their first use, into the cache"
     return [Finding("Kernels", "shipped", True, f"for the CPU: {source}")]
 
@@ -288,7 +290,7 @@ def _cache() -> list[Finding]:
 
 
 def _tuning() -> list[Finding]:
-    """The tuning tables that communicators on this machine load if their number of ranks matches."""
+    """Finds the tuning tables that communicators on this machine load if their number of ranks matches."""
     measure = "mpiexec -n RANKS python -m mpi4py -m proxyccl tune measures them; so does comm.tune() in a program"
     findings = []
     try:
@@ -312,7 +314,7 @@ def _tuning() -> list[Finding]:
 
 
 def _proxies(watch: Watch) -> list[Finding]:
-    """The default place of a communicator's proxies, and the proxies' processes that run."""
+    """Finds the default place of a communicator's proxies, and the running processes of proxies."""
     named = requested_place(None)
     runtime = os.environ.get("PROXYCCL_RUNTIME") or find_runtime()
     where = named or default_place(runtime)
@@ -330,7 +332,7 @@ def _proxies(watch: Watch) -> list[Finding]:
 
 
 def _idle_policies(watch: Watch) -> list[Finding]:
-    """The default policy of idle threads for a rank on each core or GPU, and the policy of the proxies that run now,
+    """Finds the default policy of idle threads for a rank on each core or GPU, and the policies of the running proxies,
     with their share of a core since `watch` first looked at them.
     """
     cores, allowed = len(os.sched_getaffinity(0)), cores_allowed()
@@ -352,14 +354,14 @@ def _idle_policies(watch: Watch) -> list[Finding]:
 
 
 def _containers() -> list[Finding]:
-    """The place where ranks in different PID namespaces of this machine meet."""
+    """Finds the directory in which ranks in different PID namespaces of this machine meet."""
     _, problem = usable_directory()
     advice = "mount one directory into all containers of the machine, and name it by PROXYCCL_SOCKETS"
     return [Finding("Containers", "sockets", not problem, problem or str(directory()), advice if problem else "")]
 
 
 def _agents() -> list[Finding]:
-    """The agents of this user, and the path of each of their links."""
+    """Finds the agents of this user, and the path of each of their links."""
     try:
         found = find_agents()
     except ArgumentError as error:
@@ -371,7 +373,7 @@ def _agents() -> list[Finding]:
 
 
 def _environment() -> list[Finding]:
-    """ProxyCCL's environment variables that are set, including misspelt ones."""
+    """Finds ProxyCCL's environment variables that are set, including misspelt ones."""
     found = []
     for name, value in set_variables().items():
         problem = problem_with(name)
@@ -380,7 +382,7 @@ def _environment() -> list[Finding]:
 
 
 def findings() -> list[Finding]:
-    """All findings, in the order of the output. Proxies are watched while the other findings are made."""
+    """Returns all findings, in the order of the output. Watches the proxies while it makes the other findings."""
     watch = Watch()
     with contextlib.suppress(ArgumentError):  # `_idle_policies` reports the error
         watch.rates()

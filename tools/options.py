@@ -1,4 +1,4 @@
-"""Command-line arguments that tools share, and argument types for argparse that benchmarks use too."""
+"""Command-line arguments that tools share, and argument types for argparse that benchmarks also use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def size(text: str) -> int:
-    """Parses a number of bytes: a whole number, also with K, M or G, such as 512, 32K or 4MiB."""
+    """Parses a number of bytes: a whole number, which may have a unit with K, M or G, such as 512, 32K or 4MiB."""
     match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text, re.IGNORECASE)
     if match is None or int(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"expected a size in bytes, such as 512, 32K or 4M, not {text!r}")
@@ -29,7 +29,7 @@ def show_size(nbytes: int) -> str:
 
 
 def whole(least: int) -> Callable[[str], int]:
-    """Makes a type for whole numbers of at least `least`."""
+    """Makes an argument type for whole numbers of at least `least`."""
 
     def number(text: str) -> int:
         if not text.isdigit() or int(text) < least:
@@ -84,7 +84,7 @@ def add_selection(parser: argparse.ArgumentParser) -> None:
 
 
 def selected_process(daemon: str | None) -> int | None:
-    """The process id of the daemon that --daemon selects; None without that option."""
+    """Returns the process id of the daemon that --daemon selects; None without that option."""
     if daemon is None:
         return None
     from proxyccl.proxy.daemon.client import daemon_process

@@ -1,7 +1,8 @@
 """The node daemon's `--ras`: answers clients of NCCL's RAS subsystem, such as `ncclras`, Ray Train and SGLang.
 
-The protocol is text, a command a line, over TCP at localhost:28028, or the address in NCCL_RAS_ADDR. Its source is NCCL
-2.30: src/ras/client_support.cc (rasClientEventLoop) and src/ras/client.cc; NCCL's user guide documents it under "RAS".
+The protocol is text over TCP, with one command per line; the server listens at localhost:28028, or at the address in
+NCCL_RAS_ADDR. The protocol follows the code of NCCL 2.30, src/ras/client_support.cc (rasClientEventLoop) and
+src/ras/client.cc; NCCL's user guide documents it under "RAS".
 
     CLIENT PROTOCOL 2   -> SERVER PROTOCOL 2
     TIMEOUT seconds     -> OK
@@ -37,8 +38,8 @@ _SILENCE = 60.0  # seconds after which a silent client is disconnected
 
 @contextlib.contextmanager
 def serve(address: str) -> Iterator[str]:
-    """Runs a server as a context, whose value is a text that says how to reach the server, at HOST:PORT, or a part of
-    it; "" for the address in ``NCCL_RAS_ADDR``, else localhost:28028.
+    """Runs a server as a context, whose value is a text that says how to reach the server. `address` is HOST:PORT or a
+    part of it; "" stands for the address in ``NCCL_RAS_ADDR``, or else for localhost:28028.
 
     Raises:
         ArgumentError: `address` is not an address.
@@ -59,7 +60,7 @@ class _Client(StreamRequestHandler):
 
     def handle(self) -> None:
         while line := self.rfile.readline(_MOST_LINE + 1):
-            if len(line) > _MOST_LINE:  # NCCL's server also hangs up
+            if len(line) > _MOST_LINE:  # NCCL's server also closes the connection
                 return
             command = line.decode(errors="replace").removesuffix("\n").removesuffix("\r")
             if _HTTP.search(command):

@@ -2,7 +2,7 @@
 
 The fields, their order and the classes of errors are those of NCCL 2.30 (src/ras/client_support.cc: jsonWriteHeader and
 the functions after it, rasClientRunInit, rasClientRunComms). Two fields are added: "name", the communicator's name in
-our reports, and "host_only", because only the ranks of this host are visible.
+our reports, and "host_only", which says that only the ranks of this host are visible.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _result(view: RankView) -> int:
 
 
 def as_json(communicators: Sequence[CommunicatorView], seconds: float) -> str:
-    """The answer to STATUS after SET FORMAT json, for communicators that it took these seconds to read."""
+    """Returns the answer to STATUS after SET FORMAT json. Reading the communicators took `seconds`."""
     host = host_addresses()[0]
     found = []
     for each in communicators:
@@ -133,7 +133,7 @@ def _now() -> str:
 
 
 class _Summary:
-    """A communicator's status and errors, for a line of NCCL's table."""
+    """A communicator's status and errors, as a line of NCCL's table shows them."""
 
     def __init__(self, of: CommunicatorView) -> None:
         self.of = of
@@ -153,7 +153,7 @@ class _Summary:
 
     @property
     def group(self) -> tuple[int, str, str]:
-        """The values that a line of the table groups communicators by."""
+        """The values by which the table groups communicators into lines."""
         return -self.of.size, self.status, self.errors
 
 
@@ -162,7 +162,7 @@ def _state(view: RankView) -> str:
 
 
 def as_text(communicators: Sequence[CommunicatorView], seconds: float, *, verbose: bool) -> str:
-    """The answer to STATUS, or to VERBOSE STATUS, which names more than ten ranks of one kind."""
+    """Returns the answer to STATUS, or to VERBOSE STATUS, which may name more than ten ranks of one kind."""
     return "\n".join(map(shown, _lines(communicators, seconds, len if verbose else lambda _: _MOST_RANKS))) + "\n"
 
 

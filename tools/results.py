@@ -39,14 +39,14 @@ def installed_version(package: str) -> str | None:
 
 
 def own_version() -> str:
-    """This library's version, from the name of pip's metadata directory; "" if the library is not installed."""
+    """Returns this library's version, from the name of pip's metadata directory; "" if the library is not installed."""
     found = (path for place in sys.path for path in Path(place).glob("proxyccl-*.dist-info"))
     described = next(found, None)
     return described.stem.partition("-")[2] if described else ""
 
 
 def machine() -> Fields:
-    """The facts about the machine that matter for a measurement."""
+    """Returns the facts about the machine that matter for a measurement."""
     return {
         "system": f"{platform.system()} {platform.release()}",
         "architecture": platform.machine(),

@@ -1,4 +1,4 @@
-"""The tables that tools print, whatever the columns show."""
+"""Prints tables with any columns, for all tools."""
 
 from __future__ import annotations
 

@@ -54,13 +54,17 @@ def _mean_flush(channels: Sequence[ChannelRates]) -> float | None:
 
 
 def share_of_a_core(service: ServiceRates) -> str:
-    """The CPU time of a service's busiest thread as a share of a core, in percent; a dash if it is not known."""
+    """Returns the CPU time of a service's busiest thread as a share of a core, in percent; a dash if that is
+    not known.
+    """
     shares = [worker.core for worker in service.workers if worker.core is not None]
     return f"{max(shares):.0%}" if shares else "-"
 
 
 def _values(channels: Sequence[ChannelRates], errors: int) -> tuple[object, ...]:
-    """The cells from "triggers" to "errors", of one channel or of all. Channels may share rings and connections."""
+    """Returns the cells from "triggers" to "errors", for one channel or all. Channels may share rings and
+    connections.
+    """
     rings = {channel.ring: channel for channel in channels}.values()
     connections = {(channel.worker, channel.connection): channel for channel in channels}.values()
     per_s = ("triggers_per_s", "sends_per_s", "puts_per_s", "gets_per_s", "bytes_per_s")
@@ -91,7 +95,9 @@ def _summary(service: ServiceRates) -> tuple[object, ...]:
 
 
 def table_of(services: list[ServiceRates]) -> str:
-    """The services as text: a block for each job, with a line for each rank and for each of its channels in use."""
+    """Returns the services as text: a block for each job, with a line for each rank and for each of the rank's channels
+    in use.
+    """
     out = io.StringIO()
     for job, of_job in itertools.groupby(services, lambda service: service.job):
         ranks = list(of_job)
@@ -109,7 +115,7 @@ def table_of(services: list[ServiceRates]) -> str:
 
 
 def _fitting(text: str) -> str:
-    """The first lines of a text that fit into the terminal."""
+    """Returns those first lines of a text that fit into the terminal."""
     lines, height = text.splitlines(), shutil.get_terminal_size().lines - 2
     if len(lines) <= height:
         return text

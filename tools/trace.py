@@ -39,7 +39,9 @@ _FETCH_EVERY = 0.005  # seconds between two fetches
 
 
 def _alike(traced: TracedTrigger) -> tuple[object, ...]:
-    """Equal consecutive triggers on one channel, within one clock reading of the worker, are shown as one event."""
+    """Returns what equal triggers have in common: consecutive triggers for which this is equal are shown as one
+    event.
+    """
     trigger = traced.trigger
     return traced.worker, traced.look, trigger.channel, trigger.operation, trigger.size, traced.completed_ns
 
@@ -51,8 +53,8 @@ def _name_of(run: list[TracedTrigger]) -> str:
 
 
 class _Lanes:
-    """The tracks of one channel: events that overlap need separate tracks, which `add` makes, given a track's name.
-    Returns the track's number.
+    """The tracks of one channel; events that overlap need separate tracks. `add` makes a track of a name, and returns
+    the track's number.
     """
 
     def __init__(self, add: Callable[[str], int], name: str) -> None:
@@ -94,7 +96,7 @@ class _Events:
             self._write(json.dumps(event))
 
     def _track(self, name: str) -> int:
-        """Adds a track below the others. Returns the track's number, which is unique within the process."""
+        """Adds a track below the other tracks. Returns the track's number, which is unique within the process."""
         number = next(self._tracks)
         self._describe("thread", number, name, number)
         return number
@@ -216,7 +218,7 @@ def write_trace(path: Path, traces: list[ServiceTrace], agents: Sequence[AgentTr
 
 
 class _Ended:
-    """A context that notes whether Ctrl-C or SIGTERM has ended the recording. Only for the main thread."""
+    """A context that records whether Ctrl-C or SIGTERM has ended the recording. Use it only in the main thread."""
 
     def __init__(self) -> None:
         self.by_signal = False
@@ -246,8 +248,9 @@ def record(
     Args:
         seconds: how long to record.
         job, ranks, process: see `find`. Agents belong to no job and have no rank.
-        most: the most triggers to keep of all services together, the first ones; see `Allowance`.
-        ended: returns whether to end earlier.
+        most: the largest number of triggers to keep, of all services together; the first ones are kept. See
+            `Allowance`.
+        ended: a function that returns whether to end earlier.
 
     Raises:
         ResourceError: no such service or agent runs, or another process traces one of the services.
@@ -256,7 +259,7 @@ def record(
     with contextlib.ExitStack() as opened:
         tracers = []
         for path, publication in find(job, ranks, process):
-            with contextlib.suppress(ArgumentError):  # the agent or service was closed meanwhile
+            with contextlib.suppress(ArgumentError):  # the agent or service may have been closed
                 tracers.append(opened.enter_context(Tracer(path, publication, allowance)))
         of_agents = []
         for agent in find_agents() if job is None and ranks is None else ():

@@ -25,7 +25,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(parsed: Namespace) -> int:
-    """Runs the command, on every rank of the MPI job. Returns the exit code."""
+    """Runs the command; every rank of the MPI job calls this. Returns the exit code."""
     from proxyccl.channels.communicator import Communicator
 
     with Communicator.from_mpi() as communicator:

@@ -28,7 +28,7 @@ def _library() -> tuple[Any, Any]:
 
 
 def verbs_write(**options: int) -> int:
-    """Keeps RDMA writes outstanding on a queue pair until all are complete.
+    """Posts RDMA writes on a queue pair, keeping a window of them outstanding, until all are complete.
 
     Args:
         options: the fields of ProxycclVerbsBareWrites (verbs_loop.h).
@@ -41,7 +41,7 @@ def verbs_write(**options: int) -> int:
 
 
 def fabric_write(**options: int) -> int:
-    """Keeps writes outstanding on an endpoint of libfabric until all are complete.
+    """Posts writes on an endpoint of libfabric, keeping a window of them outstanding, until all are complete.
 
     Args:
         options: the fields of ProxycclFabricBareWrites (fabric_loop.h).
@@ -54,12 +54,15 @@ def fabric_write(**options: int) -> int:
 
 
 def fabric_serve(queue: int, seconds: float) -> int:
-    """Polls a completion queue of libfabric for a time, so that writes arrive. Returns 0 or the number of an error."""
+    """Polls a completion queue of libfabric for a time, because the provider receives writes only while it is polled.
+    Returns 0 or the number of libfabric's error.
+    """
     return int(_library()[1].proxyccl_fabric_bare_serve(queue, int(seconds * 1e9)))
 
 
 def produce(ring: Ring, first: int, words: tuple[int, int], count: int, timeout: float) -> int:
-    """Pushes copies of one trigger from this thread, and waits for room. No other thread may push meanwhile.
+    """Pushes copies of one trigger from this thread, and waits whenever the ring is full. No other thread may push
+    during this call.
 
     Args:
         ring: the ring to push to.

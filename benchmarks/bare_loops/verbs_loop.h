@@ -8,15 +8,15 @@
 enum { PROXYCCL_VERBS_BARE_CHAIN = 64 };
 
 typedef struct ProxycclVerbsBareWrites {
-  uintptr_t qp, cq; /* ibv_qp *, and the ibv_cq * of its send completions; nothing is outstanding on them */
+  uintptr_t qp, cq; /* ibv_qp *, and the ibv_cq * of its send completions; no work request is outstanding on them */
   uint64_t local;   /* address that each write reads */
   uint64_t remote;  /* address that each write goes to */
   uint32_t lkey, rkey;
   uint32_t bytes;        /* bytes of each write */
   uint32_t depth;        /* most writes outstanding; the send queue takes them */
   uint32_t chain;        /* writes posted with one call: from 1 to PROXYCCL_VERBS_BARE_CHAIN */
-  uint32_t signal_every; /* one write in this number is signalled, and so is the last write; at most depth + 1 - chain:
-                            otherwise the writes before the next signalled one leave no room for a chain. */
+  uint32_t signal_every; /* one write in this number is signalled, and so is the last write. At most depth + 1 - chain:
+                            with more, the writes before the next signalled one would leave no room for a chain. */
   uint64_t count;        /* number of writes */
   uint64_t timeout_ns;   /* time-out of all writes together */
 } ProxycclVerbsBareWrites;

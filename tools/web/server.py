@@ -1,4 +1,4 @@
-"""The page's server: the page, the state as server-sent events, and a trace on request.
+"""Serves the page, the state as server-sent events, and a trace on request.
 
 Server-sent events: https://html.spec.whatwg.org/multipage/server-sent-events.html
 
@@ -31,8 +31,9 @@ _MOST_TRACE_SECONDS = 60.0
 
 @contextlib.contextmanager
 def serve(address: str, interval: float, job: str | None = None, process: int | None = None) -> Iterator[str]:
-    """Runs a server as a context, whose value is the server's URL with the token, at HOST:PORT, or a part of it; "" for
-    any free port of localhost. `interval` is the seconds between two states; see `find` for `job` and `process`.
+    """Runs a server as a context, whose value is the server's URL with the token. `address` is HOST:PORT or a part of
+    it; "" stands for any free port of localhost. `interval` is the seconds between two states; see `find` for `job` and
+    `process`.
 
     Raises:
         ArgumentError: `address` is not an address.
@@ -129,7 +130,7 @@ def _handler(token: str, name: str, events: _Events, record: Callable[[float], b
                     self.send_error(404)
 
         def _asked(self) -> str | None:
-            """The request's path; None if the request was refused."""
+            """Returns the request's path; None if the request was refused."""
             given = self.query.get("token", [""])[0]
             if hmac.compare_digest(given.encode(), token.encode()):
                 return self.path_asked
@@ -159,7 +160,7 @@ def _handler(token: str, name: str, events: _Events, record: Callable[[float], b
             self._begin("text/event-stream")
             self.end_headers()
             number = 0
-            while True:  # until the server is closed, or the page, so that a write fails
+            while True:  # until the server is closed, or until a write fails because the page was closed
                 number, event = events.after(number)
                 self.wfile.write(event)
 

@@ -1,4 +1,4 @@
-"""The state that the page shows, as one message: ranks, waits, rates of proxies and failures."""
+"""Makes the state that the page shows, as one message: ranks, waits, rates of proxies and failures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class State(Message, frozen=True):
     Attributes:
         time: the time of day.
         problem: the reason why the other attributes are empty; "" if there is no problem.
-        communicators: by name.
+        communicators: the communicators, sorted by name.
         services: the proxies' rates since the last state; new proxies are left out.
         agents: a line for each agent.
         failures: the newest diagnoses of reports, the newest first.
@@ -49,18 +49,20 @@ STATES = Codec(State, MOST_BYTES)
 
 
 class States:
-    """Makes one state after the other, of one job or all, and of the proxies in one process or all."""
+    """Makes the successive states, for one job or all jobs, and for the proxies of one process or of all processes."""
 
     def __init__(self, job: str | None, process: int | None) -> None:
         self._job = job
         self._watch = Watch(job, process)
-        self._made: dict[tuple[str, int], int] = {}  # numbers of calls at the last state
+        self._made: dict[tuple[str, int], int] = {}  # each rank's number of calls at the last state
         self._reports: list[Path] = []
         self._failures: tuple[Diagnosis, ...] = ()
 
     def now(self) -> State:
-        """The current state. Raises:
-        ArgumentError: the directory of publications is not this user's own.
+        """Returns the current state.
+
+        Raises:
+            ArgumentError: the directory of publications is not this user's own.
         """
         rates = self._watch.rates()
         views = [self._with_waits(view) for view in communicators() if self._job in (None, view.name)]
@@ -72,8 +74,8 @@ class States:
         return replace(of, waits=(*_schedules(of.name, self._watch.views), *self._behind(of)))
 
     def _behind(self, of: CommunicatorView) -> Iterator[WaitView]:
-        """Pairs of a rank that has made the most calls and a rank that has made fewer, if no rank of the communicator
-        has made a call since the last state.
+        """Yields a wait of each rank that has made the most calls for each rank that has made fewer. Yields nothing if
+        any rank of the communicator has made a call since the last state.
         """
         still = all(self._made.get((of.name, view.rank)) == view.made for view in of.present)
         most = max((view.made for view in of.present), default=0)

@@ -25,12 +25,12 @@ def init_seed(global_seed: int) -> None:
 
 
 def get_local_seed() -> int:
-    """This rank's seed."""
+    """Returns this rank's seed."""
     return _known["local_seed"]
 
 
 def get_global_seed() -> int:
-    """The seed that was given to all ranks."""
+    """Returns the seed that was given to all ranks."""
     return _known["global_seed"]
 
 
@@ -77,8 +77,8 @@ def init_dist(local_rank: int, num_local_ranks: int, seed: int = 0) -> tuple[int
 
 
 def get_physical_domain_size(group: Any) -> tuple[int, int]:
-    """How many nodes a group has, and how many of its ranks each node has. PROXYCCL_LOCAL_WORLD_SIZE rehearses
-    nodes.
+    """Returns the number of a group's nodes, and the number of the group's ranks on each node.
+    PROXYCCL_LOCAL_WORLD_SIZE rehearses nodes.
     """
     ranks, rehearsed = group.size(), os.environ.get("PROXYCCL_LOCAL_WORLD_SIZE")
     if rehearsed:
@@ -90,7 +90,7 @@ def get_physical_domain_size(group: Any) -> tuple[int, int]:
 
 
 def get_logical_domain_size(group: Any, allow_hybrid_mode: bool = True) -> tuple[int, int]:
-    """The number of nodes and the ranks of a node; without the hybrid mode all ranks count as one node."""
+    """Returns the number of nodes and of ranks in a node. Without the hybrid mode all ranks count as one node."""
     return get_physical_domain_size(group) if allow_hybrid_mode else (1, group.size())
 
 
@@ -103,7 +103,7 @@ def check_torch_deterministic() -> None:
 
 
 def get_nvlink_gbs(factor: float = 0.9) -> float:
-    """The total speed of the first GPU's NVLinks, times a factor, in GB/s; 0 if the speed is not known."""
+    """Returns the total speed of the first GPU's NVLinks, times a factor, in GB/s; 0 if the speed is not known."""
     try:
         links = subprocess.run(["nvidia-smi", "nvlink", "-s", "-i", "0"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -112,20 +112,20 @@ def get_nvlink_gbs(factor: float = 0.9) -> float:
 
 
 def get_rdma_gbs(nic_name: str | None = None) -> float:
-    """The speed of a NIC's first port in GB/s; 0 if the speed is not known. EP_NIC_NAME names the NIC if no argument
-    does.
+    """Returns the speed of a NIC's first port in GB/s; 0 if the speed is not known. EP_NIC_NAME names the NIC if no
+    argument does.
     """
     rate = re.match(r"\d+", _of_nic(nic_name, "ports/1/rate"))
     return int(rate[0]) / 8 if rate else 0
 
 
 def check_fast_rdma_atomic_support(nic_name: str | None = None) -> bool:
-    """Whether a NIC is of the kind whose atomics DeepEP knows to be fast (MT4131)."""
+    """Returns whether a NIC is of the kind whose atomics DeepEP knows to be fast (MT4131)."""
     return _of_nic(nic_name, "hca_type") == "MT4131"
 
 
 def _of_nic(name: str | None, attribute: str) -> str:
-    """An attribute of a NIC in sysfs; an empty text if there is no NIC of that name."""
+    """Returns an attribute of a NIC from sysfs; an empty text if there is no NIC of that name."""
     nic = name or os.environ.get("EP_NIC_NAME", "mlx5_0")
     path = Path("/sys/class/infiniband") / nic / attribute
     return path.read_text().strip() if path.exists() else ""

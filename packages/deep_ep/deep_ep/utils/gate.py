@@ -16,15 +16,15 @@ _THRESHOLD = 0.9  # a token's chosen experts have scores above this
 def get_unbalanced_scores(
     num_tokens: int, num_experts: int, num_ranks: int, num_topk: int, ratio: float, precise: bool
 ) -> Any:
-    """Scores, float32 [num_tokens, num_experts], whose greatest num_topk choose a token's experts.
+    """Returns scores, float32 [num_tokens, num_experts]; a token's num_topk greatest scores choose its experts.
 
     Args:
         ratio: the first rank's number of tokens, divided by the number of each other rank; at least 1.
-        precise: reach the ratio exactly for these tokens, with equal numbers for all other ranks; else only on average
-            over many tokens, like a gate.
+        precise: whether these tokens reach the ratio exactly, with equal numbers for all other ranks; otherwise they
+            reach it only on average over many tokens, like those of a gate.
 
     Raises:
-        ValueError: precise, and num_topk experts can't be chosen at that ratio.
+        ValueError: `precise` is true, and num_topk experts can't be chosen at that ratio.
     """
     if precise:
         return get_precise_unbalanced_scores(num_tokens, num_experts, num_ranks, num_topk, ratio)
@@ -32,7 +32,9 @@ def get_unbalanced_scores(
 
 
 def get_random_unbalanced_scores(num_tokens: int, num_experts: int, num_ranks: int, num_topk: int, ratio: float) -> Any:
-    """Scores for `get_unbalanced_scores`: all random, with the scores of the first rank's experts times a factor."""
+    """Makes scores for `get_unbalanced_scores`: random scores; those of the first rank's experts are scaled by a
+    factor.
+    """
     low, high = 1.0, _MOST if ratio != 1 else 1.0
     for _ in range(_STEPS if ratio != 1 else 0):
         factor = (low + high) / 2
@@ -47,7 +49,7 @@ def get_random_unbalanced_scores(num_tokens: int, num_experts: int, num_ranks: i
 def get_precise_unbalanced_scores(
     num_tokens: int, num_experts: int, num_ranks: int, num_topk: int, ratio: float
 ) -> Any:
-    """Scores for `get_unbalanced_scores`: chooses each token's ranks first, then equally many experts of each."""
+    """Makes scores for `get_unbalanced_scores`: chooses each token's ranks first, then equally many experts of each."""
     per_rank = num_experts // num_ranks
     least, most = max(1, ceil_div(num_topk, per_rank)), min(num_topk, num_ranks, int((num_ranks - 1) / ratio) + 1)
     if ratio < 1 or least > most:
@@ -65,8 +67,8 @@ def get_precise_unbalanced_scores(
 
 
 def _ranks_of_tokens(wanted: Any, ranks: int, ratio: float) -> Any:
-    """bool [T, ranks]: which ranks each token goes to, `wanted` ranks for each. The first rank gets `ratio` times as
-    many tokens as each other rank; the others get equal numbers, or one more.
+    """Chooses `wanted` ranks for each token. Returns bool [T, ranks]: which ranks each token goes to. The first rank
+    gets `ratio` times as many tokens as each other rank; the others get equal numbers, or one more.
     """
     tokens, others = len(wanted), ranks - 1
     first = round(float(wanted.sum()) * ratio / (others + ratio))
@@ -90,10 +92,10 @@ def _scores(tokens: int, experts: int, ranks: int, factor: float) -> Any:
 
 
 def _chosen(scores: Any, topk: int) -> Any:
-    """bool [T, experts]: the experts with the greatest scores."""
+    """Returns bool [T, experts]: which experts have each token's greatest scores."""
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, scores.topk(topk, dim=1).indices, True)
 
 
 def _tokens_of_ranks(scores: Any, ranks: int, topk: int) -> Any:
-    """float32 [ranks]: how many tokens have an expert of each rank."""
+    """Returns float32 [ranks]: how many tokens have an expert of each rank."""
     return _chosen(scores, topk).view(len(scores), ranks, -1).any(2).float().sum(0)

@@ -13,23 +13,23 @@ _GREATEST = 448.0  # the largest number in float8_e4m3fn
 
 
 def calc_diff(x: Any, y: Any) -> float:
-    """The difference of two tensors, 1 - 2 Σxy / Σ(x² + y²) with 1 added to each element; 0 if x = y."""
+    """Returns the difference of two tensors: 1 - 2 Σxy / Σ(x² + y²), with 1 added to each element; 0 if x = y."""
     x, y = x.double() + 1, y.double() + 1
     return float(1 - 2 * (x * y).sum() / (x.square() + y.square()).sum())
 
 
 def safe_div(a: float, b: float) -> float:
-    """a / b, where 0 / 0 is 0."""
+    """Returns a / b, where 0 / 0 is 0."""
     return 0 if a == b == 0 else a / b
 
 
 def ceil_div(x: int, y: int) -> int:
-    """x / y, rounded up."""
+    """Returns x / y, rounded up."""
     return -(-x // y)
 
 
 def align(x: int, y: int) -> int:
-    """The next multiple of y."""
+    """Rounds x up to the next multiple of y."""
     return ceil_div(x, y) * y
 
 
@@ -77,12 +77,14 @@ def create_grouped_scores(scores: Any, group_idx: Any, num_groups: int) -> Any:
 
 
 def hash_tensor(t: Any) -> int:
-    """The sum of a tensor's words."""
+    """Returns the sum of a tensor's words."""
     return int(t.view(torch.int32).sum())
 
 
 def hash_tensors(*tensors: Any) -> int:
-    """The exclusive or of the tensors' `hash_tensor`. Arguments may be tensors, None, and tuples or lists of these."""
+    """Returns the exclusive or of the tensors' `hash_tensor`. Arguments may be tensors, None, and tuples or lists of
+    these.
+    """
     value = 0
     for each in _flat(tensors):
         value ^= hash_tensor(each)
@@ -90,7 +92,7 @@ def hash_tensors(*tensors: Any) -> int:
 
 
 def count_bytes(*tensors: Any) -> int:
-    """The total bytes of tensors. Arguments are as for `hash_tensors`."""
+    """Returns the total bytes of tensors. Arguments are as for `hash_tensors`."""
     return sum(each.numel() * each.element_size() for each in _flat(tensors))
 
 

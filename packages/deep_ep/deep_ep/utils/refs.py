@@ -56,8 +56,8 @@ def dispatch(
 def generate_pre_combine_data(
     src_token_global_idx: Any, num_max_tokens_per_rank: int, num_topk: int, hidden: int
 ) -> Any:
-    """bfloat16 [rows, num_topk, hidden]: values that depend on the number of each row's token, the slot and the column,
-    so that each rank can compute the values that the others send.
+    """Returns bfloat16 [rows, num_topk, hidden]: values that depend on the number of each row's token, the slot and the
+    column, so that each rank can compute the values that the others send.
     """
     device = src_token_global_idx.device
     slots = src_token_global_idx.long().unsqueeze(1) * num_topk + torch.arange(num_topk, device=device)
@@ -68,8 +68,8 @@ def generate_pre_combine_data(
 
 
 def ordered_accumulate(data: Any, initial_value: Any = None) -> Any:
-    """[T, hidden] in the data's type: sums of data, [T, topk, hidden], in float32 and in the order of the slots. The
-    sums begin with an initial value, if one is given.
+    """Sums data, [T, topk, hidden], over the slots in float32 and in their order. Returns [T, hidden] in the data's
+    type. The sums begin with an initial value, if one is given.
     """
     shape, device = (data.shape[0], data.shape[2]), data.device
     total = torch.zeros(shape, dtype=torch.float32, device=device) if initial_value is None else initial_value.float()
@@ -88,12 +88,12 @@ def combine(
     reduce_in_local: bool,
     reduce_in_scaleup: bool,
 ) -> Any:
-    """[T, hidden]: the sums of each token's rows.
+    """Returns the sums of each token's rows, [T, hidden].
 
     Args:
-        y: [T, topk, hidden]: the row of each slot.
-        topk_idx: [T, topk]: the expert of each slot.
-        num_scaleout_ranks, num_scaleup_ranks: nodes, and ranks of each.
+        y: the row of each slot, [T, topk, hidden].
+        topk_idx: the expert of each slot, [T, topk].
+        num_scaleout_ranks, num_scaleup_ranks: the number of nodes, and of ranks in each node.
         num_experts: the experts of all ranks together.
         bias: [T, hidden], a pair of such tensors, or None: the initial value of the sums.
         reduce_in_local: whether each rank first sums its rows of a token, and rounds.

@@ -6,5 +6,5 @@ from typing import Any
 
 
 def value_or(value: Any, default: Any) -> Any:
-    """The value, or the default if the value is None."""
+    """Returns the value, or the default if the value is None."""
     return default if value is None else value

@@ -28,8 +28,8 @@ def bench(
     post_fn: Callable[[], Any] | None = None,
     flush_l2: bool = True,
 ) -> tuple[float, float, float]:
-    """Average, least and greatest seconds of the GPU work that a call queues. The average leaves out the first measured
-    call.
+    """Measures the GPU work that a call queues. Returns its average, least and greatest seconds. The average leaves out
+    the first measured call.
 
     Args:
         fn: makes the call.
@@ -80,8 +80,8 @@ def bench_kineto(
     num_kernels_per_period: int = 1,
     barrier: Callable[[], Any] | None = None,
 ) -> Any:
-    """Average seconds of the kernels whose names contain a text; 0 if there are no such kernels. With
-    EP_USE_NVIDIA_TOOLS=1, another tool profiles, and each result is 1. EP_DISABLE_BARRIER_PROFILING=1 turns
+    """Measures the kernels whose names contain a text. Returns their average seconds; 0 if there are no such kernels.
+    With EP_USE_NVIDIA_TOOLS=1, another tool profiles, and each result is 1. EP_DISABLE_BARRIER_PROFILING=1 turns
     barrier_comm_profiling off.
 
     Args:
