@@ -186,7 +186,9 @@ class nixlAgent:
         return nixl_status_t.NIXL_SUCCESS
 
     def forgetSender(self, metadata: bytes) -> None:
-        """Forgets the agent that sent these metadata, if it is known, but not a later agent of the same name."""
+        """Removes the agent that sent these metadata, if it was added. A later agent of the same name is not
+        removed.
+        """
         with in_nixls_words():
             self._agent.remove_agent_of(metadata)
 
@@ -238,9 +240,11 @@ class nixlAgent:
     # Transfers
 
     def prepXferDlist(self, *arguments: Any, **named: Any) -> int:
-        """Prepares a list: ``(descs, backend)`` for this agent's side, ``(agent_name, descs, backend)`` for the other.
+        """Prepares a list. The arguments are ``(descs, backend)`` for this agent's side, and ``(agent_name, descs,
+        backend)`` for the other side.
 
-        For an array of `StridedRows` the kind of memory is an argument too: ``(agent_name, mem_type, descs, backend)``.
+        For an array that `StridedRows` takes, the kind of memory is a further argument: ``(agent_name, mem_type, descs,
+        backend)``.
 
         Raises:
             nixlNotFoundError: the agent is unknown, the list is empty, or a descriptor is not registered.
@@ -377,7 +381,9 @@ class nixlAgent:
             raise nixlNotFoundError(f"no agent of the name {name!r} was added")
 
     def _check(self, name: str, descs: nixlXferDList) -> Side:
-        """The registered memory of an agent. Raises nixlNotFoundError unless that memory contains all descriptors."""
+        """Returns the registered memory of an agent. Raises nixlNotFoundError unless that memory contains all
+        descriptors.
+        """
         self._require_known(name)
         if descs.isEmpty():
             raise nixlNotFoundError("the list is empty")

@@ -1,6 +1,7 @@
-"""NIXL's exchange of metadata by sockets: peers ask a listening agent to add, send or forget metadata.
+"""NIXL's exchange of metadata by sockets. A peer asks a listening agent to add the peer's metadata, to send its own, or
+to remove the peer.
 
-Like NIXL's exchange, it is neither encrypted nor authenticated: whoever reaches the port can fetch this agent's
+Like NIXL's exchange, it is neither encrypted nor authenticated: anyone who reaches the port can fetch the agent's
 metadata, which give access to its memory. Agents that exchange metadata by other means need no listener.
 """
 
@@ -44,7 +45,7 @@ class Request(IntEnum):
 
 
 class Exchanging(Protocol):
-    """The calls of an agent that the exchange needs."""
+    """The methods of an agent that the exchange calls."""
 
     def loadRemoteMD(self, remote_metadata: bytes) -> bytes: ...
     def getLocalMD(self) -> bytes: ...
@@ -52,7 +53,8 @@ class Exchanging(Protocol):
 
 
 def listen(agent: Exchanging, port: int) -> None:
-    """Serves peers at a port (0 for any free one) until the agent is gone. This does not keep the agent alive.
+    """Starts a thread that serves peers at a port (0 for any free port) until the agent is freed. The thread does not
+    keep the agent alive.
 
     Raises:
         OSError: the port is taken.
@@ -72,8 +74,9 @@ def _end(listener: socket.socket) -> None:
 
 
 async def _serve(listener: socket.socket, reference: weakref.ref[Exchanging]) -> None:
-    """Serves all peers in one thread without waiting for any of them, so a silent peer holds up nobody. Ends when the
-    listener is shut down."""
+    """Serves all peers in one thread, without blocking on any of them, so that a silent peer does not delay other
+    peers. Ends when the listener is shut down.
+    """
     exchanges: dict[asyncio.Task[None], None] = {}  # ordered from the oldest
     listener.setblocking(False)
     with listener:
@@ -97,7 +100,7 @@ async def _serve(listener: socket.socket, reference: weakref.ref[Exchanging]) ->
 
 
 async def _answer(connection: socket.socket, reference: weakref.ref[Exchanging]) -> None:
-    """Serves one peer. A failure loses only the peer's request."""
+    """Serves one peer. If this fails, logs a warning, and only this peer's request is lost."""
     try:
         with connection:
             async with _bounded(connection):
@@ -108,7 +111,7 @@ async def _answer(connection: socket.socket, reference: weakref.ref[Exchanging])
 
 
 def _carry_out(agent: Exchanging | None, request: int, data: bytes) -> bytes:
-    """Carries out a peer's request. Returns the answer; b"" if there is none."""
+    """Carries out a peer's request. Returns the bytes of the answer; b"" for requests that have no answer."""
     if agent is None:
         return b""
     if request == Request.LOAD:
@@ -122,7 +125,9 @@ def _carry_out(agent: Exchanging | None, request: int, data: bytes) -> bytes:
 
 
 class Sender:
-    """Sends requests to listening peers, one after the other, in its own thread. This does not keep the agent alive."""
+    """Sends requests to listening peers, one after the other, in a thread of its own. The thread does not keep the
+    agent alive.
+    """
 
     def __init__(self, agent: Exchanging) -> None:
         self._agent = weakref.ref(agent)
