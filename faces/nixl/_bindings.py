@@ -44,7 +44,7 @@ HAVE_UCX_GPU_DEVICE_API = False
 for _kind in (nixl_cost_t, nixl_mem_t, nixl_status_t, nixl_thread_sync_t, nixl_xfer_op_t):
     globals().update(_kind.__members__)  # exported because NIXL's extension module exports these names
 
-_BACKENDS = ["UCX", "LIBFABRIC"]  # both are ProxyCCL: clients ask for them by name
+_BACKENDS = ["UCX", "LIBFABRIC"]  # both names stand for ProxyCCL; programs ask for these backends by name
 _UNKNOWN_COST = 1
 _HANDLES = itertools.count(16, 16)
 """Numbers of handles. Two agents of a process never use the same number, so an agent refuses another agent's handle."""
@@ -53,7 +53,7 @@ _YES = ("y", "yes", "1", "on", "true")
 
 
 class nixlAgentConfig(Struct):
-    """The configuration of an agent. Fields that steer NIXL's own threads have no effect here."""
+    """The configuration of an agent. Fields that configure NIXL's own threads have no effect."""
 
     useProgThread: bool = False
     useListenThread: bool = False
@@ -78,7 +78,9 @@ class nixlXferTelemetry(Struct):
 
 
 class _Prepared(Struct, frozen=True, eq=False):
-    """A prepared list and the agent in whose registered memory it lies, which is this agent if `is_own`."""
+    """A prepared list, and the registered memory that contains it. `is_own` says whether the list is for the
+    initiator's side.
+    """
 
     rows: NDArray[np.uint64] | StridedRows
     side: Side
@@ -86,7 +88,9 @@ class _Prepared(Struct, frozen=True, eq=False):
 
 
 class _Posted(Struct, eq=False):
-    """A transfer and the facts that NIXL reports about transfers."""
+    """A transfer, with what NIXL reports about it: the other agent's name, the notification, and the number of
+    descriptors.
+    """
 
     transfer: Transfer
     name: str

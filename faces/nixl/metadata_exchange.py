@@ -153,7 +153,7 @@ class Sender:
                         agent = self._agent()
                         if agent is not None:
                             agent.loadRemoteMD(metadata)
-                    else:  # the peer closes after this request, before the next
+                    else:  # wait until the peer has carried out this request and closed the connection
                         await loop.sock_recv(connection, 1)
         except Exception as error:
             text = "metadata can't be exchanged with %s port %s: %s"
@@ -161,7 +161,7 @@ class Sender:
 
 
 def _reach(address: str, port: int) -> socket.socket:
-    """Connects to a peer, which may not listen yet."""
+    """Connects to a peer. If the peer does not listen yet, tries again for a few seconds."""
     deadline = time.monotonic() + _SECONDS
     while True:
         try:
@@ -174,7 +174,9 @@ def _reach(address: str, port: int) -> socket.socket:
 
 
 async def _receive(connection: socket.socket) -> tuple[int, bytes]:
-    """Receives a request, or an answer, and its data. Raises OSError if the peer has left, or its bytes are invalid."""
+    """Receives a request or an answer. Returns its kind and its data. Raises OSError if the peer has closed the
+    connection, or has sent invalid bytes.
+    """
     received = bytearray()
     length = 0
     while len(received) < _HEAD.size + length:
@@ -191,7 +193,7 @@ async def _receive(connection: socket.socket) -> tuple[int, bytes]:
 
 @contextlib.asynccontextmanager
 async def _bounded(connection: socket.socket) -> AsyncIterator[None]:
-    """Bounds all of an exchange over a connection."""
+    """A context that bounds the time of an exchange over a connection, as a whole."""
     connection.setblocking(False)
     try:
         async with asyncio.timeout(_SECONDS):
