@@ -1,8 +1,9 @@
-"""Dispatch and combine for torch's backward pass, where each is the other's adjoint: a `Recorder` of experts.
+"""Records dispatch and combine for torch's backward pass, as the `Recorder` of expert-parallel layers. The backward
+pass of a dispatch is a combine, and that of a combine is a dispatch.
 
-If ranks record a call, all of them must run its backward pass, just as all of them make the call. With
-`max_recv_tokens`, the rows past the received ones and their gradients are zeroed here, because experts compute their
-weights' gradients from both.
+All ranks make a call together, so if the call is recorded, all ranks must also run its backward pass. With
+`max_recv_tokens`, this module sets the rows after the received rows, and the gradients of those rows, to zero, because
+experts compute the gradients of their parameters from both.
 """
 
 from __future__ import annotations
@@ -103,14 +104,14 @@ dispatch, redispatch, combine = _Dispatch.apply, _Redispatch.apply, _Combine.app
 
 def _collect(layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc, grad: Any) -> Any:
     """Returns the gradient of the weights that a dispatch sent, computed from the gradient of the rows' weights."""
-    if desc.local_expert_ids is not None:  # a row's weights for other ranks' experts are constant zeros
+    if desc.local_expert_ids is not None:  # a row's weights for experts of other ranks are always zero
         return layer.combine_weights(grad.masked_fill(desc.local_expert_ids < 0, 0), desc)
     values, stream = _view_and_stream(layer, grad)
     return layer.forms.collect(values, desc, stream)
 
 
 def _view_and_stream(layer: EPAll2AllLayer, x: Any) -> tuple[ArrayView, StreamLike]:
-    """A view of a tensor, and the stream on which torch uses the tensor."""
+    """Returns a view of a tensor, and the stream on which torch uses the tensor."""
     group = layer.ctx.group
     return input_view(group, x, "gradient"), group.launches.stream_for(None, x)
 
@@ -120,7 +121,7 @@ def _view(layer: EPAll2AllLayer, x: Any) -> ArrayView:
 
 
 def _clear_rest(layer: EPAll2AllLayer, rows: Any, desc: EPAllToAllLayoutDesc) -> None:
-    """Zeroes the rows that hold no token, without a wait on the CPU for the number of rows."""
+    """Sets the rows without a token to zero. The CPU does not wait for the number of rows with a token."""
     if rows is None or not (desc.counts_rows or desc.has_gaps):
         return
     values, stream = _view_and_stream(layer, rows)

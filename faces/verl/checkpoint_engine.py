@@ -176,7 +176,7 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
         """
         if self._chain is None:
             raise RuntimeError("init_process_group has not been called")
-        chain, buckets = self._chain, self._buckets  # this update's: the next may be prepared meanwhile
+        chain, buckets = self._chain, self._buckets  # kept: `prepare` may replace them
         number, whole = 0, torch.empty(0, dtype=torch.uint8, device=self.device)
         bucket = await chain.fetch(number)
         while True:
