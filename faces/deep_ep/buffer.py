@@ -92,8 +92,8 @@ class Buffer(Connected):
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """Sets the largest number of multiprocessors that a kernel of later calls takes. It must be even and the same
-        on all ranks.
+        """Sets the largest number of multiprocessors that a kernel of later calls takes. The number must be even, and
+        the same on all ranks.
         """
         number = whole_number("new_num_sms", new_num_sms, 1)
         if number % 2:
@@ -413,8 +413,9 @@ class Buffer(Connected):
         return results
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Masks a rank from the next dispatch on, or unmasks it before that dispatch. All remaining ranks call this
-        alike. A masked rank takes no further part: its own calls raise an error.
+        """Masks a rank, which the next dispatch then excludes, or unmasks it if that dispatch was not made yet. All
+        remaining ranks make this call with the same arguments. An excluded rank can't use the buffer any more: its
+        calls raise an error.
 
         Raises:
             ArgumentError: rank_to_mask is this rank or not a rank, or the buffer was made without enable_shrink.

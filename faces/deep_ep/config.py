@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields
 from proxyccl.channels.expert_parallel.arguments import MAX_NUMBER, whole_number
 from proxyccl.channels.expert_parallel.geometry import aligned
 
-_RANKS_OF_A_NODE = 8  # with more ranks, DeepEP's callers expect a buffer for RDMA
+_RANKS_OF_A_NODE = 8  # with more ranks, DeepEP needs a buffer for RDMA
 ELASTIC_ALIGNMENT = 2 << 20
-"""Sizes of an elastic buffer are multiples of this number."""
+"""The sizes of an ElasticBuffer, in bytes, are multiples of this number."""
 MOST_BYTES = 2**62
 """The largest size that a caller may state for a buffer."""
 

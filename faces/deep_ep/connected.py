@@ -1,5 +1,5 @@
-"""The common part of DeepEP's buffers: a communicator, its layers, and a stream for asynchronous calls. `ElasticBase`
-is the common part of an ElasticBuffer's calls.
+"""`Connected`, the base class of both kinds of buffer, has a communicator, its layers, and a stream for asynchronous
+calls. `ElasticBase` is the base class of the classes with an ElasticBuffer's calls.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Connected:
         return self._layers
 
     def _require_current(self, handle: Any, *layouts: str) -> Routing:
-        """The dispatch of a handle. Raises ArgumentError unless the handle is from this buffer with its remaining
-        ranks, and, if layouts are given, has one of these layouts.
+        """Returns the `Routing` of a handle. Raises ArgumentError unless the handle is from a dispatch of this buffer
+        since ranks were last lost, and, if layouts are given, the dispatch's layer has one of these layouts.
         """
         routing, layers = routing_of(handle), self._layers
         if layers is None or routing.layer.ctx not in layers.all:

@@ -18,7 +18,7 @@ class Options(NamedTuple):
     """The options of `ElasticBuffer.dispatch`, and the buffer's numbers of ranks and of scaleup ranks.
 
     Attributes:
-        waits: whether the CPU waits for the number of rows.
+        waits: whether the CPU waits for the dispatch, to learn the number of rows.
         sums_rows: see `Shape`.
         copies_ids: whether the handle gets a copy of the expert ids.
     """
@@ -83,8 +83,9 @@ class EPHandle:
 
     @cached_property
     def num_recv_tokens(self) -> int:
-        """The number of received tokens, each counted once. If the dispatch was expanded, reading it waits for the
-        dispatch. If the CPU did not wait in the dispatch, the largest number that can be received.
+        """The number of received tokens, each counted once. If the dispatch was expanded, reading the number waits for
+        the dispatch. If the CPU did not wait in the dispatch, this is the largest number of tokens that can be
+        received.
         """
         if self._most_rows is not None:
             return self._most_rows[0]

@@ -49,9 +49,9 @@ _ROWS = Codec(_Rows, 64, "rows")
 
 
 class StoredRows:
-    """Rows that each rank of a host stores in pinned memory, and that every rank reads by their numbers. All ranks
-    construct a `StoredRows` together. The rows may take more memory than a device has. A kernel reads the rows, because
-    only the device knows their numbers. A rank takes no part in another rank's reads.
+    """Rows in pinned memory: each rank of a host stores rows, and every rank reads any rank's rows by their numbers.
+    All ranks construct a `StoredRows` together. The rows may take more memory than a device has. A kernel reads the
+    rows, because only the device knows their numbers. A rank takes no part in another rank's reads.
 
     Args:
         group: a group whose ranks are all on one host.

@@ -62,7 +62,7 @@ class Turns(Struct):
 
 
 class Layers:
-    """Makes the layers of a communicator and keeps them.
+    """Makes the layers of a communicator when calls first need them, and keeps them.
 
     Attributes:
         all: the layers by their memory, in the order in which the ranks made them.

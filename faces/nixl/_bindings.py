@@ -1,7 +1,8 @@
-"""The names of NIXL's module `_bindings`: its agent, its lists, enumerations and exceptions.
+"""The names of NIXL's module `_bindings`: the class of agents, lists of descriptors, enumerations and exceptions.
 
-`nixl_agent` is a thin layer over `nixlAgent`: it has handles that release themselves and names of backends, where this
-module has numbers. The docstrings of `nixl_agent` describe the calls and their errors.
+`nixl_agent` is a thin layer over this module's `nixlAgent`. For handles and backends this module has numbers;
+`nixl_agent` has handle objects that release themselves, and names of backends. The docstrings of `nixl_agent` describe
+the calls and their errors.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ for _kind in (nixl_cost_t, nixl_mem_t, nixl_status_t, nixl_thread_sync_t, nixl_x
 _BACKENDS = ["UCX", "LIBFABRIC"]  # both names stand for ProxyCCL; programs ask for these backends by name
 _UNKNOWN_COST = 1
 _HANDLES = itertools.count(16, 16)
-"""Numbers of handles. Two agents of a process never use the same number, so an agent refuses another agent's handle."""
+"""Yields the numbers of new handles. All agents of a process take numbers from it, so that an agent can refuse another
+agent's handle.
+"""
 
 _YES = ("y", "yes", "1", "on", "true")
 
@@ -67,7 +70,9 @@ class nixlAgentConfig(Struct):
 
 
 class nixlXferTelemetry(Struct):
-    """The record of a transfer's last post. Times are in microseconds, at least 1. NIXL's record has no `path`."""
+    """The times and sizes of the last time that a transfer was posted. Times are in microseconds, and at least 1.
+    NIXL's class has no `path`.
+    """
 
     startTime: int = 0
     postDuration: int = 0
@@ -99,7 +104,9 @@ class _Posted(Struct, eq=False):
 
 
 class nixlAgent:
-    """An agent. Any thread may call any method, in every mode. Raises ValueError if the name is empty."""
+    """An agent, by the methods of NIXL's extension module. Any thread may call any method, in every mode. The
+    constructor raises ValueError if the name is empty.
+    """
 
     def __init__(self, name: str, config: nixlAgentConfig) -> None:
         self._agent = Agent(text_of(name))

@@ -35,8 +35,9 @@ _logger = get_logger(__name__.removeprefix("proxyccl.nixl."))
 
 
 class Request(IntEnum):
-    """A request to a peer. INVALIDATE carries the sender's metadata, which distinguish the sender from a later agent of
-    the same name.
+    """A request to a peer. LOAD asks the peer to add the metadata that it contains, FETCH to send its own metadata, and
+    INVALIDATE to remove the sender. INVALIDATE contains the sender's metadata, which distinguish the sender from a
+    later agent of the same name.
     """
 
     LOAD = 1

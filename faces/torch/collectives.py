@@ -27,7 +27,8 @@ size is at least `_LARGE_BYTES`.
 
 @untraced
 class Collectives:
-    """A mixin for process groups that adds the calls on tensors. If torch has two names for a call, one is an alias.
+    """A mixin that gives a process group its calls on tensors. If torch has two names for a call, one is an alias of
+    the other.
 
     Attributes:
         calls: the group's calls.

@@ -31,7 +31,7 @@ _Key = tuple[str, int | None, int | None]
 
 
 class _Making:
-    """An attempt to make a communicator."""
+    """An attempt to make a communicator, for which several threads may wait."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()  # held by the thread that makes the communicator; other threads wait for this lock

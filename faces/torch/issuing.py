@@ -39,13 +39,15 @@ from torch.autograd import profiler
 
 Tensors = Sequence[torch.Tensor]
 IS_BACKEND = hasattr(torch._C._distributed_c10d.Backend, "split")
-"""Whether Python can be a backend of torch's process group (torch 2.15), or only a whole process group."""
+"""Whether a Python class can be a backend of torch's process groups, as from torch 2.15 on. Otherwise it can only
+replace a whole process group.
+"""
 _logger = logging.getLogger("proxyccl.torch")
 _NO_TIME = timedelta(0)
 _NO_EVENT = nullcontext()
 CPU = torch.device("cpu")
 _Named = tuple[str, Any]
-"""The name of a call, and its options for C."""
+"""The name of a call, and the call's options for C."""
 
 
 class _InC:
@@ -147,13 +149,13 @@ class IssuedCalls:
 
     Attributes:
         rank: this rank's number in the group.
-        process: the id of the group's process; a fork's child makes no calls.
-        threads, gpus: the threads and GPUs where the calls run.
-        between_all: options of the calls that consist of transfers between all ranks, by name and, if there is one,
-            root.
+        process: the id of the group's process; in a fork's child, calls raise an error.
+        threads, gpus: the group's threads, and its state on each GPU.
+        between_all: the options of calls that consist of transfers between all ranks. The key is the call's name, or
+            for a call with a root, the pair of the name and the root.
         coalescing: for each thread, the Works of its calls between torch's `start_coalescing` and `end_coalescing`.
         under_way: the calls in progress.
-        unwaited: the Works that are kept until the program waits for them.
+        unwaited: keeps Works alive until the program waits for them.
         group_name, group_desc: the group's name and description.
     """
 
@@ -199,7 +201,7 @@ class IssuedCalls:
 
     @property
     def members(self) -> list[int]:
-        """The ranks' numbers in the default group."""
+        """The numbers of this group's ranks in the default group."""
         return self._endpoints.members
 
     # -- calls on a GPU that C issues ---

@@ -15,7 +15,7 @@ _MOST = 1 << 14
 when no call is recorded as ended, the oldest calls are dropped.
 """
 _ENDED = 2048
-"""The number of ended calls of a flow, the latest ones, whose names are kept."""
+"""The number of ended calls of each flow whose names are kept. These are the latest calls that have ended."""
 
 _Call = tuple[int, str, Callable[[], bool] | None]
 

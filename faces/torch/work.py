@@ -1,4 +1,4 @@
-"""The results of a process group's calls: torch's Work, for calls on CPU tensors and on a device's tensors."""
+"""The Works that a process group's calls return: torch's Work, for calls on CPU tensors and on a device's tensors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ _MOST_UNWAITED = 64
 
 
 class Unwaited:
-    """The latest Works of a group that nobody has waited for. A Work keeps its tensors alive, so only a few are kept.
+    """Keeps alive the latest Works of a group for which nobody has waited. A Work keeps its tensors alive, so only a
+    few Works are kept.
 
     Before torch 2.15, if a program hands a Work to C++, as DDP's `join` does, C++ keeps only the Work's C++ part alive.
     Once the Python part is freed, C++ does not find our `wait` and waits forever.
@@ -80,7 +81,7 @@ class _KeptWork(dist.Work):
         self.wait()
 
     def is_success(self) -> bool:
-        """Whether the call has ended without an error."""
+        """Returns whether the call has ended without an error."""
         return self.is_completed() and self.exception() is None
 
     def _forget(self) -> None:
@@ -158,7 +159,7 @@ class HostWork(_KeptWork):
                 return self._future
             done = self._done.is_set()
             if not done:
-                self._callbacks.start()  # started here, where an error reaches the caller
+                self._callbacks.start()  # starts the thread now, so that the caller gets an error
             completed = torch.futures.Future()
             # torch's C++ sees a future's error only if `then` has raised it.
             self._future = completed.then(self._future_value)
@@ -360,7 +361,7 @@ class TransferWork(DeviceWork):
         call is not issued yet.
         """
         if not self._issued.is_set():
-            self._callbacks.start()  # started here, where an error reaches the caller
+            self._callbacks.start()  # starts the thread now, so that the caller gets an error
         return super().get_future()
 
     def _is_issued(self) -> bool:

@@ -23,7 +23,9 @@ from proxyccl.device.runtime import StreamLike
 
 
 class _Dispatch(torch.autograd.Function):
-    """A token's gradient is the sum of its rows' gradients; a weight's gradient is the gradient of its row's weight."""
+    """A dispatch. A token's gradient is the sum of its rows' gradients; a weight's gradient is the gradient of the
+    weight that was sent with the token's row.
+    """
 
     @staticmethod
     def forward(
@@ -50,7 +52,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Redispatch(torch.autograd.Function):
-    """A token's gradient is the sum of its rows' gradients."""
+    """A repeated dispatch. A token's gradient is the sum of its rows' gradients."""
 
     @staticmethod
     def forward(
@@ -68,8 +70,8 @@ class _Redispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """A row's gradient is its token's gradient times the row's weight. A weight's gradient is the product of the
-    token's gradient and the row.
+    """A combine. A row's gradient is its token's gradient times the row's weight. A weight's gradient is the product of
+    the token's gradient and the row.
     """
 
     @staticmethod

@@ -56,11 +56,11 @@ if INTERPRETED:
         return tl.tensor(TensorHandle(value, kind), kind)
 
     def u32(x: Any) -> Any:
-        """A number of 32 bits."""
+        """Converts an integer to 32 bits."""
         return _number(x, tl.uint32, 32)
 
     def u64(x: Any) -> Any:
-        """A number of 64 bits; a negative one becomes a huge one, larger than any memory."""
+        """Converts an integer to 64 bits. A negative integer becomes a number larger than any memory."""
         return _number(x, tl.uint64, 64)
 
 else:
@@ -73,12 +73,12 @@ else:
 
     @jit
     def u32(x):
-        """A number of 32 bits."""
+        """Converts an integer to 32 bits."""
         return _integer(x).to(tl.uint32)
 
     @jit
     def u64(x):
-        """A number of 64 bits; a negative one becomes a huge one, larger than any memory."""
+        """Converts an integer to 64 bits. A negative integer becomes a number larger than any memory."""
         return _integer(x).to(tl.uint64)
 
 

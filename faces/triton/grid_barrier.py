@@ -27,7 +27,7 @@ class GridBarrier:
     launches may differ.
 
     Args:
-        communicator: the communicator whose time-out bounds the waits.
+        communicator: the communicator that ends the waits: by its time-out, or when it fails.
     """
 
     def __init__(self, communicator: Communicator) -> None:
