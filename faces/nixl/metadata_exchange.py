@@ -27,7 +27,7 @@ from proxyccl.proxy.connecting import NoAddressError, connect_to_any
 _HEAD = struct.Struct("<4sBQ")
 _FORMAT = b"PXM1"
 _LONGEST = 64 << 20
-_SECONDS = 5.0  # the bound of one exchange, and of the wait for a peer to listen
+_SECONDS = 5.0  # the bound of one exchange, and of the wait until a peer listens
 _MOST_AT_ONCE = 256  # exchanges in progress; a further exchange replaces the oldest
 _PART = 1 << 20
 _PAUSE_SECONDS = 0.05

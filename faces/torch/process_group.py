@@ -32,7 +32,7 @@ class WholeGroup:
     the calls on tensors. The group acts as its own backend.
 
     Attributes:
-        calls: the group's calls, which hold its name and description.
+        calls: the group's `IssuedCalls`, which also has the group's name and description.
         bound_device_id: the device that was passed to `init_process_group`.
     """
 

@@ -99,7 +99,7 @@ class _Combine(torch.autograd.Function):
         return None, None, rows_grad if ctx.needs_input_grad[2] else None, weights_grad, None
 
 
-# The names of `Recorder`'s methods.
+# The functions of this module under the names that `Recorder` has for them.
 is_recording = torch.is_grad_enabled
 dispatch, redispatch, combine = _Dispatch.apply, _Redispatch.apply, _Combine.apply
 
