@@ -1,8 +1,9 @@
-"""DeepEP's interface: ``from proxyccl.deep_ep import Buffer``. The distribution proxyccl-deep-ep names it `deep_ep`.
+"""DeepEP's interface: ``from proxyccl.deep_ep import Buffer``. With the distribution proxyccl-deep-ep, programs can
+also import it as `deep_ep`.
 
 `Buffer` follows DeepEP 1.2.1 and `ElasticBuffer` DeepEP 2.1.0: names, arguments, defaults, shapes and meanings. Both
-translate calls to those of `EPAll2AllLayer`, and add no mechanism. An unsupported feature raises
-NotImplementedError, which names it.
+translate calls to those of `EPAll2AllLayer`, and add no mechanism. A call that uses an unsupported feature raises
+NotImplementedError, which names the feature.
 """
 
 import torch

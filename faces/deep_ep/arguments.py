@@ -23,14 +23,18 @@ _IDENTIFIER = re.compile(r"\b[a-z]+(?:_[a-z]+)+\b")
 
 @dataclass(frozen=True)
 class Names:
-    """DeepEP's names for a layer's `arguments`, and its `words` for other words in the layer's error texts."""
+    """DeepEP's names for the names in a layer's errors.
+
+    Attributes:
+        arguments: DeepEP's argument for each of the layer's arguments.
+        words: what replaces other words in the layer's error texts."""
 
     arguments: Mapping[str, str]
     words: Mapping[str, str] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
-        """A context that puts DeepEP's names into the errors raised inside."""
+        """A context that puts DeepEP's names into the errors that are raised inside."""
         try:
             yield
         except (ArgumentError, CapacityError) as error:
@@ -103,8 +107,9 @@ ELASTIC = Names(
 def require_tensor(
     argument: str, x: Any, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...] = ()
 ) -> torch.Tensor:
-    """Returns an argument. Raises ArgumentError unless it is a tensor of this shape, where None stands for any number,
-    and of one of these types, if any are given."""
+    """Returns the argument `x`. Raises ArgumentError unless it is a tensor of this shape, in which None stands for any
+    number, and has one of `dtypes`, if there are any.
+    """
     if not isinstance(x, torch.Tensor):
         raise ArgumentError(argument, f"must be a tensor, not {type(x).__name__}")
     given = x.shape
@@ -120,8 +125,8 @@ def require_tensor(
 
 
 def bytes_of(group: Group, argument: str, tensor: Any) -> tuple[torch.Tensor, ArrayView]:
-    """A tensor's memory, as a tensor of uint8 and as a view. Raises ArgumentError if `tensor` is not a tensor, not
-    contiguous, or lies on another device.
+    """Returns a tensor's memory, as a tensor of uint8 and as an `ArrayView`. Raises ArgumentError if `tensor` is not a
+    tensor, is not contiguous, or is not on the group's device.
     """
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(argument, f"must be a tensor, not {type(tensor).__name__}")
@@ -134,18 +139,20 @@ def bytes_of(group: Group, argument: str, tensor: Any) -> tuple[torch.Tensor, Ar
 
 
 def require_beside(argument: str, x: torch.Tensor, rows: torch.Tensor) -> None:
-    """Raises ArgumentError unless a tensor is on the device of the argument `x`."""
+    """Raises ArgumentError unless the tensor `x` is on the device of the rows, which are the caller's argument x."""
     if x.device != rows.device:
         raise ArgumentError(argument, f"is on {x.device}; expected {rows.device}, where x is")
 
 
 def require_ids(topk_idx: Any, tokens: int | None = None) -> torch.Tensor:
-    """The argument `topk_idx`: integers [tokens, topk]."""
+    """Returns the argument `topk_idx`. Raises ArgumentError unless it is a tensor of integers, [tokens, topk]."""
     return require_tensor("topk_idx", topk_idx, (tokens, None), (torch.int32, torch.int64))
 
 
 def require_bias(bias: Any, tokens: int, hidden: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """The tensors of the argument `bias`, at most two, [tokens, hidden] each."""
+    """Returns the tensors of the argument `bias`. Raises ArgumentError unless there are at most two, each [tokens,
+    hidden].
+    """
     given = [each for each in (bias if isinstance(bias, tuple) else (bias,)) if each is not None]
     if len(given) > MOST_ADDED:
         raise ArgumentError("bias", f"has {len(given)} tensors; expected at most {MOST_ADDED}")
@@ -158,7 +165,7 @@ def require_stats(stats: Any, experts: int) -> None:
 
 
 def require_seconds(argument: str, value: Any) -> float:
-    """Returns an argument. Raises ArgumentError unless it is a finite number of seconds."""
+    """Returns the argument `value`. Raises ArgumentError unless it is a finite number of seconds, 0 or more."""
     is_number = isinstance(value, (int, float)) or hasattr(value, "__index__")
     if isinstance(value, bool) or not is_number or not 0 <= value < math.inf:
         raise ArgumentError(argument, f"must be a number of seconds, not {value!r}")
@@ -170,8 +177,8 @@ def refuse(what: str, reason: str) -> NotImplementedError:
 
 
 def refuse_unknown(call: str, options: Mapping[str, Any]) -> None:
-    """Refuses unknown keywords by name, except keywords whose value is None or False: callers of DeepEP's forks pass
-    many such keywords.
+    """Raises NotImplementedError, which names the keyword, if there is an unknown keyword whose value is not None or
+    False. Keywords with these two values are allowed, because callers of DeepEP's forks pass many of them.
     """
     for name, value in options.items():
         if value is not None and value is not False:

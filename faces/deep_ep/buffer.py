@@ -29,22 +29,25 @@ class Buffer(Connected):
 
     Args:
         group: a process group of torch, of any backend, or a `Communicator`; or None with `comm`.
-        num_nvl_bytes, num_rdma_bytes: kept for callers that compare them. Memory is allocated when a call needs it.
-        low_latency_mode: kept for callers that ask; both modes always work.
-        num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: not needed.
+        num_nvl_bytes, num_rdma_bytes: only stored as attributes, for callers that read them again. Memory is allocated
+            when a call needs it.
+        low_latency_mode: only stored as an attribute; every buffer works in both modes.
+        num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: without effect.
         explicitly_destroy: whether the caller calls `destroy`. Otherwise the memory lives until the process ends.
-        enable_shrink: continue after ranks are lost. The call in which a rank is lost raises an error that names it, on
-            all ranks; the next dispatch runs on the remaining ranks. It drops slots of the lost ranks' experts, and
-            keeps all shapes. See `low_latency_query_mask_buffer`.
+        enable_shrink: whether the buffer continues after ranks are lost. The call in which a rank is lost raises an
+            error that names this rank, on all ranks. The next dispatch runs on the remaining ranks: it sends nothing to
+            the lost ranks' experts, and all shapes stay the same. See `low_latency_query_mask_buffer`.
         comm: an MPI communicator, instead of `group`.
 
     Attributes:
-        num_sms: the most multiprocessors of a kernel, for calls without a config; `set_num_sms` sets it.
-        rank, group_size, group: this rank's number, the number of ranks, and the group; lost ranks are included.
-        communicator: the remaining ranks, for calls that DeepEP lacks.
+        num_sms: the largest number of multiprocessors that a kernel takes, for calls without a config; `set_num_sms`
+            sets it.
+        rank, group_size, group: this rank's number, the number of ranks, and the group, as they were before any rank
+            was lost.
+        communicator: the communicator of the remaining ranks, for calls that DeepEP lacks.
 
     Raises:
-        ArgumentError: neither group nor comm was given, or a number is wrong.
+        ArgumentError: neither group nor comm was given, or a number is out of range.
         CommunicatorError: a peer failed or did not arrive; see its subclasses.
     """
 
@@ -84,12 +87,14 @@ class Buffer(Connected):
 
     @staticmethod
     def is_sm90_compiled() -> bool:
-        """Always True: no feature depends on an architecture."""
+        """Returns True: no feature depends on the GPU's architecture."""
         return True
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """Sets the most multiprocessors of a kernel for later calls, on all ranks alike. The number must be even."""
+        """Sets the largest number of multiprocessors that a kernel of later calls takes. The number must be even, and
+        the same on all ranks.
+        """
         number = whole_number("new_num_sms", new_num_sms, 1)
         if number % 2:
             raise ArgumentError("new_num_sms", f"must be an even number, not {new_num_sms!r}")
@@ -97,12 +102,12 @@ class Buffer(Connected):
 
     @staticmethod
     def capture() -> EventOverlap:
-        """An event recorded after all work queued on the current stream."""
+        """Returns an event after all work that is queued on the current stream now."""
         return EventOverlap(EventHandle())
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
-        """The default config of a dispatch; the same for any number of ranks."""
+        """Returns the default config of a dispatch or combine, which is the same for any number of ranks."""
         return Config(Buffer.num_sms)
 
     get_combine_config = get_dispatch_config
@@ -111,13 +116,14 @@ class Buffer(Connected):
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """The number of bytes that callers pass as `num_rdma_bytes`; see `low_latency_size_hint`."""
+        """Returns the number of bytes that callers pass as `num_rdma_bytes`; see `low_latency_size_hint`."""
         return low_latency_size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
 
     def get_local_buffer_tensor(
         self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
     ) -> torch.Tensor:
-        """A tensor without elements, for callers that clear the whole buffer: there is no buffer of a fixed layout.
+        """Returns a tensor without elements, because there is no buffer of a fixed layout. Callers that clear the whole
+        buffer then clear nothing.
 
         Raises:
             NotImplementedError: the caller requests a part of the buffer.
@@ -145,12 +151,12 @@ class Buffer(Connected):
         """Counts this rank's tokens by their destinations.
 
         Args:
-            topk_idx: int64 [T, topk]: the experts of each token; -1 for none.
-            num_experts: experts of all ranks together.
+            topk_idx: int64 [T, topk]: the experts of each token; -1 in a slot without an expert.
+            num_experts: the number of experts of all ranks together.
             previous_event: the event that an asynchronous call waits for, instead of the current stream.
-            async_finish: whether the call is asynchronous: the current stream does not wait for it; the caller waits
-                for the event.
-            allocate_on_comm_stream: without effect; tensors are safe to use on the current stream either way.
+            async_finish: whether the call is asynchronous. The current stream does not wait for an asynchronous call;
+                the caller waits for the event instead.
+            allocate_on_comm_stream: without effect; the results can always be used on the current stream.
 
         Returns:
             num_tokens_per_rank, int32 [ranks]; num_tokens_per_rdma_rank, int32 [nodes], or None on one node;
@@ -183,26 +189,30 @@ class Buffer(Connected):
         Args:
             x: [T, hidden] of bfloat16 (or float16, float32, float64); or a pair of float8_e4m3fn rows and their scales,
                 [T, n] or [T] of float32 or int32.
-            handle: the handle of an earlier dispatch, whose routing is reused; omit the arguments up to
-                num_worst_tokens then.
+            handle: the handle of an earlier dispatch, whose routing is reused; None to dispatch anew. With a handle,
+                omit the arguments from num_tokens_per_rank to num_worst_tokens.
             num_tokens_per_rank, num_tokens_per_rdma_rank: ignored.
             is_token_in_rank, num_tokens_per_expert: as `get_dispatch_layout` returned them.
-            topk_idx: int64 or int32 [T, topk]: the experts; -1 for none. None to send each token to the ranks of
-                is_token_in_rank, at most 16; then the list has the numbers that all ranks passed as
-                num_tokens_per_expert. Either all ranks pass topk_idx, or none.
-            topk_weights: float32 [T, topk], or None. Either all ranks pass it, or none.
-            expert_alignment: each number of the list is rounded up to a multiple of this number.
-            num_worst_tokens: rows of every output; 0 for outputs of the exact size, for which the CPU waits. All ranks
-                pass the same. A rank can then send at most num_worst_tokens / ranks tokens, or the most that any rank
-                had in the first call with num_worst_tokens. Works across nodes too.
-            config: its num_sms is the most multiprocessors; None for `Buffer.num_sms`. All ranks pass the same.
+            topk_idx: int64 or int32 [T, topk]: the experts of each token; -1 in a slot without an expert. With None,
+                each token goes to its ranks in is_token_in_rank, at most 16, and the returned numbers of rows per
+                expert are the sums of what the ranks passed as num_tokens_per_expert. Either all ranks pass topk_idx,
+                or no rank does.
+            topk_weights: float32 [T, topk], or None. Either all ranks pass weights, or no rank does.
+            expert_alignment: the returned number of rows of each expert is rounded up to a multiple of this number.
+            num_worst_tokens: the number of rows of every output, the same on all ranks; 0 for outputs of the exact
+                size, for which the CPU waits. If it is not 0, the number of tokens that a rank can send is limited to
+                num_worst_tokens / ranks, or to the largest number of any rank in the first such call if that is more.
+                It also works across nodes.
+            config: its num_sms limits the number of multiprocessors; None for `Buffer.num_sms`. All ranks pass the
+                same.
             previous_event, async_finish, allocate_on_comm_stream: as for `get_dispatch_layout`.
 
         Returns:
-            recv_x, like x, ordered by source rank and token; recv_topk_idx, the experts' numbers on this rank, or -1;
-            recv_topk_weights, which in received rows are 0 where recv_topk_idx is -1; the rows that chose each expert
-            of this rank, or [] with num_worst_tokens; the handle; and the event. Without topk_idx, recv_topk_idx and
-            recv_topk_weights are None; with a handle, all but recv_x and the event are None.
+            A tuple of: recv_x, the received rows, of the type of x, ordered by source rank and token; recv_topk_idx,
+            the experts' numbers on this rank, or -1 for experts of other ranks; recv_topk_weights, in which received
+            rows have 0 where recv_topk_idx is -1; a list of the number of rows of each expert of this rank, which is []
+            with num_worst_tokens; the handle; and the event. Without topk_idx, recv_topk_idx and recv_topk_weights are
+            None. With a handle, all except recv_x and the event are None.
 
         Raises:
             ArgumentError: an argument is wrong; an expert id is out of range on any rank.
@@ -257,13 +267,14 @@ class Buffer(Connected):
             x: [rows, hidden], in the order of the dispatch's output.
             handle: the handle of that dispatch.
             topk_weights: float32 [rows, topk], zero where the dispatch's expert id is -1; or None. Either all ranks
-                pass it, or none.
-            bias: one or two tensors [T, hidden], with which the last sum begins, before it is rounded.
+                pass weights, or no rank does.
+            bias: one or two tensors [T, hidden], which are added to the sums before rounding; or None.
             config: ignored: a combine uses as many multiprocessors as its dispatch.
             previous_event, async_finish, allocate_on_comm_stream: as for `get_dispatch_layout`.
 
         Returns:
-            [T, hidden]; the sums of topk_weights, float32 [T, topk], or None; and the event. Raises as `dispatch`.
+            A tuple of: the sums, [T, hidden]; the sums of topk_weights, float32 [T, topk], or None without weights; and
+            the event. Raises the errors of `dispatch`.
         """
         if others:
             refuse_unknown("combine", others)
@@ -273,18 +284,20 @@ class Buffer(Connected):
         return *combined, event
 
     def internode_dispatch(self, *arguments: Any, **options: Any) -> Any:
-        """`dispatch`, which works across nodes too. As in DeepEP, config follows expert_alignment."""
+        """Calls `dispatch`, which also works across nodes. As in DeepEP, the positional argument after expert_alignment
+        is config and not num_worst_tokens.
+        """
         worst = (0,) if len(arguments) > _BEFORE_WORST_TOKENS else ()
         return self.dispatch(*arguments[:_BEFORE_WORST_TOKENS], *worst, *arguments[_BEFORE_WORST_TOKENS:], **options)
 
     def internode_combine(self, *arguments: Any, **options: Any) -> Any:
-        """`combine`, which works across nodes too."""
+        """Calls `combine`, which also works across nodes."""
         return self.combine(*arguments, **options)
 
     # -- low-latency mode ---
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
-        """Does nothing: the modes share no memory."""
+        """Does nothing: the two modes share no memory, so none needs clearing between them."""
 
     def low_latency_dispatch(
         self,
@@ -301,33 +314,34 @@ class Buffer(Connected):
         return_recv_hook: bool = False,
         **others: Any,
     ) -> tuple[Rows, torch.Tensor, Handle, EventOverlap, Callable[[], None] | None]:
-        """Sends each token to its experts, with room for the most rows that each expert can get.
+        """Sends each token to its experts. The output has room for the largest number of rows that an expert can get.
 
-        Two dispatches with hooks, and their combines, can be in progress at a time. A third call first receives the
-        rows of the first call, if the first call's hook was not called.
+        Two dispatches with hooks, and their combines, can be in progress at the same time. A third dispatch first
+        receives the rows of the first one, if the first one's hook was not called.
 
         Args:
             x: bfloat16 [T, hidden], any hidden size; with use_fp8 a multiple of 128.
-            topk_idx: int64 or int32 [T, topk]; -1 for none. A token should choose an expert once: each choice takes a
-                row, and the fullest expert may then have too little room.
-            num_max_dispatch_tokens_per_rank: the most tokens of one rank; the same on all ranks.
-            num_experts: experts of all ranks together.
-            cumulative_local_expert_recv_stats: int32 [experts of this rank], to which each expert's number of rows is
-                added.
+            topk_idx: int64 or int32 [T, topk]: the experts of each token; -1 in a slot without an expert. A token
+                should not choose an expert twice: each choice takes a row, and the expert may run out of rows.
+            num_max_dispatch_tokens_per_rank: the largest number of tokens of one rank; the same on all ranks.
+            num_experts: the number of experts of all ranks together.
+            cumulative_local_expert_recv_stats: int32 [experts of this rank], to which the number of each expert's rows
+                is added; or None.
             dispatch_wait_recv_cost_stats: must be None.
-            use_fp8: send rows in float8, and return pairs of rows and scales.
-            round_scale: make scales powers of two.
-            use_ue8m0: return scales as packed exponents. Needs round_scale.
-            async_finish: as for `get_dispatch_layout`. Not with return_recv_hook.
-            return_recv_hook: receive nothing before the hook is called, once. x and topk_idx must not change until
-                then.
+            use_fp8: whether rows are sent in float8 and returned as a pair of rows and scales.
+            round_scale: whether scales are rounded to powers of two.
+            use_ue8m0: whether scales are returned as packed exponents, which needs round_scale.
+            async_finish: as for `get_dispatch_layout`; can't be combined with return_recv_hook.
+            return_recv_hook: whether the call only sends, and returns a hook that receives the rows. The caller calls
+                the hook once, and leaves x and topk_idx unchanged until then.
 
         Returns:
-            [experts of this rank, ranks * most tokens, hidden] of bfloat16, or a pair of such rows in float8_e4m3fn and
-            scales, float32 [..., hidden / 128] or int32 [..., hidden / 512], where scales of consecutive rows lie side
-            by side; how many rows each expert got, int32 [experts of this rank]; the handle; the event; and the hook or
-            None. Raises as `dispatch`, and CapacityError where an expert got more rows than it has room for; on GPUs
-            nothing waits on the CPU, so bad ids and such rows are dropped instead.
+            A tuple of: the rows, bfloat16 [experts of this rank, ranks * num_max_dispatch_tokens_per_rank, hidden], or
+            a pair of such rows in float8_e4m3fn and their scales, float32 [..., hidden / 128] or int32 [..., hidden /
+            512], in which the scales of consecutive rows are adjacent in memory; the number of rows of each expert,
+            int32 [experts of this rank]; the handle; the event; and the hook, or None without return_recv_hook. Raises
+            the errors of `dispatch`, and CapacityError if an expert got more rows than it has room for. On GPUs the CPU
+            does not wait for the call, so wrong ids and rows without room are dropped instead.
         """
         if others:
             refuse_unknown("low_latency_dispatch", others)
@@ -363,18 +377,20 @@ class Buffer(Connected):
         """Sends the experts' rows back, and sums each token's rows times their weights, in float32.
 
         Args:
-            x: bfloat16 [experts of this rank, ranks * most tokens, hidden].
-            topk_idx: the dispatch's expert ids, which the handle has too.
+            x: bfloat16, of the shape of the dispatch's rows.
+            topk_idx: the dispatch's expert ids; ignored, because the handle contains them.
             topk_weights: float32 [T, topk].
             handle: the dispatch's handle.
-            use_logfmt: without effect: rows travel in bfloat16.
-            zero_copy: without effect: rows are read where they lie, in any tensor.
-            async_finish, return_recv_hook: as for `low_latency_dispatch`; x and topk_weights must not change.
+            use_logfmt: without effect: rows are sent in bfloat16.
+            zero_copy: without effect: rows are always read from `x`, without a copy.
+            async_finish, return_recv_hook: as for `low_latency_dispatch`. With a hook, x and topk_weights must not
+                change until the hook is called.
             out: bfloat16 [T, hidden], or None for a new tensor.
             combine_wait_recv_cost_stats: must be None.
 
         Returns:
-            `out`, or the new tensor; the event; and the hook or None. Raises as `dispatch`.
+            A tuple of: `out`, or the new tensor; the event; and the hook, or None without return_recv_hook. Raises the
+            errors of `dispatch`.
         """
         if others:
             refuse_unknown("low_latency_combine", others)
@@ -389,20 +405,21 @@ class Buffer(Connected):
         return output, event, half and self._once(*half, LOW_LATENCY)
 
     def get_next_low_latency_combine_buffer(self, handle: Any) -> torch.Tensor:
-        """A tensor for the experts' results, bfloat16 [experts of this rank, ranks * most tokens, hidden]. Each handle
-        has its own tensor, so that batches in progress do not overwrite each other's results.
+        """Returns a tensor for the experts' results, bfloat16, of the shape of the dispatch's rows. Each handle has its
+        own tensor, so that batches in progress do not overwrite each other's results.
         """
         self._require_current(handle, "padded")
         results: torch.Tensor = handle.combine_buffer
         return results
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Masks a rank from the next dispatch on, or unmasks it before that dispatch. All remaining ranks call this
-        alike. A masked rank takes no further part: its own calls raise an error.
+        """Masks a rank, which the next dispatch then excludes, or unmasks it if that dispatch was not made yet. All
+        remaining ranks make this call with the same arguments. An excluded rank can't use the buffer any more: its
+        calls raise an error.
 
         Raises:
             ArgumentError: rank_to_mask is this rank or not a rank, or the buffer was made without enable_shrink.
-            NotImplementedError: the rank is lost, and can't come back.
+            NotImplementedError: the rank was lost, so it can't be unmasked.
         """
         self._usable()
         if not self.enable_shrink:
@@ -413,7 +430,8 @@ class Buffer(Connected):
         self._masks.update(rank, masked=mask)
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
-        """Fills int32 [ranks]: 1 for ranks that are masked or known to be lost, 0 for the others. Does not wait.
+        """Fills in `mask_status`, int32 [ranks]: 1 for ranks that are masked or known to be lost, 0 for other ranks.
+        Does not wait.
 
         Raises:
             CommunicatorError: a rank has failed, and the buffer was made without enable_shrink.
@@ -429,13 +447,15 @@ class Buffer(Connected):
         """Unmasks the ranks that were masked since the last dispatch.
 
         Raises:
-            NotImplementedError: ranks are lost, and can't come back.
+            NotImplementedError: ranks were lost, which can't be unmasked.
         """
         self._usable()
         self._masks.clean()
 
     def _layers_of_the_left(self) -> Layers:
-        """The layers for a dispatch. After a loss all remaining ranks make them together."""
+        """Returns the layers for a dispatch. After ranks were lost or masked, all remaining ranks together first make a
+        communicator without these ranks, and new layers.
+        """
         layers = self._layers
         if layers is not None and not self.enable_shrink:
             return layers
@@ -446,7 +466,7 @@ class Buffer(Connected):
         self.communicator = before.shrink(exclude=self._masks.numbers_in(before))
         self._masks.lose_all_but(self.communicator)
         if self._owned and not before.closed:
-            before.group.close(reason="ranks were masked")  # lost ranks take no part in it
+            before.group.close(reason="ranks were masked")  # without the lost ranks
         self._owned = True
         self._layers = Layers(self.communicator, self._masks.lost)
         return self._layers

@@ -7,19 +7,20 @@ from dataclasses import dataclass, fields
 from proxyccl.channels.expert_parallel.arguments import MAX_NUMBER, whole_number
 from proxyccl.channels.expert_parallel.geometry import aligned
 
-_RANKS_OF_A_NODE = 8  # with more ranks, DeepEP's callers expect a buffer for RDMA
+_RANKS_OF_A_NODE = 8  # with more ranks, DeepEP needs a buffer for RDMA
 ELASTIC_ALIGNMENT = 2 << 20
-"""Sizes of an elastic buffer are multiples of this number."""
+"""The sizes of an ElasticBuffer, in bytes, are multiples of this number."""
 MOST_BYTES = 2**62
 """The largest size that a caller may state for a buffer."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """Tuning of a call. Only `num_sms` has an effect here: the most multiprocessors of a kernel.
+    """The tuning of a call. Only `num_sms` has an effect: the largest number of multiprocessors that a kernel takes.
 
-    ProxyCCL has no chunks. Its memory follows from the most tokens of a rank and is allocated when a call needs it. The
-    size hints are the sizes of such chunks of rows. Callers pass the hints to `Buffer`, which only stores them.
+    DeepEP sends rows in chunks, and the size hints are the sizes of its chunks' buffers. ProxyCCL has no chunks: the
+    size of its memory follows from the largest number of tokens of a rank, and the memory is allocated when a call
+    needs it. Callers pass the hints to `Buffer`, which only stores them.
 
     Raises:
         ArgumentError: a number is not a positive integer.
@@ -38,7 +39,7 @@ class Config:
                 object.__setattr__(self, name, whole_number(name, value, 1))
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Bytes for rows within a node.
+        """Returns the number of bytes that DeepEP would need for rows sent within a node.
 
         Raises:
             ArgumentError: a number is negative, or not an integer; or there are no ranks.
@@ -48,7 +49,9 @@ class Config:
         return aligned(self.num_sms // 2 * ranks * self.num_max_nvl_chunked_recv_tokens * hidden_bytes)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Bytes for rows between nodes; 0 for up to 8 ranks. Raises as `get_nvl_buffer_size_hint`."""
+        """Returns the number of bytes that DeepEP would need for rows sent between nodes; 0 for up to 8 ranks. Raises
+        the errors of `get_nvl_buffer_size_hint`.
+        """
         hidden_bytes, num_ranks = whole_number("hidden_bytes", hidden_bytes, 0), whole_number("num_ranks", num_ranks, 1)
         if num_ranks <= _RANKS_OF_A_NODE:
             return 0
@@ -60,8 +63,8 @@ _SIZES = tuple(each.name for each in fields(Config))
 
 
 def low_latency_size_hint(max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
-    """Bytes for the rows of a low-latency dispatch and combine in bfloat16: two slabs from each rank, and the results.
-    Callers pass this number to `Buffer`, which only stores it.
+    """Returns the number of bytes of a low-latency dispatch and combine in bfloat16: `max_tokens` rows for each rank,
+    twice, and `max_tokens` rows for each expert. Callers pass this number to `Buffer`, which only stores it.
     """
     max_tokens = whole_number("num_max_dispatch_tokens_per_rank", max_tokens, 0)
     hidden, num_ranks = whole_number("hidden", hidden, 0), whole_number("num_ranks", num_ranks, 1)
@@ -70,8 +73,8 @@ def low_latency_size_hint(max_tokens: int, hidden: int, num_ranks: int, num_expe
 
 
 def elastic_size_hint(ranks: int, max_tokens: int, hidden: int, topk: int, *, float8: bool) -> int:
-    """Bytes for the rows of a dispatch, or of a combine in bfloat16 if that takes more: one row from each rank for each
-    token. Callers pass this number to `ElasticBuffer`, which only stores it.
+    """Returns the number of bytes of the rows of a dispatch, or of a combine in bfloat16 if these take more. A dispatch
+    has `max_tokens` rows from each rank. Callers pass this number to `ElasticBuffer`, which only stores it.
     """
     max_tokens = whole_number("num_max_tokens_per_rank", max_tokens, 0)
     hidden, topk = whole_number("hidden", hidden, 0), whole_number("num_topk", topk, 0)

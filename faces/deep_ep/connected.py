@@ -1,5 +1,5 @@
-"""The common part of DeepEP's buffers: a communicator, its layers, and a stream for asynchronous calls. `ElasticBase`
-is the common part of an ElasticBuffer's calls.
+"""`Connected`, the base class of both kinds of buffer, has a communicator, its layers, and a stream for asynchronous
+calls. `ElasticBase` is the base class of the classes with an ElasticBuffer's calls.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from proxyccl.device.errors import ArgumentError, CapacityError, ClosedError
 
 T = TypeVar("T")
 LEAST_TIMEOUT_SECONDS = 100.0
-"""The least time-out, because callers compile kernels between their calls, each rank at its own pace."""
+"""The smallest time-out of a buffer's waits. It is long, because callers compile kernels between their calls, and a
+rank may take longer than others.
+"""
 
 
 class Connected:
-    """A buffer's ranks and memory. See `ElasticBuffer` for the types of groups.
+    """The communicator, the layers and the stream of a buffer. See `ElasticBuffer` for the types of groups.
 
     Attributes:
-        communicator: the ranks, for calls that DeepEP lacks.
+        communicator: the communicator of the buffer's ranks, for calls that DeepEP lacks.
     """
 
     def __init__(self, source: Any, *, explicitly_destroy: bool, timeout: float = LEAST_TIMEOUT_SECONDS) -> None:
@@ -43,7 +45,7 @@ class Connected:
         self._layers: Layers | None = Layers(self.communicator)
 
     def destroy(self) -> None:
-        """Releases the memory. All ranks call it together; calling it twice does nothing.
+        """Releases the memory. All ranks call this together. A second call does nothing.
 
         Raises:
             ArgumentError: the buffer was made without `explicitly_destroy`.
@@ -57,7 +59,7 @@ class Connected:
                 self.communicator.close()
 
     def get_comm_stream(self) -> Any:
-        """The stream of asynchronous calls, a torch.cuda.Stream; None for CPU tensors."""
+        """Returns the stream of asynchronous calls, a torch.cuda.Stream; None if the buffer is for CPU tensors."""
         return self._stream
 
     def _usable(self) -> Layers:
@@ -66,8 +68,8 @@ class Connected:
         return self._layers
 
     def _require_current(self, handle: Any, *layouts: str) -> Routing:
-        """The dispatch of a handle. Raises ArgumentError unless the handle is from this buffer with its remaining
-        ranks, and, if layouts are given, has one of these layouts.
+        """Returns the `Routing` of a handle. Raises ArgumentError unless the handle is from a dispatch of this buffer
+        since ranks were last lost, and, if layouts are given, the dispatch's layer has one of these layouts.
         """
         routing, layers = routing_of(handle), self._layers
         if layers is None or routing.layer.ctx not in layers.all:
@@ -78,7 +80,9 @@ class Connected:
         return routing_of(handle, *layouts) if routing.layer.layout not in layouts else routing
 
     def _once(self, finish: Callable[[], None], layer: EPAll2AllLayer, names: Names) -> Callable[[], None]:
-        """A hook that makes the second half of a call of this layer, and refuses a second call."""
+        """Returns a hook that calls `finish`, the second half of a call of `layer`. If the hook is called again, it
+        raises ArgumentError.
+        """
         was_called = False
 
         def hook() -> None:
@@ -102,13 +106,14 @@ class Connected:
         *,
         apart: bool,
     ) -> tuple[T, EventOverlap]:
-        """Makes a call on the current stream, or with `apart` on the stream of the buffer.
+        """Makes a call on the current stream, or on the buffer's stream if `apart` is set. Returns its result and
+        event.
 
         Args:
-            events: the events that the call waits for. An asynchronous call whose first event is missing waits for the
-                current stream.
-            used: the tensors and handles that the call uses, in tuples.
-            names: DeepEP's names of a layer's arguments, for errors.
+            events: the events that the call waits for, each an event or None. An asynchronous call whose first event is
+                None waits for the current stream.
+            used: the tensors and handles that the call uses, in nested tuples.
+            names: DeepEP's names of a layer's arguments, which errors then use.
             apart: whether the call is asynchronous: the current stream does not wait for it.
         """
         if apart is False and events.count(None) == len(events):
@@ -146,7 +151,7 @@ class Connected:
             event = EventHandle()
         finally:
             torch.cuda.set_stream(current)
-        if not torch.cuda.is_current_stream_capturing():  # a graph keeps its own memory
+        if not torch.cuda.is_current_stream_capturing():  # a graph keeps the memory that it uses
             for tensor in _tensors(used):
                 tensor.record_stream(self._stream)
             for tensor in _tensors(result):
@@ -155,7 +160,9 @@ class Connected:
 
 
 class ElasticBase(Connected):
-    """The ranks of a buffer and its stated size. `ElasticBuffer` describes the attributes, which it sets."""
+    """The ranks and the stated size of an ElasticBuffer, for the classes with its calls. `ElasticBuffer` sets and
+    describes the attributes.
+    """
 
     rank_idx: int
     num_ranks: int
@@ -167,8 +174,8 @@ class ElasticBase(Connected):
         """Makes the current stream wait until all ranks have made this call.
 
         Args:
-            use_comm_stream: wait for the calls on the buffer's stream too.
-            with_cpu_sync: wait on the CPU too, for all streams of the GPU, before and after the barrier.
+            use_comm_stream: whether to wait for the calls on the buffer's stream as well.
+            with_cpu_sync: whether the CPU waits for all streams of the GPU, before and after the barrier.
             sequential: without effect.
         """
         self._usable()
@@ -191,7 +198,7 @@ class ElasticBase(Connected):
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested tuples and lists. A handle counts as the tensors of its tables and attributes."""
+    """Yields the tensors in nested tuples and lists. For a handle, yields the tensors in its tables and attributes."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, (tuple, list)):

@@ -1,5 +1,5 @@
-"""ElasticBuffer: the calls of DeepEP 2.1.0. The calls for mixtures of experts are here, the others in its base
-classes.
+"""ElasticBuffer, with the calls of DeepEP 2.1.0. This module has the calls for mixtures of experts; the base classes
+have the other calls.
 """
 
 from __future__ import annotations
@@ -29,37 +29,40 @@ _SMS_BESIDE_OTHERS, _SMS_ALONE = 24, 64
 
 @untraced
 class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
-    """Calls for the ranks of a group. All ranks construct the buffer together, and make the same calls, except where a
-    call's documentation says otherwise.
+    """Dispatch, combine and other calls for the ranks of a group. All ranks construct the buffer together, and make the
+    same calls, unless a call's documentation says otherwise.
 
     Args:
         group: a process group of torch, of any backend, an MPI communicator, or a `Communicator`.
-        num_bytes: kept for callers that compare it; None for `get_buffer_size_hint`. Memory is allocated when a call
-            needs it.
+        num_bytes: a limit for some calls, and an attribute that callers read; None for the result of
+            `get_buffer_size_hint`. Memory is allocated when a call needs it.
         num_cpu_bytes: the part of num_bytes for the rows of `engram_write`, in the host's memory; a multiple of 2 MiB.
-        num_max_tokens_per_rank: the most tokens of one rank, for calls without this argument; the same on all ranks.
-        hidden, num_topk, use_fp8_dispatch: for `get_buffer_size_hint`.
-        deterministic: without effect: rows always arrive in one order.
-        allow_hybrid_mode: whether nodes count as scaleout ranks, or all ranks as scaleup ranks. Rows travel the same
-            way.
-        allow_multiple_reduction: with do_expand on one node, sum a token's rows on each rank first, which sends less
-            and rounds twice. Across nodes it must be True.
-        prefer_overlap_with_compute: use 24 multiprocessors instead of 64 in calls without num_sms.
-        sl_idx, num_allocated_qps: not needed.
-        num_cpu_timeout_secs, num_gpu_timeout_secs: a wait takes at most the larger number, but at least 100 s, or
-            PROXYCCL_TIMEOUT if that is more. A `Communicator` has its own time-out.
+        num_max_tokens_per_rank: the largest number of tokens of one rank, for dispatches without this argument; the
+            same on all ranks.
+        hidden, num_topk, use_fp8_dispatch: the arguments of `get_buffer_size_hint` if num_bytes is None.
+        deterministic: without effect: the order of rows is always deterministic.
+        allow_hybrid_mode: if True, each node is one scaleout rank; if False, all ranks are scaleup ranks. This changes
+            only numbers that callers read, not how rows are sent.
+        allow_multiple_reduction: with do_expand on one node, whether each rank first sums a token's rows that it has,
+            which sends less data but rounds twice. Across nodes it must be True.
+        prefer_overlap_with_compute: whether calls without num_sms use 24 multiprocessors instead of 64.
+        sl_idx, num_allocated_qps: without effect.
+        num_cpu_timeout_secs, num_gpu_timeout_secs: the time-out of every wait is the largest of these two numbers, 100
+            s and PROXYCCL_TIMEOUT. If the group is a `Communicator`, its own time-out holds instead.
         explicitly_destroy: whether the caller calls `destroy`. Otherwise the memory lives until the process ends.
 
     Attributes:
         rank_idx, num_ranks: this rank's number, and the number of ranks.
         num_rdma_ranks, num_nvlink_ranks: the numbers of nodes, and of ranks of a node.
-        num_scaleout_ranks, num_scaleup_ranks, scaleout_rank_idx, scaleup_rank_idx: the same numbers and this rank's
-        place, as dispatches count ranks. communicator: the ranks, for calls that DeepEP lacks. Other attributes are as
-        given.
+        num_scaleout_ranks, num_scaleup_ranks: the numbers of scaleout and of scaleup ranks; see allow_hybrid_mode.
+        scaleout_rank_idx, scaleup_rank_idx: this rank's number among the scaleout and among the scaleup ranks.
+        communicator: the communicator of the ranks, for calls that DeepEP lacks.
+
+    The other attributes are the arguments of the same names.
 
     Raises:
-        ArgumentError: the group is None, or a number is wrong.
-        NotImplementedError: across nodes allow_multiple_reduction=False.
+        ArgumentError: the group is None, or a number is out of range.
+        NotImplementedError: allow_multiple_reduction is False, and the ranks are on several nodes.
         CommunicatorError: a peer failed or did not arrive; see its subclasses.
     """
 
@@ -136,21 +139,23 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
         allow_hybrid_mode: bool = True,
         allow_multiple_reduction: bool = True,
     ) -> int:
-        """Bytes that callers compare with `num_bytes`, a multiple of 2 MiB; see `elastic_size_hint`."""
+        """Returns the number of bytes that callers compare with `num_bytes`: a multiple of 2 MiB; see
+        `elastic_size_hint`.
+        """
         float8 = as_flag(use_fp8_dispatch, "use_fp8_dispatch")
         return elastic_size_hint(size_of(group), num_max_tokens_per_rank, hidden, num_topk, float8=float8)
 
     @staticmethod
     def capture() -> EventHandle:
-        """An event recorded after all work queued on the current stream."""
+        """Returns an event after all work that is queued on the current stream now."""
         return EventHandle()
 
     def get_physical_domain_size(self) -> tuple[int, int]:
-        """(nodes, ranks of a node)."""
+        """Returns (number of nodes, number of ranks of a node)."""
         return self.num_rdma_ranks, self.num_nvlink_ranks
 
     def get_logical_domain_size(self) -> tuple[int, int]:
-        """(scaleout ranks, scaleup ranks)."""
+        """Returns (number of scaleout ranks, number of scaleup ranks)."""
         return self.num_scaleout_ranks, self.num_scaleup_ranks
 
     def get_theoretical_num_sms(
@@ -163,11 +168,13 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
         sm_read_gbs: float = 200,
         sm_write_gbs: float = 50,
     ) -> int:
-        """The most multiprocessors of a kernel, for calls that don't give a number; the arguments are ignored."""
+        """Returns the largest number of multiprocessors that a kernel takes in calls without num_sms. The arguments are
+        ignored.
+        """
         return _SMS_BESIDE_OTHERS if self.prefer_overlap_with_compute else _SMS_ALONE
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
-        """Always 0, which leaves the choice to the buffer: its proxies have their own queue pairs."""
+        """Returns 0, which leaves the choice to the buffer, because its proxies have their own queue pairs."""
         return 0
 
     def destroy(self) -> None:
@@ -211,36 +218,40 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
         Args:
             x: [T, hidden] of bfloat16 (or float16, float32, float64); or a pair of float8_e4m3fn rows and their scales,
                 [T, n] of float32, or of int32 for packed exponents, with any strides.
-            topk_idx: int64 or int32 [T, topk]: the experts of each token; -1 for none. None with a handle.
-            topk_weights: float32 [T, topk], or None. Either all ranks pass it, or none.
-            cumulative_local_expert_recv_stats: int32 [experts of this rank], to which each expert's number of rows is
-                added.
-            num_experts: experts of all ranks together.
-            num_max_tokens_per_rank: the most tokens of one rank; None for the buffer's number. All ranks pass the same
-                number.
-            expert_alignment: the rows of an expert are counted up to a multiple of this number, and with do_expand
-                begin at such a multiple; None for 1.
-            num_sms: the most multiprocessors; 0 for `get_theoretical_num_sms`.
+            topk_idx: int64 or int32 [T, topk]: the experts of each token; -1 in a slot without an expert. None with a
+                handle.
+            topk_weights: float32 [T, topk], or None. Either all ranks pass weights, or no rank does.
+            cumulative_local_expert_recv_stats: int32 [experts of this rank], to which the number of each expert's rows
+                is added; or None.
+            num_experts: the number of experts of all ranks together.
+            num_max_tokens_per_rank: the largest number of tokens of one rank; None for the buffer's number. All ranks
+                pass the same number.
+            expert_alignment: the handle's number of rows of each expert is rounded up to a multiple of this number;
+                with do_expand, each expert's rows also begin at such a multiple. None for 1.
+            num_sms: the largest number of multiprocessors of a kernel; 0 for `get_theoretical_num_sms`.
             num_qps: ignored.
-            previous_event, async_with_compute_stream, allocate_on_comm_stream: as previous_event, async_finish and
+            previous_event, async_with_compute_stream, allocate_on_comm_stream: like previous_event, async_finish and
                 allocate_on_comm_stream of `Buffer.get_dispatch_layout`.
-            previous_event_before_epilogue: another event that the call waits for, at its start.
-            handle: the handle of an earlier dispatch, whose routing is reused. The numbers above may be omitted then.
+            previous_event_before_epilogue: a second event that the call waits for when it starts.
+            handle: the handle of an earlier dispatch, whose routing is reused. num_experts, num_max_tokens_per_rank and
+                expert_alignment may then be omitted.
             do_handle_copy: whether the handle keeps a copy of topk_idx.
-            do_cpu_sync: whether outputs have the exact size, for which the CPU waits; None for True. With False they
-                have room for the most rows that can come. With a handle, outputs have the sizes of the earlier
-                dispatch.
-            do_expand: give a row for each token and expert of this rank, ordered by expert.
-            do_zero_padding: with do_expand, zero the rows that no token has.
-            use_tma_aligned_col_major_sf: return scales by columns: scales of consecutive rows lie side by side, and
-                each column begins at a multiple of 16 bytes.
+            do_cpu_sync: whether outputs have the exact size, for which the CPU waits; None means True. If False,
+                outputs have room for the largest number of rows that can come. With a handle, outputs have the sizes of
+                the earlier dispatch.
+            do_expand: whether the output has a row for each pair of a token and one of its experts on this rank,
+                ordered by expert.
+            do_zero_padding: with do_expand, whether the rows without a token are set to zero.
+            use_tma_aligned_col_major_sf: whether scales are returned in columns: the scales of consecutive rows are
+                adjacent in memory, and each column begins at a multiple of 16 bytes.
 
         Returns:
-            recv_x, like x, ordered by source rank and token; with do_expand by expert, then source rank and token, with
-            gaps up to the alignment. recv_topk_idx, the experts' numbers on this rank, or -1; None with do_expand.
-            recv_topk_weights [rows, topk], which in received rows are 0 where recv_topk_idx is -1; with do_expand
-            [rows]; None without topk_weights. The handle; with `handle`, that same handle. The event, which is empty
-            without async_with_compute_stream.
+            A tuple of five. recv_x: the received rows, of the type of x, ordered by source rank and token; with
+            do_expand ordered by expert, then source rank and token, with gaps up to the alignment. recv_topk_idx: the
+            experts' numbers on this rank, or -1 for experts of other ranks; None with do_expand. recv_topk_weights:
+            [rows, topk], in which received rows have 0 where recv_topk_idx is -1; with do_expand [rows]; None without
+            topk_weights. The handle: the argument `handle` itself, if it was given. The event, which is empty without
+            async_with_compute_stream.
 
         Raises:
             ArgumentError: an argument is wrong; an expert id is out of range on any rank.
@@ -323,16 +334,17 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
         Args:
             x: bfloat16 [rows, hidden], in the order of the dispatch's output and with the same number of rows.
             handle: the handle of that dispatch.
-            topk_weights: float32 [rows, topk], or [rows] with do_expand; or None. Either all ranks pass it, or none. It
-                is not applied to x.
-            bias: one or two tensors [T, hidden], with which the last sum begins, before it is rounded.
+            topk_weights: float32 [rows, topk], or [rows] with do_expand; or None. Either all ranks pass weights, or no
+                rank does. The rows are not multiplied by the weights.
+            bias: one or two tensors [T, hidden], which are added to the sums before rounding; or None.
             num_sms, num_qps: ignored: a combine uses as many multiprocessors as its dispatch.
             previous_event, previous_event_before_epilogue, async_with_compute_stream, allocate_on_comm_stream: as for
                 `dispatch`.
 
         Returns:
-            [T, hidden]; for each slot the weight that its expert's rank passed, float32 [T, topk], zero for -1, or
-            None; and the event. Raises as `dispatch`.
+            A tuple of: the sums, [T, hidden]; for each slot the weight that its expert's rank passed, float32 [T,
+            topk], with 0 in slots without an expert, or None without topk_weights; and the event. Raises the errors of
+            `dispatch`.
         """
         refuse_unknown("combine", others)
         self._require_current(handle)

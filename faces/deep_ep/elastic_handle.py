@@ -1,4 +1,6 @@
-"""EPHandle: the state that an `ElasticBuffer`'s dispatch leaves for its combine, and for callers to inspect."""
+"""EPHandle, which an `ElasticBuffer`'s dispatch returns: its combine needs the handle, and callers read its
+attributes.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,10 @@ from proxyccl.device.errors import ArgumentError
 
 
 class Options(NamedTuple):
-    """The options of `ElasticBuffer.dispatch`, and the buffer's numbers of ranks.
+    """The options of `ElasticBuffer.dispatch`, and the buffer's numbers of ranks and of scaleup ranks.
 
     Attributes:
-        waits: whether the CPU waits for the number of rows.
+        waits: whether the CPU waits for the dispatch, to learn the number of rows.
         sums_rows: see `Shape`.
         copies_ids: whether the handle gets a copy of the expert ids.
     """
@@ -33,7 +35,9 @@ class Options(NamedTuple):
     copies_ids: bool
 
     def most_rows(self, topk: int) -> tuple[int, int]:
-        """The most rows that a rank can get, and the most expanded rows with the gaps between experts."""
+        """Returns the largest number of rows that a rank can get, and the largest number of expanded rows, which
+        includes the gaps between experts.
+        """
         alignment, experts = self.expert_alignment, self.num_experts // self.ranks
         rows = self.ranks * self.num_max_tokens_per_rank
         expanded = rows * min(topk, experts) + (alignment - 1) * experts
@@ -47,18 +51,19 @@ class Options(NamedTuple):
 class EPHandle:
     """The handle of a dispatch. Only `ElasticBuffer.dispatch` makes handles.
 
-    Tensors are computed when they are first read, because most callers read few of them. The current stream computes
-    them; it must have waited for the event of an asynchronous dispatch.
+    A tensor is computed when it is first read, because most callers read few of them. It is computed on the current
+    stream, which must have waited for the event of an asynchronous dispatch.
 
     Args:
-        most_rows: (rows, expanded rows) of the outputs if nothing waited on the CPU; else None.
+        most_rows: the result of `Options.most_rows` if the CPU did not wait for the dispatch; else None.
 
     Attributes:
-        routing, topk_idx, do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: the values of the
-        dispatch. num_recv_tokens_per_expert_list: for each expert of this rank its rows, rounded up to a multiple of
-        the
-            alignment; [] if nothing waited on the CPU.
-        num_expanded_tokens: the sum of that list; if nothing waited on the CPU, the most that the sum can be.
+        routing: the dispatch's layer and descriptor.
+        topk_idx, do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: the arguments of the
+            dispatch, or the values that it used instead of their defaults.
+        num_recv_tokens_per_expert_list: for each expert of this rank, its number of rows, rounded up to a multiple of
+            the alignment; [] if the CPU did not wait for the dispatch.
+        num_expanded_tokens: the sum of that list; if the CPU did not wait, the largest possible sum.
         token_metadata_at_forward, channel_linked_list: None, as in DeepEP without scaleout ranks.
     """
 
@@ -78,8 +83,9 @@ class EPHandle:
 
     @cached_property
     def num_recv_tokens(self) -> int:
-        """The number of received tokens, each counted once; waits for an expanded dispatch. If nothing waited on the
-        CPU, the most that can be received.
+        """The number of received tokens, each counted once. If the dispatch was expanded, reading the number waits for
+        the dispatch. If the CPU did not wait in the dispatch, this is the largest number of tokens that can be
+        received.
         """
         if self._most_rows is not None:
             return self._most_rows[0]
@@ -87,7 +93,7 @@ class EPHandle:
 
     @cached_property
     def psum_num_recv_tokens_per_scaleup_rank(self) -> torch.Tensor:
-        """int32 [scaleup ranks]: for each scaleup rank, how many tokens came from the ranks up to and including it."""
+        """int32 [scaleup ranks]: entry r is the number of tokens that came from the scaleup ranks 0 to r."""
         of_ranks = self._slot_rows.ge(0).any(2).sum(1) if self.do_expand else self.routing.desc.counts[:, self._rank]
         return of_ranks.view(-1, self._scaleup_ranks).sum(0).cumsum(0).to(torch.int32)
 
@@ -98,16 +104,16 @@ class EPHandle:
         if self.do_expand:
             first = self._rank * experts
             return desc.counts[:, first : first + experts].sum(0, dtype=torch.int32)
-        chosen = (desc.local_expert_ids >= 0) & (desc.local_expert_ids < experts)  # lost peers' entries are undefined
+        chosen = (desc.local_expert_ids >= 0) & (desc.local_expert_ids < experts)  # entries of lost peers are undefined
         ids = torch.where(chosen, desc.local_expert_ids, experts).flatten().long()
         counts = torch.zeros(experts + 1, dtype=torch.int32, device=ids.device)
         return counts.scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))[:experts].contiguous()
 
     @cached_property
     def psum_num_recv_tokens_per_expert(self) -> torch.Tensor:
-        """int32 [experts of this rank]: for each expert, the rows of the experts up to and including it, where each
-        expert's number is rounded up to a multiple of the alignment. If expanded, the expert's own number is not
-        rounded up, so the entry is where its rows end.
+        """int32 [experts of this rank]: entry e is the number of rows of the experts 0 to e, where the number of each
+        expert is rounded up to a multiple of the alignment. If the dispatch was expanded, the number of expert e itself
+        is not rounded up, so entry e is the end of its rows.
         """
         rows = self.num_unaligned_recv_tokens_per_expert
         aligned = (rows + self.expert_alignment - 1) // self.expert_alignment * self.expert_alignment
@@ -116,13 +122,14 @@ class EPHandle:
 
     @cached_property
     def recv_src_metadata(self) -> torch.Tensor:
-        """int32 [received tokens, 2 + topk], ordered by source rank and token; waits for the dispatch. If nothing
-        waited on the CPU, the tensor has a row for each token that can come, received tokens come first, and nothing
-        waits.
+        """int32 [received tokens, 2 + topk], ordered by source rank and token. Reading it waits for the dispatch. If
+        the CPU did not wait in the dispatch, reading does not wait either, and the tensor has a row for every token
+        that can come; the rows of received tokens come first.
 
-        Column 0 is the token's number among all ranks' tokens: its rank times num_max_tokens_per_rank plus its number
-        on that rank. Column 1 is its scaleup rank times topk plus its last slot that came here. The other columns are
-        the rows of its slots, or -1; without do_expand all are -1.
+        Column 0 is the token's number among all ranks' tokens: its source rank times num_max_tokens_per_rank plus its
+        number on that rank. Column 1 is its source's scaleup rank times topk, plus the last of its slots that chose an
+        expert of this rank. The other columns are the numbers of the rows of its slots, or -1 for slots of other ranks;
+        without do_expand all of them are -1.
         """
         rows = self._slot_rows
         ranks, tokens, topk = rows.shape
@@ -141,8 +148,8 @@ class EPHandle:
 
     @cached_property
     def dst_buffer_slot_idx(self) -> torch.Tensor:
-        """int32 [tokens of this rank, topk], at each token's last slot for a rank: this rank's number times
-        num_max_tokens_per_rank, plus the number of its earlier tokens for that rank. -1 at other slots.
+        """int32 [tokens of this rank, topk]. In a token's last slot for a rank, the entry is this rank's number times
+        num_max_tokens_per_rank, plus the number of this rank's earlier tokens for that rank. In other slots it is -1.
         """
         ranks = self.routing.layer.ep_config.world_size
         chosen = (self.topk_idx >= 0) & (self.topk_idx < self.num_experts)
@@ -160,7 +167,9 @@ class EPHandle:
 
     @cached_property
     def _slot_rows(self) -> torch.Tensor:
-        """int32 [ranks, most tokens, topk]: this rank's row of each slot, or -1."""
+        """int32 [ranks, largest number of tokens, topk]: the row that this rank has for each slot of each rank's
+        tokens; -1 for a slot without a row on this rank.
+        """
         desc = self.routing.desc
         rows: torch.Tensor = desc.slot_rows
         beyond = torch.arange(rows.shape[1], device=rows.device) >= desc.num_input_tokens_per_rank.unsqueeze(1)

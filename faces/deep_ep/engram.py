@@ -1,4 +1,4 @@
-"""ElasticBuffer's storage of embeddings: each rank stores rows, and all ranks read rows by number."""
+"""ElasticBuffer's storage of embeddings (Engram): each rank stores rows, and all ranks read rows by their numbers."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _ROW_ALIGNMENT = 32
 Fetched = tuple[torch.Tensor, torch.Tensor | None]
 
 _THREADS = 256
-_LANES = 32  # threads that read a row
+_LANES = 32  # the number of threads that read one row
 _MOST_BLOCKS = 1024
 
 
 class _Offer(Message, frozen=True):
-    """A rank's description of its memory: the size, and the handle for mapping the memory."""
+    """A rank's description of its memory: the size, and the handle by which peers map the memory."""
 
     nbytes: Uint64
     handle: bytes
 
 
 class _Rows(Message, frozen=True):
-    """A rank's message about the rows that it has written: their number, and the bytes of a row."""
+    """A rank's message about the rows that it writes: the number of rows, and the bytes of a row."""
 
     entries: Uint64
     row_bytes: Uint64
@@ -49,17 +49,17 @@ _ROWS = Codec(_Rows, 64, "rows")
 
 
 class StoredRows:
-    """Rows that each rank of a host stores in pinned memory, and that every rank reads by their numbers. All ranks
-    construct a `StoredRows` together. There may be more rows than a device has room for. A kernel reads them, since the
-    numbers are known only on the device; no rank takes part in another rank's reads.
+    """Rows in pinned memory: each rank of a host stores rows, and every rank reads any rank's rows by their numbers.
+    All ranks construct a `StoredRows` together. The rows may take more memory than a device has. A kernel reads the
+    rows, because only the device knows their numbers. A rank takes no part in another rank's reads.
 
     Args:
-        group: ranks of one host.
+        group: a group whose ranks are all on one host.
         nbytes: the size of this rank's memory.
 
     Attributes:
-        entries, row_bytes: the number of rows that each rank has written, 0 before the first `write`; and the bytes of
-        a row.
+        entries: the number of rows that each rank has written; 0 before the first `write`.
+        row_bytes: the number of bytes of a row.
     """
 
     def __init__(self, group: Group, nbytes: int) -> None:
@@ -79,9 +79,9 @@ class StoredRows:
         group.exchange.barrier("memory of rows: all ranks have mapped it")
 
     def write(self, view: ArrayView, row_bytes: int) -> None:
-        """Replaces this rank's rows by the whole rows of `view`, which fit into the memory. All ranks call it together;
-        it waits for all ranks' queued work before and after. Raises ArgumentError, and writes nothing, if ranks
-        disagree about the rows' number and size.
+        """Replaces this rank's rows by the rows of `view`, which must fit into the memory. All ranks call this
+        together. Waits for the earlier work of all ranks before it writes, and for all ranks' writes afterwards. Raises
+        ArgumentError, and writes nothing, if the number or the size of rows differs between ranks.
         """
         group = self._group
         group.synchronize()
@@ -98,8 +98,8 @@ class StoredRows:
         group.exchange.barrier("rows: all ranks have written their rows")
 
     def fetch(self, indices: ArrayView, out: ArrayView, stream: StreamLike) -> None:
-        """Reads rows by their numbers (int32), with one kernel on a stream, which is None on the host runtime. Row n of
-        rank r has number r * `entries` + n. A number without a row gives zeros.
+        """Reads rows by their numbers (int32), with one kernel on a stream; `stream` is None on the host runtime. Row n
+        of rank r has number r * `entries` + n. For a number without a row, zeros are read.
         """
         if not indices.size:
             return
@@ -113,14 +113,14 @@ class StoredRows:
         group.launches.launch(launch, stream, (indices.owner, out.owner))
 
     def close(self) -> None:
-        """Frees the memory. No work of any rank may still use it."""
+        """Frees the memory, which no work of any rank may still use."""
         for memory in (self._memory, *self._peers):
             memory.close()
         self._stores.free()
 
 
 class EngramCalls(ElasticBase):
-    """Calls that store rows, and read them by number."""
+    """The calls that store rows, and read rows by their numbers."""
 
     _stored: StoredRows | None = None
     _row_type = torch.bfloat16
@@ -131,16 +131,17 @@ class EngramCalls(ElasticBase):
     def get_engram_storage_size_hint(
         num_entries: int, hidden: int, num_max_tokens_per_rank: int, dtype: torch.dtype = torch.bfloat16
     ) -> tuple[int, int]:
-        """The smallest sizes for a buffer with Engram storage, multiples of 2 MiB.
+        """Returns the smallest sizes of a buffer with Engram storage. Both are multiples of 2 MiB.
 
         Args:
-            num_entries: rows that a rank stores.
-            hidden: elements of a row.
-            num_max_tokens_per_rank: the most rows that a rank fetches at once.
+            num_entries: the number of rows that a rank stores.
+            hidden: the number of elements of a row.
+            num_max_tokens_per_rank: the largest number of rows that a rank fetches in one call.
             dtype: the elements' type.
 
         Returns:
-            Bytes for fetched rows, and `num_cpu_bytes`; `num_bytes` is their sum.
+            The number of bytes for fetched rows, and the buffer's `num_cpu_bytes`. The buffer's `num_bytes` is their
+            sum.
 
         Raises:
             ArgumentError: a number is negative, or not an integer.
@@ -151,17 +152,17 @@ class EngramCalls(ElasticBase):
         return aligned(fetched, ELASTIC_ALIGNMENT), aligned(stored, ELASTIC_ALIGNMENT)
 
     def engram_write(self, storage: torch.Tensor, sf: torch.Tensor | None = None) -> None:
-        """Stores this rank's rows. All ranks call it together; it waits for the earlier work of all ranks, on the CPU
-        too.
+        """Stores this rank's rows. All ranks call this together. The CPU waits for the earlier work of all ranks.
 
         Args:
-            storage: contiguous [entries, hidden], bfloat16, or float8_e4m3fn with `sf`. Of the same shape on all ranks.
-            sf: scales of all ranks' rows, contiguous [all entries, n] of 4 bytes each, the same on all ranks; kept, not
-                copied.
+            storage: the rows: a contiguous tensor [entries, hidden] of bfloat16, or with `sf` of float8_e4m3fn. All
+                ranks pass the same shape.
+            sf: the scales of all ranks' rows: a contiguous tensor [ranks * entries, n] of float32 or int32, with the
+                same values on all ranks. The buffer keeps this tensor and does not copy it.
 
         Raises:
-            ArgumentError: an argument is wrong, ranks differ, or the rows do not fit in `num_cpu_bytes`. Nothing was
-                stored.
+            ArgumentError: an argument is wrong, the shapes of `storage` differ between ranks, or the rows do not fit in
+                `num_cpu_bytes`. Nothing was stored.
             NotImplementedError: the ranks are on several nodes.
             CommunicatorError: a peer failed; see its subclasses.
         """
@@ -190,13 +191,15 @@ class EngramCalls(ElasticBase):
     def engram_fetch(
         self, indices: torch.Tensor, num_qps: int = 0, use_tma_aligned_col_major_sf: bool = False
     ) -> Callable[[], Fetched]:
-        """Reads rows of all ranks, on the current stream. Other ranks need not call it.
+        """Reads rows of all ranks, on the current stream. Other ranks need not call this at the same time.
 
         Args:
-            indices: int32, contiguous [tokens, n]: row i of rank r has number r * entries + i. A number without a row
-                gives zeros; on CPU tensors it is refused.
+            indices: the numbers of the rows: a contiguous tensor [tokens, n] of int32. Row i of rank r has number r *
+                entries + i. For a number without a row, zeros are read, or if the tensors are on the CPU, ArgumentError
+                is raised.
             num_qps: without effect.
-            use_tma_aligned_col_major_sf: lay scales out by columns, each beginning at a multiple of 16 bytes.
+            use_tma_aligned_col_major_sf: whether scales are returned in columns, each of which begins at a multiple of
+                16 bytes.
 
         Returns:
             A hook that makes the current stream wait for the rows. The hook returns the rows, [tokens, n * hidden], and
@@ -232,7 +235,7 @@ class EngramCalls(ElasticBase):
         stored.fetch(as_view(indices, "indices"), as_view(data.view(torch.uint8), "data"), self._current_stream())
         factors = None
         if self._factors is not None:
-            known = indices.view(-1).clamp(0, len(self._factors) - 1)  # GPUs check no index
+            known = indices.view(-1).clamp(0, len(self._factors) - 1)  # clamped, because GPUs do not check indices
             factors = self._factors[known].view(tokens, each * self._factors.shape[1])
             if by_columns:
                 factors = column_major(factors).copy_(factors)

@@ -1,4 +1,6 @@
-"""The handles that a dispatch returns for its combine. Some callers also read them as DeepEP's tuples."""
+"""The handles that a dispatch returns and that its combine takes. Some callers also read the entries that DeepEP's
+handles, which are tuples, have.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,19 @@ from proxyccl.deep_ep.arguments import LOW_LATENCY
 from proxyccl.device.errors import ArgumentError
 
 Rows: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
-"""Rows, or a pair of float8 rows and their scales."""
+"""A tensor of rows, or a pair of float8 rows and their scales."""
 
 
 class Routing(Struct, frozen=True):
-    """A dispatch: its layer and its descriptor."""
+    """The layer that made a dispatch, and the dispatch's descriptor, by which the layer sends rows back."""
 
     layer: EPAll2AllLayer
     desc: EPAllToAllLayoutDesc
 
 
 class Handle(Sequence[Any]):
-    """A sequence like DeepEP's handle. Entries are computed when they are read, because most callers do not read them.
-    The current stream computes them; it must have waited for the event of an asynchronous dispatch.
+    """A sequence with the entries of DeepEP's handle. An entry is computed when it is read, because most callers read
+    none. It is computed on the current stream, which must have waited for the event of an asynchronous dispatch.
     """
 
     _entries: tuple[str | None, ...]
@@ -53,8 +55,8 @@ class Handle(Sequence[Any]):
 
 
 def routing_of(handle: Any, *layouts: str) -> Routing:
-    """The dispatch of a handle. Raises ArgumentError if the object is not a handle, or if layouts are given and the
-    dispatch has another layout.
+    """Returns the `Routing` that a dispatch stored in this handle. Raises ArgumentError if the object is not a handle,
+    or if `layouts` is not empty and the dispatch's layer has another layout.
     """
     routing = getattr(handle, "routing", None)
     if not isinstance(routing, Routing):
@@ -69,17 +71,17 @@ class NormalHandle(Handle):
     """(rank_prefix_matrix, channel_prefix_matrix, recv_channel_prefix_matrix, recv_src_idx, is_token_in_rank,
     send_head).
 
-    DeepEP cuts a rank's tokens into consecutive shares of equal size, which its channels send. There are half as many
-    channels as multiprocessors.
+    In DeepEP each channel sends a consecutive share of a rank's tokens, and all shares have the same size. There are
+    half as many channels as multiprocessors. ProxyCCL has no channels; the entries are computed as if it had.
 
-    rank_prefix_matrix: int32 [ranks, ranks]: entry [i, j] is how many rows rank j gets from the ranks 0 to i.
-    channel_prefix_matrix: int32 [ranks, channels]: entry [r, c] is how many tokens of the channels 0 to c go to rank r.
-    recv_channel_prefix_matrix: int32 [ranks, channels]: entry [r, c] is how many rows from rank r come before the rows
-    of its channel c.
-    recv_src_idx: int32 [rows]: a row's token on its rank.
-    is_token_in_rank: bool [T, ranks].
-    send_head: int32 [T, ranks]: how many tokens of the same channel go to that rank before this token; -1 if this token
-        does not.
+    rank_prefix_matrix: int32 [ranks, ranks]: entry [i, j] is the number of rows that rank j gets from the ranks 0 to i.
+    channel_prefix_matrix: int32 [ranks, channels]: entry [r, c] is the number of tokens of channels 0 to c for rank r.
+    recv_channel_prefix_matrix: int32 [ranks, channels]: entry [r, c] is the number of rows from rank r before the first
+        row of its channel c.
+    recv_src_idx: int32 [rows]: the number of each row's token on the rank that sent it.
+    is_token_in_rank: bool [T, ranks]: whether each token goes to each rank.
+    send_head: int32 [T, ranks]: the number of earlier tokens of the token's channel that go to the rank; -1 if the
+        token does not go to the rank.
     """
 
     _entries: tuple[str | None, ...] = (
@@ -130,16 +132,19 @@ class InternodeHandle(NormalHandle):
     recv_rdma_channel_prefix_matrix, recv_rdma_rank_prefix_sum, recv_gbl_channel_prefix_matrix,
     recv_gbl_rank_prefix_sum, None, send_rdma_head, None).
 
-    A token goes once to each node, to the rank there with its own rank's number: its counterpart. `NormalHandle` has
-    is_token_in_rank, and gbl_channel_prefix_matrix as channel_prefix_matrix.
+    A token goes once to each node: to its rank's counterpart, the rank with the same number within that node.
+    is_token_in_rank is as in `NormalHandle`, and gbl_channel_prefix_matrix is `NormalHandle`'s channel_prefix_matrix.
 
-    rdma_channel_prefix_matrix, send_rdma_head: int32 [nodes, channels] and [T, nodes]: like channel_prefix_matrix and
-    send_head, for nodes. recv_rdma_channel_prefix_matrix: int32 [nodes, channels]: entry [n, c] is how many tokens of
-    the channels 0 to c of the counterpart on node n come to this node. recv_rdma_rank_prefix_sum: int32 [nodes]: how
-    many tokens come from the nodes 0 to n. recv_gbl_channel_prefix_matrix: int32 [ranks, channels]: the first row of
-    each channel of each rank. recv_gbl_rank_prefix_sum: int32 [ranks]: how many rows come from the ranks 0 to r.
+    rdma_channel_prefix_matrix: int32 [nodes, channels]: like channel_prefix_matrix, with nodes instead of ranks.
+    send_rdma_head: int32 [T, nodes]: like send_head, with nodes instead of ranks.
+    recv_rdma_channel_prefix_matrix: int32 [nodes, channels]: entry [n, c] is the number of tokens that come to this
+        node from channels 0 to c of the counterpart on node n.
+    recv_rdma_rank_prefix_sum: int32 [nodes]: entry n is the number of tokens that come from the nodes 0 to n.
+    recv_gbl_channel_prefix_matrix: int32 [ranks, channels]: the number of the first row of each channel of each rank.
+    recv_gbl_rank_prefix_sum: int32 [ranks]: entry r is the number of rows that come from the ranks 0 to r.
 
-    DeepEP's queues need the entries that are None, and after a loss of ranks the two whose names begin with recv_rdma.
+    Only DeepEP's queues need the entries that are None. After ranks were lost, the two entries whose names begin with
+    recv_rdma are also None.
     """
 
     _entries = (
@@ -191,7 +196,9 @@ class InternodeHandle(NormalHandle):
         return in_rank.reshape(len(in_rank), self._nodes, in_rank.shape[1] // self._nodes).any(2)
 
     def _came_to_node(self) -> list[torch.Tensor] | None:
-        """For each node, bool [tokens of the counterpart there, 1]: which of these tokens come to this node."""
+        """Returns for each node a tensor, bool [tokens of the counterpart on that node, 1]: whether each token comes to
+        this node. Returns None after ranks were lost.
+        """
         layer, desc = self.routing.layer, self.routing.desc
         if layer.lost_ranks:
             return None
@@ -204,9 +211,9 @@ class InternodeHandle(NormalHandle):
 class LowLatencyHandle(Handle):
     """(src_info, layout_range, max_tokens, hidden, num_experts).
 
-    src_info: int32 [experts of this rank, ranks * max_tokens]: a row's token on its rank.
-    layout_range: int64 [experts of this rank, ranks]: the first row of each rank in the upper 32 bits, and the number
-    of its rows in the lower 32 bits. It can be read once the dispatch was received.
+    src_info: int32 [experts of this rank, ranks * max_tokens]: the number of each row's token on the rank that sent it.
+    layout_range: int64 [experts of this rank, ranks]: the number of the first row from each rank in the upper 32 bits,
+        and the number of rows from that rank in the lower 32 bits. It can be read only after the dispatch was received.
     """
 
     _entries = ("src_info", "layout_range", "max_tokens", "hidden", "num_experts")
@@ -230,7 +237,7 @@ class LowLatencyHandle(Handle):
             desc.require_received(layer.ctx, "handle")
         of_sources = desc.counts[:, own : own + config.num_experts_per_rank]
         counts = _of_all_ranks(layer, of_sources).t().to(torch.int64)
-        room = desc.rows // config.num_experts_per_rank  # an expert that tokens chose twice was sent more rows than fit
+        room = desc.rows // config.num_experts_per_rank  # more rows were sent than fit if tokens chose an expert twice
         ends = counts.cumsum(1)
         begins = (ends - counts).clamp(max=room)
         return begins << 32 | (ends.clamp(max=room) - begins)
@@ -244,7 +251,7 @@ class LowLatencyHandle(Handle):
 
 
 def _of_all_ranks(layer: EPAll2AllLayer, values: torch.Tensor) -> torch.Tensor:
-    """Rows of the remaining ranks, with rows of zeros for the lost ranks."""
+    """Returns a tensor that has `values`, one row for each remaining rank, and rows of zeros for the lost ranks."""
     if not layer.lost_ranks:
         return values
     ranks = len(values) + len(layer.lost_ranks)
@@ -254,19 +261,22 @@ def _of_all_ranks(layer: EPAll2AllLayer, values: torch.Tensor) -> torch.Tensor:
     return spread
 
 
-# DeepEP's channels send consecutive shares of a rank's tokens, of equal size; the last shares may be smaller or empty.
+# Each of DeepEP's channels sends a consecutive share of a rank's tokens. Shares have the same size, except that the
+# last ones may be smaller or empty.
 
 
 def _prefixes_of_channels(goes: torch.Tensor, channels: int) -> torch.Tensor:
-    """int32 [targets, channels]: how many tokens of the channels 0 to c go to each target, by `goes` [T, targets]."""
+    """Returns int32 [targets, channels]: the number of tokens of the channels 0 to c that go to each target. `goes`,
+    bool [T, targets], says which tokens go where.
+    """
     before, tokens = _before(goes), len(goes)
     ends = (torch.arange(1, channels + 1, device=goes.device) * _share(tokens, channels)).clamp(max=tokens)
     return before[ends].t().contiguous()
 
 
 def _heads_of_channels(goes: torch.Tensor, channels: int) -> torch.Tensor:
-    """int32 [T, targets]: how many tokens of the same channel go to that target before this token; -1 if this token
-    does not.
+    """Returns int32 [T, targets]: the number of earlier tokens of the token's channel that go to the target; -1 if the
+    token does not go to the target.
     """
     before, share = _before(goes), max(1, _share(len(goes), channels))
     tokens = torch.arange(len(goes), device=goes.device)
@@ -276,12 +286,13 @@ def _heads_of_channels(goes: torch.Tensor, channels: int) -> torch.Tensor:
 def _rows_of_channels(
     ends: torch.Tensor, tokens: torch.Tensor, source_tokens: torch.Tensor, channels: int
 ) -> torch.Tensor:
-    """int32 [sources, channels]: how many rows came from each channel of each source.
+    """Returns int32 [sources, channels]: the number of rows that came from each channel of each source.
 
     Args:
-        ends: int64 [sources]: where the rows of each source end.
+        ends: int64 [sources]: the number of the row after each source's last row.
         tokens: int [sources]: the number of tokens of each source.
-        source_tokens: int [rows]: each row's token on its source. Entries after the last end may be undefined.
+        source_tokens: int [rows]: the number of each row's token on its source. Entries from the last of `ends` on may
+            be undefined.
     """
     sources = len(ends)
     shares = torch.cat([(tokens.long() + channels - 1) // channels, tokens.new_ones(1)]).clamp(min=1)
@@ -293,7 +304,7 @@ def _rows_of_channels(
 
 
 def _before(goes: torch.Tensor) -> torch.Tensor:
-    """int32 [T + 1, targets]: how many of the tokens before a token go to each target."""
+    """Returns int32 [T + 1, targets]: the number of tokens before token t that go to each target."""
     return torch.cat([goes.new_zeros(1, goes.shape[1], dtype=torch.int32), goes.cumsum(0, dtype=torch.int32)])
 
 

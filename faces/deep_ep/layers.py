@@ -1,5 +1,5 @@
-"""The layers of a buffer, one for each shape of calls, which all ranks make together when a call first needs it; and
-the ranks that a buffer excludes.
+"""The layers of a buffer, and the ranks that a buffer excludes. There is one layer for each shape of calls; all ranks
+make it together when a call first needs it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Shape(NamedTuple):
 
     Attributes:
         layout: "rank", "padded" or "expert".
-        num_sms: the most multiprocessors of a kernel.
-        num_scales: scales of a float8 row; 0 for other rows.
-        most_rows: the number of rows of every output, if the caller does not want to wait on the CPU; else None.
-        alignment: with layout="expert", where each expert's rows begin.
+        num_sms: the largest number of multiprocessors that a kernel takes.
+        num_scales: the number of scales of a float8 row; 0 for other types of rows.
+        most_rows: the number of rows of every output, if the CPU does not wait for the exact number; else None.
+        alignment: with layout="expert", each expert's rows begin at a multiple of this number; else None.
         sums_rows: whether a rank may sum a token's rows before it sends them back, which rounds twice.
     """
 
@@ -53,8 +53,8 @@ class Shape(NamedTuple):
 
 
 class Turns(Struct):
-    """The two layers that calls with hooks of one shape take in turn, so that two such calls can be in progress at
-    once; and the index of the next layer.
+    """The two layers that calls with hooks of one shape use alternately, so that two such calls can be in progress at
+    the same time. `next` is the index of the layer that the next call uses.
     """
 
     layers: tuple[EPAll2AllLayer, EPAll2AllLayer]
@@ -62,12 +62,12 @@ class Turns(Struct):
 
 
 class Layers:
-    """Makes the layers of a communicator and keeps them.
+    """Makes the layers of a communicator when calls first need them, and keeps them.
 
     Attributes:
-        all: the layers by their memory, in the order in which all ranks made them.
-        forms: the prepared forms of calls, by the calls' options and their tensors' shapes and types, without the
-            numbers of tokens.
+        all: the layers by their memory, in the order in which the ranks made them.
+        forms: the prepared forms of calls. The key of a form is the call's options and its tensors' shapes and types,
+            without the number of tokens.
     """
 
     def __init__(self, communicator: Communicator, lost_ranks: Sequence[int] = ()) -> None:
@@ -79,19 +79,22 @@ class Layers:
         self.forms: dict[tuple[Any, ...], Any] = {}
 
     def of_size(self, shape: Shape, max_tokens: int) -> EPAll2AllLayer:
-        """A layer for at most this many tokens of a rank; all ranks pass the same number. The layer shares the memory
-        of the shape's largest layer. A larger layer is made at least twice as large, so that few layers are ever made.
+        """Returns a layer for at most `max_tokens` tokens of a rank; all ranks pass the same number. The layer shares
+        the memory of the shape's largest layer. If that is too small, a new layer is made, for at least twice as many
+        tokens, so that few layers are ever made.
         """
         largest = self._of_size.get(shape)
         if largest is None:
             largest = self._of_size[shape] = self._make(shape, max_tokens)
         elif largest.ep_config.max_tokens < max_tokens:
-            self.forms.clear()  # all ranks leave the smaller layer
+            self.forms.clear()  # the forms use the smaller layer, which no rank uses from now on
             largest = self._of_size[shape] = self._make_larger(shape, max_tokens, 2 * largest.ep_config.max_tokens)
         return largest.narrowed(max_tokens)
 
     def turns(self, shape: Shape, max_tokens: int) -> Turns:
-        """The layers of calls with hooks, with room for this many tokens; the first is the result of `of_size`."""
+        """Returns the two layers of calls with hooks, with room for this many tokens. The first has the memory of
+        `of_size`'s layer.
+        """
         self.of_size(shape, max_tokens)
         largest = self._of_size[shape]
         if shape not in self._turns or self._turns[shape].layers[0] is not largest:
@@ -105,8 +108,9 @@ class Layers:
         return form
 
     def dispatch(self, shape: Shape, x: Any, topk_idx: Any, topk_weights: Any) -> tuple[Any, Any, Any, EPAll2AllLayer]:
-        """Dispatches with a layer that is large enough for all ranks, unrecorded. Returns the rows, their weights, the
-        descriptor and the layer."""
+        """Dispatches with a layer that has room for all ranks' tokens; makes a larger layer first if necessary. The
+        call is not recorded for a backward pass. Returns the rows, their weights, the descriptor and the layer.
+        """
         if shape not in self._growing:
             group = self.communicator.group
             group.launches.agree(CollectiveCall(LAYER_SIZE))  # reports a mismatch before the all_gather waits
@@ -118,12 +122,12 @@ class Layers:
             try:
                 return *layer.dispatch_unrecorded(x, topk_idx, topk_weights), layer
             except CapacityError as error:  # raised on all ranks
-                if shape.most_rows is not None:  # the caller has fixed the room
+                if shape.most_rows is not None:  # the caller has fixed the number of rows
                     raise
                 self._growing[shape] = self._make(shape, _rounded(error.needed))
 
     def close(self) -> None:
-        """Releases the layers. All ranks call it together."""
+        """Releases the layers. All ranks call this together."""
         layers, self.all, self._growing, self._of_size, self._turns = self.all, {}, {}, {}, {}
         self.forms.clear()
         for layer in layers.values():
@@ -131,7 +135,7 @@ class Layers:
 
     def _make_larger(self, shape: Shape, max_tokens: int, wished: int) -> EPAll2AllLayer:
         if wished > max_tokens:
-            with contextlib.suppress(ArgumentError):  # raised on all ranks: a layer can't be that large
+            with contextlib.suppress(ArgumentError):  # a layer can't be that large; all ranks get this error
                 return self._make(shape, wished)
         return self._make(shape, max_tokens)
 
@@ -171,11 +175,14 @@ class Layers:
 
 
 class Masks:
-    """Ranks that are lost, and ranks that the caller masked since the last dispatch, among the original `ranks`, by
-    their original numbers.
+    """Records which of a buffer's original ranks were lost, and which ranks the caller has masked since the last
+    dispatch. All ranks are given by their original numbers.
+
+    Args:
+        ranks: the number of ranks that the buffer had originally.
 
     Attributes:
-        lost: the ranks that the buffer's communicator no longer has, in order.
+        lost: the ranks that are no longer in the buffer's communicator, in ascending order.
         pending: the ranks that the caller masked, which the next dispatch excludes.
     """
 
@@ -196,7 +203,9 @@ class Masks:
         self.pending.clear()
 
     def of(self, communicator: Communicator) -> set[int]:
-        """All masked ranks, and the rank whose loss ended the communicator, if that rank is known."""
+        """Returns the lost and the masked ranks, and if the communicator has failed because a known rank was lost, that
+        rank.
+        """
         masked = {*self.lost, *self.pending}
         failure = communicator.group.failure
         if failure.aborted:
@@ -206,7 +215,7 @@ class Masks:
         return masked
 
     def numbers_in(self, communicator: Communicator) -> list[int]:
-        """The pending ranks' numbers in the communicator."""
+        """Returns the numbers that the pending ranks have in the communicator."""
         return [number for number, rank in enumerate(self._present()) if rank in self.pending]
 
     def lose_all_but(self, shrunk: Communicator) -> None:
@@ -232,5 +241,7 @@ def _kept_outputs() -> int:
 
 
 def _rounded(tokens: int) -> int:
-    """The next power of two, so that a layer rarely becomes too small."""
+    """Returns the number of tokens for which a layer is made: the next power of two, so that the layer rarely becomes
+    too small.
+    """
     return max(_LEAST_TOKENS, 1 << (tokens - 1).bit_length()) if tokens else _LEAST_TOKENS

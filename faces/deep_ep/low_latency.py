@@ -1,4 +1,6 @@
-"""Low-latency mode: dispatch and combine of few tokens, with room for the most rows that each expert can get."""
+"""Low-latency mode: dispatch and combine of few tokens. Outputs have room for the largest number of rows that each
+expert can get.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,13 @@ from proxyccl.device.arguments.flags import as_flag
 from proxyccl.device.errors import ArgumentError, CapacityError, ProxyCCLError
 
 Half = tuple[Callable[[], None], EPAll2AllLayer]
-"""The second half of a call, and the layer that makes it."""
+"""The second half of a call with a hook, which receives the rows, and the layer that makes the call."""
 
 
 class Options(NamedTuple):
-    """The options of `Buffer.low_latency_dispatch`. If `hooked`, a second half of the call receives the rows."""
+    """The options of `Buffer.low_latency_dispatch`. If `hooked` is set, the call only sends, and a second half receives
+    the rows.
+    """
 
     max_tokens: int
     num_experts: int
@@ -42,7 +46,9 @@ class Options(NamedTuple):
 def dispatch(
     layers: Layers, options: Options, x: torch.Tensor, topk_idx: torch.Tensor, stats: torch.Tensor | None
 ) -> tuple[Rows, torch.Tensor, Handle, Half | None]:
-    """The results of `Buffer.low_latency_dispatch`, except the event."""
+    """Makes a `Buffer.low_latency_dispatch`. Returns its results except the event, with the second half, or None, in
+    the hook's place.
+    """
     try:
         key = options, x.shape[1], x.dtype, topk_idx.shape[1], topk_idx.dtype
     except (AttributeError, IndexError, TypeError):  # arguments that are not tensors
@@ -97,7 +103,7 @@ class Dispatches:
             else:
                 sent = layer.send_unrecorded(tokens, topk_idx)
                 half = _dispatch_later(layer, sent, finish)
-                turns.next = 1 - turns.next  # a refused call takes no turn
+                turns.next = 1 - turns.next  # not after a refused call
                 rows, desc = sent.rows, sent.desc
         except ArgumentError:
             _require_tokens(x, topk_idx)  # raises the error in DeepEP's terms
@@ -116,9 +122,9 @@ def _require_tokens(x: Any, topk_idx: Any) -> None:
 
 
 def _dispatch_later(layer: EPAll2AllLayer, pending: SentCall, finish: Callable[[], None]) -> Half:
-    """Makes the second half of a dispatch, which receives the rows and then calls `finish`. Call this as soon as the
-    first half is queued. If the next call of the layer comes before the hook, because of an exception in between, that
-    call receives the rows, and only the hook calls `finish`.
+    """Returns the second half of a dispatch, which receives the rows and then calls `finish`. Call this as soon as the
+    first half is queued. If the layer's next call is made before the second half, because an exception came in between,
+    that call receives the rows; the second half then only calls `finish`.
     """
     early: list[ProxyCCLError | None] = []
 
@@ -144,7 +150,9 @@ def _dispatch_later(layer: EPAll2AllLayer, pending: SentCall, finish: Callable[[
 def _combine_later(
     layer: EPAll2AllLayer, pending: Any, x: torch.Tensor, out: torch.Tensor | None
 ) -> tuple[torch.Tensor, Half]:
-    """The result of a combine and the combine's second half. Call this as soon as the first half is queued."""
+    """Returns the tensor that a combine's result will be written to, and the combine's second half. Call this as soon
+    as the first half is queued.
+    """
     early: list[torch.Tensor] = []
 
     def end() -> None:  # if an exception came before the hook, the caller may already use `out` for something else
@@ -165,7 +173,9 @@ def _combine_later(
 def combine(
     x: torch.Tensor, topk_weights: torch.Tensor, routing: Routing, out: torch.Tensor | None, *, hooked: bool
 ) -> tuple[torch.Tensor, Half | None]:
-    """The results of `Buffer.low_latency_combine`, except the event. If `hooked`, the second half receives the rows."""
+    """Makes a `Buffer.low_latency_combine`. Returns its result, and the second half, which receives the rows; None if
+    `hooked` is False.
+    """
     layer, desc = routing.layer, routing.desc
     if not isinstance(x, torch.Tensor) or not isinstance(topk_weights, torch.Tensor):
         _require_results(x, topk_weights, layer, desc)

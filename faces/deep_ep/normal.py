@@ -1,4 +1,4 @@
-"""Normal mode: dispatch and combine of many tokens, with one row for each token and rank."""
+"""Normal mode: dispatch and combine of many tokens, with one row for each pair of a token and a rank."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def dispatch(
     is_token_in_rank: torch.Tensor,
     num_tokens_per_expert: torch.Tensor,
 ) -> Dispatched:
-    """The results of `Buffer.dispatch` for a call without a handle, except the event."""
+    """Makes a `Buffer.dispatch` with expert ids and without a handle. Returns its results except the event."""
 
     given = x, topk_idx, is_token_in_rank, num_tokens_per_expert
     tokens: Tokens | None = None
@@ -57,15 +57,15 @@ def dispatch(
         raise
     counts = [] if options.most_rows is not None else desc.num_tokens_per_expert(options.expert_alignment)
     ids = desc.local_expert_ids
-    if ids.dtype is not topk_idx.dtype:  # a layer that has lost ranks takes ids of another type
+    if ids.dtype is not topk_idx.dtype:  # after ranks were lost, a layer takes ids of another type
         ids = ids.to(topk_idx.dtype)
     handle = options.handle(Routing(layer, desc), is_token_in_rank, has_ids=True)
     return values if tokens is None else tokens.as_given(values), ids, weights, counts, handle
 
 
 def _form_of(options: Options, x: Any, topk_idx: Any, in_rank: Any, per_expert: Any) -> tuple[Any, ...]:
-    """The properties of a call's arguments that determine its layer; () if an argument is not a tensor, so that the
-    call is refused.
+    """Returns the properties of a call's arguments that determine the call's layer; () if an argument is not a tensor,
+    for which `_check` then raises the error.
     """
     try:
         of_tokens = x.shape[1], x.dtype, topk_idx.shape[1], topk_idx.dtype
@@ -76,7 +76,7 @@ def _form_of(options: Options, x: Any, topk_idx: Any, in_rank: Any, per_expert: 
 
 
 def _check(options: Options, x: Any, topk_idx: Any, in_rank: Any, per_expert: Any) -> tuple[Shape, Tokens]:
-    """Checks the tensors of a call. Returns the shape of the call's layer, and the tokens."""
+    """Checks the tensors of a call. Returns the `Shape` of the call's layer, and the tokens."""
     require_choices(in_rank, per_expert, options.ranks)
     tokens = Tokens.of(x)
     require_ids(topk_idx, len(tokens.rows))
@@ -93,7 +93,7 @@ def require_choices(is_token_in_rank: Any, num_tokens_per_expert: Any, ranks: in
 def dispatch_to_ranks(
     layers: Layers, options: Options, x: Rows, is_token_in_rank: torch.Tensor, num_tokens_per_expert: torch.Tensor
 ) -> Dispatched:
-    """The results of `Buffer.dispatch` for a call without expert ids, except the event. The call's layer treats each
+    """Makes a `Buffer.dispatch` without expert ids. Returns its results except the event. The call's layer treats each
     rank as one expert.
     """
     ranks, expert_alignment, most_rows, num_sms, _ = options
@@ -134,7 +134,7 @@ def combine(
     *,
     order_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The results of `Buffer.combine`, except the event. For `order_ids` see `EPAll2AllLayer.combine`."""
+    """Makes a `Buffer.combine`. Returns its results except the event. For `order_ids` see `EPAll2AllLayer.combine`."""
     desc, config = routing.desc, routing.layer.ep_config
     if not isinstance(x, torch.Tensor) or bias is not None or topk_weights is not None:
         require_tensor("x", x, (desc.rows, config.hidden))
@@ -154,8 +154,8 @@ def combine(
 
 
 def _ranks_as_ids(is_token_in_rank: torch.Tensor) -> torch.Tensor:
-    """int32 [T, n]: the ranks of each token in ascending order, and -1 past the last. Where a token has more ranks than
-    a layer takes, the last entry is out of range, which the layer reports on all ranks.
+    """Returns int32 [T, n]: the numbers of each token's ranks, and -1 in the other entries. If a token has more ranks
+    than a layer allows, its last entry is out of range, so that the layer reports an error on all ranks.
     """
     ranks = is_token_in_rank.shape[1]
     numbers = torch.arange(ranks, dtype=torch.int32, device=is_token_in_rank.device)
@@ -168,9 +168,9 @@ def _ranks_as_ids(is_token_in_rank: torch.Tensor) -> torch.Tensor:
 
 
 class _CountsUnderWay:
-    """How many rows come for each expert of this rank, according to all ranks. The constructor starts to copy these
-    numbers to the CPU, so that a caller can queue its dispatch before it waits for them. All ranks construct a
-    `_CountsUnderWay` together. `ranks` is the number of ranks, including lost ranks.
+    """The number of rows that come for each expert of this rank: the sum of the numbers that all ranks passed. The
+    constructor starts to copy the sums to the CPU, so that a caller can queue its dispatch before it waits for the
+    sums. All ranks construct a `_CountsUnderWay` together. `ranks` is the number of ranks, including lost ranks.
     """
 
     def __init__(self, layers: Layers, num_tokens_per_expert: torch.Tensor, ranks: int) -> None:
@@ -189,7 +189,7 @@ class _CountsUnderWay:
             self._event.record()
 
     def aligned(self, alignment: int) -> list[int]:
-        """Waits for the numbers, and returns each rounded up to a multiple of `alignment`."""
+        """Waits for the numbers, and returns them, each rounded up to a multiple of `alignment`."""
         if self._event is not None:
             self._event.synchronize()
         return [-(-count // alignment) * alignment for count in self._counts.tolist()]
@@ -199,11 +199,12 @@ Layout = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]
 
 
 def dispatch_layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int, num_nodes: int) -> Layout:
-    """The results of `Buffer.get_dispatch_layout`, except the event."""
+    """Returns the results of `Buffer.get_dispatch_layout`, except the event."""
     require_ids(topk_idx)
     if whole_number("num_experts", num_experts, 1) % num_ranks:
         raise ArgumentError("num_experts", f"must be a positive multiple of the {num_ranks} ranks, not {num_experts}")
-    # Slots without an expert count for an additional expert of an additional rank, which is cut off.
+    # Slots without an expert are counted for an additional expert of an additional rank; both counts are dropped at the
+    # end.
     ids = topk_idx.to(torch.int64)
     ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
     per_expert = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids.device)

@@ -1,4 +1,4 @@
-"""ElasticBuffer's sends and receives between neighbours, for the stages of a pipeline."""
+"""ElasticBuffer's sends and receives between neighbouring ranks, for the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from proxyccl.deep_ep.connected import ElasticBase
 from proxyccl.device.errors import ArgumentError
 
 _ALIGNMENT = 32
-_SIDES = 4  # slots to send from and to receive in, for the previous and the next rank
+_SIDES = 4  # for the previous and for the next rank: slots to send from, slots to receive in
 
 
 class PipelineCalls(ElasticBase):
-    """Sends to a neighbour's slots, and receives from this rank's slots. These calls use a separate communicator, so
-    that a rank that waits for its neighbour holds up no other call of the buffer.
+    """The calls between neighbours: sends, which write to a neighbour's slots, and receives, which read this rank's
+    slots. These calls use a separate communicator, so that a call that waits for a neighbour delays no other call of
+    the buffer.
     """
 
     _pipeline: Communicator | None = None
@@ -28,7 +29,7 @@ class PipelineCalls(ElasticBase):
 
     @staticmethod
     def get_pp_buffer_size_hint(num_max_tensor_bytes: int, num_max_inflight_tensors: int) -> int:
-        """The least `num_bytes` for `pp_set_config` with these arguments, a multiple of 2 MiB.
+        """Returns the smallest `num_bytes` of a buffer for `pp_set_config` with these arguments: a multiple of 2 MiB.
 
         Raises:
             ArgumentError: a number is not a positive integer.
@@ -37,16 +38,17 @@ class PipelineCalls(ElasticBase):
         return aligned(nbytes * _in_flight(num_max_inflight_tensors) * _SIDES, ELASTIC_ALIGNMENT)
 
     def pp_set_config(self, num_max_tensor_bytes: int, num_max_inflight_tensors: int) -> None:
-        """Makes the slots for `pp_send` and `pp_recv`. All ranks call this together, with the same arguments. Waits, on
-        the CPU too, for the earlier work of all ranks.
+        """Makes the slots for `pp_send` and `pp_recv`. All ranks call this together, with the same arguments. The CPU
+        waits for the earlier work of all ranks.
 
         Args:
-            num_max_tensor_bytes: the most bytes of a tensor.
-            num_max_inflight_tensors: how many sends to a rank can be ahead of its receives. A further send waits.
+            num_max_tensor_bytes: the largest size of a tensor, in bytes.
+            num_max_inflight_tensors: the number of sends to a rank that can be ahead of that rank's receives. A further
+                send waits.
 
         Raises:
-            ArgumentError: a number is wrong, the buffer's `num_bytes` is less than `get_pp_buffer_size_hint` gives, or
-                there is one rank alone.
+            ArgumentError: a number is out of range, the slots don't fit in the buffer's `num_bytes`, or the group has
+                only one rank.
             CommunicatorError: a peer failed; see its subclasses.
         """
         self._usable()
@@ -65,37 +67,38 @@ class PipelineCalls(ElasticBase):
         self._slots, self._slot_bytes = RingSlots(self._pipeline.group, slot_bytes, slots), slot_bytes
 
     def pp_send(self, t: Any, dst_rank_idx: int, num_sms: int = 0) -> None:
-        """Sends a tensor to the rank before or after this rank, which receives the tensor with `pp_recv`. Sends arrive
-        in order.
+        """Sends a tensor to the previous or the next rank, which receives it with `pp_recv`. Sends arrive in order.
 
-        The current stream waits for a free slot of this rank, and copies the tensor there. The proxy sends it on when
-        the peer has a free slot.
+        The current stream waits for a free slot of this rank, and copies the tensor to that slot. The proxy sends the
+        slot's data when the peer has a free slot.
 
         Args:
-            t: contiguous, of at most `num_max_tensor_bytes`.
-            dst_rank_idx: the destination rank, cyclically before or after this rank.
-            num_sms: without effect: no multiprocessor is taken.
+            t: a contiguous tensor of at most `num_max_tensor_bytes`.
+            dst_rank_idx: the destination: the previous or the next rank, cyclically.
+            num_sms: without effect, because the call takes no multiprocessor.
 
         Raises:
             ArgumentError: an argument is wrong, or `pp_set_config` was not called. Nothing was sent.
-            NotImplementedError: the current stream is being captured.
+            NotImplementedError: a graph captures the current stream.
             CommunicatorError: a peer failed, or did not receive in time; see its subclasses.
         """
         slots, view, peer = self._transfer("pp_send", t, "dst_rank_idx", dst_rank_idx, num_sms)
         slots.send(view, peer, self._current_stream())
 
     def pp_recv(self, t: Any, src_rank_idx: int, num_sms: int = 0) -> None:
-        """Receives a tensor from the rank before or after this rank. The current stream waits for the tensor.
+        """Receives a tensor from the previous or the next rank. The current stream waits for the tensor. Raises the
+        errors of `pp_send`.
 
         Args:
-            t: contiguous; receives as many bytes as the tensor has, which should equal the bytes that were sent.
-            src_rank_idx, num_sms: as for `pp_send`, with the same errors.
+            t: a contiguous tensor, which receives the data. Its size should be that of the tensor that was sent.
+            src_rank_idx: the source: the previous or the next rank, cyclically.
+            num_sms: without effect.
         """
         slots, view, peer = self._transfer("pp_recv", t, "src_rank_idx", src_rank_idx, num_sms)
         slots.receive(view, peer, self._current_stream())
 
     def _transfer(self, call: str, t: Any, argument: str, rank: Any, num_sms: Any) -> tuple[RingSlots, Any, int]:
-        """The checked arguments of a transfer: the slots, the tensor's memory, and the peer."""
+        """Checks the arguments of a transfer. Returns the slots, the tensor's memory, and the peer."""
         self._usable()
         if self._slots is None or self._pipeline is None:
             raise ArgumentError("num_max_tensor_bytes", f"is not known; call pp_set_config before {call}")

@@ -1,4 +1,4 @@
-"""ElasticBuffer's sessions: all-gathers whose results lie in memory of the buffer until the session ends."""
+"""ElasticBuffer's sessions: all-gathers whose results stay in the buffer's memory until the session ends."""
 
 from __future__ import annotations
 
@@ -27,32 +27,34 @@ Handle = Callable[[], None]
 
 
 class SessionCalls(ElasticBase):
-    """All-gathers by the proxies, on the buffer's stream, between the beginning and the end of a session."""
+    """The calls of sessions. Between the beginning and the end of a session, the proxies make all-gathers on the
+    buffer's stream.
+    """
 
     _gathered: Array | None = None
-    _bytes: torch.Tensor | None = None  # the bytes of that memory
-    _ranges: RangeGathers | None = None  # several gathers at once in the session's memory
+    _bytes: torch.Tensor | None = None  # `_gathered` as a tensor of bytes
+    _ranges: RangeGathers | None = None  # gathers several tensors by one schedule
     _most_session_bytes = _most_gathers = 0
     _session = 0
     _in_session = False
-    _offset = _gathers = 0  # gathers so far in the session
-    _awaited: list[torch.cuda.Event]  # ends of the gathers whose handle was not called
+    _offset = _gathers = 0  # so far in the session: bytes used, calls of all_gather
+    _awaited: list[torch.cuda.Event]  # the ends of gathers whose handle was not called yet
 
     @staticmethod
     def get_agrs_num_max_session_bytes(group: Any, shapes: Shape | Sequence[Shape], dtype: torch.dtype) -> int:
-        """The bytes that all-gathers of tensors of these shapes take in a session.
+        """Returns the number of bytes that all-gathers of tensors of these shapes take in a session.
 
         Args:
-            group: the ranks; see `ElasticBuffer`.
-            shapes: the shapes of one rank's tensors: one shape, or several.
-            dtype: the type of their elements.
+            group: the group of ranks; see `ElasticBuffer`.
+            shapes: the shape of one rank's tensor, or a sequence of shapes for several tensors.
+            dtype: the type of the tensors' elements.
         """
         sizes = _sizes(shapes, dtype)[1]
         return sum(aligned(size_of(group) * nbytes, _ALIGNMENT) for nbytes in sizes)
 
     @staticmethod
     def get_agrs_buffer_size_hint(group: Any, num_max_session_bytes: int) -> int:
-        """The least `num_bytes` for sessions of this many bytes, a multiple of 2 MiB.
+        """Returns the smallest `num_bytes` of a buffer for sessions of this many bytes: a multiple of 2 MiB.
 
         Raises:
             ArgumentError: the number is not an integer, or negative.
@@ -60,16 +62,17 @@ class SessionCalls(ElasticBase):
         return aligned(whole_number("num_max_session_bytes", num_max_session_bytes, 0, MOST_BYTES), ELASTIC_ALIGNMENT)
 
     def agrs_set_config(self, num_max_session_bytes: int, num_max_all_gathers_per_session: int) -> None:
-        """Makes the memory of sessions. All ranks call it together, with the same arguments. It waits for the earlier
-        work of all ranks, on the CPU too.
+        """Allocates the memory of sessions. All ranks call this together, with the same arguments. The CPU waits for
+        the earlier work of all ranks.
 
         Args:
-            num_max_session_bytes: the most bytes that the results of a session's all-gathers take together; see
-                `get_agrs_num_max_session_bytes`.
-            num_max_all_gathers_per_session: calls of `all_gather` in a session, at most 32.
+            num_max_session_bytes: the largest number of bytes that the results of a session's all-gathers take
+                together; see `get_agrs_num_max_session_bytes`.
+            num_max_all_gathers_per_session: the largest number of calls of `all_gather` in a session, at most 32.
 
         Raises:
-            ArgumentError: a number is wrong or more than `num_bytes`, a session is open, or there is one rank alone.
+            ArgumentError: a number is out of range or more than `num_bytes`, a session is open, or the group has only
+                one rank.
             CommunicatorError: a peer failed; see its subclasses.
         """
         self._usable()
@@ -92,7 +95,7 @@ class SessionCalls(ElasticBase):
         self._most_session_bytes, self._most_gathers = nbytes, most
 
     def create_agrs_session(self) -> None:
-        """Begins a session. Raises ArgumentError if one is open already."""
+        """Begins a session. Raises ArgumentError if a session is open already."""
         self._usable()
         self._require_session(is_open=False)
         self._in_session, self._session = True, self._session + 1
@@ -100,8 +103,8 @@ class SessionCalls(ElasticBase):
         self._awaited = []
 
     def destroy_agrs_session(self) -> None:
-        """Ends the session. The next session reuses the memory of the results, on every rank once the rank's current
-        stream has reached this call. Raises ArgumentError if no session is open.
+        """Ends the session. On each rank, the next session overwrites the results once the rank's current stream has
+        reached this call. Raises ArgumentError if no session is open.
         """
         self._usable()
         self._require_session(is_open=True)
@@ -113,7 +116,7 @@ class SessionCalls(ElasticBase):
 
     @contextlib.contextmanager
     def agrs_new_session(self, enabled: bool = True) -> Iterator[None]:
-        """A context manager whose block is a session; without effect if not `enabled`."""
+        """A context manager that begins a session and ends it after the block; without effect if `enabled` is False."""
         if not enabled:
             yield
             return
@@ -126,18 +129,19 @@ class SessionCalls(ElasticBase):
     def agrs_get_inplace_tensor(
         self, shapes: Shape | Sequence[Shape], dtype: torch.dtype
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """This rank's part of the next `all_gather`'s results. Tensors written here need not be copied.
+        """Returns this rank's part of the next `all_gather`'s results. If the program writes its tensors into this
+        part, `all_gather` need not copy them.
 
         Args:
-            shapes: the shapes of this rank's tensors for the next call of `all_gather`, in order: one shape, or
-                several.
-            dtype: the type of their elements.
+            shapes: the shape of this rank's tensor for the next call of `all_gather`, or a sequence of shapes for
+                several tensors, in order.
+            dtype: the type of the tensors' elements.
 
         Returns:
-            A tensor; for several shapes a tuple.
+            A tensor, or for a sequence of shapes a tuple of tensors.
 
         Raises:
-            ArgumentError: no session is open, or the session has no room for them.
+            ArgumentError: no session is open, or the session has no room for the results.
         """
         batched, sizes = _sizes(shapes, dtype)
         given: Any = shapes if batched else (shapes,)
@@ -149,19 +153,20 @@ class SessionCalls(ElasticBase):
         return tensors if batched else tensors[0]
 
     def all_gather(self, t: torch.Tensor | Sequence[torch.Tensor]) -> tuple[Any, ...]:
-        """Gathers tensors of all ranks, which call it together with the same shapes and types.
+        """Gathers tensors of all ranks. All ranks call this together, with tensors of the same shapes and types.
 
-        The tensors are read on the buffer's stream, after the work of the current stream.
+        The tensors are read on the buffer's stream, after the work that is queued on the current stream.
 
         Args:
-            t: a contiguous tensor, or several. Tensors from `agrs_get_inplace_tensor` are not copied first.
+            t: a contiguous tensor, or a sequence of such tensors. Tensors from `agrs_get_inplace_tensor` are not copied
+                first.
 
         Returns:
-            For each tensor a result of shape [num_ranks, …], valid until the session ends; and a handle. Calling the
-            handle makes the current stream wait for the results.
+            A tuple of a result for each tensor, of shape [num_ranks, …] and valid until the session ends, and last a
+            handle. Calling the handle makes the current stream wait for the results.
 
         Raises:
-            ArgumentError: an argument is wrong, no session is open, or the session has no room for them.
+            ArgumentError: an argument is wrong, no session is open, or the session has no room for the results.
             MismatchError: another rank gathers tensors of other sizes.
             CommunicatorError: a peer failed; see its subclasses.
         """
@@ -186,8 +191,8 @@ class SessionCalls(ElasticBase):
         return *results, self._handle(current)
 
     def _place(self, mine: torch.Tensor, begin: int) -> None:
-        """Copies a tensor's bytes to their place in the result, on the buffer's stream, unless they already lie
-        there.
+        """Copies a tensor's bytes to their place in the result, on the buffer's stream, unless the tensor already lies
+        at that place.
         """
         own = self._part(begin + self.rank_idx * len(mine), len(mine))
         if len(mine) and mine.data_ptr() != own.data_ptr():
@@ -196,7 +201,9 @@ class SessionCalls(ElasticBase):
                 mine.record_stream(self._stream)
 
     def _gather(self, results: Sequence[tuple[int, int]]) -> None:
-        """Gathers results in place on the buffer's stream, given each result's offset and the bytes of one rank."""
+        """Gathers results in place on the buffer's stream. `results` has, for each result, its offset and the number of
+        bytes of one rank.
+        """
         if len(results) > 1 and self._ranges is not None and self._ranges.are_possible:
             self._ranges.gather(results, self._stream)
             return
@@ -207,7 +214,7 @@ class SessionCalls(ElasticBase):
                 self.communicator.all_gather(own, out=whole, algorithm="proxy", stream=self._stream)
 
     def _handle(self, current: Any) -> Handle:
-        """A handle for all work queued on the buffer's stream so far."""
+        """Returns a handle that makes the current stream wait for all work queued on the buffer's stream so far."""
         session, event = self._session, None
         if self._stream is not None:
             event = self._stream.record_event()
@@ -227,7 +234,9 @@ class SessionCalls(ElasticBase):
         return handle
 
     def _places(self, argument: str, sizes: Sequence[int]) -> list[int]:
-        """The offsets of the next call's results in the memory, for a rank's tensors of these sizes."""
+        """Returns the offsets of the next call's results in the session's memory, given the sizes of one rank's
+        tensors.
+        """
         self._usable()
         if not sizes:
             raise ArgumentError(argument, "is empty; expected at least one")
@@ -252,7 +261,7 @@ class SessionCalls(ElasticBase):
         return places
 
     def _require_place(self, mine: torch.Tensor, begin: int) -> None:
-        """Refuses a tensor that lies in the session's memory, but not at the place of its result."""
+        """Raises ArgumentError if a tensor lies in the session's memory, but not at its place in the result."""
         memory = self._part(0, self._most_session_bytes).data_ptr()
         at = mine.data_ptr() - memory
         if len(mine) and 0 <= at < self._most_session_bytes and at != begin + self.rank_idx * len(mine):
@@ -277,14 +286,14 @@ class SessionCalls(ElasticBase):
 
 
 def size_of(group: Any) -> int:
-    """The number of ranks of a group: a `Communicator`, an MPI communicator or a process group."""
+    """Returns the number of ranks of a group, which is a `Communicator`, an MPI communicator or a process group."""
     if isinstance(group, Communicator):
         return group.world_size
     return int(group.Get_size() if hasattr(group, "Get_size") else group.size())
 
 
 def _sizes(shapes: Any, dtype: Any) -> tuple[bool, list[int]]:
-    """Whether several shapes were given, and for each shape the bytes of a tensor."""
+    """Returns whether a sequence of shapes was given, and for each shape the number of bytes of a tensor."""
     if not isinstance(dtype, torch.dtype):
         raise ArgumentError("dtype", f"must be a torch.dtype, not {dtype!r}")
     try:

@@ -1,5 +1,5 @@
-"""The tokens that a caller dispatches: rows, or float8 rows and their scales; and layouts of scales for grouped matrix
-products.
+"""Converts the tokens that a caller dispatches, which are rows, or float8 rows and their scales, and lays out scales
+for grouped matrix products.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from proxyccl.deep_ep.handles import Rows
 from proxyccl.device.errors import ArgumentError
 
 ELEMENTS = 128
-"""Elements that share a scale."""
+"""The number of consecutive elements of a row that share a scale."""
 _GREATEST = 448.0  # the largest number in float8_e4m3fn
-_LEAST_MAGNITUDE = 1e-4  # the least magnitude that a group's scale is computed from
+_LEAST_MAGNITUDE = 1e-4  # a group's scale is computed from at least this magnitude
 _EXPONENTS_OF_A_WORD = 4
 _WORDS_OF_A_LINE = 4  # 16 bytes
 
@@ -24,7 +24,9 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 @torch.no_grad()
 def quantize_rounded(x: torch.Tensor) -> Pair:
-    """Rows in float8, [T, hidden], and float32 scales [T, hidden / 128], each the least power of two that fits."""
+    """Converts rows to float8. Returns the rows [T, hidden] and float32 scales [T, hidden / 128]. Each scale is the
+    smallest power of two with which its elements fit in float8.
+    """
     tokens, hidden = x.shape
     groups = x.float().view(tokens, hidden // ELEMENTS, ELEMENTS)
     greatest = groups.abs().amax(-1).clamp(min=_LEAST_MAGNITUDE)
@@ -34,8 +36,9 @@ def quantize_rounded(x: torch.Tensor) -> Pair:
 
 
 def column_major(scales: torch.Tensor, *, packed: bool = False) -> torch.Tensor:
-    """An uninitialised tensor for scales [..., rows, n], packed or not. Scales of consecutive rows lie side by side,
-    and each column begins at a multiple of 16 bytes, as bulk copies (TMA) require.
+    """Returns an uninitialised tensor for scales, of the shape of `scales`, or if `packed` is set, of the shape of its
+    `packed_exponents`. The scales of consecutive rows are adjacent in memory, and each column begins at a multiple of
+    16 bytes, as bulk copies (TMA) require.
     """
     *leading, rows, n = scales.shape
     column = -(-rows // _WORDS_OF_A_LINE) * _WORDS_OF_A_LINE
@@ -50,8 +53,8 @@ def packed_exponents(scales: torch.Tensor) -> torch.Tensor:
 
 
 def carried(scales: torch.Tensor, tokens: int) -> torch.Tensor:
-    """A caller's scales, [T] or [T, n] of four bytes each, viewed as float32 [T, n], so that a layer moves their bits
-    unchanged.
+    """Returns a caller's scales, [T] or [T, n] of float32 or int32, viewed as float32 [T, n]. A layer then moves their
+    bits unchanged.
     """
     if scales.dtype not in (torch.float32, torch.int32) or scales.dim() not in (1, 2) or len(scales) != tokens:
         raise ArgumentError(
@@ -61,18 +64,18 @@ def carried(scales: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def require_packable(hidden: int) -> None:
-    """Raises ArgumentError if a row's exponents don't fill whole words."""
+    """Raises ArgumentError unless the exponents of a row of `hidden` elements fill whole words of four exponents."""
     if hidden % (ELEMENTS * _EXPONENTS_OF_A_WORD):
         raise ArgumentError("use_ue8m0", f"needs a hidden size that is a multiple of 512, not {hidden}")
 
 
 class Tokens(NamedTuple):
-    """A caller's rows, in the form that a layer takes.
+    """A caller's rows, as the caller gave them and as a layer takes them.
 
     Attributes:
         rows: [T, hidden].
         scales: as the caller gave them, or None.
-        moved: the layer's input: the rows, or a pair of them and float32 scales [T, n].
+        moved: the layer's input: the rows, or a pair of the rows and float32 scales [T, n].
     """
 
     rows: torch.Tensor
@@ -81,7 +84,9 @@ class Tokens(NamedTuple):
 
     @staticmethod
     def of(x: Rows) -> Tokens:
-        """The tokens of the argument `x`. Raises ArgumentError if `x` has another shape, or scales of another type."""
+        """Returns the tokens of the argument `x`. Raises ArgumentError if the shape of `x`, or the type of its scales,
+        is wrong.
+        """
         if isinstance(x, tuple) and len(x) != 2:
             raise ArgumentError("x", f"is a tuple of {len(x)}; expected a tensor, or a pair of rows and scales")
         rows, scales = x if isinstance(x, tuple) else (x, None)
@@ -92,12 +97,14 @@ class Tokens(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """The element type of the layer for these tokens; the layer's combine has the same type."""
+        """The element type of a layer for these tokens, which is also the type of the layer's combine: bfloat16 if the
+        tokens have scales.
+        """
         return str(self.rows.dtype).removeprefix("torch.") if self.scales is None else "bfloat16"
 
     @property
     def num_scales(self) -> int:
-        """The number of scales of a row; 0 without scales."""
+        """The number of scales of each row; 0 without scales."""
         if not isinstance(self.moved, tuple):
             return 0
         hidden, scales = self.rows.shape[1], self.moved[1].shape[1]
@@ -106,8 +113,8 @@ class Tokens(NamedTuple):
         return int(scales)
 
     def as_given(self, received: Rows, *, by_columns: bool = False) -> Rows:
-        """A layer's results, with scales in the type and number of dimensions of the caller's scales; with by_columns,
-        scales of consecutive rows lie side by side.
+        """Converts a layer's results: returns scales in the type and with the number of dimensions of the caller's
+        scales. With by_columns, the scales of consecutive rows are adjacent in memory.
         """
         if self.scales is None or not isinstance(received, tuple):
             return received

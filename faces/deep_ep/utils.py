@@ -1,4 +1,4 @@
-"""Events that calls wait for, and that mark a call's end."""
+"""Events in streams: calls wait for them, and they mark the end of asynchronous calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from proxyccl.device.gpu import stream_order
 from proxyccl.device.gpu.stream_order import StreamMark, StreamOrder
 from proxyccl.device.runtimes import open_driver
 
-# Waits between streams use the streams' handles and the driver's functions, because torch's objects cost microseconds.
+# Streams wait for each other by their handles and the driver's functions, because making torch's objects takes
+# microseconds.
 
 _has_streams = functools.cache(torch.cuda.is_available)
 
@@ -23,14 +24,14 @@ def order_of(device: int) -> StreamOrder:
 
 
 def _current_stream() -> tuple[int, int]:
-    """The current GPU and the handle of its current stream."""
+    """Returns the number of the current GPU and the handle of its current stream."""
     device = torch.cuda.current_device()
     return device, torch._C._cuda_getCurrentRawStream(device)
 
 
 class EventHandle:
-    """An event after the work queued on the current stream so far. CPU tensors have no streams, so their events are
-    empty.
+    """An event after the work that is queued on the current stream when this object is made. Without a GPU, the event
+    is empty and a wait for it does nothing.
     """
 
     def __init__(self) -> None:
@@ -45,10 +46,11 @@ class EventHandle:
 
 
 class EventOverlap:
-    """An optional event. As a context manager, it makes the current stream wait at the end of the block.
+    """The event of a call, if the call was asynchronous. As a context manager, it makes the current stream wait for the
+    event at the end of the block.
 
     Attributes:
-        event: the event, or None.
+        event: the event; None for a synchronous call.
         extra_tensors: tensors that are kept alive as long as this object.
     """
 
@@ -91,7 +93,9 @@ class EventOverlap:
         self._hook = hook_after_wait
 
     def __call__(self, release_handle: bool = False) -> EventOverlap:
-        """Returns itself, for a with statement that drops the event at its end."""
+        """Returns this object, for a ``with`` statement; with release_handle, the event is dropped at the end of the
+        block.
+        """
         self._releases = release_handle
         return self
 

@@ -1,6 +1,6 @@
 """NIXL's Python interface: agents, their configuration and their handles.
 
-Names of agents are text or bytes, messages are bytes or text. Any thread may call any method of an agent.
+Names of agents and messages may be given as str or bytes. Any thread may call any method of an agent.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ nixl_backend_handle = int
 
 
 class _Handle:
-    """A resource of an agent, which is released by `release` or when nothing refers to it any longer."""
+    """A resource of an agent. It is released by `release`, or when nothing refers to the handle any longer."""
 
     def __init__(self, agent: nixlBind.nixlAgent, value: int) -> None:
         self._handle = int(value)
@@ -59,7 +59,9 @@ class nixl_prepped_dlist_handle(_Handle):
 
 
 class nixl_xfer_handle(_Handle):
-    """A transfer. Releasing an active one cancels it, or raises nixlRepostActiveError if an adapter still writes."""
+    """A transfer. Releasing an active transfer cancels it, or raises nixlRepostActiveError if a network adapter still
+    writes its data.
+    """
 
     def _release(self) -> None:
         self._agent.releaseXferReq(self._handle)
@@ -69,13 +71,13 @@ class nixl_agent_config:
     """The configuration of an agent.
 
     Args:
-        enable_prog_thread: without effect: an agent always has its thread, which sleeps when there is nothing to do.
-        enable_listen_thread: whether peers may send and fetch metadata by `listen_port`.
+        enable_prog_thread: without effect: an agent always has a thread, which sleeps when there is nothing to do.
+        enable_listen_thread: whether the agent listens at `listen_port`, where peers send and fetch metadata.
         listen_port: the port to listen at; 0 for any free port.
-        capture_telemetry: whether `get_xfer_telemetry` works; ``NIXL_TELEMETRY_ENABLE`` wins.
+        capture_telemetry: whether `get_xfer_telemetry` works. ``NIXL_TELEMETRY_ENABLE`` overrides this setting.
         num_threads: without effect.
         backends: "UCX" and "LIBFABRIC" both mean ProxyCCL.
-        sync_mode: without effect: every mode is safe.
+        sync_mode: without effect: an agent is thread-safe in every mode.
 
     Raises:
         TypeError: `sync_mode` is not a nixl_thread_sync_t.
@@ -88,7 +90,7 @@ class nixl_agent_config:
         listen_port: int = DEFAULT_COMM_PORT,
         capture_telemetry: bool = False,
         num_threads: int = 0,
-        backends: list[str] = ["UCX"],  # noqa: B006  as callers see it; it is not changed
+        backends: list[str] = ["UCX"],  # noqa: B006  NIXL's default; the list is never changed
         sync_mode: nixl_thread_sync_t | None = None,
     ) -> None:
         if sync_mode is not None and not isinstance(sync_mode, nixl_thread_sync_t):
@@ -103,15 +105,15 @@ class nixl_agent_config:
 
 
 class nixl_agent:
-    """An agent: registers memory, and moves blocks between it and the memory of other agents.
+    """An agent, which registers memory, and moves blocks between its registered memory and that of other agents.
 
-    The `backends` of its calls are names of backends that were created.
+    The argument `backends` of its methods consists of names of backends that were created.
 
     Args:
         instantiate_all: whether to create all backends; ignored with `nixl_conf`.
 
     Attributes:
-        agent: the object of `_bindings`.
+        agent: the agent as an object of `_bindings.nixlAgent`.
         backends: handles of the backends that were created, by name.
 
     Raises:
@@ -157,8 +159,8 @@ class nixl_agent:
         return self.plugin_list
 
     def get_plugin_mem_types(self, backend: str) -> list[str]:
-        """The kinds of memory that a backend supports, before it is created. For an unknown name, logs a warning and
-        returns no kinds.
+        """Returns the kinds of memory that a backend supports; the backend need not be created. For an unknown name,
+        logs a warning and returns [].
         """
         return self._plugin(backend)[1]
 
@@ -172,7 +174,7 @@ class nixl_agent:
         return self.agent.getPluginParams(backend)
 
     def get_backend_mem_types(self, backend: str) -> list[str]:
-        """The kinds of memory of a created backend. For another backend, logs a warning and returns no kinds."""
+        """Returns the kinds of memory of a created backend. For other backends, logs a warning and returns []."""
         return self._created(backend, self.backend_mems) or []
 
     def get_backend_params(self, backend: str) -> dict[str, str]:
@@ -184,8 +186,8 @@ class nixl_agent:
         return known.get(backend)
 
     def create_backend(self, backend: str, initParams: dict[str, str] | None = None) -> None:
-        """Creates a backend. Raises nixlNotFoundError for an unknown name, and nixlInvalidParamError if the backend
-        exists.
+        """Creates a backend. Raises nixlNotFoundError if the name is unknown, and nixlInvalidParamError if the backend
+        was already created.
         """
         handle = self.agent.createBackend(backend, initParams or {})
         self.backends[backend] = handle
@@ -198,10 +200,11 @@ class nixl_agent:
     # Memory
 
     def register_memory(self, reg_list: Any, mem_type: str | None = None, backends: Sequence[str] = ()) -> nixlRegDList:
-        """Registers memory, given as for `get_reg_descs`. Returns the list, for `deregister_memory`.
+        """Registers memory. `reg_list` and `mem_type` are the arguments of `get_reg_descs`. Returns the list of
+        descriptors that `deregister_memory` takes.
 
         Raises:
-            nixlBackendError: the memory is neither the host's nor shareable memory of a device.
+            nixlBackendError: the memory is neither host memory nor device memory that can be shared.
             nixlNotFoundError: no backend was created.
         """
         descs = self.get_reg_descs(reg_list, mem_type)
@@ -209,11 +212,11 @@ class nixl_agent:
         return descs  # type: ignore[return-value]
 
     def deregister_memory(self, dereg_list: nixlRegDList, backends: Sequence[str] = ()) -> None:
-        """Ends a registration. Raises nixlNotFoundError."""
+        """Deregisters memory. Raises nixlNotFoundError if the memory is not registered."""
         self.agent.deregisterMem(dereg_list, self._handles(backends))
 
     def query_memory(self, reg_list: Any, backend: str, mem_type: str | None = None) -> list[dict[str, str] | None]:
-        """Raises nixlNotSupportedError, because only files can be queried; raises ValueError for a backend that was not
+        """Raises nixlNotSupportedError, because ProxyCCL can't query memory. Raises ValueError if the backend was not
         created.
         """
         descs = self.get_reg_descs(reg_list, mem_type)
@@ -224,28 +227,28 @@ class nixl_agent:
     # Transfers
 
     def make_connection(self, remote_agent: str | bytes, backends: Sequence[str] = ()) -> None:
-        """Connects to an agent. Without this call, the first use of the agent connects. Raises nixlNotFoundError,
-        nixlRemoteDisconnectError.
+        """Connects to an agent now, instead of when the agent is first used. Raises nixlNotFoundError if the agent is
+        unknown, and nixlRemoteDisconnectError if it can't be reached.
         """
         self.agent.makeConnection(remote_agent, self._handles(backends))
 
     def prep_xfer_dlist(
         self, agent_name: str | bytes, xfer_list: Any, mem_type: str | None = None, backends: Sequence[str] = ()
     ) -> nixl_prepped_dlist_handle:
-        """Prepares a list of descriptors, from which transfers pick descriptors by index.
+        """Prepares a list of descriptors for one side of transfers, which pick descriptors from it by their indices.
 
         Args:
-            agent_name: "NIXL_INIT_AGENT" or "" for the initiator's side; for the other side the remote agent's name, or
-                this agent's own.
-            xfer_list: whatever `get_xfer_descs` takes; or an array of uint64 or int64, shape (N, 5), with rows of
-                (address, bytes, device, stride, count): `count` blocks that begin `stride` bytes apart. An index then
-                counts through the blocks of all rows.
+            agent_name: "NIXL_INIT_AGENT" or "" for the initiator's side. For the other side, the name of the remote
+                agent or of this agent.
+            xfer_list: a list that `get_xfer_descs` takes; or an array of uint64 or int64 of shape (N, 5). Each row of
+                the array, (address, bytes, device, stride, count), stands for `count` blocks whose addresses are
+                `stride` bytes apart, and the blocks of all rows are numbered consecutively.
             mem_type: as for `get_xfer_descs`.
 
         Raises:
-            nixlNotFoundError: the agent is unknown, the list is empty, or a descriptor is not registered. The blocks of
-                a row must not overlap, and belong to one registration.
-            ValueError: `mem_type` is missing for blocks.
+            nixlNotFoundError: the agent is unknown, the list is empty, a descriptor is not in registered memory, or the
+                blocks of a row overlap or are not all in one registration.
+            ValueError: `mem_type` is None with an array of shape (N, 5).
         """
         name = nixlBind.NIXL_INIT_AGENT if agent_name == "NIXL_INIT_AGENT" else agent_name
         handles = self._handles(backends)
@@ -258,8 +261,8 @@ class nixl_agent:
         return nixl_prepped_dlist_handle(self.agent, handle)
 
     def estimate_xfer_cost(self, req_handle: nixl_xfer_handle) -> tuple[int, int, str]:
-        """The duration and the error margin in microseconds, and the method: always (0, 0, "UNKNOWN"), because nothing
-        is estimated.
+        """Returns (0, 0, "UNKNOWN"), because ProxyCCL does not estimate costs. In NIXL these are the duration and the
+        error margin in microseconds, and the method.
         """
         duration, margin, method = self.agent.estimateXferCost(req_handle._handle)
         known = method == nixl_cost_t.NIXL_COST_ANALYTICAL_BACKEND
@@ -276,12 +279,14 @@ class nixl_agent:
         backends: Sequence[str] = (),
         skip_desc_merge: bool = False,
     ) -> nixl_xfer_handle:
-        """A transfer between descriptors of two prepared lists, by their indices, in order. Unless `notif_msg` is
-        empty, the other agent receives it as a notification when the data has arrived. `skip_desc_merge` has no effect.
+        """Makes a transfer between descriptors of two prepared lists, which are given by their indices and paired in
+        order. Unless `notif_msg` is empty, the other agent receives it as a notification when the data has arrived.
+        `skip_desc_merge` has no effect.
 
         Raises:
             KeyError: the operation is neither "READ" nor "WRITE".
-            nixlInvalidParamError: a list or an index is wrong, or the two sides' lengths differ.
+            nixlInvalidParamError: a list or an index is wrong, or the two sides differ in their number of descriptors
+                or in a descriptor's length.
             nixlNotFoundError: the agent was removed (even if another agent has its name), or memory of a list was
                 deregistered (even if it was registered again).
         """
@@ -307,12 +312,12 @@ class nixl_agent:
         notif_msg: bytes | str = b"",
         backends: Sequence[str] = (),
     ) -> nixl_xfer_handle:
-        """A transfer between two lists of `get_xfer_descs`. The remote list may belong to this agent. See also
-        `make_prepped_xfer`.
+        """Makes a transfer between two lists of `get_xfer_descs`. The remote list may belong to this agent itself.
+        `notif_msg` is as for `make_prepped_xfer`.
 
         Raises:
-            nixlInvalidParamError: the lists differ in number or length.
-            nixlNotFoundError: the agent is unknown, the lists are empty, or a descriptor is not registered.
+            nixlInvalidParamError: the lists differ in their number of descriptors or in a descriptor's length.
+            nixlNotFoundError: the agent is unknown, the lists are empty, or a descriptor is not in registered memory.
             nixlRemoteDisconnectError: the agent can't be reached.
         """
         op = self.nixl_ops[operation]
@@ -321,24 +326,26 @@ class nixl_agent:
         return nixl_xfer_handle(self.agent, handle)
 
     def transfer(self, handle: nixl_xfer_handle, notif_msg: bytes | str = b"") -> str:
-        """Starts a transfer, which may have run before, and returns its state: "DONE" or "PROC". A `notif_msg` that is
-        not empty replaces the transfer's own.
+        """Starts a transfer, which may have been started before. Returns its state: "DONE", or "PROC" while it is in
+        progress. A `notif_msg` that is not empty is sent instead of the message with which the transfer was made.
 
         Raises:
             nixlNotFoundError: the agent was removed.
-            nixlRepostActiveError: the transfer is active.
-            nixlRemoteDisconnectError, nixlBackendError: the transfer failed at once.
+            nixlRepostActiveError: the transfer is still in progress.
+            nixlRemoteDisconnectError, nixlBackendError: the transfer failed during this call.
         """
         return _state(self.agent.postXferReq(handle._handle, notif_msg))
 
     def check_xfer_state(self, handle: nixl_xfer_handle) -> str:
-        """The state of a transfer: "DONE" or "PROC". Raises the errors of `transfer`, and nixlNotPostedError if the
-        transfer was not started.
+        """Returns the state of a transfer: "DONE", or "PROC" while it is in progress. Raises the errors of `transfer`,
+        and nixlNotPostedError if the transfer was not started.
         """
         return _state(self.agent.getXferStatus(handle._handle))
 
     def get_xfer_telemetry(self, handle: nixl_xfer_handle) -> nixlBind.nixlXferTelemetry:
-        """Times and sizes of a transfer. Raises nixlNoTelemetryError, nixlNotPostedError."""
+        """Returns the times and sizes of a transfer. Raises nixlNoTelemetryError if telemetry is not enabled, and
+        nixlNotPostedError if the transfer was not started.
+        """
         return self.agent.getXferTelemetry(handle._handle)
 
     def query_xfer_backend(self, handle: nixl_xfer_handle) -> str:
@@ -346,7 +353,7 @@ class nixl_agent:
         return next(name for name, value in self.backends.items() if value == backend)
 
     def release_xfer_handle(self, handle: nixl_xfer_handle) -> None:
-        """Cancels a transfer if it is active, and releases it. Nothing is written locally afterwards."""
+        """Releases a transfer, and cancels it if it is active. Afterwards the transfer writes no more local memory."""
         handle.release()
 
     def release_dlist_handle(self, handle: nixl_prepped_dlist_handle) -> None:
@@ -356,11 +363,11 @@ class nixl_agent:
     # Notifications
 
     def get_new_notifs(self, backends: Sequence[str] = ()) -> dict[str, list[bytes]]:
-        """The notifications that have arrived since the last call, by sender."""
+        """Returns the notifications that have arrived since the last call, by sender."""
         return self.agent.getNotifs({}, self._handles(backends))
 
     def update_notifs(self, backends: Sequence[str] = ()) -> dict[str, list[bytes]]:
-        """Adds the new notifications to the notifications kept in the agent, and returns all of them."""
+        """Adds the new notifications to those in `notifs`, and returns `notifs`."""
         self.notifs = self.agent.getNotifs(self.notifs, self._handles(backends))
         return self.notifs
 
@@ -371,8 +378,8 @@ class nixl_agent:
         backends: Sequence[str] = (),
         tag_is_prefix: bool = True,
     ) -> bool:
-        """Whether a notification has arrived that begins with a tag or, without `tag_is_prefix`, contains the tag. Such
-        a notification is removed from the kept ones.
+        """Returns whether a notification has arrived that begins with a tag or, without `tag_is_prefix`, contains the
+        tag. The first such notification is removed from `notifs`.
         """
         name = remote_agent_name.decode() if isinstance(remote_agent_name, bytes) else remote_agent_name
         messages = self.update_notifs(backends).get(name, [])
@@ -383,25 +390,31 @@ class nixl_agent:
         return False
 
     def send_notif(self, remote_agent_name: str | bytes, notif_msg: bytes | str, backend: str | None = None) -> None:
-        """Sends a notification that belongs to no transfer. Raises nixlNotFoundError, nixlRemoteDisconnectError."""
+        """Sends a notification that belongs to no transfer. Raises nixlNotFoundError if the agent is unknown, and
+        nixlRemoteDisconnectError if it can't be reached.
+        """
         self.agent.genNotif(remote_agent_name, notif_msg, [] if backend is None else [self.backends[backend]])
 
     # Metadata
 
     def get_agent_metadata(self) -> bytes:
-        """This agent's metadata. Whoever has the metadata may read and write the agent's registered memory."""
+        """Returns this agent's metadata. An agent that has the metadata can read and write this agent's registered
+        memory.
+        """
         return self.agent.getLocalMD()
 
     def get_partial_agent_metadata(
         self, descs: nixlRegDList, inc_conn_info: bool = False, backends: Sequence[str] = ()
     ) -> bytes:
-        """A part of this agent's metadata: registered memory and, with `inc_conn_info` or without descriptors, the
-        address at which the agent listens. Raises nixlNotFoundError for a descriptor that is not registered.
+        """Returns a part of this agent's metadata: the registered memory of `descs`, and the address at which the agent
+        listens if `inc_conn_info` is set or `descs` is empty. Raises nixlNotFoundError if a descriptor is not
+        registered.
         """
         return self.agent.getLocalPartialMD(descs, inc_conn_info, self._handles(backends))
 
     def add_remote_agent(self, metadata: bytes) -> bytes:
-        """Adds an agent, or adds memory to a known agent. Returns the agent's name, as bytes.
+        """Adds the agent that made the metadata, or if it is known, adds the metadata's memory to it. Returns the
+        agent's name as bytes.
 
         Raises:
             nixlMismatchError: the bytes are not metadata.
@@ -412,11 +425,11 @@ class nixl_agent:
         return self.agent.loadRemoteMD(metadata)
 
     def remove_remote_agent(self, agent: str | bytes) -> None:
-        """Forgets an agent, and disconnects from it."""
+        """Removes an agent that was added, and disconnects from it."""
         self.agent.invalidateRemoteMD(agent)
 
     def send_local_metadata(self, ip_addr: str = "", port: int = DEFAULT_COMM_PORT) -> None:
-        """Sends this agent's metadata to a peer that listens. Raises nixlInvalidParamError without an address."""
+        """Sends this agent's metadata to a peer that listens. Raises nixlInvalidParamError if `ip_addr` is empty."""
         self.agent.sendLocalMD(ip_addr, port)
 
     def send_partial_agent_metadata(
@@ -434,30 +447,32 @@ class nixl_agent:
     def fetch_remote_metadata(
         self, remote_agent: str | bytes, ip_addr: str = "", port: int = DEFAULT_COMM_PORT, label: str = ""
     ) -> None:
-        """Requests the metadata of a peer that listens; `check_remote_metadata` returns True when they have arrived."""
+        """Requests the metadata of a peer that listens. `check_remote_metadata` returns True once they have arrived."""
         self.agent.fetchRemoteMD(remote_agent, ip_addr, port, label)
 
     def invalidate_local_metadata(self, ip_addr: str = "", port: int = DEFAULT_COMM_PORT) -> None:
-        """Makes a peer that listens forget this agent."""
+        """Asks a peer that listens to remove this agent."""
         self.agent.invalidateLocalMD(ip_addr, port)
 
     def check_remote_metadata(self, agent: str | bytes, descs: nixlXferDList | None = None) -> bool:
-        """Whether an agent is known and, if descriptors are given, whether all of them are in its known memory."""
+        """Returns whether an agent was added and, if `descs` is given, whether its known memory contains all
+        descriptors.
+        """
         asked = nixlXferDList(nixl_mem_t.DRAM_SEG) if descs is None else descs
         return self.agent.checkRemoteMD(agent, asked) == nixl_status_t.NIXL_SUCCESS
 
     # Descriptors
 
     def get_xfer_descs(self, descs: Any, mem_type: str | None = None) -> nixlXferDList | None:
-        """A list of descriptors for a transfer.
+        """Returns a list of descriptors for a transfer.
 
         Args:
-            descs: (address, bytes, device) tuples, or an array of shape (N, 3), of uint64 or int64; a contiguous
-                tensor, or several on one device; or a list of descriptors, which is returned.
-            mem_type: "DRAM", "VRAM", "FILE", "BLOCK", "OBJ", "cpu" or "cuda", for tuples and arrays.
+            descs: a list of (address, bytes, device) tuples; an array of uint64 or int64 of shape (N, 3); a contiguous
+                tensor, or a list of such tensors on one device; or a nixlXferDList, which is returned unchanged.
+            mem_type: the kind of memory of tuples or an array: "DRAM", "VRAM", "FILE", "BLOCK", "OBJ", "cpu" or "cuda".
 
         Returns:
-            The list; None, with an error in the log, for other input.
+            The list. For other arguments, logs an error and returns None.
         """
         if isinstance(descs, nixlRegDList):
             logger.error("This is a list for registration; expected one for a transfer")
@@ -465,8 +480,9 @@ class nixl_agent:
         return self._descs(nixlXferDList, (), descs, mem_type)
 
     def get_reg_descs(self, descs: Any, mem_type: str | None = None) -> nixlRegDList | None:
-        """A list of descriptors for registration. Like `get_xfer_descs`, but tuples have four elements: the last is
-        text or bytes, without effect."""
+        """Returns a list of descriptors for registration. Like `get_xfer_descs`, but each tuple has a fourth element,
+        str or bytes, which has no effect.
+        """
         if isinstance(descs, nixlXferDList):
             logger.error("This is a list for a transfer; expected one for registration")
             return None
@@ -500,7 +516,9 @@ class nixl_agent:
         return descs.serialize()
 
     def deserialize_descs(self, serialized_descs: bytes) -> nixlXferDList | nixlRegDList:
-        """The list that was serialized to these bytes. Raises nixlMismatchError."""
+        """Returns the list that was serialized to these bytes. Raises nixlMismatchError if the bytes are not such a
+        list.
+        """
         return deserialize(serialized_descs)
 
 

@@ -1,7 +1,8 @@
-"""The names of NIXL's module `_bindings`: its agent, its lists, enumerations and exceptions.
+"""The names of NIXL's module `_bindings`: the class of agents, lists of descriptors, enumerations and exceptions.
 
-`nixl_agent` is a thin layer over `nixlAgent`: it has handles that release themselves and names of backends, where this
-module has numbers. The docstrings of `nixl_agent` describe the calls and their errors.
+`nixl_agent` is a thin layer over this module's `nixlAgent`. For handles and backends this module has numbers;
+`nixl_agent` has handle objects that release themselves, and names of backends. The docstrings of `nixl_agent` describe
+the calls and their errors.
 """
 
 from __future__ import annotations
@@ -44,16 +45,18 @@ HAVE_UCX_GPU_DEVICE_API = False
 for _kind in (nixl_cost_t, nixl_mem_t, nixl_status_t, nixl_thread_sync_t, nixl_xfer_op_t):
     globals().update(_kind.__members__)  # exported because NIXL's extension module exports these names
 
-_BACKENDS = ["UCX", "LIBFABRIC"]  # both are ProxyCCL: clients ask for them by name
+_BACKENDS = ["UCX", "LIBFABRIC"]  # both names stand for ProxyCCL; programs ask for these backends by name
 _UNKNOWN_COST = 1
 _HANDLES = itertools.count(16, 16)
-"""Numbers of handles. Two agents of a process never use the same number, so an agent refuses another agent's handle."""
+"""Yields the numbers of new handles. All agents of a process take numbers from it, so that an agent can refuse another
+agent's handle.
+"""
 
 _YES = ("y", "yes", "1", "on", "true")
 
 
 class nixlAgentConfig(Struct):
-    """The configuration of an agent. Fields that steer NIXL's own threads have no effect here."""
+    """The configuration of an agent. Fields that configure NIXL's own threads have no effect."""
 
     useProgThread: bool = False
     useListenThread: bool = False
@@ -67,7 +70,9 @@ class nixlAgentConfig(Struct):
 
 
 class nixlXferTelemetry(Struct):
-    """The record of a transfer's last post. Times are in microseconds, at least 1. NIXL's record has no `path`."""
+    """The times and sizes of the last time that a transfer was posted. Times are in microseconds, and at least 1.
+    NIXL's class has no `path`.
+    """
 
     startTime: int = 0
     postDuration: int = 0
@@ -78,7 +83,9 @@ class nixlXferTelemetry(Struct):
 
 
 class _Prepared(Struct, frozen=True, eq=False):
-    """A prepared list and the agent in whose registered memory it lies, which is this agent if `is_own`."""
+    """A prepared list, and the registered memory that contains it. `is_own` says whether the list is for the
+    initiator's side.
+    """
 
     rows: NDArray[np.uint64] | StridedRows
     side: Side
@@ -86,7 +93,9 @@ class _Prepared(Struct, frozen=True, eq=False):
 
 
 class _Posted(Struct, eq=False):
-    """A transfer and the facts that NIXL reports about transfers."""
+    """A transfer, with what NIXL reports about it: the other agent's name, the notification, and the number of
+    descriptors.
+    """
 
     transfer: Transfer
     name: str
@@ -95,7 +104,9 @@ class _Posted(Struct, eq=False):
 
 
 class nixlAgent:
-    """An agent. Any thread may call any method, in every mode. Raises ValueError if the name is empty."""
+    """An agent, by the methods of NIXL's extension module. Any thread may call any method, in every mode. The
+    constructor raises ValueError if the name is empty.
+    """
 
     def __init__(self, name: str, config: nixlAgentConfig) -> None:
         self._agent = Agent(text_of(name))
@@ -186,7 +197,9 @@ class nixlAgent:
         return nixl_status_t.NIXL_SUCCESS
 
     def forgetSender(self, metadata: bytes) -> None:
-        """Forgets the agent that sent these metadata, if it is known, but not a later agent of the same name."""
+        """Removes the agent that sent these metadata, if it was added. A later agent of the same name is not
+        removed.
+        """
         with in_nixls_words():
             self._agent.remove_agent_of(metadata)
 
@@ -238,9 +251,11 @@ class nixlAgent:
     # Transfers
 
     def prepXferDlist(self, *arguments: Any, **named: Any) -> int:
-        """Prepares a list: ``(descs, backend)`` for this agent's side, ``(agent_name, descs, backend)`` for the other.
+        """Prepares a list. The arguments are ``(descs, backend)`` for this agent's side, and ``(agent_name, descs,
+        backend)`` for the other side.
 
-        For an array of `StridedRows` the kind of memory is an argument too: ``(agent_name, mem_type, descs, backend)``.
+        For an array that `StridedRows` takes, the kind of memory is a further argument: ``(agent_name, mem_type, descs,
+        backend)``.
 
         Raises:
             nixlNotFoundError: the agent is unknown, the list is empty, or a descriptor is not registered.
@@ -377,7 +392,9 @@ class nixlAgent:
             raise nixlNotFoundError(f"no agent of the name {name!r} was added")
 
     def _check(self, name: str, descs: nixlXferDList) -> Side:
-        """The registered memory of an agent. Raises nixlNotFoundError unless that memory contains all descriptors."""
+        """Returns the registered memory of an agent. Raises nixlNotFoundError unless that memory contains all
+        descriptors.
+        """
         self._require_known(name)
         if descs.isEmpty():
             raise nixlNotFoundError("the list is empty")

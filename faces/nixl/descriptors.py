@@ -1,7 +1,7 @@
-"""NIXL's lists of descriptors: rows of (address, bytes, device), and for a registration also bytes for the backend in
-each row.
+"""NIXL's lists of descriptors. Each descriptor is a row (address, bytes, device); in a list for registration it also
+contains bytes for the backend.
 
-Blocks at equal distances may be given as one row, (address, bytes, device, stride, count).
+Blocks whose addresses are equally far apart may be given as one row, (address, bytes, device, stride, count).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _DescList:
     """A list of descriptors.
 
     Attributes:
-        rows: uint64, shape (N, 3).
+        rows: an array of uint64 of shape (N, 3): the (address, bytes, device) of each descriptor.
     """
 
     _fields: ClassVar[int]
@@ -130,15 +130,16 @@ class nixlRegDList(_DescList):
     _fields = 4
 
     def trim(self) -> nixlXferDList:
-        """These descriptors as a list for a transfer."""
+        """Returns these descriptors as a list for a transfer."""
         return nixlXferDList(self._type, self.rows)
 
 
 def deserialize(data: bytes) -> nixlXferDList | nixlRegDList:
-    """Returns the list that was serialized. Unlike a pickle, the bytes can't make this process run code.
+    """Returns the list that `serialize` made these bytes from. Unlike a pickle, the bytes can't make this process run
+    code.
 
     Raises:
-        nixlMismatchError: the bytes are not a list.
+        nixlMismatchError: the bytes are not a serialized list.
     """
     try:
         name, fields, kind, count, notes_bytes = _HEAD.unpack_from(data)
@@ -161,8 +162,8 @@ def deserialize(data: bytes) -> nixlXferDList | nixlRegDList:
 
 
 class StridedRows:
-    """Rows of (address, bytes, device) of blocks at equal distances. A block's row is computed when the block is
-    picked, because a cache may have millions of blocks.
+    """The rows (address, bytes, device) of blocks whose addresses are equally far apart. A block's row is computed only
+    when the block is picked, because a cache may have millions of blocks.
 
     Args:
         descs: uint64 or int64 [N, 5], rows of (address, bytes, device, stride, count). Strides are in bytes.
@@ -191,7 +192,9 @@ class StridedRows:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def __getitem__(self, indices: NDArray[Any]) -> NDArray[np.uint64]:
-        """The rows of some blocks, uint64 [M, 3]; `indices` count through all rows' blocks, in order."""
+        """Returns the rows of the blocks with these indices, uint64 [M, 3]. The blocks of all rows are numbered
+        consecutively.
+        """
         blocks = indices.astype(np.uint64)
         of_row = np.searchsorted(self._ends, blocks, side="right")
         rows = self._rows[of_row]

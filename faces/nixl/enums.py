@@ -6,7 +6,7 @@ from enum import Enum, IntEnum
 
 
 class nixl_thread_sync_t(Enum):
-    """How NIXL synchronizes calls of several threads. Every mode is safe here."""
+    """How NIXL synchronizes calls of several threads. In ProxyCCL every mode is thread-safe."""
 
     NIXL_THREAD_SYNC_NONE = 0
     NIXL_THREAD_SYNC_STRICT = 1

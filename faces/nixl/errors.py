@@ -1,5 +1,5 @@
-"""NIXL's exceptions, and the mapping from ProxyCCL's errors to NIXL's. An exception's text begins with NIXL's name of
-the status.
+"""NIXL's exceptions, and the mapping from ProxyCCL's errors to them. An exception's text begins with the name of its
+nixl_status_t.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class nixlNoTelemetryError(_NixlError):
     status = nixl_status_t.NIXL_ERR_NO_TELEMETRY
 
 
-_THEIRS: dict[type[ProxyCCLError], type[_NixlError]] = {  # the first class that matches is used
+_THEIRS: dict[type[ProxyCCLError], type[_NixlError]] = {  # the first class of which the error is an instance is used
     ours.NotStartedError: nixlNotPostedError,
     ours.UnknownAgentError: nixlNotFoundError,
     ours.NotRegisteredError: nixlNotFoundError,

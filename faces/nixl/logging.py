@@ -18,7 +18,9 @@ _LEVELS = {
 
 
 class _Standard(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to the object that `sys.stdout` is when a message is logged."""
+    """A handler that writes to the current `sys.stdout`, even if a program has replaced it since the handler was
+    made.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stdout

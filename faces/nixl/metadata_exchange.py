@@ -1,6 +1,7 @@
-"""NIXL's exchange of metadata by sockets: peers ask a listening agent to add, send or forget metadata.
+"""NIXL's exchange of metadata by sockets. A peer asks a listening agent to add the peer's metadata, to send its own, or
+to remove the peer.
 
-Like NIXL's exchange, it is neither encrypted nor authenticated: whoever reaches the port can fetch this agent's
+Like NIXL's exchange, it is neither encrypted nor authenticated: anyone who reaches the port can fetch the agent's
 metadata, which give access to its memory. Agents that exchange metadata by other means need no listener.
 """
 
@@ -26,7 +27,7 @@ from proxyccl.proxy.connecting import NoAddressError, connect_to_any
 _HEAD = struct.Struct("<4sBQ")
 _FORMAT = b"PXM1"
 _LONGEST = 64 << 20
-_SECONDS = 5.0  # the bound of one exchange, and of the wait for a peer to listen
+_SECONDS = 5.0  # the bound of one exchange, and of the wait until a peer listens
 _MOST_AT_ONCE = 256  # exchanges in progress; a further exchange replaces the oldest
 _PART = 1 << 20
 _PAUSE_SECONDS = 0.05
@@ -34,8 +35,9 @@ _logger = get_logger(__name__.removeprefix("proxyccl.nixl."))
 
 
 class Request(IntEnum):
-    """A request to a peer. INVALIDATE carries the sender's metadata, which distinguish the sender from a later agent of
-    the same name.
+    """A request to a peer. LOAD asks the peer to add the metadata that it contains, FETCH to send its own metadata, and
+    INVALIDATE to remove the sender. INVALIDATE contains the sender's metadata, which distinguish the sender from a
+    later agent of the same name.
     """
 
     LOAD = 1
@@ -44,7 +46,7 @@ class Request(IntEnum):
 
 
 class Exchanging(Protocol):
-    """The calls of an agent that the exchange needs."""
+    """The methods of an agent that the exchange calls."""
 
     def loadRemoteMD(self, remote_metadata: bytes) -> bytes: ...
     def getLocalMD(self) -> bytes: ...
@@ -52,7 +54,8 @@ class Exchanging(Protocol):
 
 
 def listen(agent: Exchanging, port: int) -> None:
-    """Serves peers at a port (0 for any free one) until the agent is gone. This does not keep the agent alive.
+    """Starts a thread that serves peers at a port (0 for any free port) until the agent is freed. The thread does not
+    keep the agent alive.
 
     Raises:
         OSError: the port is taken.
@@ -72,8 +75,9 @@ def _end(listener: socket.socket) -> None:
 
 
 async def _serve(listener: socket.socket, reference: weakref.ref[Exchanging]) -> None:
-    """Serves all peers in one thread without waiting for any of them, so a silent peer holds up nobody. Ends when the
-    listener is shut down."""
+    """Serves all peers in one thread, without blocking on any of them, so that a silent peer does not delay other
+    peers. Ends when the listener is shut down.
+    """
     exchanges: dict[asyncio.Task[None], None] = {}  # ordered from the oldest
     listener.setblocking(False)
     with listener:
@@ -97,7 +101,7 @@ async def _serve(listener: socket.socket, reference: weakref.ref[Exchanging]) ->
 
 
 async def _answer(connection: socket.socket, reference: weakref.ref[Exchanging]) -> None:
-    """Serves one peer. A failure loses only the peer's request."""
+    """Serves one peer. If this fails, logs a warning, and only this peer's request is lost."""
     try:
         with connection:
             async with _bounded(connection):
@@ -108,7 +112,7 @@ async def _answer(connection: socket.socket, reference: weakref.ref[Exchanging])
 
 
 def _carry_out(agent: Exchanging | None, request: int, data: bytes) -> bytes:
-    """Carries out a peer's request. Returns the answer; b"" if there is none."""
+    """Carries out a peer's request. Returns the bytes of the answer; b"" for requests that have no answer."""
     if agent is None:
         return b""
     if request == Request.LOAD:
@@ -122,7 +126,9 @@ def _carry_out(agent: Exchanging | None, request: int, data: bytes) -> bytes:
 
 
 class Sender:
-    """Sends requests to listening peers, one after the other, in its own thread. This does not keep the agent alive."""
+    """Sends requests to listening peers, one after the other, in a thread of its own. The thread does not keep the
+    agent alive.
+    """
 
     def __init__(self, agent: Exchanging) -> None:
         self._agent = weakref.ref(agent)
@@ -148,7 +154,7 @@ class Sender:
                         agent = self._agent()
                         if agent is not None:
                             agent.loadRemoteMD(metadata)
-                    else:  # the peer closes after this request, before the next
+                    else:  # wait until the peer has carried out this request and closed the connection
                         await loop.sock_recv(connection, 1)
         except Exception as error:
             text = "metadata can't be exchanged with %s port %s: %s"
@@ -156,7 +162,7 @@ class Sender:
 
 
 def _reach(address: str, port: int) -> socket.socket:
-    """Connects to a peer, which may not listen yet."""
+    """Connects to a peer. If the peer does not listen yet, tries again for a few seconds."""
     deadline = time.monotonic() + _SECONDS
     while True:
         try:
@@ -169,7 +175,9 @@ def _reach(address: str, port: int) -> socket.socket:
 
 
 async def _receive(connection: socket.socket) -> tuple[int, bytes]:
-    """Receives a request, or an answer, and its data. Raises OSError if the peer has left, or its bytes are invalid."""
+    """Receives a request or an answer. Returns its kind and its data. Raises OSError if the peer has closed the
+    connection, or has sent invalid bytes.
+    """
     received = bytearray()
     length = 0
     while len(received) < _HEAD.size + length:
@@ -186,7 +194,7 @@ async def _receive(connection: socket.socket) -> tuple[int, bytes]:
 
 @contextlib.asynccontextmanager
 async def _bounded(connection: socket.socket) -> AsyncIterator[None]:
-    """Bounds all of an exchange over a connection."""
+    """A context that bounds the time of an exchange over a connection, as a whole."""
     connection.setblocking(False)
     try:
         async with asyncio.timeout(_SECONDS):

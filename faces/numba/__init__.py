@@ -1,6 +1,6 @@
 """Kernels in Numba-CUDA: ``import proxyccl.numba as pn``.
 
-A thread of a ``@cuda.jit`` function calls the names of this module: it pushes triggers, signals and waits over
+A thread of a ``@cuda.jit`` function calls the functions of this module to push triggers, signal and wait over
 ProxyChannels. Numba compiles and launches the kernel.
 """
 

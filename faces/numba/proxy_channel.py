@@ -1,7 +1,7 @@
 """ProxyChannels in Numba: the functions of proxy_channel.h, which the linker inlines into a kernel.
 
-NVRTC compiles the header to LTO-IR for the kernel's device, so the protocol exists only once. A channel is the address
-of its device handle.
+NVRTC compiles the header to LTO-IR for the kernel's device, so the protocol is implemented only once. In a kernel, a
+channel is the address of its device handle.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ except ImportError as error:
 
 
 def _load_numpy_functions() -> None:
-    """Lets Numba-CUDA load its implementations of NumPy's functions under NumPy 2.5, before it compiles a kernel.
-    Numba-CUDA 0.30 implements ``numpy.row_stack``, which NumPy 2.5 removed, so the first launch would raise
+    """Makes Numba-CUDA load its implementations of NumPy's functions while ``numpy.row_stack`` exists. NumPy 2.5 has
+    removed this function, but Numba-CUDA 0.30 implements it, so without this call the first launch would raise
     AttributeError.
     """
     namespace: Any = numpy
@@ -43,7 +43,8 @@ def _load_numpy_functions() -> None:
 
 _load_numpy_functions()
 
-# Numba's convention: a result goes where the first parameter points, and 0 is returned to say that nothing was raised.
+# By Numba's convention, a function stores its result where the first parameter points, and returns 0 if it raises no
+# exception.
 _SOURCE = r"""
 #include "proxyccl/proxyccl.h"
 using namespace proxyccl;
@@ -105,7 +106,7 @@ def device_functions(architecture: str) -> bytes:
 
 
 class _DeviceFunctions(cuda.LTOIR):  # type: ignore[misc]  # numba has no types
-    """The code that Numba links into a kernel, for the device that is current at that time."""
+    """The code that Numba links into a kernel, compiled for the device that is current when Numba links."""
 
     def __init__(self) -> None:
         super().__init__(None, name="proxyccl.ltoir")
@@ -137,11 +138,11 @@ channel = _declare("channel", "uint64", "int64")
 
 
 def address(channels: ProxyChannel | ChannelSet[ProxyChannel]) -> int:
-    """The address of a channel or a set of channels, as a kernel's argument. The channels must stay alive while kernels
-    use them. The address of an empty set, on a rank without peers, is 0.
+    """Returns the address of a channel or of a set of channels, which a kernel takes as an argument. The channels must
+    stay alive while kernels use them. For an empty set, on a rank without peers, returns 0.
 
     Raises:
-        ArgumentError: `channels` is not a channel, or the device handle does not lie in device memory.
+        ArgumentError: `channels` is not a ProxyChannel or a set of them, or has no device handle.
     """
     if isinstance(channels, ChannelSet):
         known = channels.kind is ProxyChannel

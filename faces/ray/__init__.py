@@ -2,7 +2,7 @@
 
     import proxyccl.ray
 
-    proxyccl.ray.register()  # in the driver, before the classes of its actors
+    proxyccl.ray.register()  # in the driver, before it defines its actors' classes
 
     @ray.remote
     class Trainer:
@@ -25,7 +25,8 @@ __all__ = ["NAME", "register"]
 def register(data_type: type | None = None, devices: Sequence[str] = ("cuda", "cpu")) -> None:
     """Registers the transport with Ray (`ray.experimental.register_tensor_transport`), under the name "proxyccl".
 
-    The driver calls this before the classes of the actors that use the transport. The actors need ProxyCCL too.
+    The driver calls this before it defines the classes of the actors that use the transport. ProxyCCL must also be
+    installed where the actors run.
 
     Args:
         data_type: `torch.Tensor` (also if None), or `numpy.ndarray`.

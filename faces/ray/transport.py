@@ -3,8 +3,9 @@
 The interface is that of Ray 2.60, python/ray/experimental/rdt/tensor_transport_manager.py. Ray makes one transport for
 each process and calls it in several threads: its main thread and the "_ray_system" thread of an actor.
 
-The source registers a tensor's memory and hands out the agent's metadata and the tensor's address. The destination
-reads the tensor; the source's program takes no part. Ray keeps a tensor alive until it calls `garbage_collect`.
+The source registers a tensor's memory, and returns its agent's metadata and the tensor's address to Ray, which passes
+them to the destination. The destination reads the tensor, without the source's program. Ray keeps a tensor alive until
+it calls `garbage_collect`.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ from proxyccl.device.process.left_behind import take_each
 from ray.experimental import CommunicatorMetadata, TensorTransportManager, TensorTransportMetadata
 from ray.experimental.rdt.tensor_transport_manager import FetchRequest
 
-_MOST_KNOWN = 1024  # the most objects of a peer whose regions are kept; then the peer is removed and added again
+_MOST_KNOWN = 1024  # after so many objects of a peer, the peer is removed and added again, which drops their regions
 _MOST_PEERS = 1000  # the limit of Ray's own transport for NIXL
 _LONG, _SHORTEST = 3600.0, 1e-6  # seconds
 
 
 @dataclass
 class ProxyCCLMetadata(TensorTransportMetadata):
-    """The places of an object's tensors.
+    """Where an object's tensors are in the source's memory.
 
     Attributes:
         agent: the name of the source's agent; "" for an object without tensors.
         agent_metadata: that agent's metadata, with the regions of this object.
         places: (address, bytes) of each tensor.
-        generation: counts deregistrations of device memory. When the count changes, peers may have mapped memory that
-            is gone.
+        generation: the number of times that the source has deregistered device memory. When the number changes, peers
+            may have mapped memory that no longer exists.
     """
 
     agent: str = ""
@@ -54,7 +55,7 @@ class ProxyCCLMetadata(TensorTransportMetadata):
 @dataclass
 class _Peer:
     generation: int
-    known: int = 0  # how many objects of the peer are known here
+    known: int = 0  # the number of the peer's objects whose regions this agent knows
 
 
 class _Reading:
@@ -62,12 +63,14 @@ class _Reading:
 
     def __init__(self, obj_id: str, peer: str, regions: list[Region], transfer: Transfer, tensors: list[Any]) -> None:
         self.obj_id, self.peer, self.regions, self.transfer = obj_id, peer, regions, transfer
-        self.tensors = tensors  # kept while the read may write to them, even if the fetch is dropped
+        self.tensors = tensors  # kept alive while the read may write to them, even if Ray drops the fetch
         self.settled = False
         self._error: tuple[type[TransferError], str] | None = None  # an exception would keep frames alive
 
     def settle(self, timeout: float) -> None:
-        """Waits until the read has ended, and stores the result. Raises TransferTimeoutError."""
+        """Waits until the read has ended, and stores its error if it failed. Raises TransferTimeoutError if the read is
+        still active after `timeout` seconds.
+        """
         if not self.settled:
             try:
                 self.transfer.wait(timeout)
@@ -85,7 +88,7 @@ class _Reading:
 
 @dataclass
 class ProxyCCLFetch(FetchRequest):
-    """A fetch in progress. Once nothing refers to it, the transport's next call ends the fetch."""
+    """A fetch in progress. Once nothing refers to this object, the transport's next call ends the fetch."""
 
     reading: _Reading | None = None
 
@@ -100,13 +103,13 @@ class ProxyCCLTransport(TensorTransportManager):
         self._generation = 0
         self._objects: dict[str, list[Region]] = {}
         self._peers: dict[str, _Peer] = {}  # ordered by last use
-        self._readings: list[_Reading] = []  # reads that may be active, whose memory is registered
+        self._readings: list[_Reading] = []  # reads that may be active; their memory is registered
         self._dropped: deque[_Reading] = deque()  # reads whose fetches were freed
         self._aborted: set[str] = set()
 
     @property
     def _agent(self) -> Agent:
-        with self._lock:  # made when needed, because the driver only coordinates and needs no agent
+        with self._lock:  # made when first needed, because the driver only coordinates and needs no agent
             if self._made is None:
                 self._made = Agent(f"ray-{os.getpid()}-{uuid.uuid4().hex}")
             return self._made
@@ -116,22 +119,23 @@ class ProxyCCLTransport(TensorTransportManager):
 
     @staticmethod
     def is_one_sided() -> bool:
-        """Returns True: only the destination acts."""
+        """Returns True, because only the destination makes calls for a transfer."""
         return True
 
     @staticmethod
     def can_abort_transport() -> bool:
-        """Whether a transfer can be aborted, so that Ray need not kill its actors."""
+        """Returns True: a transfer can be aborted, so that Ray need not kill its actors."""
         return True
 
     def actor_has_tensor_transport(self, actor: Any) -> bool:
-        """Whether an actor can use the transport. Ray asks before each call, so the answer does not wait for the
-        actor.
+        """Returns True without asking the actor whether it can use the transport, because Ray calls this before each
+        call.
         """
         return True
 
     def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: list[Any]) -> ProxyCCLMetadata:
-        """Registers an object's tensors in their actor, once the devices have written them.
+        """Waits until the devices have written an object's tensors, and registers their memory in the actor that has
+        them.
 
         Raises:
             ValueError: the tensors are not contiguous, or not on one type of device.
@@ -159,7 +163,7 @@ class ProxyCCLTransport(TensorTransportManager):
         )
 
     def get_communicator_metadata(self, src_actor: Any, dst_actor: Any, backend: str | None = None) -> Any:
-        """Returns metadata without content: the tensors' metadata tell a destination the source."""
+        """Returns metadata without content, because the tensors' metadata already name the source."""
         return CommunicatorMetadata()
 
     def fetch_multiple_tensors(
@@ -169,10 +173,10 @@ class ProxyCCLTransport(TensorTransportManager):
         communicator_metadata: Any,
         target_buffers: Sequence[Any] | None = None,
     ) -> ProxyCCLFetch:
-        """Begins to read an object's tensors, into the given buffers or else into new tensors.
+        """Begins to read an object's tensors into `target_buffers`, or without buffers into new tensors.
 
         Raises:
-            ValueError: a buffer is not contiguous, or has another size.
+            ValueError: a buffer is not contiguous, or its size differs from its tensor's.
             CanceledError: Ray has aborted the transfer.
             TransferError: see `Agent.prepare` and `Transfer.start`.
         """
@@ -198,7 +202,7 @@ class ProxyCCLTransport(TensorTransportManager):
             with self._starting:
                 self._add(meta)
                 begun = _Reading(obj_id, meta.agent, regions, agent.prepare("read", meta.agent, blocks), tensors)
-                with self._lock:  # an abort comes either before this, or after the transfer's start
+                with self._lock:  # an abort comes either before this block, or after the transfer has started
                     self._refuse_if_aborted(obj_id, meta)
                     self._readings.append(begun)
                     reading = begun
@@ -219,7 +223,8 @@ class ProxyCCLTransport(TensorTransportManager):
 
         Args:
             fetch_request: the result of `fetch_multiple_tensors`.
-            timeout: seconds; negative: until the transfer has ended, or the source is lost.
+            timeout: the bound of the wait in seconds. If it is negative, the wait lasts until the transfer has ended or
+                the source is lost.
 
         Raises:
             TimeoutError: the transfer is still active.
@@ -253,11 +258,11 @@ class ProxyCCLTransport(TensorTransportManager):
         return self.wait_fetch_complete(fetch)
 
     def send_multiple_tensors(self, tensors: Any, tensor_transport_metadata: Any, communicator_metadata: Any) -> None:
-        """Not called by Ray, because the destination reads."""
+        """Raises NotImplementedError. Ray does not call this, because the destination reads the tensors."""
         raise NotImplementedError("the transport is one-sided: the destination reads")
 
     def garbage_collect(self, obj_id: str, tensor_transport_meta: Any, tensors: Any) -> None:
-        """Deregisters the tensors of an object that nothing refers to."""
+        """Deregisters the tensors of an object to which nothing refers any longer."""
         self._end_dropped()
         with self._lock:
             regions = self._objects.pop(obj_id, [])
@@ -266,7 +271,7 @@ class ProxyCCLTransport(TensorTransportManager):
             self._agent.deregister(*regions)
 
     def abort_transport(self, obj_id: str, communicator_metadata: Any) -> None:
-        """Aborts the transfer of an object: its fetch raises CanceledError, even if the fetch has not begun here."""
+        """Aborts the transfer of an object: its fetch raises CanceledError, even if the fetch begins only later."""
         self._end_dropped()
         with self._lock:
             readings = [reading for reading in self._readings if reading.obj_id == obj_id]
@@ -282,7 +287,7 @@ class ProxyCCLTransport(TensorTransportManager):
                 raise CanceledError(f"the transfer of object {obj_id} was aborted", meta.agent)
 
     def _add(self, meta: ProxyCCLMetadata) -> None:
-        """Adds the source, and its registered memory for this object."""
+        """Adds the source's agent as a peer, with the registered memory of this object."""
         agent = self._agent
         if meta.agent == agent.name:
             return
@@ -290,8 +295,8 @@ class ProxyCCLTransport(TensorTransportManager):
         if peer is None:
             self._remove_unused()
         elif peer.generation < meta.generation or peer.known >= _MOST_KNOWN:
-            # The peer's mappings and regions may be stale. After the active reads that use them, the peer is removed
-            # and added again.
+            # This agent's mappings of the peer's memory may be stale, or it knows too many regions. So the peer is
+            # removed and added again, after active reads that use the mappings have ended.
             with self._lock:
                 readings = [reading for reading in self._readings if reading.peer == meta.agent]
             for reading in readings:
@@ -303,8 +308,8 @@ class ProxyCCLTransport(TensorTransportManager):
         self._peers[meta.agent] = peer  # moved to the end, as the most recently used
 
     def _remove_unused(self) -> None:
-        """Makes room for a further source: removes sources that have ended, because their memory would stay mapped, and
-        the least recently used sources if there are too many.
+        """Makes room for a further peer. Removes peers that have ended, because their memory would stay mapped, and if
+        there are too many peers, those that were used least recently.
         """
         with self._lock:
             active = {reading.peer for reading in self._readings}
@@ -322,7 +327,7 @@ class ProxyCCLTransport(TensorTransportManager):
         self._release(reading)
 
     def _release(self, reading: _Reading) -> None:
-        """Deregisters the memory of a read that has ended."""
+        """Deregisters the local memory of a read that has ended."""
         with self._lock:
             if reading not in self._readings:
                 return
@@ -349,7 +354,7 @@ def _device_type(tensor: Any) -> str:
 
 
 def _synchronize(tensors: Iterable[Any]) -> None:
-    """Waits for the work of the tensors' GPUs, because agents copy outside of streams."""
+    """Waits for all work of the tensors' GPUs, because an agent's copies are not ordered by streams."""
     gpus = {tensor.device for tensor in tensors if _device_type(tensor) == "cuda"}
     if gpus:
         import torch
@@ -359,7 +364,7 @@ def _synchronize(tensors: Iterable[Any]) -> None:
 
 
 def _region(tensor: Any) -> Region:
-    """The memory of a tensor, which Ray keeps alive."""
+    """Returns the memory of a tensor. Ray keeps the tensor alive. Raises ValueError if the tensor is not contiguous."""
     if isinstance(tensor, np.ndarray):
         if not tensor.flags.c_contiguous:
             raise ValueError("the array is not contiguous")

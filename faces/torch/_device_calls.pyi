@@ -6,20 +6,20 @@ from typing import Any, Protocol
 import torch
 
 ADDED_BETWEEN: int
-"""The number of marked calls that a flow records before it forgets the calls that have ended; also the number of calls
-on the current stream that share one mark.
+"""A flow forgets the calls that have ended once for this number of calls with a mark. Of the synchronous calls, which
+run on the current stream, one in this number has a mark.
 """
 
 class StreamMark:
-    """A point in a stream, marked by an event. The event is reused when the mark is freed. Calling a mark calls
-    `query`.
+    """A point in a stream, marked by an event. The event is reused when the mark is freed. Calling a mark is the same
+    as calling its `query`.
     """
 
     def __call__(self) -> bool: ...
     def query(self) -> bool:
-        """Whether the stream has passed the mark. May be called while any thread captures a graph."""
+        """Returns whether the stream has passed the mark. May be called even while a thread captures a graph."""
     def hold(self, stream: int, /) -> None:
-        """Makes later work of the stream with this handle wait for the mark."""
+        """Makes later work on the stream with the handle `stream` wait for the mark."""
 
 class Owner(Protocol):
     """The state of a process group on a GPU (`GroupOnGpu`)."""
@@ -32,7 +32,7 @@ class Owner(Protocol):
     def record(self, tensors: Sequence[torch.Tensor], handle: int) -> None: ...
 
 class Gpu:
-    """A GPU for the calls of one process group. Streams are passed as handles.
+    """The state of a GPU for the calls of one process group. Streams are passed as handles.
 
     Args:
         order, idle, more, finish: from `StreamOrder.in_c`.
@@ -50,7 +50,9 @@ class Gpu:
         owner: Owner,
     ) -> Gpu: ...
     def mark(self, stream: int, /) -> StreamMark:
-        """Marks the stream's current end. Raises DriverError, for example after the device's context is lost."""
+        """Returns a new mark after the work that is queued on the stream now. Raises DriverError, for example if the
+        device's context is lost.
+        """
 
 class QueuedCall:
     """A call that is queued on a stream of a GPU. The object keeps the call's tensors alive; if it is freed before
@@ -58,14 +60,14 @@ class QueuedCall:
 
     Args:
         x, out: the input and the output: each a tensor or a sequence of tensors.
-        keeps: whether torch's allocator is told that the stream uses the tensors' memory.
+        keeps: whether the allocator is told this; False if the caller ensures otherwise that the memory is kept.
         blocks: whether a wait for the call also blocks the CPU until the call has ended.
         source: the rank that a receive receives from; -1 for other calls.
 
     Attributes:
-        mark: the call's end; None before `mark_end`.
-        error: the error that kept the call from being queued, or its end from being marked; None without an error.
-        future: the Work's future.
+        mark: the mark at the call's end; None before `mark_end`.
+        error: the error because of which the call was not queued or its end not marked; None without an error.
+        future: the Work's future; None until the program asks for the future.
     """
 
     gpu: Gpu
@@ -78,28 +80,30 @@ class QueuedCall:
 
     def __new__(cls, gpu: Gpu, x: Any, out: Any, stream: int, keeps: bool, blocks: bool, source: int) -> QueuedCall: ...
     def mark_end(self) -> None:
-        """Marks the stream's current end as the end of the call."""
+        """Sets `mark` to a new mark after the work that is queued on the stream now, which is the call's end."""
     def check(self) -> None:
-        """Raises `error` if it is set, or the error that ended the group."""
+        """Raises `error` if it is set; otherwise raises the error that ended the group, if the group has failed."""
     def hold(self) -> None:
         """Makes torch's current stream wait for the call. Raises the errors of `check`."""
     def outputs(self) -> list[torch.Tensor]:
-        """The tensors that the call writes."""
+        """Returns the tensors that the call writes."""
 
 class CallIssuer:
-    """Issues the calls of one group on one GPU that have a kept form.
+    """Issues calls of one process group on one GPU in C: those whose form (prepared launch) is kept.
 
     Args:
         make_call: `Calls.call_kept` or `FlowCalls.call_borrowed`.
-        process: the group's process id; a fork's child issues nothing.
-        own: the group's own stream.
-        log: called as log((number, name, mark)) for a call outside graph capture. The mark is at the call's end; None
-            for most calls on the current stream.
-        forget: called once in several calls with marks, to forget the calls that have ended.
-        work: makes an empty Work, whose `_unwaited` is None; its `_call` is then set to the `QueuedCall`.
-        hand_out: called with a call's Work; returns the Work for torch.
-        source: the rank that receives receive from; -1 for other calls.
-        blocks: whether every call has a Work, and a wait for the Work also blocks the CPU until the call has ended.
+        process: the id of the group's process; in a fork's child the issuer declines every call.
+        own: the handle of the stream for asynchronous calls.
+        numbers: yields the number of each call in its group.
+        log: called as log((number, name, mark)) for each call outside graph capture. `mark` is the mark at the call's
+            end, which is None for most calls on the current stream.
+        forget: called after every ADDED_BETWEEN calls with a mark, to forget the calls that have ended.
+        work: makes an empty Work. Its `_call` is then set to the `QueuedCall`, its `_unwaited` and `_watched` to None.
+        hand_out: called with a call's Work; returns the Work that `issue` returns.
+        source: the peer, if the calls are receives from one peer; -1 for other calls.
+        blocks: whether even a synchronous call has a Work, and a wait for the Work blocks the CPU until the call has
+            ended.
 
     Attributes:
         count: the number of calls issued.
@@ -122,17 +126,18 @@ class CallIssuer:
         blocks: bool,
     ) -> CallIssuer: ...
     def issue(self, x: Any, out: Any, opts: Any, attribute: str | None, named: Any, /) -> Any:
-        """Issues a call, or one call for each tensor of a list: on the current stream if torch's options say that the
-        call is synchronous, else on the group's own stream, which first waits for the current stream.
+        """Issues a call, or one call for each tensor of a list. If torch's options say that the call is synchronous, it
+        runs on the current stream; else it runs on the stream `own`, which first waits for the current stream.
 
         Args:
             x, out: the input and the output: two tensors, or two lists of equal length.
-            attribute: the name of the attribute of torch's options, an operator or a number, that selects an entry of
-                `named`; None if `named` is not a dict.
-            named: the call's name and its options for `make_call`; with `attribute`, a dict of such pairs, by the
-                number or by the number of the operator's kind.
+            opts: torch's options, or None.
+            attribute: the name of an attribute of `opts`, whose value selects an entry of `named`; None if `named` is
+                not a dict. The value is a number, or an operator, which stands for the number of its kind.
+            named: the pair of the call's name and its options for `make_call`; with `attribute`, a dict of such pairs
+                by the attribute's value.
 
         Returns:
-            The Work, or None for a synchronous call, unless `blocks` is set. If only the first calls of a list were
-            issued, their number and their Work. NotImplemented if none was issued.
+            The Work; None for a synchronous call, unless `blocks` is set. If only the first calls of a list were
+            issued, a tuple of their number and their Work. NotImplemented if no call was issued.
         """

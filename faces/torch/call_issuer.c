@@ -1,12 +1,13 @@
-/* Issues torch's calls on a GPU that have a kept form: one call from Python leads from torch's arguments to the launch.
+/* Issues torch's calls on a GPU whose form (prepared launch) is kept: one call from Python takes torch's arguments and
+ * launches.
  *
- * This is an extension that uses CPython's limited API. It reads torch's objects through Python attributes, so it needs
- none of torch's headers and works with any version. */
+ * This extension uses CPython's limited API. It reads torch's objects through Python attributes, so it needs none of
+ * torch's headers and works with any version of torch. A *mark* is an event that marks a point in a stream. */
 #include "queued_call.h"
 
 enum { ADDED_BETWEEN = 128 };
 
-/* One process group's calls on one GPU. */
+/* Issues calls of one process group on one GPU; see _device_calls.pyi for the members. */
 typedef struct {
   PyObject ob_base;
   Gpu* gpu;
@@ -16,7 +17,7 @@ typedef struct {
   uintptr_t own_stream;
   int blocks;
   unsigned long long count;         /* calls issued */
-  unsigned long long marks, waited; /* calls recorded with a mark; calls recorded on the current stream */
+  unsigned long long marks, waited; /* numbers of calls: recorded with a mark; recorded on the current stream */
 } CallIssuer;
 
 static PyObject *is_here, *async_op, *work_call, *unwaited,
@@ -30,15 +31,15 @@ static PyObject* option(PyObject* options, PyObject* name) {
   return found;
 }
 
-/* Returns a call's name and options for `make_call`: `named` itself, or if an attribute of torch's options tells calls
- * apart, the attribute's entry in the dict `named`. Returns NULL without an entry, with an exception only if the
- * program raised one. */
+/* Returns the pair of a call's name and its options for `make_call`. If `name` is None, that is `named` itself;
+ * otherwise `named` is a dict, and the value of torch's options' attribute `name` selects the entry. Returns NULL if
+ * there is no entry, with an exception only if the program raised one. */
 static PyObject* find_named(PyObject* options, PyObject* name, PyObject* named) {
   if (name == Py_None) return Py_NewRef(named);
   if (!PyDict_Check(named)) return NULL;
   PyObject* value = options == Py_None ? PyLong_FromLong(0) : option(options, name); /* torch's default is 0 */
   PyObject* found = NULL;
-  if (value != NULL && !PyLong_CheckExact(value)) { /* an operator: its hash is the number of its kind */
+  if (value != NULL && !PyLong_CheckExact(value)) { /* an operator, whose hash is the number of its kind */
     const Py_hash_t kind = PyObject_Hash(value);    /* -1 with an exception */
     Py_DECREF(value);
     value = kind == -1 ? NULL : PyLong_FromSsize_t(kind);
@@ -49,7 +50,8 @@ static PyObject* find_named(PyObject* options, PyObject* name, PyObject* named) 
   return found;
 }
 
-/* Makes the calls of a list's leading tensors, on a stream. Returns how many calls were made; -1 with an exception. */
+/* Makes one call for each tensor of a list, on a stream, until one can't be made in C. Returns the number of calls
+ * made; -1 with an exception. */
 static Py_ssize_t make_calls(CallIssuer* self, PyObject* x, PyObject* out, PyObject* named, PyObject* stream) {
   PyObject* const options = PyTuple_GetItem(named, 1);
   if (options == NULL) return -1;
@@ -73,8 +75,8 @@ static Py_ssize_t make_calls(CallIssuer* self, PyObject* x, PyObject* out, PyObj
   return done;
 }
 
-/* Records a call as in progress; a call with a mark has ended once the stream has passed the mark. Returns 0, or -1
-   with an exception. */
+/* Records a call as in progress. A call whose `mark` is not None has ended once the stream has passed the mark. Returns
+ * 0, or -1 with an exception. */
 static int log_call(CallIssuer* self, PyObject* number, PyObject* name, PyObject* mark) {
   PyObject* entry = PyTuple_Pack(3, number, name, mark);
   PyObject* logged = entry == NULL ? NULL : PyObject_CallFunctionObjArgs(self->log, entry, NULL);
@@ -86,7 +88,8 @@ static int log_call(CallIssuer* self, PyObject* number, PyObject* name, PyObject
   return forgotten == NULL ? -1 : 0;
 }
 
-/* Returns the Work of calls on a stream. Records the calls as in progress, unless a graph captures them. */
+/* Makes and returns the Work of the calls just made on a stream. Records the calls as in progress, unless a graph
+ * captures them. */
 static PyObject* work_of(CallIssuer* self, PyObject* number, PyObject* name, PyObject* x, PyObject* out,
                          uintptr_t stream, int captured) {
   const int blocks = self->blocks && !captured;
@@ -105,8 +108,8 @@ static PyObject* work_of(CallIssuer* self, PyObject* number, PyObject* name, PyO
   return handed_out;
 }
 
-/* Records a call on the current stream as in progress. Only one in several calls has a mark; when the marked call has
- * ended, so have the earlier calls. Returns None, or NULL with an exception. */
+/* Records a call on the current stream as in progress. Only one in ADDED_BETWEEN calls has a mark; once the stream has
+ * passed that mark, the earlier calls have ended as well. Returns None, or NULL with an exception. */
 static PyObject* log_waited(CallIssuer* self, PyObject* number, PyObject* name, uintptr_t stream) {
   PyObject* mark = ++self->waited % ADDED_BETWEEN == 0 ? proxyccl_mark(self->gpu, stream) : Py_NewRef(Py_None);
   const int failed = mark == NULL || log_call(self, number, name, mark) != 0;
@@ -114,7 +117,8 @@ static PyObject* log_waited(CallIssuer* self, PyObject* number, PyObject* name, 
   return failed ? NULL : Py_NewRef(Py_None);
 }
 
-/* Records the calls just made on a stream as in progress. Returns None, or the Work of asynchronous calls. */
+/* Records the calls just made on a stream as in progress. Returns the calls' Work, or None if they are synchronous and
+ * not `blocks`. */
 static PyObject* record(CallIssuer* self, PyObject* named, PyObject* x, PyObject* out, uintptr_t stream, int waits) {
   PyObject* const name = PyTuple_GetItem(named, 0);
   PyObject* number = name == NULL ? NULL : PyIter_Next(self->numbers);
@@ -129,10 +133,10 @@ static PyObject* record(CallIssuer* self, PyObject* named, PyObject* x, PyObject
   return work;
 }
 
-/* Declines to issue a call: returns NotImplemented, or NULL with an exception. */
+/* Returns NotImplemented, by which an issuer declines a call, or NULL if an exception is set. */
 static PyObject* not_issued(void) { return PyErr_Occurred() != NULL ? NULL : Py_NewRef(Py_NotImplemented); }
 
-/* Does what `issue` does, given the calls' name and options. */
+/* Does what `issue` does; `named` is the pair of the calls' name and options. */
 static PyObject* issue_named(CallIssuer* self, PyObject* x, PyObject* out, PyObject* options, PyObject* named) {
   PyObject* here = option(self->process, is_here);
   Py_XDECREF(here); /* True and False are never freed */

@@ -1,7 +1,7 @@
 """torch.distributed's collectives and transfers of a process group: checks their arguments and makes the calls.
 
-Each method first tries C, which issues a call that it has a kept form for. Otherwise the method checks the arguments,
-and `IssuedCalls` makes the call by `tensor_collectives`.
+Each method first tries to have C issue the call, which succeeds if the call's form (its prepared launch) is kept.
+Otherwise the method checks the arguments, and `IssuedCalls` makes the call by `tensor_collectives`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from proxyccl.torch_tensors.untraced import untraced
 
 Tensors = Sequence[torch.Tensor]
 _FEW, _LARGE_BYTES = 4, 1 << 20
-"""Tensors of a coalesced call are not joined if there are at most this many, or if they have this size on average."""
+"""The tensors of a coalesced call are not joined in one array if there are at most `_FEW` tensors, or if their average
+size is at least `_LARGE_BYTES`.
+"""
 
 
 @untraced
 class Collectives:
-    """A mixin of process groups: the calls on tensors. Where torch has two spellings of a call, one is an alias.
+    """A mixin that gives a process group its calls on tensors. If torch has two names for a call, one is an alias of
+    the other.
 
     Attributes:
         calls: the group's calls.
@@ -82,7 +85,7 @@ class Collectives:
         return self.calls.collective("all_gather", parts, [x], opts, on_tensors.all_gather_lists, parts, x, options)
 
     def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
-        """Concatenates the ranks' tensors of one size."""
+        """Concatenates the ranks' tensors, all of the same size, on every rank."""
         choice = self.calls.choose("all_gather", output, _nbytes(output), opts)
         work = self.calls.in_c(x, output, opts, None, choice.name)
         if work is NotImplemented:
@@ -189,7 +192,7 @@ class Collectives:
         opts: Any = None,
         *_: Any,
     ) -> Any:
-        """Sends rows of a tensor to each rank: equally many to each, or as many as the splits say."""
+        """Sends rows of a tensor to each rank: the same number to each rank, or the numbers that the splits state."""
         even = not output_splits and not input_splits
         options = ("all_to_all_single", input_splits or "even", output_splits or "even")
         choice = self.calls.choose("all_to_all", output, _nbytes(x) if even else 0, opts)
@@ -224,8 +227,8 @@ class Collectives:
         )
 
     def barrier(self, opts: Any = None, *_: Any) -> Any:
-        """Waits until all ranks have arrived: on the CPU, or on a GPU's stream after the queued work. Device ids are
-        ignored where there is no GPU.
+        """Waits until all ranks have arrived: on the CPU, or on a GPU's stream after the queued work. Without a GPU,
+        the options' device ids are ignored.
         """
         device = getattr(opts, "device", None) or CPU
         if getattr(opts, "device_ids", None):
@@ -241,7 +244,9 @@ class Collectives:
         return self.calls.transfer(tensors, peer, sends=False)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
-        """Not supported, because a rank offers the memory of a receive to one peer."""
+        """Raises RuntimeError: a rank offers a receive's memory to a single peer, so it can't receive from any
+        source.
+        """
         raise RuntimeError("proxyccl: recv from any source is not supported; name the rank")
 
     recvAnysource = recv_anysource  # noqa: N815
@@ -286,15 +291,16 @@ class Collectives:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """The device with its index, which defaults to the current device's; a CPU has no index."""
+    """Returns the device with an index: for a GPU without one, the current GPU's index. A CPU has no index."""
     if device.type == "cpu":
         return CPU
     return device if device.index is not None else torch.device(device.type, torch.cuda.current_device())
 
 
 def _goes_apart(tensors: Tensors) -> bool:
-    """Whether the tensors of a coalesced call are sent one by one instead of joined in one array, because they are few
-    or large. C can issue each of the calls, and no copy reads the memory a second time. All ranks decide alike.
+    """Returns whether a coalesced call makes one call for each tensor instead of joining the tensors in one array: if
+    the tensors are few or large. Then C can issue each call, and no copy reads the memory a second time. All ranks
+    return the same.
     """
     if not tensors or not tensors[0].is_cuda:
         return False
@@ -307,14 +313,16 @@ def _nbytes(x: torch.Tensor) -> int:
 
 
 def _name_of_short(collective: str, tensors: Tensors) -> str | None:
-    """The name for `IssuedCalls.joint` of calls with these tensors; None if one tensor is long, because the ranks then
-    choose a policy for each call.
+    """Returns the name to pass to `IssuedCalls.joint` for calls with these tensors; None if any tensor has LEAST_BYTES
+    or more, because the ranks then choose a policy for each call.
     """
     return collective if all(_nbytes(x) < LEAST_BYTES for x in tensors) else None
 
 
 def _op_of(opts: Any) -> Any:
-    """The operator, given as torch's options, as an operator or as None for the default: torch passes all three."""
+    """Returns the reduction's operator. torch passes options that contain the operator, the operator itself, or None
+    for the default operator, SUM.
+    """
     return dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
 
 

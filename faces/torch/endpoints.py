@@ -26,40 +26,42 @@ from proxyccl.torch.store_bootstrap import StoreBootstrap
 from proxyccl.torch.to_self import ToSelf
 
 LINGER_SECONDS = 2.0
-"""The wait at the process's end for the last kernels of peers, which store to this rank's memory."""
+"""How long a process that exits waits for the last kernels of peers, which may still store to this rank's memory."""
 _Key = tuple[str, int | None, int | None]
 
 
 class _Making:
-    """An attempt to make a communicator."""
+    """An attempt to make a communicator, for which several threads may wait."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()  # the making thread holds it; other threads wait for it
+        self.lock = threading.Lock()  # held by the thread that makes the communicator; other threads wait for this lock
         self.error: BaseException | None = None  # the error that ended the attempt
 
 
 class Endpoints:
     """The communicators of one rank: one of all ranks for each device, and one with each peer for single transfers.
 
-    A single send or recv involves only two ranks, so it can't use resources that all ranks must make together. It
-    also runs concurrently with other calls, so its resources are made with its communicator. Making a communicator
-    waits for the other ranks. Where a program must not wait, a thread makes it; `has_met` says whether the communicator
-    exists, so that nothing waits.
+    A single send or recv involves only two ranks, so it can't use resources that all ranks must make together. It also
+    runs concurrently with other calls, so its resources are made with its communicator. Making a communicator waits for
+    the other ranks. If a program must not wait, a thread makes the communicator. `has_met` returns whether a
+    communicator exists already, so that a call does not wait.
 
-    A communicator is split from an existing communicator, if all its ranks have made that communicator: the default
-    group's, or for two ranks their group's. The ranks meet in the group's own store in either case, so calls of several
-    groups never meet each other, whatever ranks they have and in whatever order they are first used.
+    A new communicator is split from an existing communicator if all its ranks have that one: the communicator of the
+    default group, or for two ranks the communicator of their group. Otherwise it is made from scratch. In either case
+    the ranks meet in their group's own store. So ranks of one group never meet ranks of another group by mistake,
+    whatever the groups' members and in whatever order the groups are first used.
 
     Args:
-        store: where the ranks meet. It belongs to this group alone; no earlier group of the same name has used it.
+        store: the store through which the ranks meet. Only this group uses it, and no earlier group of the same name
+            has used it.
         whole: the endpoints of the default group; None for the default group itself.
         members: these ranks' numbers in `whole`.
-        runtimes: the runtimes of this rank's GPUs; None to share the runtimes of `whole`, or without `whole` to open
-            new runtimes.
-        invariant: as for `Communicator`; None for the setting of `whole`.
+        runtimes: the runtimes of this rank's GPUs. None shares the runtimes of `whole`; if `whole` is also None, new
+            runtimes are opened.
+        invariant: as for `Communicator`; None takes the setting of `whole`.
 
     Attributes:
-        invariant: the argument, or the setting of `whole`.
+        invariant: the argument `invariant`, or if it is None, the setting of `whole`.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class Endpoints:
         self.invariant: bool | None = whole.invariant if invariant is None and whole is not None else invariant
         self._lock = threading.Lock()
         self._making: dict[_Key, _Making] = {}
-        self._meetings: Counter[str] = Counter()  # by communicator: attempts that ended without a time-out
+        self._meetings: Counter[str] = Counter()  # attempts that did not time out, by the communicator's name
         self._made: dict[_Key, Communicator] = {}
         self._checks: tuple[Callable[[], None], ...] = ()  # failure checks of the communicators that were made
         self._closed = self._aborted = False
@@ -92,25 +94,29 @@ class Endpoints:
 
     @property
     def store(self) -> Any:
-        """The store where the ranks meet. After `close`, raises the error that a call would raise."""
+        """The store through which the ranks meet. After `close`, raises ClosedError."""
         store = self._open_store
         if store is None:
             self._require_open()
         return store
 
     def of_all(self, device: torch.device) -> Communicator:
-        """The communicator of all ranks for a device. All ranks call this together."""
+        """Returns the communicator of all ranks for a device, and makes it first if it does not exist. All ranks call
+        this together.
+        """
         made = self._made.get((device.type, device.index, None))
         return made if made is not None else self._make(device, None)
 
     def with_peer(self, device: torch.device, peer: int) -> Communicator:
-        """The communicator with a peer for a device. Both ranks call this."""
+        """Returns the communicator with a peer for a device, and makes it first if it does not exist. Both ranks call
+        this.
+        """
         made = self._made.get((device.type, device.index, peer))
         return made if made is not None else self._make(device, peer)
 
     def has_met(self, device: torch.device, peer: int | None) -> bool:
-        """Whether the communicator with a peer (for None: the communicator of all ranks) exists, so that a call need
-        not wait for it.
+        """Returns whether the communicator with a peer exists (for None: the communicator of all ranks). If it exists,
+        a call need not wait until it is made.
         """
         return (device.type, device.index, peer) in self._made
 
@@ -120,8 +126,8 @@ class Endpoints:
 
     @contextmanager
     def transferring(self, peer: int | None) -> Iterator[None]:
-        """A context for calls on the communicator with a peer: errors raised inside are renumbered to this group's
-        ranks. Errors of the communicator of all ranks stay as they are.
+        """A context for calls on the communicator with a peer: in errors that are raised inside, the pair's rank
+        numbers are replaced by this group's. If `peer` is None, the context changes nothing.
         """
         try:
             yield
@@ -131,8 +137,8 @@ class Endpoints:
             raise_in_place_of(error, self.with_ranks(error, peer))
 
     def with_ranks(self, error: Exception, peer: int) -> Exception:
-        """Returns the error of a communicator with a peer, renumbered to this group's ranks; returns other errors
-        unchanged.
+        """Returns an error in which the rank numbers of the communicator with a peer are replaced by this group's. An
+        error that is not a CommunicatorError is returned unchanged.
         """
         return renumbered(error, sorted((self._rank, peer))) if isinstance(error, CommunicatorError) else error
 
@@ -147,8 +153,10 @@ class Endpoints:
 
     @contextmanager
     def bounded(self, device: torch.device, peer: int | None, seconds: float | None) -> Iterator[None]:
-        """Bounds a call's waits by a time-out other than the group's; None keeps the group's. A communicator's calls on
-        the CPU run one after the other."""
+        """A context that bounds a call's waits by `seconds` instead of the group's time-out; None keeps the group's
+        time-out. The context sets the communicator's time-out for a while, which is safe because a communicator's calls
+        on the CPU run one after the other.
+        """
         if seconds is None:
             yield
             return
@@ -204,13 +212,14 @@ class Endpoints:
             low, high = sorted((self._rank, peer))
             name, rank, world_size = f"{runtime}-{low}-{high}", int(self._rank > peer), 2
             whole, members = self, [low, high]
-        # Ranks may number their GPUs differently, so the store's prefix has a count of attempts, not a GPU's index.
+        # The store's prefix tells attempts apart by a count and not by the GPU's index, because ranks may number their
+        # GPUs differently.
         place = dist.PrefixStore(f"proxyccl-{name}-{self._meetings[name]}", self.store)
         bootstrap = StoreBootstrap(place, rank, world_size)
         self._bootstraps.append(bootstrap)
         try:
             comm = self._meet(bootstrap, device, peer, whole, members, seconds)
-        except WaitTimeoutError:  # a rank that was too late may still meet this rank's next attempt
+        except WaitTimeoutError:  # a rank that came too late can still meet this rank at its next attempt
             bootstrap.withdraw()
             raise
         except Exception:
@@ -240,8 +249,8 @@ class Endpoints:
         members: Sequence[int],
         seconds: float,
     ) -> Communicator:
-        """Makes a communicator of the bootstrap's ranks: split from the communicator of `whole`, where the ranks are
-        `members`, if all of them have that communicator; otherwise a new communicator.
+        """Makes a communicator of the bootstrap's ranks, whose numbers in `whole` are `members`. If all of these ranks
+        have the communicator of `whole`, the result is split from it; otherwise it is a new communicator.
         """
         splittable = None if whole is None else whole.made_of_all(device)
         with self.transferring(peer):
@@ -249,20 +258,21 @@ class Endpoints:
             splits = whole is not None and all(bootstrap.all_gather(answer, seconds, self._require_open))
         if splits:
             assert splittable is not None
-            # Errors of a failed split name ranks of `whole`.
+            # Outside `transferring`, because errors of a failed split already have the rank numbers of `whole`.
             return splittable.split(members, timeout=seconds, bootstrap=bootstrap, invariant=self.invariant)
         with self.transferring(peer):
             own = self._runtimes.of(device)
             return Communicator(bootstrap, own, timeout=seconds, linger=LINGER_SECONDS, invariant=self.invariant)
 
     def made_of_all(self, device: torch.device) -> Communicator | None:
-        """The communicator of all ranks for a device; None if it was not made or has failed."""
+        """Returns the communicator of all ranks for a device; None if it was not made or has failed."""
         made = self._made.get((device.type, device.index, None))
         return None if made is None or not made.group.failure.usable else made
 
     def part(self, store: Any, ranks: Sequence[int], timeout: float, invariant: bool | None = None) -> Endpoints:
-        """The endpoints of some ranks of the group, including this one. These endpoints are split from the default
-        group's endpoints, which live as long as any other group's. `invariant` is None for this group's setting.
+        """Returns the endpoints of some ranks of the group, which include this rank. The new communicators are split
+        from the default group's, because the default group lives at least as long as any other group. If `invariant` is
+        None, this group's setting is used.
         """
         if invariant is None:
             invariant = self.invariant
@@ -271,9 +281,10 @@ class Endpoints:
         return Endpoints(store, list(ranks).index(self._rank), len(ranks), timeout, whole, members, invariant=invariant)
 
     def shrink(self, store: Any, excluded: Sequence[int], timeout: float) -> Endpoints:
-        """The endpoints of the remaining ranks, which call this together. Arguments as for the constructor.
+        """Returns the endpoints of the ranks that are not excluded. These ranks call this together. `store` and
+        `timeout` are as for the constructor.
 
-        Raises as `Communicator.shrink`, and PeerLostError if a rank that is not excluded was lost.
+        Raises the errors of `Communicator.shrink`, and PeerLostError if a rank that is not excluded was lost.
         """
         members = [rank for rank in range(self._world_size) if rank not in excluded]
         own, count = members.index(self._rank), len(members)
@@ -308,8 +319,8 @@ class Endpoints:
         return next((comm for comm in self.made if not comm.closed and comm.group.failure.aborted), None)
 
     def has_left(self, peer: int | None) -> bool:
-        """Whether a rank, or with None any other rank, has shut the group down, as far as this rank's communicators
-        know.
+        """Returns whether a peer (for None: any other rank) is known to have shut the group down. The rank's
+        communicators learn this from the peers.
         """
         with self._lock:
             made = list(self._made.items())
@@ -320,7 +331,7 @@ class Endpoints:
         return False
 
     def end_calls(self, peer: int | None, reason: str) -> None:
-        """Aborts the communicators with a peer, or with None the communicators of all ranks. That ends their calls in
+        """Aborts the communicators with a peer (for None: the communicators of all ranks), and so ends their calls in
         progress.
         """
         with self._lock:
@@ -329,19 +340,23 @@ class Endpoints:
             comm.abort(reason)
 
     def set_timeout(self, seconds: float) -> None:
-        """Changes the bound of every wait from now on."""
+        """Changes the time-out of every wait that begins from now on."""
         self._timeout = seconds
         for comm in self.made:
             comm.timeout = seconds
 
     def abort(self, reason: str) -> None:
-        """Ends the communicators on all ranks, and the threads here that wait for a peer to make one. Does not wait."""
+        """Ends the communicators on all ranks. Threads of this process that wait for a peer to make a communicator
+        raise AbortedError. Does not wait.
+        """
         self._aborted = True
         for comm in self.made:
             comm.abort(reason)
 
     def end_meetings(self) -> None:
-        """Makes no communicator after this call; threads that wait for a peer to make one raise ClosedError."""
+        """From now on no communicator is made. Threads that wait for a peer to make a communicator raise
+        ClosedError.
+        """
         with self._lock:
             self._closed = True
 
@@ -350,6 +365,6 @@ class Endpoints:
         self.end_meetings()
         for comm in self.made:
             comm.close(wait=False)
-        self._open_store = None  # the program may now end the store, to reuse its port
+        self._open_store = None  # so that the program can close the store and reuse its port
         while self._bootstraps:
             self._bootstraps.pop().close()

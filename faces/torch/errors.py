@@ -18,8 +18,9 @@ from torch.distributed import DistBackendError
 
 
 def as_torch_error(error: BaseException) -> BaseException:
-    """A communicator's failure as torch's DistBackendError, whose text has our type and text and whose cause is the
-    error. An ArgumentError stays a ValueError. The first failure in the process is recorded (`write_failure`).
+    """Converts a communicator's failure to torch's DistBackendError, whose text contains the error's type and text and
+    whose cause is the error. Returns other errors unchanged, such as an ArgumentError, which is a ValueError. For the
+    first failure in the process, writes a flight record (`write_failure`).
     """
     if isinstance(error, CommunicatorError):
         write_failure()

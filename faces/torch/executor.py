@@ -1,5 +1,5 @@
-"""Threads that run a process group's calls on CPU tensors and its futures' callbacks, in order, while the program
-continues.
+"""Threads that run a process group's calls on CPU tensors and the callbacks of its futures, while the program
+continues. Each thread runs its tasks in order.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from proxyccl.torch.endpoints import LINGER_SECONDS, Endpoints
 
 Task = Callable[[], None]
 Flow = tuple[int, bool]
-"""A peer, and whether this rank sends to it."""
+"""One direction of transfers: a peer, and whether this rank sends to that peer."""
 _Key = tuple[torch.device, Flow | int | None]
 _LOOK_SECONDS = 0.05
-"""Seconds between checks of `GroupThreads.await_calls` whether ranks have left."""
+"""The interval at which `GroupThreads.await_calls` checks whether ranks have left."""
 
 
 class Executor:
-    """A queue of tasks and the thread that runs them. The thread starts with the first task that must wait, calls
-    `begin` first, and ends with the executor.
+    """A queue of tasks and the thread that runs them. The thread starts when a task is first queued, and calls `begin`
+    before it runs the tasks. It ends with the executor.
 
     Attributes:
         ended: the number of tasks that the thread has completed.
@@ -46,8 +46,8 @@ class Executor:
         return not self._tasks and self._runner is None
 
     def run_here(self, task: Task, *, after_others: bool = False) -> bool:
-        """Runs a task in the caller's thread, if no task is queued or running, or after the others. Returns whether the
-        task ran.
+        """Runs a task in the caller's thread if no other task is queued or running. Otherwise waits for the other tasks
+        first if `after_others` is set, or else does not run the task. Returns whether the task ran.
         """
         with self._changed:
             if after_others:
@@ -64,8 +64,9 @@ class Executor:
         return True
 
     def submit(self, task: Task) -> None:
-        """Queues a task, which must not raise. After the executor's end it runs in the caller's thread. If the thread
-        can't be started (ResourceError), the task is not queued."""
+        """Queues a task, which must not raise. After the executor's end the task runs in the caller's thread instead.
+        If the thread can't be started (ResourceError), the task is not queued.
+        """
         with self._changed:
             ended = self._ended
             if not ended:
@@ -106,12 +107,14 @@ class Executor:
         return self._runner == threading.get_ident()
 
     def wait_until_idle(self, seconds: float) -> bool:
-        """Waits for queued and running tasks. Returns whether the tasks ended in time. No task may call this."""
+        """Waits for queued and running tasks. Returns whether all tasks ended within `seconds`. No task may call
+        this.
+        """
         with self._changed:
             return self._changed.wait_for(lambda: self.is_idle, min(seconds, threading.TIMEOUT_MAX))
 
     def end(self) -> None:
-        """Ends the thread after the queued tasks. Does not wait."""
+        """Makes the thread end after the queued tasks. Does not wait for the thread."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
@@ -127,8 +130,8 @@ _callbacks = _Callbacks()
 
 
 class GroupThreads:
-    """The threads of one rank of a process group. Each device has one thread for the transfers of each flow, one for
-    the callbacks of each depth, and one for all other calls.
+    """The threads of one rank of a process group. For each device there is one thread for the transfers of each flow,
+    one for the callbacks of each nesting depth, and one for all other calls.
     """
 
     def __init__(self, rank: int, endpoints: Endpoints) -> None:
@@ -137,16 +140,19 @@ class GroupThreads:
         self._made: dict[_Key, Executor] = {}
 
     def callbacks_of(self, device: torch.device) -> Executor:
-        """Completes futures of the calls that this thread makes.
+        """Returns the thread that completes the futures of the calls that the current thread makes.
 
-        Their callbacks may make calls and wait for their futures. So callbacks don't run in the thread that runs calls,
-        and callbacks of a callback's calls don't run in that callback's thread. Each depth has one thread, which
-        completes futures in order: so callbacks of all ranks make their calls in the same order.
+        A future's callbacks may make calls and wait for the futures of these calls. So callbacks don't run in the
+        thread that runs calls, and if a callback makes calls, the callbacks of these calls run in another thread, one
+        nesting depth further. Each depth has only one thread, which completes futures in order, so the callbacks of all
+        ranks make their calls in the same order.
         """
         return self.of(device, _callbacks.depth + 1)
 
     def of(self, device: torch.device, of: Flow | int | None) -> Executor:
-        """The thread of a flow or of callbacks of a depth; for None, the thread of all other calls."""
+        """Returns the thread of a flow, or of the callbacks of a nesting depth; for None, the thread of all other
+        calls.
+        """
         with self._lock:
             if (device, of) not in self._made:
                 if isinstance(of, int):
@@ -158,14 +164,14 @@ class GroupThreads:
             return self._made[device, of]
 
     def find(self, device: torch.device, of: Flow | int | None) -> Executor | None:
-        """The thread that `of` returns, or None if it was not made yet."""
+        """Returns the thread that `of` would return, or None if that thread was not made yet."""
         return self._made.get((device, of))
 
     def await_calls(self, deadline: float) -> None:
         """Waits for the calls that are queued in the group's threads, with the bounds that
         `ProcessGroupProxyCCL.shutdown` states.
         """
-        in_vain: dict[Any, tuple[int, float]] = {}  # if peers left: ended calls, deadline
+        in_vain: dict[Any, tuple[int, float]] = {}  # for threads whose peer has left: calls ended so far, deadline
         while self._endpoints.failed is None:
             busy = {key: executor for key, executor in self._all.items() if not executor.is_idle}
             now = time.monotonic()
@@ -177,7 +183,7 @@ class GroupThreads:
                 if isinstance(of, int) or peer == self._rank or not self._endpoints.has_left(peer):
                     continue
                 ended, until = in_vain.get(key, (-1, 0.0))
-                if ended != executor.ended:  # calls that the peer made before it left do end
+                if ended != executor.ended:  # there is progress: the peer made these calls before it left
                     in_vain[key] = executor.ended, now + LINGER_SECONDS
                 elif now > until:
                     self._endpoints.end_calls(peer, "it was shut down, and a call waited for a rank that has left")
@@ -190,8 +196,8 @@ class GroupThreads:
             return dict(self._made)
 
     def end(self) -> None:
-        """Ends the threads. Waits a while for failed calls to return, because they use the tensors' memory until
-        then.
+        """Ends the threads. Waits up to LINGER_SECONDS for failed calls to return, because the calls use the tensors'
+        memory until then.
         """
         until = time.monotonic() + LINGER_SECONDS
         for (_, of), executor in self._all.items():
@@ -201,8 +207,8 @@ class GroupThreads:
 
 
 def _begin_thread(device: torch.device, of: Flow | int | None) -> None:
-    """Prepares a thread of `GroupThreads`; the thread calls this first."""
-    if device.type != "cpu":  # a thread begins on device 0, and would open that device when it returns to it
+    """Sets the current thread's device and nesting depth. Each thread of `GroupThreads` calls this first."""
+    if device.type != "cpu":  # a new thread's current device is 0, which torch would otherwise open
         torch.cuda.set_device(device)
     if isinstance(of, int):
         _callbacks.depth = of

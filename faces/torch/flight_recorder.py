@@ -1,11 +1,13 @@
-"""The process's groups as torch's tools see them, and the watchdog that reports failed groups.
+"""Writes a process's calls for torch's flight recorder and profiler, and runs the watchdog that reports failed groups.
 
-Dumps are for the analyzer of torch's flight recorder, ``torch.distributed.flight_recorder.fr_trace`` (torchfrtrace). A
-dump contains the names of calls, which each group knows anyway (`UnderWay`); it contains neither sizes nor times, so
-recording costs a call almost nothing. The analyzer compares the ranks' dumps by the calls' numbers in their group.
+A dump, or flight record, is a file for the analyzer of torch's flight recorder,
+``torch.distributed.flight_recorder.fr_trace`` (torchfrtrace). A dump contains the names of calls, which each group
+records in any case (`UnderWay`), but neither sizes nor times, so that dumps cost a call almost nothing. The analyzer
+compares the ranks' dumps by the calls' numbers in their group.
 
-The watchdog is a thread that logs the oldest call in progress when a group fails. A failure is raised by the next call
-or by a wait for a Work; a program that waits elsewhere, such as for its device, would learn nothing.
+The watchdog is a thread that logs the oldest call in progress when a group fails. Without the watchdog, only the next
+call or a wait for a Work would report a failure, and a program that waits for something else, such as its device, would
+not learn of it.
 """
 
 from __future__ import annotations
@@ -30,9 +32,11 @@ _VERSION = "2.10"
 """The version of the dump's format, as in torch 2.11 to 2.15."""
 _VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _BACKEND = "nccl"
-"""The analyzer refuses calls of backends that it does not know."""
+"""The backend's name in dumps: torch's own backend, because the analyzer refuses backends that it does not know."""
 _NO_SIZES = [[0]]
-"""Equal on all ranks, and consistent for gathers: the analyzer compares and multiplies sizes."""
+"""The tensors' sizes in dumps. The analyzer compares the ranks' sizes, and for gathers their multiples; zeros always
+agree.
+"""
 _logger = logging.getLogger("proxyccl.torch")
 _lock = threading.Lock()
 forks.hold_while_forking(_lock)
@@ -49,8 +53,8 @@ class Group(Protocol):
 
 
 groups: dict[Group, None] = {}
-"""The groups that were not shut down, in the order of their making. torch keeps only a group's C++ part, which needs
-the Python part; this dict keeps the Python part alive.
+"""The groups that were not shut down, in the order in which they were made. torch keeps only a group's C++ part alive,
+which calls the Python part; this dict keeps the Python part alive.
 """
 
 
@@ -73,8 +77,8 @@ def _run_watchdog() -> None:
 
 
 def _look(reported: weakref.WeakSet[Group]) -> None:
-    """Reports the groups that failed since the last call. It is a separate function so that no frame refers to a group
-    while the watchdog sleeps.
+    """Logs the groups that have failed since the last call of this function. This is not a part of `_run_watchdog`, so
+    that no frame refers to a group while the watchdog sleeps.
     """
     for group in [group for group in list(groups) if group not in reported]:
         try:
@@ -90,8 +94,9 @@ def _look(reported: weakref.WeakSet[Group]) -> None:
 
 
 def write_failure() -> None:
-    """Writes a dump for the first failure in the process, if an environment variable of torch's says where. A file that
-    can't be written is logged: the caller reports the failure itself."""
+    """Writes a dump for the first failure in the process, if one of torch's environment variables names a path. If the
+    file can't be written, the error is logged and not raised, because the caller is about to report the failure itself.
+    """
     global _has_failed  # noqa: PLW0603  one dump for the process
     prefix = next(filter(None, map(os.environ.get, _VARIABLES)), None)
     if prefix is None:
@@ -111,10 +116,10 @@ def write_flight_record(prefix: str) -> Path:
     torch's flight recorder.
 
     Args:
-        prefix: the file's path without the number of this rank in the default group, which is appended.
+        prefix: the beginning of the file's path; this rank's number in the default group is appended.
 
     Returns:
-        The path.
+        The path of the written file.
 
     Raises:
         RuntimeError: this process has no group.
@@ -131,7 +136,7 @@ def write_flight_record(prefix: str) -> Path:
             if flow is not None:
                 group, ranks, ends = _pair(of_group, flow)
             if len(ranks) == 1 and ends:
-                continue  # leaves out a rank's transfers to itself, which wait for no other rank
+                continue  # leaves out this rank's transfers to itself, which wait for no other rank
             config[group[0]] = {"name": group[0], "desc": group[1], "ranks": str(ranks)}
             for place, name in enumerate(calls.names):
                 operation = name.split()[0].removesuffix("_single") + ends
@@ -143,9 +148,9 @@ def write_flight_record(prefix: str) -> Path:
 
 
 def _pair(calls: Any, flow: Any) -> tuple[tuple[str, str], list[int], str]:
-    """The transfers from one rank to another, shown as a group of two: its name and description, its ranks, and the
-    analyzer's name for the direction. In the whole group, the analyzer would report that the other ranks are
-    missing.
+    """Returns how a dump shows the transfers from one rank to another, as a group of these two ranks: the group's name
+    and description, its ranks, and the analyzer's name for the direction. If a dump showed them as calls of the whole
+    group, the analyzer would report that the other ranks are missing.
     """
     (peer, sends), on = (flow, "") if isinstance(flow[0], int) else (flow[1], f" on {flow[0].type}")
     own, other = calls.members[calls.rank], calls.members[peer]
@@ -189,8 +194,8 @@ def profiler_event(
     ranks: Sequence[int],
     group: tuple[str, str],
 ) -> AbstractContextManager[None]:
-    """A context that shows a call as an event in torch's profiler. The event has the keys of NCCL's
-    ``record_param_comms``. The event can't have that name: torch's profiler reads the details of such an event from a
+    """Returns a context that shows a call as an event in torch's profiler. The event has the keys of NCCL's
+    ``record_param_comms`` event, but another name: torch's profiler reads the details of an event of that name from a
     C++ object, and crashes without one.
     """
     inputs, outputs = list(xs or outs), list(outs or xs)

@@ -2,7 +2,8 @@
 
 A synchronous call runs on the current stream, or on the CPU in the caller's thread. An asynchronous call runs on the
 group's stream, which first waits for the current stream, or on the CPU in the group's thread. C issues a call on a GPU
-if it has a kept form for the call.
+if the call's form is kept: the launch that an earlier call with such arguments has prepared. A *flow* is one direction
+of transfers between this rank and one peer.
 """
 
 from __future__ import annotations
@@ -38,23 +39,26 @@ from torch.autograd import profiler
 
 Tensors = Sequence[torch.Tensor]
 IS_BACKEND = hasattr(torch._C._distributed_c10d.Backend, "split")
-"""Whether Python can be a backend of torch's process group (torch 2.15), or only a whole process group."""
+"""Whether a Python class can be a backend of torch's process groups, as from torch 2.15 on. Otherwise it can only
+replace a whole process group.
+"""
 _logger = logging.getLogger("proxyccl.torch")
 _NO_TIME = timedelta(0)
 _NO_EVENT = nullcontext()
 CPU = torch.device("cpu")
 _Named = tuple[str, Any]
-"""The name of a call, and its options for C."""
+"""The name of a call, and the call's options for C."""
 
 
 class _InC:
-    """The issuers, made by `IssuedCalls._make_issuer`, for the collectives of one process group on one GPU that C
-    issues.
+    """Holds the `CallIssuer`s of one process group on one GPU, which issue collectives in C; `IssuedCalls._make_issuer`
+    makes them.
 
     Attributes:
-        collectives, barriers: issue the calls that do not consist of transfers.
-        named: a call's options by its name, followed by the policy for calls that have a policy. The options of a
-            reduction are further keyed by the number of the operator's kind, the options of a broadcast by the root.
+        collectives: issues the collectives that do not consist of transfers. barriers: issues the barriers.
+        named: maps the name of a call, such as "all_gather" or "all_gather, POLICY", to the name and the options of the
+            call for C. For a reduction, the value is a dict of such pairs by the number of the operator's kind; for a
+            broadcast, by the root.
     """
 
     def __init__(self, calls: TensorCalls, ranks: int, issuer: Callable[..., CallIssuer]) -> None:
@@ -83,7 +87,7 @@ class _InC:
 
     @property
     def exchanges(self) -> CallIssuer | None:
-        """Issues the calls that consist of transfers; None until the ranks have made the resources of transfers."""
+        """The issuer of calls that consist of transfers; None until the ranks have made the resources of transfers."""
         if self._exchanges is None and (call := self._calls.call_transfers) is not None:
             self._exchanges = self._issuer(call)
         return self._exchanges
@@ -107,8 +111,8 @@ class _Call(Struct, eq=False):
     device: the tensors' device.
     waits: whether the call is synchronous.
     seconds: the call's time-out; None for the group's.
-    flow: for a single transfer, which runs concurrently with other calls, the peer and whether it is a send.
-    blocks: whether the CPU waits for the end of a call on a device.
+    flow: the peer of a single transfer, and whether the transfer is a send; None for a collective.
+    blocks: whether a wait for a call on a GPU blocks the CPU until the call has ended.
     number: the call's number in the group.
     """
 
@@ -130,28 +134,28 @@ class _Call(Struct, eq=False):
 
     @property
     def source(self) -> int:
-        """The rank that a receive receives from; -1 for a send and for other calls."""
+        """The rank that a receive receives from; -1 if the call is not a receive."""
         return _source_of(self.flow)
 
 
 class _Coalescing(threading.local):
-    """Per thread, the Work of the calls being coalesced; None outside coalescing."""
+    """Holds, for each thread, the Works of the calls that are being coalesced; None outside coalescing."""
 
     works: list[DeviceWork | HostWork | JointWork] | None = None
 
 
 class IssuedCalls:
-    """The calls of one rank of a process group.
+    """Issues the calls of one rank of a process group.
 
     Attributes:
         rank: this rank's number in the group.
-        process: the id of the group's process; a fork's child makes no calls.
-        threads, gpus: the threads and GPUs where the calls run.
-        between_all: options of the calls that consist of transfers between all ranks, by name and, if there is one,
-            root.
-        coalescing: for each thread, the Work of its calls between torch's start and end of coalescing.
+        process: the id of the group's process; in a fork's child, calls raise an error.
+        threads, gpus: the group's threads, and its state on each GPU.
+        between_all: the options of calls that consist of transfers between all ranks. The key is the call's name, or
+            for a call with a root, the pair of the name and the root.
+        coalescing: for each thread, the Works of its calls between torch's `start_coalescing` and `end_coalescing`.
         under_way: the calls in progress.
-        unwaited: the Works that are kept until the program waits for them.
+        unwaited: keeps Works alive until the program waits for them.
         group_name, group_desc: the group's name and description.
     """
 
@@ -172,7 +176,7 @@ class IssuedCalls:
         self._transferring: dict[tuple[int, int, bool], CallIssuer] = {}  # transfers by GPU index and flow
         self._numbers = itertools.count(1)  # the group's calls
         self._collectives = 0  # collectives that Python issued
-        self._waited = itertools.count(1)  # synchronous calls on GPUs, of which few have a mark
+        self._waited = itertools.count(1)  # synchronous calls on GPUs; only one in ADDED_BETWEEN has a mark
         self.coalescing = _Coalescing()
         self.group_name = self.group_desc = ""
         self.unwaited = Unwaited()
@@ -180,7 +184,9 @@ class IssuedCalls:
 
     @property
     def collectives(self) -> int:
-        """The number of collectives so far. All ranks count collectives alike, but not transfers."""
+        """The number of collectives so far, which is equal on all ranks. Transfers are not counted, because their
+        number differs between ranks.
+        """
         return self._collectives + sum(made.count for made in self._in_c.values())
 
     @property
@@ -195,14 +201,14 @@ class IssuedCalls:
 
     @property
     def members(self) -> list[int]:
-        """The ranks' numbers in the default group."""
+        """The numbers of this group's ranks in the default group."""
         return self._endpoints.members
 
     # -- calls on a GPU that C issues ---
 
     def choose(self, collective: str, output: torch.Tensor, nbytes: int, opts: Any) -> Choice:
-        """Chooses a call's kernels; for a long call the ranks choose together. `nbytes` is the size of a rank's input
-        or output, whichever is larger.
+        """Chooses the policy of a call: how many multiprocessors its kernel takes, or whether proxies make it. For a
+        long call the ranks choose together. `nbytes` is the size of a rank's input or output, whichever is larger.
         """
         number = output.get_device()
         if nbytes < LEAST_BYTES or number < 0:
@@ -224,8 +230,8 @@ class IssuedCalls:
         return CHOICES[collective, policy] if watched is None else Choice(collective, policy, watched)
 
     def _overlaps_of(self, device: torch.device) -> Overlaps | None:
-        """The watched calls of a GPU; None where the ranks never choose together. Only for ranks that have met, so no
-        collective of the GPU is still queued in a thread.
+        """Makes the `Overlaps` of a GPU, or returns None if the ranks never choose policies together. Call this only
+        after the ranks have met; no collective of the GPU is queued in a thread any more.
         """
         with torch_errors():
             comm = self._endpoints.of_all(device)
@@ -233,11 +239,11 @@ class IssuedCalls:
             return Overlaps(self.gpus.of(device), comm.runtime, calls) if calls.chooses else None
 
     def in_c(self, x: Any, out: Any, opts: Any, attribute: str | None, name: str) -> Any:
-        """Makes a call on a GPU by one call into C, if C has a kept form for the call. See `CallIssuer.issue` for the
-        arguments and `_InC` for the names.
+        """Makes a call on a GPU by one call into C, if the call's form is kept; returns NotImplemented otherwise. See
+        `CallIssuer.issue` for the arguments and `_InC.named` for the names.
         """
         made = self._in_c.get((x[0] if type(x) is list else x).get_device())
-        if made is None or profiler._is_profiler_enabled:  # `issue` makes calls that a profiler shows
+        if made is None or profiler._is_profiler_enabled:  # `_issue` makes the calls while a profiler runs
             return NotImplemented
         try:
             return made.collectives.issue(x, out, opts, attribute, made.named[name])
@@ -245,8 +251,8 @@ class IssuedCalls:
             raise_as_torch(error)
 
     def exchange_in_c(self, on: torch.Tensor, x: Any, out: Any, opts: Any, options: on_tensors.Transfers) -> Any:
-        """Does what `in_c` does, for a call that consists of transfers between all ranks (`on_tensors.exchange`). Lists
-        of tensors are passed as tuples; `on` is one of the tensors.
+        """Does what `in_c` does, for a call that consists of transfers between all ranks (`on_tensors.exchange`). A
+        list of tensors must be given as a tuple. `on` is any of the tensors; the call runs on its GPU.
         """
         made = self._in_c.get(on.get_device())
         if made is None or profiler._is_profiler_enabled or (exchanges := made.exchanges) is None:
@@ -275,7 +281,9 @@ class IssuedCalls:
         flow: tuple[torch.device, Flow] | None = None,
         blocks: bool = False,
     ) -> CallIssuer:
-        """Makes an issuer of calls on a stream. For transfers, `flow` is their flow in `under_way`."""
+        """Makes an issuer of calls on a stream. If the calls are transfers, `flow` is the key by which `under_way`
+        records them.
+        """
         return CallIssuer(
             gpu.in_c,
             call,
@@ -311,11 +319,11 @@ class IssuedCalls:
         device: torch.device | None = None,
         blocks: bool = False,
     ) -> Any:
-        """Makes a call of all ranks, by ``function(communicator, *arguments)``. The device defaults to the tensors'
-        device; see `_Call` for the other arguments.
+        """Makes a call that all ranks make, by ``function(communicator, *arguments)``. The device defaults to the
+        tensors' device; see `_Call` for the other arguments.
 
         Returns:
-            The call's Work; None for a call on the current stream, for which torch need not wait.
+            The call's Work; None for a synchronous call on a GPU, whose place on the current stream already orders it.
         """
         self.require_process()
         self._collectives += 1
@@ -342,7 +350,7 @@ class IssuedCalls:
         return work if work is None else self._handed_out(work, waits=call.waits)
 
     def _handed_out(self, work: Any, *, waits: bool = False) -> Any:
-        """Returns a Work for torch, and keeps the Work alive where torch's version does not."""
+        """Adds a Work to the coalesced calls, or keeps it alive if this version of torch does not. Returns the Work."""
         if self.coalescing.works is not None:
             self.coalescing.works.append(work)
         elif not waits and not IS_BACKEND:
@@ -350,9 +358,10 @@ class IssuedCalls:
         return work
 
     def _is_queued(self, device: torch.device, *, waits: bool) -> bool:
-        """Whether a collective on a GPU goes to the group's thread. Asynchronous collectives do until the ranks have
-        met, because other ranks may use another group first and wait in it for this rank. A synchronous collective
-        waits for the queued ones.
+        """Returns whether a collective on a GPU must be queued to the group's thread. An asynchronous collective is
+        queued until the ranks have met, because other ranks may use another group first and wait in that group for this
+        rank. A synchronous collective is never queued: this function then waits until the queued collectives have been
+        issued.
         """
         executor = self.threads.find(device, None)
         is_idle = executor is None or executor.is_idle
@@ -409,7 +418,8 @@ class IssuedCalls:
                 mark = None if next(self._waited) % ADDED_BETWEEN else gpu.in_c.mark(stream)
                 self.under_way.add(None, call.number, call.name, mark)
             return None
-        # A graph keeps its own memory, and a captured call is not in progress: the host can't wait for its end.
+        # A captured call is not in progress, so the host can't wait for its end; and the graph keeps the memory that it
+        # uses.
         blocks = call.blocks and not captured
         queued = QueuedCall(gpu.in_c, call.xs, call.outs, stream, not captured, blocks, -1)
         queued.mark_end()
@@ -418,10 +428,12 @@ class IssuedCalls:
         return DeviceWork.of(queued)
 
     def _issue_queued(self, call: _Call) -> DeviceWork:
-        """Queues a transfer on its flow's stream, or an asynchronous collective on the group's stream: at once if the
-        ranks have met, else by the flow's or the group's thread. That thread waits for the peers. The program must not
-        wait, because a peer may wait for another of this rank's calls first. The call follows the work that is queued
-        on the program's stream when this is called.
+        """Queues a transfer on its flow's stream, or an asynchronous collective on the group's stream.
+
+        If the ranks have met, the caller's thread queues the call immediately. Otherwise the flow's or the group's
+        thread queues it and waits for the peers; the program's thread must not wait for them, because a peer may be
+        waiting for another call that the program makes later. The call runs after the work that is on the program's
+        stream now.
         """
         device, flow, peer = call.device, call.flow, call.peer
         gpu = self.gpus.of(device)
@@ -434,7 +446,7 @@ class IssuedCalls:
         executor, has_met = self.threads.of(device, flow), self._endpoints.has_met(device, peer)
         is_captured = gpu.order.is_capturing(current)
         if not is_captured:
-            marks = work.marks  # the lambda keeps the marks, but not the Work's tensors
+            marks = work.marks  # lets the lambda keep the marks alive, but not the Work's tensors
             self.under_way.add(order, call.number, call.name, lambda: bool(marks) and marks[0].query())
         elif not has_met:
             expected = "an earlier transfer with that rank, which creates the resources of transfers"
@@ -465,8 +477,8 @@ class IssuedCalls:
         return work
 
     def _log_failed_meeting(self, call: _Call, error: BaseException) -> None:
-        """Logs why the ranks could not make a communicator. The watchdog sees only communicators, and the program may
-        wait elsewhere.
+        """Logs why the ranks could not make a communicator. The watchdog can't report this, because it looks only at
+        communicators that exist, and the program may be waiting for something else.
         """
         if isinstance(error, CommunicatorError) and not self._endpoints.has_met(call.device, call.peer):
             _logger.error("%s, call %d of rank %d: %s", call.name, call.number, self.rank, error)
@@ -474,7 +486,7 @@ class IssuedCalls:
     # -- transfers ---
 
     def transfer(self, tensors: Tensors, peer: int, *, sends: bool) -> Any:
-        """Makes a transfer with a peer. Returns the transfer's Work; None while calls are coalesced."""
+        """Sends a tensor to a peer, or receives one. Returns the transfer's Work, or None while calls are coalesced."""
         (x,) = tensors
         named, flow = _by_flow(peer, int(self.rank < peer), sends), (peer, sends)
         work = self._transfer_in_c(x, flow, named)
@@ -498,8 +510,8 @@ class IssuedCalls:
         return None if self.coalescing.works is not None else work
 
     def _transfer_in_c(self, x: torch.Tensor, flow: Flow, named: _Named) -> Any:
-        """Does what `in_c` does, for a transfer, if the ranks have met and no earlier transfer of the flow is
-        queued.
+        """Does what `in_c` does, for a transfer. Also returns NotImplemented if the two ranks have not met or an
+        earlier transfer of the flow is still queued.
         """
         number = x.get_device()
         executor = None if number < 0 else self.threads.find(x.device, flow)
@@ -514,7 +526,7 @@ class IssuedCalls:
             raise_as_torch(self._endpoints.with_ranks(error, flow[0]))
 
     def _transfers_of(self, device: torch.device, flow: Flow) -> CallIssuer | None:
-        """The function that makes the transfers of a flow; None if the ranks have not met."""
+        """Makes the issuer of a flow's transfers, or returns None if the two ranks have not met."""
         if not self._endpoints.has_met(device, flow[0]):
             return None
         comm = self._endpoints.with_peer(device, flow[0])
@@ -528,8 +540,8 @@ class IssuedCalls:
     def joint(
         self, call: Callable[..., Any], xs: Tensors, outs: Tensors, opts: Any, attribute: str | None, name: str | None
     ) -> Any:
-        """Makes a call for each tensor, with one Work for all. The arguments from `xs` on are as for `in_c`, which is
-        tried only if a name is given.
+        """Makes a call for each tensor, and returns one Work for all the calls. `xs` to `name` are the arguments of
+        `in_c`, which is tried only if `name` is not None.
         """
         issued = NotImplemented if name is None else self.in_c(xs, outs, opts, attribute, name)
         if issued is not NotImplemented and type(issued) is not tuple:
@@ -555,8 +567,8 @@ class IssuedCalls:
 
 
 def require_rank(rank: int, size: int, argument: str) -> None:
-    """Raises ValueError if a number is not a rank of the group. Callers check before anything is queued: no peer would
-    answer, and the call would wait until the time-out.
+    """Raises ValueError if a number is not a rank of the group. Callers check before they queue the call, because a
+    call to a rank that does not exist would wait until the time-out.
     """
     if not 0 <= rank < size:
         raise ValueError(f"{argument}: {rank} is not a rank of the group; expected 0 to {size - 1}")
@@ -564,13 +576,15 @@ def require_rank(rank: int, size: int, argument: str) -> None:
 
 @functools.cache
 def _by_flow(peer: int, number: int, sends: bool) -> tuple[str, on_tensors.Transfers]:
-    """The name and the options of a transfer with the peer that has this number in the pair's communicator."""
+    """Returns the name and the options of a transfer with `peer`, whose rank in the pair's communicator is `number`."""
     name = f"send to rank {peer}" if sends else f"recv from rank {peer}"
     return name, ((name, number, ()) if sends else (name, (), number))
 
 
 def _sides(tensor: torch.Tensor, flow: Flow) -> tuple[Any, Any]:
-    """A transfer's tensor as input and output for `on_tensors.exchange`."""
+    """Returns a transfer's tensor as the arguments `x` and `out` of `on_tensors.exchange`: `()` stands for the side
+    that the transfer lacks.
+    """
     return (tensor, ()) if flow[1] else ((), tensor)
 
 
@@ -579,11 +593,11 @@ def _source_of(flow: Flow | None) -> int:
 
 
 def _waits(opts: Any) -> bool:
-    """Whether torch's options say that the call is synchronous."""
+    """Returns whether torch's options say that the call is synchronous."""
     return opts is not None and not getattr(opts, "asyncOp", True)
 
 
 def _seconds_of(opts: Any) -> float | None:
-    """The time-out that torch's options set for a call, in seconds; None for the group's."""
+    """Returns the time-out that torch's options set for a call, in seconds; None if the group's time-out holds."""
     given = getattr(opts, "timeout", None)
     return given.total_seconds() if isinstance(given, timedelta) and given > _NO_TIME else None

@@ -1,8 +1,8 @@
-"""The runtimes and streams of a rank's GPUs, which process groups share or own, and the state of one group on a GPU.
+"""The runtimes of a rank's GPUs, which its process groups share, and each group's own streams and state on a GPU.
 
 torch hands out its 32 streams of a device in turn, so two callers may get the same stream. Two transfers on one stream
-run in order, and ranks that issue them in different orders would deadlock. So each group and each flow has its own
-stream.
+run in order, and ranks that issue them in different orders would deadlock. So each group and each flow (one direction
+of transfers with a peer) has its own stream.
 """
 
 from __future__ import annotations
@@ -40,10 +40,12 @@ def runtime_name(device: torch.device) -> str:
 
 
 def compile_early(rank: int, world_size: int) -> None:
-    """Starts to compile, in the background, the kernels that the program will most likely need and the cache lacks: a
-    kernel takes a second. Does nothing for one rank, or if the program has not used a GPU so far.
+    """Starts a thread that compiles the kernels that the program will most likely need and the cache lacks, because a
+    kernel takes a second to compile. Does nothing if the group has one rank, or if the program has not used a GPU so
+    far.
 
-    Ranks begin with different kernels, because ranks of a host that compile the same kernel wait for each other.
+    Each rank begins with a different kernel, because two ranks of a host that compile the same kernel wait for each
+    other.
     """
     if world_size == 1 or not torch.cuda.is_initialized():
         return
@@ -62,10 +64,11 @@ def compile_early(rank: int, world_size: int) -> None:
 
 
 class DeviceRuntimes:
-    """The runtimes of a rank, which its communicators share, so that each kernel is loaded once.
+    """The runtimes of a rank's GPUs. The rank's communicators share them, so that each kernel is loaded only once.
 
-    A driver may load a kernel only when nothing runs on the device. So the kernel of transfers is loaded with the
-    runtime: a later load could wait for a running kernel, which waits for a peer, which in turn waits for the transfer.
+    A driver may load a kernel only when nothing runs on the device. So the kernel of transfers is loaded as soon as the
+    runtime is opened. A later load could deadlock: it would wait for a running kernel, which may wait for a peer, which
+    may wait for the transfer.
     """
 
     def __init__(self) -> None:
@@ -73,10 +76,10 @@ class DeviceRuntimes:
         self._made: dict[torch.device, Runtime] = {}
 
     def of(self, device: torch.device) -> Runtime | str:
-        """The runtime of a GPU. For a CPU, returns the runtime's name: each communicator opens its own runtime, because
-        its close waits for all work of the runtime.
+        """Returns the runtime of a GPU. For a CPU, returns the name of the runtime that each communicator then opens
+        for itself, because closing a communicator waits for all work of its runtime.
 
-        Raises as `open_runtime`.
+        Raises the errors of `open_runtime`.
         """
         if device.type == "cpu":
             return runtime_name(device)
@@ -89,8 +92,8 @@ class DeviceRuntimes:
 
 
 def take_stream(device: torch.device) -> Any:
-    """Leases a torch stream of a GPU that nobody else uses until `give_back_stream`. The stream has the highest
-    priority, because peers wait for its work; a graph keeps the priority of the captured stream.
+    """Returns a torch stream of a GPU for the caller's sole use until `give_back_stream`. The stream has the highest
+    priority, because peers wait for its work. A graph that captures the stream keeps this priority.
     """
     with _lock:
         idle = _idle.get(device)
@@ -103,19 +106,21 @@ def take_stream(device: torch.device) -> Any:
 
 
 def give_back_stream(device: torch.device, stream: Any) -> None:
-    """Returns a leased stream. The next user's work follows the work queued on it."""
+    """Gives back a stream of `take_stream`. Work that is queued on the stream still runs, before the work of the next
+    user.
+    """
     with _lock:
         _idle.setdefault(device, []).append(stream)
 
 
 class GroupOnGpu:
-    """The state of a process group on one GPU. Streams are passed as handles, because torch's stream objects cost
-    microseconds.
+    """The state of a process group on one GPU. Streams are passed as handles, because making one of torch's stream
+    objects takes microseconds.
 
     Attributes:
         check: raises the error that ended the group, if it has failed.
-        order: makes one stream of the GPU wait for another.
-        in_c: makes streams wait for each other in C, for the group's calls.
+        order: an object that makes one stream of the GPU wait for another.
+        in_c: the `Gpu` object by which C makes streams wait for each other, for the group's calls.
         current: returns the handle of torch's current stream on the GPU.
         own, own_stream: the group's own stream, as a handle and as torch's object.
     """
@@ -130,7 +135,7 @@ class GroupOnGpu:
         self.own: int = self.own_stream.cuda_stream
 
     def torch_stream(self, handle: int) -> Any:
-        """torch's object for a stream of the GPU."""
+        """Returns torch's object for the stream with this handle."""
         if handle == self.own:
             return self.own_stream
         return torch.cuda.ExternalStream(handle, self.device) if handle else torch.cuda.default_stream(self.device)
@@ -143,7 +148,9 @@ class GroupOnGpu:
 
 
 class GroupOnGpus:
-    """The state of a process group on each GPU, and the stream of each flow. Both are made when first used."""
+    """The state of a process group on each GPU, and the stream of each flow. Each state and each stream is made when it
+    is first used.
+    """
 
     def __init__(self, check: Callable[[], None]) -> None:
         self._check = check

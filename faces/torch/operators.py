@@ -1,4 +1,6 @@
-"""The communicator of a process group, and operators of torch that call it: torch.compile and graphs take them."""
+"""`communicator_of`, which returns a process group's communicator, and the operator
+`torch.ops.proxyccl.all_reduce_rms_norm`, which torch.compile and CUDA graphs can contain.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from proxyccl.torch.collectives import with_index
 from proxyccl.torch.errors import torch_errors
 from proxyccl.torch.process_group import NAME, ProcessGroupProxyCCL
 
-_library = torch.library.Library("proxyccl", "FRAGMENT")  # its operators end with this object
+_library = torch.library.Library("proxyccl", "FRAGMENT")  # the operators exist as long as this object
 _library.define(
     "all_reduce_rms_norm(Tensor x, Tensor(a!) residual, Tensor weight, float eps, str group_name, *, Tensor(b!) out, "
     "Tensor(c!)? scales=None, Tensor? scale=None, bool add=True) -> ()"
@@ -20,8 +22,9 @@ _library.define(
 
 
 def communicator_of(group: dist.ProcessGroup | None = None, device: torch.device | str | None = None) -> Communicator:
-    """Returns the communicator by which a process group makes its collectives on a device. The communicator's other
-    calls and the group's calls run one after the other. The group closes the communicator.
+    """Returns the communicator by which a process group makes its collectives on a device. The calls that the program
+    makes on the communicator and the group's own calls run one after the other. The communicator belongs to the group,
+    which closes it.
 
     All ranks of the group call this together, because the first use makes the communicator.
 
@@ -59,17 +62,17 @@ def _all_reduce_rms_norm(
     scale: torch.Tensor | None = None,
     add: bool = True,
 ) -> None:
-    """``torch.ops.proxyccl.all_reduce_rms_norm``: `Communicator.all_reduce_rms_norm` on a process group, on the current
-    stream.
+    """Implements ``torch.ops.proxyccl.all_reduce_rms_norm``: calls `Communicator.all_reduce_rms_norm` of a process
+    group's communicator, on the current stream.
 
     Args:
         x, weight, eps: as for the communicator's call.
-        residual: becomes the sums.
+        residual: receives the sums.
         group_name: the process group's name.
-        out: becomes the normed rows: of the type of `x`, or of float8_e4m3fn with `scales` or `scale`.
-        scales: becomes the rows' scales; None without a scale for each row.
-        scale: one float32, the scale of all rows; None without.
-        add: whether `residual` is added. Otherwise it is only written.
+        out: receives the normalized rows, in the type of `x`, or in float8_e4m3fn if `scales` or `scale` is given.
+        scales: receives one scale for each row; None if the rows don't have their own scales.
+        scale: a tensor of one float32, by which all rows are scaled; None if the rows don't share a scale.
+        add: whether the values in `residual` are added to the sums. `residual` is written in either case.
     """
     group = torch._C._distributed_c10d._resolve_process_group(group_name)
     options = torch._C._distributed_c10d.AllreduceOptions()
@@ -99,4 +102,4 @@ _library.impl("all_reduce_rms_norm", _all_reduce_rms_norm, "CompositeExplicitAut
 
 @torch.library.register_fake("proxyccl::all_reduce_rms_norm", lib=_library)
 def _fake(*_: Any, **__: Any) -> None:
-    """Has no results: the operator writes its arguments."""
+    """Returns nothing, like the operator, which only writes to its arguments."""

@@ -1,7 +1,8 @@
-"""Finds the long calls that overlap with the program's computation. That decides how many multiprocessors a call takes.
+"""Predicts whether a long call will overlap with the program's computation, which decides how many multiprocessors the
+call takes.
 
-A call's overlap is unknown when the call is made. `async_op` does not predict it: functional collectives are always
-asynchronous, and most programs wait for them at once. So earlier calls of the same kind predict it.
+`async_op` does not predict the overlap: functional collectives are always asynchronous, and most programs wait for them
+immediately. So the overlap is measured for some calls, and predicted for later calls of the same kind.
 """
 
 from __future__ import annotations
@@ -19,31 +20,37 @@ from proxyccl.torch._device_calls import StreamMark
 from proxyccl.torch.on_gpu import GroupOnGpu
 
 LEAST_BYTES = 4 << 20
-"""The least size of a call for which ranks choose. A shorter call takes half of the multiprocessors at most."""
+"""The smallest size of a call, in bytes, for which the ranks choose a policy. A shorter call always takes half of the
+multiprocessors at most.
+"""
 _FIRST, _BETWEEN = 4, 16
-"""How many calls of a kind are watched at first, and the interval between later calls that are watched."""
+"""The first `_FIRST` calls of a kind are measured, and after them one in `_BETWEEN` calls."""
 _SHARE = 0.25
-"""A call leaves multiprocessors to the program if the program computes for at least this part of the call's time."""
+"""A call has overlapped if the program computed for at least this part of the call's time."""
 _SURE = 2
-"""The most by which the count of calls that overlapped may differ from the count of calls that did not."""
+"""The score of a kind, which counts calls that overlapped minus calls that did not, is limited to plus or minus this
+number, so that a few calls can change a prediction.
+"""
 _MOST_PENDING = 16
 
 _Kind = tuple[str, int, str, int]
-"""The name and the bit length of the size of a collective, then of the group's previous asynchronous call."""
+"""The kind of a call: a collective's name and the bit length of its size, followed by the name and the bit length of
+the size of the group's previous asynchronous call.
+"""
 
 
 class Watched:
-    """Measures by events how long the program's stream works between a call and the wait for that call."""
+    """Measures, by events on streams, how long the program's stream works between a call and the wait for that call."""
 
     def __init__(self, overlaps: Overlaps, kind: _Kind, stream: int) -> None:
         self._overlaps, self.kind = overlaps, kind
         self._begun, self._ended, self._waited = overlaps.events()
         self._begun.record(stream)
         self._began = time.perf_counter()
-        self._idle = 0.0  # milliseconds
+        self._idle = 0.0  # milliseconds in which the GPU waited for the CPU
 
     def issued(self, stream: int) -> None:
-        """Marks the end of the call, which is the latest work on the stream with this handle."""
+        """Records the event at the end of the call, which is the latest work on the stream with this handle."""
         self._ended.record(stream)
 
     def waits(self) -> None:
@@ -52,20 +59,20 @@ class Watched:
         stream = gpu.current()
         if gpu.order.is_capturing(stream):
             return
-        if self._begun.query():  # the GPU was waiting for the CPU
+        if self._begun.query():  # the GPU had nothing to do and waited for the CPU
             self._idle = 1e3 * (time.perf_counter() - self._began)
         self._waited.record(stream)
         self._overlaps.pending.append(self)
 
     def continues(self) -> None:
-        """Records that the program passes the wait to a future's user, such as DDP, which waits at the end of its
-        step.
+        """Records that the program takes the Work's future instead of waiting, as DDP does. Such a program computes
+        beside the call, so the call counts as overlapping.
         """
         self._overlaps.learn(self.kind, computes=True)
         self.give_back()
 
     def computes(self) -> bool | None:
-        """Whether the call overlapped with the program's computation; None before the call has ended."""
+        """Returns whether the call overlapped with the program's computation; None if the call has not ended yet."""
         if not self._waited.query() or not self._ended.query():
             return None
         return self._waited.elapsed(self._begun) - self._idle >= _SHARE * self._ended.elapsed(self._begun)
@@ -75,11 +82,11 @@ class Watched:
 
 
 class Overlaps:
-    """The long calls of a process group on one GPU.
+    """Predicts the overlap of a process group's long calls on one GPU.
 
     Attributes:
-        pending: calls that the program's stream waits for, and that are not known to have ended.
-        idle: events for reuse.
+        pending: measured calls that the program's stream waits for, and whose results were not read yet.
+        idle: events for reuse, three for each measured call.
     """
 
     def __init__(self, gpu: GroupOnGpu, runtime: Runtime, calls: TensorCalls) -> None:
@@ -95,8 +102,9 @@ class Overlaps:
     def choose(
         self, collective: str, nbytes: int, output: Callable[[], int], *, waits: bool
     ) -> tuple[CtaPolicy, Watched | None]:
-        """Chooses the policy of the next call (`TensorCalls.choose_policy`), and for some calls makes the object that
-        measures the overlap. `waits`: the call is on the current stream.
+        """Chooses the policy of the next call (`TensorCalls.choose_policy`), together with the other ranks. Returns the
+        policy and, if the call's overlap is to be measured, a `Watched`, else None. `waits` says whether the call is on
+        the current stream.
         """
         stream = self.gpu.current()
         watched = None
@@ -114,8 +122,9 @@ class Overlaps:
         return self._calls.choose_policy(collective, nbytes, beside=beside, output=output), watched
 
     def _is_beside(self, stream: int) -> bool:
-        """Whether a call on this stream, which is current, overlaps with work of torch's default stream, as FSDP2's
-        calls do: the default stream has not yet reached the end that it had at an earlier call of this kind.
+        """Returns whether a call on the current stream, which is `stream`, overlaps with work of torch's default
+        stream, as FSDP2's calls do. It does if the default stream has not yet finished the work that it had at the
+        previous such call.
         """
         if self.gpu.order.is_capturing(stream):
             return False
@@ -126,7 +135,7 @@ class Overlaps:
         while self.pending:
             try:
                 watched = self.pending.popleft()
-            except IndexError:  # another thread has taken the last event
+            except IndexError:  # another thread has taken the last entry
                 return
             computes = watched.computes()
             if computes is None:
@@ -148,13 +157,13 @@ class Overlaps:
 
 
 class Choice:
-    """The way in which a call is made on a GPU.
+    """The policy of a call on a GPU, and whether the call is measured.
 
     Args:
         policy: the policy that the ranks chose; None for the usual policy.
-        watched: measures the overlap with the program's computation; None for a call that is not measured.
-        queued: for a call whose policy the ranks choose when its turn comes, the size and a function that returns the
-            output's address.
+        watched: the object that measures the call's overlap; None if the call is not measured.
+        queued: the call's size and a function that returns the output's address, if the ranks choose the policy only
+            when a thread issues the call; else None.
 
     Attributes:
         name: the call's name, by which C finds the options.
@@ -173,7 +182,7 @@ class Choice:
         self.name = collective if policy is None else f"{collective}, {policy}"
 
     def policy(self, comm: Communicator) -> CtaPolicy | None:
-        """Returns the policy, which the ranks may have to choose together. Called when the call's turn comes."""
+        """Returns the policy. The ranks choose it here if the call was queued. Called when the call is issued."""
         if self._queued is None or not comm.tensor_calls.chooses:
             return self._policy
         nbytes, output = self._queued

@@ -1,4 +1,4 @@
-"""The process group: torch.distributed's interface of a group, except the calls on tensors."""
+"""The process group as torch.distributed uses it; `collectives` adds the calls on tensors."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ NAME = "proxyccl"
 
 
 class WholeGroup:
-    """A mixin with the methods, except the calls on tensors, that torch before 2.15 needs of a process group in Python.
-    The group acts as its own backend.
+    """A mixin with the methods that torch before 2.15 also calls on a process group that is written in Python, except
+    the calls on tensors. The group acts as its own backend.
 
     Attributes:
-        calls: the group's calls, which hold its name and description.
+        calls: the group's `IssuedCalls`, which also has the group's name and description.
         bound_device_id: the device that was passed to `init_process_group`.
     """
 
@@ -45,7 +45,7 @@ class WholeGroup:
     _set_group_name = setGroupName
 
     def getGroupName(self) -> str:  # noqa: N802
-        """The name by which torch's functional collectives find the group."""
+        """Returns the name by which torch's functional collectives find the group."""
         return str(self.calls.group_name)
 
     group_name = property(getGroupName)
@@ -89,10 +89,11 @@ class Options(_TorchOptions):
     `split_group`.
 
     Args:
-        invariant: as for `Communicator`: the bits of a reduction depend only on the ranks' values of each element. None
-            for the default group's setting, and for the default group for ``PROXYCCL_INVARIANT``.
-        timeout: the bound of every wait. torch's functions take the time-out as an argument of their own, except
-            `split_group`.
+        invariant: as for `Communicator`: whether the bits of a reduced element depend only on the ranks' values of that
+            element. None takes the default group's setting; for the default group itself, None takes the setting of
+            ``PROXYCCL_INVARIANT``.
+        timeout: the bound of every wait. Only `split_group` uses it; torch's other functions have their own argument
+            for the time-out.
     """
 
     def __init__(self, invariant: bool | None = None, timeout: timedelta = dist.default_pg_timeout) -> None:
@@ -111,13 +112,13 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
     Sends and receives between two ranks match in order; tags are ignored.
 
     Args:
-        store: where the ranks meet.
+        store: the torch store through which the ranks meet.
         rank: this rank's number in the group.
         size: number of ranks.
         timeout: the bound of every wait.
-        whole: the group that these ranks are a part of, or None.
+        whole: the group that contains these ranks and whose communicators may be split for them; None without.
         members: the ranks' numbers in `whole`.
-        endpoints: the endpoints of these ranks, with their own store, if they exist already.
+        endpoints: the communicators of these ranks, if they were made already; else None.
         invariant: as for `Options`.
 
     Attributes:
@@ -189,18 +190,20 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
     _set_default_timeout = set_timeout
 
     def _set_sequence_number_for_group(self) -> None:
-        """Does nothing: every rank counts its calls from 0, so ranks need not agree on a start."""
+        """Does nothing: every rank counts its calls from 0, so the ranks need not agree on a first number."""
 
     def _get_sequence_number_for_group(self) -> int:
         return self.calls.collectives  # torch compares this number between ranks at its debug level DETAIL
 
     def eager_connect_single_device(self, device: torch.device | None) -> None:
-        """Makes the communicator of a device now. All ranks call this together."""
+        """Makes the group's communicator for a device now, instead of in the first call. All ranks call this
+        together.
+        """
         if device is not None:
             self.endpoints.of_all(with_index(device))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Waits until all ranks have arrived; rank 0 raises a RuntimeError that names the missing ones."""
+        """Waits until all ranks have arrived. If ranks are missing, rank 0 raises a RuntimeError that names them."""
         given: timedelta | None = getattr(timeout, "timeout", timeout)  # torch 2.15 gives options
         seconds = (self._timeout if given is None or given < timedelta(0) else given).total_seconds()
         store = dist.PrefixStore("proxyccl-monitored-barrier", self._store)
@@ -210,18 +213,18 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
     # -- groups that are made of this group ---
 
     supports_splitting = supports_coalescing = True
-    """Whether torch may call `split`, and collect calls between `start_coalescing` and `end_coalescing`."""
+    """Whether torch may call `split`, and whether it may call `start_coalescing` and `end_coalescing`."""
     supports_shrinking = IS_BACKEND
-    """Whether torch may call `shrink`: it then makes its own process group around a backend."""
+    """Whether torch may call `shrink`: only for a backend, because torch makes a process group around the result."""
 
     def split(self, store: Any, ranks: Sequence[int], opts: Any) -> ProcessGroupProxyCCL | None:
-        """Makes a group of some of this group's ranks, in their order. All ranks call this together; it returns None on
-        ranks outside the new group.
+        """Makes a group of some of this group's ranks, in their order. All ranks of this group call this together.
+        Returns None on ranks outside the new group.
 
         Args:
-            store: where the ranks of this group meet.
-            ranks: numbers in this group.
-            opts: options: the time-out, and with `Options` also whether reductions are invariant.
+            store: the store through which this group's ranks meet.
+            ranks: the members of the new group, by their numbers in this group.
+            opts: torch's options, of which the time-out is used; if they are `Options`, also `invariant`.
         """
         number = next(self._splits)
         if self._rank not in ranks:
@@ -242,9 +245,10 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
         """Makes a group of the ranks that are not excluded, in their order. Only these ranks call this, together.
 
         Args:
-            ranks_to_exclude: numbers in this group: all lost ranks, and possibly others.
-            shrink_flags: torch's SHRINK_ABORT to end calls in progress, on all ranks; 0 to wait for them.
-            opts_override: options, of which only the time-out is used.
+            ranks_to_exclude: the excluded ranks, by their numbers in this group: all ranks that were lost, and possibly
+                others.
+            shrink_flags: torch's SHRINK_ABORT to abort calls in progress, on all ranks; 0 to wait for these calls.
+            opts_override: torch's options, of which only the time-out is used; None keeps this group's time-out.
         """
         global _default  # noqa: PLW0603  torch has one default group
         if shrink_flags:
@@ -260,10 +264,12 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
             _default = weakref.ref(shrunk)
         return shrunk
 
-    # -- memory that counts as registered, so that calls use it in place ---
+    # -- memory that calls use in place, like registered memory ---
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Whether `allocate_tensor` returns registered memory: true on GPUs, once the group's communicator exists."""
+        """Returns whether `allocate_tensor` can allocate registered memory on a device: true for a GPU, once the
+        group's communicator for the GPU exists.
+        """
         made = self.endpoints.made_of_all(with_index(device))
         if device.type == "cpu" or made is None:
             return False
@@ -274,26 +280,28 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
         return True
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A tensor of `size` elements, uninitialised, in memory that counts as registered."""
+        """Allocates an uninitialised tensor of `size` elements, in memory that calls use in place like registered
+        memory.
+        """
         device = with_index(device)
         with torch_errors(), self._communicator(device).memory_pool():
             return torch.empty(size, dtype=dtype, device=device)
 
     @property
     def mem_allocator(self) -> Any:
-        """The allocator for a `torch.cuda.MemPool` whose memory `register_mem_pool` registers."""
+        """The allocator with which a program makes a `torch.cuda.MemPool` that `register_mem_pool` can register."""
         return allocator(torch).allocator()
 
     def register_mem_pool(self, pool: Any, symm: bool = False) -> None:
-        """Registers the memory of pools of `mem_allocator` on the current device, also memory that they allocate
-        later.
+        """Registers the memory of all pools of `mem_allocator` on the current device, and the memory that these pools
+        allocate later.
         """
         device = torch.device("cuda", torch.cuda.current_device())
         with torch_errors(), self._communicator(device).memory_pool():
             pass
 
     def deregister_mem_pool(self, pool: Any) -> None:
-        """Does nothing: memory is deregistered when the pool frees it."""
+        """Does nothing: a pool's memory is deregistered when the pool frees it."""
 
     def _communicator(self, device: torch.device) -> Communicator:
         made = self.endpoints.made_of_all(device)
@@ -312,14 +320,17 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
         self.endpoints.abort("torch aborted the process group")
 
     def shutdown(self) -> None:
-        """Ends the group on this rank, without waiting for other ranks to end it. Waits first for the calls that are
-        queued in the group's threads, unless the group has failed: at most for the group's time-out, and at most two
-        seconds for a call that needs a rank which has ended the group. Does nothing in a fork's child.
+        """Ends the group on this rank, without waiting for other ranks to end the group. Does nothing in a fork's
+        child.
+
+        Waits first for the calls that are queued in the group's threads, unless the group has failed. The wait takes at
+        most the group's time-out, and at most two seconds for a call that needs a rank that has already ended the
+        group.
         """
         if not self.calls.process.is_here:
             return
         self.calls.threads.await_calls(time.monotonic() + self._timeout.total_seconds())
-        if self.endpoints.failed is not None:  # the watchdog may not have seen it
+        if self.endpoints.failed is not None:  # the watchdog may not have noticed the failure yet
             flight_recorder.write_failure()
         self.endpoints.end_meetings()
         self.calls.threads.end()
@@ -332,8 +343,8 @@ _default: weakref.ref[ProcessGroupProxyCCL] | None = None
 
 
 def _create(options: Any, own_options: Any) -> ProcessGroupProxyCCL:
-    """Makes a group for torch. torch makes the default group first, and does not name its ranks. `own_options` are
-    `Options`, or the options of another backend, which are ignored, so that programs need not name one.
+    """Makes a group for torch. torch makes the default group first, and does not list its ranks. `own_options` are the
+    program's `pg_options`; if they are another backend's options, they are ignored.
     """
     global _default  # noqa: PLW0603  torch has one default group
     store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
@@ -351,21 +362,22 @@ def _create(options: Any, own_options: Any) -> ProcessGroupProxyCCL:
 
 
 def _unused_part(store: Any, rank: int) -> dist.PrefixStore:
-    """The part of a group's store that no group of the same name has used before, such as one that the program has
-    destroyed: a store may outlive groups. The ranks make groups of one name in the same order, so each rank counts them
-        by itself.
+    """Returns a part of a group's store that no earlier group of the same name has used. A store may outlive groups, so
+    an earlier group that the program has destroyed may have left keys there. All ranks make the groups of one name in
+    the same order, so each rank can count these groups by itself.
     """
-    # torchrun may keep the store when it restarts a job, and ranks that were lost may have made fewer groups.
+    # torchrun may keep the store when it restarts a job, and ranks that were lost may have made fewer groups than
+    # others. So each attempt counts anew.
     of_attempt = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     return dist.PrefixStore(f"group-{of_attempt.add(f'groups-of-{rank}', 1)}", of_attempt)
 
 
 def _await_other_backends(store: Any, rank: int, size: int, timeout: timedelta) -> None:
-    """Waits until no rank is still making the backend of another device, such as gloo's in "cpu:gloo,cuda:proxyccl".
+    """Waits until every rank has made the backend of the other device, such as gloo's in "cpu:gloo,cuda:proxyccl".
 
-    When this process group is made, torch drops that backend and so closes its connections, which other ranks may
-    still wait for. No other backend exists if ours is made first, for CPUs: torch gives each device a store with its
-    prefix.
+    When torch before 2.15 makes this process group, it drops the other device's backend and so closes its connections,
+    while other ranks may still be connecting to it. If our backend is made first, for CPUs, no other backend exists and
+    this returns immediately; `check` finds out, because torch prefixes each device's store with the device's name.
     """
     own, of_first = f"device-of-{rank}", dist.PrefixStore("cpu/", store.underlying_store)
     mark = os.urandom(8)
@@ -379,6 +391,6 @@ def _await_other_backends(store: Any, rank: int, size: int, timeout: timedelta) 
 
 
 def register() -> None:
-    """Makes the backend known to torch. Calling it twice does nothing."""
+    """Registers the backend with torch, unless it is registered already."""
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])

@@ -17,9 +17,9 @@ typedef struct {
 } QueuedCall;
 
 PyTypeObject* proxyccl_gpu_type;
-static PyTypeObject *mark_type, *call_type; /* types, made once for the process */
+static PyTypeObject *mark_type, *call_type; /* the types StreamMark and QueuedCall, made once for the process */
 
-/* Takes an unused event. Returns 0 with an exception. */
+/* Returns an unused event, or 0 with an exception. */
 static uintptr_t take_event(const Gpu* self) {
   const Py_ssize_t last = PyList_Size(self->idle) - 1;
   PyObject* event;
@@ -35,7 +35,7 @@ static uintptr_t take_event(const Gpu* self) {
   return PyErr_Occurred() != NULL ? 0 : taken;
 }
 
-/* Returns an event for reuse. Raises nothing, and preserves an exception that is set. */
+/* Gives an event back for reuse. Sets no exception, and preserves an exception that is set. */
 static void give_event(const Gpu* self, uintptr_t event) {
   PyObject *type, *error, *traceback;
   PyErr_Fetch(&type, &error, &traceback);
@@ -45,8 +45,8 @@ static void give_event(const Gpu* self, uintptr_t event) {
   PyErr_Restore(type, error, traceback);
 }
 
-/* Completes a call of stream_order.h: returns 0 if the status is 0 or if `finish` succeeds; otherwise -1 with an
-   exception. */
+/* Completes a call of stream_order.h, given its status: if the status is not 0, calls `finish`, which raises the error
+ * or completes the call. Returns 0, or -1 with an exception. */
 static int finished(const Gpu* self, int status, const char* name, const uintptr_t* arguments, int count) {
   if (status == 0) return 0;
   PyObject* given = PyTuple_New(count);
@@ -81,7 +81,7 @@ int proxyccl_follow(Gpu* self, uintptr_t first, uintptr_t then) {
   const uintptr_t arguments[] = {event, first, then, 0};
   const int status = proxyccl_stream_follow(self->order, event, first, then, 0);
   const int failed = finished(self, status, "order of streams", arguments, 4);
-  give_event(self, event); /* the wait is for this record, even if the event is recorded again later */
+  give_event(self, event); /* the stream waits for this record, even if the event is recorded again later */
   return failed;
 }
 
@@ -147,7 +147,8 @@ static int traverse_gpu(PyObject* object, visitproc visit, void* arg) {
   return 0;
 }
 
-/* Clears a Gpu that is freed. It is not the type's tp_clear, because calls and marks use a Gpu until they are freed. */
+/* Clears a Gpu that is being freed. This function is not the type's tp_clear, because calls and marks use their Gpu
+ * until they are freed themselves. */
 static int clear_gpu(PyObject* object) {
   Gpu* self = (Gpu*)object;
   GPU_REFERENCES(PROXYCCL_CLEAR)
@@ -215,7 +216,8 @@ static void replace(PyObject** member, PyObject* value) {
   Py_XDECREF(old);
 }
 
-/* Stores the exception that is set as the call's error, except one such as KeyboardInterrupt. */
+/* Clears the exception that is set and stores it as the call's error. An exception that is not an Exception, such as
+ * KeyboardInterrupt, stays set instead. */
 static void keep_error(QueuedCall* self) {
   if (!PyErr_ExceptionMatches(PyExc_Exception)) return;
   PyObject *type, *error, *traceback;
@@ -278,8 +280,8 @@ static PyObject* all_tensors(PyObject* object) {
   return list;
 }
 
-/* Tells torch's allocator that the stream uses the tensors. Nothing else keeps their memory from being reused before
-   the call has ended, if the caller's stream did not wait for the call. */
+/* Tells torch's allocator that the stream uses the tensors, unless the caller's stream has waited for the call.
+ * Otherwise the tensors' memory could be reused before the call has ended. */
 static void record(PyObject* object) {
   QueuedCall* self = (QueuedCall*)object;
   if (!self->unrecorded) return;

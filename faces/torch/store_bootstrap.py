@@ -1,6 +1,6 @@
-"""Ranks that meet through a torch.distributed store: TCPStore, FileStore or HashStore. No MPI is involved.
+"""A bootstrap and a barrier that use only a torch.distributed store: TCPStore, FileStore or HashStore.
 
-The monitored barrier needs no communicator, so it works when one is stuck.
+The barrier (`monitored_barrier`) needs no communicator, so it works even while a communicator is stuck.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _BARRIER_PAUSE_SECONDS = 0.002
 
 
 class StoreBootstrap(BoardBootstrap):
-    """A `Bootstrap` over a store. All ranks pass the same store, or a prefix of it that is used only for this.
+    """A `Bootstrap` over a store. All ranks pass the same store, or the same PrefixStore in it, which nothing else
+    uses.
 
     Args:
         store: the store. rank: this rank's number.
@@ -37,13 +38,13 @@ class StoreBootstrap(BoardBootstrap):
         self._open_store = store
 
     def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
-        """See `Bootstrap.all_gather`. Also raises PeerLostError if the store is gone, and ExchangeError if it holds an
-        invalid bundle.
+        """See `Bootstrap.all_gather`. Also raises PeerLostError if the store can't be reached, and ExchangeError if the
+        store contains an invalid bundle.
         """
         try:
             return super().all_gather(data, timeout, give_up)
         except ClosedError:
-            give_up()  # the caller's own error says better what has ended
+            give_up()  # may raise the caller's error, which states more exactly what was closed
             raise
         except DistError as error:
             give_up()
@@ -56,17 +57,19 @@ class StoreBootstrap(BoardBootstrap):
         return StoreBootstrap(PrefixStore(f"subset-{key:x}", self._store), members.index(self.rank), len(members))
 
     def withdraw(self) -> None:
-        with contextlib.suppress(DistError):  # the next use of the store raises the error
+        with contextlib.suppress(DistError):  # if the store has failed, the next use of the store raises the error
             super().withdraw()
 
     def board(self) -> Board:
-        """The bootstrap's board, kept in the store, which outlives every rank except the rank that serves the store.
-        See `Bootstrap`.
+        """Returns the bootstrap's board, which is kept in the store and so outlives every rank except the rank that
+        serves the store. See `Bootstrap`.
         """
         return NoteBoard(_Notes(PrefixStore("board", self._store)), self.rank)
 
     def close(self) -> None:
-        """Drops the reference to the caller's store, which ends with its last reference. No call may follow."""
+        """Drops this object's reference to the store; torch closes a store when its last reference is gone. The
+        bootstrap can't be used after this.
+        """
         self._open_store = None
 
     @property
@@ -80,7 +83,7 @@ class StoreBootstrap(BoardBootstrap):
         self._store.set(f"{number}/{of}", data)
 
     def _get(self, number: int, names: Sequence[str]) -> dict[str, bytes]:
-        # The store's own wait would hold the store's connection, which other threads need meanwhile.
+        # The store's own wait would occupy the store's connection, and other threads could not use it during the wait.
         store, keys = self._store, [f"{number}/{name}" for name in names]
         if not keys or not store.check(keys):
             return {}
@@ -93,7 +96,9 @@ class StoreBootstrap(BoardBootstrap):
 
 
 class _Notes:
-    """Notes in a store, as hexadecimal after a sign: stores compare text, and empty text may count as none."""
+    """Notes in a store. A note is written as "=" and hexadecimal digits: `compare_set` compares text, and it may treat
+    empty text as a missing key.
+    """
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -110,8 +115,9 @@ def monitored_barrier(
 ) -> None:
     """Waits until all ranks have arrived: rank 0 waits for the others and releases them.
 
-    torch's gloo backend does the same; programs search for its messages. The barrier's number is the same on all ranks.
-    With `wait_all_ranks` rank 0 waits for the time-out to name all missing ranks, and not only the first.
+    The error messages are those of torch's gloo backend, because programs search for them. `number` identifies this
+    barrier and is the same on all ranks. With `wait_all_ranks`, rank 0 waits until the time-out and then names all
+    missing ranks; otherwise it names only the first.
     """
     deadline = time.monotonic() + seconds
     milliseconds = round(1000 * seconds)

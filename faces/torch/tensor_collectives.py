@@ -1,7 +1,8 @@
-"""The collectives of torch.distributed on tensors: converts layouts, types and operators for a communicator's calls.
+"""Makes the collectives of torch.distributed by calls of a communicator, for which it converts layouts, types and
+operators.
 
-Each collective takes the communicator, and makes the call on torch's current stream; on the CPU it returns when the
-call is done. Tensors need not be contiguous.
+On a GPU each function makes its call on torch's current stream; on the CPU it returns when the call is done. Tensors
+need not be contiguous.
 """
 
 from __future__ import annotations
@@ -23,37 +24,40 @@ Tensors = Sequence[torch.Tensor]
 Transfers = tuple[str, Any, Any]
 """The options of a call that consists of transfers, as `FlowCalls.call` (_calls.pyi) takes them."""
 Policy = Callable[[Communicator], CtaPolicy | None]
-"""Returns a call's policy when the call's turn comes; None for the usual policy."""
+"""A function that returns a call's policy when the call is issued; it returns None for the usual policy."""
 
 # -- tensors as flat, contiguous memory, and back ---
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's memory holds its elements in order: it is contiguous, and not a lazy view."""
+    """Returns whether a tensor's memory holds its elements in order and unchanged: whether the tensor is contiguous,
+    and not a lazy negation or conjugation.
+    """
     return tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor's elements in order, without gradient: a view of memory in this order, else a copy."""
+    """Returns a tensor's elements in order, in one dimension and without gradient: a view if the tensor's memory has
+    this order, otherwise a copy.
+    """
     return flat_view(tensor.contiguous().resolve_conj().resolve_neg())
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of `flat`, for data of any type that is only moved."""
+    """Returns the bytes of `flat(tensor)`, for calls that move data of any type and don't compute with it."""
     return flat(tensor).view(torch.uint8)
 
 
 def put_back(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Copies a call's result from `flat` of a tensor, or from `as_bytes` of it, to the tensor, unless they share
-    memory."""
+    """Copies a call's result to the tensor. `values` is the result of `flat` or `as_bytes` for this tensor. Copies
+    nothing if both share memory.
+    """
     if values.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(values.view(tensor.dtype).view(tensor.shape))
 
 
 def put_back_all(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Does what `put_back` does for several tensors: by one kernel, except for lazy views and tensors that are not
-    contiguous.
-    """
+    """Does what `put_back` does, for several tensors. One kernel copies all tensors that are `is_plain`."""
     plain = [is_plain(tensor) for tensor in tensors]
     targets = [tensor.detach() for tensor, chosen in zip(tensors, plain, strict=True) if chosen]
     copies = [each.view(tensor.shape) for each, tensor, chosen in zip(values, tensors, plain, strict=True) if chosen]
@@ -65,8 +69,8 @@ def put_back_all(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
 
 
 def in_memory(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the tensors, with each result of a functional collective replaced by the tensor inside it, once that
-    tensor is complete.
+    """Returns the tensors. For each AsyncCollectiveTensor, the result of a functional collective, waits for the
+    collective and returns the tensor inside.
 
     Raises:
         RuntimeError: a tensor is not dense, or not on a CPU or a GPU.
@@ -103,11 +107,11 @@ _OPS = {
     _Kind.PREMUL_SUM: "sum",
 }
 PLAIN_OPS = {kind: op for kind, op in _OPS.items() if kind != _Kind.PREMUL_SUM}
-"""The communicator's operators, by the kinds of torch's that need no factor."""
+"""The communicator's operators, by the kinds of torch's operators that have no factor."""
 _BITWISE = {_Kind.BAND, _Kind.BOR, _Kind.BXOR}
 _OF_COMPLEX = {_Kind.SUM, _Kind.AVG, _Kind.PREMUL_SUM}
 _PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
-"""The types of a complex number's parts."""
+"""The types of the real and the imaginary part of a complex number, by the number's type."""
 _OF_BOOL = {
     _Kind.SUM: "max",
     _Kind.PRODUCT: "min",
@@ -117,19 +121,21 @@ _OF_BOOL = {
     _Kind.BOR: "max",
     _Kind.BXOR: "bxor",
 }
-"""The operators that reduce bools as bytes of 0 and 1: as in torch, a sum is true if any rank's value is true."""
+"""The operators that reduce bools as bytes, which are 0 or 1. As in torch, a sum of bools is true if any rank's value
+is true, so the sum is a maximum.
+"""
 REDUCIBLE = frozenset(getattr(torch, name) for name in reduction_dtypes() if hasattr(torch, name))
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """A reduction of tensors of one type.
+    """How tensors of one type are reduced.
 
     Attributes:
         op: the communicator's operator.
-        view: the type as which the operator reads the elements; None for the elements' own type.
-        factor: a factor by which each rank multiplies its values first, or None.
-        flags: whether the elements are bools, whose bytes must be 0 or 1.
+        view: the type as which the operator reads the elements; None if it reads them as their own type.
+        factor: the factor by which each rank multiplies its values before the reduction; None without a factor.
+        flags: whether the elements are bools, whose bytes must be converted to 0 or 1 before the reduction.
     """
 
     op: str
@@ -138,8 +144,9 @@ class Reduction:
     flags: bool = False
 
     def given(self, flat: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns the values that a rank contributes, from a contiguous tensor of one dimension: the tensor itself, or
-        converted values in `into`, which may be the tensor itself, or in a new tensor.
+        """Returns the values that a rank contributes, given its elements as a contiguous tensor of one dimension. If no
+        value changes, this is the tensor itself. Otherwise the new values are written to `into`, which may be `flat`,
+        or without `into` to a new tensor.
         """
         if self.flags:  # the bytes of a bool tensor that views other memory may have any value
             return torch.ne(flat.view(torch.uint8), 0, out=into)
@@ -151,12 +158,16 @@ class Reduction:
         return torch.mul(flat, factor if factor.is_floating_point() else factor.to(flat.dtype), out=into)
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """A view of a contiguous tensor of one dimension, in the type that the communicator takes."""
+        """Returns a contiguous tensor of one dimension as a tensor of the type as which the operator reads the
+        elements.
+        """
         return flat if self.view is None else flat.view(self.view)
 
 
 def plain_op(op: Any, dtype: torch.dtype) -> str | None:
-    """The communicator's operator if it reduces elements of the type unchanged; else None."""
+    """Returns the communicator's operator for an operator of torch, if it can reduce elements of this type as they are.
+    Returns None if the elements must be converted first, or can't be reduced.
+    """
     kind = getattr(op, "op", op)  # an operator such as ReduceOp.SUM has no `op`
     if dtype not in REDUCIBLE or kind == _Kind.PREMUL_SUM or (kind in _BITWISE and dtype.is_floating_point):
         return None
@@ -164,10 +175,10 @@ def plain_op(op: Any, dtype: torch.dtype) -> str | None:
 
 
 def reduction(op: Any, dtype: torch.dtype) -> Reduction:
-    """The reduction that carries out an operator of torch for a type.
+    """Returns how to carry out an operator of torch for elements of a type.
 
     Raises:
-        ValueError: the operator is unknown, or not supported for the type.
+        ValueError: the operator is unknown, or is not supported for this type.
         TypeError: elements of the type can't be reduced.
     """
     kind = getattr(op, "op", op)
@@ -202,7 +213,7 @@ def _names(kinds: Any) -> str:
 
 
 def _usual(_: Communicator) -> None:
-    """The `Policy` of a call if the ranks have not chosen one."""
+    """Returns None, the usual policy: the `Policy` of a call for which the ranks have not chosen one."""
 
 
 def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any, policy: Policy = _usual) -> None:
@@ -214,7 +225,7 @@ def reduce_scatter(comm: Communicator, output: torch.Tensor, x: torch.Tensor, op
 
 
 def _reduce_all(comm: Communicator, name: str, output: torch.Tensor, x: torch.Tensor, op: Any, policy: Policy) -> None:
-    """Reduces tensors over all ranks, to an output on each, which may be the input."""
+    """Makes an all_reduce or a reduce_scatter, which `name` names. `output` may be `x`."""
     plain, calls = plain_op(op, x.dtype), comm.tensor_calls
     if plain is not None and is_plain(x) and (output is x or is_plain(output)):
         calls.make(calls.options(name, plain, cta_policy=policy(comm)), x, output)
@@ -236,7 +247,7 @@ def reduce(comm: Communicator, tensor: torch.Tensor, op: Any, root: int) -> None
 
 
 def all_reduce_coalesced(comm: Communicator, tensors: Tensors, op: Any) -> None:
-    """Reduces tensors over all ranks, in place, with one call for all tensors of a type."""
+    """Reduces several tensors over all ranks, in place. All tensors of one type are joined and reduced by one call."""
     for same in _by_dtype(tensors):
         if len(same) == 1:
             all_reduce(comm, same[0], op)
@@ -258,7 +269,7 @@ def broadcast(comm: Communicator, tensor: torch.Tensor, root: int) -> None:
 
 
 def all_gather(comm: Communicator, output: torch.Tensor, x: torch.Tensor, policy: Policy = _usual) -> None:
-    """Concatenates the ranks' tensors, which have one size."""
+    """Concatenates the ranks' tensors, all of the same size, on every rank."""
     _move(comm, "all_gather", output, x, cta_policy=policy(comm))
 
 
@@ -274,7 +285,7 @@ def _move(comm: Communicator, name: str, output: torch.Tensor, x: torch.Tensor, 
 
 
 def _moved(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if its memory holds its elements in order, else a copy of its bytes."""
+    """Returns the tensor itself if its memory holds its elements in order, otherwise a copy of its bytes in order."""
     return tensor if is_plain(tensor) else as_bytes(tensor)
 
 
@@ -294,7 +305,9 @@ def all_gather_coalesced(comm: Communicator, outputs: Tensors, inputs: Tensors) 
 
 
 def reduce_scatter_coalesced(comm: Communicator, outputs: Tensors, inputs: Tensors, op: Any) -> None:
-    """`reduce_scatter` of several tensors, with one call for all tensors of a type."""
+    """Does what `reduce_scatter` does, for several tensors. All tensors of one type are joined and reduced by one
+    call.
+    """
     for same in _by_dtype(inputs):
         chosen = [i for i, x in enumerate(inputs) if x.dtype == same[0].dtype]
         if len(chosen) == 1:
@@ -309,8 +322,8 @@ def reduce_scatter_coalesced(comm: Communicator, outputs: Tensors, inputs: Tenso
 
 
 def reduce_scatter_lists(comm: Communicator, output: torch.Tensor, parts: Tensors, op: Any) -> None:
-    """Reduces a list with one tensor for each rank, of any sizes that the ranks agree on; each rank receives its own
-    reduced tensor.
+    """Reduces a list with one tensor for each rank; each rank receives its own reduced tensor. The tensors of a list
+    may differ in size, but all ranks pass lists with the same sizes.
     """
     require_same_dtype([output, *parts])
     longest = max(part.numel() for part in parts)
@@ -328,7 +341,7 @@ def reduce_scatter_lists(comm: Communicator, output: torch.Tensor, parts: Tensor
 def exchange(comm: Communicator, x: Any, out: Any, options: Transfers) -> None:
     """Sends tensors to ranks and receives tensors from ranks, all by one call; see `FlowCalls.call` (_calls.pyi).
 
-    It serves calls with one tensor for each rank, and copies nothing before or after the call.
+    No tensor is copied before or after the call if its memory holds its elements in order.
     """
     if comm.tensor_calls.exchange(x, out, options):
         return
@@ -344,7 +357,7 @@ def exchange(comm: Communicator, x: Any, out: Any, options: Transfers) -> None:
 
 
 def _parts(comm: Communicator, given: Any, ranks: Any) -> list[tuple[torch.Tensor, int]]:
-    """The tensors of one side of `exchange`, each with its rank."""
+    """Returns the tensors that `exchange` sends, or those that it receives, each with its peer's rank."""
     if isinstance(given, tuple | list):
         return list(zip(given, ranks, strict=True))
     if isinstance(ranks, int):
@@ -356,13 +369,13 @@ def _parts(comm: Communicator, given: Any, ranks: Any) -> list[tuple[torch.Tenso
 
 
 def all_gather_lists(comm: Communicator, outputs: Tensors, x: torch.Tensor, options: Transfers) -> None:
-    """Gathers every rank's tensor, of any size, into a list."""
+    """Gathers every rank's tensor into a list. The ranks' tensors may differ in size."""
     require_same_dtype([x, *outputs])
     exchange(comm, x, tuple(outputs), options)
 
 
 def all_to_all_v(comm: Communicator, output: torch.Tensor, x: torch.Tensor, options: Transfers) -> None:
-    """Sends each rank any number of rows."""
+    """Sends rows to each rank. `options` state the number of rows for each rank, which may be any."""
     target = output if output.is_contiguous() else output.contiguous()
     exchange(comm, x.contiguous(), target, options)
     put_back(output, target)

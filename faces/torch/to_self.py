@@ -14,16 +14,17 @@ from proxyccl.torch.tensor_collectives import as_bytes, put_back
 
 _T = TypeVar("_T")
 _LOOK_SECONDS = 0.1
-"""Seconds between checks of a wait whether the group has ended."""
+"""The interval at which a wait checks whether the group has ended."""
 _Offers = queue.SimpleQueue[tuple[torch.Tensor, Any, "Future[Any]"]]
-"""Queues of tensors that are sent. An entry also has the event after which the tensor may be read, and a future of the
-event after the copy. The events are None on a CPU.
+"""A queue of tensors that this rank sends. Each entry consists of the tensor, an event after which the tensor may be
+read, and a future whose result is the event after the copy. On a CPU the events are None.
 """
 
 
 class ToSelf:
     """The transfers of a rank to itself: on each device, sends match receives in order. One thread calls `send` and
-    another `recv`, on its current stream; each call waits for its counterpart.
+    another thread calls `recv`, each on its own current stream. Each call waits until the other thread has made the
+    matching call.
     """
 
     def __init__(self, rank: int, require_open: Callable[[], None]) -> None:
@@ -32,10 +33,11 @@ class ToSelf:
         self._offers: dict[torch.device, _Offers] = {}
 
     def send(self, tensor: torch.Tensor, seconds: float) -> None:
-        """Sends a tensor to this rank's next receive on the device. Makes the current stream wait for the copy.
+        """Sends a tensor to this rank's next receive on the tensor's device. Makes the current stream wait for the
+        copy.
 
         Raises:
-            ValueError: the receive has another size.
+            ValueError: the matching receive's tensor has another size.
             WaitTimeoutError: no receive came in time.
         """
         copied: Future[Any] = Future()
@@ -49,7 +51,7 @@ class ToSelf:
         _wait_for(tensor.device, after)
 
     def recv(self, tensor: torch.Tensor, seconds: float) -> None:
-        """Receives this rank's next send on the device. Waits and raises as `send` does."""
+        """Receives the tensor of this rank's next send on the device. Raises the errors of `send`."""
         offers = self._offers_on(tensor.device)
         while True:
             source, ready, copied = self._await(lambda bound: offers.get(timeout=bound), "recv", seconds)
@@ -77,7 +79,7 @@ class ToSelf:
         return self._offers.setdefault(device, queue.SimpleQueue())
 
     def _await(self, ask: Callable[[float], _T], name: str, seconds: float) -> _T:
-        """Calls a function that waits until it returns a result, for some seconds at most."""
+        """Calls `ask`, with a short bound of its wait, until it returns a result, for at most `seconds`."""
         deadline = time.monotonic() + seconds
         while True:
             try:

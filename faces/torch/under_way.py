@@ -11,21 +11,21 @@ from proxyccl.device.errors import DriverError
 from proxyccl.torch._device_calls import ADDED_BETWEEN
 
 _MOST = 1 << 14
-"""The most calls in progress that a flow records, more than a device queues. After a failure no call counts as ended,
-and the oldest calls are dropped.
+"""The largest number of calls in progress that a flow records, which is more than a device can queue. After a failure,
+when no call is recorded as ended, the oldest calls are dropped.
 """
 _ENDED = 2048
-"""The latest calls of a flow that have ended, whose names are kept."""
+"""The number of ended calls of each flow whose names are kept. These are the latest calls that have ended."""
 
 _Call = tuple[int, str, Callable[[], bool] | None]
 
 
 class Recorded(NamedTuple):
-    """The calls of a flow, from a number that all its ranks report alike."""
+    """The calls of a flow, beginning with a call whose number is the same on all ranks of the flow."""
 
     first: int  # the first call's number, counted from 1
     names: list[str]
-    ended: int  # how many of the calls have ended
+    ended: int  # how many of the named calls have ended
 
 
 class _Flow:
@@ -40,8 +40,8 @@ class _Flow:
         self.ended_count += count
 
     def count_ended(self) -> int:
-        """How many of the oldest calls have ended. A binary search over the calls that can be queried finds the last
-        one that has ended; the calls before it have ended too.
+        """Returns how many of the recorded calls have ended. A binary search over the calls that can be queried finds
+        the last call that has ended; all calls before that call have ended as well.
         """
         calls = list(self.calls)
         known = [place for place, call in enumerate(calls) if call[2] is not None]
@@ -55,7 +55,7 @@ class _Flow:
         return known[first - 1] + 1 if first else 0
 
     def recorded(self) -> Recorded:
-        """The calls, from a number that all ranks of the flow report alike."""
+        """Returns the calls, beginning with a call whose number is the same on all ranks of the flow."""
         before = self.ended_count - len(self.ended)
         skipped = -before % (_ENDED // 2)
         names = [*self.ended, *(name for _, name, _ in list(self.calls))]
@@ -63,11 +63,11 @@ class _Flow:
 
 
 class UnderWay:
-    """The calls of one group, by flow. Calls of a flow end in order.
+    """The calls of one group that are in progress or have ended recently, by flow. The calls of a flow end in order.
 
     Args:
-        healthy: whether no communicator of the group has failed. A failure ends all waits, so calls that end after it
-            stay recorded.
+        healthy: returns whether no communicator of the group has failed. Calls that end after a failure stay recorded
+            as in progress, because the failure may have ended their waits.
     """
 
     def __init__(self, healthy: Callable[[], bool]) -> None:
@@ -76,9 +76,9 @@ class UnderWay:
         self._flows: dict[Hashable, _Flow] = {}
 
     def add(self, flow: Hashable, number: int, name: str, ended: Callable[[], bool] | None) -> None:
-        """Adds a call, whose number must exceed the numbers of earlier calls. Rarely takes a lock, because appending
-        to a deque is atomic. `ended` returns whether the call has ended; None if `end`, or a later call of the flow,
-        will show it.
+        """Adds a call, whose number must exceed the numbers of earlier calls. Rarely takes a lock, because appending to
+        a deque is atomic. `ended` returns whether the call has ended. It is None if the call can't be queried: then the
+        call has ended once `end` is called with its number, or once a later call of the flow has ended.
         """
         calls = self._flow(flow).calls
         calls.append((number, name, ended))
@@ -86,12 +86,14 @@ class UnderWay:
             self.forget_ended(flow)
 
     def log(self, flow: Hashable) -> Callable[[_Call], None]:
-        """A function that adds a call, given as (number, name, ended), to a flow. Unlike `add`, it forgets no calls."""
+        """Returns a function that adds a call, given as (number, name, ended), to a flow. Unlike `add`, the function
+        forgets no calls.
+        """
         return self._flow(flow).calls.append
 
     def forget_ended(self, flow: Hashable) -> None:
-        """Forgets the calls of a flow that have ended. Forgetting queries the device, so `forget_ended` is called only
-        once in several calls.
+        """Forgets the calls of a flow that have ended. This queries the device, so `add` does it only once for many
+        calls.
         """
         with self._lock:
             self._forget_ended(self._flows[flow])
@@ -104,14 +106,14 @@ class UnderWay:
         return found
 
     def end(self, flow: Hashable, number: int) -> None:
-        """Forgets the calls of a flow up to a number, which have ended."""
+        """Forgets the calls of a flow up to the call with this number, all of which have ended."""
         with self._lock:
             found = self._flows[flow]
             while found.calls and found.calls[0][0] <= number:
                 found.forget(1)
 
     def oldest(self) -> tuple[int, str] | None:
-        """The number and the name of the oldest call; None if there is none."""
+        """Returns the number and the name of the oldest call in progress; None if no call is in progress."""
         with self._lock:
             for flow in self._flows.values():
                 self._forget_ended(flow)
@@ -120,11 +122,11 @@ class UnderWay:
         return (number, name) if heads else None
 
     def recorded(self) -> dict[Hashable, Recorded]:
-        """The calls by flow: calls in progress and the latest calls that have ended.
+        """Returns, for each flow, the calls in progress and the latest calls that have ended.
 
-        The ranks of a flow notice the end of a call at different times. The first reported call follows a multiple of
-        1024, so that ranks nearly always report the same calls. After a failure a call counts as ended if its stream
-        has passed it, because that shows which calls the device had begun.
+        The ranks of a flow notice the end of a call at different times. So that ranks nearly always report the same
+        calls, the first reported call is one whose predecessor's number is a multiple of 1024. After a failure a call
+        is reported as ended if its stream has passed it, which shows what calls the device had begun.
         """
         with self._lock:
             return {key: flow.recorded() for key, flow in self._flows.items()}

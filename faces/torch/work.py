@@ -1,4 +1,4 @@
-"""The results of a process group's calls: torch's Work, for calls on CPU tensors and on a device's tensors."""
+"""The Works that a process group's calls return: torch's Work, for calls on CPU tensors and on a device's tensors."""
 
 from __future__ import annotations
 
@@ -23,18 +23,23 @@ _NO_LIMIT = timedelta(0)
 _LEAST = timedelta(microseconds=1)
 _POLL_SECONDS = 2e-4
 _SOON_SECONDS = 2e-4
-"""A wait on the host first only yields for this time: most calls end by then."""
+"""For this time a wait on the host only yields the CPU between its checks; after it, the wait sleeps. Most calls end
+within this time.
+"""
 _futures = threading.Lock()
-"""Held while a GPU's call is given a future, which happens too rarely for a lock in each Work."""
+"""Held while a future is made for a call on a GPU. One lock for all calls is enough, because programs rarely ask for a
+future.
+"""
 forks.hold_while_forking(_futures)
 _MOST_UNWAITED = 64
 
 
 class Unwaited:
-    """The latest Works of a group that nobody has waited for. A Work keeps its tensors alive, so only a few are kept.
+    """Keeps alive the latest Works of a group for which nobody has waited. A Work keeps its tensors alive, so only a
+    few Works are kept.
 
-    Before torch 2.15 a Work that a program hands to C++, as DDP's `join` does, is held there without its Python half.
-    Once the Python half is freed, C++ does not find our `wait` and waits forever.
+    Before torch 2.15, if a program hands a Work to C++, as DDP's `join` does, C++ keeps only the Work's C++ part alive.
+    Once the Python part is freed, C++ does not find our `wait` and waits forever.
 
     No lock is needed: each step is one atomic operation of a dict or a list.
     """
@@ -58,8 +63,8 @@ class Unwaited:
             works.pop(next(iter(list(works))), None)
 
     def forget(self, work: _KeptWork) -> None:
-        """Marks a Work to be dropped when the next Work is added: a caller that has waited in C++ may still ask for the
-        result.
+        """Drops a Work when the next Work is added. The Work isn't dropped now, because the C++ code that has waited
+        for it may still ask for its result.
         """
         if id(work) in self._works:
             self._waited_for.append(work)
@@ -76,7 +81,7 @@ class _KeptWork(dist.Work):
         self.wait()
 
     def is_success(self) -> bool:
-        """Whether the call has ended without an error."""
+        """Returns whether the call has ended without an error."""
         return self.is_completed() and self.exception() is None
 
     def _forget(self) -> None:
@@ -93,8 +98,9 @@ def _require_process(process: forks.Process, ended: threading.Event) -> None:
 
 @untraced
 class HostWork(_KeptWork):
-    """A call on CPU tensors, which ends when `finish` is called. `callbacks` completes the call's future, in a thread
-    that no other call waits for. `source` is the rank that a receive receives from, or -1.
+    """The Work of a call on CPU tensors. The call ends when `finish` is called. `callbacks` is the thread that
+    completes the call's future; no other call waits for that thread. `source` is the rank that a receive receives from;
+    -1 for other calls.
     """
 
     def __init__(self, result: Sequence[torch.Tensor], callbacks: Executor, source: int = -1) -> None:
@@ -153,12 +159,12 @@ class HostWork(_KeptWork):
                 return self._future
             done = self._done.is_set()
             if not done:
-                self._callbacks.start()  # started here, where an error reaches the caller
+                self._callbacks.start()  # starts the thread now, so that the caller gets an error
             completed = torch.futures.Future()
             # torch's C++ sees a future's error only if `then` has raised it.
             self._future = completed.then(self._future_value)
             if not done:
-                self._completed = completed  # `finish` completes the future
+                self._completed = completed  # `finish` will complete the future
                 return self._future
         completed.set_result(None)
         return self._future
@@ -171,12 +177,12 @@ class HostWork(_KeptWork):
 
 @untraced
 class DeviceWork(_KeptWork):
-    """A call that is queued on a stream of a GPU.
+    """The Work of a call that is queued on a stream of a GPU.
 
-    Objects that only some callers need are created on demand. The Work of a call on the group's own stream keeps the
-    tensors until the caller's stream waits for the call. If nobody has waited when the Work is freed, torch's allocator
-    is told that the group's stream uses their memory. The constructor has no arguments, because C (`CallIssuer`) makes
-    such Works too.
+    The Work of a call on the group's own stream keeps the tensors alive until the caller's stream waits for the call.
+    If nobody has waited when the Work is freed, torch's allocator is told that the group's stream uses the tensors'
+    memory. The future is created only when a program asks for it. The constructor has no arguments, so that
+    `CallIssuer` can make a Work in C.
     """
 
     __slots__ = ("_call", "_watched")
@@ -191,7 +197,7 @@ class DeviceWork(_KeptWork):
         return work
 
     def watch(self, watched: Watched) -> None:
-        """Measures what the program's stream does before it waits for the call."""
+        """Lets `watched` measure how long the program's stream works before it waits for the call."""
         watched.issued(self._call.stream)
         self._watched = watched
 
@@ -203,7 +209,7 @@ class DeviceWork(_KeptWork):
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """Makes the current stream wait for the call. Raises the error that ended the communicator, if it is known.
 
-        With a time-out, the host waits too, until the call has ended.
+        With a time-out, also blocks the host until the call has ended.
 
         Raises:
             RuntimeError: the call did not end within the time-out.
@@ -237,14 +243,16 @@ class DeviceWork(_KeptWork):
         return self._call.mark is not None and self._call.mark.query()
 
     def is_completed(self) -> bool:
-        """Whether the device has completed the call, or an error has ended it."""
+        """Returns whether the device has completed the call, or an error kept the call from being queued."""
         if self._call.error is not None:
             return True
         with torch_errors():
             return self._query()
 
     def exception(self) -> BaseException | None:
-        """The error that kept the call from being queued, or that ended the communicator."""
+        """Returns the error that kept the call from being queued, or that ended the communicator; None without an
+        error.
+        """
         try:
             self._call.check()
         except Exception as error:
@@ -260,7 +268,9 @@ class DeviceWork(_KeptWork):
     _source_rank = source_rank
 
     def get_future(self) -> Any:
-        """A future of the call's result, whose callbacks run on streams that wait for the call."""
+        """Returns a future of the call's result. While the future's callbacks run, the current stream is one that waits
+        for the call.
+        """
         call = self._call
         with _futures:
             if self._watched is not None:
@@ -288,11 +298,12 @@ class DeviceWork(_KeptWork):
 
 @untraced
 class TransferWork(DeviceWork):
-    """A call that may wait until its ranks have met, most often a transfer: a stream of a GPU holds it once `issued`
-    was called.
+    """The Work of a call that a thread may queue only after its ranks have met, most often a transfer. Once `issued`
+    was called, the call is queued on a stream of a GPU.
 
     Attributes:
-        marks: the mark of the call's end, once the call is queued. The list may outlive the call and its tensors.
+        marks: a list that is empty until the call is queued, and then holds the mark of the call's end. The list may
+            outlive the call and its tensors.
     """
 
     __slots__ = ("_callbacks", "_issued", "_process", "marks")
@@ -303,8 +314,8 @@ class TransferWork(DeviceWork):
 
     @classmethod
     def of_transfer(cls, call: QueuedCall, callbacks: Executor) -> Self:
-        """Makes the Work of a call, whose future `callbacks` completes, in a thread that no other such call waits
-        for.
+        """Makes the Work of a call. `callbacks` is the thread that completes the call's future; no other such call
+        waits for that thread.
         """
         work = cls.of(call)
         work.marks = []
@@ -329,8 +340,8 @@ class TransferWork(DeviceWork):
             self._callbacks.submit(functools.partial(self._complete, future))
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        """Waits until the call is issued, which may wait for the peers up to the group's time-out. Then does what
-        `DeviceWork.wait` does.
+        """Blocks the host until the call is issued, which may take up to the group's time-out if the peers have not met
+        this rank yet. Then does what `DeviceWork.wait` does.
         """
         begin = time.monotonic()
         _require_process(self._process, self._issued)
@@ -346,11 +357,11 @@ class TransferWork(DeviceWork):
         return self._issued.is_set() and super().is_completed()
 
     def get_future(self) -> Any:
-        """A future as from `DeviceWork.get_future`, except that callbacks run in a thread if the call is not issued
-        yet.
+        """Returns a future as `DeviceWork.get_future` does, except that a thread of the group runs the callbacks if the
+        call is not issued yet.
         """
         if not self._issued.is_set():
-            self._callbacks.start()  # started here, where an error reaches the caller
+            self._callbacks.start()  # starts the thread now, so that the caller gets an error
         return super().get_future()
 
     def _is_issued(self) -> bool:
@@ -363,7 +374,7 @@ def _timed_out(timeout: timedelta) -> RuntimeError:
 
 @untraced
 class JointWork(_KeptWork):
-    """Several calls with one Work."""
+    """One Work for several calls."""
 
     def __init__(self, works: Sequence[DeviceWork | HostWork | JointWork]) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
-"""Support of torch's tensors in the core's own calls. Unlike `proxyccl.torch`, this package needs no torch.distributed
+"""Support of torch's tensors in ProxyCCL's own calls. Unlike `proxyccl.torch`, this package needs no torch.distributed
 and registers no backend.
 
-`proxyccl` names these modules to `proxyccl.channels.array_libraries`, which imports one when a call first needs it.
+`proxyccl` passes the names of these modules to `proxyccl.channels.array_libraries`, which imports a module when a call
+first needs it.
 """

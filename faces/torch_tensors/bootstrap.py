@@ -12,10 +12,10 @@ from proxyccl.device.process.interrupts import wait_elsewhere
 
 
 class TorchBootstrap:
-    """The ranks of a torch.distributed process group, by default the world.
+    """A `Bootstrap` over a torch.distributed process group, by default the default group.
 
-    A call of torch can't be cancelled. After a time-out here, the call goes on in its own thread until the ranks have
-    come or the group's own time-out has passed. The group can't be used meanwhile.
+    torch's calls can't be cancelled. If an `all_gather` times out, torch's call continues in its own thread until all
+    ranks have made it or the group's own time-out has passed. Until then the group can't be used.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -36,7 +36,7 @@ class TorchBootstrap:
         give_up()
         out: list[Any] = [None] * self.world_size
         deadline = time.monotonic() + timeout
-        # NCCL's groups use the thread's current device.
+        # A group of NCCL uses the current device of the thread that makes the call, so `call` sets the caller's device.
         device = self._cuda.current_device() if self._cuda.is_initialized() else None
 
         def call() -> None:
@@ -54,7 +54,7 @@ class TorchBootstrap:
 
         try:
             wait_elsewhere(call, look)
-        except RuntimeError as error:  # torch reports time-outs and lost peers by this type alone
+        except RuntimeError as error:  # torch raises this type for time-outs and for lost peers
             raise WaitTimeoutError(
                 f"the bootstrap's all_gather over torch.distributed: {error}", rank=self.rank, operation="bootstrap"
             ) from error

@@ -1,8 +1,9 @@
-"""Dispatch and combine for torch's backward pass, where each is the other's adjoint: a `Recorder` of experts.
+"""Records dispatch and combine for torch's backward pass, as the `Recorder` of expert-parallel layers. The backward
+pass of a dispatch is a combine, and that of a combine is a dispatch.
 
-If ranks record a call, all of them must run its backward pass, just as all of them make the call. With
-`max_recv_tokens`, the rows past the received ones and their gradients are zeroed here, because experts compute their
-weights' gradients from both.
+All ranks make a call together, so if the call is recorded, all ranks must also run its backward pass. With
+`max_recv_tokens`, this module sets the rows after the received rows, and the gradients of those rows, to zero, because
+experts compute the gradients of their parameters from both.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from proxyccl.device.runtime import StreamLike
 
 
 class _Dispatch(torch.autograd.Function):
-    """A token's gradient is the sum of its rows' gradients; a weight's gradient is the gradient of its row's weight."""
+    """A dispatch. A token's gradient is the sum of its rows' gradients; a weight's gradient is the gradient of the
+    weight that was sent with the token's row.
+    """
 
     @staticmethod
     def forward(
@@ -49,7 +52,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Redispatch(torch.autograd.Function):
-    """A token's gradient is the sum of its rows' gradients."""
+    """A repeated dispatch. A token's gradient is the sum of its rows' gradients."""
 
     @staticmethod
     def forward(
@@ -67,8 +70,8 @@ class _Redispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """A row's gradient is its token's gradient times the row's weight. A weight's gradient is the product of the
-    token's gradient and the row.
+    """A combine. A row's gradient is its token's gradient times the row's weight. A weight's gradient is the product of
+    the token's gradient and the row.
     """
 
     @staticmethod
@@ -96,21 +99,21 @@ class _Combine(torch.autograd.Function):
         return None, None, rows_grad if ctx.needs_input_grad[2] else None, weights_grad, None
 
 
-# The names of `Recorder`'s methods.
+# The functions of this module under the names that `Recorder` has for them.
 is_recording = torch.is_grad_enabled
 dispatch, redispatch, combine = _Dispatch.apply, _Redispatch.apply, _Combine.apply
 
 
 def _collect(layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc, grad: Any) -> Any:
     """Returns the gradient of the weights that a dispatch sent, computed from the gradient of the rows' weights."""
-    if desc.local_expert_ids is not None:  # a row's weights for other ranks' experts are constant zeros
+    if desc.local_expert_ids is not None:  # a row's weights for experts of other ranks are always zero
         return layer.combine_weights(grad.masked_fill(desc.local_expert_ids < 0, 0), desc)
     values, stream = _view_and_stream(layer, grad)
     return layer.forms.collect(values, desc, stream)
 
 
 def _view_and_stream(layer: EPAll2AllLayer, x: Any) -> tuple[ArrayView, StreamLike]:
-    """A view of a tensor, and the stream on which torch uses the tensor."""
+    """Returns a view of a tensor, and the stream on which torch uses the tensor."""
     group = layer.ctx.group
     return input_view(group, x, "gradient"), group.launches.stream_for(None, x)
 
@@ -120,7 +123,7 @@ def _view(layer: EPAll2AllLayer, x: Any) -> ArrayView:
 
 
 def _clear_rest(layer: EPAll2AllLayer, rows: Any, desc: EPAllToAllLayoutDesc) -> None:
-    """Zeroes the rows that hold no token, without a wait on the CPU for the number of rows."""
+    """Sets the rows without a token to zero. The CPU does not wait for the number of rows with a token."""
     if rows is None or not (desc.counts_rows or desc.has_gaps):
         return
     values, stream = _view_and_stream(layer, rows)

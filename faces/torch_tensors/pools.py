@@ -1,4 +1,4 @@
-"""A memory pool for torch, whose tensors lie in memory that peers can access."""
+"""Memory pools of torch, whose tensors are in memory that peers can access."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NEEDED = "torch 2.8 or later is needed, where a pool's memory is freed by the po
 
 
 def pool_for(group: Group) -> contextlib.AbstractContextManager[Any]:
-    """See `Communicator.memory_pool`."""
+    """Implements `Communicator.memory_pool`."""
     group.failure.require_usable()
     torch = require_torch(group.runtime.name)
     use = next((kept for kept in group.kept if isinstance(kept, PoolUse)), None)
@@ -33,8 +33,8 @@ def _allocating(torch: Any, pool: Any, device: int) -> Iterator[Any]:
 
 
 def require_torch(runtime: str) -> Any:
-    """Returns the torch module if it can allocate a runtime's memory in pools. Raises RuntimeUnavailableError if torch
-    can't do so.
+    """Returns the torch module if its pools can allocate memory of this runtime; otherwise raises
+    RuntimeUnavailableError.
     """
     if runtime == "host":
         raise RuntimeUnavailableError(
@@ -49,7 +49,8 @@ def require_torch(runtime: str) -> Any:
         raise RuntimeUnavailableError(
             f"memory_pool: torch {torch.__version__} is built for {built_for}; the communicator uses {runtime}"
         )
-    # With a MemPoolContext, torch frees a pool's memory as its own memory unless that pool is in use.
+    # A torch that has MemPoolContext frees a pool's memory by its own allocator, unless the pool is in use at that
+    # time.
     if not hasattr(torch.cuda, "MemPool") or hasattr(torch.cuda, "MemPoolContext"):
         raise RuntimeUnavailableError(f"memory_pool: this is torch {torch.__version__}; {NEEDED}")
     return torch
@@ -57,14 +58,16 @@ def require_torch(runtime: str) -> Any:
 
 @functools.cache
 def allocator(torch: Any, allocate: str = memory_pool.ALLOCATE, free: str = memory_pool.FREE) -> Any:
-    """torch's allocator object for two functions that this library exports, from memory_pool.h or places.h. It lives as
-    long as the process, because torch calls the functions by address while memory from them exists.
+    """Returns torch's allocator object for two functions of this library, which memory_pool.h or places.h declares. The
+    object lives as long as the process, because torch calls the functions by their addresses as long as memory from
+    them exists.
     """
     return torch.cuda.memory.CUDAPluggableAllocator(memory_pool.library(), allocate, free)
 
 
 class PoolUse:
-    """A group's use of its device's pool. Groups on a device share one pool, which is destroyed with the last group.
+    """A group's use of its device's pool. All groups on a device share one pool, which is destroyed when the last
+    group's use ends.
 
     Attributes:
         pool: the torch.cuda.MemPool.
@@ -72,7 +75,7 @@ class PoolUse:
 
     _lock: ClassVar[threading.Lock] = threading.Lock()
     _pools: ClassVar[dict[int, tuple[Any, int]]] = {}  # by device: the pool and its number of users
-    _outlived: ClassVar[list[Any]] = []  # pools that graphs still use; torch must not destroy them
+    _outlived: ClassVar[list[Any]] = []  # pools that graphs still use, so torch must not destroy them
 
     def __init__(self, torch: Any, group: Group) -> None:
         if group.crosses_namespaces:

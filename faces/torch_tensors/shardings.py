@@ -16,7 +16,7 @@ from proxyccl.device.errors import ArgumentError
 
 
 def local_part(tensor: Any) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]:
-    """This rank's part of a DTensor, for `WeightSource.add`.
+    """Returns this rank's part of a DTensor, for `WeightSource.add`.
 
     Returns:
         The local tensor, the index of its first element in the whole tensor, and the whole tensor's shape.
@@ -38,9 +38,9 @@ def local_part(tensor: Any) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, .
 
 
 def _sharding(tensor: DTensor) -> Sharding:
-    """A DTensor's sharding, with the axes of the mesh in the order in which they divide a dimension. FSDP on top of
-    tensor parallelism divides a dimension by the later axis first. The placement shows this by a factor: the number of
-    parts into which later axes have already divided the dimension.
+    """Returns a DTensor's sharding, with the axes of the mesh in the order in which they divide a dimension. FSDP on
+    top of tensor parallelism divides a dimension by the later axis of the mesh first. The earlier axis' placement then
+    has a factor, `split_factor`: the number of parts into which later axes have already divided the dimension.
     """
     mesh, placements = tensor.device_mesh.mesh, tensor.placements
     first: list[int] = []  # axes that divide first

@@ -1,4 +1,4 @@
-"""Keeps ``torch.compile`` out of the code of this package."""
+"""Makes ``torch.compile`` run code of this package untraced."""
 
 from types import FunctionType
 from typing import TypeVar
@@ -10,13 +10,14 @@ _AS_IT_STANDS = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval
 
 
 def untraced(cls: _Class) -> _Class:
-    """Decorates a class so that Dynamo runs its methods, and all that they call, untraced: a call breaks the graph.
+    """Decorates a class so that Dynamo runs its methods, and all functions that they call, untraced. A call of a method
+    breaks the graph.
 
-    The methods' work is in C and in kernels, which Dynamo cannot trace; the tracing would fail at objects that Dynamo
-    does not support, and end the program. Methods are entered from a compiled function, or by torch's C++ code below
-    one (DDP's reducer calls the process group), so both the function and its code are marked.
-    ``torch.compiler.disable`` has the same effect by a wrapper around each method, which takes a microsecond a call and
-    imports Dynamo into each process.
+    Tracing would fail at objects that Dynamo does not support, and end the program. It would also gain nothing, because
+    the methods' work is in C and in kernels, which Dynamo can't trace. A method may be called by a compiled function,
+    or by torch's C++ code inside one (DDP's reducer calls the process group), so both the function object and its code
+    object are marked. ``torch.compiler.disable`` would have the same effect, but its wrapper around each method takes a
+    microsecond per call and imports Dynamo into each process.
     """
     for attribute in vars(cls).values():
         if isinstance(attribute, FunctionType):

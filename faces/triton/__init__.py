@@ -1,8 +1,8 @@
 """Kernels in Triton: ``import proxyccl.triton as pt``.
 
-A ``@triton.jit`` function calls the names of this module: it pushes triggers, signals and waits over ProxyChannels, and
-reaches peers' memory over SmChannels. `compile` makes it a kernel to launch, on NVIDIA, on AMD, and on the host runtime
-through Triton's interpreter.
+A ``@triton.jit`` function calls the functions of this module: over ProxyChannels it pushes triggers, signals and waits;
+over SmChannels it loads from and stores to peers' memory. `compile` makes such a function a kernel that can be
+launched, on NVIDIA, on AMD, and on the host runtime, where Triton's interpreter runs it.
 """
 
 from proxyccl.triton.basics import channel

@@ -1,4 +1,6 @@
-"""A kernel's arguments for Triton: their types, and the properties for which a variant is compiled."""
+"""Converts a kernel's arguments for Triton: finds their types, and the properties for which a variant of the kernel is
+compiled.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from proxyccl.device.kernel import FLOAT, INTEGER, POINTER
 from proxyccl.triton.grid_barrier import GridBarrier
 
 PROXY_CHANNEL, SM_CHANNEL, GRID_BARRIER = "*u64", "*i64", "*u32"
-"""Triton's types for handles. They differ, so that a call with the wrong kind of handle does not compile."""
+"""The pointer types as which kernels get handles. Each kind of handle has its own type, so that a function called with
+the wrong kind does not compile.
+"""
 
 _ELEMENTS = {
     "float16": "fp16",
@@ -46,9 +50,9 @@ class Argument:
 
     Attributes:
         type: Triton's name of the type: "*fp32", "i32", "constexpr", …
-        value: the value passed: an address, a number, or a compile-time constant of any kind.
-        owner: an object that is kept alive while the kernel runs.
-        aligned: whether an address or an integer is a multiple of 16, which the compiler may rely on.
+        value: an address, a number, or a compile-time constant of any kind.
+        owner: the object that owns the address, which is kept alive while the kernel runs; None without an owner.
+        aligned: whether the address or integer is a multiple of 16, which the compiler may then rely on.
     """
 
     type: str
@@ -58,7 +62,7 @@ class Argument:
 
     @property
     def parameter(self) -> tuple[int, int]:
-        """The size in bytes and the kind of the compiled kernel's parameter."""
+        """The size in bytes and the kind of the compiled kernel's parameter for this argument."""
         if self.type.startswith("*"):
             return 8, POINTER
         if self.type.startswith("fp"):
@@ -67,13 +71,15 @@ class Argument:
 
     @property
     def launched(self) -> Any:
-        """The value for a launch. For a channel this is the channel itself, because the launch wakes its proxy."""
+        """The value that is passed to a launch. For a channel this is the channel object, because the launch wakes the
+        channel's proxy.
+        """
         return self.owner if isinstance(self.owner, Channel | ChannelSet) else self.value
 
     @property
     def constant_key(self) -> tuple[str, str] | None:
-        """A hashable key of a compile-time constant: its text, which tells 1, 1.0 and True apart and exists for lists,
-        and for a function the hash of its source.
+        """A hashable key of a compile-time constant; None for other arguments. The key is the constant's text, which
+        differs between 1, 1.0 and True and exists even for lists, and for a function also the hash of its source.
         """
         if self.type != CONSTEXPR:
             return None
@@ -86,10 +92,10 @@ def constant(value: Any) -> Argument:
 
 
 def as_argument(value: Any, name: str, runtime: str, device: int) -> Argument:
-    """Makes the argument for a value.
+    """Makes the `Argument` for a value.
 
     Raises:
-        ArgumentError: kernels do not take such a value, or the array lies on another device.
+        ArgumentError: a kernel can't take such a value, or the array is on another device.
     """
     if value is None:
         return constant(None)
@@ -115,8 +121,8 @@ def as_argument(value: Any, name: str, runtime: str, device: int) -> Argument:
 
 
 def annotated(argument: Argument, kind: str, name: str) -> Argument:
-    """Gives a number the type of its parameter's annotation, as Triton does. Returns other arguments unchanged. `kind`
-    is Triton's name of the type; "" without an annotation, or with one that names no type.
+    """Returns a number's argument with the type of its parameter's annotation, as Triton does; returns other arguments
+    unchanged. `kind` is Triton's name of the type; "" if there is no annotation, or it names no type.
 
     Raises:
         ArgumentError: the value does not fit, or a launch can't pass numbers of this type.

@@ -1,10 +1,11 @@
-"""The basis of the device side: the decorator, numbers and pointers, and the fields of channels' handles.
+"""The basis of the functions that kernels call: their decorator, conversions to numbers and pointers, and loads of the
+fields of channels' handles.
 
-Functions are compiled by Triton, or are plain Python where Triton's interpreter runs kernels. Triton decides between
-the two when a function is decorated, by ``TRITON_INTERPRET``.
+Triton compiles these functions, or, if its interpreter runs kernels, they are plain Python. Triton decides between the
+two when a function is decorated, by ``TRITON_INTERPRET``.
 
-A number must be one integer: a kernel's `n / 2` is a float32, which holds no offset beyond 16 MiB exactly. A block of
-integers is refused too.
+A number that a kernel passes must be one integer. A float is refused, because `n / 2` is a float32 in a kernel, which
+can't represent every offset beyond 16 MiB. A block of integers is also refused.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ def _plain(function: Any) -> Any:
     return function
 
 
-# For each call of a nested @triton.jit function, the interpreter prepares the language anew, which takes 5 ms. A plain
-# function needs no preparation, because the kernel's launch has prepared the language.
+# For each call of a @triton.jit function from a kernel, the interpreter prepares Triton's language anew, which takes 5
+# ms. A plain function needs no preparation, because the kernel's launch has already prepared the language.
 jit: Callable[[Any], Any] = _plain if INTERPRETED else triton.jit
 out_of_line: Callable[[Any], Any] = _plain if INTERPRETED else triton.jit(noinline=True)
-"""Decorates functions that rarely run but have many callers: they are not inlined, to keep compilation short."""
+"""Decorates functions that rarely run but have many callers. Such functions are not inlined, so that compilation takes
+less time.
+"""
 
 if INTERPRETED:
     import numpy as np
@@ -42,7 +45,8 @@ if INTERPRETED:
     from triton.runtime.interpreter import TensorHandle
 
     def _number(x: Any, kind: Any, bits: int) -> Any:
-        # Converts in one operation instead of Triton's three, because a push makes dozens of conversions.
+        # Converts by one operation, where Triton's own conversion takes three, because a push makes dozens of
+        # conversions.
         if isinstance(x, tl.tensor):
             tl.static_assert(x.dtype.is_int() and not x.type.is_block(), "expected an integer")
             return x.to(kind)
@@ -52,11 +56,11 @@ if INTERPRETED:
         return tl.tensor(TensorHandle(value, kind), kind)
 
     def u32(x: Any) -> Any:
-        """A number of 32 bits."""
+        """Converts an integer to 32 bits."""
         return _number(x, tl.uint32, 32)
 
     def u64(x: Any) -> Any:
-        """A number of 64 bits; a negative one becomes a huge one, larger than any memory."""
+        """Converts an integer to 64 bits. A negative integer becomes a number larger than any memory."""
         return _number(x, tl.uint64, 64)
 
 else:
@@ -69,24 +73,24 @@ else:
 
     @jit
     def u32(x):
-        """A number of 32 bits."""
+        """Converts an integer to 32 bits."""
         return _integer(x).to(tl.uint32)
 
     @jit
     def u64(x):
-        """A number of 64 bits; a negative one becomes a huge one, larger than any memory."""
+        """Converts an integer to 64 bits. A negative integer becomes a number larger than any memory."""
         return _integer(x).to(tl.uint64)
 
 
 @jit
 def words_at(address):
-    """A pointer to words of 32 bits."""
+    """Returns a pointer to words of 32 bits at an address."""
     return address.to(tl.pointer_type(tl.uint32))
 
 
 @jit
 def longs_at(address):
-    """A pointer to words of 64 bits."""
+    """Returns a pointer to words of 64 bits at an address."""
     return address.to(tl.pointer_type(tl.uint64))
 
 
@@ -98,7 +102,9 @@ def long_at(channel, field: tl.constexpr):
 
 @jit
 def pointer_at(channel, field: tl.constexpr):
-    """Loads a field of a channel's handle that is the address of 64-bit words."""
+    """Loads a field of a channel's handle that contains an address. Returns a pointer to words of 64 bits at that
+    address.
+    """
     return longs_at(tl.load(longs_at(channel) + field))
 
 
@@ -110,7 +116,9 @@ def number_at(channel, field: tl.constexpr):
 
 @jit
 def channel(channels, i):
-    """Channel number `i` of a set of ProxyChannels or SmChannels, in the order of their peers."""
+    """Returns channel number `i` of a set of ProxyChannels or SmChannels. The channels are in the order of their
+    peers.
+    """
     if channels.dtype == tl.pointer_type(tl.uint64):
         return channels + i * c.PROXY_WORDS
     else:  # noqa: RET505  (a branch that Triton drops)

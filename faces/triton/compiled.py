@@ -17,12 +17,14 @@ from triton.compiler import ASTSource
 
 _OLDEST_FOR_AMD = (3, 9)
 _SCRATCH_PARAMETERS = 2
-"""Pointers that Triton adds to a kernel's parameters: memory for the compiler's own use, and for a profiler."""
+"""The number of pointers that Triton adds to a kernel's parameters: to memory for the compiler's own use, and for a
+profiler.
+"""
 
 
 def target_of(architecture: str) -> GPUTarget:
-    """Triton's target for an architecture: "sm_90" or "gfx942", with the features that ROCm appends. Raises
-    RuntimeUnavailableError if this version of Triton is too old for the architecture.
+    """Returns Triton's target for an architecture, such as "sm_90" or "gfx942:sramecc+", of which the part after the
+    colon is ignored. Raises RuntimeUnavailableError if this version of Triton is too old for the architecture.
     """
     if architecture.startswith("sm_"):
         return GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
@@ -32,8 +34,14 @@ def target_of(architecture: str) -> GPUTarget:
 
 
 def compile_kernel(kernel: Any, arguments: dict[str, Argument], target: GPUTarget, options: dict[str, Any]) -> Any:
-    """Triton's compiled kernel of a ``@triton.jit`` function, for arguments by parameter name and options such as
-    num_warps. Raises CompileError if Triton refuses the source."""
+    """Compiles a ``@triton.jit`` function. Returns Triton's compiled kernel. Raises CompileError if Triton refuses the
+    source.
+
+    Args:
+        kernel: the function.
+        arguments: the arguments by their parameters' names.
+        target: the target.
+        options: Triton's options, such as num_warps."""
     positions = {name: i for i, name in enumerate(kernel.arg_names)}
     source = ASTSource(
         fn=kernel,
@@ -44,8 +52,8 @@ def compile_kernel(kernel: Any, arguments: dict[str, Argument], target: GPUTarge
     try:
         return triton.compile(source, target=target, options=options)
     except Exception as error:  # Triton's passes raise errors of many kinds
-        # The error quotes the kernel's line; if a function that the kernel calls is at fault, only the first cause says
-        # why.
+        # The error quotes a line of the kernel. If the fault is in a function that the kernel calls, only the first
+        # cause in the chain states the reason.
         first: BaseException = error
         while first.__cause__ is not None:
             first = first.__cause__
@@ -54,7 +62,7 @@ def compile_kernel(kernel: Any, arguments: dict[str, Argument], target: GPUTarge
 
 
 class Variant:
-    """A loaded kernel, compiled for arguments of certain types."""
+    """A kernel that is compiled for arguments of certain types, and loaded. Calling it launches it."""
 
     def __init__(
         self, runtime: GpuRuntime, kernel: Any, arguments: dict[str, Argument], options: dict[str, Any]

@@ -1,4 +1,6 @@
-"""A barrier over the programs of a grid, the twin of sync.h's DeviceSyncer. All programs must be resident."""
+"""A barrier over the programs of a grid: the twin of DeviceSyncer (sync.h). All programs of the grid must be resident
+on the device at the same time.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,13 @@ from proxyccl.triton.waits import wait_at_least
 
 
 class GridBarrier:
-    """The barrier object of a grid's programs, for `sync_grid`. Not collective.
+    """The barrier object that `sync_grid` takes. Each rank makes its own barriers.
 
-    It serves one kernel at a time, for any number of launches and barriers; grids may differ from launch to launch.
+    A barrier serves one kernel at a time, for any number of launches and of calls of `sync_grid`. The grids of the
+    launches may differ.
 
     Args:
-        communicator: bounds the waits.
+        communicator: the communicator that ends the waits: by its time-out, or when it fails.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -33,8 +36,8 @@ class GridBarrier:
         self._reset()
 
     def _reset(self) -> None:
-        """Empties the barrier while no program uses it: a program that raised at the barrier still counts as
-        arrived.
+        """Resets the barrier, which no program may use at this time. This is necessary after a program has raised an
+        exception at the barrier, because the barrier has counted that program as arrived.
         """
         words = struct.pack("<3Q", 0, 0, self._control.device_pointer)
         self._runtime.copy(self._memory.ptr, int(ffi.cast("uintptr_t", ffi.from_buffer(words))), len(words))
@@ -47,10 +50,10 @@ class GridBarrier:
 
 @jit
 def sync_grid(barrier):
-    """Waits until every program of a grid has called it. Stores of any program before the barrier are visible to all
-    programs after the barrier.
+    """Waits until every program of the grid has called this. Stores of any program before the barrier are visible to
+    all programs after the barrier.
 
-    The grid must be small enough that all its programs run at once.
+    The grid must be so small that all its programs run at the same time.
 
     Args:
         barrier: a `GridBarrier`.
@@ -66,7 +69,7 @@ def sync_grid(barrier):
     complete = tl.full([], 1, tl.int32)
     generation = barrier + c.BARRIER_GENERATION_8
     now = load_relaxed_device(generation)
-    tl.debug_barrier()  # no thread may read the generation that ends this barrier
+    tl.debug_barrier()  # every thread has read the generation before the last program changes it
     # Each arrival releases its program's stores. The last arrival acquires all stores and releases them with the
     # generation.
     if tl.atomic_add(barrier + c.BARRIER_ARRIVED_8, u64(1), sem="acq_rel", scope="gpu") == programs - 1:

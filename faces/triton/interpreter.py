@@ -1,8 +1,8 @@
 """Runs kernels in Triton's interpreter, for the host runtime.
 
-Triton's own launch prepares its language for each launch and each call of a nested function, which takes milliseconds.
-Here the language is prepared once. Arrays are passed by address, so torch is not needed. A launch waits for its stream,
-and returns when the kernel has run.
+Triton's own launch prepares Triton's language for each launch and for each call of another @triton.jit function, which
+takes milliseconds. This module prepares the language once. Arrays are passed by address, so torch is not needed. A
+launch waits for its stream, and returns when the kernel has run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
 def _prepare_language() -> object:
     """Replaces Triton's language by the interpreter's for the rest of the process, as Triton before 3.9 did.
 
-    Nested functions then need no separate preparation. The result must be kept alive.
+    Functions that a kernel calls then need no preparation of their own. The result must be kept alive.
     """
     interpreter.InterpretedFunction.__call__ = _call
     scope = interpreter._patch_lang(_call)
@@ -59,13 +59,14 @@ def run(kernel: Any, arguments: dict[str, Argument], grid: Grid) -> None:
     """Runs a kernel that was decorated under TRITON_INTERPRET.
 
     Raises:
-        KernelError: a program raised; the cause is its exception. The next launch finds the grid barriers empty.
+        KernelError: a program raised an exception, which is the cause. The kernel's grid barriers are reset, so that
+            the next launch can use them.
     """
     _prepare_language()
     values = {name: _tensor(argument) for name, argument in arguments.items()}
     try:
-        # Triton rewrites the kernel's source while this program has its turn: CPython 3.11 can't make syntax trees in
-        # two threads at once (https://github.com/python/cpython/issues/106905).
+        # Triton rewrites the kernel's source only while this program has its turn, because CPython 3.11 can't make
+        # syntax trees in two threads at the same time (https://github.com/python/cpython/issues/106905).
         Launch(functools.partial(_call, kernel, **values), grid).run()
     except BaseException as error:
         for argument in arguments.values():

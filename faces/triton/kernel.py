@@ -1,4 +1,6 @@
-"""Triton kernels of a communicator: arguments, variants, launches, and the choice of a configuration by measuring."""
+"""Triton kernels of a communicator: converts their arguments, compiles variants of them, launches them, and chooses a
+configuration by measuring.
+"""
 
 from __future__ import annotations
 
@@ -31,22 +33,23 @@ class TritonKernel:
     """A kernel written in Triton, launched as ``kernel(*args, stream=None, **constants)``. It reaches a communicator's
     peers by the functions of `proxyccl.triton`.
 
-    Not collective; the kernel is compiled when it is first called. On the host runtime it runs in Triton's interpreter,
-    which ``TRITON_INTERPRET=1`` selects before triton is imported.
+    Each rank makes its kernel by itself, and the kernel is compiled when it is first called. On the host runtime the
+    kernel runs in Triton's interpreter, for which ``TRITON_INTERPRET=1`` must be set before triton is imported.
 
     Args:
         comm: the communicator whose peers the kernel reaches, and on whose device it runs.
-        kernel: a function decorated by ``@triton.jit``, or by ``@triton.autotune`` too, which gives `configs` and
-            `key`.
-        grid: the number of programs: one to three integers, or a function of the arguments by name that returns them.
-        num_warps: the warps of a program.
-        num_stages: the stages of software pipelining; None for Triton's default.
-        configs: ``triton.Config`` to choose from: all ranks measure them together, and take the configuration with
+        kernel: a function decorated by ``@triton.jit``. If it is also decorated by ``@triton.autotune``, that
+            decorator's arguments are the defaults of `configs` and `key`.
+        grid: the number of programs in each dimension: one to three integers, or a function that returns them, given a
+            dict of the arguments by name.
+        num_warps: the number of warps of a program.
+        num_stages: the number of stages of software pipelining; None for Triton's default.
+        configs: the ``triton.Config`` to choose from. All ranks measure them together, and take the configuration with
             which the slowest rank is fastest.
-        key: names of arguments; the ranks choose a configuration for each combination of these arguments' values.
+        key: names of arguments. The ranks choose a configuration for each combination of these arguments' values.
 
     Attributes:
-        chosen: the fastest configuration, by the values of the `key` arguments.
+        chosen: the chosen configurations, by the values of the `key` arguments.
 
     Raises:
         ArgumentError: an argument is wrong, or Triton's interpreter is on for a GPU or off for the host runtime.
@@ -97,22 +100,23 @@ class TritonKernel:
         return f"<TritonKernel {self.name} on {self._runtime.name}>"
 
     def __call__(self, *args: Any, stream: StreamLike = None, **kwargs: Any) -> None:
-        """Queues the kernel on a stream and returns. The arguments are kept alive until it has run.
+        """Queues the kernel on a stream and returns. The arguments are kept alive until the kernel has run.
 
-        The first call with arguments of some types compiles the kernel for them, waits until no other work of this rank
-        runs, and loads it. So call it once before a graph is captured. With `configs`, the first call for each value of
-        the `key` arguments launches the kernel several times with each configuration; all ranks make this call
-        together.
+        The first call with arguments of certain types compiles the kernel for these types, waits until no other work of
+        this rank runs, and loads the kernel. So make such a call before a graph is captured. With `configs`, the first
+        call for each value of the `key` arguments launches the kernel several times with each configuration; all ranks
+        make this call together.
 
         Args:
-            args: the arguments of the function's parameters: an array (anything that `as_view` takes), a channel, a set
-                of channels, a `GridBarrier`, a number or None.
+            args: the function's arguments. Each is an array (anything that `as_view` takes), a channel, a set of
+                channels, a `GridBarrier`, a number or None.
             stream: the stream for the kernel; None for torch's current stream if an argument is a tensor, else for the
                 calling thread's default stream.
-            kwargs: parameters by name, including compile-time constants.
+            kwargs: further arguments by name, including compile-time constants.
 
         Raises:
-            ArgumentError: an argument does not fit, or the grid is invalid.
+            ArgumentError: an argument is wrong, the grid is invalid, or a captured stream needs a kernel that was not
+                loaded before.
             CompileError: Triton refuses the kernel.
             KernelError: the driver refused the launch, or in the interpreter a program raised an exception.
         """
@@ -124,8 +128,8 @@ class TritonKernel:
         self._launch(self._arguments(args, kwargs, config), self._options_of(config), stream)
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles and loads the kernel for arguments like these, and returns when all ranks have done so. All ranks
-        call it together, before a measurement or a short time-out that a compilation must not delay. Arguments and
+        """Compiles and loads the kernel for arguments of these types, and returns when all ranks have done so. All
+        ranks call this together, for example before a measurement, so that no compilation delays it. The arguments and
         errors are those of a call.
         """
         self._communicator.group.failure.require_usable()
@@ -139,7 +143,7 @@ class TritonKernel:
     def _arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], config: triton.Config | None
     ) -> dict[str, Argument]:
-        """The caller's arguments, and the constants of a configuration."""
+        """Returns the caller's arguments and a configuration's constants, by the parameters' names."""
         constants = {} if config is None else config.kwargs
         for name in kwargs.keys() & constants.keys():
             raise ArgumentError(name, f"the configurations of kernel {self.name} set this parameter; don't pass it")
@@ -214,8 +218,8 @@ class TritonKernel:
             )
 
     def _specialised(self, name: str, argument: Argument) -> Argument:
-        """The arguments with Triton's specialisation: an integer that is 1 becomes a constant, unless the kernel
-        forbids that.
+        """Returns an argument after Triton's specialisation: an integer that is 1 becomes a constant, and alignment is
+        noted, unless the kernel forbids either for this parameter.
         """
         parameter = self._kernel.params[self._kernel.arg_names.index(name)]
         if argument.type == CONSTEXPR:
@@ -238,8 +242,8 @@ class TritonKernel:
         return self.chosen[key]
 
     def _measure(self, args: tuple[Any, ...], kwargs: dict[str, Any], stream: StreamLike) -> triton.Config:
-        """Measures the configurations, and returns the configuration with which the slowest rank is fastest, the same
-        on all ranks.
+        """Measures the configurations. Returns the one with which the slowest rank is fastest, which is the same on all
+        ranks.
         """
         self.prepare(*args, **kwargs)
         seconds = []
@@ -272,8 +276,8 @@ def _require_configs(configs: Any) -> tuple[triton.Config, ...]:
 
 
 def _require_no_hooks(tuner: Autotuner) -> None:
-    """Refuses hooks of @triton.autotune, which Triton's launch calls around measurements or to prune configurations:
-    our launch does not call them.
+    """Raises ArgumentError if @triton.autotune has hooks, which Triton calls around measurements or to drop
+    configurations: our launch does not call them.
     """
     hooks = {
         "reset_to_zero": tuner.reset_to_zero,

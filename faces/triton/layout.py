@@ -1,9 +1,10 @@
-"""The constants of C, and the offsets of the fields of the structs that kernels share with the host (handles.h,
-control.h, trigger.h), as the C compiler reports them.
+"""Constants for kernels: those of the C headers, and the offsets of fields in the structs that kernels share with the
+host (handles.h, control.h, trigger.h), as the C compiler reports them.
 
-A constant has its name in C without the prefix. A field's name is the name of its struct, here ``PROXY``, ``SM``,
-``CONTROL`` or ``WAIT``, and its path in it. A field's offset counts in words of 32 bits (``_4``) or 64 bits (``_8``),
-for pointers to such words: ``CONTROL_ERROR_STATE_4``.
+A C constant has its name in C without the prefix ``PROXYCCL_``. The constant for a field, such as
+``CONTROL_ERROR_STATE_4``, is named by the struct (``PROXY``, ``SM``, ``CONTROL`` or ``WAIT``), the field's path in the
+struct, and the unit of the offset: words of 32 bits (``_4``) or of 64 bits (``_8``), because kernels add it to pointers
+to such words.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ def _numbers() -> Iterator[tuple[str, int]]:
 globals().update((name, tl.constexpr(value)) for name, value in _numbers())
 
 OP_MASK = tl.constexpr((1 << lib.PROXYCCL_OP_BITS) - 1)
-# The memory ids after the last real one stand for values of 1, 2, 4 and 8 bytes.
+# In a trigger, the four memory ids after the last real id mean that the trigger contains a value of 1, 2, 4 or 8 bytes.
 VALUE_1_BYTE = tl.constexpr(lib.PROXYCCL_MAX_MEMORIES)
 
-# A grid barrier (grid_barrier.py), which only Triton's kernels use.
+# The layout of a grid barrier (grid_barrier.py), which only Triton's kernels use.
 BARRIER_ARRIVED_8 = tl.constexpr(0)
 BARRIER_GENERATION_8 = tl.constexpr(1)
 BARRIER_CONTROL_8 = tl.constexpr(2)

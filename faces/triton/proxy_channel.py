@@ -1,11 +1,13 @@
-"""ProxyChannels in Triton: a program pushes triggers, the proxy moves the data (proxy_channel.h, fifo.h).
+"""ProxyChannels in Triton: a program pushes triggers, by which the proxy moves data (the twin of proxy_channel.h and
+fifo.h).
 
-A channel is a pointer to its device handle, and a whole program calls as one. Offsets and sizes are in bytes, of any
-alignment; an offset counts from the start of a memory, the peer's or the local one. A range that leaves its memory
-moves nothing and ends the communicator with a TriggerError.
+In a kernel, a channel is a pointer to its device handle. All threads of a program call a function of this module
+together, and the program acts like one thread. Offsets and sizes are in bytes and need no alignment. An offset counts
+from the start of the peer's memory or of the local memory. If a range does not lie within its memory, the call moves
+nothing and ends the communicator with a TriggerError.
 
-`put`, `put_value` and `get` return their trigger's ticket, a uint64, for `is_complete` and `wait_complete`; 2**64 - 1
-if no trigger was pushed.
+`put`, `put_value` and `get` return the ticket of their trigger, a uint64, which `is_complete` and `wait_complete` take;
+2**64 - 1 if no trigger was pushed.
 """
 
 from __future__ import annotations
@@ -50,9 +52,9 @@ def _semaphore(channel):
 
 @jit
 def _reaches(channel, memory, offset, size):
-    # Checks a range that the engine can't check: an offset past the first window addresses the following memory ids,
-    # and past the memory's last window these ids belong to another memory. The word in host memory is read only for a
-    # range that leaves the first window.
+    # Returns whether a range lies within its memory. The engine can't check this: an offset past the first window is
+    # sent as one of the following memory ids, and ids past the memory's last window belong to another memory. The
+    # memory's size, which is in host memory, is read only for a range that leaves the first window.
     known = memory < c.MAX_MEMORIES
     inside = (offset < c.WINDOW_BYTES) & (size <= u64(c.WINDOW_BYTES) - offset)
     if known & (inside == 0):
@@ -63,7 +65,7 @@ def _reaches(channel, memory, offset, size):
 
 @jit
 def _refuse(channel, operation: tl.constexpr, kind, memory, offset, size):
-    # Ends the communicator for a range that does not lie in its memory.
+    # Ends the communicator with an error that describes the range, which does not lie within its memory.
     known = memory < c.MAX_MEMORIES
     place = tl.where(known, memory, u32(0)).to(tl.int64)
     limit = load_relaxed_system(pointer_at(channel, c.PROXY_MEMORY_LIMITS_8) + place)
@@ -83,7 +85,8 @@ def _refuse(channel, operation: tl.constexpr, kind, memory, offset, size):
 
 @jit
 def _wait_for_room(channel, control, ticket, slots):
-    # Only the waiting program that holds the lock polls the host's tail, for all waiting programs.
+    # Waits until the ring has room for a ticket's trigger. Of all waiting programs, only the one that holds the lock
+    # polls the tail in host memory; it updates the cached tail for the others. Returns 0 if the wait gave up, else 1.
     cache = pointer_at(channel, c.PROXY_FIFO_TAIL_CACHE_8)
     tail = pointer_at(channel, c.PROXY_FIFO_TAIL_8)
     lock = words_at(long_at(channel, c.PROXY_FIFO_REFRESH_LOCK_8))
@@ -110,8 +113,8 @@ def _wait_for_room(channel, control, ticket, slots):
 
 @jit
 def _ring(channel):
-    # The handle's fields that a push reads, loaded at once: after an atomic, each load would wait for the previous
-    # load.
+    # Loads all of the handle's fields that a push reads, before its first atomic: after an atomic, each load would wait
+    # for the previous load.
     return (
         pointer_at(channel, c.PROXY_FIFO_HEAD_8),
         pointer_at(channel, c.PROXY_FIFO_TAIL_CACHE_8),
@@ -123,8 +126,8 @@ def _ring(channel):
 
 @jit
 def _push_trigger(channel, ring, control, operation, dst_memory, dst_offset, src_memory, src_offset, size):
-    # Takes a ticket, waits for room and stores the trigger. The cached tail is loaded before the ticket, because the
-    # tail only grows.
+    # Takes a ticket, waits for room and stores the trigger. The cached tail may be loaded before the ticket is taken,
+    # because the tail only grows. Returns the ticket, and 0 if the wait gave up, else 1.
     head, tail_cache, ring_slots, size_log2, number = ring
     known = load_relaxed_device(tail_cache)
     ticket = tl.atomic_add(head, u64(1), sem="relaxed", scope="gpu")
@@ -152,8 +155,9 @@ def _ticket(ticket, pushed):
 
 @jit
 def _push_data(channel, operation: tl.constexpr, dst_offset, src_offset, size, dst_memory, src_memory):
-    # Pushes an operation with data, as several triggers if it is longer than one trigger can move; the last trigger
-    # carries the signal. The channel's own destination is the source of a get.
+    # Pushes an operation that moves data: several triggers if there is more data than one trigger can move, of which
+    # the last carries the signal. The channel's destination memory is the source of a get. Returns what `_push_trigger`
+    # returns for the last trigger.
     ring = _ring(channel)
     control = long_at(channel, c.PROXY_CONTROL_8)
     is_get: tl.constexpr = (operation & c.OP_GET) != 0
@@ -199,8 +203,8 @@ def _push_word(channel, operation: tl.constexpr):
 
 @jit
 def _push_value(channel, operation: tl.constexpr, dst_memory, dst_offset, kind, value):
-    # Pushes a value in place of a source: the value's low half in the size field, its high half in the source offset
-    # field.
+    # Pushes a trigger that contains a value instead of a source: the value's low half is in the size field, its high
+    # half in the field of the source's offset.
     low, high = value & 0xFFFFFFFF, value >> 32
     return _push_trigger(
         channel,
@@ -247,7 +251,7 @@ def _put_value(channel, operation: tl.constexpr, dst_offset, value, dtype: tl.co
 
 @jit
 def _wait_for_ticket(channel, ticket, pushed, word: tl.constexpr, kind: tl.constexpr):
-    # The engine stores the number of flushed, or of complete, triggers in the word.
+    # Waits until `word`, in which the engine stores the number of flushed or of complete triggers, exceeds the ticket.
     done = pushed
     if pushed != 0:
         done = wait_at_least(
@@ -263,17 +267,17 @@ def _wait_for_ticket(channel, ticket, pushed, word: tl.constexpr, kind: tl.const
 
 @jit
 def put(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None):
-    """Starts a copy from local memory to the peer's and returns at once, unless the ring is full.
+    """Starts a copy from local memory to the peer's memory. Returns immediately, unless the ring is full.
 
-    The copy includes the program's stores before a `sync_threads_system`. The source may be overwritten when the put is
-    complete. The peer may read the data after a `signal` that follows the put.
+    The copy includes the program's stores that a `sync_threads_system` follows. The source may be overwritten when the
+    put is complete. The peer may read the data after a `signal` that follows the put.
 
     Args:
-        dst_offset: where in the peer's memory, in bytes.
-        src_offset: from where in local memory, in bytes.
-        size: how many bytes.
-        dst_memory: another memory of the peer, by ``RegisteredMemory.peer_id(peer)``.
-        src_memory: another local memory, by ``RegisteredMemory.source_id(peer)``.
+        dst_offset: the destination's offset in the peer's memory, in bytes.
+        src_offset: the source's offset in local memory, in bytes.
+        size: the number of bytes.
+        dst_memory: ``RegisteredMemory.peer_id(peer)`` of another memory of the peer; None for the channel's memory.
+        src_memory: ``RegisteredMemory.source_id(peer)`` of another local memory; None for the channel's memory.
     """
     _require(channel)
     ticket, pushed = _push_data(channel, c.OP_DATA, dst_offset, src_offset, size, dst_memory, src_memory)
@@ -282,17 +286,17 @@ def put(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None)
 
 @jit
 def get(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None):
-    """Starts a copy from the peer's memory to local memory and returns at once, unless the ring is full.
+    """Starts a copy from the peer's memory to local memory. Returns immediately, unless the ring is full.
 
-    A get after the `wait` for a signal reads the peer's stores before that signal. The data may be read when the get is
-    complete. A `signal` after the get tells the peer that its memory may be overwritten.
+    A get that follows a `wait` reads all stores that the peer made before the awaited signal. The data may be read when
+    the get is complete. A `signal` after the get tells the peer that its memory may be overwritten.
 
     Args:
-        dst_offset: where in local memory, in bytes.
-        src_offset: from where in the peer's memory, in bytes.
-        size: how many bytes.
-        dst_memory: another local memory, by ``RegisteredMemory.source_id(peer)``.
-        src_memory: another memory of the peer, by ``RegisteredMemory.peer_id(peer)``.
+        dst_offset: the destination's offset in local memory, in bytes.
+        src_offset: the source's offset in the peer's memory, in bytes.
+        size: the number of bytes.
+        dst_memory: ``RegisteredMemory.source_id(peer)`` of another local memory; None for the channel's memory.
+        src_memory: ``RegisteredMemory.peer_id(peer)`` of another memory of the peer; None for the channel's memory.
     """
     _require(channel)
     ticket, pushed = _push_data(channel, c.OP_DATA | c.OP_GET, dst_offset, src_offset, size, dst_memory, src_memory)
@@ -304,9 +308,9 @@ def put_value(channel, dst_offset, value, dtype: tl.constexpr):
     """Writes a value to the peer's memory. The trigger contains the value, so no source is read later.
 
     Args:
-        dst_offset: where in the peer's memory, in bytes, of any alignment.
+        dst_offset: the destination's offset in the peer's memory, in bytes; it need not be aligned.
         value: a number.
-        dtype: its type, of 1, 2, 4 or 8 bytes.
+        dtype: the type of the number, of 1, 2, 4 or 8 bytes.
     """
     _require(channel)
     return _put_value(channel, c.OP_DATA, dst_offset, value, dtype)
@@ -314,7 +318,7 @@ def put_value(channel, dst_offset, value, dtype: tl.constexpr):
 
 @jit
 def put_value_with_signal(channel, dst_offset, value, dtype: tl.constexpr):
-    """`put_value` and `signal` as one operation. Arguments as for `put_value`."""
+    """Does what `put_value` and then `signal` do, as one operation. The arguments are those of `put_value`."""
     _require(channel)
     return _put_value(channel, c.OP_DATA | c.OP_SIGNAL, dst_offset, value, dtype)
 
@@ -324,8 +328,8 @@ def signal(channel, value=None):
     """Adds one to the peer's semaphore of this channel, after the data of all earlier puts and gets on the channel.
 
     Args:
-        value: raises the semaphore to this count instead, as that many signals would. It must be above all
-            earlier counts, or the communicator ends with a TriggerError.
+        value: sets the semaphore to this count instead, which has the effect of several signals. If the count is not
+            above all earlier counts, the communicator ends with a TriggerError.
     """
     _require(channel)
     if value is None:
@@ -336,7 +340,7 @@ def signal(channel, value=None):
 
 @jit
 def put_with_signal(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None):
-    """`put` and `signal` as one operation, which is cheaper than two. Arguments as for `put`."""
+    """Does what `put` and then `signal` do, as one operation, which is cheaper. The arguments are those of `put`."""
     _require(channel)
     ticket, pushed = _push_data(channel, c.OP_DATA | c.OP_SIGNAL, dst_offset, src_offset, size, dst_memory, src_memory)
     return _ticket(ticket, pushed)
@@ -344,7 +348,9 @@ def put_with_signal(channel, dst_offset, src_offset, size, dst_memory=None, src_
 
 @jit
 def put_with_signal_and_flush(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None):
-    """`put`, `signal` and `flush` as one operation. Arguments as for `put`, result as for `flush`."""
+    """Does what `put`, `signal` and `flush` do, as one operation. Takes the arguments of `put`; returns what `flush`
+    does.
+    """
     _require(channel)
     operation: tl.constexpr = c.OP_DATA | c.OP_SIGNAL | c.OP_FLUSH
     ticket, pushed = _push_data(channel, operation, dst_offset, src_offset, size, dst_memory, src_memory)
@@ -357,8 +363,8 @@ def flush(channel):
 
     The sources of puts may then be overwritten, and the results of gets may be read.
 
-    Returns whether they are complete. If not, the communicator has ended or the time-out passed, and the kernel should
-    return.
+    Returns whether the operations are complete. If not, the communicator has ended or the time-out passed, and the
+    kernel should return.
     """
     _require(channel)
     ticket, pushed = _push_word(channel, c.OP_FLUSH)
@@ -367,9 +373,9 @@ def flush(channel):
 
 @jit
 def flush_async(channel):
-    """Requests a flush and returns at once: the kernel may keep working until it needs the sources again.
+    """Requests a flush and returns immediately, so that the kernel can do other work until it needs the sources again.
 
-    Returns its ticket, for `is_flushed` and `wait_flushed`.
+    Returns the flush's ticket, which `is_flushed` and `wait_flushed` take.
     """
     _require(channel)
     ticket, pushed = _push_word(channel, c.OP_FLUSH)
@@ -378,8 +384,8 @@ def flush_async(channel):
 
 @jit
 def is_flushed(channel, ticket):
-    """Whether the flush with this ticket is complete. It never waits; a loop around it must end when the communicator
-    ends (`ended`).
+    """Returns whether the flush with this ticket is complete. Does not wait. A loop that calls this must end when the
+    communicator ends; `ended` returns whether it has.
     """
     _require(channel)
     done = (ticket != u64(NO_TICKET)) & (load_acquire_system(pointer_at(channel, c.PROXY_FLUSHED_8)) > ticket)
@@ -398,16 +404,18 @@ def wait_flushed(channel, ticket):
 
 @jit
 def is_complete(channel, ticket):
-    """Whether the operation with this ticket and all before it on the channel are complete. It never waits."""
+    """Returns whether the operation with this ticket and all earlier ones on the channel are complete. Does not
+    wait.
+    """
     _require(channel)
     return (ticket != u64(NO_TICKET)) & (load_acquire_system(pointer_at(channel, c.PROXY_COMPLETED_8)) > ticket)
 
 
 @jit
 def wait_complete(channel, ticket):
-    """Waits until the operation with this ticket and all before it are complete. No flush is needed, but over a fabric
-    a flush makes completions known sooner. Returns whether they are complete. If not, the communicator has ended or the
-    time-out passed, and the kernel should return.
+    """Waits until the operation with this ticket and all earlier ones on the channel are complete. No flush is needed,
+    but over a fabric, completions are noticed sooner if a flush follows. Returns whether the operations are complete.
+    If not, the communicator has ended or the time-out passed, and the kernel should return.
     """
     _require(channel)
     pushed = (ticket != u64(NO_TICKET)).to(tl.int32)
@@ -419,7 +427,8 @@ def wait(channel):
     """Waits for the peer's next signal and consumes it. After the wait, the data that the peer put before the signal
     may be read.
 
-    One program at a time calls it for a channel: the interpreter ends the communicator with a TriggerError otherwise.
+    Only one program at a time may wait on a channel. If two do, the interpreter ends the communicator with a
+    TriggerError; a GPU does not check this.
 
     Returns whether the signal came. If not, the communicator has ended or the time-out passed, and the kernel should
     return.
@@ -430,10 +439,11 @@ def wait(channel):
 
 @jit
 def wait_until(channel, value):
-    """Waits until the peer's signals have reached a count, and consumes them. Otherwise like `wait`.
+    """Waits until the number of the peer's signals has reached a count, and consumes these signals. Otherwise like
+    `wait`.
 
     Args:
-        value: a count of signals since the channel was made. If they were consumed before, the wait ends at once.
+        value: the number of signals since the channel was made. If so many were consumed before, returns immediately.
     """
     _require(channel)
     return wait_for_count(_semaphore(channel), value)
@@ -441,10 +451,10 @@ def wait_until(channel, value):
 
 @jit
 def poll(channel):
-    """Consumes the peer's next signal if the signal has arrived, and returns whether it has. One program at a time
-    calls it.
+    """Consumes the peer's next signal if the signal has arrived, and returns whether it has arrived. Only one program
+    at a time may poll a channel.
 
-    It never waits, so a loop around it must itself end when the communicator ends (`ended`).
+    Does not wait, so a loop that calls this must end when the communicator ends; `ended` returns whether it has.
     """
     _require(channel)
     return poll_for_signal(
@@ -454,6 +464,8 @@ def poll(channel):
 
 @jit
 def ended(channel):
-    """Whether the communicator of a ProxyChannel has ended; a kernel's own loop must then end too."""
+    """Returns whether the communicator of a ProxyChannel has ended. A loop of the kernel's own must then end as
+    well.
+    """
     _require(channel)
     return aborted(long_at(channel, c.PROXY_CONTROL_8))

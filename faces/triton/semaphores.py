@@ -1,9 +1,11 @@
-"""Counting semaphores between two ranks, the twin of shared_semaphore.h for one program at a time.
+"""Counting semaphores between two ranks: the twin of shared_semaphore.h. Only one program at a time may wait on a
+semaphore, and only one may signal it.
 
-Counters only grow, so a graph can be replayed.
+Counters only grow and are never reset, so a captured graph can be replayed.
 
-A waiter gets its semaphore as a tuple: the words that count the peer's signals and the consumed signals, then the
-control block, the kind of wait, the peer and the channel, which describe the wait.
+A function that waits takes its semaphore as a tuple: pointers to the word that counts the peer's signals (`inbound`)
+and to the word that counts consumed signals (`expected`); the control block; and the kind of wait, the peer and the
+channel, by which an error describes the wait.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ from proxyccl.triton.target import (
 from proxyccl.triton.waits import record_error, wait_at_least
 
 if INTERPRETED:
-    # If two programs wait at once, both may take the same signal, or one may wait for a signal that never comes. Such
-    # waits are refused. Only the interpreter checks this: on a GPU, the check would cost every wait an access to
-    # memory.
+    # If two programs wait on one semaphore at the same time, both may take the same signal, or one may wait for a
+    # signal that never comes. So the second wait ends the communicator. Only the interpreter checks this, because on a
+    # GPU the check would cost every wait an access to memory.
     def _wait_alone(semaphore: Any, target: Any) -> Any:
         inbound, expected, control, kind, peer, channel = semaphore
         if tl.atomic_xchg(expected + 1, u64(1), sem="relaxed", scope="gpu") != 0:
@@ -63,7 +65,9 @@ def wait_for_signal(semaphore):
 
 @jit
 def wait_for_count(semaphore, count):
-    """Waits until the signals have reached a count, and consumes them; see `wait_until` and `sm_wait_until`."""
+    """Waits until the number of signals has reached a count, and consumes them; see `wait_until` and
+    `sm_wait_until`.
+    """
     target = u64(count)
     came = tl.full([], 1, tl.int32)
     if load_relaxed_device(semaphore[1]) < target:
@@ -74,7 +78,7 @@ def wait_for_count(semaphore, count):
 
 @jit
 def poll_for_signal(inbound, expected):
-    """Consumes a signal if one has arrived; see `poll` and `sm_poll`."""
+    """Consumes the next signal if it has arrived, and returns whether it has; see `poll` and `sm_poll`."""
     consumed = load_relaxed_device(expected)
     came = load_acquire_system(inbound) > consumed
     if came:
@@ -87,7 +91,7 @@ def poll_for_signal(inbound, expected):
 
 @jit
 def signal_peer(remote_inbound, outbound):
-    """Adds one at the peer, after the stores of all threads of the program."""
+    """Adds one to the peer's semaphore, with release order after the stores of all threads of the program."""
     sync_threads_system()
     sent = load_relaxed_device(outbound) + 1
     store_release_system(remote_inbound, sent)
@@ -97,7 +101,9 @@ def signal_peer(remote_inbound, outbound):
 
 @jit
 def signal_peer_up_to(remote_inbound, outbound, control, kind, peer, channel, count):
-    """Raises the peer's count to a value above all earlier values, after the stores of all threads of the program."""
+    """Sets the peer's semaphore to a count, with release order after the stores of all threads of the program. Ends the
+    communicator if the count is not above all earlier counts.
+    """
     sync_threads_system()
     target = u64(count)
     sent = load_relaxed_device(outbound)
@@ -111,7 +117,7 @@ def signal_peer_up_to(remote_inbound, outbound, control, kind, peer, channel, co
 
 @jit
 def signal_peer_relaxed(remote_inbound, outbound):
-    """Adds one at the peer without ordering, for a signal that announces no data."""
+    """Adds one to the peer's semaphore without ordering any stores, for a signal that announces no data."""
     sent = load_relaxed_device(outbound) + 1
     store_relaxed_system(remote_inbound, sent)
     tl.store(outbound, sent)

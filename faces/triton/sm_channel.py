@@ -1,6 +1,8 @@
-"""SmChannels in Triton: a program's own loads and stores reach the peer's memory (sm_channel.h, packet.h).
+"""SmChannels in Triton: a program's own loads and stores reach the peer's memory (the twin of sm_channel.h and
+packet.h).
 
-A channel is a pointer to its device handle. `remote` gives the peer's memory, for ``tl.load`` and ``tl.store``.
+In a kernel, a channel is a pointer to its device handle. `remote` returns a pointer to the peer's memory, for
+``tl.load`` and ``tl.store``.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from proxyccl.triton.target import SPINS_PER_CHECK, load_packets, pause, spin_fo
 from proxyccl.triton.waits import aborted, check_wait, record_error
 
 PACKET_BYTES = tl.constexpr(8)
-"""A packet's size: a packet carries 4 bytes and a flag, like LL8Packet of packet.h. Two packets are one LL16Packet."""
+"""The size of a packet, which consists of 4 bytes of data and a flag of 4 bytes, like LL8Packet of packet.h. Two
+consecutive packets with the same flag are one LL16Packet.
+"""
 
 
 @jit
@@ -42,10 +46,10 @@ def _semaphore(channel):
 
 @jit
 def remote(channel, dtype: tl.constexpr):
-    """The start of the peer's memory, as a pointer to elements of `dtype`, for loads and stores.
+    """Returns a pointer to the start of the peer's memory, as elements of `dtype`, for loads and stores.
 
-    Such loads and stores order nothing: a `sm_signal` after them tells the peer that they are done. These loads and
-        stores are for inner loops, so nothing checks them against the memory's size, `remote_bytes`.
+    These loads and stores have no memory order: a `sm_signal` after them tells the peer that they are done. They are
+    meant for inner loops, so nothing checks them against the memory's size, `remote_bytes`.
     """
     _require(channel)
     return long_at(channel, c.SM_DST_8).to(tl.pointer_type(dtype))
@@ -53,20 +57,20 @@ def remote(channel, dtype: tl.constexpr):
 
 @jit
 def remote_bytes(channel):
-    """The size of the peer's memory, in bytes."""
+    """Returns the size of the peer's memory, in bytes."""
     _require(channel)
     return long_at(channel, c.SM_DST_BYTES_8)
 
 
 @jit
 def sm_signal(channel, value=None):
-    """Adds one to the peer's semaphore of this channel. One program at a time calls it.
+    """Adds one to the peer's semaphore of this channel. Only one program at a time may call this for a channel.
 
     The peer that waits for the signal sees all earlier stores of this program's threads.
 
     Args:
-        value: raises the semaphore to this count instead, as that many signals would. It must be above all
-            earlier counts, or the communicator ends with a TriggerError.
+        value: sets the semaphore to this count instead, which has the effect of several signals. If the count is not
+            above all earlier counts, the communicator ends with a TriggerError.
     """
     _require(channel)
     if value is None:
@@ -103,14 +107,14 @@ def sm_wait(channel):
 
 @jit
 def sm_wait_until(channel, value):
-    """Waits until the peer's signals have reached a count, like `wait_until` of a ProxyChannel."""
+    """Waits until the number of the peer's signals has reached a count, like `wait_until` of a ProxyChannel."""
     _require(channel)
     return wait_for_count(_semaphore(channel), value)
 
 
 @jit
 def sm_poll(channel):
-    """Consumes the peer's next signal if it has arrived, like `poll` of a ProxyChannel."""
+    """Consumes the peer's next signal if the signal has arrived, like `poll` of a ProxyChannel."""
     _require(channel)
     return poll_for_signal(
         pointer_at(channel, c.SM_SEMAPHORE_INBOUND_8), pointer_at(channel, c.SM_SEMAPHORE_EXPECTED_8)
@@ -119,14 +123,15 @@ def sm_poll(channel):
 
 @jit
 def sm_ended(channel):
-    """Whether the communicator of an SmChannel has ended; a kernel's own loop must then end too."""
+    """Returns whether the communicator of an SmChannel has ended. A loop of the kernel's own must then end as well."""
     _require(channel)
     return aborted(long_at(channel, c.SM_CONTROL_8))
 
 
 @jit
 def _may_use_packets(channel, call: tl.constexpr, memory: tl.constexpr, memory_bytes, offset, count, flag):
-    # A packet is stored as a whole, so its place is a multiple of its size.
+    # Returns whether the flag is not 0, and the packets lie within the memory at a multiple of their size, which one
+    # store of a whole packet needs. Otherwise ends the communicator with an error.
     number = u64(count)
     flagged = u32(flag) != 0
     fits = (offset <= memory_bytes) & (number <= (memory_bytes - offset) // PACKET_BYTES)
@@ -146,23 +151,25 @@ def _may_use_packets(channel, call: tl.constexpr, memory: tl.constexpr, memory_b
 
 @jit
 def _look_at_packets(packets, flag, expected):
-    # The packets' contents, and 0 if all packets have the flag. The result has 32 bits, which a warp reduces in one
-    # instruction.
+    # Returns the packets' contents, and 0 if all packets have the flag, else 1. The second result has 32 bits, because
+    # a warp can reduce 32 bits in one instruction.
     words = spin_for_packets(packets, load_packets(packets, expected), flag, expected)
     return words, tl.max((expected & ((words >> 32) != flag)).to(tl.int32), 0)
 
 
 @jit
 def put_packets(channel, packet_offset, values, flag, count=None):
-    """Writes values as packets to the peer's memory: data and flag in one store, so that no signal is needed.
+    """Writes values as packets to the peer's memory. One store writes a packet's data and flag, so no signal is needed.
 
     The peer's `get_packets` with the same flag waits for each packet.
 
     Args:
-        packet_offset: where in the peer's memory, in bytes; a multiple of 8. Packet i lies 8 * i bytes after it.
-        values: shape [BLOCK], of any type of 32 bits.
-        flag: 32 bits, not 0, and not the flag that these packets had last; 0 ends the communicator with a TriggerError.
-        count: how many values are written, from the first on; None for all.
+        packet_offset: the first packet's offset in the peer's memory, in bytes: a multiple of 8. Packet i follows 8 * i
+            bytes later.
+        values: a block of shape [BLOCK], of any type of 32 bits.
+        flag: a number of 32 bits that differs from the packets' previous flag. 0 ends the communicator with a
+            TriggerError.
+        count: the number of values that are written, from the first on; None for all.
     """
     _require(channel)
     i = tl.arange(0, values.shape[0])
@@ -184,15 +191,15 @@ def get_packets(channel, packet_offset, flag, BLOCK: tl.constexpr, dtype: tl.con
     """Waits for the packets that the peer puts into this rank's packet buffer, and returns their values.
 
     Args:
-        packet_offset: where in the packet buffer, in bytes, a multiple of 8; the sender's packet_offset, if this buffer
-            is the target of its channel.
+        packet_offset: the first packet's offset in the packet buffer, in bytes: a multiple of 8. It equals the sender's
+            packet_offset if the packet buffer is the memory that the sender's channel reaches.
         flag: the sender's flag.
-        BLOCK: how many values are returned.
-        dtype: their type, of 32 bits.
-        count: how many packets are waited for, from the first on; None for BLOCK. The other values are zeros.
+        BLOCK: the number of values that are returned.
+        dtype: the type of the values, of 32 bits.
+        count: the number of packets that are waited for, from the first on; None for BLOCK. The other values are zeros.
 
     Returns:
-        Shape [BLOCK]. Zeros if a wait fails; then the communicator ends or has ended.
+        A block of shape [BLOCK]. All values are zeros if the wait fails, because the communicator has ended or ends.
     """
     _require(channel)
     i = tl.arange(0, BLOCK)

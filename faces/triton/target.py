@@ -1,10 +1,10 @@
-"""The differences between targets under one set of names, the twin of platform.h.
+"""Functions whose implementation differs between targets: the twin of platform.h.
 
-The targets are NVIDIA, AMD and Triton's interpreter. A scalar load and inline assembly run in every thread of a
-program; a scalar store or atomic runs in one, and its result reaches all threads after a barrier.
+The targets are NVIDIA, AMD and Triton's interpreter. In a compiled program, scalar loads and inline assembly run in
+every thread. A scalar store or atomic runs in one thread, and a barrier then passes an atomic's result to all threads.
 
-Functions are chosen at module level, because Triton before 3.9 looks up every attribute that a function names, also in
-branches that it drops.
+Each implementation is chosen by an ``if`` at module level, because Triton before 3.9 looks up every attribute that a
+function names, even in branches that it drops.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 from proxyccl.triton.basics import INTERPRETED, jit
 from triton.language import core
 
-# -- memory orders: every choice of the device side is one of these names ---
+# -- memory orders: all synchronising accesses of this package are these functions ---
 
 if hasattr(tl, "atomic_load") and not INTERPRETED:
 
@@ -35,8 +35,8 @@ if hasattr(tl, "atomic_load") and not INTERPRETED:
     def store_packets(p, words, mask):
         tl.atomic_store(p, words, mask=mask, sem="relaxed", scope="sys")
 
-    # An acquire is a fence in every thread here, which is too expensive for every poll of a wait. One acquire after the
-    # last poll suffices.
+    # With atomic loads, an acquire is a fence in every thread, which is too expensive for every poll of a wait. So
+    # polls are relaxed, and one acquire follows the last poll.
     @jit
     def load_awaited(p):
         return _load(p, "relaxed", "sys")
@@ -45,7 +45,7 @@ if hasattr(tl, "atomic_load") and not INTERPRETED:
     def acquire_awaited(p):
         _load(p, "acquire", "sys")
 
-else:  # before Triton 3.9, and in the interpreter, where relaxed atomic loads and stores are plain loads and stores
+else:  # before Triton 3.9, and in the interpreter
 
     @jit
     def _load(p, sem: tl.constexpr, scope: tl.constexpr):
@@ -57,20 +57,23 @@ else:  # before Triton 3.9, and in the interpreter, where relaxed atomic loads a
 
     @jit
     def load_packets(p, mask):
-        return tl.load(p, mask=mask, other=0, volatile=True)  # on NVIDIA equal to a relaxed access at system scope
+        return tl.load(p, mask=mask, other=0, volatile=True)  # on NVIDIA the same as a relaxed load at system scope
 
     @jit
     def store_packets(p, words, mask):
         tl.store(p, words, mask=mask, cache_modifier=".wt")
 
-    # An acquire is one load here, and the compiler would drop a load whose value is unused.
+    # Without atomic loads, every poll acquires: an acquire is a single load, and the compiler would drop a separate
+    # acquire after the polls, because its value is unused.
     @jit
     def load_awaited(p):
         return _load(p, "acquire", "sys")
 
     @jit
     def acquire_awaited(p):
-        """Acquires the stores that were released before the value that the last `load_awaited` of a word returned."""
+        """Does nothing, because `load_awaited` has acquired the stores that were released before the value that it
+        returned.
+        """
 
 
 @jit
@@ -123,14 +126,14 @@ if INTERPRETED:
     SPINS_PER_CHECK = tl.constexpr(8)
 
     def sync_threads_system() -> None:
-        """A barrier of the program's threads; in the interpreter a program has one thread."""
+        """Does nothing: in the interpreter a program has one thread, so it needs no barrier."""
 
     def spin_for_packets(p: Any, words: Any, flag: Any, mask: Any) -> Any:
-        """Does not spin: programs run in turn, so nothing arrives while a program spins."""
+        """Returns the contents unchanged. Programs run in turn, so no packet arrives while a program spins."""
         return words
 
     def store_trigger(slot: Any, word0: Any, word1: Any) -> None:
-        """Stores the slot's words; the word with the parity bit is last."""
+        """Stores a trigger's two words into a slot. The word with the parity bit is stored last."""
         store_relaxed_system(slot, word0)
         store_release_system(slot + 1, word1)
 
@@ -158,15 +161,15 @@ else:
 
     @jit
     def pause(spins):
-        """Pauses between two polls of a wait."""
+        """Does nothing; in the interpreter it lets other programs run between two polls of a wait."""
 
     pass_on = pause
 
     @jit
     def nanoseconds():
-        """The clock in nanoseconds, the same for all threads of a program."""
-        # Threads read the clock at different times, and a branch on the time would separate them before a barrier. So
-        # each thread reads the clock, and all use the greatest time.
+        """Returns the clock's time in nanoseconds, the same in all threads of a program."""
+        # Each thread reads the clock at a different time, and if threads branched on different times, some would miss a
+        # barrier. So all threads use the latest of the times that they read.
         lane = tl.arange(0, _threads())
         if _on_amd():  # the constant-rate counter runs at 100 MHz on every CDNA part
             now = tl.inline_asm_elementwise(
@@ -185,10 +188,12 @@ else:
 
     @jit
     def sync_threads_system():
-        """A barrier of the program's threads. A push or a signal after it releases the stores of all threads."""
+        """Makes the program's threads wait for each other. A push or a signal after this barrier releases the stores of
+        all threads.
+        """
         if _on_amd():
-            # The barrier does not drain stores, and a release covers only the stores of its own wave. So each wave
-            # writes back its stores first.
+            # The barrier does not complete stores, and a release covers only the stores of the wave that makes it. So
+            # each wave writes back its stores before the barrier.
             if _on_gfx90a():
                 _write_back("buffer_wbl2\n\ts_waitcnt vmcnt(0)\n\tv_mov_b32 $0, 0")
             else:
@@ -197,8 +202,9 @@ else:
 
     @jit
     def spin_for_packets(p, words, flag, mask):
-        """Reloads packets until each has the flag, a few times at most; `words` holds the last contents. Each thread
-        waits for its own packets, because a check by the whole program takes several barriers.
+        """Reloads packets until each has the flag, at most 16 times, and returns their contents. `words` are the
+        contents that were loaded before. Each thread waits only for its own packets, because a check by the whole
+        program takes several barriers. On AMD, returns `words`.
         """
         if _on_amd():
             return words
@@ -229,11 +235,11 @@ else:
 
     @jit
     def store_trigger(slot, word0, word1):
-        """Stores a trigger with release order. Before sm_90 a store of 16 bytes may be torn, so the word with the
-        parity bit is stored last.
+        """Stores a trigger's two words into a slot, with release order: from sm_90 on by one store of 16 bytes. Before
+        sm_90 such a store may be torn, so two stores are made, and the word with the parity bit is stored last.
         """
         if _has_b128():
-            # Inline assembly runs in all threads of the program, so a predicate lets one thread store.
+            # Inline assembly runs in all threads of the program, so a predicate selects the thread that stores.
             tl.inline_asm_elementwise(
                 """{
                 .reg .pred first; .reg .u32 thread; .reg .b128 trigger;

@@ -1,8 +1,8 @@
-"""Programs of interpreted kernels take turns, so that a program can wait for another program, of its grid or of another
-rank.
+"""Runs the programs of interpreted kernels in turns, so that a program can wait for another program of its grid or of
+another rank in the process.
 
-Triton's interpreter keeps the number of the program that runs in one place for the whole process. So only one program
-of the process runs at a time. A program that waits passes its turn on, and restores the interpreter's state afterwards.
+Triton's interpreter keeps the number of the running program in a global variable, so only one program of the process
+can run at a time. A program that waits passes its turn on, and restores that number when it has its turn again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PATIENT_SPINS = 16
 _PAUSE_SECONDS = 50e-6
 _turn = threading.Lock()
 _launches: dict[int, Launch] = {}
-"""For each thread, the launch whose program it runs."""
+"""The launch whose program a thread runs, by the thread's id."""
 
 Grid = tuple[int, int, int]
 
@@ -30,8 +30,8 @@ def nanoseconds() -> int:
 
 
 def pause(spins: Any) -> None:
-    """Passes the turn on between two polls of a wait. Raises RuntimeError if another program of the launch has
-    raised.
+    """Lets other programs run between two polls of a wait. Raises RuntimeError if another program of the launch has
+    raised an exception.
     """
     pass_on(spins)
     launch = _launches.get(threading.get_ident())
@@ -40,8 +40,9 @@ def pause(spins: Any) -> None:
 
 
 def pass_on(spins: Any) -> None:
-    """Passes the turn on in a wait that goes on even if another program of the launch has raised. A push that has taken
-    its ticket waits like this, because the proxy would otherwise wait forever for the ticket's trigger.
+    """Lets other programs run between two polls of a wait, and raises nothing even if another program of the launch has
+    raised. A push that has taken its ticket waits like this: if it gave up, the proxy would wait forever for the
+    ticket's trigger.
     """
     launch = _launches.get(threading.get_ident())
     if launch is None:
@@ -57,8 +58,8 @@ def pass_on(spins: Any) -> None:
 
 
 class Launch:
-    """The programs of one launch. A program begins when all programs before it have ended, or wait. `program` runs the
-    program that the interpreter's state numbers.
+    """The programs of one launch. A program begins once every earlier program has ended or waits. The function
+    `program` runs the program whose number is in the interpreter's state.
     """
 
     def __init__(self, program: Callable[[], None], grid: Grid) -> None:
@@ -73,12 +74,13 @@ class Launch:
     def run(self) -> None:
         """Runs all programs. Raises the exception of the first program that failed.
 
-        All programs have ended when this returns or raises. If a signal handler raises, all programs end at their next
-        wait; if it raises again during that time, this returns without waiting for them.
+        All programs have ended when this returns or raises. If a signal handler raises, all programs are made to end at
+        their next wait, and `run` waits for them. If the handler raises again during this wait, `run` raises without
+        waiting any longer.
         """
         if threading.current_thread() is threading.main_thread():
-            # A signal handler's exception could end a program between two steps of a push, which can't be undone. So
-            # the programs run in other threads.
+            # In the main thread, a signal handler's exception could end a program between two steps of a push, and the
+            # first step can't be undone. So the programs run in other threads.
             self.begin_another()
         else:
             self._work()
@@ -95,19 +97,21 @@ class Launch:
             thread.join()
 
     def enter(self, place: Any) -> None:
-        """Tells the interpreter which program runs now."""
+        """Sets the number of the running program in the interpreter's state."""
         interpreter_builder.set_grid_dim(*self._grid)
         interpreter_builder.set_grid_idx(*place)
 
     def require_all(self) -> None:
-        """Raises RuntimeError if a program of the launch has failed, because a waiting program may wait for the failed
-        one.
+        """Raises RuntimeError if a program of the launch has failed, because the waiting program that calls this may
+        wait for the failed one.
         """
         if self._error is not None:
             raise RuntimeError("another program of the launch has failed")
 
     def begin_another(self) -> None:
-        """Begins another program, because a waiting program may wait for a program that has not begun."""
+        """Starts a thread that runs the next programs, if programs have not begun, because the current program may wait
+        for one of them.
+        """
         if self._next is not None and not self._beginning:
             self._beginning = True
             thread = Thread(self._work, "proxyccl-interpreter")

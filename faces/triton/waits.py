@@ -1,7 +1,8 @@
-"""Bounded waits, the twin of wait.h: every wait checks the abort word and the clock.
+"""Waits with a time-out: the twin of wait.h. Every wait regularly checks the abort word, by which other ranks end it,
+and the clock.
 
-The first wait that gives up files the error record and tells all ranks of the host. The wait then returns, so that the
-kernel runs to its end.
+The first wait that gives up writes the error record and sets the abort words of all ranks of the host. A wait that
+gives up returns, so that the kernel runs to its end.
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ def _spread_abort(control, code):
 
 @out_of_line
 def record_error(control, code, kind, peer, channel, expected, seen, operation, offset, size):
-    """Files the error record, unless one was filed before, and ends the waits of all ranks of the host.
+    """Writes the error record, unless another wait has written it before, and ends the waits of all ranks of the host.
 
-    `control` is the control block's address; `expected`, `seen`, `offset` and `size` have 64 bits, the others 32.
+    `control` is the control block's address. `expected`, `seen`, `offset` and `size` have 64 bits, the other arguments
+    32.
     """
     words = words_at(control)
     longs = longs_at(control)
@@ -68,8 +70,8 @@ def record_error(control, code, kind, peer, channel, expected, seen, operation, 
 
 @jit
 def _describe_wait(control, question, kind, peer, channel, expected, seen):
-    # Answers question number `question` of the CPU with this wait, unless another wait for the same peer has answered
-    # it.
+    # The CPU asks a kernel what it waits for by raising a question number. This describes the wait as the answer to
+    # question `question`, unless another wait for the same peer has answered that question.
     place = tl.where(peer != c.NO_PEER, peer % c.WAIT_PEERS, kind + c.WAIT_PEERS).to(tl.int64)
     longs = longs_at(control) + c.CONTROL_WAITS_8 + place * c.WAIT_WORDS
     words = longs.to(tl.pointer_type(tl.uint32))
@@ -87,8 +89,9 @@ def _describe_wait(control, question, kind, peer, channel, expected, seen):
 
 @out_of_line
 def check_wait(control, kind, peer, channel, expected, seen, started):
-    """Checks the abort word and the clock of a wait that has spun for long. Returns the time when the wait began, which
-    is `started` or, if that is 0, the current time; returns 0 if the wait must give up.
+    """Checks the abort word and the clock for a wait that has spun for long. Returns 0 if the wait must give up,
+    otherwise the time when the wait began. The first check of a wait passes 0 as `started`, and gets the current time;
+    each later check passes the result of the previous one.
     """
     words = words_at(control)
     abort = load_acquire_system(words + c.CONTROL_ABORT_4)
@@ -105,11 +108,11 @@ def check_wait(control, kind, peer, channel, expected, seen, started):
             began = began + now
         else:
             bound = load_relaxed_system(longs_at(control) + c.CONTROL_TIMEOUT_NS_8)
-            # Programs that wait for another program of their grid give up last: the other program waits for a peer, and
-            # its error names that peer.
+            # A wait for other programs of the grid has twice the time-out. Such a program may be waiting for a peer,
+            # and its wait should give up first, because its error names the peer.
             bound = bound + tl.where(kind == c.WAIT_GRID, bound, bound * 0)
             if now - began > bound:
-                # The wait is described before other ranks are told to stop.
+                # Describes the wait before `record_error` makes other ranks stop.
                 _describe_wait(control, u32(c.LAST_QUESTION), kind, peer, channel, expected, seen)
                 record_error(control, u32(c.ERROR_TIMEOUT), kind, peer, channel, expected, seen, u32(0), u64(0), u64(0))
                 began = began * 0
@@ -118,8 +121,8 @@ def check_wait(control, kind, peer, channel, expected, seen, started):
 
 @jit
 def wait_at_least(word, target, control, kind, peer, channel):
-    """Spins until a 64-bit word is at least `target`. After the wait, all threads see all stores that were released
-    before the word reached the target.
+    """Spins until a 64-bit word is at least `target`. After the wait, all threads of the program see the stores that
+    were released before the word reached the target.
 
     Returns 0 if the communicator has ended or the time-out passed, else 1.
     """
@@ -142,6 +145,8 @@ def wait_at_least(word, target, control, kind, peer, channel):
 
 @jit
 def aborted(control):
-    """Whether the communicator has ended; a kernel's own loop must then end too. Reads a word in host memory."""
+    """Returns whether the communicator has ended. A loop of the kernel's own must then end as well. Reads a word in
+    host memory.
+    """
     pause(0)  # the kernel's loop may wait for another program
     return load_acquire_system(words_at(control) + c.CONTROL_ABORT_4) != 0

@@ -19,7 +19,9 @@ from proxyccl.channels.transfers.regions import Region
 from proxyccl.proxy.codec import Codec, Message, Uint64
 
 _SLICE = 0.05
-"""Seconds between checks of the links, because a lost link does not wake a wait for messages."""
+"""The interval at which a wait checks whether a neighbour was lost, because a lost neighbour does not wake a wait for
+messages.
+"""
 
 
 class Piece(Message, frozen=True):
@@ -29,8 +31,8 @@ class Piece(Message, frozen=True):
         name: the weight's name.
         dtype: torch's name of the element type.
         shape: the whole weight's shape.
-        first: the index of the weight's byte at which the piece begins.
-        offset, nbytes: the piece's place and size in the bucket.
+        first: the piece's offset in the weight, in bytes.
+        offset, nbytes: the piece's offset in the bucket and its size, in bytes.
     """
 
     name: Annotated[str, Meta(max_length=4096)]
@@ -46,7 +48,7 @@ class Bucket(Message, frozen=True, tag="bucket"):
 
     Attributes:
         number: the bucket's number, from 0.
-        address, nbytes: the bucket's place and size in the sender's memory.
+        address, nbytes: the bucket's address in the sender's memory and its size in bytes.
         pieces: the bucket's contents.
         last: whether no other bucket follows.
     """
@@ -59,7 +61,7 @@ class Bucket(Message, frozen=True, tag="bucket"):
 
 
 class HasRead(Message, frozen=True, tag="read"):
-    """A message to the previous worker: the bucket of this number was read, so its memory is free."""
+    """A message to the previous worker: the bucket with this number was read, so its memory may be reused."""
 
     number: Uint64
 
@@ -68,8 +70,8 @@ _CODEC: Codec[Bucket | HasRead] = Codec(Bucket | HasRead, 64 << 20, name="messag
 
 
 class Chain:
-    """A worker's links to the agents before and after it, given by their metadata (None at an end of the chain). The
-    chain takes all messages of the worker's own agent.
+    """A worker's links to the previous and the following worker, whose agents are given by their metadata, or None at
+    an end of the chain. This object takes all messages that the worker's own agent receives.
     """
 
     def __init__(
@@ -79,26 +81,29 @@ class Chain:
         self._previous = None if previous is None else agent.add(previous)
         self._following = None if following is None else agent.add(following)
         self._arrived: dict[int, Bucket] = {}
-        self._read = -1  # the last bucket that the following worker has read
+        self._read = -1  # the number of the last bucket that the following worker has read
 
     async def until_free(self, number: int) -> None:
-        """Waits until the memory for a bucket is free, because the following worker has read the earlier bucket there.
+        """Waits until the memory for a bucket is free: until the following worker has read the bucket that was there
+        before.
 
         Raises:
-            DisconnectedError: a neighbour has ended. `peer` is its name.
+            DisconnectedError: a neighbour has ended. The error's `peer` is the neighbour's name.
             TransferTimeoutError: the following worker did not read the earlier bucket within the agent's time-out.
         """
         if self._following is not None:
             await self._until(lambda: self._read >= number - len(self._buckets), f"{self._following} to read a bucket")
 
     def offer(self, number: int, nbytes: int, pieces: list[Piece], *, last: bool) -> None:
-        """Tells the following worker that a bucket's contents are in memory. Raises DisconnectedError."""
+        """Tells the following worker that a bucket can be read. Raises DisconnectedError if that worker has ended."""
         if self._following is not None:
             address = self._buckets[number % 2].address
             self._agent.notify(self._following, _CODEC.encode(Bucket(number, address, nbytes, pieces, last)))
 
     async def fetch(self, number: int) -> Bucket:
-        """Reads a bucket from the previous worker, and offers it to the following one. Errors as for `until_free`."""
+        """Reads a bucket from the previous worker, and offers it to the following worker. Raises the errors of
+        `until_free`.
+        """
         previous = self._previous
         assert previous is not None
         await self._until(lambda: number in self._arrived, f"a bucket of {previous}")

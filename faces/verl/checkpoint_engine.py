@@ -1,7 +1,7 @@
 """verl's checkpoint engine. The interface is that of verl 0.9.1, `verl.checkpoint_engine.base`.
 
-verl's trainers gather each weight on every rank; the first rank sends. Weights travel in buckets, along a chain of all
-rollout workers that visits each host once.
+In verl, a trainer's ranks all gather each weight, and the first rank sends it. Weights are sent in buckets, along a
+chain of all rollout workers in which the workers of a host are neighbours.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
     """Moves weights from trainer workers to rollout workers.
 
     Args:
-        bucket_size: the bytes of a bucket. Each worker has two buckets.
-        device: where buckets lie: "cuda", or "cpu"; None: the GPU if there is one.
-        rollout_dtype: the element type of the weights that rollout workers get; None: as they are sent.
-        is_master: without effect here; verl sets it on the trainer's first rank.
+        bucket_size: the size of a bucket in bytes. Each worker has two buckets.
+        device: the device of the buckets: "cuda" or "cpu"; None takes the GPU if there is one.
+        rollout_dtype: the element type to which weights are converted before they are sent; None sends them unchanged.
+        is_master: without effect; verl sets it on the trainer's first rank.
         timeout: the bound of each wait for a neighbour, in seconds.
     """
 
@@ -57,8 +57,8 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
     def prepare(self) -> dict[str, Any]:
         """Makes this update's agent, and allocates its buckets. Returns the agent's metadata.
 
-        verl does not finalize an update that failed, so `prepare` ends an earlier update, whose waits then raise
-            ClosedError.
+        verl does not call `finalize` after an update that failed. So `prepare` ends an earlier update first, and waits
+        of that update raise ClosedError.
         """
         self.finalize()
         self._agent = Agent(f"verl {uuid.uuid4().hex}", timeout=self._timeout)
@@ -71,16 +71,17 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """The arguments of `init_process_group` for trainer workers and for rollout workers.
+        """Returns the arguments of `init_process_group`: first those for the trainer workers, then those for the
+        rollout workers. Each is a dict that has, by argument, a list of one value for each worker.
 
         Args:
             actor_wg_world_size, rollout_world_size: the numbers of trainer workers and rollout workers.
-            metadata: what `prepare` returned on all workers, the trainer's first.
+            metadata: the results of `prepare` on all workers, with the trainer workers first.
         """
         agents = [each["metadata"] for each in metadata]
         rollouts = agents[actor_wg_world_size:]
         hosts = [host_of(agent) for agent in rollouts]
-        first_host = [host_of(agents[0]), *hosts]  # a host's workers are neighbours, the trainer's host is first
+        first_host = [host_of(agents[0]), *hosts]  # sorts by host: first the trainer's host
         order = sorted(range(rollout_world_size), key=lambda index: (first_host.index(hosts[index]), index))
         chain = [agents[0], *(rollouts[index] for index in order)]
         place = {index: position for position, index in enumerate(order, 1)}
@@ -98,7 +99,7 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
         return trainer, rollout
 
     def init_process_group(self, *, sends: bool, previous: bytes | None, following: bytes | None) -> None:
-        """Joins the chain. `build_topology` returns the arguments."""
+        """Joins the chain, if this worker is a part of it. `build_topology` returns the arguments."""
         if sends or previous is not None:
             assert self._agent is not None
             first, second = self._agent.regions
@@ -112,7 +113,8 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
 
     @torch.no_grad()
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> None:
-        """Sends weights. The trainer's other ranks only run the generator, because it gathers the weights on all ranks.
+        """Sends weights, on the trainer's first rank. The trainer's other ranks only run the generator, because it
+        gathers each weight on all ranks.
 
         Args:
             weights: a generator of (name, tensor) pairs, asynchronous or not.
@@ -121,7 +123,7 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
         Raises:
             DisconnectedError: the first rollout worker has ended.
             TransferTimeoutError: the first rollout worker did not read a bucket within the time-out.
-            ClosedError: the next update was prepared meanwhile.
+            ClosedError: the next update was prepared before this one had ended.
         """
         if self._chain is None:
             async for _ in _each(weights):
@@ -145,7 +147,7 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
             first = 0
             while True:
                 room = self.bucket_size - at
-                if room < min(self.bucket_size, flat.numel() - first):  # short weights are not cut
+                if room < min(self.bucket_size, flat.numel() - first):  # a weight that fits in a bucket is not cut
                     await flush(last=False)
                     continue
                 nbytes = min(room, flat.numel() - first)
@@ -169,12 +171,12 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
         Raises:
             RuntimeError: this worker is not in the chain.
             DisconnectedError: a neighbour in the chain has ended.
-            TransferTimeoutError: a neighbour did not act within the time.
-            ClosedError: the next update was prepared meanwhile.
+            TransferTimeoutError: a neighbour did not offer or read a bucket within the time-out.
+            ClosedError: the next update was prepared before this one had ended.
         """
         if self._chain is None:
             raise RuntimeError("init_process_group has not been called")
-        chain, buckets = self._chain, self._buckets  # this update's: the next may be prepared meanwhile
+        chain, buckets = self._chain, self._buckets  # kept: `prepare` may replace them
         number, whole = 0, torch.empty(0, dtype=torch.uint8, device=self.device)
         bucket = await chain.fetch(number)
         while True:
@@ -193,7 +195,7 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
                     whole[piece.first : piece.first + piece.nbytes].copy_(part, non_blocking=True)
                     if piece.first + piece.nbytes == nbytes:
                         yield piece.name, whole.view(dtype).view(piece.shape)
-                self._synchronize()  # afterwards the bucket's memory is reused
+                self._synchronize()  # because the bucket's memory is reused after this
                 if following is None:
                     break
                 number, bucket = number + 1, await following

@@ -1,8 +1,9 @@
-"""The engines of vLLM's weight transfer: for its workers, and for the ranks of a trainer.
+"""The two engines of vLLM's weight transfer: one for vLLM's workers, one for the ranks of a trainer.
 
 The interface is that of vLLM 0.33.0, `vllm.distributed.weight_transfer.base`. The trainer's ranks offer their shards in
-place, without gathering them. Each worker reads whole tensors into a staging buffer, group by group, and passes them to
-the model's `load_weights`. The workers of a host share the data that each has read.
+place, without gathering them. Each worker reads a group of whole tensors into a staging buffer, passes them to the
+model's `load_weights`, and then does the same with the next group. The workers of a host share the data that each of
+them has read.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ class ProxyCCLWeightTransferInitInfo(WeightTransferInitInfo):
     """The trainer's first message to workers, which can be sent as JSON.
 
     Attributes:
-        cards: the cards of the trainer's ranks, in base64.
-        bucket_bytes: size of the staging buffer, unless a tensor is larger.
-        timeout: bound of each wait, in seconds.
+        cards: the results of `WeightSource.card` on the trainer's ranks, in base64.
+        bucket_bytes: the size of the staging buffer in bytes. If a tensor is larger, the buffer has that tensor's size.
+        timeout: the bound of each wait, in seconds.
     """
 
     cards: list[str]
@@ -56,7 +57,7 @@ class ProxyCCLWeightTransferUpdateInfo(WeightTransferUpdateInfo):
     """The trainer's message to workers in each round.
 
     Attributes:
-        version: the version that the trainer's ranks offer.
+        version: the number of the version of the weights that the trainer's ranks offer.
     """
 
     version: int
@@ -67,8 +68,9 @@ class ProxyCCLTrainerInitInfo(TrainerInitInfo):
     """A trainer's settings, besides its rank.
 
     Attributes:
-        bucket_bytes: size of each worker's staging buffer, unless a tensor is larger.
-        timeout: bound of each wait, in seconds.
+        bucket_bytes: the size of each worker's staging buffer in bytes. If a tensor is larger, the buffer has that
+            tensor's size.
+        timeout: the bound of each wait, in seconds.
     """
 
     backend: ClassVar[str] = "proxyccl"
@@ -79,7 +81,7 @@ class ProxyCCLTrainerInitInfo(TrainerInitInfo):
 class ProxyCCLWeightTransferEngine(
     WeightTransferEngine[ProxyCCLWeightTransferInitInfo, ProxyCCLWeightTransferUpdateInfo]
 ):
-    """A worker's side of the weight transfer."""
+    """The engine of a worker, which reads weights and loads them into the worker's model."""
 
     init_info_cls = ProxyCCLWeightTransferInitInfo
     update_info_cls = ProxyCCLWeightTransferUpdateInfo
@@ -127,7 +129,7 @@ class ProxyCCLWeightTransferEngine(
         Raises:
             RuntimeError: the engine is not initialized.
             DisconnectedError: a rank of the trainer, or another worker, has ended.
-            TransferTimeoutError: the version did not arrive within the time.
+            TransferTimeoutError: the version did not arrive within the time-out.
         """
         if self._target is None:
             raise RuntimeError("init_transfer_engine has not been called")
@@ -149,22 +151,22 @@ class ProxyCCLWeightTransferEngine(
 
 
 class ProxyCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[ProxyCCLTrainerInitInfo]):
-    """A trainer's side of the weight transfer, on each rank of torch's default process group.
+    """The engine of a trainer, on each rank of torch's default process group.
 
-    Workers read a parameter in place if its memory stays the same between rounds. Other parameters, and parameters
-    whose type differs from the declared type, are copied into the engine's memory. The engine never writes the
-    trainer's memory.
+    If a parameter's memory stays the same between rounds, workers read the parameter in place. Otherwise, or if its
+    type differs from the declared type, the engine copies the parameter into memory of its own, which workers read. The
+    engine never writes the trainer's memory.
     """
 
     init_info_cls = ProxyCCLTrainerInitInfo
 
     @classmethod
     def trainer_init(cls, init_info: ProxyCCLTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
-        """Registers this rank's shards; the sender connects the workers.
+        """Makes the engine and registers this rank's shards. On the sender, also connects the workers.
 
         Raises:
-            ValueError: there is no source.
-            TypeError: the source does not offer local shards.
+            ValueError: `source` is None.
+            TypeError: the source has no local shards (`iter_local`).
         """
         if source is None:
             raise ValueError("a source of weights is needed")
@@ -181,7 +183,7 @@ class ProxyCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[ProxyCCLTr
         self._weights = WeightSource(self._agent)
         self._declared = {meta.name: meta for meta in self.source.metadata}
         self._kept: dict[str, torch.Tensor] = {}
-        self._in_place: dict[str, int] = {}  # addresses, because a kept tensor's memory may also move
+        self._in_place: dict[str, int] = {}  # addresses of the parameters that workers read in place
         self._look()
         self._look()  # a second look finds shards that the source makes anew each time: these are copied from the start
         self._register()
@@ -189,14 +191,17 @@ class ProxyCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[ProxyCCLTr
             self._connect_workers()
 
     def _look(self) -> bool:
-        """Updates the memory that the workers read. Returns True if a part of the memory is not registered yet."""
+        """Updates the memory that the workers read, by the source's current shards. Returns whether a part of this
+        memory is new and must be registered.
+        """
         new = False
         for name, tensor in self.source.iter_local():
             address = tensor.data_ptr()
             if name in self._kept and name not in self._in_place:
                 self._kept[name].copy_(tensor.detach())
             elif self._in_place.get(name) != address:
-                # The parameter's earlier memory belongs to the trainer, who may use it for something else.
+                # A parameter that has moved is copied: its earlier memory belongs to the trainer, which may use it for
+                # something else.
                 made = tensor.detach().to(self._declared[name].dtype, copy=name in self._kept).contiguous()
                 if made.data_ptr() == address:
                     self._in_place[name] = address
@@ -218,11 +223,11 @@ class ProxyCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[ProxyCCLTr
         self._cards = []
 
     def send_weights(self) -> None:
-        """Offers the weights until all workers have read them. Workers connect again when a parameter, on any rank, has
-        left the memory where they read it.
+        """Offers the weights until all workers have read them. If the memory of a parameter has changed on any rank,
+        the workers first connect again.
 
         Raises:
-            RuntimeError: the sender could not update the workers. On the sender, the client's own exception is raised
+            RuntimeError: the sender could not update the workers. The sender itself raises the client's exception
                 instead.
         """
         if any(_gather(self._look())):
@@ -259,7 +264,9 @@ def _name(rank: int) -> str:
 
 
 def _sharding(meta: Any) -> Sharding | None:
-    """A parameter's sharding, by names of agents; None if every rank has the whole parameter."""
+    """Returns a parameter's sharding, whose holders are given by the names of their agents; None if every rank has the
+    whole parameter.
+    """
     if meta.owners is None:
         return None
     mesh = np.array([_name(rank) for rank in meta.owners], object).reshape(meta.mesh_shape)
@@ -272,7 +279,7 @@ def _sharding(meta: Any) -> Sharding | None:
 
 
 def _gather(value: _Value, group: dist.ProcessGroup | None = None) -> list[_Value]:
-    """The values of all ranks."""
+    """Returns the values that all ranks pass, in the order of the ranks."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -293,8 +300,8 @@ def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def _grouped(nbytes: dict[str, int], most: int) -> list[dict[str, int]]:
-    """Splits names into groups of at most `most` bytes, or of one larger tensor. Returns each group's names with each
-    name's size.
+    """Splits tensors, given by their names and sizes, into groups of at most `most` bytes; a larger tensor is a group
+    of its own. Returns for each group the names, with each tensor's size rounded up to a multiple of 256.
     """
     room = {name: -(-each // _ALIGNMENT) * _ALIGNMENT for name, each in nbytes.items()}
     ends = itertools.accumulate(room.values())
