@@ -40,8 +40,7 @@ class Routing:
         local_world_size: number of ranks of a node.
         max_tokens: the layer's max_tokens.
         scatter: [sum of T, K]: the row of each slot in the concatenation of all ranks' outputs; None for rows ordered
-            by
-            expert, then source rank, token and k.
+            by expert, then source rank, token and k.
         alignment: each expert's rows begin at a multiple of this number of rows.
     """
 
