@@ -50,7 +50,9 @@ class Pair:
         self.a.add(self.b.metadata())
 
     def blocks(self, *blocks: tuple[int, int, int]) -> Any:
-        """Returns the rows of a transfer that a starts. Each argument is (offset in `ours`, offset in `theirs`, bytes)."""
+        """Returns the rows of a transfer that a starts. Each argument is (offset in `ours`, offset in
+        `theirs`, bytes).
+        """
         base = (self.our_region.address, self.their_region.address, 0)
         return np.array(blocks, np.uint64).reshape(-1, 3) + np.array(base, np.uint64)
 

@@ -1,4 +1,6 @@
-"""Worlds for the tests of experts: their numbers of ranks and nodes, and the constants of `geometry` that they change."""
+"""Worlds for the tests of experts: their numbers of ranks and nodes, and the constants of `geometry` that
+they change.
+"""
 
 from __future__ import annotations
 

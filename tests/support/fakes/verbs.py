@@ -1,4 +1,6 @@
-"""The device that the tests of the verbs transport post to (fake_device.c), and a proxy service that uses such devices."""
+"""The device that the tests of the verbs transport post to (fake_device.c), and a proxy service that uses
+such devices.
+"""
 
 from __future__ import annotations
 

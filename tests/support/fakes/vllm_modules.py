@@ -135,7 +135,9 @@ def _unchecked() -> Iterator[None]:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Puts the stand-in modules into sys.modules. Returns an object whose `workers` and `trainers` are the factories."""
+    """Puts the stand-in modules into sys.modules. Returns an object whose `workers` and `trainers` are the
+    factories.
+    """
     found = SimpleNamespace(workers=_Factory(), trainers=_Factory())
     names = (Replicate, Shard, ParamMeta, WeightTransferInitInfo, WeightTransferUpdateInfo, TrainerInitInfo)
     base = {each.__name__: each for each in (*names, WeightTransferEngine, TrainerWeightTransferEngine)}

@@ -74,7 +74,9 @@ class FakeWriter:
 
     @property
     def signals(self) -> list[tuple[int, int, int]]:
-        """Returns for each signal carried out: (address of the word, the word's new value, bytes that were put before)."""
+        """Returns for each signal carried out: (address of the word, the word's new value, bytes that were
+        put before).
+        """
         out: list[tuple[int, int, int]] = []
         signal = self._ffi.new(f"{self._types}Signal *")
         while self._call("signal", len(out), signal):
