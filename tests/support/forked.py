@@ -35,8 +35,8 @@ class Forks:
     Args:
         environment: environment of the template process. ProxyCCL's own variables are removed, because each started
                 process gets those of its test.
-            prefix: the beginning of a command that starts a program elsewhere, and becomes that program.
-            template: the program that becomes the template. It takes the same argument as this file.
+        prefix: the beginning of a command that starts a program elsewhere, and becomes that program.
+        template: the program that becomes the template. It takes the same argument as this file.
 
     Attributes:
         processor_seconds: processor time of the processes that have ended, in seconds.

@@ -78,16 +78,16 @@ class FakeFabricPeer(FakePeer):
 
     Args:
         service: the proxy service that connects to the peer.
-            source: the memory that puts read.
-            destination: the memory that puts write.
-            rank: the peer's rank.
-            channels: number of channels to the peer.
-            depth: most writes outstanding.
-            ordered: whether the endpoint keeps the order of writes.
-            joined: whether the endpoint takes writes of two parts, and carries the parts out in order.
-            reads: whether the endpoint takes reads.
-            offsets: whether the peer's memory is named by offsets; otherwise by addresses.
-            max_message: most bytes of a write.
+        source: the memory that puts read.
+        destination: the memory that puts write.
+        rank: the peer's rank.
+        channels: number of channels to the peer.
+        depth: most writes outstanding.
+        ordered: whether the endpoint keeps the order of writes.
+        joined: whether the endpoint takes writes of two parts, and carries the parts out in order.
+        reads: whether the endpoint takes reads.
+        offsets: whether the peer's memory is named by offsets; otherwise by addresses.
+        max_message: most bytes of a write.
     """
 
     device: Any

@@ -51,22 +51,22 @@ class End(OwnTriggers):
 
     Args:
         number: 0 or 1; end n is rank 7 + n.
-            nbytes: size of each of the two memories.
-            channels: number of channels to the other end.
-            ring_bytes: size of the rings in the staging area.
-            chunk_bytes: most bytes of a put that are staged at a time.
-            depth: depth of the wire's queues.
-            max_message: most bytes of one of the wire's requests.
-            wire: makes a wire.
-            runtime: for memory and copies; None for a new one on the device that the tests use.
-            calls: replacements of the engine's driver calls.
-            service: options of the service.
-            credits_tell: the connection's option of this name.
-            wires: number of wires.
+        nbytes: size of each of the two memories.
+        channels: number of channels to the other end.
+        ring_bytes: size of the rings in the staging area.
+        chunk_bytes: most bytes of a put that are staged at a time.
+        depth: depth of the wire's queues.
+        max_message: most bytes of one of the wire's requests.
+        wire: makes a wire.
+        runtime: for memory and copies; None for a new one on the device that the tests use.
+        calls: replacements of the engine's driver calls.
+        service: options of the service.
+        credits_tell: the connection's option of this name.
+        wires: number of wires.
 
     Attributes:
         devices: the wires' devices.
-            device: the first wire's device.
+        device: the first wire's device.
     """
 
     def __init__(
@@ -191,9 +191,9 @@ class Ends:
 
     Args:
         nbytes: size of each end's memories.
-            options: options of both ends.
-            first: further options of the first end.
-            second: further options of the second end.
+        options: options of both ends.
+        first: further options of the first end.
+        second: further options of the second end.
     """
 
     def __init__(

@@ -98,7 +98,7 @@ def make_torch(built_for: str, version: str = "2.11.0", **more: Any) -> Any:
     Args:
         built_for: "cuda", "hip" or "cpu".
         version: torch's version.
-            more: other attributes of torch.cuda; an attribute that is None is omitted.
+        more: other attributes of torch.cuda; an attribute that is None is omitted.
     """
     torch: Any = types.ModuleType("torch")
     torch.__version__ = version

@@ -104,8 +104,8 @@ class OwnTriggers:
 
     Attributes:
         service: the service that has the channels.
-            channels: ids of the channels.
-            source_id, destination_id: ids of the memories.
+        channels: ids of the channels.
+        source_id, destination_id: ids of the memories.
     """
 
     service: ProxyService
@@ -157,15 +157,15 @@ class FakePeer(OwnTriggers):
 
     Args:
         service: the proxy service that connects to the peer.
-            source: the memory that puts read.
-            destination: the memory that puts write, which belongs to the peer.
-            rank: the peer's rank.
-            channels: number of channels to the peer.
-            send_depth: depth of the send queue.
-            cq_depth: depth of the completion queue; None for the depth of the send queue.
-            max_message: most bytes of a request.
-            fetch_add: whether signals are added by fetch-and-add; otherwise they are written.
-            reads: most reads outstanding; 0 if the device makes none.
+        source: the memory that puts read.
+        destination: the memory that puts write, which belongs to the peer.
+        rank: the peer's rank.
+        channels: number of channels to the peer.
+        send_depth: depth of the send queue.
+        cq_depth: depth of the completion queue; None for the depth of the send queue.
+        max_message: most bytes of a request.
+        fetch_add: whether signals are added by fetch-and-add; otherwise they are written.
+        reads: most reads outstanding; 0 if the device makes none.
     """
 
     def __init__(
@@ -217,11 +217,11 @@ class Loop:
 
     Args:
         source: the memory that puts read.
-            destination: the memory that puts write.
-            peers: number of peers.
-            service: options of the service.
-            make_peer: makes each peer; None for `FakePeer`.
-            options: options of each peer.
+        destination: the memory that puts write.
+        peers: number of peers.
+        service: options of the service.
+        make_peer: makes each peer; None for `FakePeer`.
+        options: options of each peer.
     """
 
     def __init__(

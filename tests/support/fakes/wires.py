@@ -20,7 +20,7 @@ class FakeWire(Protocol):
         transport: name of the staged transport over it.
         device: the device, which counts, dawdles and fails.
         area_key: key of this end's area.
-            peer_key: key of the other end's area.
+        peer_key: key of the other end's area.
     """
 
     transport: str
@@ -42,7 +42,7 @@ class VerbsWire:
 
     Args:
         depth: depth of its queues.
-            max_message: most bytes of a request.
+        max_message: most bytes of a request.
     """
 
     transport = "staged"

@@ -75,9 +75,9 @@ class Visit:
 
     Args:
         agent: the agent that transfers data to and from the peer.
-            number: the peer's number.
-            process: the peer's process.
-            seed: the seed of all random choices.
+        number: the peer's number.
+        process: the peer's process.
+        seed: the seed of all random choices.
     """
 
     def __init__(self, agent: Agent, number: int, process: Child, seed: int) -> None:
@@ -185,9 +185,9 @@ class Lives:
 
     Args:
         agent: the agent that transfers data to and from the peer.
-            number: the peer's number.
-            processes: the processes of its incarnations, one after the other.
-            seed: the seed of all random choices.
+        number: the peer's number.
+        processes: the processes of its incarnations, one after the other.
+        seed: the seed of all random choices.
     """
 
     def __init__(self, agent: Agent, number: int, processes: list[Child], seed: int) -> None:
@@ -369,9 +369,9 @@ def run_lives(seed: int, peers: int = 4, lives: int = 4, path: str | None = None
 
     Args:
         seed: the seed that the case follows from.
-            peers: number of peers, each with its own name.
-            lives: how often each peer starts.
-            path: the path of the data. None: the seed chooses one path, or both "shared_memory" and "process_vm".
+        peers: number of peers, each with its own name.
+        lives: how often each peer starts.
+        path: the path of the data. None: the seed chooses one path, or both "shared_memory" and "process_vm".
     """
     rng = random.Random(seed)
     paths = [path] if path else [["shared_memory", "process_vm"], *([each] for each in PATHS)][seed % (len(PATHS) + 1)]
@@ -391,8 +391,8 @@ def run(seed: int, peers: int = 30, path: str | None = None) -> list[str]:
 
     Args:
         seed: the seed that the case follows from.
-            peers: number of peers that come and go.
-            path: the path of the data. None: the seed chooses one.
+        peers: number of peers that come and go.
+        path: the path of the data. None: the seed chooses one.
     """
     rng = random.Random(seed)
     with Agent("under load", listen=["127.0.0.1"], paths=[path or PATHS[seed % len(PATHS)]]) as agent:

@@ -118,8 +118,8 @@ class Campaign:
 
     Args:
         directory: directory for the cases' reports and, unless `cache` is given, their kernels.
-            hosts: two hosts for cases on hosts.
-            cache: directory of compiled kernels, which all cases share, because compiling takes seconds.
+        hosts: two hosts for cases on hosts.
+        cache: directory of compiled kernels, which all cases share, because compiling takes seconds.
     """
 
     def __init__(self, directory: Path, hosts: Hosts | None = None, *, cache: Path | None = None) -> None:

@@ -57,15 +57,15 @@ class Case:
 
     Attributes:
         seed: the seed that the case follows from.
-            ranks: number of ranks.
-            place: where the ranks' proxies run ("thread" or "process").
-            nodes: number of ranks of a node; None if all ranks are on one node.
+        ranks: number of ranks.
+        place: where the ranks' proxies run ("thread" or "process").
+        nodes: number of ranks of a node; None if all ranks are on one node.
         hosts: whether the ranks are on two hosts, which libfabric joins over TCP.
         fault: one of FAULTS.
         victim: the rank to which the fault happens.
         delay: seconds from when all ranks are ready until the fault.
-            timeout: time-out of every wait, in seconds.
-            work: seconds that the ranks work, if nothing ends them earlier.
+        timeout: time-out of every wait, in seconds.
+        work: seconds that the ranks work, if nothing ends them earlier.
         repeats: whether the ranks repeat the same calls, so that only their streams wait for the daemon.
         brief: whether the fault and the end come early.
     """

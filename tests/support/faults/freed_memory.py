@@ -42,7 +42,7 @@ class Side:
 
     Args:
         agent: the agent that registers the memory.
-            shared: whether the memory is from `shared_empty`, and is never harmed.
+        shared: whether the memory is from `shared_empty`, and is never harmed.
     """
 
     def __init__(self, agent: Agent, *, shared: bool) -> None:
@@ -71,7 +71,7 @@ class Case:
 
     Args:
         seed: the seed that the case follows from.
-            path: the path of the data.
+        path: the path of the data.
         """
          def __init__(self, seed: int, path: str) -> None:
         self._rng = random.Random(seed)

@@ -57,10 +57,10 @@ class Report:
 
     Attributes:
         path: path of the file; None for no file.
-            planned: number of cases to run.
-            jobs: number of cases that run concurrently.
-            outcomes: the outcomes, in the order in which the cases ended.
-            left_out: number of cases that could not run on this machine, by fault and reason.
+        planned: number of cases to run.
+        jobs: number of cases that run concurrently.
+        outcomes: the outcomes, in the order in which the cases ended.
+        left_out: number of cases that could not run on this machine, by fault and reason.
     """
 
     path: Path | None

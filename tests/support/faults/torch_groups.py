@@ -36,10 +36,10 @@ class Case:
 
     Attributes:
         ranks: number of ranks.
-            groups: the ranks of each group.
+        groups: the ranks of each group.
         warm: whether the default group is used first, so that the others are split from it.
         threads: number of threads of a rank that use the groups.
-            turns: how often the groups are made, used and destroyed.
+        turns: how often the groups are made, used and destroyed.
     """
 
     ranks: int

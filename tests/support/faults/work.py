@@ -51,7 +51,7 @@ class Work:
 
     Args:
         comm: the ranks' communicator.
-            seed: seed of the work, the same on all ranks.
+        seed: seed of the work, the same on all ranks.
     """
 
     def __init__(self, comm: Communicator, seed: int) -> None:
