@@ -72,8 +72,9 @@ class Case:
     Args:
         seed: the seed that the case follows from.
         path: the path of the data.
-        """
-         def __init__(self, seed: int, path: str) -> None:
+    """
+
+    def __init__(self, seed: int, path: str) -> None:
         self._rng = random.Random(seed)
         only = None if path == "self" else [path, "process_vm"] if path == "shared_memory" else [path]
         self._a, self._b = Agent("a", paths=only), Agent("b", listen=["127.0.0.1"])
