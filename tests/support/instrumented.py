@@ -45,9 +45,9 @@ def build_instrumented(
 
     Args:
         directory: directory for the built files, each named after its module.
-            scripts: the build scripts that declare the modules.
-            sanitize: compiler options that select the sanitizer.
-            plain: source files that are compiled without these options.
+        scripts: the build scripts that declare the modules.
+        sanitize: compiler options that select the sanitizer.
+        plain: source files that are compiled without these options.
     """
     extensions = [_declared_extension(script, directory) for script in scripts]
 

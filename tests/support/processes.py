@@ -55,9 +55,9 @@ def run_processes(
         world_size: number of processes.
         program: a Python program.
         arguments: the program's arguments.
-            timeout: seconds that all processes together may take.
-            env: variables that are added to this process's environment.
-            fresh: whether each process is a new interpreter; otherwise it is a fork (forked.py).
+        timeout: seconds that all processes together may take.
+        env: variables that are added to this process's environment.
+        fresh: whether each process is a new interpreter; otherwise it is a fork (forked.py).
     """
     with tempfile.TemporaryDirectory() as directory:
         shared = {**os.environ, **(env or {}), "RENDEZVOUS": directory, "WORLD_SIZE": str(world_size)}

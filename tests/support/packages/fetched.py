@@ -19,8 +19,8 @@ class FetchedPackages:
 
     Args:
         name: the directory's name.
-            program: the script in this folder that fills the directory.
-            arguments: the program's arguments after the directory.
+        program: the script in this folder that fills the directory.
+        arguments: the program's arguments after the directory.
     """
 
     def __init__(self, name: str, program: str, *arguments: str) -> None:
