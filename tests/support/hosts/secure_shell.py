@@ -35,8 +35,8 @@ _CLIENT_PROGRAM = """\
 #!/bin/sh
 LD_LIBRARY_PATH={libraries} exec {ssh} -F {config} "$@"
 """
-# If root starts it, sshd needs a user "sshd" and its own directory. Both are made in a mount namespace, where only it
-# sees them; root's entry there needs no shadow file and has a shell that every machine has.
+# If root starts it, sshd needs a user "sshd" and its own directory. Both are made in a mount namespace that only sshd
+# sees. Root's entry in the passwd file there needs no shadow file, and names a shell that every machine has.
 _START = """\
 mount --bind {users} /etc/passwd && mount -t tmpfs none /run && mkdir /run/sshd && exec {sshd} -D -e -f {config}
 """
