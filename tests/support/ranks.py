@@ -122,8 +122,8 @@ _COLLECTING = threading.Lock()
 
 def collect_garbage() -> None:
     """Collects garbage until there is none: objects that a finalizer refers to become garbage only when it has run.
-     `gc.collect` does nothing while another thread collects, for instance while that thread runs such a finalizer. So
-     ranks that are threads take turns: otherwise each would find the other's `_Cycle`, and both would start again.
+    `gc.collect` does nothing while another thread collects, for instance while that thread runs such a finalizer. So
+    ranks that are threads take turns: otherwise each would find the other's `_Cycle`, and both would start again.
     """
     with _COLLECTING:
         while True:

@@ -26,8 +26,8 @@ def interrupt() -> None:
 @contextlib.contextmanager
 def handled(handler: Callable[[], object]) -> Iterator[None]:
     """Installs a handler for the signal `NUMBER` during the block.
-     Garbage of earlier tests is collected before the block, and collection is off during it, because Python ignores an
-     exception of a handler that runs in a weak reference's callback or in a finalizer.
+    Garbage of earlier tests is collected before the block, and collection is off during it, because Python ignores an
+    exception of a handler that runs in a weak reference's callback or in a finalizer.
     """
     gc.collect()
     gc.disable()

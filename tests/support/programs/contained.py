@@ -1,7 +1,7 @@
 """Runs a rank in a container of its own: contained.py DIRECTORY RANK TASK [apart]
- With `apart` the rank also leaves the network namespace, so that no abstract socket reaches it. Tasks: `work` checks
- the results of calls over every kind of channel; `agents` lets agents read each other's memory; `lose` kills rank 1,
- and rank 0 prints its error.
+With `apart` the rank also leaves the network namespace, so that no abstract socket reaches it. Tasks: `work` checks
+the results of calls over every kind of channel; `agents` lets agents read each other's memory; `lose` kills rank 1,
+and rank 0 prints its error.
 """
 
 from __future__ import annotations

@@ -45,7 +45,9 @@ meet()
 if comm.rank == 0:
     if sys.argv[1] == "with_a_child":  # the child keeps the socket to the daemon open
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads, which the child does not need
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # of forking beside threads, which the child does not need
             child = os.fork()
         if child == 0:
             for descriptor in (0, 1, 2):

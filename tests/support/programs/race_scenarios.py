@@ -522,7 +522,9 @@ def agents() -> None:
             whole.wait(60)
             for thread in threads:
                 thread.join()
-            a.write("b", [(near.address, far.address, 100)]).wait(60)  # arrives after everything that canceled transfers sent
+            a.write("b", [(near.address, far.address, 100)]).wait(
+                60
+            )  # arrives after everything that canceled transfers sent
             values = random.integers(0, 256, NBYTES, dtype=np.uint8)
             if isinstance(theirs, Array):
                 theirs.upload(values)
@@ -681,7 +683,9 @@ def planted_missing_meeting() -> None:
         comm.group.symmetric.update()
         announced = comm.group.symmetric.find(data.ptr, data.nbytes)
         assert announced is not None
-        reached_at = announced.known[0]  # the range's addresses are the array's: the array starts at the range's first byte
+        reached_at = announced.known[
+            0
+        ]  # the range's addresses are the array's: the array starts at the range's first byte
         assert reached_at is not None
         struct.pack_into(f"<{len(reached_at)}Q", parameter, ffi.offsetof("ProxycclTeam", "reached_at"), *reached_at)
         gather = comm.compile(MISSING_MEETING, "gather_unmet", include_dirs=[str(KERNELS)])

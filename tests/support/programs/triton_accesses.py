@@ -1,7 +1,7 @@
 """Compiles Triton kernels for GPUs that this machine lacks, and writes a file for each kernel.
- The argument is a directory, whose name gives the architecture and perhaps one of two words for kernels that take long
- to compile: with "values" a kernel of many functions is compiled, with "examples" the examples' kernels. Without either
- word, a kernel for each access that synchronises is compiled.
+The argument is a directory, whose name gives the architecture and perhaps one of two words for kernels that take long
+to compile: with "values" a kernel of many functions is compiled, with "examples" the examples' kernels. Without either
+word, a kernel for each access that synchronises is compiled.
 """
 
 from __future__ import annotations

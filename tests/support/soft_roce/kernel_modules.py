@@ -45,7 +45,7 @@ def dependencies(module: bytes) -> list[str]:
 
 def in_load_order(tree: Path) -> dict[str, bytes]:
     """Returns MODULES and their dependencies, by name, each after the modules that it needs.
-     `tree` is a lib/modules/VERSION. Raises UnavailableError if this kernel lacks a module.
+    `tree` is a lib/modules/VERSION. Raises UnavailableError if this kernel lacks a module.
     """
     files = {named(path.name): path for path in tree.rglob("*.ko*")}
     built_in = {named(line) for line in (tree / "modules.builtin").read_text().splitlines()}
