@@ -432,7 +432,9 @@ def test_the_result_of_a_call_is_what_it_writes() -> None:
 
 @pytest.mark.parametrize("rank", [RANKS, -1])
 def test_a_rank_that_does_not_exist_is_refused_at_once(rank: int) -> None:
-    group = ProcessGroupProxyCCL(dist.HashStore(), 0, RANKS, TIMEOUT)  # the only rank that comes, so any wait would be long
+    group = ProcessGroupProxyCCL(
+        dist.HashStore(), 0, RANKS, TIMEOUT
+    )  # the only rank that comes, so any wait would be long
     x = torch.ones(1)
     refused = pytest.raises(ValueError, match=f"{rank} is not a rank of the group; expected 0 to {RANKS - 1}")
     for transfer in (group.send, group.recv):

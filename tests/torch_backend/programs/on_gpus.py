@@ -36,7 +36,9 @@ def streams(device: torch.device) -> None:
         x = torch.ones(COUNT, device=device)
         work = dist.all_reduce(x, async_op=True)
         del x, work
-        other = torch.full((COUNT,), -1.0, device=device)  # would get the memory of x if the backend did not record x's use
+        other = torch.full(
+            (COUNT,), -1.0, device=device
+        )  # would get the memory of x if the backend did not record x's use
         torch.cuda.synchronize()
         assert (other == -1).all()
     y = torch.ones(COUNT, device=device)
