@@ -35,9 +35,9 @@ class CopyMany:
 
     Attributes:
         functions: the host runtime's functions, with the call.
-            counts: number of copies of each call that was made.
-            status: a status to return instead of copying; 0 to copy.
-            awaits_data: whether kernels of short reductions are launched when all ranks have joined.
+        counts: number of copies of each call that was made.
+        status: a status to return instead of copying; 0 to copy.
+        awaits_data: whether kernels of short reductions are launched when all ranks have joined.
     """
 
     def __init__(self) -> None:

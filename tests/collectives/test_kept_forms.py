@@ -361,7 +361,9 @@ def test_a_launch_that_overtakes_the_close_leaves_later_calls_refused() -> None:
         group.failure.close()
         group.launches.recheck_next_call()
         with pytest.raises(ClosedError):
-            group.launches.launch(lambda _: None, None, ())  # a thread that has found the communicator open launches after its end
+            group.launches.launch(
+                lambda _: None, None, ()
+            )  # a thread that has found the communicator open launches after its end
         with pytest.raises(ClosedError):
             comm.all_reduce(x)
         group.failure.state = "open"

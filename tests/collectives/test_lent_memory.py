@@ -22,7 +22,9 @@ from support.fakes.foreign_memory import ForeignMemory
 from support.ranks import Ranks
 from support.running import run_ranks, wait_for
 
-CALL = Call("all_gather", count=1 << 18, in_place=False)  # 4 bytes each, so 1 MiB, which is the shortest array that is lent
+CALL = Call(
+    "all_gather", count=1 << 18, in_place=False
+)  # 4 bytes each, so 1 MiB, which is the shortest array that is lent
 ROOM = 64 << 20
 OFTEN = lent_memory._OFTEN
 
@@ -240,7 +242,9 @@ def test_an_array_may_end_at_any_line(ranks: Ranks, modules: list[str]) -> None:
         comm.synchronize()
         lines: set[tuple[str, int]] = set()
 
-        def trace(frame: FrameType, event: str, _: Any) -> Any:  # frees the memory at this point, as a garbage collection might
+        def trace(
+            frame: FrameType, event: str, _: Any
+        ) -> Any:  # frees the memory at this point, as a garbage collection might
             line = frame.f_code.co_filename, frame.f_lineno
             if line[0] not in traced:
                 return None

@@ -81,8 +81,8 @@ def arrays(comm: Communicator, name: str, rows: int, kind: str) -> tuple[Any, An
 )
 def test_all_ranks_get_the_same_bits(ranks: Ranks, collective: str, kind: str, pytestconfig: pytest.Config) -> None:
     """Tries every algorithm that works between the ranks; all give NaN for the same elements.
-     In `make test` each algorithm computes one operation on one type, dealt out in turn; --full compiles all
-     combinations.
+    In `make test` each algorithm computes one operation on one type, dealt out in turn; --full compiles all
+    combinations.
     """
     algorithms = [*ranks.run(lambda comm: comm.collectives.algorithms(collective))[0], None]
     turns = [TURNS.index(algorithm or "hierarchical") for algorithm in algorithms]  # which None chooses between nodes
