@@ -153,7 +153,9 @@ def test_all_ranks_hear_at_once_that_one_has_too_few_for_a_call(
 
 def test_the_communicator_goes_on_where_all_ranks_have_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
     all_limited = threading.Barrier(2)
-    monkeypatch.setattr(exchange, "_TELLING_OPEN_SECONDS", TIMEOUT)  # on a busy machine the ranks do not come at the same time
+    monkeypatch.setattr(
+        exchange, "_TELLING_OPEN_SECONDS", TIMEOUT
+    )  # on a busy machine the ranks do not come at the same time
 
     def body(comm: Communicator) -> None:
         if comm.rank == 0:

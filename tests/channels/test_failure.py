@@ -646,7 +646,9 @@ def test_a_failure_ends_what_streams_wait_for_where_no_thread_can_be_started(
             return caught(lambda: comm.synchronize(stream))
         assert queued.wait(TIMEOUT)
         exhausted.set()
-        monkeypatch.setattr(threads, "_BEGIN_SECONDS", 0.1)  # set only now: a busy machine takes longer to begin a thread
+        monkeypatch.setattr(
+            threads, "_BEGIN_SECONDS", 0.1
+        )  # set only now: a busy machine takes longer to begin a thread
         comm.abort("of the test")
         return caught(comm.synchronize)
 

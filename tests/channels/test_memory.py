@@ -61,7 +61,9 @@ def test_a_view_into_an_array_is_registered_where_it_lies(ranks: Ranks) -> None:
         part = replace(array.view(), ptr=array.ptr + 400, shape=(100,))
         memory = comm.register(part)
         assert memory.ptr == array.ptr + 400
-        peer = contents(comm.runtime, memory.peer_ptr(1 - comm.rank), 400)  # the peer's contents, as this rank maps them
+        peer = contents(
+            comm.runtime, memory.peer_ptr(1 - comm.rank), 400
+        )  # the peer's contents, as this rank maps them
         assert (peer.view(np.int32) == 1 - comm.rank).all()
         barrier(comm)
 

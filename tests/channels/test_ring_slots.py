@@ -80,7 +80,9 @@ def test_a_send_on_a_stream_needs_only_a_slot_of_its_own_rank(ranks: Ranks) -> N
         near = Neighbours(comm)
         outs = [on_device(comm, np.zeros(1000, np.uint8)) for _ in range(2 * SLOTS)]
         if comm.rank == 0:
-            for step in range(2 * SLOTS):  # sends of the second round stay in this rank's slots until rank 1 frees its own
+            for step in range(
+                2 * SLOTS
+            ):  # sends of the second round stay in this rank's slots until rank 1 frees its own
                 comm.runtime.fill(outs[0].ptr, step, 1000, near.stream)
                 near.send(outs[0], 1)
             comm.runtime.synchronize_stream(near.stream)  # the copies are done, though no rank has received

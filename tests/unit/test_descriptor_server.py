@@ -107,7 +107,9 @@ def socket_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_another_network_namespace_is_served_in_the_directory(
     name: bytes, socket_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (socket_directory / f"{bytes(TOKEN_BYTES).hex()}.descriptors").touch()  # other files in the directory are left alone
+    (
+        socket_directory / f"{bytes(TOKEN_BYTES).hex()}.descriptors"
+    ).touch()  # other files in the directory are left alone
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as killed:
         killed.bind(str(socket_directory / "killed.descriptors"))
     monkeypatch.setattr(sockets, "_abstract", lambda _: bytes(16))  # no such name in this network namespace

@@ -145,7 +145,9 @@ def test_a_process_whose_first_thread_has_ended_is_ending(ending: PeerProcess) -
     watch = ProcessWatch(0, {1: ending}, lambda _: False)
     assert ending.is_ending
     assert not has_ended(watch.descriptor_of(1))
-    late = acquire(replace(ending, token=bytes(15) + b"1"))  # a rank that starts to watch now: the process still has its memory
+    late = acquire(
+        replace(ending, token=bytes(15) + b"1")
+    )  # a rank that starts to watch now: the process still has its memory
     assert not has_ended(late)
     release(late)
     watch.close()
