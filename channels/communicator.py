@@ -111,7 +111,7 @@ class Communicator(CollectiveCalls):
             of `FabricOptions`.
         cta_policy: "zero" leaves the multiprocessors to the program, as NCCL_CTA_POLICY_ZERO does: collectives run by
             proxy unless a call names an algorithm or another policy. "efficiency" leaves most multiprocessors to the
-            program: kernels have few blocks. "default" takes the algorithm that is fastest on an idle device. The same
+        program: kernels have few blocks. "default" takes the algorithm that is fastest on an idle device. The same
             on all ranks. None for ``PROXYCCL_CTA_POLICY``, else "default".
         invariant: whether the bits of each element that `all_reduce`, `reduce` or `reduce_scatter` returns depend only
             on the ranks' values of this element and on the group, and not on the array's size, the element's place in
@@ -310,7 +310,7 @@ class Communicator(CollectiveCalls):
 
         Args:
             bootstrap: a bootstrap of all ranks, old and new, in the order of their new numbers; as for the constructor.
-                timeout: bound of every wait, in seconds; None for this communicator's.
+            timeout: bound of every wait, in seconds; None for this communicator's.
 
         Raises as the constructor, and the error that ended this communicator.
         """

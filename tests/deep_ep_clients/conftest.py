@@ -12,7 +12,9 @@ from support.ranks import Ranks
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrizes tests with the module's worlds. A world is a number of ranks, and options of their communicators."""
-    if "ranks" in metafunc.fixturenames and hasattr(metafunc.module, "WORLDS"):  # other modules have a fixture of their own
+    if "ranks" in metafunc.fixturenames and hasattr(
+        metafunc.module, "WORLDS"
+    ):  # other modules have a fixture of their own
         metafunc.parametrize("ranks", metafunc.module.WORLDS, indirect=True, ids=str, scope="module")
 
 

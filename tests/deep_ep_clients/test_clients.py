@@ -92,7 +92,9 @@ def test_a_group_of_gloo_is_enough() -> None:
     done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     if ON_HOST:
-        assert done.stdout.count("of all ranks") == 2  # count occurrences, not lines: both ranks may print at the same time
+        assert (
+            done.stdout.count("of all ranks") == 2
+        )  # count occurrences, not lines: both ranks may print at the same time
         assert done.stdout.count("of the node") == 1
 
 

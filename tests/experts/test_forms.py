@@ -282,7 +282,9 @@ def test_more_tokens_than_a_layer_has_room_for(pair: Ranks) -> None:
 def test_calls_with_lost_ranks_and_indices_change_too(pair: Ranks) -> None:
     def body(comm: Communicator) -> None:
         sizes = (TOKENS, HIDDEN, TOPK, comm.rank, EXPERTS + 2, comm.local_world_size, comm.world_size)
-        with EPAll2AllLayer(comm, *sizes, lost_ranks=[1], layout="rank") as layer:  # the second remaining rank has experts 4 and 5
+        with EPAll2AllLayer(
+            comm, *sizes, lost_ranks=[1], layout="rank"
+        ) as layer:  # the second remaining rank has experts 4 and 5
             for turn in range(5):
                 batch = Batch(comm, Form(), turn)
                 lost = torch.arange(batch.ids.numel()).view(batch.ids.shape) % 3 == turn % 3
