@@ -279,7 +279,9 @@ def test_a_killed_starter_does_not_end_it_for_others_nor_keep_it(scenario: str) 
     children = [int(pid) for what, pid in lines if what == "child"]
     try:
         wait_for_end(daemon)
-        assert all(start_of(child) is not None for child in children)  # the daemon ended without waiting for the children
+        assert all(
+            start_of(child) is not None for child in children
+        )  # the daemon ended without waiting for the children
     finally:
         for child in children:
             os.kill(child, signal.SIGKILL)
@@ -346,7 +348,9 @@ def test_one_that_is_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(job, "_START_SECONDS", 0.2)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
         silent.bind(abstract("proxyccl-silent"))
-        with pytest.raises(RuntimeUnavailableError, match=r"none answered within 0\.2 s"):  # the daemon does not listen yet
+        with pytest.raises(
+            RuntimeUnavailableError, match=r"none answered within 0\.2 s"
+        ):  # the daemon does not listen yet
             JobDaemon("proxyccl-silent", OPTIONS).connect(0.2)
         silent.listen(1)
         with pytest.raises(RuntimeUnavailableError, match="PROXYCCL_PROXY=thread"):

@@ -152,7 +152,9 @@ def test_pinned_memory_is_mapped_until_it_is_removed_or_its_client_goes(
         return mapped[-1]
 
     monkeypatch.setattr(HostRuntime, "open_pinned", recorded)
-    monkeypatch.setattr(session_memories, "_QUIET_SECONDS", TIMEOUT)  # the memory is unmapped only when the worker is idle
+    monkeypatch.setattr(
+        session_memories, "_QUIET_SECONDS", TIMEOUT
+    )  # the memory is unmapped only when the worker is idle
     assert client.opens()
     first, second = (client.result({"do": "add_pinned_memory", "handle": handle}) for _ in range(2))
     limits = SharedWords(client.segment, OFFSET).memory_limits

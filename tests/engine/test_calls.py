@@ -27,8 +27,8 @@ class Driver:
 
     Attributes:
         done: its calls, in order: "launch", or the handle of a stream to wait for.
-            launched, ended: the statuses that it returns for a launch and for a wait.
-            meanwhile: a function to call during a wait.
+        launched, ended: the statuses that it returns for a launch and for a wait.
+        meanwhile: a function to call during a wait.
     """
 
     def __init__(self, log: CallLog) -> None:

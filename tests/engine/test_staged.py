@@ -1,6 +1,6 @@
 """The staged transports, which move memory that the network device can't register through pinned memory on both sides.
- The tests use two proxies in this process, over fake devices that copy memory and check every limit
- (support/fakes/staging.py).
+The tests use two proxies in this process, over fake devices that copy memory and check every limit
+(support/fakes/staging.py).
 """
 
 from __future__ import annotations
@@ -455,7 +455,9 @@ def test_a_wire_that_stands_still_holds_up_later_messages_alone() -> None:
         here.devices[1].allow(0)
         here.push(PUT | SIGNAL, 100)
         ends.wait(lambda: there.words[0] == 1, "the first message")
-        ticket = here.push(PUT | SIGNAL | FLUSH, 300, source=100, destination=100)  # three pieces: by the first wire, the second, and the first again
+        ticket = here.push(
+            PUT | SIGNAL | FLUSH, 300, source=100, destination=100
+        )  # three pieces: by the first wire, the second, and the first again
         ends.wait(lambda: int(seen_as(there.area, np.uint64)[ARRIVED]) == 3, "the last message")
         assert there.words[0] == 1
         assert here.flushed() <= ticket

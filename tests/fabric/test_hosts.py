@@ -35,7 +35,7 @@ class Job:
     Args:
         hosts: the hosts.
         ranks: number of ranks on each host.
-            directory: the directory in which the ranks meet.
+        directory: the directory in which the ranks meet.
         what: the program's last argument.
         env: environment of all ranks.
     """
