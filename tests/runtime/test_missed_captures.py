@@ -42,7 +42,7 @@ class Calls:
 
     Attributes:
         alone: calls that one rank can make alone.
-            together: calls that all ranks make together.
+        together: calls that all ranks make together.
     """
 
     def __init__(self, comm: Communicator) -> None:

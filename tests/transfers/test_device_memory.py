@@ -55,9 +55,9 @@ class OnDevices:
 
     Attributes:
         arrays: the device arrays of a and of b.
-            hosts: the numpy arrays of a and of b.
-            regions: regions of the device arrays.
-            host_regions: regions of the numpy arrays.
+        hosts: the numpy arrays of a and of b.
+        regions: regions of the device arrays.
+        host_regions: regions of the numpy arrays.
     """
 
     def __init__(self) -> None:

@@ -49,7 +49,7 @@ class Shared:
 
     Attributes:
         near: a's region.
-            private, far: the child's regions, of private and of shared memory.
+        private, far: the child's regions, of private and of shared memory.
     """
 
     def __init__(self, process: Child) -> None:

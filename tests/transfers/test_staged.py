@@ -39,7 +39,7 @@ class TwoHosts:
 
     Attributes:
         arrays, hosts: the device arrays and the numpy arrays of a and of b.
-            regions: by kind of memory, the regions of a and of b.
+        regions: by kind of memory, the regions of a and of b.
     """
 
     def __init__(self) -> None:
