@@ -32,7 +32,7 @@ UNAVAILABLE = 2
 
 
 class UnavailableError(Exception):
-    """What a test needs is not available on this machine; the message says why."""
+    """Something that a test needs is not available on this machine; the message says why."""
 
 
 def require_x86_64(what: str) -> None:
