@@ -310,7 +310,7 @@ class Communicator(CollectiveCalls):
 
         Args:
             bootstrap: a bootstrap of all ranks, old and new, in the order of their new numbers; as for the constructor.
-                timeout: bound of every wait, in seconds; None for this communicator's.
+            timeout: bound of every wait, in seconds; None for this communicator's.
 
         Raises as the constructor, and the error that ended this communicator.
         """

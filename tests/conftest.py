@@ -42,8 +42,8 @@ device, and with it the proxy that the device waits for.
 
 @pytest.fixture(autouse=True, scope="session")
 def _private_directories(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Compiled kernels of the test run stay out of the user's cache, and pytest-xdist's workers share them; a named
-    directory is kept for the next run. Reports stay out of the user's directory too.
+    """Keeps compiled kernels and reports of the test run out of the user's directories. pytest-xdist's workers share
+    the kernels. A cache directory that PROXYCCL_CACHE names is kept for the next run.
     """
     os.environ.setdefault("PROXYCCL_CACHE", str(shared_directory(tmp_path_factory) / "cache"))
     os.environ["PROXYCCL_REPORT_DIR"] = str(tmp_path_factory.mktemp("reports"))
@@ -51,8 +51,8 @@ def _private_directories(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _node_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """With PROXYCCL_PROXY=daemon, and no socket named, one daemon serves all ranks of the test run or, with
-    pytest-xdist, of a worker.
+    """Runs one daemon for all ranks of the test run (with pytest-xdist, of each worker), if PROXYCCL_PROXY is "daemon"
+    and no socket is named.
     """
     if not IN_DAEMON or "PROXYCCL_DAEMON_SOCKET" in os.environ:
         yield
@@ -66,7 +66,7 @@ def _node_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _own_proxy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives tests that need a proxy in the rank's process one, whatever the runtime's default."""
+    """Runs the proxy in the rank's process, for tests that need that, whatever the runtime's default."""
     if request.node.get_closest_marker("own_proxy") is not None:
         monkeypatch.setenv("PROXYCCL_PROXY", "thread")
 
@@ -89,7 +89,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leaves modules and tests out of later collections of garbage, of which tests of memory do hundreds."""
+    """Excludes modules and tests from later garbage collections, because tests of memory make hundreds of them."""
     gc.collect()
     gc.freeze()
 
@@ -100,7 +100,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects, and so counts, tests that do not make sense on this runtime."""
+    """Deselects tests that do not make sense on this runtime, so that pytest reports their number."""
 
     def belongs(item: pytest.Item) -> bool:
         if PLACE in {"process", "daemon"} and item.get_closest_marker("own_proxy"):

@@ -1,4 +1,4 @@
-"""The parts of a failed rank's memory that peers map stay until none of their kernels can reach them."""
+"""Memory of a failed rank that peers map stays until no kernel of a peer can access it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Held:
 
 @pytest.fixture(autouse=True)
 def no_other_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ignores holds of other tests' communicators in this process."""
+    """Makes a test ignore holds of other tests' communicators in this process."""
     monkeypatch.setattr(unused_memory, "_holds", [])
 
 
@@ -215,8 +215,8 @@ def collected(ref: Callable[[], object]) -> bool:
 
 
 def use_and_fail(comm: Communicator, what: str) -> Callable[[], object]:
-    """Rank 0's part: it drops all its objects after it has closed. Returns a reference to the memory that peers
-    reach.
+    """Uses a communicator on rank 0, makes it fail, closes it and drops all its objects. Returns a function that
+    returns the memory that peers access, or None if it was freed.
     """
     x = comm.empty(1024, "uint8")
     registered, channels = comm.register(x), comm.sm_channels(x)
@@ -266,7 +266,9 @@ def test_a_failed_rank_keeps_what_a_peers_kernel_may_still_reach(what: str) -> N
 
 
 def test_ranks_that_shrink_say_that_their_kernels_have_ended() -> None:
-    """Rank 2 closes; the others keep the failed communicator's presence until the new one is ready."""
+    """Rank 2 aborts and closes; the others announce the end of their kernels only when the new communicator
+    is ready.
+    """
     closed, shrunk = threading.Event(), threading.Barrier(2)
 
     def body(comm: Communicator) -> list[Presence] | None:

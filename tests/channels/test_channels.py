@@ -271,7 +271,7 @@ def test_read_and_write_touch_single_elements(ranks: Ranks) -> None:
 
 
 def test_elements_may_be_of_any_type_that_can_be_copied(ranks: Ranks) -> None:
-    """Vectors, packets, structs of any alignment, and one that is longer than an access."""
+    """Elements may be vectors, packets, and structs of any alignment, even longer than one access."""
     types = np.dtype(
         [
             ("vector", "4i4"),
@@ -311,7 +311,7 @@ def test_elements_may_be_of_any_type_that_can_be_copied(ranks: Ranks) -> None:
 @pytest.mark.parametrize(("kernel", "payload"), [("sm_packets16", 8), ("sm_packets8", 4)])
 @pytest.mark.parametrize("count", [1, 3, 64, 1000])
 def test_packets_carry_their_own_signal(ranks: Ranks, kernel: str, payload: int, count: int) -> None:
-    """The same packets repeatedly, with a new flag each time; even and odd flags, and the largest."""
+    """Ranks send the same packets repeatedly, with a new flag each time: even and odd flags, and the largest."""
 
     def body(comm: Communicator) -> None:
         nbytes = payload * count
@@ -420,7 +420,7 @@ def test_private_memory_is_a_good_source_of_a_put(ranks: Ranks) -> None:
 
 
 def test_both_kinds_of_channel_reach_beyond_4_gib(ranks: Ranks) -> None:
-    """The host's memory is sparse: only the pages that are touched exist."""
+    """On the host such large memory is sparse: only pages that are touched exist."""
 
     def body(comm: Communicator) -> None:
         size, far = (9 << 30) + 4096, (8 << 30) + 1234

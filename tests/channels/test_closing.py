@@ -1,4 +1,4 @@
-"""Ends of communicators: in any order, without waiting for ranks that have left, and with an abort that never waits."""
+"""Closing of communicators: in any order, without a wait for ranks that have left; and aborts, which never wait."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_ranks_close_communicators_in_different_orders() -> None:
         return time.monotonic() - started
 
     for seconds in with_several(2, 2, body, TIMEOUT):
-        assert seconds < TIMEOUT  # nobody ran into the time-out
+        assert seconds < TIMEOUT  # no rank ran into the time-out
     assert released.wait(TIMEOUT), "what peers reach is freed when all have closed the communicator"
 
 
@@ -157,7 +157,7 @@ def test_abort_waits_for_nobody() -> None:
 
 
 def test_a_close_that_waits_for_nobody_leaves_memory_to_the_peers() -> None:
-    """Rank 0 closes at once; rank 1 still has the communicator, and closes it later."""
+    """Rank 0 closes immediately; rank 1 keeps the communicator, and closes it later."""
     rank_0_has_closed = threading.Event()
 
     def body(comm: Communicator) -> None:
@@ -190,7 +190,7 @@ def test_the_timeout_of_a_communicator_can_change() -> None:
                 comm.all_gather_bytes(b"", "nobody else comes")
             seconds = time.monotonic() - started
             timed_out.set()
-        assert timed_out.wait(TIMEOUT)  # a rank that leaves before is missed at once
+        assert timed_out.wait(TIMEOUT)  # stay until then: the other rank would immediately miss this one
         comm.close(wait=False)
         return seconds
 
@@ -201,7 +201,7 @@ def test_the_timeout_of_a_communicator_can_change() -> None:
 def test_six_communicators_left_open_end_at_exit(order: str) -> None:
     ended = run_processes(4, PROGRAM, f"exit_with_six:{order}")
     assert [process.returncode for process in ended] == [0] * 4, ended
-    assert not any(process.stderr for process in ended), ended  # where a rank that times out reports it
+    assert not any(process.stderr for process in ended), ended  # a rank that times out would print that there
 
 
 def test_what_a_rank_announces_reaches_its_peers() -> None:
@@ -224,7 +224,7 @@ def test_what_a_rank_announces_reaches_its_peers() -> None:
 def test_pins_are_kept_for_each_open_communicator(
     monkeypatch: pytest.MonkeyPatch, end: Callable[[Communicator], None]
 ) -> None:
-    """And for none that failed to open."""
+    """Pins are kept for each open communicator, and for none that failed to open."""
     kept: list[object] = []
 
     def keep_pins(runtime: HostRuntime) -> Callable[[], None]:

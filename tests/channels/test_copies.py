@@ -11,7 +11,7 @@ from support.running import run_ranks
 
 pytestmark = pytest.mark.hip
 
-# Block 16 * d + s copies from byte s on to byte d of its own part.
+# Block 16 * d + s copies from offset s to offset d of the block's own part.
 KERNEL = """
 #include "proxyccl/proxyccl.h"
 extern "C" __global__ void copy(char* to, const char* from, unsigned long part, unsigned long bytes, int shifted) {

@@ -1,4 +1,4 @@
-"""Waits without a control block use that of the communicator that compiled their kernel."""
+"""Waits without a control block use the control block of the communicator that compiled their kernel."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ extern "C" __global__ void control_block(uint64_t* out) { *out = reinterpret_cas
 
 
 def alone(runtime: Runtime) -> Communicator:
-    """A communicator of one rank."""
+    """Returns a communicator of one rank."""
     return Communicator(ThreadBootstrap.create(1)[0], runtime, timeout=TIMEOUT)
 
 
 def caught(action: Callable[[], object]) -> BaseException | None:
-    """The library's error that the action raised."""
+    """Runs the action. Returns the library's error that it raised, or None."""
     try:
         action()
     except ProxyCCLError as error:
@@ -97,7 +97,7 @@ def test_a_wait_ends_in_time_and_is_named_on_all_ranks(kernel: str, awaited: str
 def test_a_barrier_at_which_blocks_gave_up_serves_another_communicator() -> None:
     runtime = rank_runtime(0)
     syncer = runtime.allocate(8)
-    for blocks in (1, 1, 2):  # the barrier is of two
+    for blocks in (1, 1, 2):  # the barrier is for two blocks
         with alone(runtime) as comm:
             done = comm.empty(2, "int32").fill(0)
             kernel = comm.compile(KERNELS, "meet")
@@ -112,7 +112,7 @@ def test_a_refused_flag_is_told() -> None:
     def body(comm: Communicator) -> BaseException | None:
         channels = comm.sm_channels(comm.empty(16))
         kernel = comm.compile(KERNELS, "flag_0")
-        comm.all_gather_bytes(b"")  # neither fails before the other is ready
+        comm.all_gather_bytes(b"")  # neither rank fails before the other is ready
         kernel(1, 1, channels[0])
         return caught(comm.synchronize)
 
@@ -120,8 +120,8 @@ def test_a_refused_flag_is_told() -> None:
 
 
 def test_a_wait_looks_early_whether_its_communicator_has_ended() -> None:
-    """On the host runtime it looks before it yields: a kernel with many waits to come would yield a time slice for
-    each.
+    """On the host runtime, a wait checks this before it yields its time slice. Otherwise a kernel with many waits left
+    would yield a time slice for each of them.
     """
     runtime = rank_runtime(0)
     with alone(runtime) as comm:

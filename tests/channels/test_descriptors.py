@@ -1,4 +1,6 @@
-"""A lack of descriptors ends the joining of ranks at once, on all of them, with an error that names their purpose."""
+"""If a rank lacks descriptors while ranks join, all ranks immediately get an error that names the
+descriptors' purpose.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def exhausted(*_: Any, **__: Any) -> Any:
 
 
 def exhausted_on(thread: str, allowed: Any) -> Any:
-    """A function that finds no descriptor in threads whose names begin like this."""
+    """Returns a function that lacks descriptors in threads whose names begin with `thread`, and otherwise calls
+    `allowed`.
+    """
 
     def call(*arguments: Any, **options: Any) -> Any:
         if threading.current_thread().name.startswith(thread):
@@ -46,7 +50,7 @@ def exhausted_on(thread: str, allowed: Any) -> Any:
 
 @contextlib.contextmanager
 def no_descriptors() -> Iterator[None]:
-    """This process can't open any descriptor."""
+    """Keeps this process from opening any descriptor during the block."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.dup(0)
     os.close(free)
@@ -139,7 +143,7 @@ def test_all_ranks_hear_at_once_that_one_has_too_few_for_a_call(
             assert re.search("rank 1 can't take part: ResourceError: no file descriptor|rank 1 ended", str(raised))
         assert time.monotonic() - began < TIMEOUT / 2
         monkeypatch.undo()
-        if name == "split":  # which does not end the communicator
+        if name == "split":  # a failed split does not end the communicator
             comm.all_gather_bytes(b"")
             comm.split([1, 0]).all_gather_bytes(b"")
 
@@ -149,7 +153,9 @@ def test_all_ranks_hear_at_once_that_one_has_too_few_for_a_call(
 
 def test_the_communicator_goes_on_where_all_ranks_have_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
     all_limited = threading.Barrier(2)
-    monkeypatch.setattr(exchange, "_TELLING_OPEN_SECONDS", TIMEOUT)  # on a busy machine they do not come together
+    monkeypatch.setattr(
+        exchange, "_TELLING_OPEN_SECONDS", TIMEOUT
+    )  # on a busy machine the ranks do not come at the same time
 
     def body(comm: Communicator) -> None:
         if comm.rank == 0:

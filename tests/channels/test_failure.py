@@ -61,7 +61,7 @@ PROCESSES = processes(3)
 SURVIVORS = [rank for rank in range(PROCESSES) if rank != VICTIM]
 
 
-caught = functools.partial(hanging.caught, within=TIMEOUT / 2)  # by the event itself, not by the long time-out
+caught = functools.partial(hanging.caught, within=TIMEOUT / 2)  # ended by the failure itself, not by the long time-out
 
 
 def ones(comm: Communicator) -> Any:
@@ -69,7 +69,7 @@ def ones(comm: Communicator) -> Any:
 
 
 def meet(comm: Communicator) -> None:
-    """Makes sure that no rank fails before all are ready."""
+    """Waits until all ranks are ready, so that no rank fails earlier."""
     comm.all_gather_bytes(b"")
 
 
@@ -78,8 +78,8 @@ def meet(comm: Communicator) -> None:
 
 @pytest.fixture
 def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No process that the test starts, and no name in /dev/shm, outlives it; a job's own daemon ends soon after it.
-    Other tests may run at the same time.
+    """Checks that no process and no name in /dev/shm outlives the test that made it, except a job's own daemon, which
+    must end soon after. Other tests may run at the same time.
     """
     mark = str(uuid.uuid4())
     monkeypatch.setenv("STARTED_BY_TEST", mark)
@@ -91,7 +91,7 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def outcomes(ended: list[Ended]) -> dict[int, list[str]]:
-    """The output of each rank that lived to the end."""
+    """Returns the lines of each rank that lived to the end, by rank."""
     assert all(process.returncode in (0, -9) for process in ended), "\n".join(process.stderr for process in ended)
     lines = "".join(process.stdout for process in ended).splitlines()
     assert not any("late=True" in line for line in lines), lines
@@ -105,7 +105,7 @@ def outcomes(ended: list[Ended]) -> dict[int, list[str]]:
 @pytest.mark.parametrize(
     "scenario",
     [
-        *(  # they wait as two_shot does
+        *(  # algorithms that wait as two_shot does
             pytest.param(f"killed_in_a_collective:{name}", marks=[NO_PROXY, pytest.mark.hip_full, pytest.mark.full])
             for name in ("one_shot", "ring")
         ),
@@ -135,7 +135,7 @@ def test_a_killed_rank_is_named_on_the_others(scenario: str) -> None:
 @NO_PROXY
 @pytest.mark.usefixtures("nothing_left")
 def test_a_rank_killed_in_the_bootstrap_runs_into_the_time_out() -> None:
-    """Nobody watches a process that has not announced its process id yet."""
+    """No rank watches a process that has not announced its process id yet, so the others time out."""
     printed = outcomes(run_processes(PROCESSES, PROGRAM, "killed_before_the_communicator"))
     for rank in SURVIVORS:
         assert printed[rank][0].startswith(f"WaitTimeoutError peer={VICTIM}")
@@ -192,14 +192,14 @@ def test_exit_without_close_is_clean(launcher: str) -> None:
     assert not any(process.stderr for process in ended), ended
 
 
-# The policy is the launcher's: the ranks have told one another in the tests of processes above.
+# What happens to the other ranks is the launcher's policy; the tests of processes above cover the ranks' own reaction.
 @pytest.mark.full
 @NO_PROXY
 @pytest.mark.hip_full
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("scenario", ["killed_in_a_collective:two_shot", "killed_before_the_communicator"])
 def test_a_killed_rank_ends_an_mpi_job(scenario: str) -> None:
-    """The launcher's own policy: it ends the remaining ranks, whatever they caught."""
+    """MPI's launcher ends the remaining ranks, whatever exceptions they have caught."""
     assert run_mpi(PROCESSES, PROGRAM, scenario, timeout=TIMEOUT).returncode != 0
 
 
@@ -218,7 +218,9 @@ extern "C" __global__ void hear(DeviceHandle<SmChannel>* channels) { channels[0]
 
 @NO_PROXY
 def test_what_a_kernel_sends_after_a_time_out_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The watchers sleep, and the CPU of the rank that gave up does not look: only its kernel can tell the other."""
+    """The watchers sleep, and the CPU of the rank that gave up does not check, so only that rank's kernel can tell the
+    other rank.
+    """
     monkeypatch.setattr(Watcher, "INTERVAL_MS", 60_000)
     checked = threading.Event()
 
@@ -231,7 +233,7 @@ def test_what_a_kernel_sends_after_a_time_out_is_no_result(monkeypatch: pytest.M
             comm.runtime.synchronize()
             checked.wait(TIMEOUT)
             return caught(comm.check)
-        time.sleep(SHORT / 2)  # so that the other's time is up first
+        time.sleep(SHORT / 2)  # so that the other rank times out first
         kernels.hear(1, 1, channels)
         error = caught(comm.synchronize)
         checked.set()
@@ -288,7 +290,9 @@ SIZE = 4096
 
 
 def refused(arguments: Callable[[int, int], tuple[int, int, int, int, int]]) -> list[BaseException | None]:
-    """Rank 0 puts with the arguments made from its memory ids (destination, source); rank 1 waits for a signal."""
+    """Lets rank 0 put with arguments made from its memory ids (destination, source), while rank 1 waits for a signal.
+    Returns both ranks' errors.
+    """
 
     def body(comm: Communicator) -> BaseException | None:
         buffer = comm.empty(SIZE, "uint8").fill(comm.rank)
@@ -339,7 +343,7 @@ def test_memory_that_remote_links_alone_know_is_not_copied(end: str) -> None:
     def body(comm: Communicator) -> BaseException | None:
         memory = comm.register(comm.empty(SIZE, "uint8"))
         channels, kernels = comm.proxy_channels(memory), comm.compile(PUSH)
-        remote = comm.proxy.add_remote_memory(4096, SIZE, 17)  # no address of this process
+        remote = comm.proxy.add_remote_memory(4096, SIZE, 17)  # 4096 is not an address of this process
         ends = (memory.peer_id(1 - comm.rank), remote) if end == "source" else (remote, memory.id)
         meet(comm)
         if comm.rank == 0:
@@ -548,14 +552,16 @@ _Query = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 
 
 def faulty(runtime: Runtime, **functions: object) -> Runtime:
-    """The runtime with some of the engine's driver calls replaced."""
+    """Replaces some of a runtime's driver calls for the engine. Returns the runtime."""
     addresses = {name: ctypes.cast(f, ctypes.c_void_p).value or 0 for name, f in functions.items()}
     runtime.calls = replace(runtime.calls, **addresses)
     return runtime
 
 
 def with_faulty_proxy(timeout: float = TIMEOUT, **functions: object) -> list[BaseException | None]:
-    """Rank 0 puts and flushes, then both wait for a signal that never comes. The faults are in rank 0's proxy."""
+    """Lets rank 0 put and flush, and then both ranks wait for a signal that never comes. Some driver calls of rank 0's
+    proxy are replaced. Returns both ranks' errors.
+    """
 
     def rank_main(comm: Communicator) -> BaseException | None:
         memory = comm.register(comm.empty(SIZE, "uint8"))
@@ -614,7 +620,7 @@ def _no_memory_to_begin(thread: threading.Thread, start: Callable[[threading.Thr
 @pytest.mark.parametrize(
     "refuse",
     [
-        pytest.param(_no_thread, marks=pytest.mark.full),  # threads.py makes the same error of both
+        pytest.param(_no_thread, marks=pytest.mark.full),  # threads.py raises the same error for both
         functools.partial(_no_memory_to_begin, start=threading.Thread.start),
     ],
     ids=["no-thread", "no-memory-to-begin"],
@@ -640,7 +646,9 @@ def test_a_failure_ends_what_streams_wait_for_where_no_thread_can_be_started(
             return caught(lambda: comm.synchronize(stream))
         assert queued.wait(TIMEOUT)
         exhausted.set()
-        monkeypatch.setattr(threads, "_BEGIN_SECONDS", 0.1)  # not before: a busy machine begins a thread later
+        monkeypatch.setattr(
+            threads, "_BEGIN_SECONDS", 0.1
+        )  # set only now: a busy machine takes longer to begin a thread
         comm.abort("of the test")
         return caught(comm.synchronize)
 
@@ -652,7 +660,9 @@ def test_a_failure_ends_what_streams_wait_for_where_no_thread_can_be_started(
 
 
 def differing(comm: Communicator, field: str) -> None:
-    """One rank makes a different call than the others; each waits for its own."""
+    """Makes a call on one rank that differs in `field` from the call on the other ranks; each rank waits for
+    its own.
+    """
     x = on_device(comm, np.ones(12, np.float32))
     whole = on_device(comm, np.ones(12, np.int32))
     calls: dict[str, Callable[[], object]] = {
@@ -675,7 +685,7 @@ def differing(comm: Communicator, field: str) -> None:
 
 @NO_PROXY
 @pytest.mark.parametrize("field", ["collective", "dtype", "op", "algorithm", "root", "count", "shape"])
-@pytest.mark.parametrize(  # the fields of a call are compared alike in both
+@pytest.mark.parametrize(  # the fields of a call are compared in the same manner in both
     "warm", [pytest.param(False, marks=pytest.mark.full), True], ids=["first-call", "later-call"]
 )
 def test_a_difference_between_ranks_is_named_on_every_rank(field: str, warm: bool) -> None:
@@ -695,7 +705,7 @@ def test_a_difference_between_ranks_is_named_on_every_rank(field: str, warm: boo
     if field == "collective":
         both = ("all_reduce here, broadcast on rank", "broadcast here, all_reduce on rank")
         assert any(text in str(error) for error in errors for text in both)
-    for rank, error in enumerate(errors):  # whoever sees the difference tells all what the two called
+    for rank, error in enumerate(errors):  # a rank that sees the difference tells all ranks the two calls
         assert isinstance(error, MismatchError)
         here = "here" if error.rank == rank else f"on rank {error.rank}"
         assert re.search(rf": .* {here}, .* on rank {error.peer}$", str(error)), error
@@ -728,8 +738,10 @@ def test_a_failure_keeps_no_array_of_the_caller() -> None:
 @pytest.mark.gpu_only
 @pytest.mark.hip_full
 def test_failed_calls_leave_the_device_usable() -> None:
-    """A lane that gave up a wait read beyond its slots in one of fifty such calls, which ended the context."""
-    result = run_mpi(3, PROGRAMS / "differing_calls.py", "--count", "60")  # fewer ranks never did
+    """In one of fifty such calls, a lane that has given up its wait might read beyond its slots, which would destroy
+    the context.
+    """
+    result = run_mpi(3, PROGRAMS / "differing_calls.py", "--count", "60")  # two ranks do not read so
     assert result.returncode == 0, result.stderr
 
 
@@ -756,7 +768,7 @@ def test_the_1025th_channel_is_a_resource_error() -> None:
             comm.handler_channel(print)
         with pytest.raises(ResourceError, match="1024"):
             comm.handler_channel(print)
-        comm.all_reduce(ones(comm))  # and nothing is broken
+        comm.all_reduce(ones(comm))  # the communicator still works
 
     run_ranks(1, body)
 
@@ -798,7 +810,7 @@ def test_close_waits_for_work_in_flight() -> None:
 
 
 def test_close_with_work_that_can_never_end_is_bounded() -> None:
-    """One rank calls a collective that the others never join, and closes."""
+    """One rank calls a collective that the others never join, and then closes the communicator."""
 
     def body(comm: Communicator) -> BaseException | None:
         stream = comm.runtime.create_stream()
@@ -858,7 +870,7 @@ def test_use_after_a_failure_raises_the_failure_again(use: str) -> None:
 
 @NO_PROXY
 def test_a_lost_context_ends_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only a GPU's runtime loses its context, so the driver's answer is simulated."""
+    """Only a GPU's runtime can lose its context, so this test simulates the driver's answer."""
 
     def lost() -> bool:
         raise DriverError("cuStreamQuery", 716, "misaligned")
@@ -955,7 +967,9 @@ def _in_every_way(comm: Communicator) -> None:
 
 
 def _until_it_fails(comm: Communicator) -> None:
-    """The exception keeps the array alive, through the frames of its traceback; the array keeps nothing alive."""
+    """Works until the communicator fails. The exception's traceback keeps the array alive, but the array must not keep
+    anything else alive.
+    """
     array = comm.empty(1000, "float32").fill(1)
     try:
         comm.barrier()

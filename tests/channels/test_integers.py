@@ -38,7 +38,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 class OfNone:
-    """It has `__index__` in name only, like arrays of several elements."""
+    """An object whose `__index__` raises an exception, like that of arrays of several elements."""
 
     def __index__(self) -> int:
         raise TypeError("only arrays of one element have an index")
@@ -168,7 +168,8 @@ REFUSED: dict[str, tuple[str, Callable[[Communicator, Any], object]]] = {
     "options": ("options", lambda c, v: c.compile(KERNEL, options=v)),
     "include_dirs": ("include_dirs", lambda c, v: c.compile(KERNEL, include_dirs=[[v]])),  # type: ignore[list-item]
 }
-# `seconds` bounds the first, x has too few rows for the second, and the others do not fit in any memory.
+# These need other errors: `seconds` bounds the iterations, x has too few rows for all_to_all_v, and no memory is large
+# enough for the others.
 ELSEWHERE = {("iterations", 2**70), ("all_to_all_v", 2**70), ("empty", 2**70), ("empty of two", 2**70)}
 
 
@@ -194,7 +195,8 @@ SEQUENCES: dict[str, tuple[str, Callable[[Communicator], object]]] = {
     "all_to_all_v": ("recv_counts", lambda c: c.all_to_all_v(ones(c), [2, 2], 4)),
     "tune": ("sizes", lambda c: c.tune(1024)),
 }
-# An array without dimensions has `__iter__`, which then refuses. An array has no truth value.
+# An array without dimensions has an `__iter__` that raises an exception, and an array of several elements has no truth
+# value.
 SEQUENCES |= {
     "split by an array": ("ranks", lambda c: c.split(np.array(0))),  # type: ignore[arg-type]
     "all_to_all_v by an array": ("send_counts", lambda c: c.all_to_all_v(ones(c), np.array(4), [2, 2])),  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""Signals in waits: their handlers run at once. An exception in one ends the wait, and the peers' like any exception.
-
-Rank 0 is this process's main thread, where Python runs handlers, and rank 1 another, which comes late.
+"""Signals during waits: their handlers run immediately. An exception in a handler ends the wait and, like any
+exception, the peers' waits.
+ Rank 0 is this process's main thread, in which Python runs handlers. Rank 1 is another thread, which comes late.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Call = Callable[[Communicator], object]
 
 
 class Peer:
-    """Rank 1: it makes the same communicator, and makes calls on request in its own thread."""
+    """Rank 1, which opens the same communicator, and makes calls on request in its own thread."""
 
     def __init__(self, make: Callable[[int], Any] = lambda _: None) -> None:
         require_devices(2)
@@ -49,18 +49,18 @@ class Peer:
         comm.close(wait=False)
 
     def come(self, call: Call) -> None:
-        """Makes rank 1 make a call."""
+        """Lets rank 1 make a call."""
         self._todo.append(call)
         self._told.set()
 
     def ended(self) -> object:
-        """The call's outcome."""
+        """Waits for rank 1's thread, and returns the outcome of its call."""
         self._thread.join(TIMEOUT)
         return self.outcome
 
 
 def every_call(comm: Communicator) -> None:
-    """The calls of CALLS, so that none of them has to set anything up later."""
+    """Makes every call of CALLS once, so that none of them has to set anything up later."""
     array = on_device(comm, np.ones(100000, np.float32))
     for algorithm in ("one_shot", "ring", "proxy"):
         comm.all_reduce(array, algorithm=algorithm)
@@ -126,7 +126,7 @@ CALLS: dict[str, Call] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_what_a_handler_raises_ends_the_wait_at_once(name: str) -> None:
     peer = Peer()
-    with contextlib.suppress(Interrupt), peer.comm as comm:  # like a program: exceptions leave the block
+    with contextlib.suppress(Interrupt), peer.comm as comm:  # as in a program, an exception leaves the block
         every_call(comm)
         with handling(interrupt) as times:
             with pytest.raises(Interrupt):

@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.daemon, pytest.mark.hip]
 
 
 def contents(runtime: Runtime, ptr: int, nbytes: int) -> np.ndarray:
-    """The bytes at an address that the runtime's device reaches."""
+    """Returns a copy of the bytes at an address that the runtime's device can access."""
     found = np.empty(nbytes, np.uint8)
     runtime.copy(found.ctypes.data, ptr, nbytes)
     return found
@@ -61,7 +61,9 @@ def test_a_view_into_an_array_is_registered_where_it_lies(ranks: Ranks) -> None:
         part = replace(array.view(), ptr=array.ptr + 400, shape=(100,))
         memory = comm.register(part)
         assert memory.ptr == array.ptr + 400
-        peer = contents(comm.runtime, memory.peer_ptr(1 - comm.rank), 400)  # its contents, seen from here
+        peer = contents(
+            comm.runtime, memory.peer_ptr(1 - comm.rank), 400
+        )  # the peer's contents, as this rank maps them
         assert (peer.view(np.int32) == 1 - comm.rank).all()
         barrier(comm)
 
@@ -199,7 +201,7 @@ def test_memory_that_a_failed_rank_freed_is_not_to_blame() -> None:
 
     def body(comm: Communicator) -> None:
         array = allocate(comm.group, 1000, "uint8")
-        memory = register(comm.group, array)  # not the communicator's method, which maps it at once
+        memory = register(comm.group, array)  # not by the communicator's method, which maps peers' memory immediately
         if comm.rank == 1:
             comm.abort("on purpose")
             memory.close()
@@ -219,7 +221,7 @@ def test_a_memory_longer_than_4_gib_takes_consecutive_ids(ranks: Ranks) -> None:
         before = comm.register(comm.empty(16))
         large = comm.register(comm.empty((8 << 30) + 1, "uint8"))
         after = comm.register(comm.empty(16))
-        first = before.id  # ids are taken when they are first asked for
+        first = before.id  # an id is assigned when it is first read
         assert (large.id, after.id) == (first + 1, first + 4)
         large.close()
         small = [comm.register(comm.empty(16)) for _ in range(4)]
@@ -339,7 +341,7 @@ def test_memory_that_was_not_allocated_here_is_not_exported(exported: Exported) 
 
 @pytest.mark.skipif(ON_HOST, reason="the host runtime pins nothing")
 def test_a_forgotten_pin_makes_way_for_one_that_overlaps_it(exported: Exported) -> None:
-    """The array may have been freed, and other memory be at its addresses."""
+    """A pin is forgotten if its array may have been freed; other memory may then be at the same addresses."""
     array = np.zeros(1 << 16, np.uint8)
     exported.runtime.pin(array.ctypes.data, array.nbytes)
     overlapping = exported.runtime.pin(array.ctypes.data + 5000, 5000)
@@ -376,7 +378,7 @@ def test_the_cache_maps_once_and_keeps_what_was_used_last() -> None:
     for handle in (b"b", b"c"):
         cache.acquire(handle)
         cache.release(handle)
-    cache.release(b"a")  # idle now: b, c, a
+    cache.release(b"a")  # idle handles are now b, c, a, in this order
     assert [made[handle].closed for handle in (b"a", b"b", b"c")] == [False, True, False]
     assert cache.acquire(b"c") is made[b"c"]
     cache.close()
@@ -394,7 +396,7 @@ def test_idle_mappings_make_way_for_new_memory() -> None:
 
     one, other = HandleCache(open_handle), HandleCache(open_handle)
     one.acquire(b"old")
-    with pytest.raises(ArgumentError):  # in use, so it can't be evicted
+    with pytest.raises(ArgumentError):  # a handle in use can't be evicted
         other.acquire(b"new")
     one.release(b"old")
     assert other.acquire(b"new") is mapped[b"new"]
@@ -430,7 +432,7 @@ def test_a_driver_that_takes_long_to_map_holds_up_no_other_cache() -> None:
         slow, other = HandleCache(open_slowly), HandleCache(lambda _: Opened())
         mapping = threading.Thread(target=slow.acquire, args=(b"handle",))
         mapping.start()
-        other.acquire(b"handle")  # it returns while the other one is being mapped
+        other.acquire(b"handle")  # returns while the first handle is being mapped
         assert mapping.is_alive()
         gate.open()
         mapping.join()
@@ -440,7 +442,7 @@ def test_a_driver_that_takes_long_to_map_holds_up_no_other_cache() -> None:
 
 @pytest.mark.host_only(reason="about the host's files")
 def test_memory_that_its_owner_could_cut_short_is_refused(tmp_path: Path) -> None:
-    """Reading a truncated part would end the reading process."""
+    """If the owner truncated shared memory, a process that reads the lost part would be killed."""
     memory = SharedMemory.allocate(8192)
     with pytest.raises(PermissionError):
         os.ftruncate(memory.descriptor, 4096)
@@ -451,7 +453,7 @@ def test_memory_that_its_owner_could_cut_short_is_refused(tmp_path: Path) -> Non
         with pytest.raises(ArgumentError, match="not ProxyCCL's shared memory"):
             SharedMemory.adopt(descriptor, 4096)
         with pytest.raises(OSError, match="descriptor"):
-            os.fstat(descriptor)  # it was closed
+            os.fstat(descriptor)  # raises because the descriptor was closed
     with pytest.raises(ArgumentError, match="8192"):
         SharedMemory.adopt(os.dup(memory.descriptor), 8193)
 

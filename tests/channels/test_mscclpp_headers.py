@@ -1,4 +1,4 @@
-"""Kernels written for MSCCL++ compile unchanged, and work on our channels."""
+"""Kernels written for MSCCL++ compile unchanged, and work on ProxyCCL's channels."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def pair() -> Iterator[Ranks]:
 
 
 def shared(communicator: Communicator, values: np.ndarray) -> Array:
-    """The values in memory that peers reach."""
+    """Returns an array with these values in memory that peers can access."""
     return communicator.empty(values.shape, values.dtype).upload(values)
 
 
 def own_bytes(communicator: Communicator) -> np.ndarray:
-    """2 * HALF bytes that identify rank and position."""
+    """Returns 2 * HALF bytes that identify the rank and the position."""
     return (np.arange(2 * HALF) * 7 + 100 * communicator.rank).astype(np.uint8)
 
 
@@ -200,20 +200,20 @@ def test_what_is_not_offered_is_refused_by_name(pair: Ranks, header: str, use: s
     pair.run(body)
 
 
-# Calls of `one_part`, with the bytes of their words: on every target a thread moves number t, t + threads, … of them.
+# Calls of `one_part`, named with the bytes of their words: on every target, thread t moves words t, t + threads, ….
 PUT_4, PUT_8, PUT, PUT_WHOLE_WORDS, GET_8, PUT_LL16, PUT_LL8, UNPACK_LL8, COPY_LL16 = range(9)
 WORDS = {PUT_4: 4, PUT_8: 8, PUT: 16, PUT_WHOLE_WORDS: 16, GET_8: 8}
 PACKETS = {PUT_LL16: 8, PUT_LL8: 4, COPY_LL16: 8}
 
 
 def in_turn(word: int, first: int, nbytes: int, thread: int, threads: int) -> list[int]:
-    """The bytes that a thread moves, of those from `first` on."""
+    """Returns the offsets of the bytes that a thread moves, of `nbytes` bytes from `first` on, word by word."""
     words = range(thread, nbytes // word, threads)
     return [first + word * i + byte for i in words for byte in range(word)]
 
 
 def own_part(word: int, to: int, nbytes: int, thread: int, threads: int, *, remainder: bool = True) -> list[int]:
-    """The same for whole words of an address, with words of 4 bytes before and after them, and then single bytes."""
+    """Returns the same for aligned words, with words of 4 bytes before and after them, and then single bytes."""
     head = -to % word
     body = (nbytes - head) // word * word
     rest = [(to, head), (to + head + body, nbytes - head - body)] if remainder else []
@@ -225,10 +225,10 @@ def own_part(word: int, to: int, nbytes: int, thread: int, threads: int, *, rema
 
 
 def test_every_target_gives_a_thread_the_same_part_of_a_call(pair: Ranks) -> None:
-    """A thread may send what it wrote itself without a barrier: MSCCL++'s kernels rely on that."""
+    """MSCCL++'s kernels rely on this: a thread that sends only bytes that it wrote itself needs no barrier."""
     to, start, nbytes, threads = 1024 + 4, 4, 150, 3
     content = np.arange(1, 2049, dtype=np.uint16).view(np.uint8).copy()
-    content[content == 0] = 255  # what is not moved stays 0
+    content[content == 0] = 255  # bytes that are not moved stay 0
 
     def body(communicator: Communicator) -> list[tuple[int, int, list[int], list[int]]]:
         kernel = communicator.compile(MSCCLPP_KERNELS).one_part

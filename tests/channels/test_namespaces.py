@@ -1,4 +1,4 @@
-"""Ranks of one host in different PID namespaces, as containers have them: they pass each other descriptors."""
+"""Ranks of one host in different PID namespaces, as in containers: they pass descriptors to each other."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def containers() -> Iterator[Containers]:
 
 @pytest.fixture
 def sockets() -> Iterator[Path]:
-    """A directory that both containers see."""
+    """Makes a directory that both containers see."""
     with tempfile.TemporaryDirectory(dir="/tmp") as made:
         yield Path(made)
 
@@ -77,7 +77,7 @@ def test_containers_that_share_a_directory_alone_notice_a_lost_rank(
 ) -> None:
     outputs = run(containers, tmp_path, "lose", "apart", env={"PROXYCCL_SOCKETS": str(sockets)})
     assert re.fullmatch(r"ways: directory\n(.*\n)*lost: the process of rank 1 ended .*\ndone\n", outputs[0]), outputs
-    assert len(list(sockets.iterdir())) == 1  # the killed one's, which the next to listen there removes
+    assert len(list(sockets.iterdir())) == 1  # the killed rank's socket, which the next listener removes
     outputs = run(containers, tmp_path / "again", "work", "apart", env={"PROXYCCL_SOCKETS": str(sockets)})
     assert all(re.fullmatch(r"ways: directory\n(.*\n)*done\n", each) for each in outputs), outputs
     assert not list(sockets.iterdir())
@@ -150,7 +150,7 @@ def test_hosts_are_told_apart_as_the_environment_says(monkeypatch: pytest.Monkey
 def test_a_gpus_plain_memory_is_refused_in_another_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
     def handle_of(raw: bytes) -> bytes:
         handle = MemoryHandle.pack(0, 4096, 1, 0, 64, raw)
-        return handle[:8] + bytes(16) + handle[24:]  # of another process
+        return handle[:8] + bytes(16) + handle[24:]  # names another process
 
     plain, blocks = handle_of(bytes(64)), handle_of(MAPPED_BLOCKS + bytes(56))
     assert not any(MemoryHandle.unpack(handle)[0] for handle in (plain, blocks))

@@ -26,7 +26,9 @@ def test_peers_hear_of_an_exit_with_a_status(how: str, status: int) -> None:
 
 @pytest.mark.parametrize(("how", "status"), [("raise", 3), ("idiom", 0)])
 def test_a_call_after_a_peers_end_is_refused(how: str, status: int) -> None:
-    """Whatever its status, which Python tells nobody if the program raises SystemExit itself."""
+    """That holds whatever the peer's exit status: Python does not report the status if the program raises
+    SystemExit.
+    """
     survivor, victim = run_processes(2, PROGRAM, how, fresh=True)
     assert victim.returncode == status, victim.stderr
     assert "MismatchError" in survivor.stdout, survivor.stdout + survivor.stderr
@@ -53,7 +55,7 @@ def test_an_exit_in_another_thread_ends_that_thread_alone(monkeypatch: pytest.Mo
     thread.start()
     thread.join()
     assert not program_end.failure()
-    assert raised == [SystemExit]  # itself, of which Python's own hook says nothing
+    assert raised == [SystemExit]  # SystemExit itself, which Python's own hook does not print
 
 
 FORKS = """
@@ -73,7 +75,7 @@ thread.join()
 
 
 def test_an_exit_in_a_fork_by_another_thread_is_quiet() -> None:
-    """In a program without a GPU's driver: a fork of one that has it may wait forever in the driver at its exit."""
+    """The program uses no GPU driver: a fork of a program with one might wait forever in the driver at its exit."""
     command = [sys.executable, "-W", "ignore", "-c", FORKS]  # Python 3.12 warns of forks beside threads
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")

@@ -1,4 +1,4 @@
-"""Remote links: endpoints are made for the peers that are used, and for those that use this rank."""
+"""Remote links: a rank makes endpoints for the peers that it uses, and for peers that use it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ RANKS = 4
 
 
 class Context:
-    """A `RemoteContext` that notes what is made. All peers share one endpoint, as with libfabric, except the last."""
+    """A `RemoteContext` that records the endpoints that are made. All peers except the last share one endpoint, as with
+    libfabric.
+    """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

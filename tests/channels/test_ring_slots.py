@@ -1,4 +1,4 @@
-"""Slots between neighbours: sends that wait for no receive, as pipelines make them, on streams where there are any."""
+"""Slots between neighbours: sends that wait for no receive, as in pipelines, on streams if the runtime has any."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 
 class Neighbours:
-    """The slots of a rank, in a communicator of their own, and a stream for its calls; None on the host runtime."""
+    """A rank's slots, which have a communicator of their own, and a stream for the rank's calls (None on the host
+    runtime).
+    """
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm.split(range(comm.world_size))
@@ -78,10 +80,12 @@ def test_a_send_on_a_stream_needs_only_a_slot_of_its_own_rank(ranks: Ranks) -> N
         near = Neighbours(comm)
         outs = [on_device(comm, np.zeros(1000, np.uint8)) for _ in range(2 * SLOTS)]
         if comm.rank == 0:
-            for step in range(2 * SLOTS):  # the second round lies in this rank's slots, until rank 1 frees its own
+            for step in range(
+                2 * SLOTS
+            ):  # sends of the second round stay in this rank's slots until rank 1 frees its own
                 comm.runtime.fill(outs[0].ptr, step, 1000, near.stream)
                 near.send(outs[0], 1)
-            comm.runtime.synchronize_stream(near.stream)  # the copies are made, though nobody has received
+            comm.runtime.synchronize_stream(near.stream)  # the copies are done, though no rank has received
         comm.all_gather_bytes(b"", "rank 0 has sent")
         if comm.rank == 1:
             for out in outs:

@@ -1,4 +1,4 @@
-"""The words of SmChannels' semaphores: in use while any rank has the channels, then again."""
+"""The words of SmChannels' semaphores: they are in use while any rank has the channels, and are then used again."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def places(channels: ChannelSet[SmChannel]) -> list[int]:
 
 
 def counts(comm: Communicator, channels: ChannelSet[SmChannel]) -> list[int]:
-    """The signals that came in."""
+    """Returns the number of signals that came in on each channel."""
     found = np.zeros(len(channels), np.uint64)
     for number, place in enumerate(places(channels)):
         comm.runtime.copy(found[number:].ctypes.data, place, 8)
@@ -59,7 +59,7 @@ def test_they_serve_again_when_all_ranks_have_dropped_them(ranks: Ranks) -> None
         assert counts(comm, channels) == [1] * len(channels)
         del channels
         collect_garbage()
-        between = comm.sm_channels(memory, memory)  # the ranks tell each other
+        between = comm.sm_channels(memory, memory)  # ranks tell each other which words are free
         channels = comm.sm_channels(memory, memory)
         assert places(channels) == first
         assert not set(places(between)) & set(first)

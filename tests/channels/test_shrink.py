@@ -36,7 +36,7 @@ pytestmark = pytest.mark.hip
 
 
 def total(comm: Communicator, value: float, **options: Any) -> float:
-    """The sum of a value over the ranks."""
+    """Returns the sum of a value over the ranks."""
     return float(on_host(comm.all_reduce(on_device(comm, np.full(5, value, np.float32)), **options))[0])
 
 
@@ -45,7 +45,7 @@ def call_until_it_fails(comm: Communicator) -> None:
         total(comm, 1)
 
 
-# Those that always run lose a rank at each stage, among them the first and the last rank; at the end one is left alone.
+# The cases that always run lose a rank at each stage, including the first and the last rank, until one rank is left.
 @pytest.mark.parametrize(
     ("world_size", "killed"),
     [
@@ -63,7 +63,7 @@ def call_until_it_fails(comm: Communicator) -> None:
 )
 @pytest.mark.host_only(reason="more processes than most machines have GPUs")
 def test_those_that_are_left_go_on(world_size: int, killed: list[str]) -> None:
-    """Every rank counts as a member on all ranks or on none, wherever the others ended."""
+    """At whatever stage ranks are killed, all survivors agree which ranks are members."""
     lost = {int(argument[0]) for argument in killed}
     left = [rank for rank in range(world_size) if rank not in lost]
     first = sum(range(1, len(left) + 1))
@@ -135,7 +135,7 @@ def test_a_communicator_that_failed_without_a_loss_goes_on_with_all() -> None:
 
 @pytest.mark.own_proxy(reason="looks into the service")
 def test_a_report_that_is_being_written_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It reads the proxy's memory, which shrink frees."""
+    """A report that is being written reads the proxy's memory, which shrink frees."""
     collect, freed, groups = reporter.collect, [], []
     writing = [threading.Event(), threading.Event()]
 
@@ -207,7 +207,7 @@ def test_a_late_rank_is_told_that_the_others_went_on() -> None:
 
 
 def test_what_was_shrunk_has_failed_where_a_rank_came_too_late() -> None:
-    """Nobody waits for that rank again, nor does it wait for the others."""
+    """The others do not wait for the late rank again, and the late rank does not wait for them."""
     gone, together = threading.Event(), threading.Barrier(2)
 
     def body(comm: Communicator) -> None:
@@ -230,7 +230,7 @@ def test_what_was_shrunk_has_failed_where_a_rank_came_too_late() -> None:
 
 
 def test_what_is_lost_in_the_middle_of_a_shrink_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks had agreed and then failed, and the next attempt fails too."""
+    """All ranks agree on the members and then fail, and the next attempt also fails."""
 
     def fails(collectives: Collectives) -> None:
         if collectives.group.members:
@@ -289,7 +289,9 @@ def test_what_is_no_rank_is_refused(exclude: list[Any], message: str) -> None:
 
 
 def test_arrays_keep_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peers map them as before, so nothing is staged; and they are withdrawn when they are freed."""
+    """Peers keep their mappings of the arrays, so calls are not staged; the arrays are withdrawn when they
+    are freed.
+    """
     withdrawn = []
     withdraw = SymmetricMemory.withdraw
     monkeypatch.setattr(
@@ -329,7 +331,7 @@ def test_arrays_that_ended_after_the_failure_are_not_kept() -> None:
         shrunk = comm.shrink()
         announced = [shrunk.group.symmetric.find(*each) is not None for each in ranges]
         freed.free()
-        kept.free()  # it stays registered
+        kept.free()  # the array stays registered
         announced += [shrunk.group.symmetric.find(*each) is not None for each in ranges]
         assert announced == [True, True, False, True, False, False]
         shrunk.close()

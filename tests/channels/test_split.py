@@ -39,12 +39,12 @@ PROGRAM = TESTS / "support" / "programs" / "split.py"
 
 
 def total(comm: Communicator, value: float, **options: Any) -> float:
-    """The sum of a value over the ranks."""
+    """Returns the sum of a value over the ranks."""
     return float(on_host(comm.all_reduce(on_device(comm, np.full(5, value, np.float32)), **options))[0])
 
 
 def ended(check: Callable[[], None]) -> BaseException:
-    """The exception of `check`, as soon as it raises one."""
+    """Calls `check` until it raises an exception, and returns that exception."""
     deadline = time.monotonic() + TIMEOUT
     while time.monotonic() < deadline:
         try:
@@ -81,7 +81,7 @@ def test_parts_are_made_at_once_and_of_parts() -> None:
         alone = half.split([half.rank])
         pair = half.split([1, 0], timeout=7)
         assert pair.timeout == 7
-        assert alone.group.links.host_ranks == 4  # they share cores, whatever group they are in
+        assert alone.group.links.host_ranks == 4  # all four ranks share cores, whatever their group
         assert (total(alone, 3), total(pair, comm.rank), total(again, 1)) == (3, 1 if comm.rank < 2 else 5, 2)
         array = half.empty(4).fill(1)
         half.register(array)
@@ -121,14 +121,14 @@ def test_members_that_differ_in_the_list_are_told() -> None:
     def body(comm: Communicator) -> None:
         with pytest.raises(MismatchError, match=r"ranks: \[., .\] here, \[., .\] on rank"):
             comm.split([0, 1] if comm.rank == 0 else [1, 0])
-        assert total(comm.split([0, 1]), 1) == 2  # also a long message: more than a mailbox holds
+        assert total(comm.split([0, 1]), 1) == 2  # with a long message, which does not fit in a mailbox
         assert comm.all_gather_bytes(bytes([comm.rank]) * (20000 + comm.rank)) == [bytes(20000), b"\1" * 20001]
 
     run_ranks(2, body)
 
 
 def test_a_member_that_stays_away_is_named_and_the_rest_goes_on() -> None:
-    timeout = 0.2 if ON_HOST else 3  # on GPUs that many tests share, the third is late too
+    timeout = 0.2 if ON_HOST else 3  # on GPUs that many tests share, rank 2 is also late
 
     def body(comm: Communicator) -> None:
         if comm.rank != 1:
@@ -144,7 +144,7 @@ def test_a_member_that_stays_away_is_named_and_the_rest_goes_on() -> None:
 
 
 def test_threads_split_the_same_ranks_at_once_over_bootstraps_of_the_members() -> None:
-    """Each thread's calls meet those with its bootstrap, whichever rank comes first, and calls without one."""
+    """Calls with the same bootstrap meet each other, and so do calls without one, whichever rank comes first."""
     meetings = [ThreadBootstrap.create(2) for _ in range(2)]
 
     def body(comm: Communicator) -> None:
@@ -243,7 +243,7 @@ def test_closing_closes_the_parts_in_any_order() -> None:
 
 
 def test_a_part_may_end_by_itself_while_the_whole_is_closed() -> None:
-    """A thread frees its resources, and removes it from the list of parts a moment later."""
+    """A thread frees a part's resources, and only a moment later removes the part from the list of parts."""
 
     def body(comm: Communicator) -> None:
         part = comm.split([0, 1])
@@ -319,7 +319,7 @@ def test_ranks_of_several_hosts_meet_over_a_subset_of_the_bootstrap(monkeypatch:
 def test_ranks_of_several_hosts_may_try_again(
     failure: type[ProxyCCLError], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Where rank 0 waited for rank 1, and where it had too few descriptors to meet rank 1."""
+    """The first attempt fails because rank 0 timed out waiting for rank 1, or because it lacked descriptors."""
     monkeypatch.setattr(Topology, "spans_hosts", True)
     errors = [ResourceError("too few")] if failure is ResourceError else []
 

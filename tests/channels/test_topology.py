@@ -35,7 +35,7 @@ def own(runtime: Runtime) -> RankInfo:
 
 
 def processes(*infos: RankInfo, local: int | None = None) -> list[RankInfo]:
-    """The same, each in its own process, with this many on a node."""
+    """Returns the ranks as if each were in a process of its own, with `local` ranks on a node."""
     return [
         replace(info, pid=info.pid + rank, token=f"{info.token}-{rank}", local_world_size=local)
         for rank, info in enumerate(infos)
@@ -98,8 +98,8 @@ def test_what_a_rank_tells_survives_the_bootstrap(own: RankInfo) -> None:
 # -- rehearsed nodes ---
 
 
-# One rank on each node, and two nodes of two: what more nodes and ranks change is the numbers in the same formulas, for
-# which test_a_local_world_size_makes_nodes_of_consecutive_ranks has three nodes.
+# One rank on each node, and two nodes of two. More nodes and ranks only change numbers in the same formulas, for which
+# test_a_local_world_size_makes_nodes_of_consecutive_ranks has three nodes.
 @pytest.fixture(
     scope="module",
     params=[
@@ -156,7 +156,7 @@ def test_a_hierarchy_reduces_what_is_between_nodes_once(nodes: Ranks, dtype: str
     nodes.run(body)
 
 
-# Values of the first half of the ranks, and of the second: a node's part is outside the type's range, the whole is not.
+# Values of the first and the second half of the ranks: a node's sum is outside the type's range, the total is not.
 UNEVEN = {
     ("float16", "sum"): (60000.0, -58976.0),
     ("float16", "prod"): (512.0, 2.0**-8),
@@ -169,7 +169,7 @@ UNEVEN = {
 def test_what_fits_as_a_whole_does_not_overflow_in_parts(
     nodes: Ranks, dtype: str, op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reductions, "WIDE_PARTS_BYTES", 40_000)  # the longest call takes several
+    monkeypatch.setattr(reductions, "WIDE_PARTS_BYTES", 40_000)  # the longest call takes several parts
     values = [UNEVEN[dtype, op][rank >= nodes.world_size // 2] for rank in range(nodes.world_size)]
     exact = {"sum": math.fsum, "prod": math.prod, "avg": lambda each: math.fsum(each) / len(each)}[op](values)
 
@@ -263,7 +263,7 @@ def test_hosts_without_a_remote_transport_are_told_what_is_missing(runtime: Runt
         topology.transports()
     bystander = Topology.find(2, processes(replace(own, **REMOTE), there, replace(own, **REMOTE)), runtime)
     with pytest.raises(RuntimeUnavailableError, match="rank 1 lacks it"):
-        bystander.has_remote_pairs()  # every rank learns of it
+        bystander.has_remote_pairs()  # every rank learns of the remote pairs
 
 
 def test_hosts_without_rdma_use_a_fabric_and_rehearsed_nodes_do_not(runtime: Runtime, own: RankInfo) -> None:
@@ -421,7 +421,7 @@ def test_a_collective_on_a_stream_does_not_wait_for_the_others() -> None:
         x = on_device(comm, np.full(8, comm.rank + 1.0))
         barrier(comm)
         if comm.rank == 0:
-            comm.all_reduce(x, stream=stream)  # returns, although rank 1 makes the call only after it learns of that
+            comm.all_reduce(x, stream=stream)  # must return: rank 1 makes the call only after that
             comm.all_gather_bytes(b"issued")
         else:
             comm.all_gather_bytes(b"")

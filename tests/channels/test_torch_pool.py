@@ -1,6 +1,7 @@
 """`Communicator.memory_pool`: its requirements on torch, and the lifetime of a device's pool.
 
-With a stand-in for torch; tests/gpu uses torch itself, and tests/collectives tests the use of the pool's memory.
+These tests use a stand-in for torch. tests/gpu uses torch itself, and tests/collectives tests the use of the pool's
+memory.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def test_the_host_runtime_has_none(torch: Any) -> None:
 
 
 class Tensor:
-    """The contents of a pool."""
+    """A tensor in a pool's memory."""
 
     def __init__(self, pool: MemPool, nbytes: int) -> None:
         self._pool, self.nbytes, self.closed = pool, nbytes, False
@@ -75,7 +76,7 @@ class Tensor:
 
 
 def left(comm: Communicator) -> int:
-    """The number of segments in the device's pool."""
+    """Returns the number of segments in the device's pool."""
     return len(MemoryPool(comm.runtime).segments())
 
 

@@ -82,7 +82,7 @@ SIZE = 4096
 
 
 def run_on_all(comm: Communicator, kernel: str, *arguments: object) -> None:
-    """Runs a kernel on all ranks until it ends, or until the communicator does."""
+    """Runs a kernel on all ranks, and waits until it ends or the communicator fails."""
     comm.compile(KERNELS, kernel)(1, 1, *arguments)
     comm.synchronize()
     comm.barrier()
@@ -143,7 +143,7 @@ def test_more_values_arrive_than_can_be_on_their_way(ranks: Ranks) -> None:
 def test_a_signal_raises_the_count_to_its_value(
     ranks: Ranks, kind: str, adds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the link to the peer does not add atomically, a kernel stores the count."""
+    """If the link to the peer has no atomic additions, a kernel stores the count instead."""
     if not adds:
         monkeypatch.setattr(type(rank_runtime(0)), "adds_at_peer", lambda *_: False)
 

@@ -40,7 +40,7 @@ def test_puts_and_gets_arrive_before_their_signals(ranks: Ranks) -> None:
             window.get(out, comm.rank, offset=4 * COUNT, stream=stream)
             stream.synchronize()
             np.testing.assert_array_equal(out.numpy(), np.arange(COUNT) + step * 1000 + peer)
-            window.signal(peer, stream=other)  # it has read the values
+            window.signal(peer, stream=other)  # the peer may now overwrite the values
             window.wait_signal(peer, stream=other)
             other.synchronize()
         window.get(out, peer, offset=4 * COUNT, stream=stream)
@@ -132,7 +132,7 @@ def test_a_signal_that_does_not_come_ends_the_communicator() -> None:
             while True:
                 comm.check()
                 time.sleep(0.005)
-        stream.synchronize()  # it is released
+        stream.synchronize()  # the abort has released the stream
         with pytest.raises(AbortedError):
             window.signal(1 - comm.rank)
 

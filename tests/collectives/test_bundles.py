@@ -1,5 +1,6 @@
-"""Schedules whose copies to all peers go in one call, as CUDA's driver offers it: the host runtime is given such a
-call here."""
+"""Schedules that make their copies to all peers in one driver call, as CUDA's driver offers it. These tests give the
+host runtime such a call.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +31,12 @@ _COPY_MANY = ctypes.CFUNCTYPE(
 
 
 class CopyMany:
-    """The call, and the number of copies of each that was made.
+    """The driver call, which counts its copies.
 
     Attributes:
-        functions: the runtime's, with the call.
-        counts: copies of each call.
-        status: what it returns instead of copying; 0 to copy.
+        functions: the host runtime's functions, with the call.
+        counts: number of copies of each call that was made.
+        status: a status to return instead of copying; 0 to copy.
         awaits_data: whether kernels of short reductions are launched when all ranks have joined.
     """
 
@@ -63,7 +64,9 @@ class CopyMany:
 
 @pytest.fixture
 def copy_many(monkeypatch: pytest.MonkeyPatch) -> CopyMany:
-    """Also lets a rank's own part go by way of the next rank's memory, and blocks reduce chunks of some bytes."""
+    """Gives the host runtime the call. A rank's own part then goes through the next rank's memory, and blocks reduce
+    smaller chunks.
+    """
     made = CopyMany()
     defaults = HostRuntime().launch_defaults
     monkeypatch.setattr(HostRuntime, "calls", made.functions)
@@ -83,8 +86,8 @@ def copy_many(monkeypatch: pytest.MonkeyPatch) -> CopyMany:
 def test_moves_and_reductions_in_bundles(
     copy_many: CopyMany, in_place: bool, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In pieces, in one crossing, and through pinned memory, which has no bundles; kernels that are launched after the
-    data of one crossing, and before them.
+    """Moves and reductions work in pieces, in one crossing, and through pinned memory, which has no bundles; and with
+    kernels that are launched before or after the data of a crossing arrives.
     """
     monkeypatch.setattr(reduce_schedules, "_SHORTEST_PIECE", 1024)
     copy_many.awaits_data = waits

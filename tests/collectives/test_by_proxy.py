@@ -48,7 +48,7 @@ from support.ranks import Ranks
 from support.running import TIMEOUT, impatient, run_mpi, run_ranks, wait_for
 
 pytestmark = [pytest.mark.daemon, pytest.mark.hip]
-# Those whose proxies do in a daemon what the other tests have them do there.
+# For tests whose proxies would do nothing in a daemon that other tests do not already have them do there.
 NO_PROXY = pytest.mark.no_proxy
 
 SHORT = 2.0
@@ -111,14 +111,14 @@ def test_little_goes_through_pinned_memory(kinds: tuple[Kind, Kind]) -> None:
 @pytest.mark.parametrize(
     ("in_place", "kind"),
     [
-        # Each kind of memory once, apart or in place; both together are moved above.
+        # Each kind of memory once, apart or in place; the test of moves above combines them.
         pytest.param(in_place, kind, marks=pytest.mark.full if in_place != (kind == "private") else [])
         for in_place in (False, True)
         for kind in KINDS
     ],
 )
 def test_reduces_in_pieces_and_rounds(kind: Kind, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lengths around those of pieces and rounds, and those that fit one crossing."""
+    """Reduces arrays of lengths around those of pieces and rounds, and of lengths that fit one crossing."""
     monkeypatch.setattr(reduce_schedules, "_SHORTEST_PIECE", 1024)
     counts = (1, 3, 500, 1031, 4096, 10_007)
 
@@ -203,7 +203,9 @@ def test_between_nodes_kernels_move_short_shares_and_schedules_longer_ones(colle
 @NO_PROXY
 @pytest.mark.hip_full
 def test_many_calls_of_all_kinds(ranks: Ranks, pytestconfig: pytest.Config) -> None:
-    """With --full more than are kept prepared; test_schedules_that_nobody_can_ring_are_removed keeps few."""
+    """With --full, makes more calls than are kept prepared; by default test_schedules_that_nobody_can_ring_are_removed
+    covers that, with a small limit.
+    """
     count = 1000 if pytestconfig.getoption("--full") else 250
 
     def body(comm: Communicator) -> None:
@@ -216,7 +218,7 @@ def test_many_calls_of_all_kinds(ranks: Ranks, pytestconfig: pytest.Config) -> N
 
 
 def test_calls_queued_on_one_stream_run_in_order(ranks: Ranks) -> None:
-    """Each gathers the result of the previous one; nobody waits in between."""
+    """Each call gathers the result of the previous call, without a wait in between."""
     share, rounds = 1000, 50
 
     def body(comm: Communicator) -> None:
@@ -234,7 +236,7 @@ def test_calls_queued_on_one_stream_run_in_order(ranks: Ranks) -> None:
 
 
 def test_two_groups_at_once() -> None:
-    """Neither's calls wait for the other's; in the daemon one thread may run the schedules of both."""
+    """The calls of neither group wait for the other group; in the daemon one thread may run the schedules of both."""
     size, share, rounds = max(world_sizes(1, 2)), 5000, 100
     together = threading.Barrier(2 * size)  # reading an array waits for the whole device, so all are done by then
 
@@ -281,11 +283,11 @@ def test_schedules_and_kernels_triggers_take_turns(ranks: Ranks) -> None:
 
 
 @pytest.mark.slow
-@NO_PROXY  # ranks that are killed, below, are processes too
+@NO_PROXY  # the tests of killed ranks below also use processes
 @pytest.mark.hip_full
 @pytest.mark.parametrize(
     "size",
-    # Fewer ranks do as processes what they do as threads, above.
+    # Fewer ranks need no test as processes: they work as they do as threads, above.
     [
         pytest.param(size, marks=pytest.mark.full if size < processes(3) else [])
         for size in world_sizes(1, 2, 3, processes=True)
@@ -300,7 +302,7 @@ def test_ranks_as_processes(size: int) -> None:
 # -- failures ---
 
 
-failure_of = functools.partial(hanging.caught, within=SHORT + 5)  # with room for a busy machine
+failure_of = functools.partial(hanging.caught, within=SHORT + 5)  # some seconds more, for a busy machine
 
 
 def test_a_rank_that_never_comes_is_named_with_the_schedule() -> None:
@@ -315,7 +317,7 @@ def test_a_rank_that_never_comes_is_named_with_the_schedule() -> None:
         if comm.rank == 1:
             assert failed.wait(60)
             return failure_of(lambda: comm.synchronize(stream))
-        for _ in range(3):  # later ones end too, although each waits for its own turn
+        for _ in range(3):  # later calls also end, although each waits for its own turn
             calls.issue("all_gather", x, out, stream=stream)
         error = failure_of(lambda: comm.synchronize(stream))
         failed.set()
@@ -330,7 +332,7 @@ def test_a_rank_that_never_comes_is_named_with_the_schedule() -> None:
 
 @pytest.mark.hip_full
 @pytest.mark.parametrize(
-    # The others wait for a peer's data in the same steps of a schedule.
+    # The other collectives wait for a peer's data in the same steps of a schedule.
     "collective",
     [pytest.param(each, marks=pytest.mark.full if each != "all_to_all" else []) for each in COLLECTIVES],
 )
@@ -585,7 +587,7 @@ def test_many_arrays_leave_memory_ids_for_stages() -> None:
 
 @pytest.mark.host_only("as on several hosts")
 def test_registered_arrays_of_many_ranks_leave_memory_ids_for_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(symmetric, "MOST_RANKS", 1)  # so that schedules name registered memory alone
+    monkeypatch.setattr(symmetric, "MOST_RANKS", 1)  # so that schedules name only registered memory
     monkeypatch.setattr(memory, "_SCHEDULE_IDS", 4)
 
     def body(comm: Communicator) -> None:
@@ -620,7 +622,7 @@ def test_schedules_that_nobody_can_ring_are_removed(monkeypatch: pytest.MonkeyPa
                 calls.run("all_gather", 1 + seed, seed)
                 if seed % 4 == 3:
                     comm.group.launches.calls.clear()
-        # Of 60, all but those that are removed together with later ones, those that are kept, and those in flight.
+        # All 60 except up to 8 that are removed together with later ones, 4 that are kept, and 16 in flight.
         assert len(removed) >= 60 - 8 - 4 - 16
 
     run_ranks(max(world_sizes(2, 3), default=2), body)
@@ -634,7 +636,9 @@ def test_schedules_that_nobody_can_ring_are_removed(monkeypatch: pytest.MonkeyPa
 def test_a_hierarchy_has_schedules_between_nodes_where_kernels_do_not_reach(
     dtype: str, op: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More ranks than schedules are for have kernels, which wait for the proxy's copies."""
+    """A hierarchy uses schedules between nodes; with more ranks than schedules are made for, it uses kernels that wait
+    for the proxy's copies.
+    """
     steps, by_schedule = reductions.all_reduce_steps, []
     monkeypatch.setattr(reductions, "_MOST_SCHEDULED_RANKS", most)
     monkeypatch.setattr(reductions, "all_reduce_steps", lambda *call: by_schedule.append(call) or steps(*call))

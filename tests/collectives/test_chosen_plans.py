@@ -36,7 +36,9 @@ BY_READS = ExecutionPlan.load({**all_reduce_by_reads(2), "max_message_size": 409
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory of the tests' own measured tables; empty at first. Compiled kernels stay where they are."""
+    """Gives the test a directory of its own for measured tables, empty at first. Compiled kernels stay where
+    they are.
+    """
     monkeypatch.setattr(tuned, "cache_dir", lambda: tmp_path)
     return tmp_path
 
@@ -48,7 +50,7 @@ def pair() -> Iterator[Ranks]:
 
 
 def with_tables(comm: Communicator, **tables: SizeTable) -> None:
-    """Sets the tables of some collectives; all others are the defaults."""
+    """Sets the tables of some collectives; the other collectives get the default tables."""
     selector = Selector.for_ranks(comm.world_size, comm.runtime.name)
     for collective, table in tables.items():
         selector = selector.with_table(collective, table)
@@ -56,7 +58,7 @@ def with_tables(comm: Communicator, **tables: SizeTable) -> None:
 
 
 def last_algorithm(comm: Communicator) -> str:
-    """The algorithm of this rank's last collective call, as the ranks have compared it."""
+    """Returns the algorithm of this rank's last collective call, in the words in which the ranks compared it."""
     ((_, call),) = comm.group.launches.recent_calls(1)
     return call["algorithm"]
 
@@ -153,7 +155,7 @@ def test_plans_stand_in_the_tables_of_all_collectives_that_take_them(pair: Ranks
             np.testing.assert_array_equal(on_host(result), expected)
             assert last_algorithm(comm) == loaded[collective].call_name
         x = on_device(comm, np.full(16, comm.rank, np.float32))
-        assert comm.all_to_all(x, out=x) is x  # in place, which the plan by itself does not support
+        assert comm.all_to_all(x, out=x) is x  # in place, which the plan alone does not support
         comm.synchronize()
         np.testing.assert_array_equal(on_host(x), rows)
 
@@ -258,7 +260,7 @@ def test_measuring_takes_the_plans_of_the_tables_part_and_keeps_the_librarys_own
     measure = tuning.measure
 
     def favouring_plans(*arguments: Any) -> dict[Case, dict[int, dict[Any, float]]]:
-        """The measured times, without those of plans."""
+        """Measures, and replaces the plans' times by 0, so that plans win."""
         measured = measure(*arguments)
         seen.append({algorithm for times in measured[case].values() for algorithm in times})
         return {

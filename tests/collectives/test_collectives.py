@@ -33,7 +33,7 @@ from support.paths import PROGRAMS
 from support.ranks import Ranks
 from support.running import run_mpi
 
-WORLD_SIZES = (1, 2, 3, 4, 5, 8)  # as far as there are devices
+WORLD_SIZES = (1, 2, 3, 4, 5, 8)  # if there are as many devices
 REPRESENTED = (5, 8)  # by 3, which is not a power of two, and by 4, which takes several steps of doubling too
 ALL_TYPES = max(world_sizes(1, 2, 3))  # the number of ranks that reduce and move all types
 
@@ -49,16 +49,17 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 
 def types_of(algorithm: str | None, config: pytest.Config) -> tuple[str, ...]:
-    """The types that an algorithm reduces: all with --full, else every third, by turns.
-
-    One function combines two elements of a type, whatever the algorithm, and each type is reduced by two algorithms or
-    three.
+    """Returns the types that a test reduces with an algorithm: all with --full, else every third type, dealt out in
+    turn. One function combines two elements of a type, whatever the algorithm, so two or three algorithms per type
+    suffice.
     """
     return DTYPES if config.getoption("--full") else DTYPES[CHOICES.index(algorithm) % 3 :: 3]
 
 
 def run_calls(ranks: Ranks, calls: list[Call]) -> None:
-    """Makes the calls one after another; each rank checks its results, and all-reduced bits must be equal."""
+    """Makes the calls one after another. Each rank checks its results, and the bits of all-reduces must be equal on all
+    ranks.
+    """
 
     def body(comm: Communicator) -> list[bytes]:
         return [call.start(comm).finish() for call in calls]
@@ -86,7 +87,9 @@ def test_an_average_of_16_bit_floats_fits_where_their_sum_does_not(ranks: Ranks,
 
 @pytest.mark.parametrize("algorithm", CHOICES)
 def test_all_reduce_computes_every_operation(ranks: Ranks, algorithm: str | None, pytestconfig: pytest.Config) -> None:
-    """In place and out of place, at counts that leave packets, warps and shares incomplete, in views at odd offsets."""
+    """Calls are in place and out of place, in views at odd offsets, with counts that leave packets, warps and shares
+    incomplete.
+    """
     full = pytestconfig.getoption("--full")
     for dtype in types_of(algorithm, pytestconfig) if ranks.world_size == ALL_TYPES else SOME_DTYPES:
         ops = ops_of(dtype) if full else operations_of(dtype, algorithm)
@@ -104,14 +107,15 @@ def test_all_reduce_computes_every_operation(ranks: Ranks, algorithm: str | None
 @pytest.mark.parametrize(
     ("algorithm", "dtype"),
     [
-        # Rounds and epochs are bytes; two elements in a word are for one algorithm of packets and one of rounds.
+        # Rounds and epochs depend on bytes alone, so bfloat16 runs for one algorithm of packets and one of rounds by
+        # default.
         pytest.param(algorithm, dtype, marks=pytest.mark.full if dtype == "bfloat16" and i not in (1, 3) else [])
         for i, algorithm in enumerate(ALGORITHMS)
         for dtype in ("float32", "bfloat16")
     ],
 )
 def test_all_reduce_of_more_than_the_scratch_memory_holds(ranks: Ranks, algorithm: str, dtype: str) -> None:
-    """Several epochs of packets, or several rounds of exchange, the last one short."""
+    """Such a call takes several epochs of packets, or several rounds of exchange, the last of which is short."""
     memory = open_runtime(RUNTIME).launch_defaults.exchange_bytes
     long = min(5 * memory, 8_800_000) // 4 + 1 if dtype == "float32" else min(2 * memory, 4_200_000) // 2 + 3
     several = 100_007 if algorithm == "two_shot_packets" else 40_007
@@ -172,7 +176,9 @@ def test_moves_more_than_the_scratch_memory_holds(ranks: Ranks, collective: str,
 def test_short_last_epochs_back_to_back_keep_slots_apart(
     ranks: Ranks, algorithm: str, pytestconfig: pytest.Config
 ) -> None:
-    """One packet more than fits, repeatedly: the next call meets threads that had nothing in the last epoch."""
+    """Each call has one packet more than fits into an epoch. In the last epoch most threads have nothing to do, and run
+    ahead into the next call.
+    """
     capacity = 8192 * (ranks.world_size if algorithm == "two_shot_packets" else 1)
     times = 30 if pytestconfig.getoption("--full") else 12
     run_calls(ranks, [Call("all_reduce", "float32", "sum", algorithm, capacity + 1, seed=i % 3) for i in range(times)])
@@ -203,7 +209,7 @@ def calls(world_size: int, config: pytest.Config) -> st.SearchStrategy[Call]:
 
 
 def test_any_sequence_of_calls_gives_the_right_results_twice(ranks: Ranks, pytestconfig: pytest.Config) -> None:
-    """Slots are reused from call to call, guarded only by the protocol (exchange.h, packets.h)."""
+    """Slots are reused from call to call, and only the protocol (exchange.h, packets.h) protects their data."""
 
     @settings(
         max_examples=12 if pytestconfig.getoption("--full") else 4, deadline=None, derandomize=True, print_blob=True
@@ -234,7 +240,7 @@ def test_minimum_and_maximum_pass_nan_on(ranks: Ranks, algorithm: str, pytestcon
     ops = ("min", "max") if pytestconfig.getoption("--full") else (("min", "max")[turn % 2],)
 
     def body(comm: Communicator) -> None:
-        dtype = ("float32", "float64", "float16")[turn % 3]  # others: test_same_bits.py
+        dtype = ("float32", "float64", "float16")[turn % 3]  # test_same_bits.py has the others
         for op in ops:
             values = np.arange(9, dtype=dtype)
             if comm.rank == comm.world_size - 1:
@@ -264,7 +270,7 @@ def test_results_have_the_documented_shapes(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     "world_size",
     [
-        # Other numbers of ranks, as threads: above. Through the daemon, processes call by proxy: test_by_proxy.py.
+        # Other numbers of ranks run as threads, above. test_by_proxy.py has processes that use the daemon.
         pytest.param(size, marks=pytest.mark.hip if size == processes(3) else pytest.mark.full)
         for size in world_sizes(1, 2, 3, 5, processes=True)
     ],

@@ -57,14 +57,14 @@ def pair() -> Iterator[Ranks]:
 
 
 def values(rank: int, count: int, dtype: str = "float32", seed: int = 0) -> np.ndarray:
-    """A rank's input: small integers, which every type adds exactly."""
+    """Returns a rank's input: small integers, which every type adds exactly."""
     return np.random.default_rng([rank, seed]).integers(1, 9, count).astype(dtype)
 
 
 def executed(
     group: Ranks, plan: dict[str, Any], count: int, out_count: int, *, dtype: str = "float32", times: int = 3
 ) -> list[list[np.ndarray]]:
-    """The outputs of some executions, each with different inputs: by execution and rank."""
+    """Executes a plan `times` times, each time with new inputs. Returns the outputs, by execution and rank."""
     loaded = ExecutionPlan.load(plan)
 
     def body(communicator: Communicator) -> list[np.ndarray]:
@@ -118,7 +118,9 @@ def test_an_all_reduce_that_reads_and_writes_peers(
 
 
 def one_sided() -> dict[str, Any]:
-    """Rank 0 puts its input into rank 1's output by a port channel that rank 1 does not name."""
+    """Returns a plan in which rank 0 puts its input into rank 1's output by a port channel that rank 1 does
+    not name.
+    """
 
     def threadblocks(view: RankView) -> list[Ops]:
         at = {"buffer_id": 0, "index": 0, "size": 1}
@@ -173,7 +175,9 @@ def test_packets_alternate_between_the_halves_of_scratch_memory_and_survive_its_
 
 
 def test_calls_of_two_sizes_take_turns_and_scratch_memory_grows_meanwhile(ranks: Ranks) -> None:
-    """A rank that is ahead in a short call must not overwrite data that another has yet to read in a long one."""
+    """A rank that is already in a short call must not overwrite data that another rank has yet to read in a
+    long call.
+    """
     plan = ExecutionPlan.load(all_reduce_by_packets(RANKS))
     counts = (RANKS * 4, RANKS * 2048)
 
@@ -191,7 +195,7 @@ def test_calls_of_two_sizes_take_turns_and_scratch_memory_grows_meanwhile(ranks:
 
 
 def test_a_call_whose_form_is_kept_uses_the_memory_that_scratch_memory_has_grown_to(ranks: Ranks) -> None:
-    """A rank that uses an array again meets ranks whose arrays are new."""
+    """A call may be a repeated one on a rank that uses an array again, and a new one on ranks whose arrays are new."""
     plan = ExecutionPlan.load(all_reduce_by_packets(RANKS))
     short, long = RANKS * 4, RANKS * 4096
 
@@ -237,7 +241,7 @@ def read_reductions(view: RankView) -> list[Ops]:
 
 
 def packets(view: RankView) -> list[Ops]:
-    """Chunk 0 goes out in packets, comes back from the peer's packets, and is summed from them too."""
+    """Sends chunk 0 in packets, copies the peer's packets to the peer and to an output, and sums them."""
     _, peer = exchanged(view)
     return [
         [
@@ -252,7 +256,7 @@ def packets(view: RankView) -> list[Ops]:
 
 
 def copied_packets(view: RankView) -> list[Ops]:
-    """The sum stays in packets here, and goes to the peer in packets."""
+    """Keeps a sum in packets on this rank, and sends it to the peer in packets."""
     _, peer = exchanged(view)
     sources = [own("i", 0), own("s", 0)]
     return [
@@ -285,7 +289,7 @@ def packets_by_port(view: RankView) -> list[Ops]:
 
 
 def pipelines(view: RankView) -> list[Ops]:
-    """One threadblock copies unit by unit, another puts the copies; relaxed signals show that all have begun."""
+    """Lets one threadblock copy unit by unit, and another put the copies; relaxed signals show that all have begun."""
     _, peer = exchanged(view)
     first, second = [view.channel(peer, 0)], [view.channel(peer, 1)]
     context = {"unit_size": 64, "num_chunks": 2}
@@ -378,7 +382,7 @@ def test_registered_arrays_are_reached_where_they_lie(ranks: Ranks) -> None:
 
 
 def test_registered_arrays_of_one_size_are_told_apart(pair: Ranks) -> None:
-    """Also arrays that can't be shared, whose registrations have nothing else that differs."""
+    """Even arrays that can't be shared are told apart, although their registrations differ in nothing but the array."""
     plan = ExecutionPlan.load(all_gather(2, "port", "put"))
 
     def body(communicator: Communicator) -> list[np.ndarray]:
@@ -419,7 +423,7 @@ def test_an_array_that_is_registered_again_is_named_by_its_new_ids(pair: Ranks) 
 
 
 def scattered_and_gathered(view: RankView) -> list[Ops]:
-    """An all-gather that does not read inputs after the first write to an output, and reaches only outputs."""
+    """Makes an all-gather that does not read inputs after the first write to an output, and accesses only outputs."""
     put = move("put", [own("i", 0)], [view.at(1 - view.rank, "s", 0)], channel_type="memory")
     copies = [
         move("copy", [own("i", 0)], [own("o", view.rank)]),
@@ -429,7 +433,7 @@ def scattered_and_gathered(view: RankView) -> list[Ops]:
 
 
 def by_outputs(view: RankView) -> list[Ops]:
-    """An all-gather that writes an output before it reads its input again."""
+    """Makes an all-gather that writes an output before it reads its input again, so it does not work in place."""
     me, peer = view.rank, 1 - view.rank
     put = move("put", [own("i", 0)], [view.at(peer, "o", me)], channel_type="memory")
     return [[*meet(view), put, *meet(view), move("copy", [own("i", 0)], [own("o", me)]), *meet(view)]]
@@ -563,7 +567,7 @@ def test_a_result_without_out_is_x_or_a_new_array(pair: Ranks) -> None:
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Ranks]:
-    """Two rehearsed nodes of two ranks."""
+    """Opens four ranks of this host as two rehearsed nodes of two ranks each."""
     with Ranks(4, local_world_size=2) as opened:
         yield opened
 
@@ -639,7 +643,7 @@ def test_ranks_that_execute_different_plans_are_told(pair: Ranks) -> None:
 
 
 def late(communicator: Communicator, plan: dict[str, Any], x: Any) -> str:
-    """The message of an execution's time-out."""
+    """Executes a plan that times out, and returns the time-out's message."""
 
     def execute() -> None:
         communicator.execute(plan, x)
@@ -657,7 +661,7 @@ def test_a_wait_that_is_too_long_names_rank_threadblock_and_operation() -> None:
         x = on_device(communicator, np.zeros(64, np.float32))
         communicator.execute(plan, x)
         communicator.synchronize()
-        if communicator.rank == 1:  # its wait ends because of the other's failure
+        if communicator.rank == 1:  # rank 1's wait ends because rank 0 has failed
             with pytest.raises(WaitTimeoutError):
                 communicator.group.exchange.barrier("a rank that stays away")
             return ""
@@ -670,7 +674,7 @@ def test_a_wait_that_is_too_long_names_rank_threadblock_and_operation() -> None:
 
 
 def changed(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    """Sets a field of a plan's JSON, or removes it for None."""
+    """Returns a function that sets a field of a plan's JSON, or removes the field if `value` is None."""
 
     def change(plan: dict[str, Any]) -> None:
         at: Any = plan
@@ -811,7 +815,9 @@ def test_arrays_that_do_not_fit_the_plan_are_refused(pair: Ranks, count: int, dt
 
 @st.composite
 def random_plans(draw: st.DrawFn) -> tuple[dict[str, Any], list[tuple[int, int, int]]]:
-    """A plan that puts chunks of inputs to free chunks of outputs, in rounds; and the origin of each chunk."""
+    """Draws a plan that puts chunks of inputs to chunks of outputs, in rounds. Returns the plan and the origin of each
+    chunk.
+    """
     chunks = draw(st.integers(1, 4))
     free = [(rank, chunk) for rank in range(2) for chunk in range(chunks)]
     moves = []
@@ -858,7 +864,7 @@ def test_random_plans_move_what_they_say(pair: Ranks, case: tuple[dict[str, Any]
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Paths of all fields and entries of a document."""
+    """Yields the paths of all fields and entries of a document."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
         yield (*path, key)
@@ -879,7 +885,7 @@ def test_a_plan_with_any_field_replaced_is_loaded_or_refused(path: tuple[Any, ..
     for step in path[:-1]:
         at = at[step]
     at[path[-1]] = value
-    with contextlib.suppress(ArgumentError):  # and not with another exception
+    with contextlib.suppress(ArgumentError):  # no other exception is allowed
         assert ExecutionPlan.load(plan).world_size == 2
 
 
@@ -899,7 +905,7 @@ def test_a_plan_stands_for_the_algorithm_of_a_collective(pair: Ranks) -> None:
             communicator.all_reduce(x, algorithm=gather)
         with pytest.raises(ArgumentError, match=r"is 'max', but .* works out sum"):
             communicator.all_reduce(x, "max", out=out, algorithm=reduce)
-        communicator.all_reduce(x, algorithm=reduce)  # in place, which the plan by itself does not support
+        communicator.all_reduce(x, algorithm=reduce)  # in place, which the plan alone does not support
         communicator.synchronize()
         return on_host(out), on_host(gathered), on_host(x)
 

@@ -35,7 +35,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 
 def used(comm: Communicator, call: Call, source: Array) -> tuple[Any, ForeignMemory]:
-    """A registration whose array was used, and the array's memory."""
+    """Registers an array and uses it in calls. Returns the registration and the array's memory."""
     memory = ForeignMemory(comm.runtime, room_for(call, comm.world_size) - 256)
     array = memory.array(call.dtype)
     registration = comm.register(array)
@@ -46,7 +46,9 @@ def used(comm: Communicator, call: Call, source: Array) -> tuple[Any, ForeignMem
 
 
 def replaced(comm: Communicator, memory: ForeignMemory, *, here: bool = True) -> ForeignMemory:
-    """Frees memory on each rank in turn, and returns new memory at its address. If not `here`, the memory stays."""
+    """Frees the memory on each rank in turn, and returns new memory at its address. On ranks without `here`, the memory
+    stays and is returned.
+    """
     found = memory
     for turn in range(comm.world_size):
         barrier(comm)  # ranks are threads: while one frees memory, another may allocate
@@ -59,7 +61,7 @@ def replaced(comm: Communicator, memory: ForeignMemory, *, here: bool = True) ->
 
 
 def gather(comm: Communicator, call: Call, source: Array, target: Array, algorithm: str | None = None) -> None:
-    """Makes a call with whole arrays, whose form the next call with similar arrays uses."""
+    """Gathers into a whole array and checks the result. The next call with similar arrays reuses the prepared call."""
     source.upload(call.input(comm.rank, comm.world_size))
     target.fill(-1)
     barrier(comm)
@@ -70,7 +72,7 @@ def gather(comm: Communicator, call: Call, source: Array, target: Array, algorit
 
 @pytest.mark.parametrize("rank", ["the first rank's", "every rank's"])
 def test_an_array_at_a_freed_arrays_address_is_not_taken_for_it(ranks: Ranks, rank: str) -> None:
-    """Peers would write to the freed memory, which they still map."""
+    """If it were, peers would write to the freed memory, which they still map."""
     call = Call("all_gather", count=LONG // 4, in_place=False)
 
     def body(comm: Communicator) -> None:
@@ -112,7 +114,9 @@ def test_it_may_be_registered_itself(ranks: Ranks) -> None:
 def test_other_memory_is_not_taken_for_an_array_that_may_have_been_freed(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a thread without a context a driver may not tell. Then the array is staged, as other memory is."""
+    """In a thread without a context a driver may not tell whether memory was freed. The array is then staged, like
+    memory that is not registered.
+    """
     unknown = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda _: 0)
     address = ctypes.cast(unknown, ctypes.c_void_p).value
     monkeypatch.setattr(AllocationGuard, "addresses", property(lambda _: (address, 0)))
@@ -149,7 +153,7 @@ def test_channels_refuse_what_was_freed(ranks: Ranks) -> None:
 
 
 def test_empty_memory_stays_while_it_is_registered(ranks: Ranks) -> None:
-    """The array is freed first, the registration ends later."""
+    """If the array is freed first, its memory stays until the registration ends."""
 
     def body(comm: Communicator) -> None:
         array = comm.empty(1000)

@@ -43,14 +43,14 @@ def ranks(request: pytest.FixtureRequest, world: tuple[int, int]) -> Iterator[Ra
 
 
 def rows_of(rank: int, name: str) -> NDArray[Any]:
-    """As many rows as the largest batch, of values whose sum depends on the order of additions."""
+    """Returns as many rows as the largest batch has, with values whose sum depends on the order of additions."""
     values = np.random.default_rng(rank).standard_normal((max(BATCHES), WIDTH))
     return (values * np.exp2(np.random.default_rng(7).integers(-9, 9, values.shape))).astype(numpy_dtype(name))
 
 
 def expected_sums(ranks: Ranks, name: str, local: int) -> NDArray[Any]:
-    """The sums in the documented order: of each node's ranks, rounded, then of the nodes, rounded. float16 keeps a
-    node's sum in float32.
+    """Returns the sums in the documented order: each node's ranks are added and rounded, then the nodes are added and
+    rounded. For float16, a node's sum stays in float32.
     """
     dtype = numpy_dtype(name)
     wide = np.float64 if name == "float64" else np.float32
@@ -68,7 +68,7 @@ def algorithms_of(comm: Communicator, collective: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_a_row_has_the_same_bits_in_every_batch(ranks: Ranks, world: tuple[int, int], name: str) -> None:
-    """By every algorithm that the communicator accepts, at several offsets, in place or not, by all_reduce and
+    """Tries every algorithm that the communicator accepts, several offsets, in place or not, with all_reduce and with
     reduce.
     """
     want = expected_sums(ranks, name, world[1])
@@ -77,7 +77,7 @@ def test_a_row_has_the_same_bits_in_every_batch(ranks: Ranks, world: tuple[int, 
         own = rows_of(comm.rank, name)
         for options in algorithms_of(comm, "all_reduce"):
             for batch in BATCHES:
-                first = batch // 2  # the row of this number comes first
+                first = batch // 2  # the batch begins with the row of this number
                 batch_rows = np.roll(own[:batch], -first, 0).ravel()
                 for offset in (0, 3):  # elements before the batch in memory
                     x = on_device(comm, np.concatenate([np.zeros(offset, own.dtype), batch_rows]))[offset:]
@@ -127,7 +127,7 @@ def test_algorithms_of_another_order_are_refused(ranks: Ranks, world: tuple[int,
             with pytest.raises(ArgumentError, match=r"^cta_policy: 'zero' needs invariant=False, "):
                 comm.all_reduce(x, cta_policy="zero")
         comm.collectives.selector = comm.collectives.selector.with_table("all_reduce", SizeTable((), "ring"))
-        assert (on_host(comm.all_reduce(x)) == comm.world_size).all()  # measured tables may name it
+        assert (on_host(comm.all_reduce(x)) == comm.world_size).all()  # works if measured tables name it
         comm.collectives.selector = comm.collectives.defaults
 
     ranks.run(body)

@@ -26,7 +26,7 @@ COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broa
 
 
 def of_empty(comm: Communicator, values: Any) -> ArrayView:
-    """An array that all peers reach."""
+    """Returns an array with these values that all peers can access."""
     memory = symmetric(comm, values.nbytes) if comm.world_size > 1 else comm.empty(values.nbytes, "uint8")
     memory.upload(values.view(np.uint8))
     comm.group.symmetric.update()
@@ -46,7 +46,7 @@ def part(whole: Any, begin: int, count: int) -> Any:
 
 
 def arrays_of(comm: Communicator, call: Call, kind: str) -> tuple[Any, Any]:
-    """New arrays of a call, with its input."""
+    """Returns new arrays for a call, input and output, with the call's input."""
     values, sizes = call.input(comm.rank, comm.world_size), call.sizes(comm.world_size)
     if not call.in_place:
         return ARRAYS[kind](comm, values), ARRAYS[kind](comm, np.zeros(sizes[1], DTYPE))
@@ -78,7 +78,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 def test_calls_with_new_arrays_are_right_and_prepared_once(
     ranks: Ranks, collective: str, kind: str, in_place: bool
 ) -> None:
-    """A call on a stream comes in between: a call on a different stream than the last one waits for that."""
+    """Calls on a stream alternate with calls on none: a call on another stream than the previous one waits for it."""
     call = Call(collective, count=COUNT, in_place=in_place)
 
     def body(comm: Communicator) -> None:
@@ -86,12 +86,12 @@ def test_calls_with_new_arrays_are_right_and_prepared_once(
         for turn in range(2 * OFTEN):
             each = replace(call, seed=turn)
             x, out = arrays_of(comm, each, kind)
-            kept.append((x, out))  # so that each has an address of its own
+            kept.append((x, out))  # keep the arrays, so that each turn's have new addresses
             comm.all_gather_bytes(b"")  # ranks are threads: nobody writes to an array that its rank still fills
             each.issue(comm, x, out, stream if turn == OFTEN else None)
             comm.synchronize(stream)
             each.check(content(out), comm.rank, comm.world_size)
-            if turn == 2:  # the first calls make memory that peers reach, which may end what is prepared meanwhile
+            if turn == 2:  # count from here: memory made by the first calls may invalidate prepared calls
                 prepared = comm.calls.prepared
         assert comm.calls.prepared == prepared
 
@@ -99,7 +99,9 @@ def test_calls_with_new_arrays_are_right_and_prepared_once(
 
 
 def test_calls_that_are_queued_have_arrays_of_their_own(ranks: Ranks) -> None:
-    """Although they have a form in common, which has the addresses of the latest one's."""
+    """Queued calls share one prepared form, which holds the addresses of the latest call's arrays; earlier calls must
+    still use their own.
+    """
 
     def body(comm: Communicator) -> None:
         stream = comm.runtime.create_stream()
@@ -128,7 +130,9 @@ def numbers(comm: Communicator, shape: Any = COUNT, dtype: str = DTYPE) -> Any:
 
 
 def reduced(comm: Communicator, x: Any, expected: str | None = None, **given: Any) -> None:
-    """An all_reduce whose result is right, or which is refused with an error that begins with the text `expected`."""
+    """Makes an all_reduce and checks its result; if `expected` is given, the call must be refused with an error that
+    begins with this text.
+    """
     out = given.get("out", x)
     if expected is not None:
         with pytest.raises(ArgumentError, match=expected):
@@ -140,7 +144,7 @@ def reduced(comm: Communicator, x: Any, expected: str | None = None, **given: An
 
 
 def offset(comm: Communicator, nbytes: int) -> Any:
-    """Numbers at an offset from a multiple of 64 bytes."""
+    """Returns an array that begins `nbytes` bytes after a multiple of 64 bytes."""
     memory = np.zeros(4 * COUNT + 128, np.uint8)
     begin = -memory.ctypes.data % 64 + nbytes
     x = memory[begin : begin + 4 * COUNT].view(DTYPE)
@@ -211,7 +215,7 @@ DIFFERENT: dict[str, Callable[[Communicator], None]] = {
 
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_a_call_that_differs_is_not_taken_for_an_earlier_one(ranks: Ranks, what: str) -> None:
-    """Nor is an earlier one for it."""
+    """Nor is an earlier call taken for the one that differs."""
 
     def body(comm: Communicator) -> None:
         for make in (numbers, lambda comm: comm.empty(COUNT).fill(comm.rank + 1)):
@@ -254,7 +258,7 @@ def test_equal_options_are_the_same_whatever_objects_they_are(ranks: Ranks) -> N
 
 
 def test_calls_are_right_when_there_are_more_kinds_than_are_kept() -> None:
-    """One that is used again and again is kept, also if it is bound to the memory of its arrays."""
+    """A kind of call that is used repeatedly is kept, even if it is bound to the memory of its arrays."""
 
     def body(comm: Communicator) -> None:
         x, bound = np.empty(MOST_FORMS + 100, np.float32), of_empty(comm, np.zeros(COUNT, DTYPE))
@@ -301,7 +305,7 @@ def test_an_array_that_became_read_only_is_refused(ranks: Ranks) -> None:
 
 
 def test_threads_take_turns_on_streams_of_their_own(ranks: Ranks) -> None:
-    """They hold a lock while they call, so that all ranks make the same calls in the same order."""
+    """The threads hold a lock while they call, so that all ranks make the same calls in the same order."""
 
     def body(comm: Communicator) -> None:
         lock, wrong = threading.Condition(), []
@@ -357,7 +361,9 @@ def test_a_launch_that_overtakes_the_close_leaves_later_calls_refused() -> None:
         group.failure.close()
         group.launches.recheck_next_call()
         with pytest.raises(ClosedError):
-            group.launches.launch(lambda _: None, None, ())  # by a thread that found it open
+            group.launches.launch(
+                lambda _: None, None, ()
+            )  # a thread that has found the communicator open launches after its end
         with pytest.raises(ClosedError):
             comm.all_reduce(x)
         group.failure.state = "open"

@@ -1,4 +1,4 @@
-"""Memory that its owner may free at any time, lent to peers because calls meet it often."""
+"""Lent memory: memory that its owner may free at any time, to which peers get access because calls use it often."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ from support.fakes.foreign_memory import ForeignMemory
 from support.ranks import Ranks
 from support.running import run_ranks, wait_for
 
-CALL = Call("all_gather", count=1 << 18, in_place=False)  # of 4 bytes: arrays from 1 MiB on are lent
+CALL = Call(
+    "all_gather", count=1 << 18, in_place=False
+)  # 4 bytes each, so 1 MiB, which is the shortest array that is lent
 ROOM = 64 << 20
 OFTEN = lent_memory._OFTEN
 
 
 @pytest.fixture(autouse=True)
 def _enough_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine may take longer than a second for as many calls."""
+    """Lengthens the window in which calls are counted: a busy machine may take longer than a second for them."""
     monkeypatch.setattr(lent_memory, "_WINDOW_SECONDS", 60.0)
 
 
 @pytest.fixture(params=(2, 3), ids=lambda n: f"{n}-ranks")
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """New ones for each test: they remember the addresses of memory that was freed."""
+    """Opens new ranks for each test, because ranks remember the addresses of freed memory."""
     with Ranks(request.param) as group:
         yield group
 
@@ -48,7 +50,7 @@ def memory_for(comm: Communicator, limit: int | None = ROOM, call: Call = CALL) 
 def meet(
     comm: Communicator, source: Array, target: Array, times: int = 1, collective: str = "all_gather", **options: Any
 ) -> None:
-    """Calls of tensors, which lend the tensors' memory."""
+    """Makes calls in the manner of torch's tensors, which lend the tensors' memory when they have used it often."""
     calls = comm.tensor_calls
     for _ in range(times):
         calls.make(calls.options(collective, **options), source, target)
@@ -56,7 +58,7 @@ def meet(
 
 
 def lend(comm: Communicator, source: Array, target: Array) -> None:
-    """Meets an array often enough, until all peers have mapped it on all ranks."""
+    """Makes calls with an array until all peers have mapped it, on all ranks."""
 
     def lent() -> bool:
         meet(comm, source, target, OFTEN)
@@ -77,7 +79,7 @@ def withdrawn(comm: Communicator, *memories: ForeignMemory) -> None:
 
 
 def exports(comm: Communicator, patch: pytest.MonkeyPatch, *memories: ForeignMemory) -> list[int]:
-    """The threads that export this memory from now on."""
+    """Returns a list to which each later export of this memory adds the thread that makes it."""
     made: list[int] = []
     export = comm.runtime.export
 
@@ -107,7 +109,7 @@ def mapped_handles(comm: Communicator) -> set[bytes]:
 
 
 def test_memory_is_lent_when_it_is_met_often(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call exports it once; the watcher announces it."""
+    """A call exports the memory once, and the watcher announces it to the peers."""
 
     def body(comm: Communicator) -> None:
         source, memory = comm.empty(CALL.count, CALL.dtype), memory_for(comm)
@@ -146,7 +148,7 @@ def test_memory_that_is_met_once_is_never_exported(ranks: Ranks, monkeypatch: py
 
 @pytest.mark.parametrize("algorithm", [None, "proxy"])
 def test_what_its_owner_frees_is_withdrawn_without_a_call(ranks: Ranks, algorithm: str | None) -> None:
-    """And its mappings are closed, which would keep it occupied."""
+    """The peers' mappings are closed, because they would keep the memory occupied."""
 
     def body(comm: Communicator) -> None:
         source, memory = comm.empty(CALL.count, CALL.dtype), memory_for(comm)
@@ -169,7 +171,7 @@ def test_what_its_owner_frees_is_withdrawn_without_a_call(ranks: Ranks, algorith
 def test_other_memory_at_its_address_is_lent_anew_when_it_is_met_more_often(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if it comes before anybody has noticed the end of the first."""
+    """The other memory is lent even if it comes before the library has noticed that the first was freed."""
 
     def body(comm: Communicator) -> None:
         source, memory = comm.empty(CALL.count, CALL.dtype), memory_for(comm)
@@ -185,7 +187,7 @@ def test_other_memory_at_its_address_is_lent_anew_when_it_is_met_more_often(
         assert not registered(comm, target.view())
         gather(comm, 2, source, target)
         comm.group.symmetric.update()
-        comm.group.lent_memory.update()  # its address was freed
+        comm.group.lent_memory.update()  # notices that the memory was freed
         with monkeypatch.context() as patch:
             exported = exports(comm, patch, memory)
             meet(comm, source, target, 2 * OFTEN - 1)
@@ -202,7 +204,7 @@ def test_other_memory_at_its_address_is_lent_anew_when_it_is_met_more_often(
 def test_calls_by_proxy_use_it_when_peers_have_added_it(ranks: Ranks) -> None:
     def body(comm: Communicator) -> None:
         source, memory = comm.empty(CALL.count, CALL.dtype), memory_for(comm)
-        gather(comm, 1, source, comm.empty(CALL.count * comm.world_size, CALL.dtype), "proxy")  # it makes the proxies
+        gather(comm, 1, source, comm.empty(CALL.count * comm.world_size, CALL.dtype), "proxy")  # makes the proxies
         target = memory.array(CALL.dtype)
         lend(comm, source, target)
         received = comm.group.lent_memory.is_received_in
@@ -236,11 +238,13 @@ def test_an_array_may_end_at_any_line(ranks: Ranks, modules: list[str]) -> None:
         small, source = comm.empty(256, CALL.dtype), comm.empty(CALL.count, CALL.dtype)
         arrays = [comm.empty(256 * comm.world_size, CALL.dtype) for _ in range(300)]
         for array in arrays:
-            comm.all_gather(small, out=array, algorithm="proxy")  # so proxies know it too
+            comm.all_gather(small, out=array, algorithm="proxy")  # so that proxies also know the array
         comm.synchronize()
         lines: set[tuple[str, int]] = set()
 
-        def trace(frame: FrameType, event: str, _: Any) -> Any:  # as garbage, which may be collected there
+        def trace(
+            frame: FrameType, event: str, _: Any
+        ) -> Any:  # frees the memory at this point, as a garbage collection might
             line = frame.f_code.co_filename, frame.f_lineno
             if line[0] not in traced:
                 return None
@@ -269,7 +273,7 @@ def test_an_array_may_end_at_any_line(ranks: Ranks, modules: list[str]) -> None:
 def test_nothing_is_lent_that_is_small_or_scarce_or_not_to_be_lent(
     ranks: Ranks, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a call does not look again and again whether there is room."""
+    """Calls also do not check again and again whether there is room."""
 
     def body(comm: Communicator) -> None:
         source = comm.empty(CALL.count, CALL.dtype)
@@ -310,7 +314,7 @@ def test_only_so_much_is_lent(ranks: Ranks) -> None:
 
 
 def test_what_a_call_has_exported_ends_with_the_communicator() -> None:
-    """Also if the watcher has not announced it."""
+    """An export ends with the communicator even if the watcher has not announced it yet."""
     exported: list[bytes] = []
     ended: list[bytes] = []
 
@@ -362,7 +366,7 @@ def _require_limit(comm: Communicator, limit: int) -> None:
         ("all_gather", None, "output"),
         ("all_reduce", None, "output"),
         ("reduce_scatter", None, ""),
-        ("reduce_scatter", "zero", "input"),  # proxies send from it
+        ("reduce_scatter", "zero", "input"),  # proxies send from the input
     ],
 )
 def test_calls_of_tensors_lend_what_peers_touch(
@@ -391,7 +395,9 @@ def test_calls_of_tensors_lend_what_peers_touch(
 
 
 def test_gathers_go_by_proxy_once_peers_proxies_have_the_output() -> None:
-    """On all ranks, if the first one's program computes beside it; and no longer when its owner has freed it."""
+    """Gathers go by proxy on all ranks if rank 0's program computes at the same time, and by kernels again when the
+    output's owner has freed it.
+    """
     call = replace(CALL, count=1 << 21)  # of 16 MiB
 
     def body(comm: Communicator) -> None:

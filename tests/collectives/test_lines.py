@@ -1,4 +1,4 @@
-"""all_reduce in packets of whole lines, by which GPUs send data that is not short."""
+"""all_reduce in packets that are whole lines, with which GPUs send longer data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COUNTS = (0, 1, 15, 241, 5003)  # less than a thread's part, a few, and several 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_elements_of_every_size_are_reduced_in_lines(ranks: int) -> None:
-    """In place and apart, in arrays of any alignment; each rank gets the bits of the reference's order."""
+    """Calls are in place and apart, in arrays of any alignment; each rank must get the bits of a sum in rank order."""
 
     def body(comm: Communicator) -> None:
         for algorithm in ("one_shot", "two_shot_packets"):

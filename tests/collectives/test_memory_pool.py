@@ -34,7 +34,7 @@ CALLS = [
 
 
 def on_own_devices(world_size: int) -> Ranks:
-    """Ranks with a pool each, because a pool belongs to a device."""
+    """Opens ranks on different devices. A pool belongs to a device, so each rank has its own."""
     return Ranks(world_size, make_runtime=lambda rank: open_runtime(RUNTIME, rank))
 
 
@@ -45,28 +45,30 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 
 def follow(comm: Communicator) -> MemoryPool:
-    """The part of `Communicator.memory_pool` that follows torch's making of its pool."""
+    """Makes a communicator follow its device's pool, as `Communicator.memory_pool` does after torch has made
+    the pool.
+    """
     pool = MemoryPool(comm.runtime)
     comm.group.symmetric.follow(pool)
-    wait_for(lambda: not freed(comm), "what was freed is withdrawn")  # of an earlier test
+    wait_for(lambda: not freed(comm), "what was freed is withdrawn")  # wait for an earlier test's segments
     return pool
 
 
 def arrays(comm: Communicator, call: Call, count: int) -> list[Array]:
-    """Arrays that fill segments of the pool."""
+    """Returns new arrays that fill segments of the pool."""
     room = room_for(call, comm.world_size)
     return [ForeignMemory(comm.runtime, room).array() for _ in range(count)]
 
 
 def free(comm: Communicator, *given: Array) -> None:
-    """Frees segments without users."""
+    """Waits until no rank uses the arrays, and frees their segments."""
     barrier(comm)
     for array in given:
         array.free()
 
 
 def shown(comm: Communicator, array: Array) -> bool:
-    """Whether all peers have mapped an array, after a call that has announced it."""
+    """Waits until all peers have mapped an array that a call has announced. Returns True."""
     comm.group.symmetric.update()
     wait_for(lambda: registered(comm, array.view()), "the peers have replied")
     return True
@@ -74,7 +76,7 @@ def shown(comm: Communicator, array: Array) -> bool:
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.collective)
 def test_arrays_in_the_pool_are_registered(ranks: Ranks, call: Call) -> None:
-    """The first calls find segments that peers have not mapped; slices begin at different offsets on every rank."""
+    """At the first calls, peers have not mapped the segments yet. Slices begin at different offsets on every rank."""
 
     def body(comm: Communicator) -> None:
         pool = follow(comm)
@@ -111,7 +113,7 @@ def test_an_array_that_is_not_in_the_pool_has_all_ranks_stage(ranks: Ranks) -> N
 
 
 def test_segments_that_come_and_go(ranks: Ranks) -> None:
-    """A segment is freed when no peer maps it. The next one may have its address, and is unknown to peers."""
+    """A segment is freed when no peer maps it. The next segment may get its address, and is unknown to peers."""
     call = Call("all_gather", count=LONG // 4, in_place=False)
 
     def body(comm: Communicator) -> None:
@@ -155,7 +157,7 @@ def test_a_freed_segment_stays_while_it_is_registered(ranks: Ranks) -> None:
 
 
 def test_two_communicators_use_one_pool() -> None:
-    """A segment is freed when both have withdrawn it; closing one leaves the other its arrays."""
+    """A segment is freed when both communicators have withdrawn it; closing one leaves the other's arrays usable."""
     call, size = Call("all_gather", count=LONG // 4, in_place=False), max(world_sizes(2, 3), default=2)
 
     with on_own_devices(size) as first:
@@ -188,13 +190,13 @@ def test_two_communicators_use_one_pool() -> None:
 
 
 def freed(comm: Communicator) -> list[int]:
-    """Segments that were freed and still exist."""
+    """Returns the numbers of segments that were freed and still exist."""
     comm.group.symmetric.update()
     return [segment.number for segment in MemoryPool(comm.runtime).segments() if segment.freed]
 
 
 def test_the_proxies_reach_segments(ranks: Ranks) -> None:
-    """A daemon also maps the memory that the allocator's functions made."""
+    """Proxies in a daemon can also map memory that the allocator's functions made."""
 
     def body(comm: Communicator) -> None:
         pool = follow(comm)

@@ -1,4 +1,4 @@
-"""all_reduce_rms_norm: sums, residuals and norms of rows, in one launch or several."""
+"""all_reduce_rms_norm: adds rows and residuals and normalizes the sums, in one launch or several."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ def values(seed: int, shape: tuple[int, ...], name: str) -> NDArray[Any]:
 
 
 def inputs(rank: int, shape: tuple[int, ...], name: str) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """A rank's rows, and the residual and the weight of all ranks."""
+    """Returns a rank's rows, and the residual and the weight, which are the same on all ranks."""
     return values(rank, shape, name), values(100, shape, name), values(101, shape[-1:], name)
 
 
 def summed(ranks: int, shape: tuple[int, ...], name: str) -> NDArray[Any]:
-    """The ranks' rows added in the order of ranks, and the residual, each rounded."""
+    """Returns the ranks' rows added in the order of ranks and rounded, plus the residual, rounded again."""
     rows = [inputs(rank, shape, name)[0].astype(np.float32) for rank in range(ranks)]
     total = functools.reduce(np.add, rows).astype(numpy_dtype(name))
     return (total.astype(np.float32) + inputs(0, shape, name)[1].astype(np.float32)).astype(total.dtype)
 
 
 def normed(rows: NDArray[Any], weight: NDArray[Any]) -> NDArray[Any]:
-    """RMSNorm in float64."""
+    """Returns the RMSNorm of rows, in float64."""
     wide = rows.astype(np.float64)
     return wide / np.sqrt(np.square(wide).mean(-1, keepdims=True) + EPS) * weight.astype(np.float64)
 
 
 def require_normed(got: NDArray[Any], rows: NDArray[Any], weight: NDArray[Any]) -> None:
-    """The normed rows within the rounding of their type, once, and a little of float32."""
+    """Asserts that rows are normalized within one rounding of their type, and a few roundings of float32."""
     want = normed(rows, weight)
     spacing = 2.0 ** -(8 if got.dtype == numpy_dtype("bfloat16") else 11)
     assert (np.abs(got.astype(np.float64) - want) <= (spacing + 1e-6) * np.abs(want) + 1e-6).all()
@@ -141,7 +141,7 @@ def test_rows_are_quantized_by_their_own_scale_or_by_a_given_one(ranks: Ranks) -
 @pytest.mark.parametrize("world", [(n, n) for n in world_sizes(2, 3)] + [(n, 2) for n in world_sizes(4)], ids=str)
 @pytest.mark.parametrize("make", MAKERS)
 def test_a_row_has_the_same_bits_in_every_batch(make: str, world: tuple[int, int]) -> None:
-    """Its norm and its scale too, by every algorithm."""
+    """That holds for a row's sum, its normalized values and its scale, with every algorithm."""
     width, most = 904, 40
 
     def body(comm: Communicator) -> None:
@@ -231,7 +231,7 @@ def test_a_call_without_rows_does_nothing(ranks: Ranks) -> None:
 
 
 def arguments(comm: Communicator, **changed: Any) -> dict[str, Any]:
-    """Arguments of a call, some of them replaced: arrays by the type and the shape of zeros."""
+    """Returns a call's arguments, with some replaced; an array is given as the type and the shape of zeros."""
     given: dict[str, Any] = {
         "x": ("bfloat16", (4, 32)),
         "residual": ("bfloat16", (4, 32)),
@@ -272,7 +272,7 @@ def test_wrong_arguments_are_refused_before_anything_moves(changed: dict[str, An
     def body(comm: Communicator) -> None:
         with pytest.raises(ArgumentError, match=f"^{re.escape(words)}"):
             comm.all_reduce_rms_norm(**arguments(comm, **changed))
-        comm.all_reduce_rms_norm(**arguments(comm))  # the call works, and the communicator too
+        comm.all_reduce_rms_norm(**arguments(comm))  # the call works on the same communicator
 
     run_ranks(1, body)
 

@@ -1,4 +1,4 @@
-"""all_gather and all_to_all of short shares in packets, which GPUs do by default."""
+"""all_gather and all_to_all of short shares, which GPUs send in packets by default."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHAPES = (("uint8", 1), ("int32", 17), ("uint8", 603), ("float64", 50_000))  # t
 
 
 def runtime_with_packets(rank: int) -> Runtime:
-    """Up to 200 bytes in packets, more in lines."""
+    """Returns a runtime that sends up to 200 bytes in packets, and more in lines."""
     runtime = runtime_with_blocks(rank)
     runtime.launch_defaults = replace(  # type: ignore[misc]
         runtime.launch_defaults, line_move_bytes=1 << 20, line_bytes=200
@@ -27,7 +27,7 @@ def runtime_with_packets(rank: int) -> Runtime:
 @pytest.mark.host_only(reason="GPUs move short shares so without being told")
 @pytest.mark.parametrize("collective", ["all_gather", "all_to_all"])
 def test_short_shares_arrive_in_packets(collective: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place and apart, also where the shares are not aligned to a packet's data, and next to calls of no bytes."""
+    """Calls are in place and apart, with shares that are not aligned to a packet's data, between calls of no bytes."""
     in_lines: list[bool] = []
     move = PacketTeam.move
 

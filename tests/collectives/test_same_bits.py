@@ -36,13 +36,15 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 @pytest.fixture(autouse=True)
 def _as_users_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the default options: which NaN a reduction returns depends on what the compiler makes of its loop."""
+    """Compiles kernels with the default options, because which NaN a reduction returns depends on the
+    compiler's loops.
+    """
     monkeypatch.delenv("PROXYCCL_CXXFLAGS", raising=False)
 
 
 @functools.cache
 def special_values(name: str, rank: int) -> NDArray[Any]:
-    """A row of a rank, shape [COUNT]: NaNs of both signs with the rank's own payloads, infinities, zeros and a
+    """Returns a rank's row, shape [COUNT]: NaNs of both signs with the rank's own payloads, infinities, zeros and a
     number.
     """
     dtype = numpy_dtype(name)
@@ -55,9 +57,10 @@ def special_values(name: str, rank: int) -> NDArray[Any]:
 
 
 def arrays(comm: Communicator, name: str, rows: int, kind: str) -> tuple[Any, Any]:
-    """The input, with the same values in each row, and memory for one row.
+    """Returns the input, with the same values in each row, and memory for one row.
 
-    Arrays of the kind "own" begin at different offsets on each rank, so that it may combine them in different pieces.
+    Arrays of the kind "own" begin at different offsets on each rank, so that ranks may combine them in different
+    pieces.
     """
     values = np.tile(special_values(name, comm.rank), rows)
     if kind == "symmetric" and comm.runtime.name == "host":
@@ -72,13 +75,14 @@ def arrays(comm: Communicator, name: str, rows: int, kind: str) -> tuple[Any, An
 @pytest.mark.parametrize("kind", ["own", "symmetric"])
 @pytest.mark.parametrize(
     "collective",
-    # On the HIP runtime the one whose kernels are few: what compiles them there is the host's compiler again.
+    # The HIP runtime over the host compiles with the host's compiler again, so it runs only the collective with few
+    # kernels.
     ["all_reduce", pytest.param("reduce_scatter", marks=[pytest.mark.hip, pytest.mark.hip_full])],
 )
 def test_all_ranks_get_the_same_bits(ranks: Ranks, collective: str, kind: str, pytestconfig: pytest.Config) -> None:
-    """By every algorithm that works between the ranks. All of them give NaN for the same elements.
-
-    In `make test` each computes one operation on one type, by turns, the same ones between nodes: --full compiles all.
+    """Tries every algorithm that works between the ranks; all give NaN for the same elements.
+    In `make test` each algorithm computes one operation on one type, dealt out in turn; --full compiles all
+    combinations.
     """
     algorithms = [*ranks.run(lambda comm: comm.collectives.algorithms(collective))[0], None]
     turns = [TURNS.index(algorithm or "hierarchical") for algorithm in algorithms]  # which None chooses between nodes
@@ -114,7 +118,9 @@ def test_all_ranks_get_the_same_bits(ranks: Ranks, collective: str, kind: str, p
 @pytest.mark.parametrize("name", ["bfloat16", "float32"])
 @pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter"])
 def test_a_policy_does_not_change_bits(collective: str, name: str, op: str) -> None:
-    """Process groups of torch choose a policy for each long call by what earlier calls have shown."""
+    """torch's process groups choose a policy for each long call from earlier calls, so the policy must not
+    change bits.
+    """
     count = 3 * (1 << 16) + 24
 
     def body(comm: Communicator) -> list[bytes]:

@@ -31,7 +31,9 @@ def shaped(comm: Communicator, shape: tuple[int, ...]) -> Any:
 
 
 def refused(comm: Communicator, call: Callable[[], object]) -> MismatchError:
-    """The error of a call. A rank that does not wait for others in it gets the error in the barrier."""
+    """Makes a call and returns its error. A rank that does not wait for others in the call gets the error in
+    a barrier.
+    """
 
     def calls() -> None:
         call()

@@ -43,7 +43,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 
 def private(comm: Communicator, nbytes: int) -> ArrayView:
-    """Memory that peers do not know about."""
+    """Returns an array in new memory that peers do not know about."""
     memory = comm.runtime.allocate(nbytes)
     device = (comm.runtime.name, comm.runtime.device)
     return ArrayView(memory.ptr, (nbytes,), as_dtype("uint8"), device, True, memory)
@@ -92,7 +92,7 @@ def test_every_type_is_reduced_in_peers_arrays(ranks: Ranks, dtype: str) -> None
 @pytest.mark.parametrize("who", ["the first rank's", "the last rank's", "no rank's"])
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call.collective}-{call.algorithm or 'auto'}")
 def test_all_ranks_stage_where_one_array_is_private(ranks: Ranks, call: Call, who: str) -> None:
-    """Repeatedly, alternating with calls that use only symmetric arrays."""
+    """The calls are repeated, and alternate with calls that use only symmetric arrays."""
     call = replace(call, count=LONG // 4 + 1, in_place=False)
 
     def body(comm: Communicator) -> None:
@@ -150,7 +150,7 @@ def test_few_elements_in_place_are_loaded_from_peers_arrays(ranks: Ranks, count:
 
 @pytest.mark.parametrize("who", ["the first rank", "the last rank", "all but the first"])
 def test_ranks_in_place_beside_others_that_are_not(ranks: Ranks, who: str) -> None:
-    """Those offer their inputs in vain."""
+    """Ranks that are not in place offer their inputs to peers, which then do not use them."""
     call = Call("all_reduce", count=1003, algorithm="two_shot")
 
     def body(comm: Communicator) -> None:
@@ -166,7 +166,7 @@ def test_ranks_in_place_beside_others_that_are_not(ranks: Ranks, who: str) -> No
 
 
 def test_a_reduction_leaves_the_inputs_whose_results_are_dropped(ranks: Ranks) -> None:
-    """Although peers reach them, they store nothing there."""
+    """Although peers can access these inputs, they store nothing in them."""
     call = Call("all_reduce", count=1003, in_place=False)
 
     def body(comm: Communicator) -> None:
@@ -184,7 +184,7 @@ def test_a_reduction_leaves_the_inputs_whose_results_are_dropped(ranks: Ranks) -
 
 
 def staging_memory(comm: Communicator, *, reduces: bool) -> ArrayView:
-    """The scratch memory for results of an all-reduce, or for rounds."""
+    """Returns the scratch memory for the results of an all-reduce, or for rounds of exchange."""
     scratch, defaults = comm._collectives.team()._scratch, comm.runtime.launch_defaults
     rounds = 2 * defaults.exchange_bytes
     if not reduces:
@@ -193,7 +193,7 @@ def staging_memory(comm: Communicator, *, reduces: bool) -> ArrayView:
 
 
 def test_memory_that_is_deregistered_freed_and_allocated_again(ranks: Ranks) -> None:
-    """A new array may have the address of a registered one, and is not taken for it."""
+    """A new array may have the address of an earlier registered array, and must not be taken for it."""
     call = Call("all_gather", count=LONG // 4, in_place=False)
 
     def body(comm: Communicator) -> None:
@@ -230,9 +230,9 @@ def test_arrays_that_were_freed_are_unmapped_by_their_peers(ranks: Ranks) -> Non
             barrier(comm)
             for array in arrays[1:]:
                 array.free()
-            del array, arrays  # one is freed with its last reference
+            del array, arrays  # an array is freed with its last reference
             wait_for(lambda: not shared._withdrawn, "what was freed is withdrawn")
-            assert len(shared._announced) <= kept  # an array of another test may be freed meanwhile
+            assert len(shared._announced) <= kept  # an array of another test may have been freed since
             barrier(comm)
 
     ranks.run(body)

@@ -31,13 +31,13 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module", params=[None, 1], ids=["one-node", "nodes-of-one"])
 def pairs(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """Two ranks, mapped and through their proxies."""
+    """Opens two ranks that map each other's memory, or that transfer through their proxies."""
     with Ranks(2, local_world_size=request.param) as group:
         yield group
 
 
 def values(sender: int, receiver: int, nbytes: int) -> np.ndarray:
-    """The data that a rank sends to another."""
+    """Returns the data that a rank sends to another."""
     return np.random.default_rng([sender, receiver, nbytes]).integers(0, 256, nbytes, dtype=np.uint8)
 
 
@@ -74,7 +74,7 @@ def test_sends_arrive_in_order_also_where_they_are_grouped_on_one_side_only(pair
 
 
 def test_a_group_may_name_its_transfers_in_any_order(ranks: Ranks) -> None:
-    """Around a ring, both ways and to oneself, with more bytes than the slots could hold."""
+    """Each rank sends to both neighbours in a ring and to itself, more bytes than the slots hold."""
 
     def body(comm: Communicator) -> None:
         rank, n = comm.rank, comm.world_size
@@ -130,7 +130,7 @@ def test_each_block_of_one_group_issues_its_own_transfers_alone(pairs: Ranks) ->
 
 
 def test_a_transfer_waits_for_no_third_rank() -> None:
-    """Ranks 0 and 1 exchange before rank 2, which they wait for afterwards, does anything."""
+    """Ranks 0 and 1 exchange data before rank 2 does anything; only afterwards do they wait for rank 2."""
     with Ranks(3) as three:
 
         def body(comm: Communicator) -> None:
@@ -152,7 +152,7 @@ def test_a_transfer_waits_for_no_third_rank() -> None:
 
 
 def test_a_send_waits_for_earlier_sends_and_for_nothing_that_its_stream_was_given_since(pairs: Ranks) -> None:
-    """On one stream each rank has sent and now waits for the data that the other sends on a second stream."""
+    """On one stream, each rank sends and then waits for data that the other rank sends on a second stream."""
 
     def body(comm: Communicator) -> None:
         peer, first, second = 1 - comm.rank, comm.runtime.create_stream(), comm.runtime.create_stream()
@@ -229,7 +229,7 @@ def test_a_size_that_differs_is_named(pairs: Ranks) -> None:
 
 
 def counts_of(rank: int, world_size: int, scale: int) -> list[int]:
-    """Rows that a rank sends, by receiver: none to some, thousands to others."""
+    """Returns the number of rows that a rank sends to each receiver: none to some, many to others."""
     return [(rank * 3 + peer * 5) % 4 * scale for peer in range(world_size)]
 
 
@@ -292,7 +292,7 @@ def test_reduce_changes_the_root_alone(ranks: Ranks) -> None:
 def test_an_array_that_is_received_overlaps_no_other(
     pairs: Ranks, sent: tuple[int, int], received: tuple[int, int]
 ) -> None:
-    """Between peers, and where a rank sends to itself. Arrays that are sent may overlap."""
+    """That is checked for transfers between peers, and from a rank to itself. Arrays that are sent may overlap."""
 
     def body(comm: Communicator) -> None:
         x = on_device(comm, np.arange(24, dtype=np.float32))
@@ -421,7 +421,7 @@ def test_arrays_without_a_type_that_c_knows_are_transferred_too(pairs: Ranks) ->
 
 
 class Interrupts(type):
-    """A type that looks into a set can't find without an interrupt."""
+    """A type whose hash raises an interrupt, so a look-up in a set raises it."""
 
     def __hash__(cls) -> int:
         raise KeyboardInterrupt

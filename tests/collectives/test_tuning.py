@@ -36,7 +36,9 @@ MANY = max(world_sizes(2, 3), default=2)
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory of the test's own measured tables; empty at first. Compiled kernels stay where they are."""
+    """Gives the test a directory of its own for measured tables, empty at first. Compiled kernels stay where
+    they are.
+    """
     monkeypatch.setattr(tuned, "cache_dir", lambda: tmp_path)
     return tmp_path
 
@@ -114,7 +116,7 @@ def test_the_choice_is_by_collective_type_arrays_and_size() -> None:
     assert chosen == {"float16": "one_shot", "bfloat16": "one_shot", "float32": "ring", "int32": "ring"}
     assert selector.choose("all_reduce", DTYPES["bfloat16"], 101) == "two_shot"
     assert selector.choose("all_reduce", DTYPES["float64"], 1, symmetric=True) == "proxy"
-    for dtype in ("bfloat16", "uint8"):  # for which only bytes are moved
+    for dtype in ("bfloat16", "uint8"):  # collectives that only move bytes
         assert selector.choose("all_to_all", DTYPES[dtype], 101) == "kernels"
         assert selector.choose("all_to_all", DTYPES[dtype], 101, symmetric=True) == "proxy"
 
@@ -160,7 +162,7 @@ def chosen_by(comm: Communicator, algorithm: str) -> None:
 
 
 def call_each(comm: Communicator, **options: object) -> None:
-    """Every collective that moves data, over arrays that each call uses for the first time."""
+    """Makes every collective that moves data, each on new arrays, and checks the results."""
     rank, ranks = comm.rank, comm.world_size
     rows = np.repeat(np.arange(ranks, dtype=np.float32), 3)
     for result, expected in (
@@ -174,7 +176,7 @@ def call_each(comm: Communicator, **options: object) -> None:
 
 
 def by_proxy(comm: Communicator) -> bool:
-    """Whether this rank's proxy has moved anything."""
+    """Returns whether this rank's proxy was started, as it is when it first moves something."""
     return comm.proxy_if_started is not None
 
 
@@ -298,14 +300,14 @@ def test_ranks_that_ask_for_different_things_are_told(cache: Path, option: dict[
 
 
 def proxied_if_symmetric(comm: Communicator) -> Selector:
-    """Tables by which symmetric arrays go by proxy, and others by kernels."""
+    """Returns tables by which calls of symmetric arrays go by proxy, and other calls by kernels."""
     kernels = comm.collectives.selector
     tables = {case: SizeTable((), "proxy") if case.symmetric else kernels.tables[case] for case in CASES}
     return Selector(tables)
 
 
 def registered_on_rank_0(comm: Communicator) -> Any:
-    """Ones, in an array that is symmetric memory only on rank 0."""
+    """Returns an array of ones that is symmetric memory only on rank 0."""
     values = np.ones(3000, np.float32)
     if comm.rank == 0:
         array = comm.empty(values.shape, "float32").upload(values)
@@ -315,7 +317,7 @@ def registered_on_rank_0(comm: Communicator) -> Any:
 
 
 def test_no_rank_chooses_by_what_it_alone_knows_of_an_array(cache: Path) -> None:
-    """An array that only some ranks have registered goes the same way on all ranks."""
+    """If only some ranks have registered the array, all ranks still choose the same algorithm."""
 
     def body(comm: Communicator) -> None:
         comm.collectives.selector = proxied_if_symmetric(comm)
@@ -412,7 +414,9 @@ def has_defaults(comm: Communicator) -> bool:
 
 
 def save_unlikely(ranks: int) -> tuple[Path, Selector]:
-    """Tables for this many ranks that nobody would measure, and the path of their file."""
+    """Saves tables for this many ranks that no measurement would give. Returns the path of their file, and
+    the tables.
+    """
 
     def body(comm: Communicator) -> tuple[Path, Selector]:
         selector = comm.collectives.selector.with_table("all_reduce", UNLIKELY)
@@ -426,7 +430,7 @@ def save_unlikely(ranks: int) -> tuple[Path, Selector]:
 def test_later_communicators_of_as_many_ranks_start_with_the_measured_tables(cache: Path) -> None:
     measured = run_ranks(2, lambda comm: comm.tune(sizes=(1024,), iterations=1))[0]
     assert run_ranks(2, selector_of) == [measured, measured]
-    path, selector = save_unlikely(2)  # replaces those
+    path, selector = save_unlikely(2)  # replaces the saved tables
     assert tuned.files() == [path]
     assert path.is_relative_to(cache)
     assert run_ranks(2, selector_of) == [selector, selector]

@@ -74,9 +74,11 @@ def test_an_answer_of_the_type_that_is_expected_is_returned(daemon: Daemon) -> N
 
 
 def test_objects_need_not_be_freed_in_a_daemon_that_is_lost_or_closed(daemon: Daemon) -> None:
-    """Arrays may be collected at any time, when there is nobody to whom an error could report the loss."""
+    """Arrays may be collected at any time, even where no caller could handle an error, so freeing must not
+    raise one.
+    """
     daemon.answer(Ending())
-    for _ in range(2):  # it is lost meanwhile; it is lost already
+    for _ in range(2):  # the daemon is lost during the first request, and before the second
         daemon.client.ask(SessionService.remove_memory, 0)
     with pytest.raises(ProxyLostError):
         daemon.client.ask(SessionService.drain, 1.0)

@@ -88,18 +88,18 @@ def daemon(shared_daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch) -> Run
 
 @pytest.fixture
 def own_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningDaemon]:
-    """One that may be killed."""
+    """Runs a daemon for this test alone, which the test may kill."""
     monkeypatch.setenv("PROXYCCL_DAEMON_SOCKET", str(tmp_path / "socket"))
     monkeypatch.setenv("PROXYCCL_PROXY", "daemon")
     with running_daemon(tmp_path / "socket") as running:
         yield running
 
 
-caught = functools.partial(hanging.caught, within=TIMEOUT / 2)  # by the event itself, not by the long time-out
+caught = functools.partial(hanging.caught, within=TIMEOUT / 2)  # ended by the failure itself, not by the long time-out
 
 
 def failure_of(comm: Communicator) -> BaseException:
-    """The error that ends the communicator, which must come soon."""
+    """Waits for the error that ends the communicator, and returns it; it must come soon."""
     deadline = time.monotonic() + TIMEOUT
     while (error := caught(comm.check)) is None:
         assert time.monotonic() < deadline
@@ -115,7 +115,7 @@ def all_reduce(comm: Communicator) -> float:
 
 
 def channels_of(comm: Communicator) -> Any:
-    """A channel to every other rank, and the kernels."""
+    """Returns channels to all other ranks, and the compiled kernels."""
     channels = comm.proxy_channels(comm.empty(4096, "uint8"))
     kernels = comm.compile(KERNELS)
     comm.all_gather_bytes(b"")
@@ -192,7 +192,7 @@ def test_memory_that_the_daemon_can_not_reach_is_refused_by_name() -> None:
 @pytest.mark.usefixtures("daemon")
 def test_what_the_daemon_lacks_for_remote_transports_is_told_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     lacks = missing() or pytest.skip("there is RDMA: tests/rdma/soft_roce/test_daemon.py")
-    # What the ranks themselves lack does not matter.
+    # Transports that are missing in the ranks' own processes do not matter.
     monkeypatch.setattr(meeting, "missing_transports", lambda: {"verbs": "", "staged": ""})
     with pytest.raises(
         RuntimeUnavailableError, match=f"no remote transport between ranks .* lacks it: {re.escape(lacks)}"
@@ -294,7 +294,7 @@ def test_a_ring_full_of_garbage_ends_its_client_alone(daemon: RunningDaemon) -> 
     assert run_ranks(2, all_reduce) == [3.0] * 2
 
 
-# A kernel leaves nothing more in the daemon than a collective does.
+# A kernel's triggers leave nothing in the daemon that a collective does not also leave.
 @pytest.mark.parametrize(
     "scenario", ["killed_in_a_collective:proxy", pytest.param("killed_in_a_kernel", marks=pytest.mark.full)]
 )
@@ -332,7 +332,9 @@ def test_a_client_that_is_killed_with_a_full_ring_is_cleaned_up(daemon: RunningD
 
 
 def test_memory_removed_while_in_use_harms_its_client_alone(daemon: RunningDaemon) -> None:
-    """Another kind of garbage: the daemon must not unmap the source of its worker's copy."""
+    """A client may remove memory from which the daemon's worker is copying; the daemon must not unmap it during the
+    copy.
+    """
     before = daemon.resources()
 
     def body(comm: Communicator) -> None:
@@ -371,12 +373,12 @@ def _wait_while(own_daemon: RunningDaemon, signal_number: int) -> list[BaseExcep
 def test_a_killed_daemon_ends_its_ranks_waits_by_name(own_daemon: RunningDaemon) -> None:
     errors = _wait_while(own_daemon, signal.SIGKILL)
     assert all(isinstance(error, ProxyLostError) for error in errors), errors
-    # The rank that notices first gives the reason; it tells the others whose daemon is lost.
+    # The rank that notices the loss first gives the reason, and tells the other ranks whose daemon is lost.
     assert any(f"process {own_daemon.process.pid} ended" in str(error) for error in errors), errors
 
 
 def test_a_killed_daemon_ends_the_waits_of_streams(own_daemon: RunningDaemon) -> None:
-    """Queued calls ring in vain, and wait for a word that now only their rank can store."""
+    """Queued calls ring a daemon that is gone, and wait for a word that now only their own rank can store."""
 
     def body(comm: Communicator) -> BaseException | None:
         calls, stream = SpanCalls(comm, 100 * comm.world_size), comm.runtime.create_stream()
@@ -456,7 +458,7 @@ def test_a_wait_for_a_stopped_daemon_ends_by_its_loss(daemon: RunningDaemon, wai
             comm.synchronize()
 
         error = caught(call)
-        failed.wait()  # it is stopped until both ranks know; later requests get the same error
+        failed.wait()  # the daemon is stopped until both ranks know; later requests get the same error
         stopped.close()
         closing = time.monotonic()
         again = caught(comm.barrier)
@@ -639,7 +641,7 @@ def test_a_proxy_that_is_closed_says_so(daemon: RunningDaemon) -> None:
 
 
 def test_a_proxy_is_closed_only_when_its_handler_has_returned(daemon: RunningDaemon) -> None:
-    """A second time too: whoever closes it frees memory next that the handler's thread uses."""
+    """That also holds for a second close: after it, the caller frees memory that the handler's thread uses."""
     returns = threading.Event()
 
     def body(comm: Communicator) -> list[bool]:

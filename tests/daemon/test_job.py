@@ -1,4 +1,4 @@
-"""A job's own daemon: its start, its sharing and its end, which leaves nothing behind."""
+"""A job's own daemon: how it starts, how ranks share it, and that it leaves nothing behind when it ends."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ OPTIONS = JobOptions(1, None, sorted(os.sched_getaffinity(0)), 1)
 
 @pytest.fixture(autouse=True)
 def _fresh_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test has its own daemon: this process forgets the one that it knows."""
+    """Makes this process forget the daemon that it knows, so that each test has its own."""
     monkeypatch.setattr(proxy_place, "_known_name", "")
 
 
@@ -62,7 +62,7 @@ def all_reduce(comm: Communicator) -> float:
 
 
 def daemon_of(comm: Communicator) -> int:
-    """The process of the daemon that runs a communicator's proxy."""
+    """Returns the process id of the daemon that runs a communicator's proxy."""
     assert isinstance(comm.proxy, DaemonClient)
     return comm.proxy.daemon
 
@@ -126,7 +126,9 @@ def test_later_communicators_and_groups_use_the_same() -> None:
 
 
 def test_its_devices_have_their_usual_queues(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the ranks' process may be one, for the order of its kernels."""
+    """In the ranks' process, CUDA may be limited to one queue, to order its kernels; the daemon must not
+    inherit that.
+    """
 
     def environment(comm: Communicator) -> set[str]:
         return set(Path(f"/proc/{daemon_of(comm)}/environ").read_text().split("\0"))
@@ -180,7 +182,7 @@ def test_observers_find_it_by_its_process_and_by_the_job() -> None:
 
 
 def prepared(comm: Communicator) -> Any:
-    """The connection to the daemon of a communicator that has not used it."""
+    """Returns the connection to the daemon that a communicator has prepared but not used yet."""
     early = comm.group.links._daemon._early
     assert early is not None
     made = early.result(TIMEOUT)
@@ -189,7 +191,7 @@ def prepared(comm: Communicator) -> Any:
 
 
 def started(comm: Communicator) -> int:
-    """Waits until the daemon of a communicator that has not used it is connected to. Returns its process."""
+    """Waits until a communicator has prepared its connection to the daemon. Returns the daemon's process id."""
     return int(prepared(comm).process)
 
 
@@ -277,7 +279,9 @@ def test_a_killed_starter_does_not_end_it_for_others_nor_keep_it(scenario: str) 
     children = [int(pid) for what, pid in lines if what == "child"]
     try:
         wait_for_end(daemon)
-        assert all(start_of(child) is not None for child in children)  # it did not wait for the child
+        assert all(
+            start_of(child) is not None for child in children
+        )  # the daemon ended without waiting for the children
     finally:
         for child in children:
             os.kill(child, signal.SIGKILL)
@@ -344,7 +348,9 @@ def test_one_that_is_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(job, "_START_SECONDS", 0.2)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
         silent.bind(abstract("proxyccl-silent"))
-        with pytest.raises(RuntimeUnavailableError, match=r"none answered within 0\.2 s"):  # it does not listen yet
+        with pytest.raises(
+            RuntimeUnavailableError, match=r"none answered within 0\.2 s"
+        ):  # the daemon does not listen yet
             JobDaemon("proxyccl-silent", OPTIONS).connect(0.2)
         silent.listen(1)
         with pytest.raises(RuntimeUnavailableError, match="PROXYCCL_PROXY=thread"):
@@ -352,7 +358,7 @@ def test_one_that_is_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def serving(name: str) -> tuple[Daemon, threading.Thread]:
-    """A job's own daemon in a thread of this process."""
+    """Runs a job's own daemon in a thread of this process. Returns the daemon and the thread."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(abstract(name))
     listener.listen()

@@ -1,4 +1,6 @@
-"""Attacks of a client on the node daemon: nonsense is refused or ends only that client, and leaves nothing behind."""
+"""Attacks of a client on the node daemon: the daemon refuses invalid requests or ends that client alone, and leaves
+nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
 
 @pytest.fixture
 def bystander(daemon: RunningDaemon) -> Iterator[RawClient]:
-    """A client that works before and after, and checks that the other client leaves nothing behind."""
+    """Opens a client that must work before and after the test, and checks that the other client leaves
+    nothing behind.
+    """
     with RawClient(daemon) as client:
         assert client.opens()
         client.use()
@@ -314,7 +318,7 @@ def test_descriptors_without_an_answers_number_are_closed(daemon: RunningDaemon)
 
 @pytest.mark.parametrize("frames", [300, pytest.param(3_000, marks=pytest.mark.full)])
 def test_frames_of_a_fuzzer_do_no_harm(daemon: RunningDaemon, bystander: RawClient, frames: int) -> None:
-    """Frames are valid ones with a changed part, and noise; sometimes with descriptors."""
+    """Sends valid frames with a changed part, and noise, sometimes with descriptors."""
     rng = random.Random(20260101)
     before = daemon.resources()
     sent = 0
@@ -367,7 +371,7 @@ ATTEMPTS = pytest.mark.parametrize("attempts", [6, pytest.param(60, marks=pytest
 def test_tables_that_change_under_a_flood_of_triggers_do_no_harm(
     daemon: RunningDaemon, bystander: RawClient, attempts: int
 ) -> None:
-    """A client that frees and sets entries that its triggers name at that moment."""
+    """Lets a client free and set table entries while its triggers name them."""
     before = daemon.resources()
     for attempt in range(attempts):
         with RawClient(daemon) as client:
@@ -395,7 +399,7 @@ def test_tables_that_change_under_a_flood_of_triggers_do_no_harm(
 def test_tables_that_change_under_a_schedule_do_no_harm(
     daemon: RunningDaemon, bystander: RawClient, attempts: int
 ) -> None:
-    """A client that keeps ringing a schedule, and withdraws the memory that the schedule names."""
+    """Lets a client keep ringing a schedule, and withdraw the memory that the schedule names."""
     before = daemon.resources()
     for attempt in range(attempts):
         with RawClient(daemon) as client:
@@ -450,7 +454,9 @@ def test_a_client_that_says_nothing_keeps_nobody_waiting(daemon: RunningDaemon) 
 
 
 def test_memory_in_the_place_of_removed_memory_is_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver maps it only when the other memory is unmapped, which waits until the worker is idle."""
+    """A driver maps the new memory only when the removed memory is unmapped, and that waits until the worker
+    is idle.
+    """
     open_handle, mapped = HostRuntime.open, []
 
     def open_alone(runtime: HostRuntime, handle: bytes) -> Memory:
@@ -557,7 +563,7 @@ def seen(daemon: Daemon, clients: int) -> bool:
 
 
 def connected(path: Path) -> socket.socket:
-    """A silent client."""
+    """Connects a client that sends nothing."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.settimeout(TIMEOUT)
     connection.connect(os.fspath(path))
@@ -656,7 +662,7 @@ def test_where_the_socket_is(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_options_that_can_not_be_are_named(tmp_path: Path, options: dict[str, Any], argument: str) -> None:
     with pytest.raises(ArgumentError, match=argument):
         Daemon(tmp_path / "socket", DaemonOptions(**options))
-    with Daemon(tmp_path / "socket"):  # the first left nothing behind
+    with Daemon(tmp_path / "socket"):  # the first daemon left nothing behind
         pass
 
 

@@ -72,13 +72,13 @@ def daemon(reports: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def written(directory: Path, count: int = 1) -> list[DaemonReport]:
-    """The daemon's reports, once there are this many."""
+    """Waits until there are `count` reports of the daemon, and returns its reports."""
     wait_for(lambda: len(list(directory.glob("*-daemon-*.json"))) >= count, "the daemon reports")
     return find([directory]).daemons
 
 
 def report_of(running: RunningDaemon, directory: Path) -> DaemonReport:
-    """Its first report, requested by a signal."""
+    """Requests the daemon's first report by a signal, and returns it."""
     running.process.send_signal(signal.SIGUSR1)
     (report,) = written(directory)
     return report
@@ -201,7 +201,7 @@ def test_a_thread_held_by_a_driver_keeps_no_report_back(
             (report,) = written(reports)
             gate.open()
         wait_for(lambda: inside.clients == 0, "the last call of `copy` has ended")
-    for rank in (5, 6):  # both are on the one thread
+    for rank in (5, 6):  # both ranks' workers are on the same thread
         client_of_rank = report.client_of("0badcafe", rank)
         assert client_of_rank is not None
         assert [(worker.ended, worker.looks_meanwhile) for worker in client_of_rank.workers] == [(False, 0)]
@@ -241,7 +241,7 @@ def test_a_client_that_asks_and_leaves_is_in_the_report(inside: Daemon, reports:
 
 
 def test_no_report_waits_for_the_daemons_lock(inside: Daemon, reports: Path) -> None:
-    """A driver that opens a device may hang while it is held."""
+    """A driver that opens a device may hang while the daemon holds the lock, so reports must not wait for the lock."""
     with inside._lock:
         writing = threading.Thread(target=inside.reporter.write, args=("a test",), daemon=True)
         writing.start()
@@ -281,7 +281,7 @@ def test_ranks_that_time_out_have_the_daemon_report(daemon: RunningDaemon, repor
     assert sender is not None
     assert [trigger.operation for trigger in sender.rings[0].recent] == ["data+signal+flush"] * 2
     assert [client.request for client in report.clients] == [None, None]
-    wait_for(lambda: "report: " in daemon.log, "the daemon says so")  # it does when the report is written
+    wait_for(lambda: "report: " in daemon.log, "the daemon says so")  # the daemon logs this once the report is written
 
 
 def test_a_proxy_that_fails_is_in_the_daemons_report(daemon: RunningDaemon, reports: Path) -> None:
@@ -420,7 +420,7 @@ def test_a_report_reads_as_text(sample: Sample) -> None:
 
 
 def changed(sample: Sample, rank: int, **changes: Any) -> DaemonReport:
-    """The daemon's report with changed facts about a rank."""
+    """Returns the daemon's report with changed facts about a rank."""
     ranks, report = sample
     own = report.client_of(ranks[0].communicator, rank)
     return replace(report, clients=[replace(c, **changes) if c is own else c for c in report.clients])
@@ -438,7 +438,7 @@ def client_of(sample: Sample, rank: int) -> Client:
 
 
 def reason_of(sample: Sample, of_daemon: DaemonReport, ranks: list[Report] | None = None) -> str:
-    """The conclusion about rank 0, for which rank 1 waits, and its daemon."""
+    """Returns the doctor's conclusion about rank 0, for which rank 1 waits, and about rank 0's daemon."""
     finding = told(ranks or sample[0], of_daemon).findings[0]
     assert finding.about == ["rank 0"]
     (reason,) = (reason for reason in finding.reasons if f"the node daemon, process {sample[1].process.pid}" in reason)

@@ -152,7 +152,9 @@ def test_pinned_memory_is_mapped_until_it_is_removed_or_its_client_goes(
         return mapped[-1]
 
     monkeypatch.setattr(HostRuntime, "open_pinned", recorded)
-    monkeypatch.setattr(session_memories, "_QUIET_SECONDS", TIMEOUT)  # it is unmapped when the worker is idle
+    monkeypatch.setattr(
+        session_memories, "_QUIET_SECONDS", TIMEOUT
+    )  # the memory is unmapped only when the worker is idle
     assert client.opens()
     first, second = (client.result({"do": "add_pinned_memory", "handle": handle}) for _ in range(2))
     limits = SharedWords(client.segment, OFFSET).memory_limits
@@ -168,7 +170,9 @@ def test_pinned_memory_is_mapped_until_it_is_removed_or_its_client_goes(
 def test_removed_memory_is_unmapped_when_the_worker_comes_to_rest(
     client: RawClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without another request: a client that has freed memory may be busy with other memory for long."""
+    """The memory is unmapped without another request, because a client that has freed memory may use other memory for a
+    long time.
+    """
     open_handle, mapped = HostRuntime.open, []
     drain, rests = ProxyService.drain, threading.Event()
 
@@ -193,7 +197,7 @@ def test_removed_memory_is_unmapped_when_the_worker_comes_to_rest(
 def test_a_channel_may_be_freed_while_its_work_is_outstanding(
     client: RawClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The connection goes on without it, and reports to its other channels."""
+    """The connection continues without the freed channel, and still reports to its other channels."""
     under_way = threading.Event()
 
     @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)

@@ -24,7 +24,7 @@ REST = 0.02  # a thread that has been idle for so long sleeps for most of the ti
 
 @pytest.fixture(params=["process", "daemon"])
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A place of the proxy, with a daemon of this test's own."""
+    """Yields a place of the proxy, "process" or "daemon", with a daemon for this test alone."""
     if request.param == "process":
         monkeypatch.setattr(proxy_place, "_known_name", "")
         yield "process"
@@ -35,7 +35,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def worker_of(comm: Communicator) -> WorkerView:
-    """The worker of a rank's proxy."""
+    """Returns a view of the worker of a rank's proxy."""
     ((_, publication),) = find(comm.job, [comm.rank])
     with Observer(publication) as observer:
         (worker,) = observer.snapshot().workers
@@ -50,7 +50,7 @@ def test_what_uses_the_proxy_wakes_it_and_what_does_not_lets_it_sleep(place: str
         comm.synchronize()
 
         def wakes(proxied: bool) -> bool:
-            """Whether a call after a rest ended a sleep."""
+            """Rests, makes a call, and returns whether the call ended a sleep of the worker."""
             before = worker_of(comm).wakes
             comm.all_gather_bytes(b"")
             time.sleep(REST)

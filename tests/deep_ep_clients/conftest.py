@@ -1,4 +1,4 @@
-"""The ranks of a module's tests: each of the worlds that it names in `WORLDS`."""
+"""Runs the tests of a module in each of the worlds that the module names in `WORLDS`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from support.ranks import Ranks
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A world is the number of its ranks, and the options of their communicators."""
-    if "ranks" in metafunc.fixturenames and hasattr(metafunc.module, "WORLDS"):  # others have a fixture of their own
+    """Parametrizes tests with the module's worlds. A world is a number of ranks, and options of their communicators."""
+    if "ranks" in metafunc.fixturenames and hasattr(
+        metafunc.module, "WORLDS"
+    ):  # other modules have a fixture of their own
         metafunc.parametrize("ranks", metafunc.module.WORLDS, indirect=True, ids=str, scope="module")
 
 

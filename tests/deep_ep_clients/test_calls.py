@@ -1,4 +1,4 @@
-"""Calls of a buffer one after the other: each kind has one form, and each call notices what has changed."""
+"""Repeated calls of a buffer: each kind of call is prepared once, and each call notices changes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 class Batch:
-    """A rank's tokens, whose experts add nothing, and the result."""
+    """A rank's tokens, with experts that return their rows unchanged, and the expected result."""
 
     def __init__(self, comm: Communicator, seed: int, tokens: int = TOKENS) -> None:
         made, device = torch.Generator().manual_seed(2 * seed + comm.rank), torch_device(comm)
@@ -51,7 +51,7 @@ class Batch:
 
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the calls for which forms were prepared."""
+    """Returns a list to which the name of each call that is prepared from now on is added."""
     names: list[str] = []
     start = CallForm.__init__
 
@@ -194,7 +194,9 @@ def test_what_a_call_refuses(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("hooked", [False, True], ids=["", "return_recv_hook"])
 def test_the_most_tokens_may_vary_within_the_same_memory(hooked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As callers pass the most tokens of each step. Ranks that pass different numbers are told so."""
+    """Callers pass the largest number of tokens of each step, which varies. Ranks that pass different numbers get an
+    error.
+    """
     made: list[int] = []
     make = Layers._make
 

@@ -52,7 +52,7 @@ def test_rows_counts_and_sums(ranks: Ranks, *, float8: bool, asynchronous: bool)
     def body(comm: Communicator) -> None:
         sent, arrived = Sent.of(comm), Arrived.at(comm)
         pair = quantized if float8 else lambda tokens: tokens
-        tokens = pair(sent.mixture.tokens)  # before the event, which a dispatch waits for
+        tokens = pair(sent.mixture.tokens)  # queued before the event for which a dispatch waits
         options: dict[str, Any] = {"async_finish": asynchronous}
         if asynchronous:
             options["previous_event"] = sent.buffer.capture()
@@ -104,7 +104,7 @@ def test_worst_tokens(ranks: Ranks) -> None:
 
 
 def test_counts_are_what_the_ranks_say() -> None:
-    """Not all tokens that go to a rank choose as many experts there, so rows tell nothing of the counts."""
+    """Tokens may choose different numbers of experts on a rank, so the counts can't be derived from the rows."""
 
     def body(comm: Communicator) -> None:
         sent = Sent.of(comm)
@@ -123,7 +123,7 @@ def test_a_token_goes_to_at_most_sixteen_ranks() -> None:
     def body(comm: Communicator) -> None:
         buffer, per_expert = deep_ep.Buffer(comm), torch.ones(17, dtype=torch.int32)
         goes = torch.ones(3, 17, dtype=torch.bool)
-        goes[:, comm.rank] = comm.rank == 5  # one token too many of this rank
+        goes[:, comm.rank] = comm.rank == 5  # one token too many from this rank
         goes[:2, 0] = False
         x = torch.full((3, 16), comm.rank + 1, dtype=torch.bfloat16)
         layout = {"num_tokens_per_expert": per_expert}

@@ -42,7 +42,7 @@ def test_clients_find_their_names(client: str) -> None:
 
 
 def test_a_branchs_buffer_is_absent() -> None:
-    with pytest.raises(ImportError):  # upon which Megatron-LM takes the buffers that there are
+    with pytest.raises(ImportError):  # then Megatron-LM uses `Buffer`
         from deep_ep import HybridEPBuffer  # noqa: F401
 
 
@@ -92,7 +92,9 @@ def test_a_group_of_gloo_is_enough() -> None:
     done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     if ON_HOST:
-        assert done.stdout.count("of all ranks") == 2  # in one line if they print at the same time
+        assert (
+            done.stdout.count("of all ranks") == 2
+        )  # count occurrences, not lines: both ranks may print at the same time
         assert done.stdout.count("of the node") == 1
 
 

@@ -52,7 +52,7 @@ def one() -> Iterator[Ranks]:
 
 
 def begun(comm: Communicator, **options: Any) -> tuple[Any, Mixture, Arrived]:
-    """A buffer, this rank's mixture, and the tokens that arrive."""
+    """Returns a new buffer, this rank's mixture, and the tokens that arrive at this rank."""
     mixture = Mixture.of(comm.rank, comm.world_size, torch_device(comm))
     buffer = deep_ep.ElasticBuffer(
         comm, num_max_tokens_per_rank=MOST, hidden=HIDDEN, num_topk=mixture.ids.shape[1], **options
@@ -61,7 +61,7 @@ def begun(comm: Communicator, **options: Any) -> tuple[Any, Mixture, Arrived]:
 
 
 def dispatched(buffer: Any, mixture: Mixture, x: Any = None, **options: Any) -> tuple[Any, ...]:
-    """A dispatch of a mixture's tokens, or of `x`."""
+    """Dispatches a mixture's tokens, or `x`. Returns the results."""
     return buffer.dispatch(
         mixture.tokens if x is None else x,
         topk_idx=mixture.ids,
@@ -72,25 +72,30 @@ def dispatched(buffer: Any, mixture: Mixture, x: Any = None, **options: Any) -> 
 
 
 def times(mixture: Mixture, comm: Communicator) -> Any:
-    """float32 [T, 1]: the number of ranks to which each token goes."""
+    """Returns the number of ranks to which each token goes, float32 [T, 1]."""
     per_rank = mixture.experts // comm.world_size
     goes = [((mixture.ids // per_rank == rank) & (mixture.ids >= 0)).any(1) for rank in range(comm.world_size)]
     return torch.stack(goes, 1).sum(1, keepdim=True).float()
 
 
 def kept(mixture: Mixture) -> Any:
-    """A mixture's weights, zero for slots without an expert."""
+    """Returns a mixture's weights, with zeros for slots without an expert."""
     return torch.where(mixture.ids >= 0, mixture.weights, 0)
 
 
 def heads_of(arrived: Arrived, here: Any, scaleup: int) -> Any:
-    """int64 [N, 2]: each token's number among all ranks', and its rank with its last slot of those that are here."""
+    """Returns int64 [N, 2]: each token's number among the tokens of all ranks, and a number made of the source rank and
+    of the token's last slot in `here`.
+    """
     last = torch.where(here, torch.arange(4, device=here.device), -1).amax(1)
     return torch.stack([arrived.sources * MOST + arrived.numbers, arrived.sources % scaleup * 4 + last], 1)
 
 
 def sent_slots(mixture: Mixture, comm: Communicator) -> Any:
-    """int32 [T, 4]: at a token's last slot for a rank its number among this rank's tokens for that rank."""
+    """Returns int32 [T, 4]: at a token's last slot for a rank, the token's number among this rank's tokens for that
+    rank;
+    -1 at other slots.
+    """
     sent = [0] * comm.world_size
     numbers = torch.full(mixture.ids.shape, -1, dtype=torch.int32)
     for token, ids in enumerate((mixture.ids // (mixture.experts // comm.world_size)).tolist()):
@@ -132,7 +137,7 @@ def test_what_a_dispatch_gives(ranks: Ranks) -> None:
         assert handle.topk_idx is not mixture.ids
         same(handle.topk_idx, mixture.ids)
 
-        # Again with the handle and other values; and the weights back to their origin.
+        # Dispatch again with the handle and other values; then send the weights back to their origin.
         again, same_ids, nothing, same_handle, _ = buffer.dispatch(2 * mixture.tokens, handle=handle)
         same(again, 2 * arrived.tokens)
         same(same_ids, ids)
@@ -203,7 +208,7 @@ def test_ranks_are_added_to_the_bias_in_the_order_of_their_last_slots(ranks: Ran
         buffer, mixture, _ = begun(comm)
         received, _, _, handle, _ = dispatched(buffer, mixture, do_expand=expands)
         per_rank = mixture.experts // comm.world_size
-        values = [2.0**25, 1.0, -(2.0**25), 0.5]  # whose sum depends on the order
+        values = [2.0**25, 1.0, -(2.0**25), 0.5]  # values whose sum depends on the order
         bias = torch.full_like(mixture.tokens, 0.25)
         given = torch.full_like(received, values[comm.rank])
         combined = buffer.combine(given, handle, bias=bias)[0]
@@ -262,7 +267,7 @@ def test_float8_pairs(ranks: Ranks, kind: str, columns: bool) -> None:
 
         def pair(tokens: Any) -> tuple[Any, Any]:
             values, scales = quantized(tokens)
-            if kind == "padded":  # their number says nothing of the blocks of elements
+            if kind == "padded":  # the number of padded scales does not tell the size of a block
                 return values, torch.cat([scales, scales[:, :3]], 1)
             return values, scales.view(torch.int32)[:, ::4] if kind != "float32" else scales.t().contiguous().t()
 

@@ -49,13 +49,13 @@ def two() -> Iterator[Ranks]:
 
 
 def numbers(comm: Communicator, count: int, seed: int, dtype: Any = torch.bfloat16) -> Any:
-    """Random values, the same on all ranks for one seed."""
+    """Returns random values, the same on all ranks for the same seed."""
     values = torch.randn(count, generator=torch.Generator().manual_seed(seed))
     return values.to(dtype).to(torch_device(comm))
 
 
 def elastic(comm: Communicator, **options: Any) -> Any:
-    """A buffer on the rank's device."""
+    """Returns a new buffer on the rank's device."""
     torch_device(comm)
     return Elastic(comm, **options)
 
@@ -91,7 +91,7 @@ def test_sends_to_both_neighbours_arrive_in_order(ranks: Ranks) -> None:
     def body(comm: Communicator) -> None:
         rank, size, in_flight = comm.rank, comm.world_size, 3
         buffer = pipeline(comm, 4096, in_flight)
-        order = random.Random(7)  # the same on all ranks: who sends to whom, with at most 3 sends ahead
+        order = random.Random(7)  # the same on all ranks: which rank sends to which, with at most 3 sends ahead
         ahead: dict[tuple[int, int], list[int]] = {}
         for step in range(80):
             source = order.randrange(size)
@@ -109,7 +109,7 @@ def test_sends_to_both_neighbours_arrive_in_order(ranks: Ranks) -> None:
                 if rank == source:
                     values = numbers(comm, 1 + step * 20, step)
                     buffer.pp_send(values if step else values.as_strided((1,), (7,)), target)  # contiguous too
-                    values.zero_()  # it was copied
+                    values.zero_()  # the send has copied the values
         for (source, target), waiting in ahead.items():
             for sent in waiting:
                 if rank == target:
@@ -167,7 +167,7 @@ def test_a_send_without_a_free_slot_waits_for_a_receive() -> None:
             refused("the data of rank 1", lambda: buffer.pp_send(numbers(comm, 10, 0), 1), WaitTimeoutError)
             ended.set()
         assert ended.wait(4 * TIMEOUT)
-        buffer.barrier()  # which the pipeline's end left as it was
+        buffer.barrier()  # the pipeline's end does not affect the barrier
 
     run_ranks(2, body)
 
@@ -246,7 +246,7 @@ def test_ranks_that_gather_other_sizes_are_told(count: int) -> None:
 
         def gathered() -> None:
             buffer.all_gather(tensors)
-            comm.synchronize()  # on a GPU one rank may hear of it only now
+            comm.synchronize()  # on a GPU a rank may get the error only in this wait
 
         with buffer.agrs_new_session():
             refused("all_gather", gathered, MismatchError)
@@ -333,7 +333,7 @@ def test_float8_rows_come_with_their_scales(two: Ranks) -> None:
             assert factors.stride() == (column_major(expected) if columns else expected).stride()
             data, factors = buffer.engram_fetch(indices[:0], use_tma_aligned_col_major_sf=columns)()
             assert (data.shape, factors.shape) == ((0, 2 * hidden), (0, 4))
-        if not ON_HOST:  # where they are refused
+        if not ON_HOST:  # the host runtime refuses them
             data, _ = buffer.engram_fetch(indices.new_tensor([[-1, 2 * entries]]))()
             assert not data.view(torch.uint8).any()
 

@@ -1,4 +1,4 @@
-"""The entries of a handle of normal mode, by DeepEP's definitions, which loops here spell out."""
+"""The entries of a handle in normal mode, compared with DeepEP's definitions, which this file writes as plain loops."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ def ranks() -> Iterator[Ranks]:
 
 
 def goes_to(mixture: Mixture, ranks: int = RANKS) -> list[list[bool]]:
-    """[T][ranks]: whether a token has an expert there."""
+    """Returns [T][ranks]: whether a token has an expert on a rank."""
     per_rank = mixture.experts // ranks
     return [[any(e >= 0 and e // per_rank == r for e in token) for r in range(ranks)] for token in mixture.ids.tolist()]
 
 
 def channel_of(token: int, tokens: int) -> int:
-    """The channel that sends a token."""
+    """Returns the channel that sends a token."""
     return token // -(-tokens // CHANNELS)
 
 
 def sent_before(goes: list[list[bool]], rank: int, channel: int) -> int:
-    """How many tokens of earlier channels go to a rank."""
+    """Returns how many tokens of earlier channels go to a rank."""
     return sum(token[rank] for number, token in enumerate(goes) if channel_of(number, len(goes)) < channel)
 
 
 def head_of(goes: list[list[bool]], number: int, rank: int) -> int:
-    """How many tokens of the same channel go to a rank before a token."""
+    """Returns how many earlier tokens of the same channel as token `number` go to a rank."""
     return sum(earlier[rank] for earlier in goes[:number]) - sent_before(goes, rank, channel_of(number, len(goes)))
 
 

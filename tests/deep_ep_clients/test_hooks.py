@@ -1,6 +1,5 @@
-"""Low-latency calls with hooks send without a wait for any peer, and are received when their hooks are called.
-
-A hook that is not called holds up no later call.
+"""Low-latency calls with hooks: they send without waiting for a peer, and receive when their hooks are called. A hook
+that is not called does not block later calls.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def test_a_stopped_peer_holds_no_call_that_sends(ranks: int) -> None:
 
 
 def ones(comm: Communicator, tokens: int, hidden: int, topk: int) -> tuple[Any, Any, Any]:
-    """Rows, the experts 0 to topk - 1 for each of them, and weights, all of ones."""
+    """Returns rows of ones, the experts 0 to topk - 1 for each row, and weights of ones."""
     device = torch_device(comm)
     ids = torch.arange(topk, device=device).repeat(tokens, 1)
     return torch.ones(tokens, hidden, dtype=torch.bfloat16, device=device), ids, torch.ones(tokens, topk, device=device)
@@ -88,7 +87,7 @@ def test_an_idle_rank_makes_no_layer_that_its_peers_do_not_make(hidden: int, top
         step(4, 64, 2)
         step(4, 64, 2)
         step(4, hidden, topk)
-        step(4 * comm.rank, 64, 2)  # rank 0 has no tokens, so both shapes look alike to it
+        step(4 * comm.rank, 64, 2)  # rank 0 has no tokens, so it can't tell both shapes apart
         step(4, hidden, topk, np.int64(4) if comm.rank else 4)  # a number of another type is the same call
         step(4, hidden, topk)
 
@@ -124,8 +123,8 @@ def test_a_hook_that_is_not_called_holds_up_no_later_call(losing: list[int]) -> 
             before = stats.clone()
             for times in (2, 3, 4):
                 step(times, hooked=hooked)
-            assert torch.equal(stats - before, 3 * dropped[1])  # without the rows of the hook that was not called
-            if loses:  # late, it ends its own call
+            assert torch.equal(stats - before, 3 * dropped[1])  # rows of the hook that was not called are not counted
+            if loses:  # the late hook finishes its own call
                 dropped[-1]()
                 assert torch.equal(stats - before, 4 * dropped[1])
             came = torch.arange(8, device=x.device) < dropped[1].unsqueeze(1)
@@ -140,7 +139,7 @@ def test_a_hook_that_is_not_called_holds_up_no_later_call(losing: list[int]) -> 
             for times in (6, 7, 8):
                 step(times, hooked=hooked)
             if loses:
-                assert not out.any()  # it may have another use by now
+                assert not out.any()  # the memory may be in other use by now
                 hook()
             assert torch.equal(out, 10 * x)
 

@@ -58,7 +58,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 def dispatched(buffer: Any, mixture: Mixture, x: Any = None, **options: Any) -> tuple[Any, ...]:
-    """A dispatch of a mixture's tokens, or of `x`, with the layout that it needs."""
+    """Computes the layout, and dispatches a mixture's tokens, or `x`. Returns the results."""
     per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(mixture.ids, mixture.experts)
     return buffer.dispatch(
         mixture.tokens if x is None else x,
@@ -72,7 +72,7 @@ def dispatched(buffer: Any, mixture: Mixture, x: Any = None, **options: Any) -> 
 
 
 def mixture_of(comm: Communicator) -> Mixture:
-    """A rank's mixture, on its device."""
+    """Returns this rank's mixture, on its device."""
     return Mixture.of(comm.rank, comm.world_size, torch_device(comm))
 
 
@@ -124,7 +124,7 @@ def test_what_a_dispatch_gives(ranks: Ranks) -> None:
         same(sources, tokens)
         assert in_rank.shape == (len(mixture.tokens), RANKS)
 
-        # Again with the handle and other values; and the weights back to their origin.
+        # Dispatch again with the handle and other values; then send the weights back to their origin.
         again, *nothing, _ = buffer.dispatch(2 * mixture.tokens, handle=handle)
         same(again, 2 * rows)
         assert nothing == [None] * 4
@@ -149,7 +149,7 @@ def test_float8_pairs(ranks: Ranks, scales: str) -> None:
             values, of_groups = quantized(tokens)
             if scales == "packed":
                 return values, of_groups.view(torch.int32)[:, ::4].t().contiguous().t()
-            if scales == "padded":  # their number says nothing of the blocks of elements
+            if scales == "padded":  # the number of padded scales does not tell the size of a block
                 return values, torch.cat([of_groups, of_groups[:, :3]], 1)
             return values, of_groups if scales == "of 128" else of_groups[:, 0].contiguous()
 
@@ -223,7 +223,7 @@ def test_a_later_call_may_bring_more_tokens(ranks: Ranks) -> None:
             received, _, _, per_expert, handle, _ = dispatched(buffer, mixture)
             handles.append((received, handle, x))
             assert len(received) == sum(per_expert)
-        for received, handle, x in handles:  # also those of the smaller layer
+        for received, handle, x in handles:  # including handles of the smaller layer
             same(buffer.combine(received, handle)[0], x)
 
     ranks.run(body)
@@ -244,7 +244,7 @@ def test_low_latency(ranks: Ranks) -> None:
             hook()
             assert rows.shape == (PER_RANK, RANKS * most, HIDDEN)
             assert scales.shape == (PER_RANK, RANKS * most, HIDDEN // 128)
-            column = -(-RANKS * most // 4) * 4  # of whole 16 bytes
+            column = -(-RANKS * most // 4) * 4  # a column is a multiple of 16 bytes
             assert scales.stride() == (column * HIDDEN // 128, 1, column)
             sources, ranges, *sizes = handle
             assert sizes == [most, HIDDEN, mixture.experts]

@@ -29,7 +29,7 @@ def pair() -> Iterator[Ranks]:
 
 
 def dispatch(comm: Communicator, buffer: Any, value: float, **options: Any) -> tuple[Any, Any]:
-    """Every token goes to both ranks. Returns the rows and the handle."""
+    """Dispatches every token to both ranks. Returns the rows and the handle."""
     device = torch_device(comm)
     to_both = torch.arange(2, device=device).expand(TOKENS, 2)
     rows, _, _, _, handle, _ = buffer.dispatch(
@@ -49,7 +49,7 @@ def holds(rows: Any, value: float) -> bool:
 
 
 def lies_in_buffer(rows: Any, handle: Any) -> bool:
-    """Whether the rows were written in place, and not copied there."""
+    """Returns whether peers stored the rows directly in an output buffer, without a later copy."""
     layer = handle.routing.layer
     return as_view(rows, "rows").ptr in layer.ctx.workspace.outputs.numbers
 

@@ -1,4 +1,4 @@
-"""A profile of GPUs shows low-latency calls by the names that DeepEP's programs search for, and nothing in between."""
+"""A GPU profile shows low-latency calls under the names that DeepEP's programs search for, and no other kernels."""
 
 from __future__ import annotations
 

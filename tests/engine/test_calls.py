@@ -23,12 +23,12 @@ CALL = encode_fields((1,) * lib.PROXYCCL_CALL_FIELDS)
 
 
 class Driver:
-    """A driver that launches, and waits for streams: it notes its calls.
+    """A driver that launches and waits for streams, and records its calls.
 
     Attributes:
-        done: its calls, in order: "launch", or the handle of a stream to wait for. launched, ended: the statuses that
-        it returns.
-        meanwhile: called during a wait.
+        done: its calls, in order: "launch", or the handle of a stream to wait for.
+        launched, ended: the statuses that it returns for a launch and for a wait.
+        meanwhile: a function to call during a wait.
     """
 
     def __init__(self, log: CallLog) -> None:
@@ -88,8 +88,8 @@ def test_a_call_returns_the_first_status_that_is_not_success(driver: Driver) -> 
 
 @pytest.mark.parametrize("word", ["abort", "failed_rank"])
 def test_a_failure_during_the_wait_ends_the_call(driver: Driver, segment: ControlSegment, word: str) -> None:
-    """A rank learns of a failure before any kernel is stopped, and its kernel may have received data from a stopped
-    one.
+    """Ranks learn of a failure before any kernel is stopped. So if a failure is known when the wait ends, the kernel
+    may have received data of a stopped kernel, and the call must not succeed.
     """
     driver.ended = 5
     driver.meanwhile = lambda: setattr(control_of(segment), word, 1)
@@ -103,7 +103,7 @@ def test_a_call_behind_an_abort_launches_nothing(driver: Driver, segment: Contro
 
 
 class Pair:
-    """Two ranks' logs, each a peer of the other's."""
+    """The call logs of two ranks, each of which reads the other's."""
 
     def __init__(self) -> None:
         self.segments = [create_segment(rank_runtime(0), rank, TIMEOUT) for rank in range(2)]
@@ -132,7 +132,7 @@ def test_a_difference_among_calls_that_were_overwritten_is_found_with_the_first_
     assert ahead.agree(call_of(7)) == 0
     for number in range(2, entries + 3):
         assert ahead.agree(call_of(number)) == 0
-    assert behind.agree(call_of(1)) == 0  # its peer's entries of these two are gone
+    assert behind.agree(call_of(1)) == 0  # the peer's entries of calls 1 and 2 were overwritten
     assert behind.agree(call_of(2)) == 0
     assert behind.agree(call_of(3)) == CALL_DIFFERED
     assert behind.difference() == (0, (3,) * lib.PROXYCCL_CALL_FIELDS)

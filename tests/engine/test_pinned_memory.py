@@ -1,4 +1,4 @@
-"""Puts between pinned memories: the CPU copies short ones, the driver the others, and their order is kept."""
+"""Puts between pinned memories: the CPU copies short puts, the driver copies the others, and the order is kept."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ extern "C" __global__ void take(ProxyChannelDeviceHandle channel, const uint8_t*
 
 
 def pattern(nbytes: int, seed: int) -> NDArray[np.uint8]:
-    """The bytes that the kernel `put` writes."""
+    """Returns the bytes that the kernel `put` writes."""
     return (np.arange(nbytes) + seed).astype(np.uint8)
 
 
@@ -88,8 +88,8 @@ def test_a_rank_puts_its_pinned_memory_to_its_peers() -> None:
 
 
 class FakeDriver:
-    """The engine's calls: copies and stores of one stream, which are done when its event is queried, unless they are
-    held.
+    """Driver calls for the engine: copies and stores on one stream, which are carried out when the stream's event is
+    queried, unless they are held.
     """
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class FakeDriver:
 
     @property
     def moves(self) -> list[str]:
-        """The requested copies and stores, in order."""
+        """Returns the requested copies and stores, in order."""
         return [call for call in self.calls if call != "record"]
 
 
@@ -191,7 +191,9 @@ class Rank:
         self._segment.close()
 
     def pinned(self, nbytes: int = SIZE, seed: int = 0) -> tuple[int, TwoAddresses]:
-        """Pinned memory and its id. The device's bytes hold a pattern, the CPU's the pattern of the next seed."""
+        """Adds pinned memory to the service. Returns its id and the memory. The bytes at the device's address hold the
+        pattern of `seed`, those at the CPU's address the pattern of `seed` + 1.
+        """
         memory = TwoAddresses(SharedMemory.allocate(nbytes), SharedMemory.allocate(nbytes))
         for i, side in enumerate((memory.device, memory.host)):
             seen_as(side, np.uint8)[:SIZE] = pattern(SIZE, seed + i)
@@ -212,7 +214,7 @@ class Rank:
         return int(ctypes.c_uint64.from_address(self._segment.semaphore_host(self._channel)).value)
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
-        """Waits until a condition holds; the proxy may not fail before."""
+        """Waits until a condition holds, and asserts that the proxy has not failed."""
         wait_for(lambda: condition() or bool(self.failures), what)
         assert not self.failures
 

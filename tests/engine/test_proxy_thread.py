@@ -1,4 +1,4 @@
-"""One thread of the engine runs the workers of many services: they share only its time."""
+"""One thread of the engine runs the workers of many services, which share nothing but the thread's time."""
 
 from __future__ import annotations
 
@@ -76,7 +76,9 @@ class Client:
         assert self.service.close(TIMEOUT, drained=False)
 
     def push(self, operation: Operation, count: int, channel: int | None = None) -> int:
-        """Pushes from this thread, for a while. Returns the number that found room."""
+        """Pushes triggers from this thread, until the time-out if the ring is full. Returns the number that
+        found room.
+        """
         where = self.channel if channel is None else channel
         words = Trigger(operation, where, 8, self.memory, 0, self.memory, HALF).encode()
         found = produce(self.fifo, self.pushed, words, count, TIMEOUT)
@@ -125,7 +127,7 @@ def test_a_worker_that_fails_leaves_the_others_running(thread: ProxyThread) -> N
         bad.push(SIGNAL, 1, channel=77)
         until(lambda: bad.failures)
         assert bad.failures[0].channel == 77
-        assert not bad.service.drain(TIMEOUT)  # it is no longer drained, and nobody waits for that
+        assert not bad.service.drain(TIMEOUT)  # this service is no longer drained, and drain does not wait for it
         assert good.push(SIGNAL, 1000) == 1000
         assert good.service.drain(TIMEOUT)
         assert good.signalled == 1000
@@ -141,7 +143,7 @@ def test_an_aborted_worker_leaves_the_others_running(thread: ProxyThread) -> Non
 
 
 def test_nothing_is_taken_after_a_handler_that_ends_in_abort(thread: ProxyThread) -> None:
-    """Later triggers may name memory that is gone by then."""
+    """Triggers after the abort may name memory that was freed."""
     with Client(thread) as client:
         calls: list[Trigger] = []
 
@@ -232,7 +234,7 @@ def test_close_drains_or_ends_at_once(
 def test_a_service_may_be_closed_while_others_wait_for_its_workers(
     thread: ProxyThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They may look at a worker until they have noticed its end."""
+    """Threads that wait may read a worker until they notice its end, so it must not be freed before."""
     freed: list[object] = []
 
     class Recorded:
@@ -275,7 +277,7 @@ Help = Callable[[bool], int]
 
 @contextmanager
 def helped_thread(idle: IdlePolicy) -> Iterator[tuple[ProxyThread, Help]]:
-    """A thread, and its helper function: called by a thread that waits, or by one that does not."""
+    """Yields a proxy thread, and its helper function, whose argument says whether the calling thread waits."""
     helpers: dict[int, Callable[[int, int], int]] = {}
     helper = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
     add = ctypes.CFUNCTYPE(None, helper, ctypes.c_void_p)(lambda call, argument: helpers.update({argument: call}))
@@ -311,7 +313,7 @@ def test_helpers_give_the_workers_their_turns_and_handlers_stay_with_the_thread(
 
 
 def test_a_thread_that_is_helped_sleeps_whatever_it_would_yield() -> None:
-    """It would take a core from its helper."""
+    """A helped thread that yielded instead of sleeping would take a core from its helper."""
     with helped_thread(IdlePolicy(yield_us=1e6 * TIMEOUT)) as (thread, help_), Client(thread) as client:
         stats = client.service._workers[0].stats
         until(lambda: stats.looks > 1000)
@@ -328,7 +330,7 @@ def test_who_does_not_wait_and_has_pushed_nothing_leaves_the_workers_to_their_th
 
 
 def sleeping(client: Client) -> Any:
-    """The counters of a client's worker, once its thread sleeps, and hardly does anything else."""
+    """Waits until the thread of a client's worker sleeps most of the time, and returns the worker's counters."""
     stats = client.service._workers[0].stats
     until(lambda: stats.sleeps > 0 and stats.idle_ns > 50e6)
     return stats
@@ -352,7 +354,7 @@ def test_an_operation_that_rings_a_proxy_wakes_its_thread(thread: ProxyThread) -
 
 def test_a_kernel_that_is_given_a_channel_wakes_the_proxys_thread(thread: ProxyThread) -> None:
     class Channel:
-        """As a kernel's argument: bytes, and the proxy that takes its triggers."""
+        """A kernel's argument that stands for a channel: bytes, and the proxy that takes its triggers."""
 
         def __init__(self, sleepers: Sleepers) -> None:
             self.device_handle, self.sleepers = b"1234", sleepers

@@ -1,4 +1,4 @@
-"""The engine names the side of a trigger that it refuses, with id and offset."""
+"""When the engine refuses a trigger, its error names the source or the destination, with id and offset."""
 
 from __future__ import annotations
 
@@ -35,9 +35,8 @@ def channel_to_itself(comm: Communicator) -> int:
 
 
 def refused(fields: Callable[[int, int], dict[str, Any]]) -> TriggerError:
-    """The error of a rank that pushes a trigger. `fields` gets the ids of a memory and of the second window of another.
-
-    The other one has no pages, and must not be touched.
+    """Pushes a trigger on one rank, and returns the rank's error. `fields` gets the ids of a memory, and of the second
+    window of another memory, which has no pages and must not be touched.
     """
 
     def body(comm: Communicator) -> TriggerError:

@@ -55,7 +55,7 @@ extern "C" __global__ void put_and_flush_each(DeviceHandle<ProxyChannel>* channe
 
 
 def copying_runtime(rank: int) -> Runtime:
-    """A runtime whose copies for the proxy run beside the proxy's thread, like a GPU's."""
+    """Returns a runtime whose copies for the proxy run asynchronously to the proxy's thread, like a GPU's."""
     return HostRuntime(async_copies=True) if ON_HOST else rank_runtime(rank)
 
 
@@ -107,7 +107,7 @@ def test_rings_and_threads_keep_the_order_of_each_channel(fifos: int, proxy_thre
 def test_each_peer_has_a_ring_of_its_own() -> None:
     def body(comm: Communicator) -> None:
         memory = comm.empty(16, "uint8")
-        for _ in range(2):  # the second time with ids that were freed, in another order
+        for _ in range(2):  # the second time with freed ids, in another order
             sets = [comm.proxy_channels(memory, peers=peers) for peers in ([1, 2], [2, 1, 0], None)]
             rings = {
                 peer: {comm.proxy.fifo_for(c.id) for each in sets for c in each if c.peer == peer} for peer in (1, 2)
@@ -123,7 +123,7 @@ def test_each_peer_has_a_ring_of_its_own() -> None:
 
 
 def test_the_ring_survives_many_laps_of_transfers() -> None:
-    """Every block puts to a different peer repeatedly through two slots; the data arrives complete."""
+    """Each block puts to its own peer repeatedly, through a ring of two slots; the data must arrive complete."""
 
     def body(comm: Communicator) -> None:
         nbytes, peers, times = 256, comm.world_size - 1, 300

@@ -1,6 +1,6 @@
-"""The staged transports: memory that the device between hosts can't register, through pinned memory on both sides.
-
-Two proxies in this process, over devices that copy memory and are strict about every limit (support/fakes/staging.py).
+"""The staged transports, which move memory that the network device can't register through pinned memory on both sides.
+The tests use two proxies in this process, over fake devices that copy memory and check every limit
+(support/fakes/staging.py).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ GET = Operation.DATA | Operation.GET
 HEADER = 64
 OUTSIDE = "the peer put or got data outside the memory that this rank offers"
 REM_ACCESS_ERR = 10
-ARRIVED, CREDITED = 0, int(lib.PROXYCCL_STAGED_WIRES) * 128 // 8  # words of an area
-RECEIVING = int(lib.PROXYCCL_STAGED_WORDS_BYTES)  # offset in an area, less a ring
+ARRIVED, CREDITED = 0, int(lib.PROXYCCL_STAGED_WIRES) * 128 // 8  # indices of words of an area
+RECEIVING = int(lib.PROXYCCL_STAGED_WORDS_BYTES)  # offset in an area, not counting a ring
 
 MakeWire = Callable[[int, int], FakeWire]
 built = pytest.mark.skipif(
@@ -205,7 +205,7 @@ def test_what_follows_a_get_waits_for_its_data() -> None:
 def test_draining_waits_for_an_answer_that_the_peer_has_not_sent() -> None:
     with Ends() as ends:
         here, there = ends
-        there.device.allow(1)  # its credit for the request
+        there.device.allow(1)  # the credit that it returns for the request
         here.push(GET, 4000)
         ends.wait(lambda: there.device.counts.executed == 1, "the credit")
         assert not here.service.drain(0.05)
@@ -225,7 +225,7 @@ def test_a_put_of_25_megabytes_through_a_ring_of_two() -> None:
 
 
 def test_a_small_rest_of_the_ring_is_filled_and_not_used_for_a_short_piece() -> None:
-    """Four messages leave 256 bytes of the ring."""
+    """Four messages leave 256 bytes at the ring's end, which are filled up instead of taking a short piece of a put."""
     size, puts, per_lap = 16_256, 20, 4
     with Ends(puts * size, ring_bytes=1 << 16, chunk_bytes=size) as ends:
         here, there = ends
@@ -257,7 +257,9 @@ def test_a_put_of_nothing_makes_no_message() -> None:
 
 @pytest.fixture(params=["inline copies", pytest.param("copy threads", marks=pytest.mark.host_only("its threads"))])
 def runtime(request: pytest.FixtureRequest) -> Runtime:
-    """One with copies that are done when they are issued, if it is the host's, and one with asynchronous copies."""
+    """Returns a runtime: once with copies that are done when they are issued (on the host runtime), and once with
+    asynchronous copies.
+    """
     return rank_runtime(0) if request.param == "inline copies" else HostRuntime(async_copies=True)
 
 
@@ -268,11 +270,13 @@ RANDOM_WIRES = [(seed, WIRES[seed % len(WIRES)]) for seed in range(8)]
     ("seed", "wire"),
     [
         pytest.param(seed, *wire.values, marks=(*wire.marks, *([pytest.mark.full] if seed >= len(WIRES) else [])))
-        for seed, wire in RANDOM_WIRES  # each wire has one
+        for seed, wire in RANDOM_WIRES  # each wire has a seed
     ],
 )
 def test_everything_happens_as_if_one_after_another(seed: int, wire: MakeWire, runtime: Runtime) -> None:
-    """Random triggers on three channels both ways at once, puts and gets over one another, and devices that dawdle."""
+    """Pushes random triggers on three channels in both directions concurrently, with overlapping puts and gets, over
+    devices that execute requests late.
+    """
     rng = random.Random(seed)
     ring_bytes = rng.choice([128, 192, 1024, 65536])
     chunk_bytes, max_message = rng.choice([1, 50, 64, 500, 4096]), rng.choice([7, 64, 4096])
@@ -377,7 +381,7 @@ def test_short_messages_follow_one_another_on_one_wire_and_a_long_put_begins_the
         ends.wait(lambda: there.words[0] == 3, "the signals")
         before = arrived()
         assert before[0] > 0 == before[1]
-        here.push(PUT | SIGNAL, 200)  # two messages, which are long for such a ring
+        here.push(PUT | SIGNAL, 200)  # two messages, long ones for a ring of this size
         ends.wait(lambda: there.words[0] == 4, "the put")
         assert arrived() == [before[0] + 1, 1]
         here.push(SIGNAL)
@@ -397,7 +401,7 @@ def test_a_long_put_after_a_rest_alerts_the_threads_of_wires_first() -> None:
         ends.wait(lambda: there.words[0] == 1, "the put")
         assert (arrived(0), arrived(1)) == (2, 1)
         assert (there.destination.numpy() == here.source.numpy()).all()
-        time.sleep(0.001)  # the rest
+        time.sleep(0.001)  # idle time
         here.push(PUT | SIGNAL, size)
         ends.wait(lambda: there.words[0] == 2, "the second put")
         assert (arrived(0), arrived(1)) == (4, 2)
@@ -416,7 +420,9 @@ def test_several_wires_have_a_thread_each_until_their_service_ends() -> None:
 
 @built
 def test_a_thread_serves_a_wire_while_the_worker_is_busy() -> None:
-    """A fabric is read even without requests of this side: that carries out the peer's writes."""
+    """A fabric wire must be polled even without requests of this side, because polling carries out the peer's
+    writes.
+    """
     with Ends(ring_bytes=1 << 16, chunk_bytes=100, wires=2, wire=FabricWire) as ends:
         here, there = ends
         with Stuck(there):
@@ -434,7 +440,7 @@ def test_nobody_waits_while_a_wires_thread_is_at_the_same_endpoint_for_another_p
         assert threads is not None
         with workers.paused(TIMEOUT), threads._workers.paused(TIMEOUT):  # between their turns
             threads._shared[1].turn = 1
-        here.push(PUT | SIGNAL, 300)  # by the first wire, the second, and the first again
+        here.push(PUT | SIGNAL, 300)  # three pieces: by the first wire, the second, and the first again
         ends.wait(lambda: int(seen_as(there.area, np.uint64)[ARRIVED]) == 2, "the messages of the other wire")
         assert int(seen_as(there.area, np.uint64)[ARRIVED + 128 // 8]) == 0
         assert there.words[0] == 0
@@ -449,7 +455,9 @@ def test_a_wire_that_stands_still_holds_up_later_messages_alone() -> None:
         here.devices[1].allow(0)
         here.push(PUT | SIGNAL, 100)
         ends.wait(lambda: there.words[0] == 1, "the first message")
-        ticket = here.push(PUT | SIGNAL | FLUSH, 300, source=100, destination=100)  # by both, and the first again
+        ticket = here.push(
+            PUT | SIGNAL | FLUSH, 300, source=100, destination=100
+        )  # three pieces: by the first wire, the second, and the first again
         ends.wait(lambda: int(seen_as(there.area, np.uint64)[ARRIVED]) == 3, "the last message")
         assert there.words[0] == 1
         assert here.flushed() <= ticket
@@ -579,7 +587,7 @@ def test_a_put_is_seen_complete_when_the_peer_has_placed_it(tmp_path: Path, monk
         assert len(views) == 2
 
         def progress() -> list[tuple[int, int]]:
-            """The progress of the end that sends; the other has none."""
+            """Returns the progress of the end that sends; the other end has none."""
             found = ((way.completed, way.outstanding) for view in views for way in view.snapshot().connections)
             return [each for each in found if each != (0, 0)]
 
@@ -651,7 +659,7 @@ def test_both_ends_flood_each_other_through_the_smallest_rings() -> None:
 
 
 def test_one_worker_may_serve_both_directions_to_several_peers() -> None:
-    """Channels of one connection go through several rings of one worker."""
+    """The channels of one connection use several rings of one worker."""
     with Ends(channels=4, service={"fifos": 4}) as ends:
         for end in ends:
             for channel in range(4):
@@ -769,13 +777,13 @@ def test_a_damaged_ring_is_refused(arrived: int, nbytes: int, reason: str) -> No
 
 
 def signal_and_flush(ends: Ends, end: End) -> None:
-    """By one message."""
+    """Pushes a signal and a flush, which travel in one message, and waits for the flush."""
     ticket = end.push(SIGNAL | FLUSH)
     ends.wait(lambda: end.flushed(0) > ticket, "a flush")
 
 
 def test_a_count_that_is_half_written_is_read_again() -> None:
-    """A stream socket may deliver the low bytes of a count first: 256 reads as 0 before it reads as 256."""
+    """A stream socket may deliver the low bytes of a count first: when 255 becomes 256, the reader may first see 0."""
     with Ends(ring_bytes=1 << 16) as ends:
         here, there = ends
         here.push(SIGNAL, count=254)

@@ -1,4 +1,6 @@
-"""Flags carry the numbers of calls, which wrap around: results stay right, and rows are awaited, when they do."""
+"""Flags carry call numbers, which wrap around. When they do, results must stay right, and calls must still wait for
+rows.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ STARTS = [2**32 - 3, 2**37 - 3, 2**63 - 3, 2**64 - 3]
 
 
 def start_at(layer: EPAll2AllLayer, calls: int) -> None:
-    """Sets a new layer's memory to its state after this many dispatches and combines."""
+    """Sets a new layer's memory to its state after `calls` dispatches and combines."""
     experts = layer.ctx.workspace.experts
     counters = ffi.cast("ProxycclExpertCounters *", experts.counters)
     counters.dispatches = counters.combines = calls
@@ -67,7 +69,7 @@ def test_rows_of_the_call_whose_number_is_zero_again_are_awaited(monkeypatch: py
             start_at(layer, end - 2)
             comm.barrier()
             desc = dispatch_of(layer, plan, comm)[2]
-            if rank == 1:  # its rows come late, which only their flags show
+            if rank == 1:  # rank 1's rows come late, which only their flags show
                 assert goes_on.wait(TIMEOUT)
                 return layer.redispatch(plan.others[rank], desc)
             threading.Timer(0.2, goes_on.set).start()

@@ -36,7 +36,7 @@ def arguments(comm: Communicator) -> tuple[Any, Any]:
 
 
 def calls_with(layer: EPAll2AllLayer, comm: Communicator, desc: Any) -> dict[str, Callable[[], object]]:
-    """Every call that takes a descriptor, with the arrays that an unfilled descriptor would have."""
+    """Returns every call that takes a descriptor, with arrays of the shapes that an unfilled descriptor would allow."""
     rows = on_device(comm, np.ones((*layer._parts.leading(desc.rows), HIDDEN), np.float32))
     values = on_device(comm, np.ones((*layer._parts.leading(desc.rows),), np.float32))
     tokens = arguments(comm)[0]
@@ -125,7 +125,7 @@ def test_a_later_redispatch_of_no_tokens_sends_none() -> None:
 
 
 class Interrupted:
-    """An array that is interrupted where a call looks at it."""
+    """An array that raises an interrupt when a call reads its device."""
 
     def __dlpack_device__(self) -> tuple[int, int]:
         raise KeyboardInterrupt

@@ -84,7 +84,7 @@ class Case:
     # -- the oracle ---
 
     def arrivals(self, rank: int) -> list[tuple[int, int, int]]:
-        """(source rank, token, k) of each row that the rank gets, in order."""
+        """Returns (source rank, token, k) of each row that the rank gets, in order."""
         return _arrivals(self, rank)
 
     def counts(self, rank: int) -> list[int]:
@@ -100,7 +100,9 @@ class Case:
         return np.array(rows, numpy_dtype(self.dtype)).reshape(-1, self.hidden)
 
     def results(self, rank: int) -> Values:
-        """The results of a rank's experts for their rows: anything, since combine is linear in them."""
+        """Returns random results of a rank's experts for their rows. Combine is linear in them, so any values
+        will do.
+        """
         return self.values(rank, len(self.arrivals(rank)), 3)
 
     def slots(self, rank: int) -> Values:
@@ -112,7 +114,7 @@ class Case:
         return out
 
 
-# Ranks as threads share them, and get copies.
+# Ranks as threads share the computed values, and get copies.
 
 
 @computed_once
@@ -149,8 +151,8 @@ def _arrivals(case: Case, rank: int) -> list[tuple[int, int, int]]:
 
 
 def assert_combined(case: Case, got: Values, slots: Values, weights: Values, *, parts_rounded: bool) -> None:
-    """The sum over k, within the bound of its accumulation (two roundings per term) and of the rounding to the dtype;
-    across nodes each node's part is rounded to the dtype too.
+    """Asserts that `got` is the sum over k, within the error of its accumulation (two roundings per term) and of the
+    rounding to the dtype. Across nodes each node's part is also rounded to the dtype.
     """
     terms = slots.astype(np.float64) * weights.astype(np.float64)[:, :, None]
     accumulator = np.dtype(np.float64 if case.dtype == "float64" else np.float32)
@@ -171,7 +173,7 @@ def prepare(comm: Communicator, case: Case, moe: DispatchCombine) -> NDArray[np.
 
 
 def check(comm: Communicator, case: Case, algorithm: str | None = None) -> None:
-    """Every operation once; on the host with numpy's own arrays."""
+    """Makes every operation once and checks the results; on the host the arrays are numpy's own."""
     rank = comm.rank
     weights = case.weights(rank)
     moe = case.layer(comm, algorithm)
@@ -184,7 +186,7 @@ def check(comm: Communicator, case: Case, algorithm: str | None = None) -> None:
     rows = on_host(rows)
     assert rows.dtype == numpy_dtype(case.dtype)
     assert np.array_equal(rows, case.dispatched(rank, case.inputs))
-    # Any other array goes the same way, into the caller's memory with spare rows.
+    # Any other array can be dispatched too, here into the caller's memory, which has spare rows.
     poisoned = poison((len(rows) + 3) * case.hidden, numpy_dtype(case.dtype)).reshape(-1, case.hidden)
     untouched = poisoned[len(rows) :].tobytes()
     out = on_device(comm, poisoned)
@@ -283,7 +285,7 @@ SIZES = {
 @pytest.mark.parametrize(
     ("case", "algorithm"),
     [
-        # By turns; both for one case, which goes through the daemon too.
+        # Both options in turn; one case has both, and also runs through the daemon.
         pytest.param(
             case,
             algorithm,
@@ -375,7 +377,7 @@ def test_device_arrays_and_streams() -> None:
 
 
 def test_a_layer_may_be_dropped_while_its_work_is_queued() -> None:
-    """Nothing waits in between: with no tokens on a rank, not even the result does."""
+    """Nothing waits between the calls and the drop: on a rank without tokens, not even reading the result waits."""
     case = Case((0, 40, 16), hidden=256, topk=4)
 
     def body(comm: Communicator) -> None:
@@ -433,11 +435,11 @@ def test_weights_may_be_left_out() -> None:
 
 
 def moved_by_proxies(case: Case, algorithm: str | None) -> list[tuple[int, int]]:
-    """For each of two ranks, the triggers and the bytes of everything in `check`."""
+    """Runs `check` on two ranks. Returns for each rank the number of triggers and of bytes that its proxy moved."""
 
     def body(comm: Communicator) -> tuple[int, int]:
         check(comm, case, algorithm)
-        barrier(comm)  # a peer that has received has seen the trigger counted
+        barrier(comm)  # every trigger is counted before a peer receives its data
         if comm.group.links.proxy_if_started is None:
             return 0, 0
         counters = [comm.proxy.counters(channel) for channel in range(64)]
@@ -515,7 +517,7 @@ def test_constructor_arguments_that_differ_are_refused_on_all(argument: str, val
         options: dict[str, Any] = {"hidden": 8, "max_tokens": 4, "experts_per_rank": 2, "topk": 2}
         changed = {**options, argument: value} if comm.rank == 1 else options
         refused(argument, lambda: DispatchCombine(comm, **changed))
-        check(comm, Case((3, 2, 1)))  # and nothing is broken
+        check(comm, Case((3, 2, 1)))  # the communicator still works
 
     run_ranks(3, body)
 
@@ -636,7 +638,7 @@ def test_mixture_of_experts_equals_one_process(monkeypatch: pytest.MonkeyPatch) 
     )
 
 
-@pytest.mark.full  # most of the time is four processes' that start
+@pytest.mark.full  # starting four processes takes most of the time
 def test_mixture_of_experts_as_a_program_equals_one_process() -> None:
     env = {"PROXYCCL_LOCAL_WORLD_SIZE": "2"}
     done = run_mpi(4, EXAMPLES / "moe_digits.py", "--epochs", "2", "--json", env=env)

@@ -28,7 +28,9 @@ def inputs(comm: Communicator) -> Any:
 
 
 def dispatch_and_check(layer: EPAll2AllLayer, comm: Communicator, ids: Any) -> Any:
-    """A dispatch's descriptor, once all errors of the dispatch have been raised: some only later, if nothing waits."""
+    """Makes a dispatch and waits until it has raised any error, which some dispatches raise only later. Returns the
+    descriptor.
+    """
     desc = layer.dispatch(inputs(comm), on_device(comm, ids))[2]
     comm.synchronize()
     layer.check()
@@ -154,10 +156,10 @@ def test_the_fullest_padded_expert_counts(pair: Ranks, announced: bool, expert: 
                 room * (here and e == expert % PER_RANK) for e in range(PER_RANK)
             ]
             assert on_host(desc.num_recv_tokens).tolist() == [room * here]
-            # Rank 0's rows come first, and fill the room.
+            # Rank 0's rows come first, and take all the space.
             assert ((on_host(desc.token_dst_scatter_idx) >= 0) == (comm.rank == 0)).all()
-            layer.check()  # raised once
-            # Each token once: everything fits, and the error has left no trace.
+            layer.check()  # the error is raised once
+            # Each token chooses the expert once: everything fits, and the earlier error has no effect.
             once = np.tile(np.array([expert, EXPERTS], np.int32), (TOKENS, 1))
             rows, _, desc = layer.dispatch(inputs(comm), on_device(comm, once))
             if not float8:

@@ -22,7 +22,7 @@ TOKENS = (5, 9, 0, 7)
 
 
 def quantized(rows: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.float32]]:
-    """Elements and scales of 128 elements each."""
+    """Returns the rows' float8 elements, and a scale for each 128 elements."""
     blocks = rows.astype(np.float32).reshape(len(rows), HIDDEN // 128, 128)
     greatest = np.abs(blocks).max(axis=-1)
     some = np.where(greatest > 0, greatest, np.float32(448))
@@ -31,7 +31,7 @@ def quantized(rows: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.float32]]:
 
 
 def inputs(rank: int, experts: int, dtype: str) -> tuple[NDArray[Any], NDArray[np.int32]]:
-    """Tokens with magnitudes from the smallest to the greatest that float8 can distinguish, and expert ids."""
+    """Returns tokens with magnitudes from the smallest to the greatest that float8 can distinguish, and expert ids."""
     rng = np.random.default_rng(rank)
     tokens = rng.standard_normal((TOKENS[rank], HIDDEN)) * 2.0 ** rng.integers(-12, 3, (TOKENS[rank], HIDDEN))
     tokens[::3, :128] = 0
@@ -47,7 +47,7 @@ def layer_of(comm: Communicator, dtype: str, **options: Any) -> EPAll2AllLayer:
 @pytest.mark.parametrize("given", [False, True], ids=["quantised here", "given"])
 @pytest.mark.parametrize(
     ("dtype", "ranks", "local_world_size"),
-    [  # how rows are converted does not depend on where they go: one type goes everywhere, and all to another rank
+    [  # the conversion does not depend on the destination: all types go to another rank, and one type goes everywhere
         pytest.param(dtype, *ranks, marks=[] if dtype == "bfloat16" or ranks == (2, None) else pytest.mark.full)
         for dtype in ("bfloat16", "float16", "float32", "float64")
         for ranks in ((1, None), (2, None), (4, None), (2, 1), (4, 2))
@@ -147,7 +147,7 @@ def test_any_number_of_scales(num_scales: int | None, options: dict[str, Any], l
         ids = on_device(comm, np.full((4, 1), 1 - comm.rank, np.int32))
         with pytest.raises(ArgumentError, match="must be a pair"):
             layer.dispatch(on_device(comm, np.ones((4, hidden), numpy_dtype("bfloat16"))), ids)
-        for pair in pairs:  # the second time as an earlier call
+        for pair in pairs:  # the second time as a repeated call
             whole, _, desc = layer.dispatch(pair, ids)
             in_halves, _, _ = layer.dispatch_recv(layer.dispatch_send(pair, ids))
             for values, of_rows in (whole, in_halves, layer.redispatch(pair, desc)):
@@ -163,7 +163,9 @@ def test_any_number_of_scales(num_scales: int | None, options: dict[str, Any], l
 @pytest.mark.parametrize("given", [False, True], ids=["quantised here", "given"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_rows_in_output_buffers(dtype: str, given: bool, announced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They equal those of a layer without: converted while they are stored, before, or by the caller."""
+    """Rows in output buffers equal those of a layer without buffers, whether they are converted while they are stored,
+    before, or by the caller.
+    """
     if not announced:
         monkeypatch.setattr(geometry, "ANNOUNCED_SLOTS", 0)
 

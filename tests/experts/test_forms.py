@@ -1,4 +1,6 @@
-"""Calls of a layer in all their forms: a form is prepared once for a kind of call, and each call has its own arrays."""
+"""Repeated calls of a layer, in all their forms. A form is the prepared part of a kind of call: it is made once, and
+each call then uses its own arrays.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,14 @@ TOKENS, HIDDEN, TOPK, EXPERTS = 8, 256, 2, 4
 
 @dataclass(frozen=True)
 class Form:
-    """A form of calls.
+    """A kind of call.
 
     Attributes:
-        options: of the layer.
+        options: the layer's options.
         pair: whether tokens are pairs of float8 rows and scales.
         halves: whether calls are made in two halves.
-        own_stream: whether they are given a stream.
-        records: whether torch records them.
+        own_stream: whether calls are given a stream.
+        records: whether torch's autograd records calls.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -94,14 +96,14 @@ class Batch:
             self.given = values.to(torch.float8_e4m3fn).to(device), scales
 
     def times(self, layer: EPAll2AllLayer) -> Any:
-        """How many rows each token has."""
+        """Returns the number of rows of each token."""
         if layer.layout != "rank":
             return TOPK
         return torch.stack([(self.ids // 2 == rank).any(1) for rank in range(2)]).sum(0).unsqueeze(1)
 
 
 def plain(rows: Any) -> Any:
-    """Rows as bfloat16: the experts add nothing."""
+    """Returns rows as bfloat16, without experts' work."""
     if not isinstance(rows, tuple):
         return rows
     values, scales = rows
@@ -110,7 +112,7 @@ def plain(rows: Any) -> Any:
 
 
 def call_pair(comm: Communicator, layer: EPAll2AllLayer, form: Form, batch: Batch, stream: Any) -> None:
-    """A dispatch, a redispatch and a combine."""
+    """Makes a dispatch, a redispatch and a combine, and checks their results."""
     on: dict[str, Any] = {} if stream is None else {"stream": stream}
     x = batch.given.requires_grad_() if form.records else batch.given
     if form.halves:
@@ -171,7 +173,7 @@ def test_on_the_stream_where_torch_works_c_alone_issues_them(
         pytest.skip("pretends that the host runtime's stream is torch's")
 
     def common(call: CallForm, *launches: Any) -> tuple[Any, ...]:
-        """The same as on a GPU, whose current stream is the one of calls without a stream."""
+        """Makes calls without a stream queue their work as on a GPU, on its current stream."""
         calls, _, _, kind, stream_of, queue, _, *others = given(call, *launches)
         handle = call._group.launches.default_stream.handle
 
@@ -218,7 +220,7 @@ def test_a_stream_of_the_callers_is_used_after_torchs(pair: Ranks) -> None:
 
 
 def test_kinds_of_arrays_alternate(pair: Ranks) -> None:
-    """Of several libraries too, in one call; and results are of the tokens' library."""
+    """One call may have arrays of several libraries; results are arrays of the tokens' library."""
 
     def body(comm: Communicator) -> None:
         sizes = (TOKENS, HIDDEN, TOPK, comm.rank, EXPERTS, comm.local_world_size, comm.world_size)
@@ -255,7 +257,7 @@ class OfNoLibrary:
 
 
 def test_more_tokens_than_a_layer_has_room_for(pair: Ranks) -> None:
-    """All ranks refuse the call, in whatever form it is, and nothing is lost."""
+    """All ranks refuse such a call, of whatever kind, and later calls work."""
 
     def body(comm: Communicator) -> None:
         sizes = (TOKENS, HIDDEN, TOPK, comm.rank, EXPERTS, comm.local_world_size, comm.world_size)
@@ -280,7 +282,9 @@ def test_more_tokens_than_a_layer_has_room_for(pair: Ranks) -> None:
 def test_calls_with_lost_ranks_and_indices_change_too(pair: Ranks) -> None:
     def body(comm: Communicator) -> None:
         sizes = (TOKENS, HIDDEN, TOPK, comm.rank, EXPERTS + 2, comm.local_world_size, comm.world_size)
-        with EPAll2AllLayer(comm, *sizes, lost_ranks=[1], layout="rank") as layer:  # the last has experts 4 and 5
+        with EPAll2AllLayer(
+            comm, *sizes, lost_ranks=[1], layout="rank"
+        ) as layer:  # the second remaining rank has experts 4 and 5
             for turn in range(5):
                 batch = Batch(comm, Form(), turn)
                 lost = torch.arange(batch.ids.numel()).view(batch.ids.shape) % 3 == turn % 3
@@ -327,7 +331,7 @@ def test_rows_lie_where_each_calls_indices_say(pair: Ranks) -> None:
 
 
 class Other:
-    """A rank's communicator for a `Batch`, without its ranks."""
+    """Stands in for the communicator of another rank, so that a `Batch` can be made for that rank."""
 
     def __init__(self, comm: Communicator, rank: int) -> None:
         self.rank, self.runtime, self.group = rank, comm.runtime, comm.group

@@ -1,4 +1,4 @@
-"""A dispatch that gave up leaves tables that nobody has filled. Calls queued after it must not use them."""
+"""A dispatch that gave up leaves tables that were not filled. Calls queued after it must not use these tables."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ def test_calls_after_a_dispatch_that_gave_up_touch_no_row(
     def body(comm: Communicator) -> None:
         layer = plan.case.layer(comm, **LAYOUTS[layout])
         assert layer.ctx.workspace.announces == announces
-        assert layer.ctx.workspace.experts.blocks > 1  # only the last one gathers counts
+        assert layer.ctx.workspace.experts.blocks > 1  # only the last block gathers counts
         impatient(comm, 0.5)
         if comm.rank == 1:
-            wait_for_failure(comm)  # it makes no dispatch
+            wait_for_failure(comm)  # this rank makes no dispatch
             return
         stream = comm.runtime.create_stream()
         ids = plan.routing.ids[0]

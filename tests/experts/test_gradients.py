@@ -1,5 +1,5 @@
-"""EPAll2AllLayer under torch's autograd: gradients of all ranks' inputs, compared with numerical ones and one
-process's.
+"""EPAll2AllLayer under torch's autograd: gradients of all ranks' inputs, compared with numerical gradients and with
+those of a computation in one process.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Mixture:
 
     @staticmethod
     def tokens(rank: int) -> int:
-        """Ranks have different numbers of tokens, one of them none."""
+        """Returns a rank's number of tokens: the ranks' numbers differ, and one is 0."""
         return (TOKENS, 2, 0, 1)[rank]
 
     def _everywhere(self, body: Callable[[Communicator], Any]) -> list[Any]:
@@ -64,7 +64,7 @@ class Mixture:
         return [torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True) for shape in shapes]
 
     def run(self, block: Block, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """All ranks' outputs of all ranks' inputs, as one function."""
+        """Computes all ranks' outputs from all ranks' inputs, as one function of autograd."""
         outputs: tuple[Tensor, ...] = OnRanks.apply(self, block, *inputs)
         return outputs
 
@@ -146,8 +146,8 @@ def test_gradients_with_gaps_between_experts_are_the_numerical_ones(pair: Ranks,
 
 
 def test_gradients_of_combine_weights_are_the_numerical_ones(mixture: Mixture) -> None:
-    # Its weights are float32: a step must be large compared with their rounding, and tanh's curvature does not affect
-    # them.
+    # The weights are float32, so the numerical step must be large compared with their rounding; the function is linear
+    # in them, so a large step is accurate.
     inputs = mixture.inputs()
     tokens, weights = inputs[::2], inputs[1::2]
 
@@ -164,14 +164,16 @@ def test_gradients_of_combine_weights_are_the_numerical_ones(mixture: Mixture) -
 
 
 def test_gradients_are_those_of_one_process(mixture: Mixture) -> None:
-    """Dense, and with a matrix for each expert, whose gradient comes from all ranks' tokens."""
+    """The gradients are also computed by a dense model in one process. Each expert has a matrix, whose gradient comes
+    from all ranks' tokens.
+    """
     n = len(mixture.layers)
     matrices = torch.randn((n * EXPERTS_PER_RANK, HIDDEN, HIDDEN), dtype=torch.float64)
     inputs = mixture.inputs()
 
     def dense(matrices: Tensor) -> Tensor:
         total = torch.zeros((), dtype=torch.float64)
-        padded = torch.cat([matrices, torch.zeros_like(matrices[:1])])  # the last drops a slot
+        padded = torch.cat([matrices, torch.zeros_like(matrices[:1])])  # the last matrix is for dropped slots
         for rank, ids in enumerate(mixture.ids):
             tokens, weights = inputs[2 * rank], inputs[2 * rank + 1]
             slots = torch.einsum("th,tkhj->tkj", tokens, padded[ids.long()])

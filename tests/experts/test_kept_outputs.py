@@ -1,4 +1,4 @@
-"""Outputs that stay as long as somebody has them, in memory where peers store rows."""
+"""Outputs in memory in which peers store rows: they stay valid as long as the program holds them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make_layer(comm: Communicator, **options: Any) -> EPAll2AllLayer:
 
 
 def dispatch(comm: Communicator, layer: EPAll2AllLayer, seed: int) -> tuple[Any, Any]:
-    """The rows of a dispatch in which every token goes to every rank of two, and its descriptor."""
+    """Makes a dispatch in which every token goes to both ranks. Returns the rows and the descriptor."""
     x = np.full((TOKENS, HIDDEN), 100 * seed + comm.rank, np.float32)
     ids = np.array([[0, EXPERTS_PER_RANK * (comm.world_size - 1)]] * TOKENS, np.int64)
     rows, _, desc = layer.dispatch(on_device(comm, x), on_device(comm, ids))
@@ -55,7 +55,7 @@ def test_outputs_stay_as_long_as_an_array_of_them(ranks: int, options: dict[str,
                 np.testing.assert_array_equal(on_host(rows)[:count], expected(comm, seed))
                 back = on_host(layer.combine(rows, desc))
                 np.testing.assert_array_equal(back, min(2, comm.world_size) * (100.0 * seed + comm.rank) + 0 * back)
-        for seed, (rows, _) in enumerate(held):  # after finalize too
+        for seed, (rows, _) in enumerate(held):  # even after finalize
             count = len(expected(comm, seed))
             np.testing.assert_array_equal(on_host(rows)[:count], expected(comm, seed))
 

@@ -52,7 +52,7 @@ WORLDS: list[WorldOptions] = [(size, {}) for size in (1, 2, 3, 5, 8)]
 WORLDS += [(2, {"local_world_size": 1}), (4, {"local_world_size": 1}), (6, {"local_world_size": 2})]
 WORLDS += [(4, {"local_world_size": 2, "fifos": 2, "proxy_threads": 2, "fifo_size": 4, "batch_tokens": 3})]
 WORLDS += [(3, {"announced_slots": 0})]  # one node, whose ranks always send each other counts
-WORLDS += [(4, {"few_tokens": 0})]  # … and some of whose blocks only send
+WORLDS += [(4, {"few_tokens": 0})]  # … and some blocks of which only send
 REPRESENTED = [(8, {}), (4, {"local_world_size": 1})]  # by 5 on one node, and 2 that are nodes each
 
 
@@ -212,7 +212,9 @@ def test_results_stay_right_when_the_flags_of_announcements_wrap(start: int) -> 
 
 
 def steps(first: Case, count: int) -> list[Plan]:
-    """One case repeatedly, with different values, ids and numbers of tokens, within the first's maximum."""
+    """Returns the plans of one case with different values, ids and numbers of tokens, within the first plan's
+    maximum.
+    """
     most = first.max_tokens
     plans = [plan_of(first)]
     for step in range(1, count):
@@ -278,7 +280,7 @@ def test_calls_in_two_halves_with_work_between(local_world_size: int) -> None:
 
 @pytest.mark.parametrize(("local_world_size", "most"), [(2, 14), (2, 120), (1, 14)])
 def test_a_dispatch_and_a_combine_may_be_under_way_at_once(local_world_size: int, most: int) -> None:
-    """As when the halves of a batch overlap: the next dispatch is sent before the previous combine is received."""
+    """If the halves of a batch overlap, the next dispatch is sent before the previous combine is received."""
     plans = steps(Case((11, most), hidden=16, topk=3, local_world_size=local_world_size), 4)
 
     def body(comm: Communicator) -> None:
@@ -303,7 +305,9 @@ def test_a_dispatch_and_a_combine_may_be_under_way_at_once(local_world_size: int
 
 @pytest.mark.parametrize(("local_world_size", "most"), [(2, 12), (2, 120), (1, 12)])
 def test_a_descriptor_serves_any_number_of_calls(local_world_size: int, most: int) -> None:
-    """As gradients need: they come after the whole batch's forward pass, the last call's first."""
+    """Gradients need that: the backward pass comes after all forward calls, and uses their descriptors in reverse
+    order.
+    """
     plans = steps(Case((most, 9), topk=3, local_world_size=local_world_size), 3)
 
     def body(comm: Communicator) -> None:
@@ -371,7 +375,9 @@ def test_weights_of_every_type(weight_dtype: str, local_world_size: int) -> None
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_weighted_combine_rounds_once(pair: Ranks, dtype: str) -> None:
-    """Within the bound of its accumulation (two roundings per term) and of the rounding to the element type."""
+    """The result is within the error of its accumulation (two roundings per term) and of one rounding to the element
+    type.
+    """
     plan = plan_of(Case((16, 11), topk=6, hidden=64, dtype=dtype))
     rngs = [np.random.default_rng(rank) for rank in range(2)]
     factors = [rng.normal(size=rows).astype(np.float32) for rng, rows in zip(rngs, plan.routing.rows, strict=True)]
@@ -431,7 +437,7 @@ def test_no_kernel_has_more_blocks_than_num_sm(
     make = Launch.__init__
 
     def spy(self: Launch, kernel: Any, grid: Any, *arguments: Any) -> None:
-        if not kernel.name.startswith("expert_weigh"):  # which no peer waits for
+        if not kernel.name.startswith("expert_weigh"):  # no peer waits for such a kernel
             grids.append(grid)
         make(self, kernel, grid, *arguments)
 
@@ -480,7 +486,7 @@ def test_a_layer_may_be_finalized_with_calls_under_way(local_world_size: int) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("local_world_size", [pytest.param(2, marks=pytest.mark.full), 1])
 def test_finalized_layers_give_back_what_they_took(local_world_size: int) -> None:
-    """Ids of memory are few: 254 layers between nodes have them all."""
+    """Memory has few ids: 254 layers between nodes use all of them, so finalized layers must give theirs back."""
     plan = plan_of(Case((4, 6), local_world_size=local_world_size))
 
     def body(comm: Communicator) -> None:
@@ -632,13 +638,13 @@ def test_rows_past_a_fixed_maximum_count_as_zero(
                 with pytest.raises(CapacityError) as caught:
                     layer.check()
                 assert caught.value.needed == max(rows)
-                layer.check()  # it was raised once
+                layer.check()  # the error is raised once
                 results = first(plan.results[rank])
                 same_numbers(layer.combine(results, desc), combined[rank], "combine")
                 got = layer.combine(results, desc, weights=first(plan.scales[rank]))
                 same_numbers(got, scaled[rank], "weighted combine")
             if comm.runtime.name == "host":
-                with pytest.raises(CapacityError):  # without a stream the call has waited, so it knows
+                with pytest.raises(CapacityError):  # without a stream the call waits, so it raises the error itself
                     dispatch_of(layer, plan, comm)
         check(comm, plan)  # a layer without a maximum, on the same communicator
 

@@ -113,7 +113,7 @@ def test_differing_configurations_are_refused_on_all(argument: str, option: str,
     def body(comm: Communicator) -> None:
         mine = replace(case, **{option: value}) if comm.rank == 1 else case
         refused(argument, lambda: mine.layer(comm))
-        check(comm, plan)  # and nothing is broken
+        check(comm, plan)  # the communicator still works
 
     run_ranks(3, body)
 
@@ -186,7 +186,7 @@ def test_wrong_arrays_are_refused_by_name() -> None:
 
         with case.layer(comm) as layer:
             tokens, ids, weights = ones(5, 4), zeros(5, 2), ones(5, 2)
-            layer.dispatch(tokens, ids)  # what is refused does not depend on earlier calls
+            layer.dispatch(tokens, ids)  # a valid call first: refusals do not depend on earlier calls
             for argument, arguments in [
                 ("input", (ones(9, 4), zeros(9, 2))),  # more than max_tokens
                 ("input", (ones(5, 4, dtype=np.float64), ids)),
@@ -227,7 +227,7 @@ def test_wrong_arrays_are_refused_by_name() -> None:
                 ("added", {"added": (ones(5, 4, dtype=np.float64),)}),
                 ("added", {"added": (ones(5, 4),) * 3}),
                 ("added", {"added": (None,)}),
-                ("order_ids", {"order_ids": ids}),  # only where ranks are summed in turn
+                ("order_ids", {"order_ids": ids}),  # allowed only if rows are summed rank by rank
                 ("out", {"out": ones(4, 4)}),
                 ("out", {"out": ones(5, 4, dtype=np.float64)}),
                 ("out", {"out": rows[:5]}),
@@ -239,7 +239,7 @@ def test_wrong_arrays_are_refused_by_name() -> None:
             refused("input", lambda: layer.redispatch(ones(5, 4, dtype=np.float64), desc))
             refused("ep_a2a_layout_desc", lambda: layer.redispatch(tokens, object()))
             assert np.array_equal(on_host(layer.combine(rows, desc)), np.full((5, 4), 2))
-            for _ in range(3):  # also as a call that was made before
+            for _ in range(3):  # also as a repeated call
                 assert np.array_equal(on_host(layer.combine(rows, desc, added=(ones(5, 4),))), np.full((5, 4), 3))
             assert np.array_equal(on_host(layer.combine(rows, desc)), np.full((5, 4), 2))
             check_layer(comm, plan, layer)
@@ -457,7 +457,7 @@ def test_calls_of_different_layers_are_a_mismatch(instead: str) -> None:
 
 @pytest.mark.parametrize("announces", ["counts", "masks", "shared_masks"])
 def test_a_rank_that_names_no_output_buffer_is_a_mismatch(monkeypatch: pytest.MonkeyPatch, announces: str) -> None:
-    """As where graphs that were captured of different calls are launched together: nobody compares these."""
+    """Graphs of different calls may be launched together, and no comparison of calls notices that."""
     if announces != "masks":
         monkeypatch.setattr(geometry, "ANNOUNCED_SLOTS", 0)
     if announces == "counts":

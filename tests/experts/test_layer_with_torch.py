@@ -26,7 +26,7 @@ from support.ranks import Ranks
 
 @pytest.fixture(scope="module")
 def torch() -> ModuleType:
-    """torch, whose tensors are in the CPU's memory here."""
+    """Returns the module torch, whose tensors are in the CPU's memory in these tests."""
     return pytest.importorskip("torch")
 
 
@@ -90,8 +90,8 @@ def test_gradients(torch: ModuleType, local_world_size: int, weighted: bool) -> 
     """torch's gradcheck of dispatch, experts and combine, over all ranks at once.
 
     A rank's gradient needs the other ranks' part of the backward pass, so the checked function takes and returns the
-    tensors of all ranks, and each rank's part of it runs in the rank's thread. It is linear in each tensor, so large
-    differences are as good as small ones; routing weights are in float32, and exact there.
+    tensors of all ranks, and each rank's part of it runs in the rank's thread. The function is linear in each tensor,
+    so large differences are as accurate as small ones; routing weights are float32, which holds their values exactly.
     """
     plan = plan_of(Case((4, 3), hidden=3, topk=3, dtype="float64", local_world_size=local_world_size))
     rng = np.random.default_rng(0)

@@ -33,7 +33,7 @@ class Case:
 
     Attributes:
         tokens: number of tokens of each rank.
-        ids_dtype: of the expert ids.
+        ids_dtype: type of the expert ids.
         drop: the share of slots that choose no expert.
     """
 
@@ -56,7 +56,7 @@ class Case:
 
     @functools.cached_property
     def ids(self) -> list[Values]:
-        """Each token chooses an expert at most once."""
+        """The expert ids of each rank's tokens. Each token chooses an expert at most once."""
         rng, out = np.random.default_rng(1), []
         for tokens in self.tokens:
             all_ids = max(self.experts, self.topk)
@@ -77,7 +77,7 @@ class Case:
         return [rng.random(ids.shape).astype(np.float32) for ids in self.ids]
 
     def here(self, rank: int) -> list[NDArray[np.bool_]]:
-        """For each source rank, which slots choose an expert of this rank."""
+        """Returns for each source rank which slots choose an expert of `rank`."""
         return [(ids >= 0) & (ids < self.experts) & (ids // self.experts_per_rank == rank) for ids in self.ids]
 
     def layer(self, comm: Communicator, **options: Any) -> EPAll2AllLayer:
@@ -134,7 +134,9 @@ def same(got: Any, expected: Values) -> None:
 
 
 def sums_over_ranks(case: Case, rank: int, results: list[Values]) -> Values:
-    """A rank's output, if each rank's results are its rows: summed in the order of k, with each rank counted once."""
+    """Returns a rank's combined output for the given results of each rank's rows. They are added in the order of k, and
+    each rank's row of a token counts once.
+    """
     total = np.zeros((case.tokens[rank], case.hidden), np.float32)
     first = sum(case.tokens[:rank])
     row_of = []  # for each owner and token, the row if there is one
@@ -178,7 +180,7 @@ def check_rank_rows(comm: Communicator, case: Case, **options: Any) -> None:
                 same(
                     on_host(layer.combine(rows, desc)) + 0, sums_over_ranks(case, rank, [e.rows for e in expected]) + 0
                 )
-                if rank == 0:  # which sends its rows, while the others' are loaded
+                if rank == 0:  # rank 0 sends its rows, while peers load the other ranks' rows
                     rows = on_device(comm, on_host(rows))
                 same(
                     on_host(layer.combine(rows, desc)) + 0, sums_over_ranks(case, rank, [e.rows for e in expected]) + 0
@@ -277,7 +279,9 @@ def test_a_row_for_each_rank_with(world: World, options: dict[str, Any]) -> None
 @pytest.mark.parametrize("options", [{}, {"output_buffers": 1}], ids=repr)
 @pytest.mark.parametrize("times", [1, 500])
 def test_ranks_are_added_in_their_order(times: int, options: dict[str, Any]) -> None:
-    """As DeepEP's `Buffer` adds them, in the order in which their experts were chosen or not."""
+    """The rows of a token are added in the order of the ranks, as DeepEP's `Buffer` adds them, in whatever order the
+    experts were chosen.
+    """
     values = [2.0**30, 1.0, -(2.0**30), 1.0]  # whose sum depends on the order
     orders = np.array([[0, 1, 2, 3], [0, 2, 1, 3], [3, 2, 1, 0], [3, 0, -1, 2]] * times, np.int32)
 
@@ -436,7 +440,9 @@ def test_an_output_stays_until_its_buffer_is_taken_again(announced: bool, monkey
 def test_one_rank_alone_may_record_its_dispatches(
     announced: bool, max_recv_tokens: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where it alone has tokens that require a gradient. Its outputs stay, and its peers' go to buffers."""
+    """That happens if only one rank has tokens that require a gradient. This rank's outputs stay, and its peers'
+    outputs are in reused buffers.
+    """
     if not announced:
         monkeypatch.setattr(geometry, "ANNOUNCED_SLOTS", 0)
 

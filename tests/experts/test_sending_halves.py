@@ -1,4 +1,4 @@
-"""With padded rows, the halves that send end while peers are stopped: they wait for no peer."""
+"""With padded rows, the sending half of a call waits for no peer, so it ends even while peers are stopped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.running import Stop, run_ranks
 EXPERTS_PER_RANK, HIDDEN, TOPK = 2, 16, 3
 
 
-# Of few tokens the choices are announced; of many slots counts are sent.
+# With few tokens, ranks announce the choices; with many slots, they send counts.
 @pytest.mark.parametrize("tokens", [16, 1000], ids=["choices", "counts"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_stopped_peer_holds_no_sending_half(ranks: int, tokens: int) -> None:
@@ -41,8 +41,8 @@ def test_a_stopped_peer_holds_no_sending_half(ranks: int, tokens: int) -> None:
                 return layer.combine_send(rows, desc)
 
             rows, _, desc = layer.dispatch(given, chosen)
-            # Everyone has sent a combine and a dispatch. Rank 0 receives both, and sends the next of both, before the
-            # others have received any.
+            # Every rank has sent a combine and a dispatch. Rank 0 receives both, and sends the next combine and
+            # dispatch, before the other ranks have received any.
             combining, dispatching = layer.combine_send(rows, desc), sent(2)
             comm.barrier()
             stop.until_told(comm)

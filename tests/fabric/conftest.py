@@ -9,5 +9,7 @@ from support.packages.fabric import library_or_skip
 
 @pytest.fixture(scope="session")
 def library() -> str:
-    """The library to load: searched for only once, because a loaded library is found by its name from then on."""
+    """Returns the libfabric to load. It is searched for only once, because a library that is loaded is found by name
+    from then on.
+    """
     return library_or_skip()

@@ -1,4 +1,4 @@
-"""A rank's choice among libfabric's offers, and the options for it."""
+"""A rank's choice among the providers that libfabric offers, and the options for the choice."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def tcp(library: str, monkeypatch: pytest.MonkeyPatch) -> FabricOffer:
 
 
 def test_the_programs_signal_handlers_stay(library: str) -> None:
-    """Libraries that libfabric loads replace them."""
+    """Libraries that libfabric loads replace signal handlers, so ProxyCCL must restore the program's handlers."""
     program = """
 import os, signal
 from proxyccl.proxy.fabric.library import load

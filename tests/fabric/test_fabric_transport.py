@@ -1,4 +1,6 @@
-"""The fabric transport, through the engine, over an endpoint that copies memory, in the order of writes or in any."""
+"""The fabric transport, through the engine, over a fake endpoint that copies memory, in the order of writes or in any
+order.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,7 @@ def test_a_get_of_any_length_brings_it_whole(size: int, max_message: int, depth:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_gets_keep_their_place_among_unordered_writes(seed: int) -> None:
-    """Each place is put to once, and then got. A signal comes after everything before it."""
+    """Each place in memory is put to once, and then read by a get. A signal must come after everything before it."""
     rng = random.Random(seed)
     own, theirs = memory(1 << 13, seed), np.zeros(1 << 12, np.uint8)
     expected = own.copy()
@@ -123,7 +125,7 @@ def test_a_provider_that_makes_no_reads_refuses_gets() -> None:
 
 
 def test_memory_of_the_peer_is_no_place_to_get_to() -> None:
-    """Providers reach local memory by its address, so a peer's memory must not be taken for it."""
+    """Providers access local memory by its address, so a peer's memory must not be taken for local memory."""
     with loop_of(np.zeros(8, np.uint8), memory(8)) as loop:
         (peer,) = loop.peers
         loop.producer.push(Trigger(GET, peer.channels[0], 4, peer.source_id, 0, peer.destination_id, 0))
@@ -133,9 +135,10 @@ def test_memory_of_the_peer_is_no_place_to_get_to() -> None:
 @pytest.mark.parametrize("order", [JOINED, ORDERED], ids=["joined", "ordered"])
 @pytest.mark.parametrize("seed", range(4))
 def test_ordered_writes_leave_what_one_after_another_would(seed: int, order: Order) -> None:
-    """Random triggers on three channels, puts and gets over one another, and an endpoint that dawdles and refuses.
+    """Pushes random triggers on three channels, with overlapping puts and gets, over an endpoint that executes requests
+    late and refuses some.
 
-    Gets do not write over one another, because they are not ordered among themselves.
+    Gets do not overlap in local memory, because they are not ordered among themselves.
     """
     rng = random.Random(seed)
     source, destination = memory(1 << 16, seed), np.zeros(1 << 12, np.uint8)
@@ -177,7 +180,7 @@ def test_ordered_writes_leave_what_one_after_another_would(seed: int, order: Ord
         (PUT | SIGNAL, 8, {"value": 5}, 1, 1),
         (SIGNAL, 0, {}, 1, 0),
         (PUT | SIGNAL, 56, {}, 1, 1),
-        (PUT | SIGNAL, 57, {}, 2, 0),  # with its signal it would exceed the longest write
+        (PUT | SIGNAL, 57, {}, 2, 0),  # a put with its signal would exceed the longest write
         (PUT | SIGNAL, 64 + 57, {}, 3, 0),
         (PUT | SIGNAL, 64 + 8, {}, 2, 1),
         (GET | SIGNAL, 8, {}, 2, 0),

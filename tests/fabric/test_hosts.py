@@ -30,12 +30,12 @@ def hosts() -> Iterator[Hosts]:
 
 
 class Job:
-    """Ranks of the program on hosts, this many on each.
+    """A job: ranks of the program on hosts.
 
     Args:
         hosts: the hosts.
-        ranks: on each.
-        directory: their meeting place.
+        ranks: number of ranks on each host.
+        directory: the directory in which the ranks meet.
         what: the program's last argument.
         env: environment of all ranks.
     """
@@ -49,7 +49,7 @@ class Job:
         ]
 
     def outputs(self) -> list[str]:
-        """The output of each rank, once all have ended."""
+        """Waits until all ranks have ended, and returns the output of each."""
         try:
             return [rank.communicate(timeout=SECONDS)[0] for rank in self.ranks]
         finally:
@@ -58,14 +58,14 @@ class Job:
                     rank.kill()
 
     def succeeds(self, transport: str = "fabric") -> list[str]:
-        """Asserts that all ranks end well, and reach other hosts by a transport. Returns their outputs."""
+        """Asserts that all ranks succeed, and use the given transport between hosts. Returns the ranks' outputs."""
         outputs = self.outputs()
         assert [rank.returncode for rank in self.ranks] == [0] * len(self.ranks), "\n".join(outputs)
         assert all(f"'{transport}'" in output for output in outputs), outputs
         return outputs
 
 
-# Signals that wait for delivery are those of the flood below, and of staged memory in a daemon.
+# The flood below, and staged memory in a daemon, cover signals that wait for delivery.
 @pytest.mark.parametrize(
     ("ranks", "env"),
     [
@@ -100,7 +100,7 @@ def test_mpiexec_starts_ranks_on_three_hosts(tmp_path: Path, each: int, what: st
 SMALL_STAGES = {"PROXYCCL_FABRIC_STAGING_BYTES": "32768", "PROXYCCL_FABRIC_STAGING_CHUNK": "8192"}
 
 
-# Execution plans, below, are staged by a thread that keeps the order.
+# Execution plans, below, cover staging by a thread that keeps the order.
 @pytest.mark.parametrize(
     ("proxy", "signal"),
     [pytest.param("thread", "ordered", marks=pytest.mark.full), ("process", "delivered")],
@@ -112,7 +112,7 @@ def test_memory_that_can_not_be_registered_is_staged(hosts: Hosts, tmp_path: Pat
     Job(hosts, [1, 1], tmp_path, "collectives", **env, **SMALL_STAGES).succeeds("staged_fabric")
 
 
-# A daemon and the order are the collectives' too, and nothing that a plan knows of.
+# The tests of collectives cover a daemon and the order, on which a plan does not depend.
 @pytest.mark.parametrize(
     ("ranks", "transport", "env"),
     [
@@ -135,12 +135,12 @@ def test_execution_plans_run_between_hosts(
 
 @pytest.fixture(scope="module")
 def on_hip() -> dict[str, str]:
-    """The environment of ranks with GPUs, which the host emulates."""
+    """Returns the environment of ranks with GPUs, which the host emulates."""
     run_make("rocm-on-host")
     return {"PROXYCCL_RUNTIME": "hip", "ROCM_PATH": str(ROOT / "build/rocm-on-host")}
 
 
-# Their short calls go through pinned memory, which the CPU copies.
+# Short calls of staged GPUs go through pinned memory, which the CPU copies.
 @pytest.mark.parametrize(
     ("ranks", "proxy"),
     [([1, 1], "process"), pytest.param([2, 2], "thread", marks=pytest.mark.full)],
@@ -160,10 +160,10 @@ def test_a_provider_that_reaches_gpus_writes_their_memory(hosts: Hosts, tmp_path
         assert "registered for interface 2, device 0" in output, output  # FI_HMEM_ROCR
 
 
-# unit/test_gpu_writes.py shows who promises it, and the first of the tests with GPUs how they are staged.
+# unit/test_gpu_writes.py tests who promises the order; the first of the tests with GPUs above covers staging.
 @pytest.mark.full
 def test_gpus_that_do_not_order_writes_are_staged(hosts: Hosts, tmp_path: Path, on_hip: dict[str, str]) -> None:
-    """The provider reaches their memory, but the GPUs here do not promise to keep the order."""
+    """The provider can access the GPUs' memory, but these GPUs do not promise to keep the order of writes."""
     run_make("fake-fabric")
     library = ROOT / "build/fake-fabric/libfake_library.so"
     Job(hosts, [1, 1], tmp_path, "one", **on_hip, PROXYCCL_LIBFABRIC=str(library)).succeeds("staged_fabric")
@@ -174,7 +174,7 @@ def test_ipv6_is_enough_and_a_provider_is_chosen_by_name(tmp_path: Path) -> None
         Job(hosts, [1, 1], tmp_path, "one", PROXYCCL_FABRIC_PROVIDER="net").succeeds()
 
 
-# The transport bounds its writes before it tells which signal they have.
+# The limit on outstanding writes does not depend on the kind of signal.
 @pytest.mark.parametrize("signal", [pytest.param("ordered", marks=pytest.mark.full), "delivered"])
 def test_a_flood_through_few_writes_loses_nothing(hosts: Hosts, tmp_path: Path, signal: str) -> None:
     few = {"PROXYCCL_FABRIC_DEPTH": "2", "PROXYCCL_FABRIC_SIGNAL": signal}

@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(not _engine.lib.proxyccl_fabric_built(), reason="this build has no fabric transport"),
 ]
 
-LONGEST = 6 << 10  # that a kernel sends by default
+LONGEST = 6 << 10  # most bytes that a kernel sends by default
 BUFFER = 16 << 10
 
 
@@ -47,14 +47,14 @@ def _like_a_gpu(library: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 def run_nodes(ranks: int, each: int, body: Callable[[Communicator], None]) -> None:
-    """Runs the body in ranks of nodes that have some each, between which data is staged."""
+    """Runs the body in `ranks` ranks on nodes of `each` ranks, between which data is staged."""
     staged = {(a, b): "staged_fabric" for a in range(ranks) for b in range(a) if a // each != b // each}
     fabric = FabricOptions.from_environment(streams=2)
     run_ranks(ranks, body, local_world_size=each, transport=staged, fabric=fabric)
 
 
 def run(ranks: int, each: int, call: Call, *, by_kernels: bool) -> None:
-    """Checks the call by default, and by kernels in any case."""
+    """Makes and checks a call with the default choice, which is kernels if `by_kernels`, and then by kernels anyway."""
 
     def body(comm: Communicator) -> None:
         collectives, dtype = comm.collectives, as_dtype(call.dtype)

@@ -1,4 +1,4 @@
-"""Agents that come and go under load, and start again under their names: a few cases.
+"""The campaign of agents that come and go under load, or start again under their names, with a few cases.
 
 `make test-faults COUNT=1000` runs more.
 """

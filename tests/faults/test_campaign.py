@@ -31,8 +31,8 @@ WITH_FAULTS = (
     "clock jumps",
     "daemon stopped",
 )
-# To its peers a rank that exits is like one that is killed; the tests of interrupts, of the cache and of reports have
-# signals and directories that can't be written; those of forks fork.
+# These faults run only with --full. To its peers, a rank that exits is like one that is killed; other tests cover
+# signals, forks, and directories that can't be written.
 FURTHER = {"exit", "fork", "signals", "full disk"}
 CASES = [
     pytest.param(Case.of(FAULTS.index(fault), brief=True), id=fault, marks=pytest.mark.full if fault in FURTHER else [])
@@ -69,7 +69,7 @@ def test_a_case_finds_and_ends_only_its_own_processes() -> None:
 
 
 class Meeting(Campaign):
-    """Two of its cases must run at once; one has a finding, one breaks the campaign, one can't be run."""
+    """A campaign of which two cases must run concurrently; one case has a finding, one raises, and one can't be run."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)

@@ -1,4 +1,4 @@
-"""Memory that is freed under transfers, a few cases. `make test-faults COUNT=1000` runs more."""
+"""The campaign of memory that is freed during transfers, with a few cases. `make test-faults COUNT=1000` runs more."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def ranks() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def torch() -> ModuleType:
-    """torch for the runtime's devices, or a skip that says why there is none.
+    """Returns the module torch, built for the runtime's devices, or skips the test and says why there is none.
 
     Ranks that are threads need a device each here: torch uses one default stream per device, and two ranks' kernels
     in one stream would wait for each other forever.
@@ -86,12 +86,12 @@ def torch() -> ModuleType:
 
 
 def here(comm: Communicator) -> str:
-    """torch's name of the rank's device."""
+    """Returns torch's name of the rank's device."""
     return f"cuda:{comm.runtime.device}"
 
 
 def total(comm: Communicator) -> int:
-    """The sum over ranks of each rank's number plus one."""
+    """Returns the sum over the ranks of rank + 1."""
     return comm.world_size * (comm.world_size + 1) // 2
 
 
@@ -204,7 +204,7 @@ def test_a_dropped_stream_is_kept_until_the_next_call(ranks: Ranks) -> None:
 @CUDA_ONLY
 @pytest.mark.parametrize("ranks_are", ["threads", "processes"])
 def test_memory_that_torch_maps_itself_is_shared(torch: ModuleType, ranks_are: str) -> None:
-    """Expandable segments: several adjacent blocks, which CUDA IPC refuses."""
+    """Expandable segments consist of several adjacent blocks, which CUDA IPC does not share."""
     program = PROGRAMS / "expandable_segments.py"
     settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     if ranks_are == "processes":
@@ -217,7 +217,9 @@ def test_memory_that_torch_maps_itself_is_shared(torch: ModuleType, ranks_are: s
 
 @pytest.fixture
 def no_segments() -> Iterator[Callable[[], bool]]:
-    """Whether torch's pools on the first two devices are empty, which they must be after the test."""
+    """Yields a function that returns whether torch's pools on the first two devices are empty; asserts that they are
+    empty before and after the test.
+    """
 
     def none_left() -> bool:
         return not any(MemoryPool(open_runtime(RUNTIME, device)).segments() for device in range(2))
@@ -232,7 +234,9 @@ def no_segments() -> Iterator[Callable[[], bool]]:
 def test_tensors_of_torchs_pool_are_registered(
     torch: ModuleType, no_segments: Callable[[], bool], algorithm: str | None
 ) -> None:
-    """From the first call on, before peers have mapped them, with slices at any offset."""
+    """Tensors of the pool count as registered from the first call on, before peers have mapped them, with slices at any
+    offset.
+    """
     count = 300_007
 
     def body(comm: Communicator) -> None:
@@ -264,7 +268,9 @@ def test_tensors_of_torchs_pool_are_registered(
 
 
 def test_torchs_pool_gives_its_memory_back(torch: ModuleType, no_segments: Callable[[], bool]) -> None:
-    """With its last communicator; a tensor's memory, when torch empties its cache after the tensor is gone."""
+    """The pool is freed with its last communicator. A tensor's memory is freed when torch empties its cache after the
+    tensor is gone.
+    """
     kept: list[Any] = []
 
     def body(comm: Communicator) -> None:
@@ -374,7 +380,7 @@ def test_every_kind_of_export_is_taken(ranks: Ranks, exporter: type[OnlyInterfac
 
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS, None])
 def test_the_same_arrays_are_used_again_and_again(ranks: Ranks, algorithm: str | None) -> None:
-    """From the second time on, a repeated call is one call into C."""
+    """A repeated call is one call into C from the second time on, and must still give correct results."""
 
     def body(comm: Communicator) -> None:
         x, out = comm.empty(3001, "int32"), comm.empty(3001, "int32")
@@ -434,7 +440,7 @@ REPLAYS = 300
 
 
 def calls(dtype: str, count: int) -> list[Call]:
-    """Every collective by every algorithm, in place or out of place."""
+    """Returns calls of every collective by every algorithm, in place or out of place."""
     reduced = [Call("all_reduce", dtype, "sum", algorithm, count) for algorithm in (*ALGORITHMS, None)]
     moved = [
         Call(collective, dtype, "sum", algorithm, count, in_place=False)
@@ -494,7 +500,7 @@ ADD_ONE = 'extern "C" __global__ void add_one(float* x) { x[threadIdx.x] += 1; }
 
 
 class BesideCapture:
-    """A kernel and a collective on an array that has no current stream: called in a capture and beside it."""
+    """Calls a kernel and a collective, on an array that has no current stream, during a capture and beside it."""
 
     def __init__(self, comm: Communicator, captured: Any, name: str) -> None:
         self._comm, self._captured, self._name = comm, captured, re.escape(name)
@@ -510,7 +516,9 @@ class BesideCapture:
         self._comm.all_reduce(self.x, stream=stream)
 
     def capture(self) -> None:
-        """Called while the stream is captured. Refusals do not end the capture, and other threads are not refused."""
+        """Makes the calls while the stream is captured, and checks that refusals do not end the capture, and that other
+        threads' calls are not refused.
+        """
         for stream in (None, self._other, self._other.handle, 0):
             for call in (self._kernel, lambda _, __, x, stream: self._comm.all_reduce(x, stream=stream)):
                 with pytest.raises(ArgumentError, match=f"^stream: .*; expected stream={self._name}$"):
@@ -550,7 +558,9 @@ def test_a_call_that_torchs_capture_would_miss_is_refused(ranks: Ranks, torch: M
 @CUDA_ONLY
 @pytest.mark.parametrize("blocks", [False, True], ids=["non-blocking", "blocking"])
 def test_a_call_that_cupys_capture_would_miss_is_refused(ranks: Ranks, blocks: bool) -> None:
-    """A blocking stream is ordered with the legacy default stream, whose capture status can't be asked meanwhile."""
+    """A blocking stream is ordered with the legacy default stream, whose capture status can't be queried during the
+    capture.
+    """
     cupy = pytest.importorskip("cupy")
     one_at_a_time = threading.Lock()
 
@@ -593,7 +603,7 @@ def test_torchs_graphs_hold_collectives(ranks: Ranks, torch: ModuleType) -> None
             with torch.cuda.stream(side):
                 step()
             side.synchronize()
-            comm.all_gather_bytes(b"")  # nobody's kernel waits for a rank that is capturing
+            comm.all_gather_bytes(b"")  # no rank's kernel waits for a rank that is capturing
             graph = torch.cuda.CUDAGraph()
             with one_at_a_time, torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
                 doubled = step()
@@ -741,7 +751,9 @@ def test_a_handle_beyond_its_memory_is_refused(field: int) -> None:
 def test_waiters_for_the_device_are_called_behind_launches(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, call: str, launched: str
 ) -> None:
-    """The driver would hold the context while it waits, and block the proxy's copies that the kernels wait for."""
+    """Otherwise the driver would hold the context while it waits, and block the proxy's copies for which
+    kernels wait.
+    """
     begun = threading.Event()
     done: list[bool] = []
 
@@ -809,7 +821,7 @@ extern "C" __global__ void exchange(DeviceHandle<ProxyChannel>* channels) {
 
 
 def failure_of(call: Callable[[], object]) -> ProxyCCLError:
-    """The exception of the call, which must come long before the full time-out."""
+    """Makes a call that must fail long before the full time-out, and returns its exception."""
     began = time.monotonic()
     with pytest.raises(ProxyCCLError) as caught:
         call()
@@ -878,7 +890,7 @@ def test_an_abort_ends_everything_while_copies_are_in_flight() -> None:
 
 
 def check_lost_context(noticed_by: str, **env: str) -> None:
-    """In a job of two processes, one loses its context."""
+    """Runs a job of two processes of which one loses its context, and checks what both report."""
     if RUNTIME != "cuda":
         pytest.skip("what stands in for a GPU has no context to lose, and AMD's driver ends the process")
     ended = run_processes(2, PROGRAMS / "failure.py", f"lost_context:{noticed_by}", env=env)

@@ -1,7 +1,7 @@
 """Protocols between processes and machines as models for SPIN, which visits every reachable state.
 
-The models (protocols/*.pml) take their constants from the shipped headers, by the C compiler. Each is verified, and
-then again with bugs (BUG(n) in the model), each of which must be found.
+The models (protocols/*.pml) take their constants from the shipped headers, by the C compiler. Each model is verified as
+it is, and once with each of its planted bugs (BUG(n) in the model), which must be found.
 
 PROXYCCL_MODELS_DEPTH of more than 1 adds larger models (make test-models DEPTH=100).
 """
@@ -54,7 +54,7 @@ if DEEP:
         "survivors, some late, one ends": ("survivors", ("DEATHS=1", "LATE=1", "ATTEMPTS=2")),
     }
 
-# Each with the verifier that must find it and its number in the model.
+# For each planted bug: the verifier that must find it, and its number in the model.
 BUGS = {
     "the sender takes the ring for longer than it is": ("staged, one side sends several laps", 1),
     "a message is posted before it is copied": ("staged, both sides send", 2),
@@ -109,35 +109,37 @@ def run(command: list[str], directory: Path, **environment: str) -> str:
 
 
 def build(own: Path) -> None:
-    """Makes the verifier that its directory is named for."""
+    """Builds the verifier after which the directory `own` is named."""
     model, sizes = VERIFIERS[own.name]
     includes = [f"-I{ROOT / place}" for place in ("device/include", "proxy/engine", "proxy/segment")]
     shutil.copytree(MODELS, own, dirs_exist_ok=True)
     run(["gcc", *includes, str(MODELS / "constants.c"), "-o", "constants"], own)
     (own / "constants.h").write_text(run(["./constants"], own))
     run([str(checkers() / "usr/bin/spin"), *(f"-D{size}" for size in sizes), "-a", f"{model}.pml"], own)
-    # Safety properties only: a wait forever is a state in which nobody can continue. The states are few, so the
-    # compiler would take longer to optimise than they take without.
+    # Safety properties only: an endless wait shows as a state in which no process can continue. The states are few, so
+    # optimisation would take longer than it saves.
     level = "-O2" if DEEP else "-O0"
     run(["gcc", level, "-w", "-DSAFETY", "-DCOLLAPSE", "pan.c", "-o", "verify"], own)
 
 
 @pytest.fixture(scope="session")
 def verifiers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of the verifiers, which the first test of each makes."""
+    """Returns the directory of the verifiers; the first test of each verifier builds it."""
     checkers()
     return made_once(shared_directory(tmp_path_factory) / "protocols", lambda _: None)
 
 
 def verify(directory: Path, bug: int = 0) -> str:
-    """SPIN's report, which says how many states there are and the first error."""
-    table = "-w18" if bug else "-w22"  # 2**n places; an error is found among few states
+    """Runs a verifier, with a planted bug if `bug` is not 0. Returns SPIN's report: the number of states, and the first
+    error.
+    """
+    table = "-w18" if bug else "-w22"  # a hash table of 2**n slots: a bug is found within few states
     report = run(["./verify", "-m1000000", table], made_once(directory, build), BUG=str(bug))
     assert "max search depth too small" not in report, report
     return report
 
 
-# Every bug is found in a smaller one of the same model.
+# Larger models, without planted bugs: a smaller size of the same model finds every bug.
 LARGE = {
     "staged, both sides send in a ring with room",
     "staged, one side sends many laps",

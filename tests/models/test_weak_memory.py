@@ -2,8 +2,8 @@
 
 The device headers and the engine are compiled as they are, with the compiler's atomic built-ins replaced by Relacy's
 simulated memory (weak_memory/checked_builtins.h). Each scenario (weak_memory/scenarios.cpp) is executed many times,
-with different schedules and different values of its loads. Then the same is done with bugs, each of which must be
-found.
+with different schedules and different values of its loads. Then the scenarios are executed with planted bugs, each of
+which must be found.
 
 PROXYCCL_MODELS_DEPTH multiplies the executions (make test-models DEPTH=100).
 """
@@ -28,7 +28,7 @@ DEPTH = int(os.environ.get("PROXYCCL_MODELS_DEPTH", "1"))
 TIMEOUT = 280.0 if DEPTH == 1 else 3600.0
 WARNINGS = ("-Wall", "-Wextra", "-Wno-ignored-qualifiers")
 
-# Switches between threads up to which all executions are explored, with a depth of 1 and of more.
+# By scenario: the bound on switches between threads up to which all executions are explored, for depth 1 and for more.
 BOUNDS = {
     "ring_of_2_with_2_producers": (1, 2),
     "channel_by_the_cpu": (1, 2),
@@ -427,7 +427,7 @@ def compile_object(source: str, directory: Path, *flags: str) -> Path:
         f"-I{directory}/device/include",
         f"-I{ROOT}/device",
     ]
-    # The explorer takes the time: as much to compile as to run. The others are compiled several times.
+    # The explorer is worth optimising: it takes as long to compile as to run. Other files are compiled several times.
     level = "-O1" if DEPTH > 1 else "-Og" if source == "explore.cpp" else "-O0"
     run([*compiler, level, *WARNINGS, *flags, *includes, "-c", str(MODELS / source), "-o", str(made)])
     return made
@@ -447,7 +447,7 @@ def link(directory: Path, explorer: Path, *flags: str) -> None:
 
 
 def build(directory: Path) -> None:
-    """Three programs: of the sources as they are, of those with wide triggers, and of those with bugs."""
+    """Builds three programs: from the sources as they are, with wide triggers, and with planted bugs."""
     shipped, wide, planted = (directory / name for name in ("shipped", "wide", "planted"))
     for copy in (shipped, wide, planted):
         copy_sources(copy)
@@ -464,13 +464,13 @@ def build(directory: Path) -> None:
 
 @pytest.fixture(scope="session")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of the programs."""
+    """Returns the directory of the programs, which the first test builds."""
     checkers()
     return made_once(shared_directory(tmp_path_factory) / "weak-memory", build)
 
 
 def explore(program: Path, *arguments: str | int) -> tuple[bool, str]:
-    """Whether all executions were right, and what the explorer printed."""
+    """Runs the explorer. Returns whether all executions were right, and the explorer's output."""
     done = subprocess.run(
         [str(program / "explore"), *map(str, arguments)], capture_output=True, text=True, check=False, timeout=TIMEOUT
     )

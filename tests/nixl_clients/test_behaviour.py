@@ -41,11 +41,11 @@ class Two:
             self.b.add_remote_agent(self.a.get_agent_metadata())
 
     def descs(self, which: int, offset: int = 0, nbytes: int = 4096) -> Any:
-        """One descriptor of a buffer."""
+        """Returns one descriptor of a buffer."""
         return self.a.get_xfer_descs([(self.buffers[which].ctypes.data + offset, nbytes, 0)], "DRAM")
 
     def transfer(self, operation: str = "READ", message: bytes = b"") -> Any:
-        """A transfer of agent0's with agent1."""
+        """Returns a new transfer between agent0, which makes it, and agent1."""
         return self.a.initialize_xfer(operation, self.descs(0), self.descs(1), "agent1", message)
 
 
@@ -74,7 +74,7 @@ def finished(agent: Any, handle: Any, state: str = "PROC") -> str:
 
 
 def notified(agent: Any, count: int) -> dict[str, list[bytes]]:
-    """Waits for a number of notifications."""
+    """Waits for `count` notifications, and returns them by sender."""
     got: dict[str, list[bytes]] = {}
     deadline = time.monotonic() + 60
     while sum(map(len, got.values())) < count and time.monotonic() < deadline:
@@ -286,7 +286,7 @@ def test_registering_again(two: Two) -> None:
     two.a.register_memory(two.registered[0])
     two.a.register_memory(two.registered[0])
     two.a.register_memory([(two.buffers[0].ctypes.data, 1 << 19, 0, "")], "DRAM")
-    two.a.register_memory([(4096, 4096, 0, "")], "DRAM")  # whether it is mapped is the caller's business
+    two.a.register_memory([(4096, 4096, 0, "")], "DRAM")  # the library does not check that the memory is mapped
 
 
 def test_notifications(two: Two) -> None:
@@ -397,7 +397,7 @@ def test_telemetry(variable: str | None, monkeypatch: pytest.MonkeyPatch) -> Non
             two.a.get_xfer_telemetry(handle)
     before = time.time_ns() // 1000
     finished(two.a, handle, two.a.transfer(handle))
-    if variable == "no":  # the variable wins
+    if variable == "no":  # the environment variable takes precedence
         with pytest.raises(nb.nixlNoTelemetryError):
             two.a.get_xfer_telemetry(handle)
         return
@@ -564,7 +564,7 @@ def test_a_late_request_of_a_former_agent_does_not_remove_the_later_one() -> Non
 
 
 def listening(name: str) -> tuple[Any, int]:
-    """An agent, and the port where it listens."""
+    """Returns a new agent, and the port on which it listens."""
     with socket.socket() as taken:
         taken.bind(("", 0))
         port: int = taken.getsockname()[1]
@@ -627,7 +627,7 @@ def test_requests_for_metadata_keep_their_order(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("said", [b"", b"PXM1"])
 def test_peers_that_say_nothing_hold_up_no_other(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many they are, and although they have begun a request."""
+    """Many peers that begin a request and then send nothing do not delay other peers."""
     monkeypatch.setattr(metadata_exchange, "_SECONDS", 120)
     kept = listening("listens")
     other = nixl_agent("other")

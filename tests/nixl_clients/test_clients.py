@@ -1,4 +1,4 @@
-"""The calls of programs that move blocks of their caches by NIXL, in their order, with numpy's memory.
+"""The calls that programs make to move blocks of their caches by NIXL, in the programs' order, on numpy arrays.
 
 - vLLM 0.33.0 (2026-11-01), vllm/distributed/kv_transfer/kv_connector/v1/nixl: base_worker.py for what both modes have,
   pull_worker.py, where a decoder reads, and push_worker.py, where it asks a prefiller to write.
@@ -21,7 +21,7 @@ LAYERS, BLOCKS, BLOCK = 3, 40, 256
 
 
 class Cache:
-    """A cache of each layer, in one array."""
+    """The caches of all layers, in one array."""
 
     def __init__(self, seed: int) -> None:
         self.bytes = np.random.default_rng(seed).integers(0, 256, (LAYERS, BLOCKS, BLOCK), np.uint8)
@@ -30,7 +30,7 @@ class Cache:
         return [(layer.ctypes.data, layer.nbytes, 0, "") for layer in self.bytes]
 
     def strided(self, offset: int = 0, nbytes: int = BLOCK) -> Any:
-        """The blocks of each layer, or a part of each block."""
+        """Returns strided descriptors of the blocks of each layer, or of a part of each block."""
         return np.array([(layer.ctypes.data + offset, nbytes, 0, BLOCK, BLOCKS) for layer in self.bytes], np.uint64)
 
 
@@ -94,7 +94,7 @@ class Worker:
         self.handles, self.peers = [], []
 
     def sleep(self) -> None:
-        """Also the end of a worker."""
+        """Makes the calls with which a worker goes to sleep, or ends."""
         self.forget_peers()
         self.agent.deregister_memory(self.registered)
 

@@ -22,7 +22,7 @@ LAYERS, BLOCKS, BLOCK = 3, 40, 256
 
 
 class Worker:
-    """An agent with a cache of each layer on a device, and a buffer of the host's of the same shape."""
+    """An agent with a cache of each layer on a device, and a host buffer of the same shape."""
 
     def __init__(self, number: int) -> None:
         runtime = rank_runtime(number)
@@ -40,11 +40,11 @@ class Worker:
         self.agent.register_memory([(self.host.ctypes.data, self.host.nbytes, 0, "")], "DRAM")
 
     def strided(self) -> Any:
-        """The blocks of each layer on the device."""
+        """Returns strided descriptors of each layer's blocks on the device."""
         return np.array([(layer.ptr, BLOCK, self.device, BLOCK, BLOCKS) for layer in self.layers], np.uint64)
 
     def staged(self) -> Any:
-        """The blocks of each layer in the host's buffer."""
+        """Returns strided descriptors of each layer's blocks in the host buffer."""
         return np.array([(layer.ctypes.data, BLOCK, 0, BLOCK, BLOCKS) for layer in self.host], np.uint64)
 
     def cache(self) -> Any:
@@ -78,7 +78,9 @@ def notified(worker: Worker) -> list[bytes]:
 @pytest.mark.parametrize("operation", ["READ", "WRITE"])
 @pytest.mark.parametrize("buffer", ["VRAM", "DRAM"])
 def test_blocks_of_caches(operation: str, buffer: str) -> None:
-    """Between two devices, and, as with vLLM's `kv_buffer_device="cpu"`, between the host's memory and a device."""
+    """Blocks move between two devices, and, as with vLLM's `kv_buffer_device="cpu"`, between host memory and
+    a device.
+    """
     near, far = Worker(0), Worker(1)
     local = near.agent.prep_xfer_dlist(
         "NIXL_INIT_AGENT", near.strided() if buffer == "VRAM" else near.staged(), mem_type=buffer
@@ -118,7 +120,7 @@ def test_a_list_is_of_its_kind_of_memory() -> None:
 
 @pytest.mark.gpu_only("the host runtime has no tensors of torch")
 def test_tensors_of_devices() -> None:
-    """Their kind and device are the tensors'."""
+    """Descriptors of tensors have the tensors' kind of memory and device."""
     torch = pytest.importorskip("torch")
     near, far = Worker(0), Worker(1)
     theirs = torch.arange(4096, dtype=torch.int32, device=f"cuda:{far.device}")

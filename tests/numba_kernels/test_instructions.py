@@ -20,7 +20,7 @@ SIGNATURE = (int64, int64, int64, types.Array(types.int32, 1, "C"))
 
 
 def linked(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], kind: str) -> bytes:
-    """The kernel that uses everything, compiled and linked by Numba, as "ptx" or "cubin"."""
+    """Compiles and links the kernel `everything` with Numba, and returns it as "ptx" or "cubin"."""
     monkeypatch.setattr(cuda, "get_current_device", lambda: SimpleNamespace(compute_capability=capability))
     (own, ours), _ = cuda.compile_all(
         kernels.everything, SIGNATURE, device=False, abi="numba", cc=capability, output="ltoir"

@@ -1,4 +1,4 @@
-"""`proxyccl doctor`: from reports of real hangs it says who waits for whom, and why."""
+"""`proxyccl doctor`: from reports of real hangs it concludes which rank waits for which, and why."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def wait_out(action: Callable[[], object]) -> None:
-    """Runs an action that hangs and ends in an exception."""
+    """Runs an action that hangs until it raises one of the library's exceptions."""
     with pytest.raises(ProxyCCLError):
         action()
 
 
 def told(directory: Path) -> Diagnosis:
-    """The diagnosis of one job's reports."""
+    """Returns the diagnosis of the one job whose reports are in a directory."""
     (diagnosis,) = diagnose(find([directory]).ranks)
     return diagnosis
 
@@ -68,7 +68,7 @@ def found(diagnosis: Diagnosis, kind: str) -> Finding:
 
 
 def await_reports(directory: Path, ranks: int) -> None:
-    """Waits until every rank has reported: a rank's report shows its actions meanwhile."""
+    """Waits until every rank has reported, because a report shows what the rank is doing at that time."""
     deadline = time.monotonic() + 60
     while len(list(directory.glob("*.json"))) < ranks:
         assert time.monotonic() < deadline
@@ -87,7 +87,8 @@ def reduce(comm: Communicator, count: int = 100, algorithm: str | None = None) -
 # -- hangs ---
 
 
-# Kernels in one round and schedules; a ring, whose waits end in another order. Two rounds are like one.
+# A kernel with one round, a ring, whose waits end in another order, and schedules. A kernel with two rounds is like one
+# with one.
 @pytest.mark.parametrize("algorithm", ["one_shot", pytest.param("two_shot", marks=pytest.mark.full), "ring", "proxy"])
 def test_one_rank_never_calls(reports: Path, algorithm: str) -> None:
     def body(comm: Communicator) -> None:
@@ -277,7 +278,7 @@ def test_a_rank_that_was_killed(reports: Path) -> None:
 
 @pytest.fixture(scope="module")
 def hang(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The reports of three ranks, of which rank 1 has made only the first of two calls."""
+    """Makes reports of three ranks, of which rank 1 has made only the first of two calls. Returns their directory."""
     require_devices(3)
     directory = tmp_path_factory.mktemp("hang")
 
@@ -440,7 +441,7 @@ def test_a_barrier_is_shown_without_arguments() -> None:
 
 
 def silent(hang: Path, member: Member) -> str:
-    """The conclusion about rank 1, a process that wrote no report."""
+    """Returns the conclusion about rank 1, whose process wrote no report."""
     reports = [sample(hang)[rank] for rank in (0, 2)]
     members = [member if rank == VICTIM else other for rank, other in enumerate(reports[0].members)]
     (diagnosis,) = diagnose([replace(report, members=members) for report in reports])

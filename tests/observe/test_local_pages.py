@@ -1,4 +1,4 @@
-"""Requests of strangers to the HTTP servers of this machine: each has an answer, which tells them nothing."""
+"""Requests of strangers to the library's HTTP servers on this machine: each gets an answer that reveals nothing."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _metrics() -> Iterator[str]:
 
 @pytest.fixture(params=["page", "metrics"])
 def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Of something that the server has."""
+    """Starts each of the servers, and yields the URL of something that it serves."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("PROXYCCL_REPORT_DIR", str(tmp_path / "reports"))
     with _metrics() if request.param == "metrics" else server.serve("127.0.0.1:0", 0.1) as url:
@@ -68,7 +68,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def sent(url: str, request: bytes) -> bytes:
-    """The answer to the bytes of a request."""
+    """Sends the bytes of a request, and returns the answer."""
     port = urllib.parse.urlsplit(url).port
     assert port is not None
     with socket.create_connection(("127.0.0.1", port), TIMEOUT) as connection:

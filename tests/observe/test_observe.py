@@ -186,7 +186,7 @@ def test_a_flush_that_waits_for_data_is_timed() -> None:
         wait_for(lambda: look(comm).channels[0].timed_flushes > 0, "a flush is timed")
         (channel,) = look(comm).channels
         assert channel.timed_flushes <= channel.flushes == 5
-        assert channel.flush_ns > 1000 * channel.timed_flushes  # nobody copies 8 MiB in a microsecond
+        assert channel.flush_ns > 1000 * channel.timed_flushes  # copying 8 MiB takes more than a microsecond
         barrier(comm)
 
     with Ranks(2, make_runtime=copying) as ranks:
@@ -248,7 +248,7 @@ def test_each_of_several_workers_has_its_own_numbers() -> None:
 
 
 def a_publication(**changed: object) -> Publication:
-    """A publication of this process that does not name memory."""
+    """Returns a publication of this process that does not name memory."""
     whose = Description(0, 1, "job", "program")
     own = Publication.of_this_process(whose, "host", workers=1, observed="", counters="", rings=())
     return replace(own, **changed)  # type: ignore[arg-type]
@@ -571,14 +571,16 @@ def test_what_a_daemon_runs_is_seen_like_what_a_rank_runs(tmp_path: Path, monkey
 
 
 def test_what_one_daemon_runs_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the same time there are another daemon with a job, one without, and proxies in ranks."""
+    """Only the chosen daemon's services are shown, although there are another daemon with a job, one without, and
+    proxies in ranks.
+    """
     chosen, other, idle = (tmp_path / f"{name}.sock" for name in ("chosen", "other", "idle"))
 
     def job(proxy: str, path: Path | None = None) -> Communicator:
         if path is not None:
             monkeypatch.setenv("PROXYCCL_DAEMON_SOCKET", str(path))
         comm = opened.enter_context(Communicator(ThreadBootstrap.create(1)[0], rank_runtime(0), proxy=proxy))
-        assert comm.proxy.fifos  # it runs from here on
+        assert comm.proxy.fifos  # starts the proxy
         return comm
 
     with (
@@ -699,7 +701,7 @@ def test_the_dashboard_shows_metrics_that_there_are() -> None:
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    """Of the metrics of a server."""
+    """Starts a server, and yields the URL of its metrics."""
     with serve(0) as where:
         yield where.removeprefix("metrics at ")
 

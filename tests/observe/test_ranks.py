@@ -29,7 +29,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def views() -> list[RankView]:
-    """All ranks, as another process sees them."""
+    """Returns all ranks, as another process sees them."""
     return [rank for each in communicators() for rank in each.ranks]
 
 

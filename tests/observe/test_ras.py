@@ -38,13 +38,15 @@ def _directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    """Of a server."""
+    """Starts a server, and yields its port."""
     with ras.serve("127.0.0.1:0") as where:
         yield int(where.rpartition(":")[2])
 
 
 class Client:
-    """A connection, as `ncclras` makes it: each command is answered by one line, and the status by all that follows."""
+    """A connection like that of `ncclras`: the answer to a command is one line, and to a status command, everything up
+    to the end of the connection.
+    """
 
     def __init__(self, port: int) -> None:
         self._socket = socket.create_connection(("127.0.0.1", port), TIMEOUT)
@@ -56,7 +58,7 @@ class Client:
         return self._file.readline().decode()
 
     def rest(self, command: str) -> str:
-        """The answer to a command that ends the connection."""
+        """Sends a command after whose answer the server closes the connection. Returns the answer."""
         self._file.write(command.encode() + b"\n")
         self._file.flush()
         text = self._file.read().decode()
@@ -65,7 +67,7 @@ class Client:
 
 
 def ncclras(port: int, *, timeout: int | None = None, format: str = "", verbose: bool = False) -> str:
-    """The output of `ncclras -t TIMEOUT -f FORMAT -v`, with its checks of the answers."""
+    """Makes the requests of `ncclras -t TIMEOUT -f FORMAT -v`, with its checks of the answers. Returns its output."""
     client = Client(port)
     assert client.ask("CLIENT PROTOCOL 2") == "SERVER PROTOCOL 2\n"
     if timeout is not None:

@@ -50,7 +50,7 @@ def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def written(directory: Path) -> dict[int, Report]:
-    """The reports in a directory by rank, of one communicator."""
+    """Returns the reports in a directory, which must be of one communicator, by rank."""
     found = find([directory])
     assert not found.problems
     assert len({report.communicator for report in found.ranks}) == 1
@@ -188,7 +188,7 @@ def test_an_unwritable_directory_only_adds_a_line_on_stderr(
 
 
 def test_no_collection_begins_while_threads_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The listing holds a lock, for which a finalizer in any thread may wait."""
+    """Listing the threads holds a lock. A finalizer that a collection runs might wait for this lock forever."""
     collects: list[bool] = []
     own = {threading.get_ident(): sys._getframe()}
     monkeypatch.setattr(sys, "_current_frames", lambda: collects.append(gc.isenabled()) or own)
@@ -246,7 +246,7 @@ def test_the_default_directory_keeps_the_newest_only(tmp_path: Path, monkeypatch
 
 
 def run_hangs(directory: Path, scenario: str) -> tuple[dict[int, Report], list[str]]:
-    """The reports of a scenario of `PROGRAM`, and its ranks' output."""
+    """Runs a scenario of `PROGRAM`. Returns its reports by rank, and its ranks' output."""
     environment = {"PROXYCCL_REPORT_DIR": str(directory)}
     ended = run_processes(PROCESSES, PROGRAM, scenario, env=environment)
     assert all(process.returncode == 0 for process in ended), [process.stderr for process in ended]
@@ -330,7 +330,7 @@ def test_a_ring_seen_from_the_side() -> None:
 
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    """A report with something in every part."""
+    """Returns a report with something in every part."""
     directory = tmp_path_factory.mktemp("sample")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PROXYCCL_REPORT_DIR", str(directory))

@@ -1,4 +1,4 @@
-"""The trace: its records, their form in a file, and that the proxy is not harmed."""
+"""The trace: its records, the file format, and that tracing does not harm the proxy."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tracer_of(comm: Communicator) -> Tracer:
-    """A tracer of this rank's proxy, which records by the time this returns."""
+    """Starts a tracer of this rank's proxy. Returns it when the proxy records."""
     ((path, publication),) = publications.find(comm.job, {comm.rank})
     tracer = Tracer(path, publication)
     wait_until_traced(publication)
@@ -60,7 +60,9 @@ def wait_for_a_tracer(comm: Communicator) -> None:
 
 
 def trace_words(comm: Communicator) -> list[tuple[int, int]]:
-    """For each worker of this rank's proxy: the time until which records are wanted, and the number written."""
+    """Returns for each worker of this rank's proxy: the time until which records are wanted, and the number of records
+    written.
+    """
     ((_, publication),) = publications.find(comm.job, {comm.rank})
     with Observer(publication) as observer:
         workers = [observer.worker_stats(number) for number in range(publication.workers)]
@@ -72,7 +74,7 @@ def is_off(comm: Communicator) -> bool:
 
 
 def traced(comm: Communicator, *arguments: Any, kernel: str = "mixed") -> ServiceTrace:
-    """The trace of the proxy's work for a kernel."""
+    """Runs a kernel, and returns the trace of the proxy's work for it."""
     compiled = comm.compile(KERNELS, kernel)  # before tracing: it may outlast the records' time
     with tracer_of(comm) as tracer:
         compiled(1, 1, *arguments)
@@ -251,7 +253,7 @@ def step(kind: int, now: int, number: int) -> list[int]:
 
 
 def test_sends_of_schedules_have_a_schedule_in_place_of_a_ticket() -> None:
-    """Each is complete when the worker says so of its channel, whichever connection copies for it."""
+    """A send is complete when the worker records that for the send's channel, whichever connection copies for it."""
     decoder = TraceDecoder(0, {0: 0, 1: 1})
     decoder.feed([mark(SEEN, 10, 7), put(), mark(ISSUED, 20), mark(SCHEDULE, 30, 5), put(1), mark(ISSUED, 40)])
     decoder.feed(
@@ -336,7 +338,7 @@ def events_of(
     waits: Sequence[TracedWait] = (),
     of: dict[int, str] | None = None,
 ) -> list[Any]:
-    """The events that are written for triggers and waits of a proxy with one thread."""
+    """Writes the trace of a proxy with one thread, with these triggers and waits. Returns the events in the file."""
     whose = Description(0, 1, "job", "program", of or {})
     who = Publication.of_this_process(whose, "host", workers=1, observed="", counters="", rings=())
     write_trace(tmp_path / "trace", [ServiceTrace(who, triggers, ways, 0, 0, list(waits))])

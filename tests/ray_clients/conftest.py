@@ -1,4 +1,4 @@
-"""Ray's base classes: those of a stand-in, whether Ray is installed or not."""
+"""Replaces Ray's base classes by a stand-in, even if Ray is installed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _forget() -> None:
 
 @pytest.fixture(autouse=True, scope="package")
 def stand_in() -> Iterator[Path]:
-    """Its folder, from which `ray` is imported meanwhile."""
+    """Lets `ray` be imported from the stand-in's folder during the tests. Yields the folder."""
     _forget()
     sys.path.insert(0, str(STAND_IN))
     yield STAND_IN

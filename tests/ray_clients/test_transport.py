@@ -31,14 +31,14 @@ pytestmark = pytest.mark.host_only("agents move the host's memory, whatever the 
 
 @pytest.fixture
 def transports() -> tuple[Any, Any]:
-    """Those of a source and of a destination."""
+    """Returns the transports of a source and of a destination."""
     from proxyccl.ray.transport import ProxyCCLTransport
 
     return ProxyCCLTransport(), ProxyCCLTransport()
 
 
 def described(source: Any, name: str, tensors: list[Any]) -> Any:
-    """The metadata of an object, as they reach the destination. Like Ray, it keeps the tensors alive."""
+    """Returns the metadata of an object, as they reach the destination. Like Ray, this keeps the tensors alive."""
     vars(source).setdefault("kept", []).append(tensors)
     return pickle.loads(pickle.dumps(source.extract_tensor_transport_metadata(name, tensors)))
 
@@ -130,7 +130,7 @@ def test_of_many_sources_those_used_last_are_known(
 
 
 def test_a_fetch_may_be_dropped_anywhere_and_is_ended_by_the_next_call(transports: tuple[Any, Any]) -> None:
-    """Its last reference may go in a garbage collection, in a thread that holds any lock."""
+    """A fetch's last reference may disappear in a garbage collection, in a thread that holds any lock."""
     source, destination = transports
     meta = described(source, "one", [np.arange(1 << 19)])
     dropped = [destination.fetch_multiple_tensors("one", meta, None)]
@@ -237,7 +237,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def process(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
-    """A source in another process, which copies through a socket: both sides take part."""
+    """Starts a source in another process, with data copied through a socket, so that both processes take part."""
     monkeypatch.setenv("PROXYCCL_TRANSFER_PATHS", "unix")
     environment = {**os.environ, "PYTHONPATH": str(stand_in)}
     source = subprocess.Popen(

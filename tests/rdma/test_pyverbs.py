@@ -232,7 +232,9 @@ def gid_files(index: int, address: str, kind: str = "", netdev: str = "") -> dic
 
 @pytest.fixture
 def sysfs(tmp_path: Path) -> Path:
-    """A RoCE device with two ports, the second one down, and an InfiniBand device; two NUMA nodes."""
+    """Makes a fake sysfs with a RoCE device of two ports, the second of which is down, an InfiniBand device, and two
+    NUMA nodes.
+    """
     roce = tmp_path / "class/infiniband/mlx5_1"
     put(roce, {"node_guid": "0c42:a103:0065:d5aa", "device/numa_node": "1"})
     put(roce / "ports/1", {"state": "4: ACTIVE", "link_layer": "Ethernet", "rate": "100 Gb/sec (4X EDR)", "lid": "0x0"})
@@ -415,7 +417,7 @@ def test_an_option_that_names_what_is_not_there(options: dict[str, Any], message
 
 @pytest.fixture
 def fresh_pyverbs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As if pyverbs had not been imported; restored afterwards."""
+    """Makes it look as if pyverbs had not been imported, and restores its modules after the test."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "pyverbs"]:
         monkeypatch.delitem(sys.modules, name)
     pyverbs_api.load.cache_clear()
@@ -434,7 +436,7 @@ def stand_in(fresh_pyverbs: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def hide_pyverbs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if pyverbs were not installed."""
+    """Makes it look as if pyverbs were not installed."""
 
     class Finder:
         @staticmethod

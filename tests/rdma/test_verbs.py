@@ -1,6 +1,6 @@
 """The verbs transport, through the engine, over a device that copies memory and is strict about every limit.
 
-The device counts its requests. It can hold requests back, dawdle and fail.
+The device counts its requests. It can hold requests back, execute them late, and fail.
 """
 
 from __future__ import annotations
@@ -137,7 +137,9 @@ def test_a_put_of_nothing_makes_no_request() -> None:
 @needs_transport
 @pytest.mark.parametrize("seed", range(8))
 def test_everything_happens_as_if_one_after_another(seed: int) -> None:
-    """Random triggers on three channels, puts and gets over one another, and a device that dawdles."""
+    """Pushes random triggers on three channels, with overlapping puts and gets, over a device that executes
+    them late.
+    """
     rng = random.Random(seed)
     source, destination = memory(1 << 13, seed), np.zeros(1 << 12, np.uint8)
     own, expected = source.copy(), destination.copy()
@@ -238,7 +240,7 @@ def test_a_read_that_fails_names_the_peer() -> None:
 
 @needs_transport
 def test_a_ticket_is_complete_when_its_requests_are() -> None:
-    """Without a flush; later requests do not delay it."""
+    """A ticket completes without a flush, and later requests do not delay it."""
     with Loop(np.zeros(64, np.uint8), memory(64), channels=2) as loop:
         (peer,) = loop.peers
         first, second = peer.channels
@@ -386,7 +388,7 @@ def test_flushes_wait_each_for_what_is_before_it() -> None:
 
 @needs_transport
 def test_more_flushes_than_a_connection_notes_are_all_kept() -> None:
-    """They wait behind one put; flushes without room wait in the ring."""
+    """Many flushes wait behind one put; those that the connection can't record wait in the ring."""
     with Loop(memory(64), np.zeros(64, np.uint8), service={"fifo_size": 1024}) as loop:
         (peer,) = loop.peers
         peer.device.allow(0)
@@ -469,7 +471,7 @@ def test_closing_drains_what_was_held_back_in_the_ring(operation: Operation, siz
 
 
 def push_at_once(loop: Loop, puts: int) -> None:
-    """Puts that the worker finds in the ring all together."""
+    """Pushes puts while the worker is blocked, so that the worker finds all of them in the ring; then flushes."""
     with Gate() as gate:
         handler = loop.service.add_handler(lambda _: gate.wait())
         loop.producer.push(Trigger(Operation.CUSTOM, handler))
@@ -572,7 +574,7 @@ def test_long_messages_do_not_wait_for_a_chain() -> None:
 
 @needs_transport
 def test_a_refused_post_of_a_full_chain_names_the_trigger() -> None:
-    """It is noticed while the trigger is executed, not at a later poll."""
+    """The failure is noticed while the trigger is executed, not at a later poll, so it can name the trigger."""
     with Loop(memory(64), np.zeros(64, np.uint8), max_message=1, send_depth=2 * CHAIN) as loop:
         loop.peers[0].device.fail_post(1, errno.EINVAL)
         loop.push(0, PUT, 64, destination=0)
@@ -708,7 +710,7 @@ def test_an_address_that_leads_nowhere_is_no_fault() -> None:
 @pytest.mark.parametrize("part", ["pd", "send_cq", "recv_cq"])
 @pytest.mark.parametrize("where", ["nowhere", "another context"])
 def test_a_queue_pair_whose_parts_do_not_agree_is_not_believed(part: str, where: str) -> None:
-    """A copy of a real one, with one pointer changed."""
+    """The queue pair is a copy of a real one, with one pointer changed."""
     order = ("context", "qp_context", "pd", "send_cq", "recv_cq", "srq")
     with FakeDevice() as device:
         forged = (ctypes.c_uint64 * 16).from_buffer_copy(ctypes.string_at(device.qp, 128))
@@ -724,7 +726,7 @@ def test_a_queue_pair_whose_parts_do_not_agree_is_not_believed(part: str, where:
 
 
 def bare_writes(device: FakeDevice, source: NDArray[np.uint8], destination: NDArray[np.uint8], **changes: int) -> int:
-    """Nanoseconds, or a negative status."""
+    """Runs the bare loop. Returns its time in nanoseconds, or a negative status."""
     options = {
         "qp": device.qp,
         "cq": device.cq,

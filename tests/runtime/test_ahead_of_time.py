@@ -140,7 +140,9 @@ class LoadedError(Exception):
 
 
 def without_a_device() -> tuple[GpuRuntime, list[bytes]]:
-    """A runtime that raises instead of loading an image, and the images."""
+    """Returns a runtime that raises LoadedError instead of loading an image, and the list to which it adds
+    the images.
+    """
     loaded: list[bytes] = []
 
     def load(image: bytes) -> int:

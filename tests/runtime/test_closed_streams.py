@@ -1,4 +1,4 @@
-"""Work queued on a stream that is then closed is waited for, although another stream may reuse its handle."""
+"""Waits for all work include work on streams that were closed since, even if another stream reuses the handle."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_launch_follows_one_on_a_closed_stream(by_number: bool) -> None:
 
 
 def test_what_waits_for_all_launches_waits_for_those_on_closed_streams() -> None:
-    """Memory is freed, and a module loaded, after them."""
+    """Freeing memory and loading a module wait for launches on closed streams."""
 
     def body(comm: Communicator) -> None:
         runtime, words, waited = comm.runtime, Words(comm), threading.Event()

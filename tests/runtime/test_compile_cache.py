@@ -54,7 +54,7 @@ class Recorder:
         return compiled_image(self, "source", ())
 
     def object(self) -> bytes:
-        """Like for the host runtime; "loaded" by being read."""
+        """Gets an object from the cache as the host runtime does, but "loads" it by reading the file."""
         return loaded_object(("source",), lambda: self.compile("source"), read)
 
 
@@ -161,7 +161,7 @@ def test_a_file_that_can_not_be_written_is_done_without(
     with pytest.warns(RuntimeWarning, match=rf"in {cache} can't be used \(.*{os.strerror(number)}.*set PROXYCCL_CACHE"):
         made = use(compiler)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # it is reported once
+        warnings.simplefilter("error")  # the problem is reported only once
         assert use(compiler) == made
     assert compiler.calls == 1
     assert list(cache.iterdir()) == []
@@ -224,7 +224,7 @@ def test_a_path_stays_in_the_directory_that_was_checked(cache: Path, compiler: R
 
 
 def planted(cache: Path, use: Use) -> Path:
-    """A complete file with other contents."""
+    """Puts a complete file with other contents into the cache, and returns its path."""
     use(Recorder())
     path = only_file(cache)
     path.write_bytes(sealed(b"planted"))

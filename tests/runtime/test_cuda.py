@@ -74,7 +74,9 @@ def test_fewer_queues_than_usual_are_named(
 
 
 def test_operations_of_a_stream_have_the_drivers_layout() -> None:
-    """CUDA's struct is not included anywhere (stream_operations.h), so the binding's is compared, byte by byte."""
+    """stream_operations.h does not include CUDA's struct, so this test compares its own with the binding's byte by
+    byte.
+    """
     driver = pytest.importorskip("cuda.bindings.driver")
     theirs, ours = driver.CUstreamBatchMemOpParams(), ffi.new("ProxycclStreamOperation *")
     theirs.waitValue.operation = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_64

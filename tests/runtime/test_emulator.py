@@ -603,7 +603,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def owner() -> Any:
-    """A process that has exported memory, and its handle."""
+    """Starts a process that exports memory. Yields the process and the memory's handle."""
     process = subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     handle = bytes.fromhex(process.stdout.readline())
@@ -872,8 +872,8 @@ def test_streams_come_and_go_while_others_wait_for_all() -> None:
 
 
 def run_in_little_memory(mebibytes: int, work: str) -> list[str]:
-    """Lines that a program prints. Its `work` has so much memory left, and `kernel(blocks, threads, out)`, whose blocks
-    meet.
+    """Runs `work` in a program with `mebibytes` MiB of memory left, and returns the lines that it prints. `work` can
+    call `kernel(blocks, threads, out)`, whose blocks synchronize.
     """
     program = """
         import resource

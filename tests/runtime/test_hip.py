@@ -28,7 +28,7 @@ def _forwarding_libraries() -> None:
 
 
 def run(body: str, **env: str) -> str:
-    """The output of a program on the HIP runtime."""
+    """Runs a program on the HIP runtime, and returns its output."""
     program = (
         f"from proxyccl.device.runtimes import open_driver, open_runtime\nfrom proxyccl.device.errors import *\n{body}"
     )

@@ -50,7 +50,7 @@ ARCHITECTURES = ("gfx90a", "gfx942", "gfx950")
 # gfx90a spells scopes in its own way. The scopes, waits and fences of gfx950 are those of gfx942, by which it is
 # represented.
 SPELLED = [pytest.param(each, marks=pytest.mark.full if each == "gfx950" else []) for each in ARCHITECTURES]
-# What depends on the source and not on an instruction.
+# For tests that depend on the source alone, not on an architecture's instructions.
 EXAMPLE = [pytest.param(each, marks=[] if each == "gfx942" else pytest.mark.full) for each in ARCHITECTURES]
 
 
@@ -76,11 +76,11 @@ class Hiprtc:
         )
 
     def compile(self, source: str, architecture: str) -> bytes:
-        """The code object. A warning fails the test, like an error."""
+        """Compiles a source and returns the code object. A warning fails the test, like an error."""
         return base64.b64decode(self._request(source, architecture, *self._level)["code"])
 
     def instructions(self, source: str, architecture: str) -> str:
-        """The disassembled code object."""
+        """Compiles a source and returns the disassembled code object."""
         return self._request(source, architecture, disassemble=architecture)["assembly"]
 
     def _request(self, source: str, architecture: str, *more: str, disassemble: str = "") -> dict[str, str]:
@@ -127,7 +127,9 @@ def architecture(request: pytest.FixtureRequest) -> str:
 
 
 def exports(code: bytes, name: str) -> bool:
-    """Whether a code object has a kernel (its descriptor is called name.kd) and its parameter table."""
+    """Returns whether a code object has a kernel (its descriptor is called name.kd) and the kernel's
+    parameter table.
+    """
     symbol = symbol_of(name, code.decode("latin-1"))
     return f"\0{symbol}.kd\0".encode() in code and f"\0proxyccl_parameters_{name}\0".encode() in code
 
@@ -296,7 +298,7 @@ class Instructions:
         return [entry for _, entry in self.kernels[kernel]]
 
     def repeated(self, kernel: str) -> set[str]:
-        """The entries inside a loop."""
+        """Returns a kernel's entries that are inside a loop."""
         loops = [(target, jump) for jump, target in self._jumps[kernel] if target <= jump]
         return {entry for address, entry in self.kernels[kernel] if any(a <= address <= b for a, b in loops)}
 
@@ -317,7 +319,7 @@ class Scopes:
 
 
 def merged(entries: list[str]) -> list[str]:
-    """Without the second of two waits in a row."""
+    """Returns the entries, with consecutive waits merged into one."""
     return [entry for i, entry in enumerate(entries) if entry != "s_waitcnt" or entries[i - 1 : i] != ["s_waitcnt"]]
 
 

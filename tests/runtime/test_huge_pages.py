@@ -40,7 +40,7 @@ needs_huge_pages = pytest.mark.skipif(
 
 
 def bytes_in_huge_pages(address: int) -> int:
-    """The number of bytes that this process maps with huge pages, in the mapping that begins at an address."""
+    """Returns the number of bytes that this process maps with huge pages, in the mapping that begins at an address."""
     mappings = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
     (mapping,) = (found for found in mappings if found.startswith(f"{address:x}-"))
     mapped = re.search(r"^ShmemPmdMapped: *(\d+) kB", mapping, re.MULTILINE)
@@ -63,7 +63,7 @@ def test_no_address_space_is_kept() -> None:
 
 
 def move(runtime: HostRuntime, ptr: int, nbytes: int) -> None:
-    """Asks several times: the kernel does not move a page while anybody examines it."""
+    """Requests huge pages several times, because the kernel does not move a page while another process examines it."""
     for _ in range(5):
         runtime.expect_reuse(ptr, nbytes)
 

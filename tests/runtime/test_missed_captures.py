@@ -41,8 +41,8 @@ class Calls:
     """Calls of a communicator, each as ``call(stream)``.
 
     Attributes:
-        alone: those of one rank.
-        together: those of all ranks.
+        alone: calls that one rank can make alone.
+        together: calls that all ranks make together.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -92,7 +92,9 @@ class Calls:
 
 @pytest.mark.parametrize("current_of", ["torch", "cupy"])
 def test_a_call_that_a_capture_would_miss_is_refused(monkeypatch: pytest.MonkeyPatch, current_of: str) -> None:
-    """Before anything is agreed: rank 1 does not try, and the ranks' calls fit afterwards."""
+    """The refusal comes before ranks compare the call: rank 1 does not make it, and the ranks' later calls
+    still match.
+    """
 
     def body(comm: Communicator) -> None:
         calls, other = Calls(comm), comm.runtime.create_stream()
@@ -121,7 +123,7 @@ def test_a_call_that_a_capture_would_miss_is_refused(monkeypatch: pytest.MonkeyP
 
 
 def test_calls_of_a_capture_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those on the captured stream, and those on another stream that is captured too."""
+    """Calls are accepted on the captured stream, and on another stream that is also captured."""
 
     def body(comm: Communicator) -> None:
         calls, runtime = Calls(comm), comm.runtime
@@ -140,7 +142,9 @@ def test_calls_of_a_capture_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_copies_and_marks_beside_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy without a stream is done when it returns, and a mark of a named stream is not work for a graph."""
+    """Both are allowed: a copy without a stream is complete when it returns, and an event that is recorded on a named
+    stream is not work that a graph would miss.
+    """
 
     def body(comm: Communicator) -> None:
         runtime, other, x = comm.runtime, comm.runtime.create_stream(), comm.empty(4, "int32").fill(3)

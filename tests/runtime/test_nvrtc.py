@@ -96,7 +96,8 @@ def test_shipped_reductions_compile(nvrtc: Nvrtc, dtype: str, op: str) -> None:
 
 
 def leaves_registers(ptx: str) -> bool:
-    """Whether every kernel leaves registers for a whole block, whose size it names, or is one of few registers.
+    """Returns whether every kernel declares its block's size, so that the block's registers suffice, or limits its
+    registers.
 
     A launch with more threads than a kernel's registers allow is refused, but compilation does not fail.
     """
@@ -247,7 +248,7 @@ LOOPS = {
 
 
 def ordered_accesses(ptx: str, kernel: str) -> list[str]:
-    """The opcodes of a kernel's accesses that carry an order or are volatile."""
+    """Returns the opcodes of a kernel's accesses that carry an order or are volatile."""
     body = re.search(rf"\.entry {kernel}\(.*?^}}", ptx, re.DOTALL | re.MULTILINE)
     assert body is not None, kernel
     opcodes = re.findall(r"^\s*(?:@\S+\s+)?((?:ld|st|atom|red|fence)\.[\w.]+)", body[0], re.MULTILINE)

@@ -17,7 +17,7 @@ INSTALLED = "libc.so.6"
 
 @pytest.fixture
 def drivers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
-    """The number of devices, by runtime of each vendor whose packages are installed."""
+    """Yields a dictionary in which a test puts the number of devices of each runtime whose packages are installed."""
     found: dict[str, int] = {}
 
     def driver(name: str) -> SimpleNamespace:

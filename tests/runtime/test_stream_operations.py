@@ -77,7 +77,9 @@ def test_a_stream_waits_until_a_word_is_at_least_a_value(runtime: Runtime, words
 
 
 def test_several_operations_are_issued_in_order_again_and_again(runtime: Runtime, words: PinnedMemory) -> None:
-    """Like a stream that rings a proxy: it writes one word, waits for another and resets that."""
+    """The operations are those of a stream that rings a proxy: write one word, wait for another, and reset
+    the latter.
+    """
     stream = runtime.create_stream()
     ring = StreamOperations(
         runtime, [WriteValue(at(words, 0), 3), WaitValue(at(words, 1), 1), WriteValue(at(words, 1), 0)]

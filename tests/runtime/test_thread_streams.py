@@ -21,7 +21,7 @@ pytestmark = [
 
 
 def in_another_thread(action: Callable[[], object]) -> None:
-    """Runs it in a thread that stays alive, so that its stream does too."""
+    """Runs the action in a thread that stays alive, so that the thread's stream also does."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -50,7 +50,7 @@ def test_the_same_handle_names_another_stream_in_each_thread() -> None:
 
 @pytest.mark.parametrize("given", [None, "number"])
 def test_a_launch_without_a_stream_follows_that_of_another_thread(given: str | None) -> None:
-    """Thread A's launch is held up; thread B's, which copies A's result, must come after it."""
+    """Thread A's launch is held up; thread B's launch, which copies A's result, must still come after it."""
 
     def body(comm: Communicator) -> None:
         runtime, launches = comm.runtime, comm.group.launches
@@ -93,7 +93,7 @@ def test_a_launch_without_a_stream_follows_that_of_another_thread(given: str | N
 
 
 def test_what_waits_for_all_launches_waits_for_another_threads() -> None:
-    """Memory is freed, and a module loaded, by a thread that did not launch last."""
+    """A thread that frees memory or loads a module waits for all launches, even if another thread launched last."""
 
     def body(comm: Communicator) -> None:
         runtime, launches = comm.runtime, comm.group.launches

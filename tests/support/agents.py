@@ -30,16 +30,16 @@ _MAP_FIXED = 0x10
 
 
 def force_path(agent: Agent, path: str) -> None:
-    """Makes links that an agent opens from now on take a path, although a faster one serves."""
+    """Makes the links that an agent opens from now on use the named path, even if a faster path is available."""
     agent._preparer.paths = frozenset([path])
 
 
 class Pair:
-    """Two agents, a and b, with a megabyte each that a's peer knows.
+    """Two agents, a and b, each with a registered megabyte; a has b's metadata.
 
     Attributes:
-        a, b: the agents; a has added b.
-        ours, theirs: their memory, uint8.
+        a, b: the agents; `a.add` was called with b's metadata.
+        ours, theirs: the memory of a and of b, uint8.
     """
 
     def __init__(self, nbytes: int = 1 << 20, timeout: float | None = None) -> None:
@@ -50,16 +50,18 @@ class Pair:
         self.a.add(self.b.metadata())
 
     def blocks(self, *blocks: tuple[int, int, int]) -> Any:
-        """Rows for a transfer of a's, of (offset here, offset there, bytes)."""
+        """Returns the rows of a transfer that a starts. Each argument is (offset in `ours`, offset in
+        `theirs`, bytes).
+        """
         base = (self.our_region.address, self.their_region.address, 0)
         return np.array(blocks, np.uint64).reshape(-1, 3) + np.array(base, np.uint64)
 
     def whole(self) -> Any:
-        """All memory as one block."""
+        """Returns the rows of a transfer of all of `ours` as one block."""
         return self.blocks((0, 0, len(self.ours)))
 
     def close(self) -> None:
-        """Closes both."""
+        """Closes both agents."""
         self.a.close()
         self.b.close()
 
@@ -72,13 +74,13 @@ def pair() -> Iterator[Pair]:
 
 
 class Mapped:
-    """Memory of the host that is mapped by itself.
+    """Host memory in a mapping of its own.
 
     Attributes:
-        address: its first byte.
+        address: the address of its first byte.
 
     Args:
-        nbytes: its size.
+        nbytes: size in bytes.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -90,18 +92,18 @@ class Mapped:
         self.address = int(self._libc.mmap(place, ctypes.c_size_t(self._nbytes), *arguments))
 
     def free(self, start: int = 0) -> None:
-        """Unmaps it from an offset on."""
+        """Unmaps the memory from offset `start` to its end."""
         if self._left > start:
             at, nbytes = ctypes.c_void_p(self.address + start), ctypes.c_size_t(self._left - start)
             assert self._libc.munmap(at, nbytes) == 0
             self._left = start
 
     def punch(self, start: int, nbytes: int) -> None:
-        """Unmaps a part of it."""
+        """Unmaps `nbytes` bytes from offset `start`."""
         assert self._libc.munmap(ctypes.c_void_p(self.address + start), ctypes.c_size_t(nbytes)) == 0
 
     def truncate(self) -> None:
-        """Replaces it by a file that is then truncated."""
+        """Replaces the memory by a mapped file, and truncates that file to nothing."""
         file, shared = os.memfd_create("truncated"), mmap.MAP_SHARED | _MAP_FIXED
         os.ftruncate(file, self._nbytes)
         arguments = (mmap.PROT_READ | mmap.PROT_WRITE, shared, file, ctypes.c_long(0))
@@ -110,7 +112,7 @@ class Mapped:
         os.close(file)
 
     def protect(self) -> None:
-        """Makes it read-only."""
+        """Makes the memory read-only."""
         assert self._libc.mprotect(ctypes.c_void_p(self.address), ctypes.c_size_t(self._nbytes), mmap.PROT_READ) == 0
 
 
@@ -125,7 +127,7 @@ class Child:
     """A process that runs a function.
 
     Attributes:
-        pid: its number.
+        pid: the process's number.
         connection: a socket to the function.
     """
 
@@ -134,27 +136,27 @@ class Child:
         self.connection = connection
 
     def kill(self) -> None:
-        """Kills it, and returns when it has ended."""
+        """Kills the process, and returns when it has ended."""
         os.kill(self.pid, signal.SIGKILL)
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
 
     def stop(self) -> None:
-        """Stops it, and returns when all its threads have stopped."""
+        """Stops the process, and returns when all its threads have stopped."""
         os.kill(self.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, self.pid, os.WSTOPPED)
 
     def resume(self) -> None:
-        """Lets it go on after a stop."""
+        """Lets the process go on after `stop`."""
         os.kill(self.pid, signal.SIGCONT)
 
     def receive(self) -> bytes:
-        """The function's next message."""
+        """Waits for the function's next message and returns it."""
         return self.connection.recv(1 << 20)
 
 
 @contextlib.contextmanager
 def child(body: Callable[[socket.socket], object]) -> Iterator[Child]:
-    """Runs a function in a fork of this process, which is killed at the end."""
+    """Runs a function in a forked child of this process. The child is killed at the end of the block."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
     if pid == 0:
@@ -175,8 +177,9 @@ def child(body: Callable[[socket.socket], object]) -> Iterator[Child]:
 
 
 def serve_memory(connection: socket.socket, nbytes: int = 4 << 20, value: int = 7, name: str = "b") -> None:
-    """The body of a child with an agent, whose memory has one value. It sends the agent's metadata, and then obeys:
-    "close", "fork", "wait"; it ends after an empty message, or with the connection.
+    """Serves as the body of a child with an agent, whose registered memory is filled with `value`. Sends the agent's
+    metadata, then carries out the commands "close", "fork" and "wait". Returns after an empty message, or when the
+    other end closes the connection.
     """
     agent = Agent(name, listen=["127.0.0.1"])
     memory = np.full(nbytes, value, np.uint8)
@@ -192,4 +195,4 @@ def serve_memory(connection: socket.socket, nbytes: int = 4 << 20, value: int = 
             connection.recv(1)  # until the test ends
             os._exit(0)
         connection.send(b"done")
-    os._exit(0)  # with its memory: who frees that first is told of a bad address
+    os._exit(0)  # frees agent and memory together: memory freed first would be reported as a bad address

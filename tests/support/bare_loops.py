@@ -1,4 +1,6 @@
-"""Loops with which benchmarks compare the engine (benchmarks/bare_loops), built by make. Tests fill rings by one."""
+"""Imports the loops with which benchmarks compare the engine (benchmarks/bare_loops), which make builds. Tests fill
+rings with one of them, `produce`.
+"""
 
 import sys
 

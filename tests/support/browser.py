@@ -21,10 +21,10 @@ from support.running import TIMEOUT, wait_for
 
 
 class Browser:
-    """A page. Use `opened`.
+    """A page in the browser. `opened` makes one.
 
     Args:
-        session: the URL of its session.
+        session: the URL of the WebDriver session.
     """
 
     def __init__(self, session: str) -> None:
@@ -35,7 +35,7 @@ class Browser:
         _command(f"{self._session}/url", {"url": url})
 
     def run(self, script: str) -> Any:
-        """The result of a function's body in JavaScript."""
+        """Runs the body of a JavaScript function in the page, and returns the function's result."""
         return _command(f"{self._session}/execute/sync", {"script": script, "args": []})
 
     def wait_for(self, condition: str) -> None:
@@ -43,7 +43,7 @@ class Browser:
         wait_for(lambda: bool(self.run(f"return Boolean({condition})")), condition)
 
     def text(self, selector: str) -> str:
-        """The text of the first element that a CSS selector finds."""
+        """Returns the text of the first element that a CSS selector matches."""
         return str(self.run(f"return document.querySelector({json.dumps(selector)}).innerText"))
 
 
@@ -55,7 +55,7 @@ def _command(url: str, arguments: dict[str, object]) -> Any:
 
 @contextlib.contextmanager
 def opened(folder: Path) -> Iterator[Browser]:
-    """A browser whose downloads and profile are in a folder. Skips the test where none is installed."""
+    """Opens a browser whose downloads and profile are in `folder`. Skips the test if no browser is installed."""
     driver = shutil.which("chromedriver")
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if driver is None or chromium is None:

@@ -1,4 +1,4 @@
-"""Containers for tests: namespaces of processes, in which programs start as forks of a template of their own."""
+"""Containers for tests: PID namespaces, each with a template process of which the container's programs are forks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from support.paths import ROOT
 
 
 class Containers:
-    """This many containers; a context manager. Their processes have numbers of their own, so `kill` is not for them.
+    """A number of containers; a context manager. Process numbers inside differ from those outside, so `os.kill` with a
+    number from inside would hit another process.
 
     Raises:
-        UnavailableError: this process may not make them.
+        UnavailableError: this process may not make containers.
     """
 
     def __init__(self, count: int) -> None:

@@ -1,4 +1,4 @@
-"""Node daemons for tests, as separate processes: forks, except beside GPUs (processes.py)."""
+"""Node daemons for tests, as separate processes: forks, or fresh interpreters if the tests use GPUs (processes.py)."""
 
 from __future__ import annotations
 
@@ -35,27 +35,29 @@ class RunningDaemon:
 
     @property
     def log(self) -> str:
-        """Its output so far."""
+        """The daemon's output so far."""
         return self.path.with_name(self.path.name + ".log").read_text()
 
     def descriptors(self) -> int:
-        """Number of file descriptors that it holds."""
+        """Returns the number of file descriptors that the daemon holds."""
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
     def mappings(self) -> int:
-        """Number of shared memories that it maps."""
+        """Returns the number of shared memories that the daemon maps."""
         return Path(f"/proc/{self.process.pid}/maps").read_text().count("memfd:proxyccl")
 
     def threads(self) -> int:
-        """Number of its threads."""
+        """Returns the number of the daemon's threads."""
         return len(os.listdir(f"/proc/{self.process.pid}/task"))
 
     def resources(self) -> tuple[int, int, int]:
-        """All three."""
+        """Returns the daemon's numbers of descriptors, of mappings and of threads."""
         return self.descriptors(), self.mappings(), self.threads()
 
     def settles(self, resources: tuple[int, int, int]) -> bool:
-        """Whether it holds no more than these after a while: clients are cleaned up when they have gone."""
+        """Waits until the daemon holds no more than `resources`, and returns whether that came in time: the daemon
+        frees a client's resources only some time after the client has gone.
+        """
         deadline = time.monotonic() + _END_SECONDS
         while time.monotonic() < deadline:
             if all(now <= then for now, then in zip(self.resources(), resources, strict=True)):
@@ -64,7 +66,7 @@ class RunningDaemon:
         return False
 
     def connect(self) -> socket.socket:
-        """A raw connection."""
+        """Returns a new connection to the daemon's socket, on which nothing was sent yet."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.settimeout(_END_SECONDS)
         connection.connect(str(self.path))
@@ -72,7 +74,7 @@ class RunningDaemon:
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """Stops all of its threads within the block."""
+        """Stops all of the daemon's threads for the duration of the block."""
         os.kill(self.process.pid, signal.SIGSTOP)
         try:
             deadline = time.monotonic() + _END_SECONDS
@@ -88,19 +90,19 @@ class RunningDaemon:
         return [stat_of(path)[0] for path in tasks]
 
     def end(self, number: int = signal.SIGTERM) -> None:
-        """Sends it a signal and waits for its end."""
+        """Sends the daemon a signal, and waits until its process has ended."""
         if self.ended is None:
             self.process.send_signal(number)
             self.wait()
 
     def wait(self) -> None:
-        """Waits for its end."""
+        """Waits until the daemon's process has ended."""
         self.ended = self.process.wait(timeout=_END_SECONDS)
 
 
 @contextlib.contextmanager
 def running_daemon(path: Path, *arguments: str) -> Iterator[RunningDaemon]:
-    """A daemon that listens at a path, ended at the end of the block."""
+    """Starts a daemon that listens at a path, and ends it at the end of the block."""
     command = [str(PROGRAMS / "command.py"), "daemon", "--socket", str(path), *_FOR_SHARED_CORES, *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "PROXYCCL_PROXY"}
     log = path.with_name(path.name + ".log")
@@ -109,7 +111,7 @@ def running_daemon(path: Path, *arguments: str) -> Iterator[RunningDaemon]:
         daemon = RunningDaemon(path, process)
         try:
             deadline = time.monotonic() + _START_SECONDS
-            while "serving user" not in daemon.log:  # it listens before it has made all that it keeps
+            while "serving user" not in daemon.log:  # the daemon listens before it has made all that it keeps
                 assert process.poll() is None, daemon.log
                 assert time.monotonic() < deadline, "the daemon does not serve"
                 time.sleep(0.02)
@@ -122,7 +124,7 @@ def running_daemon(path: Path, *arguments: str) -> Iterator[RunningDaemon]:
 
 @contextlib.contextmanager
 def daemon_inside(path: Path) -> Iterator[Daemon]:
-    """A daemon in this process."""
+    """Runs a daemon in a thread of this process during the block."""
     with Daemon(path, DaemonOptions(threads=1)) as running:
         serving = threading.Thread(target=running.serve)
         serving.start()

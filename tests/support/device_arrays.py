@@ -1,9 +1,9 @@
 """Moves arrays to where a communicator's kernels reach them, and back: numpy's own arrays on the host, device memory on
 a GPU.
 
-On the host a test's numpy array is used directly, because any numpy array must work: views, odd offsets, memory that
-nobody allocated for it. On a GPU its values go into device memory, and the test holds a view of them that can be sliced
-in the same way.
+On the host a test's numpy array is used directly, because the library must accept any numpy array: views, odd offsets,
+memory from any allocator. On a GPU the array's values are copied into device memory, and the test holds a view that can
+be sliced like a numpy array.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from proxyccl import Array, Communicator
 from proxyccl.device.arrays.array import ArrayView
 
-# A driver may free memory only when the device is idle, and a rank that waits for that holds up the others, whose
-# kernels share the device and wait for the rank's next call. So nothing is freed before the communicator is.
+# A driver may wait until the device is idle before it frees memory. A rank in such a wait would not make its next call,
+# for which other ranks' kernels on the same device are waiting. So nothing is freed before the communicator is.
 _kept: weakref.WeakKeyDictionary[Communicator, list[Array]] = weakref.WeakKeyDictionary()
 
 
@@ -38,7 +38,7 @@ class DeviceView(ArrayView):
         return dataclasses.replace(self, ptr=self.ptr + start * row, shape=(max(0, stop - start), *self.shape[1:]))
 
     def numpy(self) -> NDArray[Any]:
-        """A copy in host memory. Waits for the device."""
+        """Waits for the device, and returns a copy in host memory."""
         assert isinstance(self.owner, Array)
         whole = self.owner.numpy().reshape(-1).view(np.uint8)
         start = self.ptr - self.owner.ptr
@@ -46,7 +46,7 @@ class DeviceView(ArrayView):
 
 
 def on_device(comm: Communicator, values: Any) -> Any:
-    """The values where the communicator's kernels reach them: on the host the numpy array itself."""
+    """Returns the values in memory that the communicator's kernels can access: on the host, the numpy array itself."""
     host = np.asarray(values)
     if comm.runtime.name == "host":
         return host
@@ -57,14 +57,16 @@ def on_device(comm: Communicator, values: Any) -> Any:
 
 
 def on_host(x: Any) -> NDArray[Any]:
-    """The values of an array of any kind; on a GPU it waits for the device."""
+    """Returns the values of an array of any kind; for memory of a GPU, waits for the device first."""
     if isinstance(x, Array | DeviceView):
         return x.numpy()
     return np.asarray(x)
 
 
 def barrier(comm: Communicator) -> None:
-    """Returns when all ranks have arrived and their work is done; on a GPU a barrier alone is only queued."""
+    """Makes a barrier and waits for it, because on a GPU `Communicator.barrier` only queues the barrier. When this
+    returns, all ranks have arrived and their work is done.
+    """
     comm.barrier()
     comm.synchronize()
 

@@ -1,9 +1,10 @@
-"""The runtime of the tests, which PROXYCCL_RUNTIME names (the host's if it is not set), and its devices.
+"""The tests' runtime, which PROXYCCL_RUNTIME names (the host runtime if it is not set), and the runtime's devices.
 
-On the host every rank has its own device. GPUs are few: ranks that are threads of one process need one each; processes
-may share one, but take turns, which makes every exchange between them slow.
+On the host every rank has its own device. GPUs are few: ranks that are threads of one process need a GPU each; ranks
+that are processes may share one, but their kernels run in turn, which makes every exchange between them slow.
 
-Programs that ranks run use this too: pytest, whose import takes as long as that of the library, is left to the tests.
+Programs that ranks run also import this module, so it does not import pytest, which takes as long as importing the
+library.
 """
 
 from __future__ import annotations
@@ -26,29 +27,31 @@ ONCE_MORE = not ON_HOST or os.environ.get("PROXYCCL_PROXY") == "daemon"
 
 
 def device_count() -> int:
-    """Number of devices that the runtime offers; 1 on the host."""
+    """Returns the number of devices that the runtime offers; 1 on the host."""
     return 1 if ON_HOST else open_driver(RUNTIME).device_count()
 
 
 def rank_runtime(rank: int) -> Runtime:
-    """A new runtime on the device of the rank with this number."""
+    """Returns a new runtime on the rank's device."""
     return open_runtime(RUNTIME, local_rank=rank)
 
 
 def runtime_with_blocks(rank: int, blocks: int = 2) -> Runtime:
-    """The same, with collectives of several blocks: on the host they have one unless asked for more."""
+    """Returns a new runtime on the rank's device whose collectives have several blocks; the host runtime's have one by
+    default.
+    """
     return HostRuntime(blocks=blocks) if ON_HOST else rank_runtime(rank)
 
 
 def runtime_with_lines(rank: int) -> Runtime:
-    """The host runtime, with collectives of several blocks, and with lines for packets of whatever length."""
+    """Returns a host runtime whose collectives have several blocks, and send packets of any length as lines."""
     runtime = HostRuntime(blocks=2)
     runtime.launch_defaults = replace(runtime.launch_defaults, line_bytes=1)  # type: ignore[misc]
     return runtime
 
 
 def torch_device(comm: Communicator) -> Any:
-    """torch's name of a rank's device, which becomes the thread's current one."""
+    """Returns the rank's device as a torch.device, and makes a GPU the thread's current device."""
     import torch
 
     if ON_HOST:
@@ -59,7 +62,7 @@ def torch_device(comm: Communicator) -> Any:
 
 
 def most_ranks(*, processes: bool = False) -> int:
-    """The largest world size that is sensible here for ranks as threads, or as processes."""
+    """Returns the largest world size that is sensible on this machine, for ranks as threads or as processes."""
     if ON_HOST:
         return 8
     return max(2, device_count()) if processes else device_count()
@@ -74,13 +77,14 @@ def require_devices(ranks: int) -> None:
 
 
 def world_sizes(*sizes: int, processes: bool = False) -> list[int]:
-    """Those of the sizes that are sensible here."""
+    """Returns the sizes that are no larger than `most_ranks`."""
     return [size for size in sizes if size <= most_ranks(processes=processes)]
 
 
 def with_the_largest_once_more(sizes: list[int]) -> list[Any]:
-    """Numbers of ranks as parameters: one rank alone, and the largest for several. Once more only the largest runs:
-    what few ranks have of their own is in no runtime and no daemon.
+    """Returns numbers of ranks as test parameters. By default one rank alone and the largest number run, and the others
+    with --full. When the tests are repeated with another runtime or daemon (ONCE_MORE), only the largest runs by
+    default, because neither treats few ranks in a special manner.
     """
     import pytest
 
@@ -88,5 +92,5 @@ def with_the_largest_once_more(sizes: list[int]) -> list[Any]:
 
 
 def processes(wanted: int) -> int:
-    """The wanted number of processes, or as many as are sensible here."""
+    """Returns the wanted number of processes, or as many as are sensible on this machine if that is less."""
     return min(wanted, most_ranks(processes=True))

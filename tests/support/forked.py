@@ -2,7 +2,7 @@
 
     python forked.py DESCRIPTOR      serves the socket with this number until its other end is closed
 
-Such a process is a fresh one in all that counts: it has no thread, communicator or descriptor of another, it runs a
+A fork behaves like a new interpreter: it has no thread, communicator or descriptor of another process, it runs a
 program from its first line as `__main__`, and it ends as an interpreter ends.
 """
 
@@ -26,19 +26,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-_MOST_BYTES = 1 << 20  # of a message
+_MOST_BYTES = 1 << 20  # of a message between the template and this process
 
 
 class Forks:
-    """Starts processes. The template, which they are forks of, is started with the first.
+    """Starts processes as forks of a template process, which is started with the first of them.
 
     Args:
-        environment: the template's, without variables of one test.
+        environment: environment of the template process. ProxyCCL's own variables are removed, because each started
+                process gets those of its test.
         prefix: the beginning of a command that starts a program elsewhere, and becomes that program.
-        template: the program that becomes the template. Its argument is that of this file.
+        template: the program that becomes the template. It takes the same argument as this file.
 
     Attributes:
-        processor_seconds: of the processes that have ended.
+        processor_seconds: processor time of the processes that have ended, in seconds.
     """
 
     def __init__(
@@ -54,9 +55,8 @@ class Forks:
         self.close: Callable[[], object] = lambda: None  # ends the template
 
     def begin_here(self) -> None:
-        """Makes the template a fork of this process, which then has imported the same: for where imports take seconds.
-
-        This process must not have a thread yet.
+        """Makes the template a fork of this process, so that both have the same imports, which on some machines take
+        seconds. This process must not have another thread yet.
         """
         import_all()
         connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -68,7 +68,7 @@ class Forks:
         self._connect(connection, lambda: os.waitpid(pid, 0))
 
     def start(self, command: Sequence[str], env: dict[str, str], stdout: IO[str], stderr: IO[str]) -> int:
-        """Starts a program with its arguments and returns its process."""
+        """Starts a program with its arguments and returns the number of its process."""
         with self._lock:
             connection = self._connected()
             request = pickle.dumps((list(command), env, os.getcwd()))
@@ -78,7 +78,7 @@ class Forks:
             return answer
 
     def wait(self, pid: int, timeout: float) -> int | None:
-        """The status that a process ended with, as Popen has it; None where it has not ended in time."""
+        """Returns the status that a process ended with, as Popen has it, or None if it has not ended in time."""
         deadline = time.monotonic() + timeout
         while True:
             with self._lock:
@@ -89,7 +89,7 @@ class Forks:
                     continue
             if (remaining := deadline - time.monotonic()) <= 0:
                 return None
-            select.select([self._connected()], [], [], min(remaining, 0.1))  # another thread may take the answer
+            select.select([self._connected()], [], [], min(remaining, 0.1))  # another thread may receive it
 
     def _note(self, pid: int, status: int, seconds: float) -> None:
         self._ended[pid] = status
@@ -137,13 +137,13 @@ class ForkedProcess:
         self.pid = forks.start(command, env, stdout, stderr)
 
     def poll(self) -> int | None:
-        """Its status, if it has ended."""
+        """Returns the process's status, or None if it has not ended."""
         if self.returncode is None:
             self.returncode = self._forks.wait(self.pid, 0)
         return self.returncode
 
     def wait(self, timeout: float) -> int:
-        """Its status, once it has ended. Raises TimeoutExpired."""
+        """Waits until the process has ended, and returns its status. Raises TimeoutExpired."""
         if self.returncode is None:
             self.returncode = self._forks.wait(self.pid, timeout)
         if self.returncode is None:
@@ -151,17 +151,17 @@ class ForkedProcess:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Sends it a signal, unless it has ended."""
+        """Sends the process a signal, unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Tells it to end."""
+        """Sends the process SIGKILL, unless it has ended."""
         self.send_signal(signal.SIGKILL)
 
 
 class PipedFork(ForkedProcess):
-    """One with both of its outputs in a pipe, which `stdout` reads unbuffered."""
+    """A program in a fork with its output and its errors in one pipe, which `stdout` reads unbuffered."""
 
     def __init__(self, command: Sequence[str], env: dict[str, str], forks: Forks) -> None:
         reader, writer = os.pipe()
@@ -170,12 +170,12 @@ class PipedFork(ForkedProcess):
             super().__init__(command, env, output, output, forks)
 
     def communicate(self, timeout: float) -> tuple[str, None]:
-        """Its further output, once it has ended. Raises TimeoutExpired."""
+        """Waits until the process has ended, and returns its remaining output and None. Raises TimeoutExpired."""
         deadline = time.monotonic() + timeout
         pieces = []
         with self.stdout:
             while select.select([self.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                if not (piece := self.stdout.read(1 << 16)):  # all have closed the pipe
+                if not (piece := self.stdout.read(1 << 16)):  # every writer has closed the pipe
                     self.wait(deadline - time.monotonic())
                     return b"".join(pieces).decode(errors="replace"), None
                 pieces.append(piece)
@@ -188,14 +188,14 @@ def _code(program: str) -> types.CodeType:
 
 
 def import_all() -> None:
-    """Imports the library."""
+    """Imports the library and the modules that most programs need."""
     import tempfile  # noqa: F401
 
     import ml_dtypes  # noqa: F401
     import numpy as np  # noqa: F401
 
     import proxyccl
-    from proxyccl.device.host import HostRuntime  # noqa: F401  (most ranks open it, with all that it needs)
+    from proxyccl.device.host import HostRuntime  # noqa: F401  (most ranks open it)
     from proxyccl.proxy.daemon import command  # noqa: F401  (a node daemon)
 
     for name in proxyccl.__all__:
@@ -203,7 +203,9 @@ def import_all() -> None:
 
 
 def _serve(connection: socket.socket) -> tuple[list[str], dict[str, str], str]:
-    """Returns in each child, with its command, environment and working directory; ends the template itself."""
+    """Forks a child for each request. Returns only in the children, with the child's command, environment and working
+    directory; the template itself exits when the connection is closed.
+    """
     children: dict[int, int] = {}
     events = select.poll()
     events.register(connection, select.POLLIN)
@@ -221,7 +223,7 @@ def _serve(connection: socket.socket) -> tuple[list[str], dict[str, str], str]:
             if not request:
                 sys.exit()
             command, env, directory = pickle.loads(request)
-            _code(command[0])  # for this child and later ones
+            _code(command[0])  # compile here, so that later children find the code
             pid = os.fork()
             if pid == 0:
                 connection.close()
@@ -239,8 +241,8 @@ def _serve(connection: socket.socket) -> tuple[list[str], dict[str, str], str]:
 
 
 def be_the_template(connection: socket.socket | None = None) -> NoReturn:
-    """Serves the connection, by default the one that the argument names. Each child runs its program and ends as an
-    interpreter does.
+    """Serves the connection, by default the socket whose number is the program's argument. Each child runs its program
+    and ends as an interpreter does.
     """
     connection = connection or socket.socket(fileno=int(sys.argv[1]))
     gc.collect()

@@ -1,4 +1,4 @@
-"""Ranks that hang: kernels that wait, and two ranks of which one waits for data that the other never sends."""
+"""Makes ranks hang: kernels that wait, and two ranks of which one waits for data that the other never sends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ extern "C" __global__ void wait_mapped(DeviceHandle<SmChannel> channel) { channe
 
 
 def caught(action: Callable[[], object], within: float | None = None) -> ProxyCCLError | None:
-    """The library's error that the action raised; with `within` it must come in this many seconds."""
+    """Runs the action. Returns the library's error that it raised, or None; asserts that the error came within `within`
+    seconds, if that is given.
+    """
     started = time.monotonic()
     try:
         action()
@@ -36,7 +38,7 @@ def caught(action: Callable[[], object], within: float | None = None) -> ProxyCC
 
 
 def hang(comm: Communicator) -> ProxyCCLError | None:
-    """Rank 0 sends two puts to rank 1, which waits for three, until its time-out."""
+    """Lets rank 1 wait for three puts of rank 0, which sends only two. Returns the error that the time-out raised."""
     data = comm.register(comm.empty(256, "uint8"))
     channels = comm.proxy_channels(data)
     kernels = comm.compile(KERNELS)

@@ -1,4 +1,4 @@
-"""Extension modules built once more, with a sanitizer."""
+"""Builds the extension modules once more, with a sanitizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TIMEOUT = 300.0
 
 
 def sanitizer_library(name: str) -> str:
-    """A sanitizer's runtime, "tsan" or "asan", which must be in the process from its start."""
+    """Returns the path of a sanitizer's runtime library ("tsan" or "asan"), which a process must load at its start."""
     library = subprocess.run(
         [*find_compiler(), f"-print-file-name=lib{name}.so"], capture_output=True, text=True, check=True, timeout=30
     ).stdout.strip()
@@ -29,7 +29,7 @@ def sanitizer_library(name: str) -> str:
 
 
 def _declared_extension(script: str, directory: Path) -> Any:
-    """The extension that a build script declares, its C source generated under `directory`."""
+    """Returns the extension that a build script declares, after generating its C source under `directory`."""
     spec = importlib.util.spec_from_file_location(Path(script).stem, ROOT / script)
     assert spec is not None
     assert spec.loader is not None
@@ -41,13 +41,13 @@ def _declared_extension(script: str, directory: Path) -> Any:
 def build_instrumented(
     directory: Path, scripts: Sequence[str], sanitize: Sequence[str], plain: Sequence[str] = ()
 ) -> None:
-    """Builds extension modules of the tree under test.
+    """Builds extension modules of the tree under test with a sanitizer.
 
     Args:
-        directory: for the modules, each named like its module.
-        scripts: that declare them.
-        sanitize: the compiler's options.
-        plain: files that are compiled without them.
+        directory: directory for the built files, each named after its module.
+        scripts: the build scripts that declare the modules.
+        sanitize: compiler options that select the sanitizer.
+        plain: source files that are compiled without these options.
     """
     extensions = [_declared_extension(script, directory) for script in scripts]
 

@@ -10,9 +10,8 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def one_at_a_time(path: Path) -> Iterator[None]:
-    """Within the block no other process is in a block with this path, a file that is made if necessary.
-
-    A process that ends, however it ends, lets the next one in.
+    """Holds a lock during the block: no other process is in a block with the same path at the same time. `path` is the
+    lock file, which is made if necessary. If a process ends, however it ends, its lock is released.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:

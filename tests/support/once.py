@@ -1,4 +1,4 @@
-"""Things that are made once for all processes of a test run, because pytest-xdist has several workers."""
+"""Makes things once for all worker processes of a test run (pytest-xdist)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from support.paths import ROOT
 
 
 def shared_directory(factory: pytest.TempPathFactory) -> Path:
-    """The temporary directory of the whole test run, which its workers share."""
+    """Returns the temporary directory of the whole test run, which its workers share."""
     base = factory.getbasetemp()
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
 
 def made_once(directory: Path, make: Callable[[Path], None]) -> Path:
-    """The directory. The first process that asks for it makes it: `make` fills it while the others wait."""
+    """Returns `directory`. The first process that calls this makes the directory and lets `make` fill it; other
+    processes wait until that is done.
+    """
     done = directory / "made"
     with one_at_a_time(directory.with_name(f"{directory.name}.lock")):
         if not done.exists():

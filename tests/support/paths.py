@@ -1,4 +1,4 @@
-"""Paths in the tree."""
+"""Paths of folders in the source tree."""
 
 from pathlib import Path
 

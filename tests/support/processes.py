@@ -1,6 +1,6 @@
-"""Ranks as plain processes, joined by files: for tests in which one dies and the others continue.
-
-An MPI launcher ends the whole job when a rank dies. This one does not, and shows the least that a launcher must offer.
+"""Ranks as plain processes that meet through files: for tests in which a rank dies and the others continue. An MPI
+launcher would end the whole job when a rank dies. This launcher does not, and shows the least that a launcher must
+offer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class FileBootstrap(proxyccl.FileBootstrap):
 
     @classmethod
     def from_environment(cls) -> FileBootstrap:
-        """From its environment variables."""
+        """Makes the bootstrap from the environment variables that `run_processes` set."""
         return cls(os.environ["RENDEZVOUS"], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 
 
@@ -48,15 +48,16 @@ def run_processes(
     env: dict[str, str] | None = None,
     fresh: bool = RUNTIME == "cuda",
 ) -> list[Ended]:
-    """Runs a program in `world_size` processes and waits for all. Raises TimeoutError, after ending all of them.
+    """Runs a program in `world_size` processes and waits for all. If the time is over, ends all of them and raises
+    TimeoutError.
 
     Args:
         world_size: number of processes.
         program: a Python program.
-        arguments: the program's.
-        timeout: seconds for all.
-        env: is added to this process's environment.
-        fresh: start interpreters, for programs that are about these; otherwise they are forks (forked.py).
+        arguments: the program's arguments.
+        timeout: seconds that all processes together may take.
+        env: variables that are added to this process's environment.
+        fresh: whether each process is a new interpreter; otherwise it is a fork (forked.py).
     """
     with tempfile.TemporaryDirectory() as directory:
         shared = {**os.environ, **(env or {}), "RENDEZVOUS": directory, "WORLD_SIZE": str(world_size)}
@@ -86,24 +87,24 @@ def run_processes(
 def started(
     command: list[str], env: dict[str, str], stdout: IO[str], stderr: IO[str], fresh: bool = RUNTIME == "cuda"
 ) -> subprocess.Popen[str] | ForkedProcess:
-    """A process that runs a Python program with its arguments: with an interpreter of its own, or a fork."""
+    """Starts a Python program with its arguments, in a new interpreter or in a fork. Returns its process."""
     if fresh:
         return subprocess.Popen([sys.executable, *command], env=env, stdout=stdout, stderr=stderr, text=True)
     return ForkedProcess(command, env, stdout, stderr)
 
 
 def address_space() -> int:
-    """The number of bytes of addresses that this process has mapped."""
+    """Returns the size in bytes of this process's mapped address space."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGESIZE")
 
 
 def processes_with(variable: str, value: str) -> list[int]:
-    """The processes of this machine that were started with an environment variable of this value."""
+    """Returns the processes of this machine that were started with this value of an environment variable."""
     return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if f"{variable}={value}" in _started(pid)]
 
 
 def _started(pid: int) -> list[str]:
-    """The environment that a process was started with; empty if it has ended."""
+    """Returns the environment that a process was started with; an empty list if the process has ended."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
     except OSError:
@@ -111,7 +112,7 @@ def _started(pid: int) -> list[str]:
 
 
 def is_job_daemon(pid: int) -> bool:
-    """Whether a process is a daemon that the ranks of a job started."""
+    """Returns whether a process is a daemon that the ranks of a job started."""
     try:
         return b"job_main.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -119,9 +120,8 @@ def is_job_daemon(pid: int) -> bool:
 
 
 def shared_memory_names() -> set[str]:
-    """The files in /dev/shm, except those that others put there in a test run.
-
-    MPI keeps segments there, and leaves them when a rank is killed; so does the driver of a GPU.
+    """Returns the files in /dev/shm, except those that MPI or a GPU's driver makes. Both keep segments in /dev/shm, and
+    leave them behind when a rank is killed.
     """
     others = ("mpich_shm_", "ucx_shm_posix_", "vader_segment", "sm_segment", "cuda.shm.")
     return {name for name in os.listdir("/dev/shm") if not name.startswith(others)}

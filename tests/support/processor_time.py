@@ -1,6 +1,5 @@
-"""Which tests cost most: a plugin of pytest that shows it after every run.
-
-Tests wait, and share the machine, so how long one takes says little. The processor seconds count: of the process that
+"""A plugin of pytest that shows after every run which tests cost most. Tests wait, and share the machine, so a test's
+duration says little. The plugin measures processor seconds instead: of the process that
 runs the test, of all its threads, and of the child processes that have ended and were waited for.
 """
 
@@ -21,26 +20,25 @@ SHOWN = 20
 
 
 def processor_seconds() -> float:
-    """Those that this process and its ended children have used, in user and system time."""
+    """Returns the processor seconds that this process and its ended children have used, in user and system time."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages) + FORKS.processor_seconds
 
 
 class ProcessorTime:
-    """Measures where tests run, a worker of pytest-xdist for one, and adds up where they are reported.
-
-    Reports carry the figures from one to the other. A fixture that tests share is a row of its own: it would otherwise
-    count for the test that happened to be the first.
+    """Measures in each process that runs tests, such as a worker of pytest-xdist, and adds up in the process that
+    reports. The figures travel in the tests' reports. A fixture that tests share has a row of its own: its time would
+    otherwise count for the test that happened to run first.
     """
 
     def __init__(self) -> None:
         self._used = processor_seconds()
         self._of_fixtures: dict[str, float] = {}
-        self._ending: dict[str, float] = {}  # by fixture, when it began to
+        self._ending: dict[str, float] = {}  # by fixture, the processor seconds when it began to end
         self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
 
     def _since(self) -> float:
-        """Processor seconds since the previous call."""
+        """Returns the processor seconds since the previous call."""
         before, self._used = self._used, processor_seconds()
         return self._used - before
 
@@ -72,7 +70,7 @@ class ProcessorTime:
     def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         fixtures, self._of_fixtures = self._of_fixtures, {}
-        # pytest-xdist sends a report's attributes, whatever they are.
+        # pytest-xdist sends all attributes of a report, so the figures can travel as attributes.
         vars(report).update(processor_seconds=self._since() - sum(fixtures.values()), of_fixtures=fixtures)
         return report
 

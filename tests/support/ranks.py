@@ -79,7 +79,7 @@ class Ranks:
     def _everywhere(self, action: Callable[[int], T]) -> list[T]:
         futures: list[Future[T]] = [thread.submit(action, rank) for rank, thread in enumerate(self._threads)]
         errors = [error for future in futures if (error := future.exception(4 * TIMEOUT)) is not None]
-        for error in errors:  # a rank that was only told to stop does not have the cause
+        for error in errors:  # skip ranks that were only told to stop: they do not know the cause
             if not isinstance(error, AbortedError):
                 raise error
         if errors:
@@ -87,7 +87,9 @@ class Ranks:
         return [future.result() for future in futures]
 
     def run(self, body: Callable[[Communicator], T]) -> list[T]:
-        """body(communicator) on every rank at once: the results by rank, or the first rank's exception."""
+        """Runs body(communicator) on all ranks concurrently. Returns the results by rank, or raises the first rank's
+        exception.
+        """
         if not self._communicators:
             self._open()
         communicators = self._communicators
@@ -107,7 +109,7 @@ class Ranks:
 
 
 class _Cycle:
-    """One object of garbage."""
+    """An object that refers to itself, so that only a collection frees it."""
 
     __slots__ = ("__weakref__", "itself")
 
@@ -119,10 +121,9 @@ _COLLECTING = threading.Lock()
 
 
 def collect_garbage() -> None:
-    """Collects until there is nothing more to collect: objects that a finalizer holds are garbage only once it has run.
-
-    `gc.collect` does nothing while another thread collects and runs such a finalizer. Ranks that are threads take
-    turns: each would otherwise find the other's object, and both would start again.
+    """Collects garbage until there is none: objects that a finalizer refers to become garbage only when it has run.
+    `gc.collect` does nothing while another thread collects, for instance while that thread runs such a finalizer. So
+    ranks that are threads take turns: otherwise each would find the other's `_Cycle`, and both would start again.
     """
     with _COLLECTING:
         while True:
@@ -135,25 +136,26 @@ def collect_garbage() -> None:
 
 
 def open_descriptors() -> int:
-    """Number of file descriptors that this process holds, not counting those of its garbage."""
+    """Collects garbage, and returns the number of file descriptors that this process then holds."""
     collect_garbage()
     return len(os.listdir("/proc/self/fd"))
 
 
 def live_threads() -> int:
-    """Number of this process's threads, including those without Python.
+    """Returns the number of this process's threads, including those that run no Python.
 
-    Threads that run blocks are not counted: they are kept, and the number that ran at once varies.
+    Threads that run blocks of the host runtime's kernels are not counted: the process keeps them, and their number
+    varies.
     """
     others = 0
     for path in Path("/proc/self/task").glob("*/comm"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has just ended
             others += path.read_text() != "proxyccl-blocks\n"
     return others
 
 
 class Gate:
-    """Something that a handler can block on, and that a test opens in the end, whatever happens."""
+    """A gate at which a handler can block, and which is opened at the end of the test even if the test fails."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
@@ -171,13 +173,13 @@ class Gate:
         self._open.set()
 
     def wait(self) -> None:
-        """Waits until it is open, for at most a test's time."""
+        """Waits until the gate is open, for at most four time-outs."""
         self._open.wait(4 * TIMEOUT)
 
 
 def _resources() -> tuple[int, int]:
-    """Descriptors and threads of this process. A wait for the devices frees what garbage had in their memory until the
-    previous call: in which round of a test it is collected depends on threads that are about to end.
+    """Returns the numbers of this process's descriptors and threads. First waits for the devices, which frees the
+    device memory of objects that were collected before.
     """
     for runtime, device in list(UnusedMemory._on):
         if runtime == RUNTIME:
@@ -186,7 +188,7 @@ def _resources() -> tuple[int, int]:
 
 
 def settled() -> tuple[int, int]:
-    """The descriptors and threads of this process, once they have not changed for a while."""
+    """Returns the numbers of this process's descriptors and threads, once they have not changed for a while."""
     deadline, seen = time.monotonic() + TIMEOUT, [(-1, -1)]
     while len(set(seen[-10:])) > 1 or len(seen) < 10:
         assert time.monotonic() < deadline, f"descriptors and threads do not settle: {seen[-10:]}"
@@ -196,8 +198,8 @@ def settled() -> tuple[int, int]:
 
 
 def settles(resources: tuple[int, int]) -> bool:
-    """Whether this process comes to hold no more than these: after a failure a rank's memory is kept, and looked after
-    by a thread, until its peers have closed too.
+    """Waits until this process has no more descriptors and threads than `resources`, and returns whether that came in
+    time. After a failure a thread keeps a rank's memory until the rank's peers have also closed.
     """
     deadline = time.monotonic() + TIMEOUT
     while time.monotonic() < deadline:

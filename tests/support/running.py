@@ -23,15 +23,15 @@ SHORT = 2.0
 
 
 def impatient(comm: Communicator, seconds: float = SHORT) -> None:
-    """Makes the communicator's waits short from now on. Its ranks call this after their set-up, for which a busy
-    machine may take longer.
+    """Shortens the communicator's time-out from now on. All ranks call this after their set-up, which may take longer
+    on a busy machine.
     """
     comm.all_gather_bytes(b"")
     comm.timeout = seconds
 
 
 class Stop:
-    """Rank 0 goes ahead while the other ranks stand where they call `until_told`."""
+    """Holds the other ranks where they call `until_told`, while rank 0 goes ahead."""
 
     def __init__(self) -> None:
         self._told = threading.Event()
@@ -41,13 +41,15 @@ class Stop:
             raise TimeoutError
 
     def tell(self, comm: Communicator) -> None:
-        comm.runtime.synchronize()  # what was sent has ended
+        comm.runtime.synchronize()  # everything that was sent has arrived
         if not comm.rank:
             self._told.set()
 
 
 def wait_for(condition: Callable[[], object], what: str) -> None:
-    """Waits until a condition holds, for longer than any single wait on a busy machine."""
+    """Waits until a condition holds, for four time-outs, which is longer than any single wait takes on a busy
+    machine.
+    """
     deadline = time.monotonic() + 4 * TIMEOUT
     while not condition():
         assert time.monotonic() < deadline, f"in vain: {what}"
@@ -94,7 +96,7 @@ def run_ranks(
 
 
 def find_mpiexec() -> str:
-    """The launcher beside this interpreter, else the one on PATH."""
+    """Returns the path of mpiexec: the one beside this interpreter, or else the one on PATH."""
     directories = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
     mpiexec = shutil.which("mpiexec", path=directories)
     assert mpiexec is not None, "mpiexec is missing: pip install mpich"

@@ -1,4 +1,4 @@
-"""A signal's handler in a test: Python runs it in the main thread."""
+"""Runs signal handlers in tests; Python runs them in the main thread."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ class Interrupt(BaseException):
 
 
 def interrupt() -> None:
-    """A handler that raises."""
+    """Raises `Interrupt`; a handler for tests."""
     raise Interrupt
 
 
 @contextlib.contextmanager
 def handled(handler: Callable[[], object]) -> Iterator[None]:
-    """Has a handler run when `NUMBER` comes.
-
-    Garbage of earlier tests is collected first and none meanwhile: Python ignores an exception of a handler that runs
-    in a weak reference's callback or a finalizer.
+    """Installs a handler for the signal `NUMBER` during the block.
+    Garbage of earlier tests is collected before the block, and collection is off during it, because Python ignores an
+    exception of a handler that runs in a weak reference's callback or in a finalizer.
     """
     gc.collect()
     gc.disable()
@@ -42,7 +41,9 @@ def handled(handler: Callable[[], object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def handling(handler: Callable[[], object]) -> Iterator[list[float]]:
-    """Sends a signal soon, whose handler is called. Yields the times of the calls."""
+    """Sends this process a signal soon after the block begins, and calls `handler` for it. Yields the times of the
+    calls.
+    """
     times: list[float] = []
 
     def handle() -> None:

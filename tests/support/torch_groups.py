@@ -18,8 +18,8 @@ TIMEOUT = timedelta(seconds=60)
 
 
 def run(body: Callable[[Any], T], ranks: int = RANKS, timeout: timedelta = TIMEOUT, store: Any = None) -> list[T]:
-    """body(group) on every rank at once: the results by rank, or the first rank's exception. The ranks meet over a new
-    store, or over one that earlier groups may have used.
+    """Runs body(group) on all ranks concurrently. Returns the results by rank, or raises the first rank's exception.
+    The ranks meet over `store`, which earlier groups may have used, or by default over a new store.
     """
     store = store or dist.HashStore()
 
@@ -38,7 +38,7 @@ def run(body: Callable[[Any], T], ranks: int = RANKS, timeout: timedelta = TIMEO
 
 
 def options(kind: str, *, waits: bool = True, **values: Any) -> Any:
-    """torch's options of a call."""
+    """Returns torch's options object of a call."""
     made = getattr(torch._C._distributed_c10d, f"{kind}Options")()
     made.asyncOp = not waits
     for name, value in values.items():

@@ -29,14 +29,14 @@ ENVIRONMENT = {"TRITON_INTERPRET": "1"} if ON_HOST else {}  # only the examples 
 
 
 def run_example(world_size: int, name: str, *options: str) -> str:
-    """The example's output; fails with its errors unless it succeeds."""
+    """Runs an example, and returns its output. Fails with the example's errors unless it succeeds."""
     done = run_mpi(world_size, EXAMPLES / name, *options, env=ENVIRONMENT)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def result_of(output: str) -> dict[str, Any]:
-    """The contents of the RESULT line for programs."""
+    """Returns the contents of the output's RESULT line, which is for programs."""
     lines = [line for line in output.splitlines() if line.startswith("RESULT ")]
     assert len(lines) == 1, output
     result: dict[str, Any] = json.loads(lines[0].removeprefix("RESULT "))
@@ -44,7 +44,7 @@ def result_of(output: str) -> dict[str, Any]:
 
 
 def kernel_source(path: Path) -> str | None:
-    """The text that a module assigns to KERNEL, without running the module."""
+    """Returns the text that a module assigns to KERNEL, or None, without running the module."""
     text = path.read_text()
     for node in ast.parse(text).body if "\nKERNEL = " in text else ():
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "KERNEL":
@@ -70,7 +70,7 @@ class Training:
         return given if self.algorithm is None else [*given, "--algorithm", self.algorithm]
 
     def check(self, output: str) -> None:
-        """Fails unless it ended where one process ends, over the channels that were asked for."""
+        """Fails unless the training's result is that of one process, and its data took the requested channels."""
         result = result_of(output)
         assert result["world_size"] == self.world_size
         assert result["difference"] <= 1e-5
@@ -102,7 +102,7 @@ JOBS = {2: (*OF_TWO, *OF_THREE), 3: OF_THREE}
     [pytest.param(size, marks=pytest.mark.full if size > 2 else []) for size in world_sizes(*JOBS, processes=True)],
 )
 def test_the_examples_check_their_results_and_say_so(world_size: int) -> None:
-    """One job runs them all: processes that start, and import what they need, cost more than most examples."""
+    """One job runs all examples, because starting processes and imports take longer than most examples."""
     names = JOBS[world_size]
     trainings = [Training(world_size, 50, 4, algorithm) for algorithm in (None, "proxy")]
     programs = [[name] for name in names] + [[TRAINING, *training.options] for training in trainings]

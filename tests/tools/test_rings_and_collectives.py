@@ -24,7 +24,7 @@ BENCHMARKS = ROOT / "benchmarks"
 
 @pytest.fixture(autouse=True, scope="module")
 def _programs() -> Iterator[None]:
-    """Benchmarks can be imported, and the loops that they compare with are built."""
+    """Makes the benchmarks importable, and builds the loops with which they compare."""
     run_make("bare-loops")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))

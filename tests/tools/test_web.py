@@ -39,13 +39,13 @@ def _directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """Of a page."""
+    """Starts a server, and yields the URL of its page."""
     with server.serve("127.0.0.1:0", INTERVAL) as url:
         yield url
 
 
 def ask(url: str, *, path: str = "/", method: str = "GET", query: str | None = None, host: str = "") -> tuple[int, str]:
-    """The status and the text of an answer, to a request with the page's token unless a query is given."""
+    """Sends a request, with the page's token unless a query is given. Returns the answer's status and text."""
     parts = urllib.parse.urlsplit(url)
     connection = http.client.HTTPConnection(parts.netloc, timeout=TIMEOUT)
     headers = {"Host": host} if host else {}
@@ -57,7 +57,7 @@ def ask(url: str, *, path: str = "/", method: str = "GET", query: str | None = N
 
 
 def events(url: str) -> Iterator[Any]:
-    """The states, one after the other."""
+    """Yields the states that the server sends, one after the other."""
     parts = urllib.parse.urlsplit(url)
     connection = http.client.HTTPConnection(parts.netloc, timeout=TIMEOUT)
     connection.request("GET", f"/events?{parts.query}")
@@ -209,7 +209,7 @@ def test_the_page_in_a_browser(url: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Has Ctrl-C end processes that are started, as it does not where these tests run in a shell's background."""
+    """Lets SIGINT end processes that the test starts; a shell's background jobs would ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -1,10 +1,11 @@
 """torch's own tests of torch.distributed (`DistributedTest`), run by this backend: ``make test-torch``.
 
 Usage: ``BACKEND=proxyccl WORLD_SIZE=4 python tests/torch_backend/distributed_tests.py [option …] [test …]``. torch
-ships the tests in torch.testing, where some are only for gloo; this file enables those for the backend. With
-``BACKEND=gloo`` it runs them like torch does. It ends with a list of skipped tests with the reasons.
+ships the tests in torch.testing; some of them run only for gloo there, and this file enables those for this backend.
+With ``BACKEND=gloo`` the tests run as torch runs them. At the end, skipped tests are listed with the reasons.
 
-On GPUs ``WORLD_SIZE`` may be at most their number. ``--gpu`` selects the tests that use GPUs, ``--shard 1/3`` a third
+On GPUs ``WORLD_SIZE`` may be at most the number of GPUs. ``--gpu`` selects the tests that use GPUs, ``--shard 1/3`` a
+third
 of the tests, so that three runs may share the GPUs, and ``--seconds`` bounds a run: tests that it leaves out are
 listed. A test that hangs is ended after DISTRIBUTED_TESTS_DEFAULT_TIMEOUT seconds, which torch reads; 300 if it is not
 set.
@@ -38,7 +39,8 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 import torch  # noqa: E402
 from torch.testing._internal.common_distributed import DistTestCases  # noqa: E402
 
-# A test's set-up imports this one, which asks whether GPUs can run Triton's and Numba's kernels, and so starts CUDA.
+# A test's set-up imports the module below, which asks whether GPUs can run Triton's and Numba's kernels, and so starts
+# CUDA.
 with (
     mock.patch("torch.utils._triton.has_triton", return_value=False),
     mock.patch("torch.testing._internal.common_utils.TEST_NUMBA", False),
@@ -46,13 +48,13 @@ with (
     import torch.testing._internal.common_device_type
 
 if BACKEND == "proxyccl":
-    import proxyccl.torch  # noqa: F401  before torch 2.15 it is not found by itself
+    import proxyccl.torch  # noqa: F401  torch before 2.15 does not find the backend by itself
 
     DistTestCases.skip_collective["sendrecv anysource"].add(BACKEND)
     for feature in ("ddp", "subgroup", "gpu", "cuda", "plugin"):
         DistTestCases.backend_feature[feature].add(BACKEND)
 
-# Tests that gloo passes and this backend can't, with the reason, by part of their name.
+# Tests that gloo passes and this backend can't: part of the test's name, and the reason.
 EXCEPTED: dict[str, str] = {
     "sparse": "a communicator reduces dense arrays",
 }
@@ -68,12 +70,12 @@ else:
 
 
 def _tests() -> types.ModuleType:
-    """torch's tests, with those for gloo enabled for this backend too."""
+    """Returns the module of torch's tests, changed so that tests for gloo also run for this backend."""
     spec = importlib.util.find_spec("torch.testing._internal.distributed.distributed_test")
     assert spec is not None
     assert spec.origin is not None
     source = Path(spec.origin).read_text()
-    # Between two tests the ranks wait for each other: on a busy machine a new one may take longer than torch's 10 s.
+    # Between two tests the ranks wait for each other; on a busy machine a new rank may take longer than torch's 10 s.
     source = source.replace("def sync(cls, wait_for=None, timeout=10)", "def sync(cls, wait_for=None, timeout=120)")
     if BACKEND == "proxyccl":
         source = source.replace('BACKEND != "gloo"', 'BACKEND not in ("gloo", "proxyccl")')
@@ -93,10 +95,10 @@ torch.set_num_threads(1)
 
 
 class TestBackend(tests.TestDistBackend, tests.DistributedTest._DistTestBase):
-    """Each test forks its ranks.
+    """torch's tests, each of which forks its ranks.
 
     Attributes:
-        deadline: by `time.monotonic`; tests that come later are skipped.
+        deadline: time by `time.monotonic` after which tests are skipped.
     """
 
     deadline = float("inf")
@@ -114,7 +116,7 @@ class TestBackend(tests.TestDistBackend, tests.DistributedTest._DistTestBase):
 
 @functools.cache
 def _require_forkable() -> None:
-    """Ends the program unless a forked process can use the GPUs that torch finds here."""
+    """Ends the program unless a forked process can use the GPUs that torch finds on this machine."""
     child = os.fork()
     if child == 0:
         try:
@@ -129,7 +131,7 @@ def _require_forkable() -> None:
 
 
 def _uses_gpus(test: unittest.TestCase) -> bool:
-    """Whether a test's source, decorators included, names GPUs."""
+    """Returns whether a test's source, decorators included, names GPUs."""
     function = inspect.unwrap(getattr(type(test), test._testMethodName))
     return re.search("cuda|gpu", inspect.getsource(function), re.IGNORECASE) is not None
 

@@ -78,7 +78,7 @@ def test_a_tensor_without_memory_is_refused_by_every_call(ranks: Ranks, call: st
 
 @pytest.mark.parametrize("call", [name for name in CALLS if name != "deregister"])
 def test_a_lazy_view_is_refused_by_every_call(ranks: Ranks, call: str) -> None:
-    """Also as input: a copy would be made on a different stream than the call's."""
+    """A lazy view is refused even as an input: resolving it would need a copy on a different stream than the call's."""
     argument, function = CALLS[call]
 
     def body(comm: Communicator) -> None:
@@ -176,10 +176,10 @@ def test_calls_of_new_tensors_are_right_and_prepared_once(ranks: Ranks, collecti
             each = replace(call, seed=turn)
             x = torch.from_numpy(each.input(comm.rank, comm.world_size).copy())
             out = torch.empty(each.sizes(comm.world_size)[1])
-            kept.append((x, out))  # so that each has an address of its own
+            kept.append((x, out))  # keep the arrays, so that each turn's have new addresses
             assert each.issue(comm, x, out, None) is out
             each.check(out.numpy(), comm.rank, comm.world_size)
-            if turn == 2:  # the first calls make memory that peers reach, which may end what is prepared meanwhile
+            if turn == 2:  # count from here: memory made by the first calls may invalidate prepared calls
                 prepared = comm.calls.prepared
         assert comm.calls.prepared == prepared
 
@@ -201,7 +201,9 @@ def test_a_kept_form_does_not_take_a_lazy_view_for_its_base(ranks: Ranks) -> Non
 
 
 def test_a_tensor_of_the_cpu_has_no_stream() -> None:
-    """A launch asks each argument for one, also of a torch without GPUs: kernels in Triton's interpreter do."""
+    """A launch asks every tensor argument for its current stream, even if torch has no GPUs, as with Triton's
+    interpreter; for a tensor on the CPU the answer is None.
+    """
     assert current_stream(ones()) is None
 
 

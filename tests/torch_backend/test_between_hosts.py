@@ -25,9 +25,9 @@ def hosts() -> Iterator[Hosts]:
 
 
 def losses(hosts: Hosts, backend: str, port: int) -> list[float]:
-    """The losses that a training on two ranks of each host prints."""
+    """Runs a training on two ranks of each host, and returns the losses that it prints."""
     at = ["--nnodes", str(HOSTS), "--master-addr", hosts.address(0), "--master-port", str(port)]
-    # The names of these hosts can't be resolved, so gloo is told their interface.
+    # The names of these hosts can't be resolved, so this tells gloo their interface.
     env = {"OMP_NUM_THREADS": "1", "PROXYCCL_RUNTIME": "host", "GLOO_SOCKET_IFNAME": INTERFACE}
     launchers = [
         hosts.start(host, "-m", "torch.distributed.run", *at, "--node-rank", str(host), "--nproc-per-node", "2",

@@ -15,7 +15,9 @@ TOKENS, HIDDEN, EXPERTS, TOPK = 6, 64, 4, 2
 
 
 def traced_files(function: Any, *arguments: Any) -> tuple[Any, set[str]]:
-    """A compiled function's result, twice alike, and the files that Dynamo compiled code of."""
+    """Compiles a function and calls it twice; asserts that both results are equal. Returns the result, and the files of
+    which Dynamo compiled code.
+    """
     from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 
     torch._dynamo.reset()

@@ -1,4 +1,6 @@
-"""Objects that C reads for a call on a GPU may raise: Python makes the call then, or the program gets its exception."""
+"""Objects that C reads for a call on a GPU may raise an exception: Python then makes the call, or the program gets the
+exception.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ class Raises:
 def issued(
     *, x: Any = None, process: Any = None, options: Any = None, named: Any = NAMED, attribute: str | None = None
 ) -> Any:
-    """The result of a call that C issues if no object raises."""
+    """Makes a call that C issues if none of the objects raises an exception. Returns C's result."""
     nothing: Callable[..., Any] = lambda *_: None  # noqa: E731
     owner = SimpleNamespace(current=lambda: 0, check=nothing, record=nothing)
     gpu = Gpu(0, [], lambda: 1, nothing, owner)

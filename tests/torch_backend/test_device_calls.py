@@ -1,5 +1,5 @@
-"""Calls on a GPU whose forms are kept, which are one call into C: they give what a call that Python makes gives. HIP's
-runtime on the host plays the GPU; the ranks are threads.
+"""Repeated calls on a GPU, which are one call into C: each gives the same result as a call that Python makes. HIP's
+runtime on the host stands in for the GPU; the ranks are threads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_gpus(body: Callable[[Any], None]) -> None:
-    """body(group) on two ranks, each with a GPU and a current stream there."""
+    """Runs body(group) on two ranks, each with a GPU of its own and a current stream on it."""
 
     def on_rank(group: Any) -> None:
         device = torch.device("cuda", group.rank())
@@ -41,7 +41,7 @@ def on_gpus(body: Callable[[Any], None]) -> None:
 
 
 class IssuedInC:
-    """Counts the calls of a group that C has issued since."""
+    """Counts the calls of a group that C has issued since this object was made."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -61,7 +61,7 @@ def communicator(group: Any) -> Communicator:
 
 
 def wait(work: Any, *, waits: bool) -> None:
-    """Waits as torch does: a synchronous call is on the current stream, and has no Work."""
+    """Waits for a call as torch does: a synchronous call runs on the current stream, and has no Work."""
     if waits:
         assert work is None
     else:
@@ -79,12 +79,12 @@ def test_each_collective_of_new_tensors_is_right_and_prepared_once(waits: bool) 
     def body(group: Any) -> None:
         rank, kept, issued, prepared = group.rank(), [], None, 0
         for turn in (1.0, 2.0, 3.0, 4.0, 5.0):
-            if turn == 4.0:  # the first calls make memory that peers reach, which may end what is prepared meanwhile
+            if turn == 4.0:  # count from here: memory made by the first calls may invalidate prepared calls
                 issued, prepared = IssuedInC(group), communicator(group).calls.prepared
             memory = [
                 torch.full((count,), turn * (rank + 1)) for count in (size, size, size // 2, size, size // 2, size)
             ]
-            kept.append(memory)  # so that each has an address of its own
+            kept.append(memory)  # keep the tensors, so that each has a new address
             x, moved, share, whole, half, spread = (torch_on_hip.on_gpu(each, rank) for each in memory)
             calls = [
                 (group._reduce_scatter_base(share, x, options("ReduceScatter", waits=waits)), share, 3.0),
@@ -115,7 +115,7 @@ def test_each_call_with_lists_or_splits_is_issued_in_c_with_what_its_memory_hold
         x, y, first, second, whole, uneven = (torch_on_hip.on_gpu(each, rank) for each in memory)
         root = {"rootRank": 1}
         here = rank == 1
-        splits = [4, 8] if rank == 0 else [8, 4]  # each rank sends the other 8, and itself 4
+        splits = [4, 8] if rank == 0 else [8, 4]  # each rank sends 8 to the other, and 4 to itself
         calls = {
             "all_gather": lambda: group.allgather([[first, second]], [x], options("Allgather", waits=waits)),
             "gather": lambda: group.gather(
@@ -139,7 +139,7 @@ def test_each_call_with_lists_or_splits_is_issued_in_c_with_what_its_memory_hold
         }
         issued = None
         for turn in range(5):
-            issued = IssuedInC(group) if turn == 3 else issued  # until then peers may still learn of arrays
+            issued = IssuedInC(group) if turn == 3 else issued  # before, peers may still learn of arrays
             for name, call in calls.items():
                 torch_on_hip.on_cpu(x)
                 memory[0].copy_(own + turn)
@@ -192,7 +192,7 @@ def test_a_barrier_that_c_issues_is_waited_for_on_the_host() -> None:
 
 
 def test_the_host_does_not_wait_for_a_captured_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its end is in the graph, where it can't be queried. tests/torch_backend/test_on_gpus.py captures one."""
+    """A captured barrier ends in the graph, where its end can't be queried. test_on_gpus.py captures a real one."""
 
     def body(group: Any) -> None:
         opts = options("Barrier")
@@ -258,7 +258,7 @@ def test_a_reduction_that_other_ranks_drop_does_not_go_into_memory_that_was_free
             assert (torch_on_hip.on_cpu(small) == (3.0 if rank == 0 else 2.0)).all()
             if turn == 3:
                 assert issued.count == 1
-                group.reduce([large], opts)  # the scratch memory moves
+                group.reduce([large], opts)  # a large call, for which the scratch memory moves
             if turn == 4 and rank != 0:
                 assert issued.count == 0
 
@@ -271,7 +271,7 @@ def test_transfers_are_issued_in_c_with_what_their_memory_holds_then(batched: bo
         rank, peer = group.rank(), 1 - group.rank()
         memory = torch.empty(24)
         x, out = torch_on_hip.on_gpu(memory, rank), torch_on_hip.on_gpu(torch.empty(24), rank)
-        all_reduce(group, out)  # it makes the GPU this thread's current one, as a program does
+        all_reduce(group, out)  # makes the GPU this thread's current one, as a program does
         issued = None
         for turn in range(6):
             torch_on_hip.on_cpu(x)
@@ -283,10 +283,10 @@ def test_transfers_are_issued_in_c_with_what_their_memory_holds_then(batched: bo
             for work in [group.end_coalescing()] if batched else works:
                 work.wait()
             assert (torch_on_hip.on_cpu(out) == 10.0 * turn + peer).all()
-            issued = issued or IssuedInC(group)  # the first ones wait for the peer in threads
+            issued = issued or IssuedInC(group)  # the first transfers wait for the peer in threads
         assert issued is not None
         assert issued.count == 10
-        assert group._get_sequence_number_for_group() == 1  # transfers do not count
+        assert group._get_sequence_number_for_group() == 1  # transfers are not counted
 
     on_gpus(body)
 
@@ -302,7 +302,7 @@ def test_a_transfer_of_an_aborted_group_raises_as_other_calls() -> None:
         for _ in range(3):
             transfer([x], peer, 0).wait()
         torch_on_hip.on_cpu(x)
-        all_have_transferred.wait(TIMEOUT.total_seconds())  # an abort ends the peer's transfer too
+        all_have_transferred.wait(TIMEOUT.total_seconds())  # an abort would also end the peer's transfer
         issued = IssuedInC(group)
         group.abort()
         with pytest.raises(dist.DistBackendError, match="AbortedError"):
@@ -334,7 +334,9 @@ def test_a_call_with_other_memory_or_another_operator_is_not_confused() -> None:
 
 
 def test_synchronous_and_asynchronous_calls_follow_each_other() -> None:
-    """They are on two streams, which the communicator orders, whether C or Python issues a call."""
+    """Synchronous and asynchronous calls are on two streams, and the communicator orders these streams, whether C or
+    Python issues a call.
+    """
 
     def body(group: Any) -> None:
         rank, value = group.rank(), 1.0
@@ -346,7 +348,7 @@ def test_synchronous_and_asynchronous_calls_follow_each_other() -> None:
         for _ in range(6):
             work = all_reduce(group, x, waits=False)
             last = [launches().last_stream]
-            all_reduce(group, x)  # the program is to wait first, but the streams are in order all the same
+            all_reduce(group, x)  # a program should wait first, but the streams are ordered even if it does not
             last.append(launches().last_stream)
             assert last == [group.calls.gpus.of(x.device).own, torch.cuda.current_stream(x.device).cuda_stream]
             work.wait()
@@ -387,7 +389,7 @@ def test_memory_is_recorded_on_the_groups_stream_only_if_nobody_has_waited() -> 
             assert len(recorded) == turn
             work.wait()
             del work
-            all_reduce(group, x, waits=False).wait()  # the next Work ends the last
+            all_reduce(group, x, waits=False).wait()  # each new Work finishes the previous one
             gc.collect()
             assert len(recorded) == turn
             dropped = all_reduce(group, x, waits=False)
@@ -409,7 +411,7 @@ def test_a_call_of_an_aborted_group_raises_whether_it_waits_or_not() -> None:
         for _ in range(3):
             all_reduce(group, x)
         torch_on_hip.on_cpu(x)
-        all_have_called.wait(TIMEOUT.total_seconds())  # an abort ends the peer's calls too
+        all_have_called.wait(TIMEOUT.total_seconds())  # an abort would also end the peer's calls
         issued = IssuedInC(group)
         group.abort()
         for waits in (True, False):

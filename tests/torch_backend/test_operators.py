@@ -15,7 +15,7 @@ from proxyccl.torch import communicator_of  # noqa: E402
 from support.torch_groups import run  # noqa: E402
 
 EPS = 1e-6
-_numbers = itertools.count()  # of groups: torch keeps their names
+_numbers = itertools.count()  # for names of groups: torch keeps names, so each must be new
 
 
 def rows(rank: int, width: int = 48) -> Any:
@@ -23,7 +23,9 @@ def rows(rank: int, width: int = 48) -> Any:
 
 
 def named(group: Any) -> str:
-    """The group's name, by which torch finds the group; each rank, a thread here, registers its own."""
+    """Registers a group under a new name, by which torch finds the group. Returns the name. Ranks are threads, so each
+    rank uses another name.
+    """
     name = f"{next(_numbers)} of rank {group.rank()}"
     torch._C._distributed_c10d._register_process_group(name, group)
     return name
@@ -35,7 +37,7 @@ def expected(ranks: int, residual: Any, weight: Any) -> tuple[Any, Any]:
 
 
 def block(x: Any, residual: Any, weight: Any, group_name: str) -> Any:
-    """The step of a layer between its products: a reduction, an addition and a norm."""
+    """Makes the step of a layer between its matrix products: a reduction, an addition and a normalization."""
     out = torch.empty_like(x)
     torch.ops.proxyccl.all_reduce_rms_norm(x * 1, residual, weight, EPS, group_name, out=out)
     return out * 2

@@ -1,5 +1,5 @@
-"""Long calls make room for the program's computations where earlier calls of their kind have run beside some. HIP's
-runtime on the host plays the GPU; the ranks are threads.
+"""Long calls leave multiprocessors to the program's computations if earlier calls of the same kind have run at the same
+time as computations. HIP's runtime on the host stands in for the GPU; the ranks are threads.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PROXYCCL_CTA_POLICY", raising=False)
     torch_on_hip.use(monkeypatch)
     future = torch.futures.Future
-    monkeypatch.setattr(torch.futures, "Future", lambda devices=None: future())  # this torch has none for GPUs
+    monkeypatch.setattr(torch.futures, "Future", lambda devices=None: future())  # this torch has no futures for GPUs
 
 
 class Rank:
-    """One rank: a tensor of its GPU, and calls of which each tells the policy that the ranks chose."""
+    """One rank: a tensor of its GPU, and calls that return the policy that the ranks chose."""
 
     def __init__(self, group: Any, count: int) -> None:
         self.group, self.rank = group, group.rank()
@@ -51,13 +51,13 @@ class Rank:
 
     @property
     def policy(self) -> str:
-        """Of the latest call."""
+        """The policy of the latest call."""
         ((_, fields),) = self.comm.group.launches.recent_calls(1)
         return fields["algorithm"].rpartition("cta_policy ")[2] if "cta_policy" in fields["algorithm"] else "default"
 
     @contextmanager
     def busy(self, stream: int) -> Iterator[None]:
-        """A stream computes meanwhile: what is queued on it within runs afterwards."""
+        """Keeps a stream busy during the block: work that is queued on the stream within the block runs after it."""
         self._value += 1
         wait_value(self.comm.runtime, self._word.ptr, self._value, stream)
         try:
@@ -66,11 +66,13 @@ class Rank:
             ctypes.c_uint32.from_address(self._word.ptr).value = self._value
 
     def call(self, *, waits: bool = False) -> Any:
-        """An all_reduce."""
+        """Makes an all_reduce and returns its Work."""
         return self.group.allreduce([self.x], options("Allreduce", waits=waits, reduceOp=dist.ReduceOp.SUM))
 
     def waited_at_once(self) -> str:
-        """The GPU has other work when the call is made, and comes to the call and the wait together."""
+        """Makes a call and waits for it while the GPU has other work, so that the GPU reaches the call and the wait
+        together. Returns the call's policy.
+        """
         with self.busy(self.stream):
             work = self.call()
             chosen = self.policy
@@ -79,7 +81,7 @@ class Rank:
         return chosen
 
     def computing_beside(self) -> str:
-        """The program computes from the call until the call has ended."""
+        """Makes a call, and computes until the call has ended. Returns the call's policy."""
         work = self.call()
         chosen = self.policy
         with self.busy(self.stream):
@@ -89,7 +91,7 @@ class Rank:
         return chosen
 
     def with_future(self) -> str:
-        """As DDP does."""
+        """Makes a call and waits for its future and its Work, as DDP does. Returns the call's policy."""
         work = self.call()
         work.get_future().wait()
         work.wait()
@@ -97,7 +99,7 @@ class Rank:
         return self.policy
 
     def until(self, one: Callable[[], str], expected: str) -> None:
-        """Makes calls until the ranks choose a policy."""
+        """Makes calls of the kind `one` until the ranks choose the expected policy."""
         assert any(one() == expected for _ in range(MOST_CALLS)), f"never {expected}"
 
 
@@ -151,7 +153,7 @@ def test_a_call_on_a_stream_of_the_programs_own_runs_beside_a_busy_default_strea
             rank.call(waits=True)
             assert rank.policy == "default"
         with rank.busy(0):
-            rank.call(waits=True)  # from here on the default stream is known to be late
+            rank.call(waits=True)  # from this call on, the ranks know that the default stream is late
             rank.call(waits=True)
             assert rank.policy == "efficiency"
         torch_on_hip.on_cpu(rank.x)
@@ -177,7 +179,7 @@ def test_short_calls_have_no_choice() -> None:
 
 
 def test_calls_leave_multiprocessors_to_another_communicator_of_any_of_the_ranks() -> None:
-    """Kernels of both may wait for peers at the same time."""
+    """Kernels of both communicators may wait for peers at the same time, so calls must not use all multiprocessors."""
 
     def body(rank: Rank) -> None:
         assert rank.waited_at_once() == "default"

@@ -36,7 +36,7 @@ MOVED = (*sorted(REDUCIBLE, key=str), torch.bool, torch.complex64, *FLOATS)
 
 
 def all_reduced(group: Any, tensor: Any, op: Any = dist.ReduceOp.SUM) -> Any:
-    """The tensor after an all_reduce."""
+    """All-reduces a tensor in place and returns it."""
     group.allreduce([tensor], options("Allreduce", reduceOp=op)).wait()
     return tensor
 
@@ -70,7 +70,7 @@ It makes all refusals."""
 
 
 def reduced(dtype: Any, kind: Any, factor: Any, xs: Any) -> Any:
-    """The reduction of the ranks' rows of `xs`; None if there is none."""
+    """Returns the expected reduction of the ranks' rows of `xs`, or None if the operator does not reduce the type."""
     integers = not (dtype.is_floating_point or dtype.is_complex)
     if kind in BITS and not integers:
         return None
@@ -95,12 +95,14 @@ def reduced(dtype: Any, kind: Any, factor: Any, xs: Any) -> Any:
 
 
 def copied(x: Any) -> Any:
-    """The tensor's bytes in another one: a clone of bools makes each byte 0 or 1."""
+    """Returns a copy with the same bytes. A clone of bools would make each byte 0 or 1."""
     return x.view(torch.uint8).clone().view(x.dtype)
 
 
 def reductions(group: Any, op: Any, x: Any) -> Iterator[Callable[[], Any]]:
-    """Every call that reduces, with the x of this rank: each returns all that this rank knows of the result."""
+    """Yields every call that reduces, with this rank's `x`. Each call returns the part of the result that this rank
+    gets.
+    """
     rank, count = group.rank(), x.numel()
     own, rows = slice(rank * count // RANKS, (rank + 1) * count // RANKS), x.view(RANKS, -1)
 
@@ -138,13 +140,13 @@ def reductions(group: Any, op: Any, x: Any) -> Iterator[Callable[[], Any]]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two tensors of one type have the same bytes."""
+    """Returns whether two tensors have the same type and the same bytes."""
     return a.dtype == b.dtype and bytes(a.view(torch.uint8).tolist()) == bytes(b.view(torch.uint8).tolist())
 
 
 @pytest.mark.parametrize("dtype", [*sorted(REDUCIBLE, key=str), torch.bool, *COMPLEX, torch.float8_e5m2], ids=str)
 def test_every_operator_reduces_or_refuses_every_type_in_every_call(dtype: Any, pytestconfig: pytest.Config) -> None:
-    """The results are exact. A bool's byte may be any: what is not 0 is true."""
+    """The results are exact. A bool's byte may have any value: any value but 0 is true."""
     kinds = [(kind, None) for kind in KINDS.__members__.values() if kind != KINDS.PREMUL_SUM]
     kinds += [(KINDS.PREMUL_SUM, factor) for factor in (0.5, HALVES, TRIPLES)]
     inputs = torch.tensor([[4, 2, 6, 0, 2, 8], [2, 4, 2, 0, 2, 0], [6, 6, 4, 0, 2, 4]])
@@ -308,7 +310,7 @@ def test_coalesced_calls() -> None:
 
 @pytest.mark.parametrize("tensors", ["one", "several"])
 def test_outputs_of_another_size_or_type_are_refused(tensors: str) -> None:
-    """Before anything moves, so the group stays usable."""
+    """The call is refused before anything moves, so the group stays usable."""
     x, whole = torch.ones(2), torch.ones(2 * RANKS)
 
     def gathers(group: Any, out: Any, x: Any) -> Any:
@@ -371,7 +373,7 @@ def test_an_asynchronous_call_returns_before_the_others_come() -> None:
             assert not any(work.is_completed() for work in works)
             last_may_come.set()
         assert works[-1].wait()
-        assert all(work.is_completed() and work.is_success() for work in works)  # they run in order
+        assert all(work.is_completed() and work.is_success() for work in works)  # calls run in order
         assert (tensor == RANKS**3).all()
         assert works[-1].get_future().wait() == [tensor]
 
@@ -379,7 +381,7 @@ def test_an_asynchronous_call_returns_before_the_others_come() -> None:
 
 
 def test_callbacks_of_futures_may_make_calls_and_wait_for_the_futures_of_those() -> None:
-    """As DDP's hooks do, also in a callback of a callback's call."""
+    """DDP's hooks do that; a callback of a call that a callback made may do it too."""
     last_may_come = threading.Event()
 
     def body(group: Any) -> None:
@@ -400,7 +402,7 @@ def test_callbacks_of_futures_may_make_calls_and_wait_for_the_futures_of_those()
 
 
 def test_the_result_of_a_call_is_what_it_writes() -> None:
-    """Without its input, in the Work and in the future."""
+    """The Work's result and the future's value are the call's outputs, without its inputs."""
 
     def body(group: Any) -> None:
         x, root = torch.ones(RANKS), {"rootRank": 0}
@@ -430,7 +432,9 @@ def test_the_result_of_a_call_is_what_it_writes() -> None:
 
 @pytest.mark.parametrize("rank", [RANKS, -1])
 def test_a_rank_that_does_not_exist_is_refused_at_once(rank: int) -> None:
-    group = ProcessGroupProxyCCL(dist.HashStore(), 0, RANKS, TIMEOUT)  # alone, so any wait would be long
+    group = ProcessGroupProxyCCL(
+        dist.HashStore(), 0, RANKS, TIMEOUT
+    )  # the only rank that comes, so any wait would be long
     x = torch.ones(1)
     refused = pytest.raises(ValueError, match=f"{rank} is not a rank of the group; expected 0 to {RANKS - 1}")
     for transfer in (group.send, group.recv):
@@ -452,7 +456,9 @@ def test_a_rank_that_does_not_exist_is_refused_at_once(rank: int) -> None:
 
 
 def test_sends_and_receives_cross() -> None:
-    """Each rank sends to both sides before it receives, more than fits into scratch memory; single and coalesced."""
+    """Each rank sends to both neighbours before it receives, more than fits into scratch memory, in single calls and
+    coalesced.
+    """
     size = 1 << 20
 
     def body(group: Any) -> None:
@@ -497,12 +503,12 @@ def test_a_group_can_be_split() -> None:
 
 
 def test_groups_are_made_again_over_one_store() -> None:
-    """Also if an earlier group of the same name has failed, and parts of the same ranks."""
+    """Groups, and groups of some of the ranks, can be made even if an earlier group of the same name has failed."""
     store = dist.HashStore()
 
     def body(group: Any) -> None:
         group.monitored_barrier(TIMEOUT)
-        if group.rank() == 0:  # the others stay away
+        if group.rank() == 0:  # only rank 0 comes
             with pytest.raises(RuntimeError, match="Rank 1 failed"):
                 group.monitored_barrier(timedelta(milliseconds=50))
         assert all_reduced(group, torch.ones(1)).item() == RANKS
@@ -518,7 +524,9 @@ def test_groups_are_made_again_over_one_store() -> None:
 
 
 def test_groups_that_were_shut_down_let_go_of_their_store() -> None:
-    """At once, so that a program can make a store at the same port: no garbage collection is needed."""
+    """Groups release their store immediately, without a garbage collection, so that a program can make a store at the
+    same port.
+    """
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     port = store.port
 
@@ -542,7 +550,7 @@ def test_groups_that_were_shut_down_let_go_of_their_store() -> None:
 
 
 def test_ranks_that_came_in_vain_meet_those_that_come_later() -> None:
-    """After a time-out of the first use, nothing of it is left in the store."""
+    """If the first use of a group times out, it leaves nothing in the store that would confuse the next use."""
     early_has_given_up = threading.Event()
 
     def body(group: Any) -> None:
@@ -587,7 +595,9 @@ def test_options_make_groups_invariant_and_their_parts() -> None:
 
 
 def test_a_forks_child_is_refused_and_the_parent_goes_on() -> None:
-    """Even if it waits for a call of the parent's, which none of its threads would end."""
+    """A child's calls are refused, even a wait for a call of the parent's, which no thread of the child would
+    ever end.
+    """
     child_has_ended = threading.Barrier(2)
 
     def refusals(group: Any, pending: Any) -> str:
@@ -602,7 +612,7 @@ def test_a_forks_child_is_refused_and_the_parent_goes_on() -> None:
             try:
                 call()
                 errors.append("no error")
-            except Exception as error:  # the child reports it
+            except Exception as error:  # the child prints the error
                 errors.append(f"{type(error).__name__}: {error}")
         group.shutdown()
         return "\n".join(errors)
@@ -658,7 +668,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 
 def test_a_call_has_a_time_out_of_its_own() -> None:
-    timed_out = threading.Event()  # a call ends at once when a peer has left
+    timed_out = threading.Event()  # keep the peer: a call ends immediately when a peer has left
 
     def body(group: Any) -> None:
         all_reduced(group, torch.ones(1))
@@ -697,7 +707,7 @@ def test_the_watchdog_names_the_oldest_call_that_has_not_ended(caplog: pytest.Lo
 
 
 def test_calls_that_have_ended_are_forgotten_whatever_their_numbers() -> None:
-    """Flows share the numbers of their group, so those of one may be odd."""
+    """The flows of a group share one sequence of numbers, so one flow may have only odd ones."""
     under_way = UnderWay(lambda: True)
     first = functools.partial(bool, True)
     kept = weakref.ref(first)
@@ -761,7 +771,7 @@ def test_a_group_shares_with_the_one_that_it_is_a_part_of() -> None:
         assert comm.runtime is whole.runtime
         again = part.split(part._store, [0, 1], None)
         part.shutdown()
-        assert all_reduced(again, torch.ones(1)).item() == 2  # it is also a part of the whole group
+        assert all_reduced(again, torch.ones(1)).item() == 2  # the new group is again split from the whole group
         assert not again.endpoints.made[0].closed
         again.shutdown()
 
@@ -865,8 +875,9 @@ def test_memory_is_allocated_on_gpus_once_there_is_a_communicator() -> None:
 
 @pytest.mark.skipif(process_group.IS_BACKEND, reason="torch keeps other devices' backends from 2.15 on")
 def test_no_rank_drops_the_backend_of_another_device_while_others_make_theirs() -> None:
-    """The group for GPUs of "cpu:gloo,cuda:proxyccl" comes when all ranks have come to it, that for CPUs at once; also
-    if an earlier one has used the store, in either way."""
+    """With "cpu:gloo,cuda:proxyccl" the group for GPUs waits until all ranks have come to it, and the group for CPUs
+    does not wait; earlier groups of either kind may have used the store.
+    """
     store = dist.PrefixStore("group", dist.HashStore())
 
     def wait(device: str, rank: int) -> None:

@@ -1,4 +1,4 @@
-"""SGLang's group for weights that a trainer broadcasts: the backend is in the request, and a plugin makes it known."""
+"""SGLang's group for weights that a trainer broadcasts: the request names this backend, and a plugin registers it."""
 
 from __future__ import annotations
 

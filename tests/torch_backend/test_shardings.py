@@ -1,4 +1,4 @@
-"""Which part of a tensor a DTensor holds: on each rank of a mesh, in one process, as no data moves."""
+"""Which part of a tensor a DTensor holds, on each rank of a mesh. No data moves, so one process plays all ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.host_only("placements are the same on every device")]
 
 @contextlib.contextmanager
 def rank_of(rank: int, world_size: int) -> Iterator[None]:
-    """This process as one rank of several, which does not communicate."""
+    """Makes this process one rank of several during the block, by a process group that does not communicate."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield

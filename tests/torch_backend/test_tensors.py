@@ -1,4 +1,4 @@
-"""Tensors that are more, or less, than memory: refused before anything moves, waited for, or resolved."""
+"""Tensors that are not plain memory: calls refuse them before anything moves, wait for them, or resolve them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def freed() -> Any:
 
 
 def freed_from_an_offset() -> Any:
-    """Its address is not 0, but its offset."""
+    """Returns a tensor whose storage was freed; its data pointer is not 0, but its offset in the storage."""
     whole = torch.ones(2 * COUNT)
     x = whole[COUNT:]
     whole.untyped_storage().resize_(0)
@@ -57,7 +57,7 @@ class OfTensors(torch.Tensor):
 
 
 def distributed() -> Any:
-    """A DTensor, like FSDP's parameters and gradients. It needs a mesh, which needs a process group."""
+    """Returns a DTensor, like FSDP's parameters and gradients, on a mesh without a process group."""
     mesh = dist.DeviceMesh("cpu", torch.arange(1), _init_backend=False, _rank=0)
     return DTensor.from_local(torch.ones(COUNT), mesh, [Replicate()], run_check=False)
 
@@ -122,7 +122,7 @@ def test_what_kind_of_tensor_has_no_memory_is_said(kind: str) -> None:
 def test_a_tensor_that_is_freed_after_a_call_is_refused_by_the_next() -> None:
     def body(group: Any) -> None:
         x = torch.ones(COUNT)
-        for _ in range(4):  # the first is prepared, the others use its form
+        for _ in range(4):  # the first call is prepared, and the others reuse it
             group.allreduce([x], options("Allreduce")).wait()
         x.untyped_storage().resize_(0)
         with pytest.raises(ArgumentError, match="has no memory"):
@@ -133,21 +133,21 @@ def test_a_tensor_that_is_freed_after_a_call_is_refused_by_the_next() -> None:
 
 @pytest.mark.parametrize(
     "call", [call for call in CALLS if call not in ("send", "recv")]
-)  # which are with another rank
+)  # whose data is with another rank
 def test_a_result_of_a_functional_collective_is_waited_for(call: str) -> None:
-    """It represents the tensor that will be there."""
+    """Such a result stands for a tensor that will have its values later."""
 
     def body(group: Any) -> None:
         x = torch.full((COUNT,), 3.0)
         CALLS[call](group, AsyncCollectiveTensor(x)).wait()
-        # If only this rank's tensor is there to be sent, the result is that one.
+        # Calls "to" another rank leave this rank's tensor as it is.
         assert torch.equal(x, torch.ones(COUNT) if call.endswith(" to") else torch.full((COUNT,), 3.0))
 
     run(body, 1)
 
 
 def lazy(values: Any, kind: str) -> Any:
-    """A view with these values, whose memory holds their conjugates or their negatives."""
+    """Returns a lazy view with these values, whose memory holds their conjugates or their negatives."""
     view = values.conj_physical().conj() if kind == "conjugate" else torch._neg_view(-values)
     assert torch.equal(view, values)
     assert view.is_conj() or view.is_neg()

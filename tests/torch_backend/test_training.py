@@ -1,4 +1,6 @@
-"""Typical programs: trainings by torchrun, with the losses of torch's own backend, and jobs that lose a rank."""
+"""Typical programs: trainings by torchrun, whose losses must equal those with torch's own backend, and jobs that lose a
+rank.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def torchrun(*arguments: str, ranks: int = RANKS, options: tuple[str, ...] = ())
 
 
 def losses(kind: str, backend: str) -> list[float]:
-    """The losses that a training prints."""
+    """Runs a training and returns the losses that it prints."""
     done = torchrun(str(PROGRAMS / "training.py"), kind, backend, ranks=min(RANKS, GPUS) if ON_GPUS else RANKS)
     assert done.returncode == 0, done.stdout + done.stderr
     printed: list[float] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[")))
@@ -44,7 +46,7 @@ def test_a_training_has_the_losses_of_torchs_own_backend(kind: str) -> None:
 
 
 def test_a_mixed_group_takes_the_backend_of_each_device() -> None:
-    """As in init_process_group("cpu:gloo,cuda:proxyccl"), which can be made without a GPU."""
+    """A group of init_process_group("cpu:gloo,cuda:proxyccl") uses gloo on CPUs; it can be made without a GPU."""
     ours = losses("ddp", "cpu:gloo,cuda:proxyccl")
     assert ours[-1] < ours[0]
 
@@ -55,7 +57,7 @@ def test_a_job_that_loses_a_rank_goes_on_from_its_checkpoint(tmp_path: Path) -> 
     assert "starts at step 0" in done.stdout
     assert "starts at step 3" in done.stdout
     assert "ends with 60" in done.stdout
-    # torchrun ends the others as soon as it sees the lost rank, usually before they report it.
+    # torchrun ends the other ranks as soon as it sees the lost one, usually before they report it.
     for line in done.stdout.splitlines():
         if line.startswith("rank "):
             assert f"rank {RANKS - 1}" in line

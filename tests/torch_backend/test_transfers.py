@@ -32,23 +32,25 @@ class Ranks:
     """Process groups of ranks that are threads.
 
     Args:
-        kind: "cpu" or "gpu": the place of `tensor`'s tensors.
+        kind: "cpu" or "gpu": where `tensor` makes its tensors.
     """
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
 
     def run(self, ranks: int, body: Callable[[Any], T], timeout: timedelta = TIMEOUT) -> list[T]:
-        """body(group) on every rank at once: the results by rank, or the first rank's exception."""
+        """Runs body(group) on all ranks concurrently. Returns the results by rank, or raises the first rank's
+        exception.
+        """
         return run(body, ranks, timeout)
 
     def tensor(self, rank: int, value: float, count: int = 1000) -> Any:
-        """A tensor of one value, on the rank's device."""
+        """Returns a tensor filled with a value, on the rank's device."""
         tensor = torch.full((count,), value)
         return tensor if self.kind == "cpu" else torch_on_hip.on_gpu(tensor, rank)
 
     def holds(self, tensor: Any, value: float) -> bool:
-        """Whether all elements are this value once the current stream is done."""
+        """Waits for the current stream, and returns whether all elements have this value."""
         return bool(((tensor if self.kind == "cpu" else torch_on_hip.on_cpu(tensor)) == value).all())
 
 
@@ -151,7 +153,7 @@ def test_many_messages_of_both_directions_are_under_way(on: Ranks) -> None:
 
 @pytest.mark.parametrize("met", [False, True], ids=["first", "after-a-collective"])
 def test_a_ring_of_a_new_group(on: Ranks, met: bool) -> None:
-    """In a different order than the whole group's, made before or after the first use of the whole."""
+    """The new group has a different order of ranks than the whole group, and is made before or after its first use."""
     order = [3, 0, 2]
 
     def body(group: Any) -> None:
@@ -195,7 +197,9 @@ def test_ranks_may_order_transfers_and_collectives_differently(on: Ranks) -> Non
 
 @pytest.mark.parametrize("met", [False, True], ids=["new", "split"])
 def test_groups_of_the_same_ranks_are_first_used_in_any_order(on: Ranks, met: bool) -> None:
-    """By collectives and by transfers, each of which waits for the peer's, and with or without a whole to split."""
+    """Each rank first uses the groups in its own order, by collectives or by transfers, which wait for the peer's. The
+    whole group may or may not have been used, so that it can be split.
+    """
 
     def body(group: Any) -> None:
         rank = group.rank()
@@ -334,7 +338,9 @@ def test_threads_of_a_rank_transfer_and_collect_at_once(on: Ranks) -> None:
 def test_a_peer_that_does_not_come_is_named(
     on: Ranks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In both directions at once, by ranks that are not the group's first."""
+    """The error names the peer for transfers in both directions at the same time, on ranks other than the group's
+    first.
+    """
     others, meetings, connect = threading.Event(), [], Endpoints._connect
 
     def counted(self: Endpoints, *arguments: Any) -> Any:
@@ -362,7 +368,7 @@ def test_a_peer_that_does_not_come_is_named(
 
 
 def test_a_shutdown_waits_for_transfers_that_were_issued(on: Ranks) -> None:
-    """Also for the first of two ranks, whose peer comes only then."""
+    """A shutdown also waits for the first transfers of two ranks if the peer comes only during the shutdown."""
     ends = threading.Event()
 
     def body(group: Any) -> None:
@@ -392,7 +398,7 @@ def test_a_shutdown_does_not_wait_for_a_rank_that_has_left(
         rank = group.rank()
         first = on.tensor(rank, 1.0)
         group.allreduce([first]).wait()
-        assert on.holds(first, 2.0)  # a wait of a stream alone would leave freed memory to the call
+        assert on.holds(first, 2.0)  # the CPU must wait: if only a stream did, freed memory would still be written
         if met:
             (irecv if rank else isend)(group, first, 1 - rank).wait()
             assert on.holds(first, 2.0)
@@ -404,7 +410,7 @@ def test_a_shutdown_does_not_wait_for_a_rank_that_has_left(
         assert has_left.wait(60)
         work = irecv(group, out, 0)
         group.shutdown()
-        if on.kind == "gpu" and met:  # the kernel was ended; after a shutdown nobody tells
+        if on.kind == "gpu" and met:  # the kernel was ended; after a shutdown no error reports that
             return
         with pytest.raises(dist.DistBackendError, match=r"ClosedError|AbortedError: .*a call waited for a rank that"):
             work.wait(timedelta(seconds=50))
@@ -416,7 +422,7 @@ def test_an_abort_and_a_shutdown_end_the_wait_for_a_first_peer(on: Ranks) -> Non
     def body(group: Any) -> None:
         rank = group.rank()
         work = isend(group, on.tensor(rank, 1.0), (rank + 1) % 3)
-        group._timeout = timedelta(seconds=0.1)  # of the wait of `shutdown`, not of that for the peer
+        group._timeout = timedelta(seconds=0.1)  # time-out of the wait in `shutdown`, not of the wait for the peer
         end, message = [
             (group.abort, "AbortedError: .*the process group was aborted"),
             (group.shutdown, "ClosedError: the process group was shut down"),
@@ -448,7 +454,9 @@ def test_a_transfer_that_the_peer_does_not_match_is_named(on: Ranks) -> None:
 
 
 def test_the_record_of_a_transfer_in_progress_keeps_no_tensors(on: Ranks) -> None:
-    """It is kept until the watchdog looks at it, or many others have come."""
+    """A transfer's record is kept until the watchdog looks at it, or many others follow, so it must not keep
+    tensors.
+    """
     if on.kind == "cpu":
         pytest.skip("transfers of CPU tensors tell when they have ended")
 
@@ -458,8 +466,8 @@ def test_the_record_of_a_transfer_in_progress_keeps_no_tensors(on: Ranks) -> Non
         device, kept = x.device, weakref.ref(x)
         transfer(group, x, 1 - rank).wait()
         assert group.calls.threads.of(device, (1 - rank, rank == 0)).wait_until_idle(60)
-        transfer(group, y, 1 - rank).wait()  # with an older torch the next Work ends the last
-        assert on.holds(y, 1.0)  # the memory of these tensors is the CPU's, which frees it without regard to streams
+        transfer(group, y, 1 - rank).wait()  # with an older torch, each new Work finishes the previous one
+        assert on.holds(y, 1.0)  # these tensors are in CPU memory, which is freed without regard to streams
         del x
         gc.collect()
         assert kept() is None
@@ -468,7 +476,7 @@ def test_the_record_of_a_transfer_in_progress_keeps_no_tensors(on: Ranks) -> Non
 
 
 def test_no_two_transfers_share_a_stream(on: Ranks) -> None:
-    """However many groups there are, although torch has only 32 streams."""
+    """No two transfers share a stream even if there are many groups, although torch has only 32 streams."""
     if on.kind == "cpu":
         pytest.skip("CPU tensors have no streams")
 

@@ -21,7 +21,9 @@ BUCKET = 4096
 
 
 def weights(step: int, dtype: Any = torch.float32) -> dict[str, Any]:
-    """Short ones, some longer than a bucket, one as long, one without dimensions and one without elements."""
+    """Returns the weights of a step: short ones, some longer than a bucket, one exactly as long, one without dimensions
+    and one without elements.
+    """
     shapes = {"a": (3, 5), "long": (50, 70), "b": (1000,), "scalar": (), "none": (0, 4), "bucket": (1024,), "c": (7,)}
     made = {
         name: (torch.arange(torch.Size(shape).numel()) * 7 + 100 * step + len(name)).reshape(shape).to(dtype)
@@ -39,7 +41,7 @@ class Workers:
     """The engines of all workers, as verl's manager calls them."""
 
     def __init__(self, registry: Any, trainers: int, rollouts: int, **options: Any) -> None:
-        import proxyccl.verl  # noqa: F401  as custom_backend_module has it imported
+        import proxyccl.verl  # noqa: F401  verl imports it as custom_backend_module
 
         self.kind = registry.get("proxyccl")
         options = {"bucket_size": BUCKET, "timeout": 60, **options}
@@ -47,7 +49,7 @@ class Workers:
         self.rollouts = [self.kind(**options) for _ in range(rollouts)]
 
     def connect(self) -> None:
-        """The call that precedes each update."""
+        """Makes the calls that precede each update."""
         metadata = [engine.prepare() for engine in (*self.trainers, *self.rollouts)]
         for engines, arguments in zip(
             (self.trainers, self.rollouts),
@@ -63,7 +65,7 @@ class Workers:
             engine.finalize()
 
     async def update(self, step: int) -> list[dict[str, Any]]:
-        """Sends on all trainers and receives on all rollouts: what each of these got."""
+        """Sends on all trainers and receives on all rollouts. Returns the weights that each rollout got."""
 
         async def receive(engine: Any) -> dict[str, Any]:
             got = {}
@@ -95,7 +97,7 @@ def test_every_rollout_gets_every_weight(registry: Any, trainers: int, rollouts:
 
 @pytest.mark.parametrize("finalizes", [False, True])
 def test_an_update_after_one_that_failed(registry: Any, finalizes: bool) -> None:
-    """The model does not take the first weight, so buckets that were offered are never read."""
+    """The model refuses the first weight, so buckets that were offered are never read; the next update must succeed."""
     workers = Workers(registry, 1, 1)
     (trainer,), (rollout,) = workers.trainers, workers.rollouts
 

@@ -1,4 +1,6 @@
-"""vLLM's weight transfer by agents: two ranks of a trainer and two workers, all threads, in vLLM's order of calls."""
+"""vLLM's weight transfer by agents, with the calls in vLLM's order. Two trainer ranks and two workers are threads of
+this process.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,15 @@ SHAPES = {"rows": (7, 6), "columns": (4, 10), "everywhere": (5,), "large": (64, 
 
 
 class Meeting:
-    """Values of all of a role's threads, for each of them."""
+    """A meeting of all threads of a role, in which each gets the values of all."""
 
     def __init__(self, count: int) -> None:
         self._values: dict[int, Any] = {}
         self._come = threading.Barrier(count)
-        self._go = threading.Barrier(count, action=self._values.clear)  # threads of the next round have other numbers
+        self._go = threading.Barrier(count, action=self._values.clear)  # the next round may have other ranks
 
     def gather(self, rank: int, value: Any) -> list[Any]:
-        """By rank."""
+        """Gives this rank's value, and returns the values of all ranks, by rank."""
         self._values[rank] = value
         self._come.wait(60)
         values = [self._values[each] for each in sorted(self._values)]
@@ -39,7 +41,7 @@ class Meeting:
 
 
 class Source:
-    """A rank's shards of each version."""
+    """A trainer rank's shards of the weights of each version."""
 
     def __init__(self, rank: int, dtype: Any = None) -> None:
         self.rank, self.version, self.dtype = rank, 0, dtype or torch.float32
@@ -58,7 +60,9 @@ class Source:
         return whole if dim is None else whole.chunk(2, dim)[self.rank]
 
     def iter_local(self) -> Any:
-        """Of one parameter the memory is new each time, as of those that a trainer converts."""
+        """Yields the rank's shards. One parameter's memory is new each time, like that of a parameter that a trainer
+        converts.
+        """
         for name, memory in self.memory.items():
             memory.copy_(self.shard(name))
             yield name, memory.clone() if name == "columns" else memory
@@ -71,7 +75,7 @@ def expected(name: str, version: int, dtype: Any = None) -> Any:
 
 
 class Client:
-    """Calls all workers at once, as vLLM does."""
+    """Calls all workers concurrently, as vLLM does."""
 
     def __init__(self, engines: list[Any]) -> None:
         self.engines = engines
@@ -94,7 +98,7 @@ class Client:
 
 
 class Job:
-    """Engines of workers, and what is needed to make those of trainers."""
+    """The workers' engines, and everything that is needed to make the trainers' engines."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         found = vllm_modules.install(monkeypatch)
@@ -147,7 +151,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def require_loaded(job: Job, version: int, dtype: Any = None) -> None:
-    """Every worker's model has the weights of a version."""
+    """Asserts that every worker's model has the weights of a version."""
     for model in job.models:
         for name in SHAPES:
             assert torch.equal(model.weights[name], expected(name, version, dtype)), name
@@ -172,7 +176,9 @@ def test_every_worker_loads_every_version(job: Job, bucket_bytes: int, loads: in
 
 
 def test_memory_that_a_parameter_has_left_is_not_written(job: Job) -> None:
-    """A trainer may swap averaged weights in for a round. The workers connect again, once, even if that fails first."""
+    """A trainer may swap in averaged weights for a round, in other memory. The workers then connect once more, even if
+    the first attempt fails.
+    """
     connect, connected = job.client.init_weight_transfer_engine, []
     fail, checked = threading.Event(), threading.Barrier(2)
 
@@ -208,7 +214,7 @@ def test_memory_that_a_parameter_has_left_is_not_written(job: Job) -> None:
 
 
 def test_a_parameters_storage_may_be_freed_between_rounds(job: Job) -> None:
-    """As trainers do that keep weights elsewhere while they are not of use. The tensors stay the same."""
+    """Some trainers free the storage while weights are not needed and keep them elsewhere. The tensor objects stay."""
     checked = threading.Barrier(2)
 
     def body(engine: Any, source: Source) -> None:

@@ -42,7 +42,7 @@ def path(request: pytest.FixtureRequest, pair: Pair) -> str:
 
 
 def many(pair: Pair) -> np.ndarray:
-    """Blocks of all lengths, in another order on the other side."""
+    """Returns blocks of all lengths, whose order differs between the two memories."""
     random = np.random.default_rng(3)
     starts = np.arange(0, len(pair.ours) // 2, 401, dtype=np.uint64)
     there = random.permutation(starts)
@@ -52,7 +52,7 @@ def many(pair: Pair) -> np.ndarray:
 
 @pytest.mark.parametrize("path", ["process_vm", "unix", "tcp"])
 def test_regions_may_lie_side_by_side(path: str) -> None:
-    """Blocks that follow each other on both sides move as one, which belongs to two regions."""
+    """Blocks that are adjacent in both memories move as one block, which may then lie in two regions."""
     ours, theirs = np.zeros(300, np.uint8), np.arange(300, dtype=np.uint16).astype(np.uint8)
     with Agent("a", paths=[path]) as a, Agent("b", listen=["127.0.0.1"]) as b:
         for agent, memory in ((a, ours), (b, theirs)):
@@ -64,7 +64,7 @@ def test_regions_may_lie_side_by_side(path: str) -> None:
         assert (ours[:200] == theirs[:200]).all()
         assert not ours[200:].any()
         b.deregister(b.regions[0])
-        if path != "process_vm":  # there the peer is not asked
+        if path != "process_vm":  # on this path the peer takes no part
             with pytest.raises(NotRegisteredError):
                 a.read("b", [(here, there, 100), (here + 100, there + 100, 100)]).wait()
 
@@ -112,7 +112,7 @@ def test_a_caller_may_stop_polling(pair: Pair, path: str) -> None:
 
 @pytest.mark.parametrize("path", ["unix", "tcp"])
 def test_a_short_write_ends_although_a_long_read_filled_the_turn(path: str) -> None:
-    """Its answer has no body, and may be the last of the bytes that were read ahead."""
+    """A write's answer has no body, and may be the last of the bytes that the agent has read ahead."""
     pair = Pair(6 << 20)
     force_path(pair.a, path)
     with contextlib.closing(pair):
@@ -254,7 +254,7 @@ def test_a_closed_agent(pair: Pair, path: str) -> None:
 
 
 def test_a_second_close_returns_when_the_first_has_ended(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise it would free what the first one still uses."""
+    """Otherwise the second close would free what the first one still uses."""
     entered, returned = threading.Event(), threading.Event()
     was_early = []
 

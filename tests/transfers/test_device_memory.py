@@ -1,4 +1,6 @@
-"""Memory of devices: on the host runtime its own, on GPUs theirs. One agent for each device, and two processes."""
+"""Transfers of device memory, on the host runtime or on GPUs, between agents for each device and between two
+processes.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:agent .* through a socket:Runtim
 
 
 def array_of(number: int, nbytes: int = NBYTES) -> Array:
-    """Bytes of a device."""
+    """Returns a new array of bytes on device `number`."""
     runtime = rank_runtime(number)
     return Array(runtime, runtime.allocate(nbytes), (nbytes,), as_dtype("uint8"))
 
@@ -52,10 +54,10 @@ class OnDevices:
     """Two agents, a and b, with memory of a device each, and some of the host's.
 
     Attributes:
-        arrays: of a and of b, on devices.
-        hosts: of a and of b, numpy's.
-        regions: of the devices' memory.
-        host_regions: of the host's.
+        arrays: the device arrays of a and of b.
+        hosts: the numpy arrays of a and of b.
+        regions: regions of the device arrays.
+        host_regions: regions of the numpy arrays.
     """
 
     def __init__(self) -> None:
@@ -82,7 +84,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[OnDevices]:
 
 
 def blocks_of(here: int, there: int) -> Any:
-    """Short blocks of all alignments, in another order on the other side, and a long one."""
+    """Returns short blocks of all alignments, whose order differs between the two memories, and a long block."""
     random = np.random.default_rng(3)
     starts = np.arange(0, NBYTES // 2 - 4099, 4099, dtype=np.uint64)
     rows = np.stack((starts, random.permutation(starts), random.integers(0, 4099, len(starts))), 1).astype(np.uint64)
@@ -91,7 +93,7 @@ def blocks_of(here: int, there: int) -> Any:
 
 
 def expected(before: Any, source: Any, rows: Any, to: int, base: tuple[int, int]) -> Any:
-    """The target after rows of (address here, address there, bytes) were copied to side `to`."""
+    """Returns the expected target after rows of (address of a's, address of b's, bytes) were copied to side `to`."""
     after = before.copy()
     for row in (rows - np.array([*base, 0], np.uint64)).astype(int):
         after[row[to] : row[to] + row[2]] = source[row[1 - to] : row[1 - to] + row[2]]
@@ -154,7 +156,7 @@ def test_a_path_is_named(pair: OnDevices) -> None:
 
 
 def test_a_transfer_may_start_again_and_ends_by_itself(pair: OnDevices) -> None:
-    """Nobody asks for its state: the agent's thread notices the end, and tells the peer."""
+    """Without any query of the transfer's state, the agent's thread notices its end, and tells the peer."""
     transfer = pair.a.prepare("write", "b", [(pair.regions[0].address, pair.regions[1].address, NBYTES)])
     for value in (1, 2, 3):
         pair.arrays[0].fill(value)
@@ -185,7 +187,7 @@ def test_memory_that_cannot_be_pinned_is_left_to_the_driver(pair: OnDevices, mon
 @pytest.mark.hip
 @pytest.mark.parametrize("number", [None, pytest.param(0, marks=pytest.mark.gpu_only)])
 def test_on_a_stream(pair: OnDevices, number: int | None) -> None:
-    """Number 0 is the default stream that all threads of a process share, and torch's."""
+    """Stream number 0 is the default stream that all threads of a process share; torch uses it."""
     runtime = pair.arrays[0].runtime
     stream: Any = runtime.create_stream() if number is None else number
     transfer = pair.a.prepare("write", "b", [(pair.regions[0].address, pair.regions[1].address, NBYTES)])
@@ -200,7 +202,7 @@ def test_on_a_stream(pair: OnDevices, number: int | None) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_the_hosts_memory_on_a_stream(pair: OnDevices, path: str) -> None:
-    """No device copies: the stream tells the agent, and waits for it."""
+    """No device copies host memory: the stream signals the agent, and waits for it."""
     far = Agent("far", listen=["127.0.0.1"])
     theirs = np.zeros(NBYTES, np.uint8)
     region = far.register(theirs)
@@ -305,7 +307,7 @@ def test_memory_within_an_agent(pair: OnDevices) -> None:
 
 
 def test_memory_at_an_address_where_other_memory_was(pair: OnDevices) -> None:
-    """A peer that frees memory often gets the same address for its next one."""
+    """A peer that frees memory and allocates again often gets the same address; the new memory must not be confused."""
     here, at = pair.host_regions[0].address, 1 << 40
     number = 0
     for value, nbytes in ((1, NBYTES), (2, NBYTES), (3, NBYTES // 2)):
@@ -442,7 +444,7 @@ def test_between_processes(pair: OnDevices, allocator: str) -> None:
 
 @pytest.mark.parametrize("kinds", [("VRAM", "VRAM"), ("DRAM", "VRAM"), ("VRAM", "DRAM")])
 def test_nixls_descriptors(kinds: tuple[str, str]) -> None:
-    """By kind and address, as NIXL's clients name memory; the test knows of no other interface."""
+    """NIXL's clients name memory by kind and address; this test uses only NIXL's interface."""
     agents = [nixl_agent(f"nixl{number}") for number in range(2)]
     arrays = [array_of(number, 1 << 16) for number in range(2)]
     hosts = [np.full(1 << 16, 7 + number, np.uint8) for number in range(2)]

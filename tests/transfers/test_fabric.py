@@ -50,7 +50,7 @@ def library() -> str:
 
 @pytest.fixture(autouse=True)
 def by_tcp(library: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whatever adapters this machine has."""
+    """Makes agents use libfabric's TCP provider, whatever adapters this machine has."""
     with this_library(library, monkeypatch):
         yield
 
@@ -79,7 +79,7 @@ def agents() -> Iterator[OnFabric]:
 
 @pytest.mark.parametrize("operation", ["read", "write"])
 def test_blocks_arrive_where_they_belong(agents: OnFabric, operation: str) -> None:
-    """More blocks than may be outstanding, of all alignments, and a long one."""
+    """The blocks are more than may be outstanding, of all alignments, and one is long."""
     rows = strided(agents.near.address, agents.far.address, 1003, 1000, 1501, 2003)
     long = [[agents.near.address + (3 << 20), agents.far.address + (3 << 20), 1 << 20]]
     rows = np.concatenate((rows, np.array(long, np.uint64)))
@@ -138,7 +138,7 @@ def test_a_peer_without_libfabric_is_reached_by_tcp() -> None:
 
 
 def test_memory_that_is_not_registered_there_goes_by_the_socket(agents: OnFabric) -> None:
-    """The peer's metadata have no key for it."""
+    """If the peer's metadata have no libfabric key for some memory, the transfer uses a socket."""
     agents.a._peers["b"].keys.add((), [agents.far])
     with pytest.warns(
         RuntimeWarning, match="through a socket: some of the peer's memory is not registered with libfabric"
@@ -210,7 +210,7 @@ def stopped_peer() -> Iterator[tuple[Any, Agent, Any]]:
 
 
 def test_requests_that_are_outstanding_are_not_said_to_be_canceled() -> None:
-    """They can't be taken back, so the transfer is active until they have ended."""
+    """Requests can't be taken back, so a canceled transfer stays active until its requests have ended."""
     with stopped_peer() as (process, _, transfer):
         for call in (transfer.cancel, transfer.close):
             with pytest.raises(ActiveError, match="still has requests outstanding"):
@@ -226,11 +226,11 @@ def test_requests_that_are_outstanding_are_not_said_to_be_canceled() -> None:
 
 
 class EndedQueue:
-    """Has libfabric answer for an agent's completion queue that it has ended.
+    """Makes libfabric report that an agent's completion queue has ended.
 
     Args:
         agent: its owner.
-        error: whether `fi_cq_readerr` says so, after `fi_cq_read` has reported an error of a request.
+        error: whether `fi_cq_readerr` reports it, after `fi_cq_read` has reported an error of a request.
     """
 
     _CLOSED, _ERROR_AVAILABLE = -errno.EBADF, -259

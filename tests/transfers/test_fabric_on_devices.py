@@ -132,7 +132,7 @@ def unreached(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("operation", ["read", "write"])
 @pytest.mark.parametrize("kinds", KINDS)
 def test_memory_that_the_adapter_does_not_reach_is_staged(operation: str, kinds: tuple[str, str]) -> None:
-    """Short blocks of all alignments, and a long one."""
+    """The blocks are short, of all alignments, and one is long."""
     two = TwoHosts()
     near, far = two.regions[kinds[0]][0], two.regions[kinds[1]][1]
     rows = strided(near.address, far.address, 1003, 600, 1501, 2003)
@@ -155,7 +155,7 @@ def test_memory_that_the_adapter_does_not_reach_is_staged(operation: str, kinds:
 
 @pytest.mark.usefixtures("unreached")
 def test_staged_transfers_that_end_otherwise() -> None:
-    """Canceled, many at once, and refused; a warning says why they are staged."""
+    """Staged transfers are canceled, run concurrently, or refused; a warning says why they are staged."""
     two = TwoHosts()
     near, far = two.regions["device"][0], two.regions["device"][1]
     with pytest.warns(RuntimeWarning, match="through pinned memory: .* does not reach memory of"):
@@ -191,7 +191,7 @@ def test_staged_transfers_that_end_otherwise() -> None:
 @pytest.mark.filterwarnings("ignore:agent .* stages memory of devices through:RuntimeWarning")
 @pytest.mark.parametrize("operation", ["read", "write"])
 def test_a_peer_that_stops_and_is_killed(operation: str) -> None:
-    """While it is stopped, it may still move data by way of the stages: cancel says so."""
+    """A stopped peer may still have staged data to move, so cancel raises an error; then the peer is killed."""
     two = TwoHosts()
     path = os.pathsep.join((str(TESTS), os.environ.get("PYTHONPATH", "")))
     env = {**os.environ, **environment(), "PYTHONPATH": path, "PROXYCCL_TRANSFER_PATHS": "fabric,tcp"}
@@ -247,7 +247,7 @@ def test_on_a_stream(two: TwoHosts) -> None:
 
 
 def test_adapters_that_libfabric_does_not_serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Two hosts with adapters go by TCP, and are told why."""
+    """Two hosts with adapters that libfabric does not serve use TCP, and a warning says why."""
     (tmp_path / "mlx5_0").mkdir()
     monkeypatch.setattr(fabric, "_ADAPTERS", tmp_path)
     with Agent("a", listen=["127.0.0.1"]) as a, Agent("b", listen=["127.0.0.1"]) as b:

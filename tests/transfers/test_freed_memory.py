@@ -1,4 +1,4 @@
-"""Memory that its owner frees or deregisters while a peer still knows it: who is told what."""
+"""Memory that its owner frees or deregisters while a peer still knows it: which errors both get."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = [
 
 @contextlib.contextmanager
 def with_mapped(pair: Pair, mapped: Mapped) -> Iterator[Region]:
-    """Memory of b that a knows."""
+    """Registers memory with b, and gives a its metadata. Yields the region, and deregisters it after the block."""
     region = pair.b.register((mapped.address, NBYTES))
     pair.a.add(pair.b.metadata())
     yield region
@@ -48,7 +48,7 @@ def with_mapped(pair: Pair, mapped: Mapped) -> Iterator[Region]:
 @pytest.mark.parametrize("operation", ["read", "write"])
 @pytest.mark.parametrize("nbytes", [1 << 16, NBYTES])
 def test_a_peer_that_freed_its_memory(pair: Pair, mapped: Mapped, operation: str, nbytes: int) -> None:
-    """The kernel copies; a short transfer by the caller, a long one by both threads."""
+    """The operating system's kernel copies: a short transfer in the caller's thread, a long one in both threads."""
     ours = pair.a.register(np.zeros(NBYTES, np.uint8))
     with with_mapped(pair, mapped) as region:
         transfer = pair.a.prepare(operation, "b", [(ours.address, region.address, nbytes)])
@@ -100,7 +100,7 @@ def test_a_socket_to_a_peer_that_freed_its_memory(pair: Pair, mapped: Mapped, pa
 @pytest.mark.parametrize("path", ["unix", "tcp"])
 @pytest.mark.parametrize("freed", [0, 2, 11])
 def test_a_socket_and_a_block_of_many_that_was_freed(pair: Pair, mapped: Mapped, path: str, freed: int) -> None:
-    """Of a read's answer, the blocks before it are sent by then."""
+    """When a read reaches the freed block, the blocks before it have already been sent."""
     force_path(pair.a, path)
     nbytes = 1 << 16  # eight fit into a frame
     with with_mapped(pair, mapped) as region:
@@ -112,7 +112,9 @@ def test_a_socket_and_a_block_of_many_that_was_freed(pair: Pair, mapped: Mapped,
 
 @pytest.mark.parametrize("path", ["unix", "tcp"])
 def test_a_socket_and_blocks_before_one_that_was_freed(pair: Pair, mapped: Mapped, path: str) -> None:
-    """Small ones that arrive with their request, of which the last spans the end of the memory that is left."""
+    """The blocks are small and arrive together with their request; the last one extends past the memory that
+    is left.
+    """
     force_path(pair.a, path)
     with with_mapped(pair, mapped) as region:
         mapped.free(1 << 16)
@@ -270,7 +272,7 @@ def test_other_handlers_of_the_same_signals(case: str, status: int) -> None:
 
 
 def test_a_peer_that_frees_its_memory_and_ends_has_ended() -> None:
-    """It does not answer what became of its memory: it stops, and is killed."""
+    """The peer frees its memory, stops, and is killed before it can report that the memory is gone."""
 
     def body(connection: socket.socket) -> None:
         with Agent("b", listen=()) as agent:

@@ -1,4 +1,4 @@
-"""Peers that are killed, stopped, forked or closed: who learns of it, and when."""
+"""Peers that are killed, stopped, forked or closed: how and when agents learn of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which path a connection takes, and what is said of it."""
+"""Which path a connection takes, and how the path is described."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ pytestmark = pytest.mark.host_only("agents move the host's memory, whatever the 
 
 @pytest.fixture
 def not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel does not copy from process to process."""
+    """Makes it look as if the kernel refused to copy from process to process."""
     monkeypatch.setattr(paths, "_why_not_copied", lambda *_: "the kernel refuses")
 
 
 @pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agents' sockets are in different network namespaces."""
+    """Makes it look as if the agents' sockets were in different network namespaces."""
     found = paths.unix_address
     monkeypatch.setattr(paths, "unix_address", lambda token: found(token) + b"-elsewhere")
 
@@ -141,7 +141,7 @@ def test_a_peer_that_is_asked_may_refuse(pair: Pair, yama: Yama) -> None:
 
 
 def test_an_answer_that_comes_too_late_is_not_another_frame_s(yama: Yama, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peer is stopped while it is asked, and goes on before it is read from."""
+    """The peer is stopped when it is asked, and answers only after the agent has given up waiting."""
     yama.permits = False
     monkeypatch.setattr(paths, "_ANSWER_MS", 100)
     with child(serve_memory) as process, Agent("a", listen=()) as agent:

@@ -28,7 +28,9 @@ pytestmark = pytest.mark.host_only("agents move the host's memory, whatever the 
 
 
 def seen(name: str, pid: int | None = None) -> list[str]:
-    """A process's agents of a name, by default this one's: other tests run beside it."""
+    """Returns what a process's agents of this name can reach; by default this process's, because other tests run at the
+    same time.
+    """
     return [each.reaches for each in find_agents() if (each.name, each.pid) == (name, pid or os.getpid())]
 
 

@@ -40,7 +40,9 @@ pytestmark = [
 
 
 def serve_orders(connection: socket.socket) -> None:
-    """An agent "b" that does with its memory what messages say, and answers with its metadata; b"sum": with the sum."""
+    """Serves an agent "b", which carries out orders on its memory. It answers each order with its metadata, and b"sum"
+    with the sum of its memory.
+    """
     agent = Agent("b", listen=["127.0.0.1"])
     memory: Any = None
     regions: list[Region] = []
@@ -81,7 +83,7 @@ class Owner:
         return answer
 
     def blocks(self, far: Region) -> list[tuple[int, int, int]]:
-        """All memory as one block."""
+        """Returns all memory as one block."""
         return [(self.near.address, far.address, NBYTES)]
 
 

@@ -1,4 +1,4 @@
-"""The host's memory that ProxyCCL allocated: a peer maps it, and its CPU copies."""
+"""Host memory that ProxyCCL allocated: a peer maps it and copies with its own CPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ pytestmark = [
 
 
 def serve_shared(connection: socket.socket) -> None:
-    """An agent with private memory and shared memory, of the value 7. For each message it sends that one's sum."""
+    """Serves an agent with private memory and shared memory, both filled with 7. For each message it answers with the
+    sum of the memory that the message names.
+    """
     agent = Agent("b", listen=())
     memory = shared_empty(NBYTES)
     memory[:] = 7
@@ -46,8 +48,8 @@ class Shared:
     """An agent "a", and a child's with shared memory.
 
     Attributes:
-        near: of a.
-        private, far: of the child.
+        near: a's region.
+        private, far: the child's regions, of private and of shared memory.
     """
 
     def __init__(self, process: Child) -> None:
@@ -118,7 +120,7 @@ def test_a_peer_that_is_killed_or_removed(process: Child, shared: Shared) -> Non
 
 
 def mapped_files() -> set[str]:
-    """Shared memory that this process maps, by its file."""
+    """Returns the inodes of the shared memory files that this process maps."""
     return {line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:" in line}
 
 
@@ -140,7 +142,7 @@ def test_memory_of_a_peer_that_was_killed_is_free_although_nobody_looks(process:
 
 
 def test_memory_at_an_address_where_other_memory_was() -> None:
-    """A peer that frees memory often gets the same address for its next one."""
+    """A peer that frees memory and allocates again often gets the same address; the new memory must not be confused."""
     ours, at = np.zeros(2000, np.uint8), 1 << 40
     with Agent("a", listen=()) as a, Agent("b", listen=()) as b:
         a.add(b.metadata())

@@ -38,8 +38,8 @@ class TwoHosts:
     """Agents a and b, which a reaches by TCP, with memory of a device and of the host each.
 
     Attributes:
-        arrays, hosts: of a and of b.
-        regions: by kind, of a and of b.
+        arrays, hosts: the device arrays and the numpy arrays of a and of b.
+        regions: by kind of memory, the regions of a and of b.
     """
 
     def __init__(self) -> None:
@@ -59,11 +59,11 @@ class TwoHosts:
         self.a.add(self.b.metadata())
 
     def contents(self, kind: str, side: int) -> Any:
-        """A copy of one side's memory."""
+        """Returns a copy of one agent's memory."""
         return self.arrays[side].numpy() if kind == "device" else self.hosts[side].copy()
 
     def whole(self, operation: str, kinds: tuple[str, str]) -> Transfer:
-        """All memory as one block."""
+        """Returns a transfer of all memory as one block."""
         here, there = (self.regions[kind][side].address for side, kind in enumerate(kinds))
         return self.a.prepare(operation, "b", [(here, there, NBYTES)])
 
@@ -102,7 +102,7 @@ def test_blocks_arrive_where_they_belong(hosts: TwoHosts, operation: str, kinds:
 
 
 def test_a_caller_that_asks_and_many_at_once(hosts: TwoHosts) -> None:
-    """More requests than there are stages, of both directions and of the host's memory too."""
+    """There are more requests than stages, in both directions, some for host memory."""
     size = NBYTES // 8
     here, there = (region.address for region in hosts.regions["device"])
     plain = [region.address for region in hosts.regions["host"]]

@@ -1,4 +1,4 @@
-"""Bytes on an agent's sockets that no agent sends: the link ends, and nothing else happens."""
+"""Bytes on an agent's sockets that no agent would send: the link ends, and nothing else happens."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Target:
         self.token, self.place = described.token, described.place
 
     def link(self) -> socket.socket:
-        """A connection to its Unix socket."""
+        """Returns a connection to the agent's Unix socket."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(60)
         connection.connect(unix_address(self.token))
         return connection
 
     def greeted(self) -> socket.socket:
-        """One that has sent the greeting of an agent "s"."""
+        """Returns a connection on which the greeting of an agent "s" was sent."""
         connection = self.link()
         connection.sendall(FRAME.pack(HELLO, VERSION, 17) + self.place.secret + b"s")
         return connection
@@ -138,7 +138,7 @@ def test_memory_that_is_not_registered_is_not_touched(target: Target, offset: in
 
 @pytest.mark.parametrize(("end", "error"), [("free", errno.EFAULT), ("deregister", EACCES)])
 def test_a_read_whose_memory_ends_while_it_is_sent(target: Target, mapped: Mapped, end: str, error: int) -> None:
-    """The second head of its answer tells so, and the rest of the data is zeros."""
+    """The second header of the answer reports the error, and the rest of the data is zeros."""
     nbytes = 1 << 19  # more than the socket takes
     ctypes.memset(mapped.address, 1, nbytes)
     region = target.agent.register((mapped.address, nbytes))

@@ -35,7 +35,7 @@ ROWS, COLUMNS = 12, 8
 
 
 def matrix(version: int, name: str = "w") -> NDArray[np.float32]:
-    """The values of a tensor in a version."""
+    """Returns the values of a tensor in a version."""
     return np.arange(ROWS * COLUMNS, dtype=np.float32).reshape(ROWS, COLUMNS) + 1000 * version + len(name)
 
 
@@ -54,13 +54,13 @@ class Trainer:
         self.cards = [source.card() for source in self.sources]
 
     def train(self, version: int) -> None:
-        """Makes the values of a version."""
+        """Writes the values of a version into the sources' memory."""
         for box, memory in zip(self.boxes, self.memory, strict=True):
             for tensor, array in memory.items():
                 array[:] = matrix(version, tensor)[box.start[0] : box.start[0] + box.shape[0]]
 
     def offer(self, version: int, **options: Any) -> list[Any]:
-        """Offers it in a thread for each source."""
+        """Offers a version, in a thread for each source. Returns the results."""
         return run([lambda source=source: source.offer(version, **options) for source in self.sources])
 
 
@@ -76,7 +76,7 @@ class Sampler:
             self.target.add(tensor, self.fused, within=rows, start=(0, first), size=(ROWS, COLUMNS))
 
     def holds(self, version: int) -> bool:
-        """Whether both tensors are of a version."""
+        """Returns whether both tensors have the values of a version."""
         expected = np.concatenate([matrix(version, tensor)[:, self.columns] for tensor in ("w", "up")])
         return bool((self.fused == expected).all())
 
@@ -101,7 +101,7 @@ def connect(trainer: Trainer, samplers: Sequence[Sampler | Staged]) -> None:
 
 
 def run(bodies: list[Callable[[], Any]]) -> list[Any]:
-    """Runs all at once: their results, or the first one's exception."""
+    """Runs all bodies concurrently. Returns their results, or raises the first one's exception."""
     with ThreadPoolExecutor(len(bodies)) as pool:
         return [future.result() for future in [pool.submit(body) for body in bodies]]
 
@@ -297,7 +297,7 @@ def test_a_target_that_leaves_is_not_waited_for(keep: Keep) -> None:
 
 
 def test_peers_pass_on_what_each_has_read(keep: Keep) -> None:
-    """Two replicas of two halves each: the sources are read from once, by their targets together."""
+    """There are two replicas of two halves each. All targets together read the sources only once."""
     trainer = keep(Trainer("a", "b"))
     samplers = [keep(Sampler(f"s{n}", *columns)) for n, columns in enumerate(((0, 5), (3, 8), (0, 5), (3, 8)))]
     connect(trainer, samplers)
@@ -337,7 +337,7 @@ def test_a_peer_that_is_lost_is_named(keep: Keep) -> None:
 
 
 def test_tensors_may_lie_side_by_side() -> None:
-    """Blocks that follow each other on both sides belong to memory that was registered by tensors."""
+    """Blocks that are adjacent in both memories may lie in memory that was registered tensor by tensor."""
     with Agent("a") as a, Agent("b") as b:
         source, target = WeightSource(a), WeightTarget(b)
         theirs, ours = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
@@ -493,7 +493,7 @@ def test_wrong_calls_are_refused(keep: Keep) -> None:
 
 
 def test_a_source_that_is_closed_and_made_anew_is_another_one(keep: Keep) -> None:
-    """The word of its version may lie where that of the former one did."""
+    """The new source's version word may have the address of the closed source's version word."""
     trainer, sampler = keep(Trainer("a")), keep(Staged("s"))
     connect(trainer, [sampler])
     trainer.train(1)

@@ -1,4 +1,4 @@
-"""Weights between memory of devices, on a stream too."""
+"""Weights between device memories, with and without a stream."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZE = (96, 64)
 
 
 def array_of(number: int, shape: tuple[int, ...]) -> Array:
-    """float32 of a device."""
+    """Returns a new float32 array on device `number`."""
     runtime = rank_runtime(number)
     return Array(runtime, runtime.allocate(4 * int(np.prod(shape))), shape, as_dtype("float32"))
 

@@ -32,7 +32,9 @@ OLDER = {"sm_80", "gfx90a"}  # of each vendor
 
 
 def marked(architecture: str, *more: str) -> object:
-    """A case of an architecture. The older ones differ in the spelling of an access, and are further cases."""
+    """Returns a test parameter for an architecture. Older architectures only spell accesses differently, and run with
+    --full.
+    """
     return pytest.param(architecture, *more, marks=pytest.mark.full if architecture in OLDER else [])
 
 
@@ -43,7 +45,9 @@ class Compiled:
         self._directory = directory
 
     def read(self, architecture: str, kernel: str) -> str:
-        """The code of a kernel, in PTX or AMD's assembly. Those that take long are asked for by more words."""
+        """Returns the code of a kernel, in PTX or AMD's assembly. `architecture` has a further word for kernels that
+        take long to compile (triton_accesses.py).
+        """
         return (made_once(self._directory / architecture, compile_accesses) / kernel).read_text()
 
 
@@ -53,7 +57,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
 
 
 def body(code: str, kernel: str, nvidia: bool) -> str:
-    """The text of a kernel, without the functions that it calls."""
+    """Returns the text of a kernel, without the functions that it calls."""
     pattern = rf"\.entry {kernel}\(.*?^}}" if nvidia else rf"^{kernel}:.*?\.section"
     found = re.search(pattern, code, re.DOTALL | re.MULTILINE)
     assert found is not None, kernel
@@ -61,7 +65,7 @@ def body(code: str, kernel: str, nvidia: bool) -> str:
 
 
 def ordered_by_nvidia(compiled: Compiled, architecture: str, kernel: str) -> list[str]:
-    """The opcodes of accesses that carry an order or are volatile, and of fences; each once, in order."""
+    """Returns the opcodes of accesses that carry an order or are volatile, and of fences; each once, in order."""
     text = body(compiled.read(architecture, kernel), kernel, nvidia=True)
     opcodes = re.findall(r"^\s*(?:@\S+\s+)?((?:ld|st|atom|red|fence)\.[\w.]+)", text, re.MULTILINE)
     orders = {"volatile", "relaxed", "acquire", "release", "acq_rel", "wt"}

@@ -50,7 +50,7 @@ def uploaded(comm: Communicator, values: Any) -> Any:
 
 
 def errors_of(ranks: int, body: Callable[[Communicator], None], **options: Any) -> list[CommunicatorError]:
-    """The exceptions of the ranks' bodies at their next check, by rank."""
+    """Runs the body on all ranks, and returns the exceptions that they then raise, by rank."""
 
     def caught(comm: Communicator) -> CommunicatorError:
         try:
@@ -309,7 +309,9 @@ def test_a_range_that_leaves_its_memory_moves_nothing(dst_offset: int, src_offse
 
 
 def own_ring(comm: Communicator, slots: int, limit: int) -> tuple[ProxyChannel, Any, list[object]]:
-    """A channel whose ring nobody drains, and the ring's slots. Its memories, 7 and 9, have `limit` bytes."""
+    """Returns a channel whose ring nobody drains, the ring's slots, and objects to keep alive. The channel's memories,
+    7 and 9, have `limit` bytes.
+    """
     ring, words = np.zeros((slots, 2), np.uint64), np.zeros(6, np.uint64)
     limits = np.full(512, limit, np.uint64)
     handle = ffi.new("ProxycclProxyChannel *")

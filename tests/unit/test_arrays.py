@@ -1,5 +1,5 @@
-"""Arrays of any kind are accepted: DLPack, array interfaces, buffers, numpy, ml_dtypes; and ours are exported as
-such.
+"""Arrays of any kind are accepted: DLPack, array interfaces, buffers, numpy, ml_dtypes. ProxyCCL's own arrays are
+exported in these forms.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ def test_element_types_are_known_by_name_numpy_and_dlpack(name: str) -> None:
     assert str(dtype) == name
     assert from_dlpack_type(*dtype.dlpack, dtype.lanes) is dtype
     assert from_dlpack_type(*dtype.dlpack, 4) is None
-    if name != "float4_e2m1fn_x2":  # only torch has it
+    if name != "float4_e2m1fn_x2":  # only torch has this type
         assert as_dtype(dtype.numpy()) is dtype
         assert dtype.numpy().itemsize == dtype.itemsize
 
@@ -384,7 +384,7 @@ def test_an_array_is_not_freed_while_another_library_has_a_view(view: Callable[[
     del first
     with pytest.raises(BufferError, match=r"can't be freed: other libraries have views of it \(1\)"):
         x.free()
-    assert (second == 3).all()  # and the array is still usable
+    assert (second == 3).all()  # the array is still usable
     assert x.numpy().tolist() == [3] * 4
     del second
     x.free()
@@ -446,7 +446,7 @@ def test_collectives_take_every_kind_of_array() -> None:
 
 
 class OfDLPack:
-    """An exporter with given answers; an exception is raised."""
+    """An exporter of DLPack that gives the answers it was made with, or raises an answer that is an exception."""
 
     def __init__(self, device: Any, capsule: Any) -> None:
         self._device, self._capsule = device, capsule
@@ -496,7 +496,9 @@ def test_an_exporter_that_fails_or_contradicts_itself_is_refused_by_name(make: C
 
 
 def test_memory_of_a_gpu_is_not_taken_for_the_hosts() -> None:
-    """With only the CUDA array interface: a kernel of the host runtime would read an address of the GPU."""
+    """If an array with only the CUDA array interface were taken for host memory, a host kernel would read a GPU's
+    address.
+    """
     assert as_view(OnlyCudaInterface(), "x", gpu="host").place == "cuda"
     assert as_view(OnlyCudaInterface(), "x", gpu="hip").place == "hip"
 

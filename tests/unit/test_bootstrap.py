@@ -1,4 +1,4 @@
-"""Bootstraps: everyone's bytes to everyone, bounded; over threads, files, MPI, and torch's interface."""
+"""Bootstraps: all-gathers of bytes, in bounded time, over threads, files, MPI, and torch's interface."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_some_ranks_of_mpi_exchange_messages(ranks: int) -> None:
 
 @pytest.fixture
 def lonely_mpi(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
-    """A stand-in for MPI where the other rank does not come. Returns the buffers of the requests."""
+    """Replaces MPI by a stand-in in which the other rank does not come. Returns the buffers of the requests."""
     buffers: list[weakref.ref[Any]] = []
 
     def begin(send: Any, receive: Any) -> Any:
@@ -340,8 +340,9 @@ def test_a_wait_in_torch_ends_by_what_ends_any_wait(how: str, torch_distributed:
 
 
 class GarblingBootstrap:
-    """A rank whose message in one exchange keeps its purpose and is garbage after that. Exchanges that carry anything
-    are counted from 0.
+    """The bootstrap of a rank that corrupts one of its messages: of message number `exchange` it sends the purpose (the
+    part before the NUL byte) unchanged and garbage in place of the rest. Only messages with a payload are counted, from
+    0.
     """
 
     def __init__(self, bootstrap: ThreadBootstrap, exchange: int) -> None:
@@ -362,8 +363,8 @@ class GarblingBootstrap:
 
 @pytest.mark.parametrize("exchange", range(7))
 def test_garbage_from_a_peer_is_an_error_that_names_it(exchange: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over the bootstrap hosts, topology, control segments, the proxy's place; over mailboxes the job, a registration
-    and the first collective's scratch.
+    """The bootstrap exchanges hosts, topology, control segments and the proxy's place; mailboxes exchange the job, a
+    registration and the first collective's scratch memory. In each exchange a peer may send garbage.
     """
     carry_over = Exchange.carry_over
 
@@ -389,7 +390,8 @@ def test_garbage_from_a_peer_is_an_error_that_names_it(exchange: int, monkeypatc
         assert (error.peer, error.operation) == (1, "bootstrap")
 
 
-# In processes of their own: MPI can't be loaded after another version of libfabric, which an earlier test may load.
+# These run in processes of their own: MPI can't be loaded after another version of libfabric, which an earlier test may
+# have loaded.
 _ALONE = """
 import os
 from proxyccl.channels.joining.bootstrap import as_bootstrap

@@ -64,7 +64,7 @@ def test_another_process_gets_files_that_this_one_opened(name: bytes) -> None:
 
 
 def open_files(directory: Path) -> list[Path]:
-    """The server's files that this process, the server's own, has open."""
+    """Returns the files of a directory that this process, in which the server runs, has open."""
     descriptors = Path("/proc/self/fd")
     targets = [Path(os.readlink(link)) for link in descriptors.iterdir() if link.is_symlink()]
     return [target for target in targets if target.parent == directory]
@@ -98,7 +98,7 @@ def test_a_kind_that_nobody_supplies_is_refused(name: bytes) -> None:
 
 @pytest.fixture
 def socket_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory of sockets, of a short name."""
+    """Makes a directory for sockets with a short path."""
     with tempfile.TemporaryDirectory(dir="/tmp") as made:
         monkeypatch.setenv("PROXYCCL_SOCKETS", made)
         yield Path(made)
@@ -107,7 +107,9 @@ def socket_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_another_network_namespace_is_served_in_the_directory(
     name: bytes, socket_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (socket_directory / f"{bytes(TOKEN_BYTES).hex()}.descriptors").touch()  # whatever else lies there is left alone
+    (
+        socket_directory / f"{bytes(TOKEN_BYTES).hex()}.descriptors"
+    ).touch()  # other files in the directory are left alone
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as killed:
         killed.bind(str(socket_directory / "killed.descriptors"))
     monkeypatch.setattr(sockets, "_abstract", lambda _: bytes(16))  # no such name in this network namespace

@@ -1,4 +1,6 @@
-"""Misspelt environment variables are told, and the list of known ones is that of the code and of the page."""
+"""Misspelt environment variables are reported; the list of known variables agrees with the code and the
+documentation.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exceptions reach other processes, and copies of them are like them."""
+"""Exceptions can be sent to other processes, and copied; a copy equals the original."""
 
 from __future__ import annotations
 

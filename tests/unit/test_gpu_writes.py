@@ -17,7 +17,7 @@ from proxyccl.proxy.verbs.registrations import Registrations
 
 
 class _Counts:
-    """Counts registrations, in place of an opened device's."""
+    """Counts registrations, in place of a device that makes them."""
 
     def __init__(self) -> None:
         self.registered = 0
@@ -39,7 +39,7 @@ class FabricRegistrar(_Counts, FabricEndpoint):  # type: ignore[misc]
 
 
 def gpu(orders: bool) -> Runtime:
-    """A runtime with a device that does or does not order RDMA writes."""
+    """Returns a runtime with a device that does or does not order RDMA writes."""
     memory = SimpleNamespace(ptr=4096, nbytes=4096, close=lambda: None)
     return cast(
         Runtime,

@@ -1,4 +1,4 @@
-"""Sockets between ranks of different hosts: how two ranks find each other, and notice of the other's end."""
+"""Sockets between ranks of different hosts: how two ranks find each other, and how one notices the other's end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def joined(world_size: int) -> list[dict[int, HostLink]]:
-    """The links of ranks that are all on different hosts, by rank."""
+    """Joins ranks that are all on different hosts. Returns each rank's links, by peer."""
     listeners = [Listener(rank) for rank in range(world_size)]
     offers = [listener.offer(1) for listener in listeners]
 
@@ -61,7 +61,7 @@ def joined(world_size: int) -> list[dict[int, HostLink]]:
 
 @pytest.fixture
 def pair() -> Iterator[tuple[HostLink, HostLink]]:
-    """Rank 0's link to rank 1, and the reverse."""
+    """Joins two ranks. Yields rank 0's link to rank 1, and rank 1's link to rank 0."""
     links = joined(2)
     try:
         yield links[0][1], links[1][0]
@@ -71,7 +71,7 @@ def pair() -> Iterator[tuple[HostLink, HostLink]]:
 
 
 def heard(link: HostLink) -> ErrorRecord | Presence | str | None:
-    """The peer's message, as soon as there is one."""
+    """Waits for the peer's message and returns it."""
     poll = select.poll()
     poll.register(link, select.POLLIN)
     assert poll.poll(TIMEOUT * 1000), "nothing is said"
@@ -79,7 +79,7 @@ def heard(link: HostLink) -> ErrorRecord | Presence | str | None:
 
 
 def call(listener: Listener, hello: bytes) -> socket.socket:
-    """Somebody's connection to a listener."""
+    """Connects to a listener and sends `hello`. Returns the connection."""
     offer = listener.offer(1)
     connection = socket.create_connection((offer.addresses[0], offer.port), timeout=TIMEOUT)
     connection.sendall(hello)
@@ -114,7 +114,7 @@ def test_nothing_is_heard_from_a_peer_that_says_nothing(pair: tuple[HostLink, Ho
 
 def test_an_abort_passes_with_its_whole_record(pair: tuple[HostLink, HostLink]) -> None:
     pair[0].send(RECORD)
-    pair[0].close()  # the close does not hide it
+    pair[0].close()  # the close does not hide the message
     assert heard(pair[1]) == RECORD
 
 
@@ -211,12 +211,14 @@ def test_strangers_are_refused_and_do_not_keep_the_peer_out() -> None:
 
 
 def strangers_at(listener: Listener, count: int) -> list[socket.socket]:
-    """Connections that send nothing, or not enough."""
+    """Returns connections to the listener that send nothing, or not enough."""
     return [call(listener, b"GET" if number % 2 else b"") for number in range(count)]
 
 
 def is_hung_up_on(stranger: socket.socket) -> bool:
-    """Waits until the listener closes a connection; with a reset if it has not read everything."""
+    """Waits until the listener closes a connection, which is a reset if the listener has not read everything. Returns
+    False if the listener sends something instead.
+    """
     try:
         return stranger.recv(100) == b""
     except ConnectionResetError:
@@ -283,7 +285,7 @@ def test_strangers_give_way_where_no_descriptor_is_left() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.open("/dev/null", os.O_RDONLY)
     os.close(free)
-    # The limit is on numbers, some of which other tests' descriptors may have.
+    # The limit bounds the numbers of descriptors, some of which belong to other tests' descriptors.
     used = {int(number) for number in os.listdir("/proc/self/fd")} - {free}
     left = itertools.islice((number for number in itertools.count(free) if number not in used), 5)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(left) + 1, before[1]))  # two for the selector, some to accept
@@ -333,10 +335,10 @@ def test_many_addresses_of_a_peer_make_one_link() -> None:
 
 @pytest.mark.parametrize("when", ["at once", "later"])
 def test_a_host_that_is_out_of_reach_for_a_moment_is_called_again(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Like a link that is down: the call fails when it begins or later."""
+    """While a link is down, a connection attempt fails when it begins or later; it must be repeated."""
 
     class Unreachable(socket.socket):
-        """The first two are unreachable."""
+        """A socket whose first two calls fail as unreachable."""
 
         calls = 0
 
@@ -363,7 +365,9 @@ def test_a_host_that_is_out_of_reach_for_a_moment_is_called_again(when: str, mon
 
 
 def test_an_echo_is_no_answer() -> None:
-    """TCP connects a port to itself if nobody listens there and the system happens to choose it for the caller."""
+    """TCP connects a port to itself if nobody listens on it and the system happens to choose the same port for the
+    caller. Such an echo must not be taken for a peer's answer.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
         server.settimeout(TIMEOUT)
 

@@ -1,4 +1,4 @@
-"""`proxyccl_memmove`: bytes arrive whatever the places of target and source, and ranges may overlap."""
+"""`proxyccl_memmove`: copies are correct for any alignment of target and source, and ranges may overlap."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from proxyccl.device._native import ffi, lib
 
 PAGE = 4096
 LENGTHS = [0, 1, 2047, 2048, 2049, 2048 + 127, 5000, 3 * PAGE]
-DISTANCES = [0, 1, 16, 63, 64, 2048, PAGE - 1]  # of target from source, in their pages
+DISTANCES = [0, 1, 16, 63, 64, 2048, PAGE - 1]  # offsets of the target's page position from the source's
 
 
 def move(dst: np.ndarray, src: np.ndarray, nbytes: int) -> None:

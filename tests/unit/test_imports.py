@@ -1,4 +1,4 @@
-"""`import proxyccl` imports what a program uses, when it uses it."""
+"""`import proxyccl` imports modules lazily: each when a program first uses it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from proxyccl.device.errors import ArgumentError
 
 
 def loaded(program: str) -> set[str]:
-    """The modules that a program of its own has loaded at its end."""
+    """Runs a program in a new interpreter, and returns the modules that it has loaded at its end."""
     program += "\nimport sys\nprint(*sys.modules)"
     return set(subprocess.check_output([sys.executable, "-c", program], text=True, timeout=120).split())
 

@@ -14,7 +14,9 @@ class Argument:
 
 
 def test_dropped_streams_and_ended_threads_keep_few_arguments() -> None:
-    """Their last launches, which no event follows, do not add up."""
+    """No event follows the last launches of dropped streams and ended threads, and still their arguments are
+    released.
+    """
     runtime = open_runtime("host")
     shared, kept = runtime.create_stream(), []
 

@@ -1,7 +1,8 @@
 """The preconditions of flags that are stored relaxed after loads (device/include/MEMORY_ORDER.md).
 
-A kernel begins when the kernels before it have ended, and a value that was used has been loaded. The former fails for a
-launch that overlaps with the previous kernel, the latter for copies that no register waits for.
+A kernel begins when the kernels before it have ended, and a value that was used has been loaded. The first precondition
+fails for a launch that overlaps with the previous kernel, the second for asynchronous copies, which no register waits
+for.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ ATTRIBUTES = r"cuLaunchKernelEx|LAUNCH_ATTRIBUTE|PROGRAMMATIC|hipDrvLaunchKernel
 
 
 def found(pattern: str, paths: list[Path]) -> list[str]:
-    """The lines with a pattern, as path:line."""
+    """Returns the lines that match a pattern, as path:line."""
     return [
         f"{path.relative_to(ROOT)}:{number}"
         for path in paths

@@ -152,7 +152,7 @@ def test_a_value_that_is_being_discarded_is_made_anew_afterwards() -> None:
 
 
 class Failing:
-    """A cache that can't discard "b", and what it has discarded."""
+    """A cache that can't discard "b", and a list of the values that it has discarded."""
 
     def __init__(self) -> None:
         self.discarded: list[str] = []
@@ -183,6 +183,6 @@ def test_closing_discards_everything_even_if_one_fails() -> None:
     with pytest.raises(OSError, match="busy"):
         cache.close()
     assert sorted(discarded) == ["a", "b", "c"]
-    cache.release("a")  # by a user that was not done yet: there is nothing to do
+    cache.release("a")  # by a user that still had the value: nothing happens
     with pytest.raises(ClosedError):
         cache.acquire("a", lambda: "a")

@@ -28,7 +28,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def as_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on this process is a different user from the files' owner, who is not root either."""
+    """Makes files look as if they belonged to another user, who is not root."""
     info = os.fstat
 
     def of_another(descriptor: int) -> os.stat_result:
@@ -78,7 +78,7 @@ def test_a_directory_of_root_is_taken_and_one_of_a_third_user_is_not() -> None:
         theirs.mkdir()
         roots.mkdir()
         os.chown(theirs, STRANGER, STRANGER)
-        with pytest.raises(UntrustedPathError, match="belongs to user"):  # even for root
+        with pytest.raises(UntrustedPathError, match="belongs to user"):  # root also refuses
             require_private(theirs)
         os.seteuid(STRANGER + 1)
         try:

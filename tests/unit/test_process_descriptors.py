@@ -19,7 +19,7 @@ from proxyccl.proxy.processes import start_of
 
 
 def sleeper() -> subprocess.Popen[bytes]:
-    """A process that ends with its input."""
+    """Starts a process that ends when its standard input is closed."""
     return subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
 
 

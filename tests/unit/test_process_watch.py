@@ -33,7 +33,7 @@ def processes() -> Iterator[Processes]:
 
 
 class Watching:
-    """The watch of rank 2 among ranks 0 to 10; all others are processes."""
+    """The process watch of rank 2 among ranks 0 to 10; each other rank is a process."""
 
     def __init__(self, processes: Processes) -> None:
         self.left: set[int] = set()
@@ -43,7 +43,7 @@ class Watching:
         self.watch = ProcessWatch(2, named, self.left.__contains__)
 
     def follow(self) -> list[int]:
-        """The ranks that are lost."""
+        """Updates the watch. Returns the ranks that are lost."""
         _, old, lost = self.watch.follow()
         for descriptor in old:
             release(descriptor)
@@ -124,7 +124,7 @@ EXIT = {"x86_64": 60, "aarch64": 93}
 
 @pytest.fixture
 def ending() -> Iterator[PeerProcess]:
-    """A process whose first thread has ended; another one still runs."""
+    """Starts a process whose first thread has ended while another thread still runs."""
     if os.uname().machine not in EXIT:
         pytest.skip("another system's numbers of calls")
     program = [sys.executable, "-c", ENDS_ITS_FIRST_THREAD.format(exit=EXIT[os.uname().machine])]
@@ -145,7 +145,9 @@ def test_a_process_whose_first_thread_has_ended_is_ending(ending: PeerProcess) -
     watch = ProcessWatch(0, {1: ending}, lambda _: False)
     assert ending.is_ending
     assert not has_ended(watch.descriptor_of(1))
-    late = acquire(replace(ending, token=bytes(15) + b"1"))  # whoever did not watch it: its memory is still reached
+    late = acquire(
+        replace(ending, token=bytes(15) + b"1")
+    )  # a rank that starts to watch now: the process still has its memory
     assert not has_ended(late)
     release(late)
     watch.close()

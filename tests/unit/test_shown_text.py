@@ -1,4 +1,4 @@
-"""Text of other programs on a terminal and on a page."""
+"""Text from other programs is made safe before it is shown on a terminal or on a page."""
 
 from __future__ import annotations
 

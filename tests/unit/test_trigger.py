@@ -133,7 +133,7 @@ extern "C" __global__ void put(ProxyChannelDeviceHandle channel, unsigned long d
 
 
 def test_a_kernels_triggers_arrive_as_they_were_made() -> None:
-    """Python unpacks the triggers that a kernel packs, over many laps of a small ring."""
+    """A kernel packs triggers and Python unpacks them, over many laps of a small ring."""
     with Ranks(1, fifo_size=4) as ranks:
         seen: list[Trigger] = []
 

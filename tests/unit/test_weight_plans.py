@@ -38,7 +38,9 @@ class Memory:
 
 
 def held(name: str, size: tuple[int, ...], dtype: str, boxes: list[Box]) -> Memory:
-    """A holder with boxes of a tensor, one after another, each within a larger array if it is odd."""
+    """Returns the memory of a holder with boxes of a tensor, one after another. Every second box lies within a larger
+    array, so that it is not contiguous.
+    """
     itemsize, parts, at = np.dtype(dtype).itemsize, [], 0
     for number, box in enumerate(boxes):
         margin = number % 2  # an element at the end of each row
@@ -71,7 +73,7 @@ def simulate(
 
 
 def cut_small() -> Any:
-    """Boxes of any size are cut for the sake of balance."""
+    """Lets plans cut boxes of any size to balance the load."""
     return mock.patch.object(planner, "_SHORTEST", 1)
 
 
@@ -94,7 +96,7 @@ def boxes(draw: st.DrawFn, size: tuple[int, ...]) -> Box:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[dict[str, Memory], dict[str, Memory], dict[str, int], NDArray[Any]]:
-    """Sources of two meshes, targets of one and of any boxes, and their nodes."""
+    """Draws sources on one or two meshes, targets on a mesh or with any boxes, their nodes, and the tensor."""
     size = draw(SIZES)
     dtype = draw(st.sampled_from(("uint8", "int16", "float64")))
     tensor = np.arange(1, np.prod(size, dtype=int) + 1).reshape(size).astype(dtype)

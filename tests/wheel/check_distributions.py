@@ -48,7 +48,7 @@ def run(
 
 
 def only(directory: Path, pattern: str) -> Path:
-    """The one file of a directory that matches.
+    """Returns the one file of a directory that matches a pattern.
 
     Raises:
         CheckError: there are none or several.
@@ -61,7 +61,7 @@ def only(directory: Path, pattern: str) -> Path:
 
 
 def check_platform(wheel: Path) -> str:
-    """The manylinux tag that auditwheel finds the wheel consistent with, which its name must say.
+    """Returns the manylinux tag with which auditwheel finds the wheel consistent, and which the wheel's name must have.
 
     Raises:
         CheckError: it is consistent with no manylinux tag, or named otherwise.
@@ -76,7 +76,8 @@ def check_platform(wheel: Path) -> str:
 
 
 def check_sdist(sdist: Path) -> int:
-    """Number of files in the sdist: all tracked files, except those that belong only to the repository.
+    """Checks that the sdist has all tracked files, except those that belong only to the repository. Returns its number
+    of files.
 
     Raises:
         CheckError: some are missing.
@@ -91,7 +92,7 @@ def check_sdist(sdist: Path) -> int:
 
 
 def first_program() -> str:
-    """README's first program."""
+    """Returns README's first program."""
     program = re.search(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     if program is None:
         raise CheckError("README.md has no program")
@@ -99,7 +100,7 @@ def first_program() -> str:
 
 
 def run_first_program(wheel: Path, directory: Path) -> str:
-    """The output of README's first program on 4 ranks, from the wheel, without a compiler.
+    """Runs README's first program on 4 ranks, from the wheel, without a compiler. Returns its output.
 
     Raises:
         CheckError: the installation or the program failed, a rank printed nothing, or a build tool can be found.

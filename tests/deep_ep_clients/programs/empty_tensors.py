@@ -1,4 +1,5 @@
-"""Calls of all modes where some ranks have no tokens, and others get no rows: torch's empty tensors are at address 0.
+"""Makes calls of all modes in which some ranks have no tokens and others get no rows: torch's empty tensors are at
+address 0.
 
 Kernels are compiled with the options of PROXYCCL_CXXFLAGS, among them a sanitizer of the caller's choice.
 """

@@ -1,7 +1,7 @@
 """Spawns two ranks with a process group of gloo; each runs clients with `import deep_ep` alone.
 
-On the host runtime DeepEP's helpers join the ranks, and the clients are three of vLLM's. On a GPU, which the ranks may
-share, they are all.
+On the host runtime DeepEP's helpers join the ranks, and three of vLLM's clients run. On a GPU, which the ranks may
+share, all clients run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RANKS = 2
 
 
 def run(rank: int, store: str) -> None:
-    """One rank."""
+    """Runs one rank."""
     import deep_ep
 
     from support.cases.deep_ep_clients import CLIENTS, Mixture, require_close
@@ -39,7 +39,7 @@ def run(rank: int, store: str) -> None:
     else:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     mixture = Mixture.of(rank, RANKS, device)
-    assert deep_ep.Buffer(dist.group.WORLD).communicator.timeout >= 100  # ranks compile between their calls
+    assert deep_ep.Buffer(dist.group.WORLD).communicator.timeout >= 100  # ranks compile kernels between their calls
     for name in ("vLLM high throughput", "vLLM low latency, float8", "vLLM elastic") if ON_HOST else CLIENTS:
         require_close(CLIENTS[name](dist.group.WORLD, mixture), mixture, float8="float8" in name or "SGLang" in name)
     dist.destroy_process_group()

@@ -1,6 +1,5 @@
-"""A client in both modes whose last rank is killed: the others continue with their buffers.
-
-Each of the others prints its rank and its observations.
+"""Runs a client in both modes, and kills its last rank: the other ranks continue with their buffers. Each of them
+prints its rank and its observations.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ buffer = deep_ep.Buffer(comm, low_latency_mode=True, enable_shrink=True)
 
 
 def without(lost: list[int]) -> Mixture:
-    """The mixture in which slots of lost ranks' experts choose nothing."""
+    """Returns the mixture with slots of lost ranks' experts changed to choose no expert."""
     ids = mixture.ids.where(~torch.isin(mixture.ids // per_rank, torch.tensor(lost, dtype=torch.int64)), -1)
     return Mixture(mixture.tokens, ids, mixture.weights, mixture.experts, most)
 

@@ -18,7 +18,7 @@ if not IN_MACHINE:
 
 # libfabric sizes a completion queue for this many peers of 256 requests each; a device of Soft-RoCE has 32767 entries.
 os.environ.setdefault("FI_UNIVERSE_SIZE", "16")
-# Its own cache would keep memory registered, and readable for peers, after this side has deregistered it.
+# libfabric's own cache would keep memory registered, and readable for peers, after the library has deregistered it.
 os.environ.setdefault("FI_MR_CACHE_MAX_COUNT", "0")
 
 
@@ -34,7 +34,9 @@ def wire() -> Iterator[Wire]:
 
 @pytest.fixture(autouse=True)
 def _compiled_outside(pytestconfig: pytest.Config) -> Iterator[None]:
-    """Fails a test of `make test` whose kernels were compiled in here, which takes ten times as long as most tests."""
+    """Fails a test of `make test` that compiled kernels inside the machine, which takes ten times as long as most
+    tests.
+    """
     before = {path.name for path in cache_dir().iterdir()}
     yield
     added = {path.name for path in cache_dir().iterdir()} - before

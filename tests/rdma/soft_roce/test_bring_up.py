@@ -98,7 +98,7 @@ class Ends:
         return self.post("IBV_WR_RDMA_WRITE", source, destination.address, destination.key)
 
     def attributes(self, endpoint: Endpoint, *mask: str) -> Any:
-        """The attributes of an endpoint's queue pair, from the device."""
+        """Queries the device for attributes of an endpoint's queue pair, and returns them."""
         return endpoint._qp.query(sum(self.api.enumerator(f"IBV_QP_{name}") for name in mask))[0]
 
     def close(self) -> None:
@@ -114,7 +114,7 @@ def ends(devices: list[RdmaDevice]) -> Iterator[Ends]:
 
 
 def resources(device: str) -> dict[str, int]:
-    """The number of objects of each kind that the device has."""
+    """Returns the number of objects of each kind that a device has."""
     (counts,) = json.loads(run("rdma", "--json", "resource", "show", device))
     return {kind: counts[kind] for kind in ("pd", "cq", "qp", "mr")}
 
@@ -237,7 +237,7 @@ def test_a_device_that_went_is_told(devices: list[RdmaDevice]) -> None:
 
 
 def in_another_process(body: Callable[[], Any]) -> Any:
-    """The result of `body` in a process forked from this one."""
+    """Runs `body` in a process forked from this one, and returns its result."""
     processes = multiprocessing.get_context("fork")
     here, there = processes.Pipe(duplex=False)
     process = processes.Process(target=lambda: there.send(body()), daemon=True)
@@ -251,7 +251,7 @@ def in_another_process(body: Callable[[], Any]) -> Any:
 
 @pytest.fixture
 def device_file() -> Iterator[Path]:
-    """The first device's file, restored afterwards."""
+    """Yields the first device's file, and restores it after the test."""
     (entry,) = (path for path in Path("/sys/class/infiniband_verbs").glob("uverbs*") if device_of(path) == DEVICES[0])
     file, aside = Path("/dev/infiniband", entry.name), Path("/dev/aside")
     mode = file.stat().st_mode

@@ -1,4 +1,4 @@
-"""Collectives across two nodes of two ranks: the results of one node, bit by bit for integers."""
+"""Collectives across two nodes of two ranks: results must equal those of one node, for integers bit by bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALWAYS = {("all_reduce", "hierarchical"), ("reduce_scatter", None), ("all_to_all
 
 
 def case(collective: str, algorithm: str | None) -> Any:
-    """One as a parameter; most run only with --full."""
+    """Returns a collective and an algorithm as a test parameter; most run only with --full."""
     marks = [] if (collective, algorithm) in ALWAYS else pytest.mark.full
     return pytest.param(collective, algorithm, id=f"{algorithm}-{collective}", marks=marks)
 
@@ -62,7 +62,7 @@ def test_the_other_collectives(nodes: Ranks, collective: str, algorithm: str | N
 
 
 def experts_flow(comm: Communicator) -> tuple[bytes, bytes]:
-    """The results of dispatch and combine for integers in float32, whose sums are exact."""
+    """Makes a dispatch and a combine of integers in float32, whose sums are exact, and returns both results."""
     tokens, hidden, topk, experts_per_rank = 7 + comm.rank, 16, 2, 2
     rng = np.random.default_rng(comm.rank)
     x = rng.integers(-100, 100, (tokens, hidden)).astype(np.float32)
@@ -82,7 +82,7 @@ def test_dispatch_and_combine_give_what_they_give_on_one_node(nodes: Ranks) -> N
 
 @pytest.mark.slow
 def test_the_same_over_a_bad_wire(nodes: Ranks, wire: Wire) -> None:
-    """The queue pairs handle loss and delay by retransmission."""
+    """Collectives are right if the wire loses and delays packets, because the queue pairs retransmit."""
     wire.disturb("loss", "2%", "delay", "1ms")
 
     def body(comm: Communicator) -> None:

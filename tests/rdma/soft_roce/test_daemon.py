@@ -49,7 +49,7 @@ def two_nodes(local: int = LOCAL, transport: object = None) -> Ranks:
 
 
 def open_devices(daemon: RunningDaemon) -> list[str]:
-    """The RDMA devices that the daemon has open, one entry for each rank that uses one."""
+    """Returns the RDMA devices that the daemon has open, with one entry for each rank that uses one."""
     files = (os.readlink(path) for path in Path(f"/proc/{daemon.process.pid}/fd").iterdir())
     return [file for file in files if "uverbs" in file]
 

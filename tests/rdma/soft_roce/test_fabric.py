@@ -25,7 +25,7 @@ def bytes_sent(interface: str) -> int:
 
 
 def exchange(comm: Communicator) -> None:
-    """Half of each rank's data goes to the other, by proxy."""
+    """Exchanges half of each rank's data by proxy, and checks the result."""
     given = comm.empty(2 * COUNT, "int32").upload(np.arange(2 * COUNT) + comm.rank)
     taken = comm.empty(2 * COUNT, "int32")
     comm.all_to_all(given, out=taken, algorithm="proxy")

@@ -40,7 +40,7 @@ class Other:
 
 
 def connected() -> tuple[Endpoint, Other]:
-    """Two endpoints: one here, the other in another process on the other device."""
+    """Returns two connected endpoints: one in this process, the other in another process on the other device."""
     other = Other(1)
     here = Endpoint(0)
     here.connect(other.address)

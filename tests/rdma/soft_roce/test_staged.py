@@ -69,12 +69,12 @@ def test_channels_and_collectives_are_the_same_over_it() -> None:
 
     with ranks(LOCAL, BETWEEN) as nodes:
         left = nodes.run(body)
-    for rank, (target, _) in enumerate(left):  # puts that nobody waited for arrived before any rank ended
+    for rank, (target, _) in enumerate(left):  # puts without a wait arrived before any rank ended
         assert np.array_equal(target.numpy(), bytes_of((rank + LOCAL) % RANKS, 200_000))
 
 
 def put_and_flush(comm: Communicator) -> None:
-    """A flush word of rank 0 means that its data is with rank 1."""
+    """Lets rank 0 put and flush; when its flush word is set, the data must be in rank 1's memory."""
     size = 100_000
     target = comm.empty(size, "uint8").fill(0)
     channels = comm.proxy_channels(target, bytes_of(comm.rank, size))
@@ -98,7 +98,7 @@ def abort_a_wait(comm: Communicator) -> None:
 
 
 def test_ranks_that_can_not_register_memory_are_staged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks learn of it, and the reason."""
+    """If a rank can't register memory, all ranks learn that and the reason, and use the staged transport."""
     probe = Registrations.unsupported_reason
 
     def unsupported_reason(registrations: Registrations, runtime: Runtime, gpu_writes: str) -> str:

@@ -58,7 +58,9 @@ def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[TwoHosts]:
 
 
 def test_blocks_arrive_where_they_belong(two: TwoHosts) -> None:
-    """Of the host's memory and of a device's, read and written; then memory that the peer has deregistered."""
+    """Blocks of host and of device memory are read and written; then a transfer names memory that the peer has
+    deregistered.
+    """
     (a, b), before = two.agents, sum(map(packets_sent, INTERFACES))
     near, far = two.regions
     rows = strided(near[0].address, far[0].address, 1003, 60, 1501, 2003)

@@ -129,7 +129,7 @@ def lost_peer(bootstrap: PairBootstrap) -> None:
 
 
 def in_daemon(bootstrap: PairBootstrap) -> None:
-    """The same between two node daemons, one in each machine."""
+    """Runs the same steps between two node daemons, one in each machine."""
     with tempfile.TemporaryDirectory() as directory, running_daemon(Path(directory, "socket")) as daemon:
         os.environ |= {"PROXYCCL_PROXY": "daemon", "PROXYCCL_DAEMON_SOCKET": str(daemon.path)}
         for step in (example, collectives, abort):

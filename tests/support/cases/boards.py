@@ -12,10 +12,11 @@ _QUESTIONS = 20
 
 
 def check_boards(boards: Sequence[Board]) -> None:
-    """All ranks read the notes; of answers that ranks give at once, one wins, on all ranks.
+    """Checks that all ranks read the posted notes, and that of the answers that ranks give concurrently, all ranks see
+    the same one win.
 
     Args:
-        boards: of all ranks, by rank.
+        boards: the boards of all ranks, indexed by rank.
     """
     boards[1].post(7, b"here\0")
     for board in boards:

@@ -2,17 +2,18 @@
 
 Each client runs a mixture of experts whose expert e multiplies by e + 1, so `expected` can compute the output.
 
-What they take from `deep_ep`, as their repositories had it on 2026-11-27. `USED` has the names; the calls are below.
+`USED` has the names that each client takes from `deep_ep`, and the functions below make its calls, as the clients'
+repositories had them on 2026-11-27. The clients are:
 
 - vLLM, also in its release 0.33.0: vllm/model_executor/layers/fused_moe/prepare_finalize/deepep_{ht,ll,v2}.py, and
   vllm/distributed/device_communicators/all2all.py for how it makes buffers.
-  `clean_buffers` of all2all.py clears the whole buffer by `get_local_buffer_tensor`.
+  `clean_buffers` of all2all.py clears the whole buffer through `get_local_buffer_tensor`.
 - SGLang, also in its release 0.5.23: python/sglang/srt/layers/moe/token_dispatcher/deepep.py, and for DeepEP 2
   deepep_v2.py beside it
-- Megatron-LM: megatron/core/transformer/moe/fused_a2a.py. It asks for `HybridEPBuffer`, and goes on without.
+- Megatron-LM: megatron/core/transformer/moe/fused_a2a.py. It tries to import `HybridEPBuffer`, and goes on without it.
 - TorchTitan: torchtitan/distributed/deepep/deepep.py
 - slime: slime_plugins, which wraps `Buffer.__init__`
-- verl takes Megatron-LM's. TensorRT-LLM takes a copy of its own, `tensorrt_llm.deep_ep`.
+- verl uses Megatron-LM's code. TensorRT-LLM imports its own copy of DeepEP, `tensorrt_llm.deep_ep`.
 - NeMo: nemo_automodel/components/moe/megatron/fused_a2a.py
 """
 
@@ -48,7 +49,9 @@ class Mixture:
 
     @staticmethod
     def of(rank: int, ranks: int, device: Any = None) -> Mixture:
-        """A rank's share, on the CPU if no device is named. Ranks differ in their tokens; the second has none."""
+        """Returns a rank's tokens and routing, on the CPU if no device is named. Ranks have different numbers of
+        tokens; rank 1 has none.
+        """
         hidden, topk, experts_per_rank = 1024, 4, 4
         generator = torch.Generator().manual_seed(rank)
         counts, experts = (9, 0, 17, 4), ranks * experts_per_rank
@@ -60,43 +63,43 @@ class Mixture:
 
     @property
     def expected(self) -> Tensor:
-        """float32 [T, hidden]: the sums."""
+        """The expected output, float32 [T, hidden]: for each token, the weighted sum of its experts' results."""
         factors = torch.where(self.ids >= 0, self.weights * (self.ids + 1), 0).sum(1, keepdim=True)
         return self.tokens.float() * factors
 
 
 def quantized(tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows in float8 and a scale for each 128 elements."""
+    """Returns the rows in float8, and a scale for each 128 elements."""
     groups = tokens.float().view(len(tokens), tokens.shape[1] // 128, 128)
     scales = groups.abs().amax(-1).clamp(min=1e-4) / 448
     return (groups / scales[..., None]).to(torch.float8_e4m3fn).view(tokens.shape), scales
 
 
 def dequantized(rows: Tensor, scales: Tensor) -> Tensor:
-    """Those rows in float32."""
+    """Returns the rows that `quantized` made, in float32."""
     groups = rows.float().view(*rows.shape[:-1], scales.shape[-1], -1)
     return (groups * scales.unsqueeze(-1)).reshape(rows.shape)
 
 
 def sums_of_experts(rows: Tensor, ids: Tensor, weights: Tensor, first_expert: int) -> Tensor:
-    """The results of this rank's experts for rows, one for each token and rank."""
+    """Returns the weighted sums of this rank's experts' results, for rows that arrive once per token and rank."""
     factors = torch.where(ids >= 0, weights * (ids + first_expert + 1), 0).sum(1, keepdim=True)
     return (rows.float() * factors).to(torch.bfloat16)
 
 
 def experts_of(rank: int, results: Tensor) -> Tensor:
-    """The numbers of a rank's experts plus 1, to multiply padded rows with."""
+    """Returns the factors by which a rank's experts multiply padded rows: each expert's number plus 1."""
     return (torch.arange(len(results), device=results.device) + rank * len(results) + 1).view(-1, 1, 1)
 
 
 def only_received(rows: Tensor, counts: Tensor) -> Tensor:
-    """Padded rows, with zeros where none arrived."""
+    """Returns padded rows with zeros in place of rows that did not arrive."""
     places = torch.arange(rows.shape[1], device=rows.device)
     return torch.where(places[None, :, None] < counts[:, None, None], rows, 0)
 
 
 def vllm_high_throughput(group: Any, mixture: Mixture, *, float8: bool) -> Tensor:
-    """vLLM's high-throughput path: normal mode without events."""
+    """Makes the calls of vLLM's high-throughput path: normal mode without events. Returns the output."""
     buffer = deep_ep.Buffer(
         group=group,
         num_nvl_bytes=1 << 30,
@@ -148,7 +151,9 @@ def vllm_high_throughput(group: Any, mixture: Mixture, *, float8: bool) -> Tenso
 
 
 def vllm_low_latency(group: Any, mixture: Mixture, *, float8: bool, asynchronous: bool) -> Tensor:
-    """vLLM's low-latency path: received by a hook, and combined into its own tensor, by a hook if asynchronous."""
+    """Makes the calls of vLLM's low-latency path: rows are received by a hook, and combined into a tensor that the
+    caller passes, also by a hook if `asynchronous`. Returns the output.
+    """
     ranks = group.size() if hasattr(group, "size") else group.world_size
     buffer = deep_ep.Buffer(
         group=group,
@@ -216,7 +221,7 @@ class SGLang:
         self.mixture = mixture
 
     def normal(self) -> Tensor:
-        """Its path for prompts."""
+        """Makes the calls that SGLang makes for prompts (normal mode). Returns the output."""
         buffer, mixture = self.buffer, self.mixture
         previous = deep_ep.Buffer.capture()
         per_rank, per_node, per_expert, in_rank, previous = buffer.get_dispatch_layout(
@@ -256,7 +261,9 @@ class SGLang:
         return combined
 
     def low_latency(self, *, hooks: bool) -> Tensor:
-        """Its path for decoding, with hooks or events, and scales in DeepGEMM's layout."""
+        """Makes the calls that SGLang makes for decoding (low-latency mode), with hooks or with events, and with scales
+        in DeepGEMM's layout. Returns the output.
+        """
         buffer, mixture = self.buffer, self.mixture
         buffer.clean_low_latency_buffer(mixture.most_tokens, mixture.tokens.shape[1], mixture.experts)
         (rows, scales), counts, handle, event, hook = buffer.low_latency_dispatch(
@@ -273,7 +280,7 @@ class SGLang:
         hook() if hooks else event.current_stream_wait()
         assert scales.dtype == torch.int32
         assert scales.stride()[-2] == 1
-        assert scales.stride()[-1] % 4 == 0  # DeepGEMM's bulk copies need 16 bytes
+        assert scales.stride()[-1] % 4 == 0  # DeepGEMM's bulk copies need multiples of 16 bytes
         exponents = scales.contiguous().view(torch.uint8).view(*rows.shape[:2], -1)
         values = dequantized(rows, (exponents.to(torch.int32) << 23).view(torch.float32))
         values = only_received(values, counts)
@@ -340,10 +347,10 @@ class _MegatronCombine(torch.autograd.Function):
 
 
 def megatron(group: Any, mixture: Mixture) -> tuple[Tensor, Tensor, Tensor]:
-    """Megatron-LM's fused dispatch and combine, with their backward passes.
+    """Makes the calls of Megatron-LM's fused dispatch and combine, and of their backward passes.
 
     Returns:
-        The output, and the gradients of tokens and weights where the output's is 1 everywhere.
+        The output, and the gradients of tokens and weights if the output's gradient is 1 everywhere.
     """
     ranks = group.size() if hasattr(group, "size") else group.world_size
     config = deep_ep.Buffer.get_dispatch_config(ranks)
@@ -364,7 +371,9 @@ def megatron(group: Any, mixture: Mixture) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def vllm_elastic(group: Any, mixture: Mixture, *, float8: bool, decoding: bool) -> Tensor:
-    """vLLM's paths of DeepEP 2: expanded rows for prompts, and rows without a wait on the CPU for decoding."""
+    """Makes the calls of vLLM's paths for DeepEP 2: for prompts with expanded rows, for decoding without a wait on the
+    CPU. Returns the output.
+    """
     buffer = deep_ep.ElasticBuffer(
         group=group,
         num_max_tokens_per_rank=mixture.most_tokens,
@@ -412,7 +421,9 @@ def vllm_elastic(group: Any, mixture: Mixture, *, float8: bool, decoding: bool) 
 
 
 def sglang_elastic(group: Any, mixture: Mixture) -> Tensor:
-    """SGLang's path of DeepEP 2: asynchronous calls, and scales in DeepGEMM's layout."""
+    """Makes the calls of SGLang's path for DeepEP 2: asynchronous, with scales in DeepGEMM's layout. Returns the
+    output.
+    """
     sizes = {"num_topk": mixture.ids.shape[1], "use_fp8_dispatch": True, "allow_hybrid_mode": True}
     hidden = mixture.tokens.shape[1]
     hint = deep_ep.ElasticBuffer.get_buffer_size_hint(group, mixture.most_tokens, hidden, **sizes)
@@ -487,7 +498,9 @@ class _NemoCombine(torch.autograd.Function):
 
 
 def nemo(group: Any, mixture: Mixture) -> tuple[Tensor, Tensor, Tensor]:
-    """NeMo's dispatch and combine without a wait on the CPU, with their backward passes; like `megatron`."""
+    """Makes the calls of NeMo's dispatch and combine, which do not wait on the CPU, and of their backward passes.
+    Returns the same as `megatron`.
+    """
     buffer = deep_ep.ElasticBuffer(
         group,
         num_max_tokens_per_rank=mixture.most_tokens,
@@ -506,7 +519,9 @@ def nemo(group: Any, mixture: Mixture) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def torchtitan(group: Any, mixture: Mixture) -> Tensor:
-    """TorchTitan's operators: each call after an event, and those of the backward pass by the same handle."""
+    """Makes the calls of TorchTitan's operators: each waits for an event, and the backward pass uses the forward pass's
+    handle. Returns the output.
+    """
     buffer = deep_ep.Buffer(group, 0, 0)
     per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(
         topk_idx=mixture.ids, num_experts=mixture.experts

@@ -17,7 +17,7 @@ Tensor = Any
 
 
 def signature(call: Callable[..., Any]) -> str:
-    """A call's arguments with their defaults, without self and other keywords."""
+    """Returns a call's parameters with their defaults, without `self` and without `**` parameters."""
     return " ".join(
         each.name if each.default is each.empty else f"{each.name}={each.default}"
         for each in inspect.signature(call).parameters.values()
@@ -26,7 +26,7 @@ def signature(call: Callable[..., Any]) -> str:
 
 
 def same(got: Tensor, expected: Tensor) -> None:
-    """Equal values, shape and type; for float8 equal bits."""
+    """Asserts that two tensors have equal values, shape and type; for float8, equal bits."""
     assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
     if got.dtype == torch.float8_e4m3fn:
         got, expected = got.view(torch.uint8), expected.view(torch.uint8)
@@ -39,10 +39,10 @@ class Arrived:
 
     Attributes:
         tokens: bfloat16 [N, hidden].
-        ids: int64 [N, topk]: the experts' numbers on the rank, -1 for others.
-        weights: float32 [N, topk], zero for others.
-        sources, numbers: int64 and int32 [N]: each token's rank, and its number there.
-        experts: of the rank.
+        ids: int64 [N, topk]: the experts' numbers within this rank, -1 for experts of other ranks.
+        weights: float32 [N, topk], zero for experts of other ranks.
+        sources, numbers: int64 and int32 [N]: the rank that each token comes from, and the token's number on that rank.
+        experts: number of experts of this rank.
     """
 
     tokens: Tensor
@@ -54,7 +54,7 @@ class Arrived:
 
     @staticmethod
     def at(comm: Communicator) -> Arrived:
-        """Those of all ranks' `Mixture` at this rank."""
+        """Returns the tokens that reach this rank if every rank dispatches its `Mixture`."""
         parts = []
         for source in range(comm.world_size):
             mixture = Mixture.of(source, comm.world_size, torch_device(comm))
@@ -79,8 +79,8 @@ class Arrived:
         return [int((self.ids == expert).sum()) for expert in range(self.experts)]
 
     def expanded(self, alignment: int) -> tuple[Tensor, Tensor]:
-        """Where each slot's row is if there is one for each, int64 [N, topk], -1 for others; and bool [R], which rows
-        are not gaps.
+        """Returns the layout of expanded rows, which have one row for each slot of this rank's experts: the row of each
+        slot, int64 [N, topk], -1 for slots of other ranks; and which rows are not gaps, bool [R].
         """
         slots, end = torch.full_like(self.ids, -1), 0
         for expert, count in enumerate(self.per_expert):

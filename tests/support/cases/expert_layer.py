@@ -31,12 +31,12 @@ class Case:
 
     Attributes:
         tokens: number of tokens of each rank.
-        local_world_size: ranks of a node; None for all.
+        local_world_size: number of ranks of a node; None if all ranks are on one node.
         routing: how the experts are chosen.
         scatter: the full scatter indices to pass: None, "sorted" (the layer's own order) or "random".
-        alignment: of the layer's experts, or None.
-        spare_tokens: how much larger max_tokens is than the most tokens.
-        spare_rows: None for outputs of the exact size, else how many rows they have beyond the most that arrive.
+        alignment: the layer's `alignment` of each expert's rows, or None.
+        spare_tokens: by how much the layer's max_tokens exceeds the largest number of tokens of a rank.
+        spare_rows: None for outputs of the exact size, else by how many rows the outputs exceed the most that arrive.
         halves: whether dispatch and combine are called in two halves.
     """
 
@@ -106,7 +106,7 @@ class Plan:
     """The inputs of all ranks of a case, and the outputs that each must get.
 
     Attributes:
-        most_rows: the fixed maximum of rows; None in the exact mode.
+        most_rows: the fixed number of rows of every output; None if outputs have the exact size.
     """
 
     def __init__(self, case: Case) -> None:
@@ -125,7 +125,7 @@ class Plan:
 
     @functools.cached_property
     def inputs(self) -> list[Values]:
-        """Any bytes: data without arithmetic arrives unchanged, even if it is not a number."""
+        """Random bytes for each rank's tokens: dispatch does no arithmetic, so even NaNs must arrive unchanged."""
         return [self._bytes(tokens, rank, 0) for rank, tokens in enumerate(self.case.tokens)]
 
     @functools.cached_property
@@ -139,7 +139,7 @@ class Plan:
 
     @functools.cached_property
     def results(self) -> list[Values]:
-        """The results of each rank's experts for their rows: anything, since combine is linear in them."""
+        """Random results of each rank's experts for their rows. Combine is linear in them, so any values will do."""
         rngs = [np.random.default_rng((self.case.seed, rank, 3)) for rank in range(self.case.ranks)]
         return [
             rng.normal(size=(rows, self.case.hidden)).astype(numpy_dtype(self.case.dtype))
@@ -148,7 +148,9 @@ class Plan:
 
     @functools.cached_property
     def scales(self) -> list[Values]:
-        """Weights of rows whose products are exact, so that it does not matter whether a sum is fused with them."""
+        """Weights of rows, signed powers of 2: products with them are exact, so a fused multiply-add gives the same
+        sums.
+        """
         rngs = [np.random.default_rng((self.case.seed, rank, 5)) for rank in range(self.case.ranks)]
         powers = [np.ldexp(1.0, rng.integers(-3, 4, rows)) for rng, rows in zip(rngs, self.routing.rows, strict=True)]
         signs = [rng.choice([-1.0, 1.0], rows) for rng, rows in zip(rngs, self.routing.rows, strict=True)]
@@ -181,7 +183,7 @@ class Plan:
 
 
 def plan_of(case: Case) -> Plan:
-    """The complete plan, which ranks that are threads share."""
+    """Returns the plan of a case with all its values computed, so that ranks that are threads can share it."""
     plan = Plan(case)
     for name in ("rows", "other_rows", "row_weights", "combined", "scaled"):
         getattr(plan, name)
@@ -189,7 +191,7 @@ def plan_of(case: Case) -> Plan:
 
 
 def same(got: Any, expected: Values, what: str) -> None:
-    """Equal bytes, shape and type."""
+    """Asserts that two arrays have equal bytes, shape and type."""
     values = on_host(got)
     assert (values.dtype, values.shape) == (expected.dtype, expected.shape), what
     if values.tobytes() != expected.tobytes():
@@ -198,19 +200,23 @@ def same(got: Any, expected: Values, what: str) -> None:
 
 
 def same_numbers(got: Any, expected: Values, what: str) -> None:
-    """Equal numbers; zeros of both signs are equal."""
+    """Asserts that two arrays have equal numbers; zeros of both signs are equal."""
     same(on_host(got) + np.zeros(1, expected.dtype), expected + np.zeros(1, expected.dtype), what)
 
 
 def same_rows(got: Any, expected: Values, most: int | None, what: str, filled: Values) -> None:
-    """The rows that arrived are the expected ones, and there are `most` rows, if that is given."""
+    """Asserts that the filled rows are as expected, and that there are `most` rows, or exactly the expected number if
+    `most` is None.
+    """
     values = on_host(got)
     assert values.shape[0] == (len(expected) if most is None else most), what
     same(values[: len(expected)][filled], expected[filled], what)
 
 
 def same_layout(desc: Any, plan: Plan, rank: int) -> None:
-    """All fields of the descriptor; for fields by row, the rows that arrived."""
+    """Asserts that all fields of the descriptor are as expected; in fields with an entry per row, only rows that
+    arrived count.
+    """
     expected = plan.routing.layout(rank)
     for field in fields(expected):
         got, want = getattr(desc, field.name), getattr(expected, field.name)
@@ -223,7 +229,9 @@ def same_layout(desc: Any, plan: Plan, rank: int) -> None:
 
 
 def placed(comm: Communicator, values: Values, rows: int | None = None) -> Any:
-    """The values after a row of other data, so that odd rows are not aligned, and before spare rows, if any."""
+    """Returns the values in an array that begins one row into its memory, so that odd rows are not aligned, and that
+    has `rows` rows, if that is given.
+    """
     before, behind = 1, 0 if rows is None else rows - len(values)
     padded = np.full((before + len(values) + behind, *values.shape[1:]), 7, values.dtype)
     padded[before : before + len(values)] = values
@@ -231,7 +239,7 @@ def placed(comm: Communicator, values: Values, rows: int | None = None) -> Any:
 
 
 def dispatch_of(layer: EPAll2AllLayer, plan: Plan, comm: Communicator, **options: Any) -> Any:
-    """The case's dispatch with weights."""
+    """Makes the case's dispatch with weights, in two halves if the case says so, and returns its results."""
     rank = comm.rank
     arrays = [placed(comm, array) for array in (plan.inputs[rank], plan.routing.ids[rank], plan.weights[rank])]
     scatter = None if plan.scatter is None else placed(comm, plan.scatter)
@@ -247,7 +255,7 @@ def combine_of(layer: EPAll2AllLayer, plan: Plan, rows: Any, desc: Any, weights:
 
 
 def check_layer(comm: Communicator, plan: Plan, layer: EPAll2AllLayer) -> None:
-    """Every operation once; on the host with numpy's own arrays."""
+    """Makes every operation of the layer once and checks the results; on the host the arrays are numpy's own."""
     rank, most = comm.rank, plan.most_rows
     count, filled = plan.routing.rows[rank], plan.routing.filled(rank)
     rows, weights, desc = dispatch_of(layer, plan, comm)

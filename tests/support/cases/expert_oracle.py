@@ -31,16 +31,17 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """The destinations of all ranks' slots. Slots are counted by rank, then token, then k.
+    """The destinations of all ranks' slots; a slot is one of a token's K choices of an expert. Slots are numbered by
+    rank, then token, then k.
 
     Attributes:
-        ids: [T, K] of each rank: the expert of each slot; `experts` drops it.
+        ids: for each rank, [T, K]: the expert of each slot. The value `experts` drops the slot.
         experts: number of experts of all ranks.
-        local_world_size: ranks of a node.
-        max_tokens: the layer's.
-        scatter: [sum of T, K]: the row of each slot where the outputs of all ranks follow one another; None for rows
-            ordered by expert, then source rank, token and k.
-        alignment: each expert's rows begin at a multiple of it.
+        local_world_size: number of ranks of a node.
+        max_tokens: the layer's max_tokens.
+        scatter: [sum of T, K]: the row of each slot in the concatenation of all ranks' outputs; None for rows ordered
+            by expert, then source rank, token and k.
+        alignment: each expert's rows begin at a multiple of this number of rows.
     """
 
     ids: tuple[Integers, ...]
@@ -69,27 +70,27 @@ class Routing:
 
     @cached_property
     def rank(self) -> Integers:
-        """The rank that each slot goes to; world_size where it is dropped."""
+        """The rank that each slot goes to; world_size for dropped slots."""
         return self.expert // (self.experts // self.world_size)
 
     @cached_property
     def token(self) -> NDArray[np.intp]:
-        """The token of each slot, where the tokens of all ranks follow one another."""
+        """The token of each slot, as an index into the concatenation of all ranks' tokens."""
         return np.arange(len(self.expert)) // self.topk
 
     @cached_property
     def rows(self) -> list[int]:
-        """Rows that each rank gets, with the gaps after those of its experts: R."""
+        """The number of rows R of each rank's output, including the gaps after each expert's rows."""
         return [int(self._sizes[self._experts_of(rank)].sum()) for rank in range(self.world_size)]
 
     @cached_property
     def _counts(self) -> NDArray[np.intp]:
-        """Slots of each expert."""
+        """The number of slots of each expert."""
         return np.bincount(self.expert[self.expert < self.experts], minlength=self.experts)
 
     @property
     def _sizes(self) -> NDArray[np.intp]:
-        """Rows of each expert with the gap after them."""
+        """The number of rows of each expert, including the gap after them."""
         return -(-self._counts // self.alignment) * self.alignment
 
     def _experts_of(self, rank: int) -> slice:
@@ -97,35 +98,35 @@ class Routing:
         return slice(rank * per_rank, (rank + 1) * per_rank)
 
     def rows_of_experts(self, rank: int) -> list[int]:
-        """The number of rows that each expert of a rank gets."""
+        """Returns the number of rows that each expert of a rank gets."""
         counts: list[int] = self._counts[self._experts_of(rank)].tolist()
         return counts
 
     def filled(self, rank: int) -> NDArray[np.bool_]:
-        """The rows of a rank that are not gaps."""
+        """Returns for each row of a rank's output whether it is a slot's row, not a gap."""
         here = np.zeros(self.rows[rank], np.bool_)
         here[self.row[self.rank == rank]] = True
         return here
 
     @cached_property
     def row(self) -> Values:
-        """The row of each slot in the output of the rank that it goes to; -1 where it is dropped."""
+        """The row of each slot in the output of the rank that it goes to; -1 for dropped slots."""
         if self.scatter is None:
             place = np.argsort(np.argsort(self.expert, kind="stable"), kind="stable")
         else:
             place = self.scatter.reshape(-1).astype(np.int64)
-        # The gaps before an expert move its rows, and the rows of lower ranks are not this rank's.
+        # Add the gaps before the slot's expert, and subtract the rows of lower ranks.
         gaps = np.concatenate([[0], np.cumsum(self._sizes - self._counts)])
         before = np.concatenate([[0], np.cumsum(self.rows)])
         return np.where(self.expert < self.experts, place + gaps[self.expert] - before[self.rank], -1)
 
     def slots_of(self, rank: int) -> slice:
-        """A source rank's slots among those of all."""
+        """Returns the range of a source rank's slots among the slots of all ranks."""
         before = sum(ids.size for ids in self.ids[:rank])
         return slice(before, before + self.ids[rank].size)
 
     def random_scatter(self, rng: np.random.Generator) -> Integers:
-        """Full scatter indices that permute the rows of each expert from each source rank."""
+        """Returns full scatter indices that randomly permute the rows that an expert gets from a source rank."""
         place = np.argsort(np.argsort(self.expert, kind="stable"), kind="stable")
         for source in range(self.world_size):
             slots = np.arange(len(self.expert))[self.slots_of(source)]
@@ -135,7 +136,7 @@ class Routing:
         return place.reshape(-1, self.topk).astype(np.int32)
 
     def rows_from(self, slots: list[Values]) -> list[Values]:
-        """Each rank's rows, from [T, K, ...] of each rank."""
+        """Moves values of slots to rows: takes [T, K, ...] of each rank, and returns [R, ...] of each rank."""
         flat = np.concatenate([values.reshape(-1, *values.shape[2:]) for values in slots])
         out = []
         for rank, rows in enumerate(self.rows):
@@ -146,7 +147,9 @@ class Routing:
         return out
 
     def slots_from(self, rows: list[Values]) -> list[Values]:
-        """[T, K, ...] of each rank, from each rank's rows; zero where a slot is dropped."""
+        """Moves rows back to slots: takes [R, ...] of each rank, and returns [T, K, ...] of each rank, zero for dropped
+        slots.
+        """
         flat = np.zeros((len(self.expert), *rows[0].shape[1:]), rows[0].dtype)
         for rank, array in enumerate(rows):
             gets = self.rank == rank
@@ -154,16 +157,17 @@ class Routing:
         return [flat[self.slots_of(source)].reshape(*ids.shape, *flat.shape[1:]) for source, ids in enumerate(self.ids)]
 
     def dispatch(self, inputs: list[Values]) -> list[Values]:
-        """[R, H] of each rank, from [T, H] of each rank."""
+        """Returns the dispatch's outputs, [R, H] of each rank, for inputs [T, H] of each rank."""
         return self.rows_from([np.repeat(x[:, None], self.topk, axis=1) for x in inputs])
 
     def combine(
         self, rows: list[Values], weights: list[Values] | None = None, *, local_combine: bool = False
     ) -> list[Values]:
-        """[T, H] of each rank, from [R, H] and [R] of each rank.
+        """Returns combine's outputs, [T, H] of each rank, for rows [R, H] and weights [R] of each rank.
 
-        The slots of a token are added in the order of k: all at once on one node, by node across nodes, by rank with
-        `local_combine`. Each such part is rounded to the element type, then their sum.
+        The slots of a token are added in the order of k. With `local_combine` the slots of each rank form one partial
+        sum; otherwise those of each node do. Each partial sum is rounded to the element type, and so is the sum of
+        them.
         """
         dtype = rows[0].dtype
         wide = np.dtype(np.float64 if dtype == np.float64 else np.float32)
@@ -187,7 +191,7 @@ class Routing:
         return out
 
     def layout(self, rank: int) -> Layout:
-        """The fields of the descriptor of a rank."""
+        """Returns the fields of a rank's descriptor."""
         node, local = divmod(rank, self.local_world_size)
         shape = self.nodes, self.max_tokens, self.topk
         runs = np.full((self.nodes, 2, self.max_tokens), -1, np.int32)
@@ -214,8 +218,8 @@ class Routing:
         )
 
     def _duplicates(self, rank: int) -> tuple[Integers, Integers]:
-        """For each of a rank's rows, the first row of the same token; and for such a first row the rows of its token,
-        by k.
+        """Returns for each of a rank's rows the first row of the same token; and for each such first row, the token's
+        rows, indexed by k.
         """
         first = np.full(self.rows[rank], -1, np.int32)
         of_token = np.full((self.rows[rank], self.topk), -1, np.int32)

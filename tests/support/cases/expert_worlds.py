@@ -1,4 +1,6 @@
-"""Numbers and nodes of ranks for the tests of experts, and the constants of `geometry` that are changed for them."""
+"""Worlds for the tests of experts: their numbers of ranks and nodes, and the constants of `geometry` that
+they change.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ T = TypeVar("T")
 
 
 class World:
-    """Ranks, and constants that are changed for them, in `run` alone: a fixture stays alive while other tests run, as
-    pytest-xdist chooses their order.
+    """Ranks, and constants that are changed for them. The constants are changed only during `run`, because this fixture
+    stays alive while other tests run, in an order that pytest-xdist chooses.
     """
 
     def __init__(self, ranks: Ranks, local_world_size: int, constants: dict[str, int]) -> None:
@@ -31,7 +33,7 @@ class World:
 
     @property
     def one_node(self) -> bool:
-        """Whether all ranks are one node's."""
+        """Whether all ranks are on one node."""
         return self.local_world_size == self.world_size
 
     def run(self, body: Callable[[Communicator], T]) -> list[T]:
@@ -47,7 +49,9 @@ def world_name(world: WorldOptions) -> str:
 
 
 def params(worlds: Sequence[WorldOptions], represented: Sequence[WorldOptions]) -> list[object]:
-    """A fixture's parameters: the worlds that there are devices for; those that others represent run with --full."""
+    """Returns a fixture's parameters: the worlds for which there are enough devices. Worlds in `represented` run only
+    with --full, because other worlds represent them.
+    """
     return [
         pytest.param(world, marks=pytest.mark.full if world in represented else [])
         for world in worlds
@@ -57,7 +61,7 @@ def params(worlds: Sequence[WorldOptions], represented: Sequence[WorldOptions]) 
 
 @contextmanager
 def open_world(world: WorldOptions) -> Iterator[World]:
-    """Ranks as threads, closed at the end."""
+    """Opens a world whose ranks are threads, and closes it at the end of the block."""
     size, options = world
     constants = {name.upper(): value for name, value in options.items() if name in _CONSTANTS}
     others = {name: value for name, value in options.items() if name not in _CONSTANTS}

@@ -11,14 +11,14 @@ from support.cases.reference import Call, poison
 
 
 def checked(result: tuple[Any, ...]) -> Any:
-    """The results of a call of the driver's binding, without its status, which must be success."""
+    """Asserts that a call of the driver's binding succeeded, and returns its result without the status."""
     status, *values = result
     assert int(status) == 0, status
     return values[0] if values else None
 
 
 class Graph:
-    """Work that was captured from a stream, to be launched on it repeatedly."""
+    """A CUDA graph of the work that `issue` queues on a stream, to be launched repeatedly on that stream."""
 
     def __init__(self, stream: Stream, issue: Callable[[], None]) -> None:
         from cuda.bindings import driver
@@ -35,15 +35,15 @@ class Graph:
         checked(driver.cuGraphDestroy(graph))
 
     def launch(self) -> None:
-        """Queues the work once more."""
+        """Launches the graph on its stream."""
         checked(self._driver.cuGraphLaunch(self._executable, self._stream))
 
 
 class Replayed:
     """A collective call on arrays that stay alive, so that a graph can hold it.
 
-    The order is: `issue` once outside a capture, which makes everything that a first call makes, `issue` inside, and
-    then for each replay `load`, the graph's launch, a synchronisation and `check`.
+    First call `issue` outside a capture, which allocates what a first call allocates, then call `issue` inside a
+    capture. Then for each replay call `load`, launch the graph, synchronise and call `check`.
     """
 
     def __init__(self, comm: Communicator, call: Call, stream: Stream) -> None:
@@ -59,7 +59,7 @@ class Replayed:
         self._call.issue(self._comm, self._x, None if self._out is self._x else self._out, self._stream)
 
     def load(self, seed: int) -> None:
-        """Writes new values, and poison in the place of the result."""
+        """Writes new input values, and poison into the output array if that is separate."""
         self._call = replace(self._call, seed=seed)
         if self._out is not self._x:
             self._out.upload(poison(self._out.size, self._out.dtype.numpy()))
@@ -71,5 +71,5 @@ class Replayed:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this rank's input."""
+        """The size of this rank's input in bytes."""
         return self._x.nbytes

@@ -1,4 +1,4 @@
-"""Calls of collectives on memory of a given kind: the place of an array, and how it is filled and read."""
+"""Calls of collectives on memory of a given kind: makes views of the memory, fills them, calls and checks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.running import TIMEOUT
 
 
 def view_of(base: Any, offset: int, count: int, dtype: str) -> ArrayView:
-    """`count` elements of an array's memory, `offset` bytes after its start."""
+    """Returns a view of `count` elements of an array's memory, `offset` bytes after its start."""
     whole = base.view() if isinstance(base, Array) else base
     return replace(whole, ptr=whole.ptr + offset, shape=(count,), dtype=as_dtype(dtype), owner=base)
 
@@ -33,7 +33,7 @@ def download(comm: Communicator, view: ArrayView) -> Values:
 
 
 def symmetric(comm: Communicator, nbytes: int) -> Array:
-    """An array that all peers reach."""
+    """Returns a new array, once all peers have mapped it."""
     array = comm.empty(nbytes, "uint8")
     deadline = time.monotonic() + TIMEOUT
     while not registered(comm, array.view()):
@@ -43,7 +43,7 @@ def symmetric(comm: Communicator, nbytes: int) -> Array:
 
 
 def make_call(comm: Communicator, call: Call, source: Any, target: Any, offset: int = 0) -> bytes:
-    """Makes a call with slices of two arrays, `offset` elements after their start, and checks it."""
+    """Makes a call with slices of two arrays, each `offset` elements after the array's start, and checks the result."""
     size_in, size_out = call.sizes(comm.world_size)
     at = offset * as_dtype(call.dtype).itemsize
     x, out = view_of(source, at, size_in, call.dtype), view_of(target, at, size_out, call.dtype)
@@ -67,6 +67,6 @@ def room_for(call: Call, world_size: int) -> int:
 
 
 def registered(comm: Communicator, array: ArrayView) -> bool:
-    """Whether kernels of all peers reach an array."""
+    """Returns whether the kernels of all peers can access an array."""
     comm.group.symmetric.update()
     return bool(comm.group.launches.calls.reach_of(array.ptr, array.nbytes) & 1)

@@ -1,7 +1,7 @@
-"""Execution plans for tests: documents in MSCCL++'s format, from the operations of each rank's threadblocks.
+"""Builds execution plans for tests: documents in MSCCL++'s format, from the operations of each rank's threadblocks.
 
-A rank has channels to others, those of one type in the order of their ranks, and reaches all their buffers through
-them. Every threadblock uses all of them, so a channel has the same number in all of a rank's threadblocks.
+A rank's channels of one type are ordered by peer, and reach all buffers of the peer. Every threadblock uses all
+channels of the rank, so a channel has the same number in all of the rank's threadblocks.
 """
 
 from __future__ import annotations
@@ -26,32 +26,34 @@ class RankView:
         return next(peers for peers in self.reach.values() if peer in peers)
 
     def channel(self, peer: int, number: int = 0) -> int:
-        """The channel to a peer, among those of its type."""
+        """Returns the number of a channel to a peer, among the channels of the same type."""
         return self._peers_with(peer).index(peer) * self._channels_to_each + number
 
     def all_channels(self, kind: str | None = None) -> list[int]:
-        """The first channel to each other rank, by channels of a type if there are several."""
+        """Returns the number of the first channel to each other rank; `kind` names the type if channels of several
+        types are used.
+        """
         return [self.channel(peer) for peer in (self.others if kind is None else self.reach[kind])]
 
     def at(self, peer: int, buffer: str, index: int, size: int = 1) -> dict[str, Any]:
-        """Chunks of a peer."""
+        """Returns the plan's object for chunks of a peer's buffer."""
         peers = self._peers_with(peer)
         number = "ios".index(buffer) * len(peers) + peers.index(peer)
         return {"buffer_id": number, "index": index, "size": size}
 
 
 def own(buffer: str, index: int, size: int = 1) -> dict[str, Any]:
-    """Chunks of the rank itself."""
+    """Returns the plan's object for chunks of the rank's own buffer."""
     return {"type": buffer, "index": index, "size": size}
 
 
 def move(name: str, sources: list[Any], destinations: list[Any], **fields: Any) -> dict[str, Any]:
-    """An operation on data."""
+    """Returns an operation that moves data from sources to destinations."""
     return {"name": name, "src_buff": sources, "dst_buff": destinations, **fields}
 
 
 def on(name: str, channels: list[int], kind: str = "memory") -> dict[str, Any]:
-    """An operation on channels."""
+    """Returns an operation on channels, such as a signal."""
     return {"name": name, "channel_ids": channels, "channel_type": kind}
 
 
@@ -69,8 +71,9 @@ def document(
     semaphores: tuple[int, ...] = (),
     **fields: Any,
 ) -> dict[str, Any]:
-    """A plan of `ranks` ranks with the program of `threadblocks`. All ranks reach all others by channels of type
-    `kind`, unless `reach` says for each rank which ones it reaches.
+    """Returns a plan of `ranks` ranks in which each rank runs the operations that `threadblocks` returns for it. All
+    ranks have channels of type `kind` to all others, unless `reach` returns for each rank the peers that it has
+    channels to.
     """
     gpus = []
     for rank in range(ranks):
@@ -127,15 +130,15 @@ def document(
 
 
 def meet(view: RankView, kind: str = "memory") -> Ops:
-    """A barrier between ranks that reach each other by channels of a type; after it each sees the others' earlier
-    writes.
+    """Returns a barrier between ranks that have channels of type `kind` to each other; after it each rank sees the
+    others' earlier writes.
     """
     channels = view.all_channels(kind)
     return [NOP, on("signal", channels, kind), on("wait", channels, kind), NOP]
 
 
 def all_gather(ranks: int, kind: str = "memory", name: str = "put") -> dict[str, Any]:
-    """Each rank puts its input into every output."""
+    """Returns a plan in which each rank puts its input into every rank's output."""
 
     def program(view: RankView) -> list[Ops]:
         me = view.rank
@@ -147,7 +150,8 @@ def all_gather(ranks: int, kind: str = "memory", name: str = "put") -> dict[str,
         channels = view.all_channels()
         end = [on("wait", channels, kind)] if signals else meet(view, kind)
         flush = [on("flush", channels, kind)] if kind == "port" and name != "pwsf" else []
-        # Outputs may be written when their rank has arrived, and inputs are free when all ranks have read them.
+        # The first barrier ensures that every rank's output may be written, the last that all ranks have read every
+        # input.
         return [
             [
                 *meet(view, kind),
@@ -164,7 +168,9 @@ def all_gather(ranks: int, kind: str = "memory", name: str = "put") -> dict[str,
 
 
 def all_reduce_by_reads(ranks: int, reduce_op: str = "sum", threadblocks: int = 1) -> dict[str, Any]:
-    """Each rank reads and reduces its chunk of every input, and writes the result to every output."""
+    """Returns a plan in which each rank reads and reduces its chunk of every input, and writes the result to every
+    output.
+    """
 
     def program(view: RankView) -> list[Ops]:
         me, others = view.rank, view.others
@@ -192,7 +198,9 @@ def all_reduce_by_reads(ranks: int, reduce_op: str = "sum", threadblocks: int = 
 
 
 def all_reduce_by_packets(ranks: int) -> dict[str, Any]:
-    """Each rank sends its chunks to their owners as packets; an owner reduces and sends the result as packets."""
+    """Returns a plan in which each rank sends each chunk as packets to the chunk's owner, which reduces the chunk and
+    sends the result as packets to all.
+    """
 
     def program(view: RankView) -> list[Ops]:
         me, others = view.rank, view.others
@@ -218,10 +226,11 @@ def all_reduce_by_packets(ranks: int) -> dict[str, Any]:
 
 
 def port_packets(ranks: int) -> dict[str, Any]:
-    """An all-gather of packets by port channels: every rank packs its input, puts the packets, and unpacks the others'.
+    """Returns an all-gather by packets over port channels: every rank packs its input, puts the packets, and unpacks
+    the packets of the other ranks.
 
-    A rank puts into scratch memory that the peer read in the execution before the last: the halves alternate, and a
-    rank ends an execution when it has every peer's packets.
+    Executions alternate between two halves of scratch memory, and a rank ends an execution when it has every peer's
+    packets. So the half that a rank writes is one that the peer finished reading in the execution before the last.
     """
 
     def program(view: RankView) -> list[Ops]:
@@ -249,8 +258,9 @@ def port_packets(ranks: int) -> dict[str, Any]:
 
 
 def all_reduce_of_nodes(ranks: int, local: int) -> dict[str, Any]:
-    """Nodes of `local` ranks each: a share is reduced inside the node by memory channels, sent to the ranks with the
-    same number on the other nodes by port channels, reduced there, and written to all of the node.
+    """Returns an all-reduce across nodes of `local` ranks each: a share is reduced inside the node over memory
+    channels, sent over port channels to the ranks with the same local number on the other nodes, reduced by each of
+    them, and written to all ranks of the node.
     """
     nodes = ranks // local
 
@@ -288,7 +298,7 @@ def all_reduce_of_nodes(ranks: int, local: int) -> dict[str, Any]:
         )
         return [
             [
-                *meet(view, "port"),  # the others have read what this rank put into their scratch memory before
+                *meet(view, "port"),  # the other nodes have read this rank's previous puts
                 *meet(view, "memory"),
                 reduce,
                 NOP,

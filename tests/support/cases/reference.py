@@ -1,7 +1,8 @@
 """Collective calls as values: each rank's input, the call itself, and the expected output.
 
-The reference is computed in a wider type (integers exactly), apart from the code under test. Bounds for floating point
-follow from the accumulation that the library promises: n-1 roundings in the accumulator's type and one to the
+The expected output is computed in a wider type (integers exactly), with none of the code under test. Error bounds for
+floating point follow from the accumulation that the library promises: n-1 roundings in the accumulator's type and one
+to the
 element's type.
 """
 
@@ -27,7 +28,7 @@ DTYPES = tuple(reduction_dtypes())
 SOME_DTYPES = ("float32", "bfloat16", "int8")  # one of each kind of accumulator
 OPS = ("sum", "prod", "min", "max", "avg")
 BITWISE_OPS = ("band", "bor", "bxor")
-_GUARD = 5  # elements around each array that nobody may touch
+_GUARD = 5  # elements before and after each array that no call may touch
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -35,7 +36,7 @@ Values = NDArray[Any]
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The numpy dtype of a name, ml_dtypes' included."""
+    """Returns the numpy dtype of a name; ml_dtypes' bfloat16 is included."""
     if name == "bfloat16":
         import ml_dtypes
 
@@ -44,14 +45,14 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def unit_roundoff(dtype: np.dtype[Any]) -> float:
-    """Half the distance from 1 to the next number."""
+    """Returns half the distance from 1 to the next number of the type."""
     import ml_dtypes
 
     return float(ml_dtypes.finfo(dtype).eps) / 2
 
 
 def poison(count: int, dtype: np.dtype[Any]) -> Values:
-    """An array whose every byte is 0xA5, which is not a sensible number in any type."""
+    """Returns an array whose every byte is 0xA5, which is not a plausible result in any type."""
     return np.full(count * dtype.itemsize, 0xA5, np.uint8).view(dtype)
 
 
@@ -60,13 +61,13 @@ class Call:
     """One collective call.
 
     Attributes:
-        count: elements of one rank's share: of the whole array for all_reduce and broadcast.
-        offset: elements before the array in the memory that it is a view of.
+        count: number of elements of one rank's share; for all_reduce and broadcast, of the whole array.
+        offset: number of elements before the array in the memory that it is a view of.
         in_place: whether the output is the input (its own share, for all_gather and reduce_scatter).
-        own_memory: whether the arrays are in memory of `Communicator.empty`.
-        seed: of the input's values.
-        rounded_parts: partial results that are rounded to a 16-bit type before they are combined: the nodes' in a
-            hierarchy.
+        own_memory: whether the arrays are from `Communicator.empty`.
+        seed: the seed of the input's values.
+        rounded_parts: number of partial results that are rounded to a 16-bit type before they are combined: in a
+            hierarchy, one for each node.
     """
 
     collective: str = "all_reduce"
@@ -82,7 +83,7 @@ class Call:
     rounded_parts: int = 0
 
     def sizes(self, world_size: int) -> tuple[int, int]:
-        """Elements of each rank's input and output."""
+        """Returns the number of elements of each rank's input, and of its output."""
         many = self.count * world_size
         return {
             "all_gather": (self.count, many),
@@ -91,17 +92,17 @@ class Call:
         }.get(self.collective, (self.count, self.count))
 
     def values(self) -> Call:
-        """The call without the fields on which its result does not depend."""
+        """Returns the call with defaults in the fields on which its result does not depend."""
         return replace(self, algorithm=None, offset=0, in_place=True, own_memory=False)
 
     def input(self, rank: int, world_size: int) -> Values:
-        """A rank's input."""
+        """Returns a rank's input."""
         return _inputs(self.values(), world_size)[rank]
 
     def _base(
         self, comm: Communicator, count: int, values: Values | None = None, at: int = 0, *, extra_offset: int = 0
     ) -> tuple[Any, Any]:
-        """Poisoned memory with a guard before and after, and the view of `count` elements in it.
+        """Returns poisoned memory with guard elements before and after, and the view of `count` elements in it.
 
         The values, if any, begin at element `at` of the view.
         """
@@ -118,7 +119,7 @@ class Call:
         return placed, placed[before : before + count]
 
     def run(self, comm: Communicator, stream: Any = None) -> None:
-        """Makes the call on this rank and checks this rank's result. Raises AssertionError."""
+        """Makes the call on this rank. Raises AssertionError if this rank's result is wrong."""
         self.start(comm, stream).finish()
 
     def start(self, comm: Communicator, stream: Any = None) -> Started:
@@ -139,7 +140,7 @@ class Call:
         result = self.issue(comm, x, None if out is x else out, stream)
         assert result is out, f"{self}: the call returned another array than its output"
         by_levels = self.collective == "all_reduce" and self.algorithm in (None, "hierarchical")
-        by_levels = by_levels and (self.dtype != "float16" or self.op == "avg")  # others travel in float32
+        by_levels = by_levels and (self.dtype != "float16" or self.op == "avg")  # others travel as float32
         parts = comm.topology.node_count if by_levels and comm.topology.has_levels() else 0
         return Started(replace(self, rounded_parts=parts), comm, x, out, bases, stream)
 
@@ -149,11 +150,13 @@ class Call:
         _compare(out, expected, bound, f"rank {rank} of {world_size}: {self}")
 
     def issue(self, comm: Communicator, x: Any, out: Any, stream: Any) -> Any:
-        """Makes the call on arrays of these sizes, with `out` None in place, and returns its result."""
+        """Makes the call on arrays that have the call's sizes, and returns its result. `out` is None for calls in
+        place.
+        """
         call = getattr(comm, self.collective)
         options: dict[str, Any] = {"out": out, "algorithm": self.algorithm, "stream": stream}
         if self.collective in ("all_gather", "all_to_all") and out is None:
-            options["out"] = x  # these make a new array otherwise
+            options["out"] = x  # with out=None these collectives would make a new array
         if self.collective in ("all_reduce", "reduce_scatter"):
             return call(x, self.op, **options)
         if self.collective == "broadcast":
@@ -215,7 +218,7 @@ _cache_lock = threading.RLock()
 
 
 def computed_once(function: Callable[P, T]) -> Callable[P, T]:
-    """A small cache that ranks as threads share; each value is computed once."""
+    """Decorates a function with a small cache that ranks as threads share; each value is computed once."""
     cached = functools.lru_cache(maxsize=64)(function)
 
     @functools.wraps(function)
@@ -234,7 +237,7 @@ def _inputs(call: Call, world_size: int) -> list[Values]:
     if call.collective not in ("all_reduce", "reduce_scatter"):
         return [g.integers(0, 256, size * dtype.itemsize, dtype=np.uint8).view(dtype) for g in generators]
     if dtype.kind in "iu":
-        most = 2 if call.op == "prod" else min(1000, np.iinfo(dtype).max // 16)  # so the sum of 16 ranks fits
+        most = 2 if call.op == "prod" else min(1000, np.iinfo(dtype).max // 16)  # so that the sum of 16 ranks fits
         return [g.integers(-most if dtype.kind == "i" else 0, most + 1, size).astype(dtype) for g in generators]
     if call.op == "prod":
         return [g.uniform(0.5, 1.5, size).astype(dtype) for g in generators]
@@ -242,7 +245,7 @@ def _inputs(call: Call, world_size: int) -> list[Values]:
 
 
 def _reduced(call: Call, inputs: list[Values]) -> tuple[Values, Values | None]:
-    """The reduction of the inputs, and the bound of its error (None: exact)."""
+    """Returns the reduction of the inputs, and the bound of its error, which is None if the result must be exact."""
     dtype = numpy_dtype(call.dtype)
     ranks = len(inputs)
     if call.op in BITWISE_OPS:
@@ -282,14 +285,14 @@ def _reduced(call: Call, inputs: list[Values]) -> tuple[Values, Values | None]:
 
 
 def ops_of(dtype: str) -> tuple[str, ...]:
-    """The operators that reduce a type."""
+    """Returns the reduction operators that a type supports."""
     return OPS + BITWISE_OPS if numpy_dtype(dtype).kind in "iu" else OPS
 
 
 def operations_of(dtype: str, algorithm: str | None) -> tuple[str, ...]:
-    """A type's operations that go by this algorithm in `make test`: they are dealt to all algorithms by turns.
-
-    So each algorithm gets all operations and all types, and they are instances of one kernel; --full compiles them all.
+    """Returns the operations of a type that `make test` runs by this algorithm: a type's operations are dealt out to
+    the algorithms in turn. So each algorithm runs every operation and every type, though not every combination; all are
+    instances of one kernel template. --full runs every combination.
     """
     first = (DTYPES.index(dtype) + CHOICES.index(algorithm)) % len(CHOICES)
     return ops_of(dtype)[first :: len(CHOICES)] or ("sum",)

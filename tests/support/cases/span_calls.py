@@ -22,12 +22,12 @@ KINDS: tuple[Kind, ...] = ("registered", "empty", "private")
 
 
 def values(seed: int, rank: int, nbytes: int) -> NDArray[np.uint8]:
-    """The input of a rank."""
+    """Returns the input of a rank."""
     return np.random.default_rng((seed, rank)).integers(0, 256, nbytes, np.uint8)
 
 
 def allocate(comm: Communicator, nbytes: int, kind: Kind) -> ArrayView:
-    """An array of bytes; peers do not know about a private one."""
+    """Returns a new array of bytes. If `kind` is "private", peers do not know about the array."""
     if kind == "private":
         memory = comm.runtime.allocate(nbytes)
         return ArrayView(
@@ -43,10 +43,10 @@ class SpanCalls:
     """Two arrays of each rank, and calls on parts of them that begin at different offsets on every rank.
 
     Args:
-        comm: the ranks; all make it together.
-        most: bytes of the longest input or output.
-        kinds: of the array for inputs, and of the array for outputs and in-place calls.
-        allocate: makes such an array.
+        comm: the ranks' communicator; all ranks make a `SpanCalls` together.
+        most: number of bytes of the longest input or output.
+        kinds: kind of the array for inputs, and kind of the array for outputs and in-place calls.
+        allocate: makes an array of a kind.
     """
 
     def __init__(
@@ -60,13 +60,15 @@ class SpanCalls:
         self.arrays = [allocate(comm, most + SLACK, kind) for kind in kinds]
 
     def span(self, number: int, offset: int, nbytes: int) -> ArrayView:
-        """Bytes of an array."""
+        """Returns a view of `nbytes` bytes of array `number`."""
         whole = self.arrays[number]
         assert 0 <= offset <= whole.nbytes - nbytes
         return replace(whole, ptr=whole.ptr + offset, shape=(nbytes,))
 
     def spans(self, collective: str, share: int, seed: int, *, in_place: bool) -> tuple[ArrayView, ArrayView]:
-        """Input and output of a call on this rank; its `share` is the bytes that one rank sends to one other."""
+        """Returns the input and the output of a call on this rank. `share` is the number of bytes that one rank sends
+        to one other rank.
+        """
         comm = self.comm
         whole = share * comm.world_size
         size_in = whole if collective == "all_to_all" else share
@@ -79,7 +81,7 @@ class SpanCalls:
         return self.span(1, begin + at, size_in), out
 
     def expected(self, collective: str, share: int, seed: int, root: int) -> NDArray[np.uint8]:
-        """The output of a call on this rank."""
+        """Returns the expected output of a call on this rank."""
         comm = self.comm
         ranks = range(comm.world_size)
         if collective == "broadcast":
@@ -95,7 +97,7 @@ class SpanCalls:
         getattr(self.comm, collective)(x, out=out, algorithm="proxy", stream=stream, **options)
 
     def load(self, x: ArrayView, out: ArrayView, seed: int) -> None:
-        """Writes an input, and poison around it and in the place of the output."""
+        """Writes a call's input, and poison into the rest of both arrays."""
         for array in self.arrays:
             found = np.full(array.nbytes, POISON, np.uint8)
             if array.owner is x.owner:
@@ -104,7 +106,7 @@ class SpanCalls:
             self.comm.runtime.copy(array.ptr, found.ctypes.data, found.nbytes)
 
     def read(self, number: int) -> NDArray[np.uint8]:
-        """The contents of an array."""
+        """Returns a copy of an array's contents."""
         found = np.empty(self.arrays[number].nbytes, np.uint8)
         self.comm.runtime.copy(found.ctypes.data, self.arrays[number].ptr, found.nbytes)
         return found
@@ -121,7 +123,7 @@ class SpanCalls:
             assert (self.read(0)[at : at + x.nbytes] == values(seed, self.comm.rank, x.nbytes)).all()
 
     def run(self, collective: str, share: int, seed: int, *, in_place: bool = False, root: int = 0) -> None:
-        """One call from its input to its check."""
+        """Writes the input of a call, makes the call, and checks its output."""
         x, out = self.spans(collective, share, seed, in_place=in_place)
         self.load(x, out, seed)
         stream = None if self.comm.runtime.name == "host" else self.comm.runtime.create_stream()

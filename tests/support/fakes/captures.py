@@ -1,4 +1,4 @@
-"""Captures on the HIP runtime over the host's, and current streams of libraries that are not installed there."""
+"""Stream captures on the HIP runtime over the host runtime, and stand-ins for torch's and cupy's current streams."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from proxyccl.device.gpu.hip_bindings import library
 
 
 class _Current(threading.local):
-    """The calling thread's stream of each library, as a handle; the legacy default stream at first."""
+    """The calling thread's current stream in each library, as a handle; the legacy default stream at first."""
 
     torch = 0
     cupy = 0
@@ -33,13 +33,13 @@ _CUPY = SimpleNamespace(
 
 
 def are_there() -> bool:
-    """Whether HIP's library is the one over the host's."""
+    """Returns whether captures are possible: whether HIP's library is the one over the host runtime."""
     return hasattr(library(), "hipOnHostCapture")
 
 
 def use(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes torch and cupy look imported for the rest of a test, as far as their current streams go. All ranks call it,
-    after what asks whether torch is there.
+    """Puts stand-ins for torch and cupy that have only current streams into sys.modules for the rest of a test. All
+    ranks call this, after all code that looks whether torch is imported.
     """
     comm.all_gather_bytes(b"")
     monkeypatch.setitem(sys.modules, "torch", _TORCH)
@@ -48,7 +48,9 @@ def use(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def capture(runtime: Runtime, current_of: str | None) -> Iterator[Stream]:
-    """Captures a new stream in a block, in which it is the calling thread's current one of a library."""
+    """Captures the work of a new stream within the block, in which the stream is the calling thread's current stream of
+    the library `current_of`, if that is given.
+    """
     stream = runtime.create_stream()
     before = dict(vars(_current))
     library().hipOnHostCapture(ctypes.c_void_p(stream.handle), 1)

@@ -21,7 +21,7 @@ _DESCRIPTORS = 0x7000  # a key's descriptor is this plus the key
 
 
 class FakeEndpoint(FakeWriter):
-    """An endpoint to memory of this process. Leaving it asserts that all requests were valid."""
+    """An endpoint whose peer is memory of this process. Leaving it asserts that all requests were valid."""
 
     _library, _functions, _types = ("fabric", "fake_endpoint"), "fake_endpoint_", "FakeFabric"
 
@@ -34,23 +34,25 @@ class FakeEndpoint(FakeWriter):
         self.add(REQUESTS_KEY, self._requests)
 
     def register(self, key: int, array: NDArray[Any], *, offsets: bool = False) -> None:
-        """Registers an array's memory under a key, by its addresses or by offsets."""
+        """Registers an array's memory under a key. Requests then name the memory by addresses, or with `offsets` by
+        offsets.
+        """
         self._call("register", key, array.ctypes.data, array.nbytes, offsets)
 
     def add(self, key: int, array: NDArray[Any]) -> None:
-        """Registers an array's memory under a local key of the connection."""
+        """Registers an array's memory as local memory, under a key of the connection."""
         self._table[key] = _DESCRIPTORS + key
         self.register(_DESCRIPTORS + key, array)
 
     def fail(self, request: int, error: int) -> None:
-        """The write of this number, from 1, fails."""
+        """Makes the write with number `request`, counted from 1, fail with `error`."""
         self._call("fail", request, error)
 
     def options(self, signal_key: int, *, reads: bool) -> Any:
-        """Of a connection that writes to it.
+        """Returns the options of a connection that writes to this endpoint.
 
         Args:
-            signal_key: the key of the words that signals write.
+            signal_key: key of the memory with the words that signals write.
             reads: whether it makes reads.
         """
         return fill(
@@ -75,17 +77,17 @@ class FakeFabricPeer(FakePeer):
     """A peer with its own fake endpoint: this process's memory, under different keys.
 
     Args:
-        service: that connects to it.
-        source: what puts read.
-        destination: what they write.
-        rank: its rank.
-        channels: number of channels to it.
+        service: the proxy service that connects to the peer.
+        source: the memory that puts read.
+        destination: the memory that puts write.
+        rank: the peer's rank.
+        channels: number of channels to the peer.
         depth: most writes outstanding.
         ordered: whether the endpoint keeps the order of writes.
-        joined: whether it takes writes of two parts, and keeps their order too.
-        reads: whether it makes reads.
+        joined: whether the endpoint takes writes of two parts, and carries the parts out in order.
+        reads: whether the endpoint takes reads.
         offsets: whether the peer's memory is named by offsets; otherwise by addresses.
-        max_message: bytes of a write, at most.
+        max_message: most bytes of a write.
     """
 
     device: Any

@@ -152,7 +152,7 @@ static void advance(FakeDevice *device) {
   }
 }
 
-/* 0, or the errno that refuses it. */
+/* Returns 0, or the errno with which the request is refused. */
 static int take(FakeDevice *device, const struct ibv_send_wr *wr) {
   Request *request;
   if (device->posted - device->freed == device->send_depth) {

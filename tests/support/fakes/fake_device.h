@@ -14,7 +14,7 @@ typedef struct FakeCounts {
   uint64_t signalled;        /* of them */
   uint64_t inlined;          /* of them */
   uint64_t executed;         /* of them */
-  uint64_t longest_chain;    /* requests in one call */
+  uint64_t longest_chain;    /* most requests in one call */
   uint64_t most_outstanding; /* requests in the send queue at once */
   uint64_t reads;            /* executed */
   uint64_t fenced;           /* requests with a fence */
@@ -24,7 +24,7 @@ typedef struct FakeCounts {
 typedef struct FakeSignal {
   uint64_t remote;       /* address of the word */
   uint64_t value;        /* that it then held */
-  uint64_t bytes_before; /* written by requests before */
+  uint64_t bytes_before; /* bytes written by earlier requests */
 } FakeSignal;
 
 /* `reads`: 0 if it makes no reads. */
@@ -39,13 +39,13 @@ void fake_register(FakeDevice *device, uint32_t key, uintptr_t base, uint64_t by
 void fake_allow(FakeDevice *device, int64_t requests);
 /* Executes up to a random number of requests, at most `most`, at each poll. 0: all that are allowed. */
 void fake_dawdle(FakeDevice *device, uint32_t most, uint32_t seed);
-/* The request of this number, from 1, fails with an ibv_wc_status. */
+/* Makes the request with this number, counted from 1, fail with an ibv_wc_status. */
 void fake_fail_request(FakeDevice *device, uint64_t number, int status);
-/* The post of this number, from 1, is refused with an errno. */
+/* Makes the post with this number, counted from 1, fail with an errno. */
 void fake_fail_post(FakeDevice *device, uint64_t number, int error);
 /* Polls fail. */
 void fake_fail_polls(FakeDevice *device);
-/* The first breach of a limit in words, or NULL. */
+/* Returns the first breach of a limit in words, or NULL. */
 const char *fake_breach(FakeDevice *device);
 void fake_counts(FakeDevice *device, FakeCounts *counts);
 /* The index-th signal executed, from 0. 0 if there were fewer. */

@@ -18,7 +18,7 @@ _allocator = PluggableAllocator(memory_pool.library(), memory_pool.ALLOCATE, mem
 
 
 def allocate(nbytes: int, device: int) -> int:
-    """The address, or 0."""
+    """Allocates memory of a device. Returns its address, or 0 if there is not enough."""
     return _allocator.allocate(nbytes, device, None) or 0
 
 
@@ -37,18 +37,18 @@ class ForeignMemory:
         assert self.ptr
 
     def close(self) -> None:
-        """Frees it."""
+        """Frees the memory, unless that was done before."""
         if not self.closed:
             self.closed = True
             free(self.ptr, self.nbytes, self._runtime.device)
 
     def array(self, dtype: str = "uint8") -> Array:
-        """All of it as an array."""
+        """Returns all of the memory as an array."""
         element = as_dtype(dtype)
         return Array(self._runtime, self, (self.nbytes // element.itemsize,), element)
 
     def replaced(self) -> ForeignMemory:
-        """Other memory at the same address, after this was freed."""
+        """Returns other memory at the same address. This memory must have been freed."""
         assert self.closed
         if self._runtime.name == "cuda":
             return self._replaced_by_driver()
@@ -59,7 +59,9 @@ class ForeignMemory:
         return made
 
     def _replaced_by_driver(self) -> ForeignMemory:
-        """It mostly gives low addresses first. Larger memory fills the larger gaps below, if there are any."""
+        """Allocates until the driver returns the same address. The driver mostly gives out low addresses first, so
+        large allocations fill large gaps below the address.
+        """
         elsewhere: list[ForeignMemory] = []
         try:
             for nbytes in (self.nbytes, 1 << 30, 1 << 28, 1 << 26, 1 << 24, self.nbytes):
@@ -78,7 +80,9 @@ class ForeignMemory:
 
 
 def _take_places_before(ptr: int, nbytes: int) -> list[mmap.mmap]:
-    """Mappings in the places that the system would choose for one of this size before this address."""
+    """Maps all places that the system would choose, before this address, for a mapping of this size. Returns the
+    mappings.
+    """
     whole = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     wanted, taken = whole, []
     for _ in range(10_000):
@@ -87,7 +91,7 @@ def _take_places_before(ptr: int, nbytes: int) -> list[mmap.mmap]:
         if (at, wanted) == (ptr, whole):
             place.close()
             return taken
-        if wanted == whole and ptr < at < ptr + whole:  # there is room after it; take that
+        if wanted == whole and ptr < at < ptr + whole:  # free room follows this mapping: take that
             place.close()
             wanted = at - ptr
             continue

@@ -23,12 +23,12 @@ _SEND_DEPTH = 16
 
 
 class FakeNetwork:
-    """Replaces RDMA by verbs: a device for each pair of ranks and direction, and keys that all of them know.
-
-    Devices dawdle, and are strict about every limit: closing one that broke any fails.
+    """Replaces the verbs transport's devices: each pair of ranks has a fake device in each direction, and all devices
+    know all memory keys. A device executes requests late, and checks every limit: closing a device fails if a limit was
+    broken.
 
     Args:
-        monkeypatch: restores verbs.
+        monkeypatch: restores the verbs transport.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:

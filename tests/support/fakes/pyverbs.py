@@ -95,7 +95,7 @@ def write(root: Path, *, enums: str = "enums", in_module: bool = True) -> None:
 
     Args:
         enums: the module that has the enumerators.
-        in_module: whether they are also in the module, and not only in their classes.
+        in_module: whether the enumerators are also attributes of the module, and not only of their classes.
     """
     package = root / "pyverbs"
     (package).mkdir()
@@ -111,14 +111,14 @@ def write(root: Path, *, enums: str = "enums", in_module: bool = True) -> None:
 
 
 def device() -> SimpleNamespace:
-    """The capabilities of its device, which a test may change."""
+    """Returns the capabilities of the package's device, which a test may change."""
     import pyverbs.pyverbs_error
 
     return pyverbs.pyverbs_error.device
 
 
 def log() -> list[tuple[str, str]]:
-    """Names of objects that were opened and closed, in order."""
+    """Returns which objects were opened and closed, in order, by name."""
     import pyverbs.pyverbs_error
 
     return pyverbs.pyverbs_error.log

@@ -38,17 +38,17 @@ DRAINED = ENDED = {"kind": "answer", "result": True}
 
 
 def opening(**changed: Any) -> dict[str, Any]:
-    """A request to open a service, with changed options."""
+    """Returns a request to open a service, with some options changed."""
     return {"do": "open", "options": OPTIONS | changed}
 
 
 def frame_of(message: dict[str, Any]) -> bytes:
-    """A message as JSON, valid or not. Bytes travel in base64."""
+    """Returns a message as JSON, with bytes in base64. The message need not be valid."""
     return json.dumps(message, default=lambda data: base64.b64encode(data).decode()).encode()
 
 
 class RawClient:
-    """Sends any message, true or not."""
+    """A client that sends any message, even an invalid or false one."""
 
     def __init__(self, daemon: RunningDaemon) -> None:
         self.connection = daemon.connect()
@@ -65,7 +65,7 @@ class RawClient:
         self.connection.close()
 
     def say(self, frame: bytes | dict[str, Any], *descriptors: int) -> dict[str, Any] | None:
-        """The daemon's answer, or None if it hung up."""
+        """Sends a message, and returns the daemon's answer, or None if the daemon closed the connection."""
         data = frame if isinstance(frame, bytes) else frame_of(frame)
         try:
             socket.send_fds(self.connection, [data], list(descriptors))
@@ -75,23 +75,25 @@ class RawClient:
         return json.loads(answer) if answer else None
 
     def result(self, request: dict[str, Any]) -> Any:
-        """The result of a request that is carried out."""
+        """Sends a request that must succeed, and returns its result."""
         answer = self.say(request)
         assert answer is not None
         return answer["result"]
 
     def open(self, **changed: Any) -> dict[str, Any] | None:
-        """Says hello, and asks for a service with one ring."""
+        """Says hello, and asks for a service with one ring. Returns the answer, or None if the daemon closed the
+        connection.
+        """
         assert self.say(HELLO) is not None
         return self.say(opening(**changed), self.segment.descriptor, self.ring.descriptor)
 
     def opens(self) -> bool:
-        """Whether `open` succeeds."""
+        """Returns whether `open` succeeds."""
         answer = self.open()
         return answer is not None and answer["kind"] == "answer"
 
     def use(self) -> dict[str, Any]:
-        """Sets up a memory and a channel to itself."""
+        """Adds a memory and a channel to this rank itself. Returns their ids."""
         handle = self.buffer.export(self.buffer.ptr, 4096)
         first = self.result({"do": "add_memory", "key": 0, "handle": handle, "nbytes": 4096})
         connection = self.result({"do": "connect_copy", "peer": 0})["number"]
@@ -99,12 +101,12 @@ class RawClient:
         return {"first": first, "connection": connection, "channel": channel}
 
     def set_channel(self, used: dict[str, Any], offset: int = 0, nbytes: int = 8) -> dict[str, Any]:
-        """A request to signal some bytes of the buffer on the channel of `use`."""
+        """Returns a request that makes bytes of the buffer the word which the channel of `use` signals."""
         word = self.buffer.export(self.buffer.ptr + offset, nbytes)
         return {"do": "set_channel", "channel": used["channel"], "connection": used["connection"], "word": word}
 
     def schedule(self, used: dict[str, Any]) -> dict[str, Any]:
-        """A schedule that copies some bytes of the buffer on the channel of `use`."""
+        """Returns a schedule that copies some bytes of the buffer on the channel of `use`."""
         send = {
             "channel": used["channel"],
             "src_memory": used["first"],
@@ -117,11 +119,11 @@ class RawClient:
 
     @property
     def schedule_words(self) -> Any:
-        """The words through which a stream and its schedules meet."""
+        """The words through which a stream starts schedules and waits for them."""
         return SharedWords(self.segment, OFFSET).schedule_words
 
     def ended(self) -> bool:
-        """Whether the daemon has hung up."""
+        """Waits for the daemon's next message, and returns whether the daemon closed the connection instead."""
         try:
             return self.connection.recv(LONGEST_FRAME) == b""
         except ConnectionResetError:
@@ -129,7 +131,7 @@ class RawClient:
 
 
 class Ringing:
-    """A thread that keeps writing a schedule's number to the bell within the block."""
+    """A thread that keeps writing a schedule's number to the bell word during the block."""
 
     def __init__(self, words: Any, number: int) -> None:
         self._words, self._number = words, number

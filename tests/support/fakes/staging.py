@@ -30,7 +30,7 @@ from support.running import TIMEOUT, wait_for
 
 
 def seen_as(memory: PinnedMemory, kind: type[np.generic]) -> NDArray[Any]:
-    """Pinned memory as an array."""
+    """Returns pinned memory as an array."""
     raw = (ctypes.c_char * memory.nbytes).from_address(memory.host_ptr)
     return np.frombuffer(raw, kind)
 
@@ -50,23 +50,23 @@ class End(OwnTriggers):
     """One end, with source memory for puts and memory that the other end puts to.
 
     Args:
-        number: 0 or 1; the other end is rank 7 plus its own number.
-        nbytes: of the two memories.
-        channels: to the other end.
-        ring_bytes: of the rings in its area.
-        chunk_bytes: of a put, at a time.
-        depth: of the wire's queues.
-        max_message: bytes of one of the wire's requests.
-        wire: makes the wire.
-        runtime: for memory and copies; None for one on the device that the tests use.
+        number: 0 or 1; end n is rank 7 + n.
+        nbytes: size of each of the two memories.
+        channels: number of channels to the other end.
+        ring_bytes: size of the rings in the staging area.
+        chunk_bytes: most bytes of a put that are staged at a time.
+        depth: depth of the wire's queues.
+        max_message: most bytes of one of the wire's requests.
+        wire: makes a wire.
+        runtime: for memory and copies; None for a new one on the device that the tests use.
         calls: replacements of the engine's driver calls.
         service: options of the service.
-        credits_tell: of the connection.
-        wires: how many there are.
+        credits_tell: the connection's option of this name.
+        wires: number of wires.
 
     Attributes:
-        devices: of the wires.
-        device: of the first one.
+        devices: the wires' devices.
+        device: the first wire's device.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class End(OwnTriggers):
             self.segment.host_pointer,
             self.segment.memory,
             shared_offset=ControlSegment.service_offset,
-            semaphores_offset=self.word_memory.host_ptr - self.segment.memory.host_ptr,  # separate memory here
+            semaphores_offset=self.word_memory.host_ptr - self.segment.memory.host_ptr,  # separate memory in tests
             on_failure=self.failures.append,
             **(service or {}),
         )
@@ -122,13 +122,13 @@ class End(OwnTriggers):
         ).upload(values)
 
     def options(self, other: End, *, wires: int = 1, link: dict[str, Any] | None = None, **wrong: Any) -> StagedOptions:
-        """Of the connection to the other end.
+        """Returns the options of the connection to the other end.
 
         Args:
             other: the other end.
             wires: how many times each wire is named.
-            link: fields of its first wire's own options.
-            wrong: fields of the options, or of its first wire.
+            link: fields to change in the options of the first wire's own transport.
+            wrong: fields to change in the connection's options, or in its first wire.
         """
         named = [
             StagedWire(wire.options(), wire.area_key, other.area.host_ptr, wire.peer_key, number)
@@ -150,7 +150,7 @@ class End(OwnTriggers):
         return StagedOptions.of(named * wires, len(self.wires), **{**fields, **wrong})
 
     def connect(self, other: End) -> None:
-        """Connects it to the other end, which connects to this one likewise."""
+        """Connects this end to the other end. The other end must also be connected to this one."""
         for wire in self.wires:
             wire.register(seen_as(self.area, np.uint8), seen_as(other.area, np.uint8))
         self.connection = self.service.connect(self.wires[0].transport, self.options(other), peer=other.rank)
@@ -166,32 +166,34 @@ class End(OwnTriggers):
         return self.producer.push(self.trigger(operation, size, **where), count)
 
     def taken(self, channel: int = 0) -> int:
-        """Triggers taken out of a channel's ring so far."""
+        """Returns the number of triggers taken out of a channel's ring so far."""
         return self.producer.taken(self.channels[channel])
 
     def fails(self) -> ProxyFailure:
-        """Waits until its proxy has failed."""
+        """Waits until this end's proxy has failed, and returns the failure."""
         wait_for(lambda: bool(self.failures), f"a failure of rank {self.rank}'s proxy")
         return self.failures[0]
 
     def abort(self) -> None:
-        """Makes its workers return whatever is outstanding."""
+        """Raises this end's abort word, so that its workers return even if requests are outstanding."""
         if not self.area.closed:
             self.segment.raise_abort(ErrorRecord(native.PROXYCCL_ERROR_LOCAL, 0))
 
     def close(self) -> None:
-        """Ends the service, which must end in time, and frees the rest."""
+        """Closes the service, asserts that it ends in time, and frees the memory."""
         assert self.service.close(TIMEOUT), "the proxy does not end"
         self.area.close()
         self.segment.close()
 
 
 class Ends:
-    """Both ends, connected. Ended by an abort; leaving them asserts that no limit of a device was broken.
+    """Both ends, connected. Leaving them aborts both, and asserts that no limit of a device was broken.
 
     Args:
-        nbytes: of each end's memories.
-        options: of each `End`. first: further options of the first end. second: of the second.
+        nbytes: size of each end's memories.
+        options: options of both ends.
+        first: further options of the first end.
+        second: further options of the second end.
     """
 
     def __init__(
@@ -224,17 +226,19 @@ class Ends:
         return iter(self.ends)
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
-        """Waits until a condition holds; no proxy may fail before."""
+        """Waits until a condition holds, and asserts that no proxy has failed."""
         wait_for(lambda: condition() or any(end.failures for end in self.ends), what)
         assert not any(end.failures for end in self.ends), [end.failures for end in self.ends]
 
     def flush(self, end: End, channel: int = 0) -> None:
-        """Flushes a channel, and waits for that."""
+        """Flushes a channel, and waits until the flush is complete."""
         ticket = end.push(Operation.FLUSH, channel=channel)
         self.wait(lambda: end.flushed(channel) > ticket, "a flush")
 
     def let_poll(self, end: End) -> None:
-        """Waits until an end's worker has polled its device a few times more; some request must be outstanding."""
+        """Waits until an end's worker has polled its device a few more times. The worker polls only while a request is
+        outstanding.
+        """
         polls = end.device.counts.polls
         self.wait(lambda: end.device.counts.polls >= polls + 5, "polls")
 
@@ -248,19 +252,18 @@ _NOT_READY = 600
 
 
 class LateStreams:
-    """The driver's calls, with streams that do their work late: each query of an event does some of its stream's work.
-
-    So streams overtake one another like a GPU's. An engine with its own thread calls them.
+    """Driver calls whose streams work late: each query of an event carries out some of the event's stream's work. So
+    one stream can overtake another, as on a GPU. The engine calls them from its own thread.
 
     Attributes:
-        calls: for `End`.
+        calls: the calls, for the parameter `calls` of `End`.
     """
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
         self._work: dict[int, list[Callable[[], object]]] = {}  # by stream
         self._done: dict[int, int] = {}
-        self._events: dict[int, tuple[int, int]] = {}  # the stream, and its work so far
+        self._events: dict[int, tuple[int, int]] = {}  # by event: its stream, and the amount of work queued before it
         self._kept = (
             COPY(self._copy),
             WRITE64(self._write64),

@@ -1,5 +1,5 @@
-"""The parts of torch that `Communicator.memory_pool` uses, without torch: pools that keep freed memory, over an
-allocator's two functions, which are called like torch does.
+"""The parts of torch that `Communicator.memory_pool` uses, without torch: pools that keep freed memory, and that call
+an allocator's two functions as torch calls them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from proxyccl.channels import array_libraries
 
 
 class PluggableAllocator:
-    """torch.cuda.memory.CUDAPluggableAllocator."""
+    """Stands in for torch.cuda.memory.CUDAPluggableAllocator."""
 
     def __init__(self, path: str, allocate: str, free: str) -> None:
         functions = ctypes.CDLL(path)
@@ -33,7 +33,7 @@ class PluggableAllocator:
 
 
 class MemPool:
-    """torch.cuda.MemPool on the current device.
+    """Stands in for torch.cuda.MemPool, on the current device.
 
     Attributes:
         graphs: number of graphs that use the pool.
@@ -46,11 +46,11 @@ class MemPool:
         self._unused: dict[int, list[int]] = {}
 
     def use_count(self) -> int:
-        """One for the pool itself, one for each block that uses it, and one for each graph."""
+        """Returns 1 for the pool itself, plus 1 for each block and each graph that uses it."""
         return 1 + [pool for pool, _ in _in_use].count(self) + self.graphs
 
     def allocate(self, nbytes: int) -> tuple[int, int]:
-        """The address and the size of a segment for one tensor alone."""
+        """Returns the address and the size of a segment that holds one tensor alone."""
         size = -(-nbytes // self.SEGMENT) * self.SEGMENT
         unused = self._unused.get(size)
         if unused:
@@ -60,7 +60,7 @@ class MemPool:
         return ptr, size
 
     def free(self, ptr: int, size: int) -> None:
-        """Keeps a segment for the next tensor."""
+        """Keeps a segment for the next tensor of the same size."""
         self._unused.setdefault(size, []).append(ptr)
 
     def __del__(self) -> None:
@@ -93,11 +93,12 @@ def _use_mem_pool(pool: MemPool, device: int) -> Iterator[None]:
 
 
 def make_torch(built_for: str, version: str = "2.11.0", **more: Any) -> Any:
-    """A module for ``sys.modules["torch"]``.
+    """Returns a module for ``sys.modules["torch"]``.
 
     Args:
         built_for: "cuda", "hip" or "cpu".
-        version: torch's. more: other attributes of torch.cuda; None omits one.
+        version: torch's version.
+        more: other attributes of torch.cuda; an attribute that is None is omitted.
     """
     torch: Any = types.ModuleType("torch")
     torch.__version__ = version
@@ -116,7 +117,9 @@ def make_torch(built_for: str, version: str = "2.11.0", **more: Any) -> Any:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, torch: Any) -> None:
-    """Has programs find this torch. It has no compiler, from which public classes are kept where there is one."""
+    """Makes `import torch` find this module. It has no compiler, so `untraced`, which hides public classes from torch's
+    compiler, is replaced by the identity.
+    """
     untraced: Any = types.ModuleType("proxyccl.torch_tensors.untraced")
     untraced.untraced = lambda cls: cls
     monkeypatch.setitem(sys.modules, "torch", torch)

@@ -41,7 +41,7 @@ class _Event:
 
 
 class _Stream:
-    """torch.cuda.ExternalStream."""
+    """Stands in for torch.cuda.ExternalStream."""
 
     def __init__(self, handle: int, device: torch.device) -> None:
         self.cuda_stream, self.device = handle, device
@@ -85,12 +85,12 @@ def _stream(stream: _Stream | None) -> Iterator[None]:
 
 _CAPSULE = b"dlpack_exchange_api"
 _DESCRIBE = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p)
-_HIP = 10  # DLPack's number
+_HIP = 10  # DLPack's number for the device type
 
 
 def _exchange_on(number: int) -> tuple[object, object]:
-    """DLPack's functions for tensors on a device, as a capsule, and what must live as long: torch's own describe them
-    as on the CPU.
+    """Returns DLPack's functions for tensors on a device, as a capsule, and the object that must live as long as the
+    capsule. torch's own functions would describe the tensors as on the CPU.
     """
     pointer_of, capsule_of = ctypes.pythonapi.PyCapsule_GetPointer, ctypes.pythonapi.PyCapsule_New
     pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
@@ -104,7 +104,7 @@ def _exchange_on(number: int) -> tuple[object, object]:
     def describe_on(x: Any, tensor: int) -> int:
         try:
             describe(x, tensor)
-        except RuntimeError:  # a type that DLPack lacks
+        except RuntimeError:  # DLPack lacks the element type
             return -1
         (ctypes.c_int32 * 2).from_address(tensor + 8)[:] = [_HIP, number]
         return 0
@@ -116,7 +116,7 @@ def _exchange_on(number: int) -> tuple[object, object]:
 
 @functools.cache
 def _tensors_on(number: int) -> type[torch.Tensor]:
-    """The type of tensors on a device; tensors derived from one have its type."""
+    """Returns the type of tensors on a device; tensors derived from such a tensor have the same type."""
 
     class OnGpu(torch.Tensor):
         is_cuda, is_cpu = True, False
@@ -133,18 +133,20 @@ def _tensors_on(number: int) -> type[torch.Tensor]:
 
 
 def on_gpu(tensor: torch.Tensor, device: int) -> torch.Tensor:
-    """The same memory, as a tensor on a device."""
+    """Returns a tensor with the same memory that claims to be on a device."""
     return tensor.as_subclass(_tensors_on(device))
 
 
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory, after all work of the current stream."""
+    """Waits for all work of the current stream, and returns a CPU tensor with the same memory."""
     _current_stream(tensor.device).synchronize()
     return tensor.as_subclass(torch.Tensor)
 
 
 def use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes torch, and so the backend, use such devices for a test, and threads for proxies, or skips the test."""
+    """Makes torch, and so the backend, use these stand-in GPUs for the rest of a test, with proxies as threads. Skips
+    the test if the HIP runtime over the host runtime was not built.
+    """
     if not (_HIP_ON_HOST / "lib/libamdhip64.so").exists():
         pytest.skip("needs: make rocm-on-host")
     monkeypatch.setenv("ROCM_PATH", str(_HIP_ON_HOST))

@@ -1,4 +1,6 @@
-"""The device that the tests of the verbs transport post to (fake_device.c), and a proxy service in front of some."""
+"""The device that the tests of the verbs transport post to (fake_device.c), and a proxy service that uses
+such devices.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ LKEY, RKEY, SIGNAL_RKEY, SCRATCH_LKEY = 0x11, 0x22, 0x33, 0x44
 
 
 class FakeDevice(FakeWriter):
-    """A queue pair to memory of this process. Leaving it asserts that no limit was exceeded."""
+    """A queue pair whose peer is memory of this process. Leaving it asserts that no limit was exceeded."""
 
     _library, _functions, _types = ("verbs", "fake_device"), "fake_", "Fake"
 
@@ -44,11 +46,11 @@ class FakeDevice(FakeWriter):
         self._call("register", key, array.ctypes.data, array.nbytes)
 
     def fail_request(self, number: int, status: int) -> None:
-        """The request of this number, from 1, completes with an ibv_wc_status."""
+        """Makes the request with this number, counted from 1, complete with an ibv_wc_status."""
         self._call("fail_request", number, status)
 
     def fail_post(self, number: int, error: int) -> None:
-        """The post of this number, from 1, returns an errno."""
+        """Makes the post with this number, counted from 1, return an errno."""
         self._call("fail_post", number, error)
 
     def fail_polls(self) -> None:
@@ -56,7 +58,7 @@ class FakeDevice(FakeWriter):
         self._call("fail_polls")
 
     def status_names(self) -> list[str]:
-        """The names of verbs.h for its ibv_wc_statuses, in their order."""
+        """Returns the names of all values of verbs.h's ibv_wc_status, in order."""
         names: list[str] = []
         while name := self._lib.fake_status_name(len(names)):
             names.append(self._ffi.string(name).decode())
@@ -66,13 +68,13 @@ class FakeDevice(FakeWriter):
 def value_trigger(
     operation: Operation, channel: int, value: int, size: int, memory: int = 0, offset: int = 0
 ) -> Trigger:
-    """A trigger with a value of 1, 2, 4 or 8 bytes."""
+    """Returns a trigger that puts a value of 1, 2, 4 or 8 bytes."""
     kind = MAX_MEMORIES + size.bit_length() - 1
     return Trigger(operation, channel, size, kind, 0, memory, offset, value)
 
 
 def bytes_of_value(value: int, size: int) -> NDArray[np.uint8]:
-    """A value of that size as bytes in memory."""
+    """Returns the bytes of a value of `size` bytes as they are in memory."""
     return np.frombuffer(value.to_bytes(8, "little")[:size], np.uint8)
 
 
@@ -93,17 +95,17 @@ class Producer:
         return first + count - 1
 
     def taken(self, channel: int) -> int:
-        """Triggers taken out of a channel's ring so far."""
+        """Returns the number of triggers taken out of a channel's ring so far."""
         return self._service.fifo_for(channel).taken
 
 
 class OwnTriggers:
-    """Triggers on a service's channels to one peer, between two memories.
+    """Makes triggers on a service's channels to one peer, for transfers between two memories.
 
     Attributes:
-        service: whose channels they are.
-        channels: their ids.
-        source_id, destination_id: of the memories.
+        service: the service that has the channels.
+        channels: ids of the channels.
+        source_id, destination_id: ids of the memories.
     """
 
     service: ProxyService
@@ -121,7 +123,7 @@ class OwnTriggers:
         channel: int = 0,
         value: int | None = None,
     ) -> Trigger:
-        """A trigger on one of the channels, with offsets into the two memories, or with a value.
+        """Returns a trigger on one of the channels, with offsets into the two memories, or with a value.
 
         A get goes from `destination_id` to `source_id`, from offset `source` to offset `destination`.
         """
@@ -133,17 +135,19 @@ class OwnTriggers:
         return Trigger(operation, number, size, self.source_id, source, self.destination_id, destination)
 
     def flushed(self, channel: int = 0) -> int:
-        """A channel's flush word."""
+        """Returns the value of a channel's flush word."""
         return ctypes.c_uint64.from_address(self.service.flushed_pointer(self.channels[channel])).value
 
 
 def verbs_options(qp: int, **fields: Any) -> Any:
-    """A ProxycclVerbsOptions, whose signals are writes unless a field says otherwise."""
+    """Returns a ProxycclVerbsOptions, whose signals are RDMA writes unless a field says otherwise."""
     return fill(ffi.new("ProxycclVerbsOptions *"), **{"qp": qp, "signal": lib.PROXYCCL_VERBS_WRITE, **fields})
 
 
 def adding(scratch: NDArray[np.uint64]) -> dict[str, int]:
-    """Fields of `verbs_options` for signals that are added, whose old values go to memory under SCRATCH_LKEY."""
+    """Returns the fields of `verbs_options` for signals by fetch-and-add, which store the old values in `scratch`,
+    under SCRATCH_LKEY.
+    """
     address = scratch.ctypes.data
     return {"signal": lib.PROXYCCL_VERBS_FETCH_ADD, "scratch": address, "scratch_lkey": SCRATCH_LKEY}
 
@@ -152,15 +156,15 @@ class FakePeer(OwnTriggers):
     """A peer with its own fake device: this process's memory, under different keys.
 
     Args:
-        service: that connects to it.
-        source: what puts read.
-        destination: memory that they write, in the peer's numbering its own.
-        rank: its rank.
-        channels: number of channels to it.
-        send_depth: of the send queue.
-        cq_depth: of the completion queue; None for the same.
-        max_message: bytes of a request, at most.
-        fetch_add: how it is signalled.
+        service: the proxy service that connects to the peer.
+        source: the memory that puts read.
+        destination: the memory that puts write, which belongs to the peer.
+        rank: the peer's rank.
+        channels: number of channels to the peer.
+        send_depth: depth of the send queue.
+        cq_depth: depth of the completion queue; None for the depth of the send queue.
+        max_message: most bytes of a request.
+        fetch_add: whether signals are added by fetch-and-add; otherwise they are written.
         reads: most reads outstanding; 0 if the device makes none.
     """
 
@@ -209,15 +213,15 @@ class FakePeer(OwnTriggers):
 
 
 class Loop:
-    """A proxy service with some fake peers, of the ranks from 7, that share one destination.
+    """A proxy service with fake peers, whose ranks are 7, 8 and so on, and which share one destination.
 
     Args:
-        source: what puts read.
-        destination: what they write.
+        source: the memory that puts read.
+        destination: the memory that puts write.
         peers: number of peers.
         service: options of the service.
         make_peer: makes each peer; None for `FakePeer`.
-        options: of each peer.
+        options: options of each peer.
     """
 
     def __init__(
@@ -265,22 +269,22 @@ class Loop:
         return self.producer.push(self.peers[peer].trigger(operation, size, **where), count)
 
     def flush(self, peer: int = 0, channel: int = 0) -> None:
-        """Flushes a channel, and waits for that."""
+        """Flushes a channel, and waits until the flush is complete."""
         ticket = self.push(peer, Operation.FLUSH, channel=channel)
         self.wait(lambda: self.peers[peer].flushed(channel) > ticket, "a flush")
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
-        """Waits until a condition holds; the proxy may not fail before."""
+        """Waits until a condition holds, and asserts that the proxy has not failed."""
         wait_for(lambda: condition() or bool(self.failures), what)
         assert not self.failures, self.failures[0]
 
     def let_poll(self, peer: int) -> None:
-        """Waits until the worker has drained its rings and polled a few times more."""
+        """Waits until the worker has polled a peer's device a few more times, after it has drained its rings."""
         device = self.peers[peer].device
         polls = device.counts.polls
         self.wait(lambda: device.counts.polls >= polls + 5, "polls")
 
     def fails(self) -> ProxyFailure:
-        """Waits until the proxy has failed."""
+        """Waits until the proxy has failed, and returns the failure."""
         wait_for(lambda: bool(self.failures), "a failure of the proxy")
         return self.failures[0]

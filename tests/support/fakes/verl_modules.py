@@ -23,7 +23,7 @@ class CheckpointEngineRegistry:
 
     @staticmethod
     def register(backend: str) -> Callable[[Any], Any]:
-        """A decorator."""
+        """Returns a decorator that keeps a class under the backend's name."""
 
         def keep(cls: Any) -> Any:
             CheckpointEngineRegistry.classes[backend] = cls
@@ -33,12 +33,12 @@ class CheckpointEngineRegistry:
 
     @classmethod
     def get(cls, backend: str) -> Any:
-        """The class."""
+        """Returns the class that was registered under a name."""
         return cls.classes[backend]
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Puts the modules where imports find them: the registry."""
+    """Puts the stand-in modules into sys.modules, and returns the registry."""
     for name in ("verl", "verl.checkpoint_engine", "verl.checkpoint_engine.base"):
         module = ModuleType(name)
         vars(module).update(__path__=[])

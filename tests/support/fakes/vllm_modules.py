@@ -20,12 +20,12 @@ UpdateInfo = TypeVar("UpdateInfo")
 
 @dataclass(frozen=True)
 class Replicate:
-    """Of a mesh axis."""
+    """Placement on a mesh axis: every rank has the whole parameter."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Of a mesh axis."""
+    """Placement on a mesh axis: each rank has a slice along dimension `dim`."""
 
     dim: int
 
@@ -49,7 +49,7 @@ class WeightTransferInitInfo:
 
 @dataclass
 class WeightTransferUpdateInfo:
-    """Base of a round's."""
+    """Base of a round's settings."""
 
 
 @dataclass
@@ -61,7 +61,7 @@ class TrainerInitInfo:
 
     @property
     def is_sender(self) -> bool:
-        """Whether this rank calls the client."""
+        """Whether this rank is the trainer's rank that calls the client."""
         return self.rank == 0
 
 
@@ -75,11 +75,11 @@ class WeightTransferEngine(Generic[InitInfo, UpdateInfo]):
         self.device, self.model, self.model_config = device, model, vllm_config.model_config
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
-        """Arguments by name."""
+        """Returns a worker's settings from a dictionary of their fields."""
         return self.init_info_cls(**init_dict)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As vLLM's worker calls it."""
+        """Calls `receive_weights` as vLLM's worker does."""
         self.receive_weights(self.update_info_cls(**update_info))  # type: ignore[attr-defined]
 
 
@@ -95,19 +95,19 @@ class _Factory:
         self.registry: dict[str, tuple[str, str]] = {}
 
     def register_engine(self, name: str, module: str, class_name: str) -> None:
-        """Refuses a name that is there."""
+        """Registers an engine's class. Refuses a name that is already registered."""
         if name in self.registry:
             raise ValueError(name)
         self.registry[name] = (module, class_name)
 
     def engine(self, name: str) -> Any:
-        """The class."""
+        """Imports and returns the class that was registered under a name."""
         module, class_name = self.registry[name]
         return getattr(importlib.import_module(module), class_name)
 
 
 class Model:
-    """A model that keeps what it is given, between the two calls of a reload."""
+    """A model that keeps copies of the weights that it is given between the start and the end of a reload."""
 
     def __init__(self) -> None:
         self.weights: dict[str, Any] = {}
@@ -115,7 +115,7 @@ class Model:
         self.calls = 0
 
     def load_weights(self, weights: Any) -> None:
-        """Copies tensors by name."""
+        """Copies the tensors, by name. A reload must be in progress."""
         assert self.reloading
         self.calls += 1
         self.weights |= {name: tensor.clone() for name, tensor in weights}
@@ -135,7 +135,9 @@ def _unchecked() -> Iterator[None]:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Puts the modules where imports find them: `workers` and `trainers` are the factories."""
+    """Puts the stand-in modules into sys.modules. Returns an object whose `workers` and `trainers` are the
+    factories.
+    """
     found = SimpleNamespace(workers=_Factory(), trainers=_Factory())
     names = (Replicate, Shard, ParamMeta, WeightTransferInitInfo, WeightTransferUpdateInfo, TrainerInitInfo)
     base = {each.__name__: each for each in (*names, WeightTransferEngine, TrainerWeightTransferEngine)}

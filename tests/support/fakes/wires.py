@@ -1,5 +1,5 @@
-"""The wire between the two ends of a staged connection in tests (staging.py): a device of one end that copies
-memory.
+"""Wires between the two ends of a staged connection in tests (staging.py): each is a fake device of one end, which
+copies memory to the other end.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from support.fakes.verbs import LKEY, RKEY, SCRATCH_LKEY, FakeDevice, adding, ve
 
 
 class FakeWire(Protocol):
-    """One end of it.
+    """One end of a wire.
 
     Attributes:
         transport: name of the staged transport over it.
         device: the device, which counts, dawdles and fails.
-        area_key: of this end's area.
-        peer_key: of the other end's.
+        area_key: key of this end's area.
+        peer_key: key of the other end's area.
     """
 
     transport: str
@@ -33,16 +33,16 @@ class FakeWire(Protocol):
         ...
 
     def options(self) -> Any:
-        """Of the wire's own transport."""
+        """Returns the options of the wire's own transport."""
         ...
 
 
 class VerbsWire:
-    """A queue pair that writes signals, or adds them.
+    """A queue pair whose signals are RDMA writes; subclasses use fetch-and-add.
 
     Args:
-        depth: of its queues.
-        max_message: bytes of a request.
+        depth: depth of its queues.
+        max_message: most bytes of a request.
     """
 
     transport = "staged"
@@ -71,7 +71,7 @@ class VerbsWire:
 
 
 class AddingVerbsWire(VerbsWire):
-    """A queue pair that adds signals."""
+    """A queue pair whose signals are fetch-and-adds."""
 
     _fetch_add = True
 
@@ -81,7 +81,7 @@ class FabricWire:
 
     Args:
         depth: most writes outstanding.
-        max_message: bytes of a write.
+        max_message: most bytes of a write.
     """
 
     transport = "staged_fabric"
@@ -100,7 +100,7 @@ class FabricWire:
 
 
 class JoinedFabricWire(FabricWire):
-    """An endpoint that also keeps the order of a write's bytes."""
+    """An endpoint that also carries out the parts of a two-part write in order."""
 
     _joined = True
 

@@ -15,7 +15,7 @@ from support.paths import ROOT
 
 @functools.cache
 def load(name: str, stem: str) -> tuple[Any, Any]:
-    """cffi's view of the library of STEM.h, which `make fake-NAME` builds: ffi and lib."""
+    """Builds the library of STEM.h with `make fake-NAME`, and loads it. Returns cffi's ffi and lib."""
     run_make(f"fake-{name}")
     ffi = cffi.FFI()
     header = Path(__file__).with_name(f"{stem}.h").read_text()
@@ -24,12 +24,11 @@ def load(name: str, stem: str) -> tuple[Any, Any]:
 
 
 class FakeWriter:
-    """Carries out requests on memory of this process, and notes invalid ones.
-
-    Leaving it asserts that there were none.
+    """Carries out requests on memory of this process, and records invalid ones. Leaving it asserts that no request was
+    invalid.
 
     Args:
-        options: for the library's function that opens one.
+        options: arguments of the library's function that opens a device.
     """
 
     _library: tuple[str, str]  # name and stem, for `load`
@@ -52,13 +51,13 @@ class FakeWriter:
 
     @property
     def breach(self) -> str | None:
-        """The first invalid request."""
+        """Returns a description of the first invalid request, or None if all were valid."""
         text = self._call("breach")
         return self._ffi.string(text).decode() if text else None
 
     @property
     def counts(self) -> Any:
-        """The library's counts."""
+        """The numbers that the library has counted so far."""
         counts = self._ffi.new(f"{self._types}Counts *")
         self._call("counts", counts)
         return counts
@@ -68,12 +67,16 @@ class FakeWriter:
         self._call("allow", requests)
 
     def dawdle(self, most: int, seed: int) -> None:
-        """Carries out at most this many at each poll, and mostly fewer; an endpoint also refuses some for now."""
+        """Makes each poll carry out a random number of requests, at most `most`; an endpoint also refuses some
+        requests, which must then be posted again.
+        """
         self._call("dawdle", most, seed)
 
     @property
     def signals(self) -> list[tuple[int, int, int]]:
-        """(address of the word, value that it then held, bytes put before) of each signal carried out."""
+        """Returns for each signal carried out: (address of the word, the word's new value, bytes that were
+        put before).
+        """
         out: list[tuple[int, int, int]] = []
         signal = self._ffi.new(f"{self._types}Signal *")
         while self._call("signal", len(out), signal):

@@ -1,16 +1,18 @@
-"""Agents that come and go under load, and every third is killed; agents that start again under their names.
+"""Runs agents that come and go under load, of which every third is killed, and agents that start again under their
+names.
 
 python tests/support/faults/agents.py --count 100 --seed 1
 
-A case follows from its seed, and has two parts. In the first one an agent moves data to and from the peers, several at
-once, and cancels, while they are killed, close or end at random moments. A finding is a wrong byte, a canceled transfer
-that still writes, a transfer that does not end in time, an error with a peer that lives, or a descriptor that is left.
+A case follows from its seed, and has two parts. In the first part an agent moves data to and from several peers at the
+same time, and cancels transfers, while the peers are killed, close or end at random moments. A finding is a wrong byte,
+a canceled transfer that still writes, a transfer that does not end in time, an error with a peer that lives, or a
+descriptor that is not closed.
 
 In the second part, each peer starts again and again under its name. Its memory lies at the same addresses, which it
-registers, deregisters and frees. The agent keeps the transfers and the metadata of all registrations, and uses those
-that have ended too. Every life of a peer verifies all its memory. A finding is also a transfer that is done although
-its registration has ended, metadata of an ended agent that are taken, and a byte that another incarnation has, or that
-was written to memory which was not registered for it.
+registers, deregisters and frees. The agent keeps the transfers and the metadata of all registrations, and also uses
+them after a registration has ended. Every incarnation of a peer verifies all its memory. A finding is also a transfer
+that completes although its registration has ended, metadata of an ended agent that are accepted, a byte read from
+another incarnation, or a byte written to memory that was not registered for the transfer.
 """
 
 from __future__ import annotations
@@ -69,13 +71,13 @@ _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class Visit:
-    """A peer's life: what is done with it, and what happens to it. Its memory has the value `number`.
+    """One peer's visit: the transfers with the peer, and its end. The peer's memory is filled with `number`.
 
     Args:
-        agent: that meets it.
-        number: the peer's.
-        process: the peer's.
-        seed: of what happens.
+        agent: the agent that transfers data to and from the peer.
+        number: the peer's number.
+        process: the peer's process.
+        seed: the seed of all random choices.
     """
 
     def __init__(self, agent: Agent, number: int, process: Child, seed: int) -> None:
@@ -120,7 +122,9 @@ class Visit:
         return ["its end was not noticed"]
 
     def _step(self, name: str, ours: Region, theirs: Region) -> str:
-        """Reads the first half of the peer's memory, or writes the other, as one block or as many."""
+        """Notifies the peer, reads the first half of its memory, or writes the second half, as one block or many.
+        Returns a finding, or "".
+        """
         half = _NBYTES // 2
         operation = self._rng.choice(["read", "write", "notify"])
         if operation == "notify":
@@ -149,7 +153,7 @@ class Visit:
         time.sleep(self._rng.choice([0, 0.0005]))
         transfer.cancel()
         self._memory[:] = _WRONG
-        with contextlib.suppress(CanceledError):  # DisconnectedError is for the caller
+        with contextlib.suppress(CanceledError):  # the caller handles DisconnectedError
             transfer.done()
         time.sleep(0.001)
         return "" if (self._memory == _WRONG).all() else f"{transfer} wrote after it was canceled"
@@ -164,31 +168,33 @@ def _served(number: int) -> Callable[[socket.socket], None]:
 
 
 class Slot:
-    """Memory of a peer at an address that stays, and what it must contain: the first half its value, which is read, and
-    the other half what was written."""
+    """A peer's memory at a fixed address, and its expected contents: the first half, which is read, has `value`; the
+    second half has what was last written.
+    """
 
     def __init__(self) -> None:
-        self.transfers: list[Transfer] = []  # of the registration that stands
+        self.transfers: list[Transfer] = []  # of the current registration
         self.former: list[Transfer] = []
         self.value = self.written = 0
         self.is_registered = False
 
 
 class Lives:
-    """A peer that starts again under its name: what is done with it, and what it must contain.
+    """A peer that starts again and again under its name: the transfers with it, and the expected contents of its
+    memory.
 
     Args:
-        agent: that meets it.
-        number: the peer's.
-        processes: of its lives, one after the other.
-        seed: of what happens.
+        agent: the agent that transfers data to and from the peer.
+        number: the peer's number.
+        processes: the processes of its incarnations, one after the other.
+        seed: the seed of all random choices.
     """
 
     def __init__(self, agent: Agent, number: int, processes: list[Child], seed: int) -> None:
         self._agent, self._name, self._rng = agent, _name(number), random.Random(seed)
         self._processes = processes
         self._slots = [Slot() for _ in range(_SLOTS)]
-        self._metadata: list[bytes] = []  # of all registrations, partial ones
+        self._metadata: list[bytes] = []  # of every registration, each without the rest
         self._memory = np.zeros(_NBYTES, np.uint8)
 
     def run(self) -> list[str]:
@@ -242,7 +248,9 @@ class Lives:
         return []
 
     def _renew(self, process: Child, number: int, ours: Region) -> None:
-        """Has the peer deregister and free memory, and map other memory at that address."""
+        """Makes the peer deregister and free a slot's memory and map new memory there, and prepares transfers for a new
+        registration.
+        """
         slot = self._slots[number]
         slot.value, slot.is_registered = self._rng.randrange(1, 200), self._rng.random() < 0.7
         slot.written = slot.value
@@ -284,7 +292,9 @@ class Lives:
         return f"{transfer} is done, although its registration has ended"
 
     def _add_late(self) -> str:
-        """Metadata of a former life are refused; of this life, they bring no registration back."""
+        """Adds old metadata of the peer: those of an earlier incarnation must be refused; those of this one are
+        accepted, but must not revive a registration. Returns a finding, or "".
+        """
         metadata = self._rng.choice(self._metadata)
         is_of_this_life = token_of(metadata) == self._agent._peers[self._name].token
         try:
@@ -295,12 +305,14 @@ class Lives:
 
 
 def token_of(data: bytes) -> bytes:
-    """The token of the agent that metadata are of."""
+    """Returns the token of the agent that some metadata describe."""
     return METADATA.decode(data, "an agent").token
 
 
 def _serve_slots(number: int) -> Callable[[socket.socket], None]:
-    """The body of a life: b"look" asks for the values of all memory, four bytes renew a slot (`Lives._renew`)."""
+    """Returns the body of an incarnation's process. It answers b"look" with the values of all its memory, and renews a
+    slot when it gets four bytes (`Lives._renew`).
+    """
 
     def serve(connection: socket.socket) -> None:
         agent = Agent(_name(number), listen=["127.0.0.1"])
@@ -320,7 +332,7 @@ def _serve_slots(number: int) -> Callable[[socket.socket], None]:
             if regions[slot] is not None:
                 agent.deregister(regions[slot])
                 regions[slot] = None
-            memory[slot] = None  # it is freed before there is new memory, which gets its address
+            memory[slot] = None  # free the old memory first: the new memory gets its address
             at = _ADDRESS + (number * _SLOTS + slot) * 2 * _NBYTES
             memory[slot] = shared_empty(_NBYTES) if is_shared else mapped_at(at, _NBYTES)
             memory[slot][:] = value
@@ -335,7 +347,7 @@ def _serve_slots(number: int) -> Callable[[socket.socket], None]:
 
 
 class _Fixed:
-    """Memory at an address, unmapped with its last array."""
+    """Memory at a given address, unmapped when its last array is gone."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         if _LIBC.mmap(address, nbytes, 3, _PRIVATE_FIXED, -1, 0) != address:
@@ -348,7 +360,7 @@ class _Fixed:
 
 
 def mapped_at(address: int, nbytes: int) -> NDArray[np.uint8]:
-    """New private memory at an address."""
+    """Maps new private memory at an address."""
     return np.asarray(_Fixed(address, nbytes))
 
 
@@ -356,10 +368,10 @@ def run_lives(seed: int, peers: int = 4, lives: int = 4, path: str | None = None
     """Runs the second part of a case. Returns its findings.
 
     Args:
-        seed: that it follows from.
-        peers: how many names there are.
-        lives: how often each of them starts.
-        path: how data moves; None: one in turn, or memory that is mapped and one for the rest.
+        seed: the seed that the case follows from.
+        peers: number of peers, each with its own name.
+        lives: how often each peer starts.
+        path: the path of the data. None: the seed chooses one path, or both "shared_memory" and "process_vm".
     """
     rng = random.Random(seed)
     paths = [path] if path else [["shared_memory", "process_vm"], *([each] for each in PATHS)][seed % (len(PATHS) + 1)]
@@ -378,15 +390,16 @@ def run(seed: int, peers: int = 30, path: str | None = None) -> list[str]:
     """Runs a case. Returns its findings.
 
     Args:
-        seed: that it follows from.
-        peers: how many come and go.
-        path: how data moves; None: one in turn.
+        seed: the seed that the case follows from.
+        peers: number of peers that come and go.
+        path: the path of the data. None: the seed chooses one.
     """
     rng = random.Random(seed)
     with Agent("under load", listen=["127.0.0.1"], paths=[path or PATHS[seed % len(PATHS)]]) as agent:
         before = len(os.listdir("/proc/self/fd"))
         with contextlib.ExitStack() as stack:
-            # Before there are threads: one that imports a module at a fork would leave its child the module's lock.
+            # Fork before there are threads: if a thread imports a module during a fork, the child inherits the module's
+            # lock.
             processes = [stack.enter_context(child(_served(number))) for number in range(peers)]
             pool = stack.enter_context(ThreadPoolExecutor(_AT_ONCE))
             visits = [
@@ -401,7 +414,7 @@ def run(seed: int, peers: int = 30, path: str | None = None) -> list[str]:
 
 
 def main() -> int:
-    """The command line. Returns 1 if there are findings."""
+    """Runs the command line. Returns 1 if there are findings."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=100, help="cases to run")
     parser.add_argument("--seed", type=int, default=1, help="the first one's; a case follows from its seed")

@@ -1,12 +1,13 @@
-"""Runs cases and checks how each ended. python tests/support/faults/campaign.py --count 1000 --seed 1 --report FILE
+"""Runs cases and checks how each ended: python tests/support/faults/campaign.py --count 1000 --seed 1 --report FILE
 
-With --hosts the ranks are on two hosts, which are network namespaces of this machine, and their link has faults too.
---jobs sets how many cases run at once. SIGTERM and Ctrl-C end the campaign and its cases; its report has those that
-ended before.
+With --hosts the ranks are on two hosts, which are network namespaces of this machine, and some faults are those of the
+link between them.
+--jobs sets how many cases run concurrently. SIGTERM and Ctrl-C end the campaign and its cases; the report then has the
+cases that had ended by themselves.
 
 A finding is a process that did not end in time or ended without a named error, a stopped daemon that a rank did not
-notice within two time-outs, a wrong result, ranks that disagree about who goes on, a harmless fault that somebody
-noticed, or something that is left behind: a process, a descriptor, a file.
+notice within two time-outs, a wrong result, ranks that disagree about which ranks go on, a harmless fault that a rank
+noticed, or a leak: a process, a descriptor, a file.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ the errors."""
 
 @dataclass
 class Rank:
-    """A process and its output."""
+    """A rank's process and its output."""
 
     process: subprocess.Popen[str]
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -58,7 +59,7 @@ class Rank:
     hung: bool = False
 
     def read(self) -> None:
-        """Reads its output to the end, in a thread."""
+        """Reads the process's output to the end. Runs in a thread of its own."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.events.append(json.loads(line))
@@ -66,17 +67,17 @@ class Rank:
         self.ready.set()
 
     def errors_said(self) -> str:
-        """The errors that it met, in order."""
+        """Returns the errors that the rank's process has reported, in order."""
         met = [each for each in self.events if each["event"] in ("error", "ended")]
         return "; ".join(f"{each['kind']}: {each['message']}" for each in met) or "no error"
 
     def said(self, event: str) -> dict[str, Any] | None:
-        """The last such event."""
+        """Returns the process's last event of this kind, or None if there was none."""
         return next((each for each in reversed(self.events) if each["event"] == event), None)
 
 
 def processes_of(mark: str) -> dict[int, str]:
-    """Processes that were started with this mark, and the command of each."""
+    """Returns the processes whose environment has this value of the variable `_MARK`, with the command of each."""
     found = {}
     for pid in processes_with(_MARK, mark):
         with contextlib.suppress(OSError):
@@ -85,14 +86,14 @@ def processes_of(mark: str) -> dict[int, str]:
 
 
 def kill_all(mark: str) -> None:
-    """Ends the processes that were started with this mark."""
+    """Kills the processes whose environment has this value of the variable `_MARK`."""
     for pid in processes_of(mark):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def where_threads_wait(pid: int) -> str:
-    """The system's view of a process's threads: their state, where they sleep, and in which call."""
+    """Returns what /proc tells about a process's threads: their state, where they sleep, and in which system call."""
     lines = []
     for task in sorted(Path(f"/proc/{pid}/task").glob("*")):
         words = []
@@ -106,17 +107,19 @@ def where_threads_wait(pid: int) -> str:
 
 
 def shared_memory() -> set[str]:
-    """Names of shared memory. The library makes none, so a new one is a finding, whichever case made it."""
+    """Returns the names of ProxyCCL's files in /dev/shm. The library should make none, so a new one is a finding,
+    whichever case made it.
+    """
     return {path.name for path in Path("/dev/shm").glob("*proxyccl*")}
 
 
 class Campaign:
-    """Runs cases, one in each thread that calls it.
+    """Runs cases; several threads may each run one at the same time.
 
     Args:
-        directory: for the cases' reports and, unless `cache` is given, their kernels.
+        directory: directory for the cases' reports and, unless `cache` is given, their kernels.
         hosts: two hosts for cases on hosts.
-        cache: the directory of kernels, which all cases share, because compiling takes seconds.
+        cache: directory of compiled kernels, which all cases share, because compiling takes seconds.
     """
 
     def __init__(self, directory: Path, hosts: Hosts | None = None, *, cache: Path | None = None) -> None:
@@ -129,11 +132,11 @@ class Campaign:
         self._stopped = threading.Event()
 
     def why_not(self, case: Case) -> str:
-        """Why a case can't be run on this machine, or ""."""
+        """Returns why a case can't be run on this machine, or ""."""
         return self._surroundings.why_not(case)
 
     def stop(self) -> None:
-        """Ends the running cases; the results of their `run` are then meaningless."""
+        """Ends the running cases; what `run` returns for them is then meaningless."""
         self._stopped.set()
         while True:
             with self._lock:
@@ -184,7 +187,7 @@ class Campaign:
             findings = self._strike(case, ranks)
             findings += self._await_end(ranks, deadline)
         for number, reader in enumerate(readers):
-            reader.join(_SETTLES_SECONDS)  # a remaining process may hold the pipe open
+            reader.join(_SETTLES_SECONDS)  # a process that is left may hold the pipe open
             ranks[number].errors = (here / f"stderr-{number}").read_text(errors="replace")
         findings += self._judge(case, ranks)
         findings += self._leavings(mark)
@@ -224,7 +227,7 @@ class Campaign:
         target, signals, pause = strikes[case.fault]
         for i, number in enumerate(signals):
             if i > 0 and case.fault == "daemon stopped" and daemon is not None:
-                findings = self._await_notice(case, ranks)  # while it is stopped: its end tells everybody at once
+                findings = self._await_notice(case, ranks)  # before its end, which all ranks notice immediately
             elif i > 0:
                 self._stopped.wait(pause)
             if target is not None:
@@ -233,7 +236,9 @@ class Campaign:
         return findings
 
     def _await_notice(self, case: Case, ranks: list[Rank]) -> list[str]:
-        """Waits until every rank has met an error, or has finished without needing the daemon."""
+        """Waits until every rank has reported an error, or has finished without needing the stopped daemon. Returns
+        findings.
+        """
         deadline = time.monotonic() + 2 * case.timeout + _NOTICES_SECONDS
         while unaware := [
             number
@@ -259,7 +264,7 @@ class Campaign:
             except subprocess.TimeoutExpired:
                 findings.append(f"rank {number} did not end in time\n{where_threads_wait(rank.process.pid)}")
                 rank.hung = True
-                rank.process.send_signal(signal.SIGABRT)  # it shows where its threads are
+                rank.process.send_signal(signal.SIGABRT)  # the rank then prints its threads' stacks
                 try:
                     rank.process.wait(_DIES_SECONDS)
                 except subprocess.TimeoutExpired:
@@ -313,7 +318,7 @@ class Campaign:
                 names = shared_memory() - self._shared_memory
                 late = time.monotonic() > deadline
                 if late:
-                    self._shared_memory |= names  # reported once
+                    self._shared_memory |= names  # so that each name is reported once
             found += [f"shared memory is left, by this case or one beside it: {name}" for name in names]
             if not found or late:
                 return found
@@ -321,14 +326,15 @@ class Campaign:
 
 
 def run(cases: Iterable[Case], campaign: Campaign, report: Report) -> bool:
-    """Runs cases, as many at once as the report says, and adds each to the report. Returns False if it was ended
-    early."""
+    """Runs cases, `report.jobs` of them concurrently, and adds each to the report. Returns False if the campaign was
+    ended early.
+    """
 
     def outcome(case: Case) -> Outcome:
         began = time.monotonic()
         try:
             findings = campaign.run(case)
-        except Exception:  # the others go on
+        except Exception:  # the other cases go on
             findings = [f"the campaign failed: {traceback.format_exc()}"]
         return Outcome(case, time.monotonic() - began, findings)
 
@@ -356,7 +362,7 @@ def _end(*_: object) -> NoReturn:
 
 
 def main() -> int:
-    """The command line. Returns 1 if there are findings, or if it was ended early."""
+    """Runs the command line. Returns 1 if there are findings, or if the campaign was ended early."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=100, help="cases to run")
     parser.add_argument("--seed", type=int, default=1, help="the first one's; a case follows from its seed")

@@ -53,19 +53,19 @@ _DAEMON_STARTS_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Case:
-    """A case.
+    """A case of the campaign.
 
     Attributes:
-        seed: that it follows from.
-        ranks: how many.
-        place: the place of their proxies.
-        nodes: ranks of a node; None for one node.
+        seed: the seed that the case follows from.
+        ranks: number of ranks.
+        place: where the ranks' proxies run ("thread" or "process").
+        nodes: number of ranks of a node; None if all ranks are on one node.
         hosts: whether the ranks are on two hosts, which libfabric joins over TCP.
         fault: one of FAULTS.
-        victim: the rank to which it happens.
-        delay: seconds from when all ranks are ready to the fault.
-        timeout: of every wait, in seconds.
-        work: seconds that the ranks work, if nothing ends them.
+        victim: the rank to which the fault happens.
+        delay: seconds from when all ranks are ready until the fault.
+        timeout: time-out of every wait, in seconds.
+        work: seconds that the ranks work, if nothing ends them earlier.
         repeats: whether the ranks repeat the same calls, so that only their streams wait for the daemon.
         brief: whether the fault and the end come early.
     """
@@ -85,7 +85,7 @@ class Case:
 
     @classmethod
     def of(cls, seed: int, fault: str | None = None, *, hosts: bool = False, brief: bool = False) -> Case:
-        """The case of a seed, with this fault or the next one in turn."""
+        """Returns the case of a seed. If no fault is named, the seed chooses one."""
         rng = random.Random(seed)
         faults = FAULTS + LINK_FAULTS if hosts else FAULTS
         fault = faults[seed % len(faults)] if fault is None else fault
@@ -117,13 +117,13 @@ class Case:
         return [str(self.seed), self.fault, *(name for name, wanted in flags.items() if wanted)]
 
     def host(self, rank: int) -> int:
-        """A rank's host: 0 for the first half of the ranks, 1 for the others."""
+        """Returns a rank's host: 0 for the first half of the ranks, 1 for the second."""
         return 2 * rank // self.ranks
 
     @property
     def bound(self) -> float:
-        """Seconds within which every process must have ended: time-outs of a wait, of a shrink, of its retry and of the
-        end, and the time of starting on shared cores.
+        """Seconds within which every process must have ended: the time-outs of a wait, of a shrink, of its retry and of
+        the program's end, and the time to start on shared cores.
         """
         return 90 + 8 * self.timeout + (_DAEMON_STARTS_SECONDS if self.place == "process" else 0)
 

@@ -1,10 +1,13 @@
-"""Hours of the campaign's work without a fault: what drifts? python tests/support/faults/endurance.py --minutes 60
+"""Runs the campaign's work for hours without a fault, and measures what drifts: python
+tests/support/faults/endurance.py --minutes 60
 
-It runs on the runtime that PROXYCCL_RUNTIME names; of GPUs each rank takes the next. At the end of each tenth of the
+It runs on the runtime that PROXYCCL_RUNTIME names; on GPUs, each rank takes the next GPU. At the end of each tenth of
+the
 time every rank measures itself: resident memory, descriptors, threads, the CPU time of a step, on CUDA the device
 memory in use, and the time of a small all_reduce by kernels and by the proxy. Other work on the machine also changes
-times. So the minimum and the 10th percentile are shown beside the median, and a new communicator for each measurement
-takes turns with the old one: if only the old one becomes slower, it drifts; if both do, the machine was busy.
+the times. So the minimum and the 10th percentile are shown beside the median, and calls of the old communicator
+alternate with calls of a new one, made for each measurement: if only the old one becomes slower, it drifts; if both do,
+the machine was busy.
 """
 
 from __future__ import annotations
@@ -36,25 +39,25 @@ _MEASURING_SECONDS = 1800
 
 
 def resident_bytes() -> int:
-    """This process's resident memory."""
+    """Returns the number of bytes of this process's resident memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 def device_bytes(comm: Communicator) -> int:
-    """Memory in use on the rank's NVIDIA GPU, by any process."""
-    comm.synchronize()  # an array without a reference left is freed only then
+    """Returns the number of bytes in use on the rank's NVIDIA GPU, by any process."""
+    comm.synchronize()  # arrays without a reference are freed only in a synchronisation
     free, total = comm.runtime.memory_left()
     return total - free
 
 
 def communicator(meeting: str) -> Communicator:
-    """A communicator of all ranks, which meet in a new directory."""
+    """Returns a new communicator of all ranks, which meet in the directory `meeting`."""
     directory = Path(os.environ["RENDEZVOUS"], meeting)
     return Communicator(FileBootstrap(directory, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])))
 
 
 def burst(comm: Communicator, algorithm: str | None) -> list[float]:
-    """Times of small all_reduces until their results are available, in us, without the first."""
+    """Makes small all_reduces. Returns the time of each until its result is available, in us, without the first."""
     x, times = comm.empty(64, "float32").fill(1), []
     queued = comm.runtime.name != "host"  # a GPU's call returns before its result is available
     for _ in range(_CALLS + 1):
@@ -67,7 +70,7 @@ def burst(comm: Communicator, algorithm: str | None) -> list[float]:
 
 
 def latencies(communicators: dict[str, Communicator]) -> dict[str, dict[str, float]]:
-    """Minimum, 10th percentile and median of each communicator's calls, in us."""
+    """Returns the minimum, 10th percentile and median time of each communicator's calls, in us."""
     found = {}
     for algorithm in (None, "proxy"):
         times: dict[str, list[float]] = {name: [] for name in communicators}
@@ -138,7 +141,7 @@ def show(measurements: list[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    """The command line; with RANK in the environment, one of the ranks. Returns 1 if a rank ended badly."""
+    """Starts the ranks; with RANK in the environment, runs as that rank. Returns 1 if a rank failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=60, help="how long the ranks work")
     parser.add_argument("--ranks", type=int, default=3, help="how many there are")

@@ -1,10 +1,11 @@
-"""Memory that is freed, unmapped in part, made read-only or truncated under transfers, at random moments.
+"""Frees memory, unmaps parts of it, makes it read-only or truncates it during transfers, at random moments.
 
 python tests/support/faults/freed_memory.py --count 100 --seed 1
 
-A case follows from its seed, and runs in a process of its own. Two agents move data by one path: by some transfers from
-and to memory that loses bytes meanwhile, by others not. A finding is a process that ends by a signal, a transfer that
-does not end in time, one that fails although its own memory is there, a wrong byte, or a lost link.
+A case follows from its seed, and runs in a process of its own. Two agents move data by one path: some transfers use
+memory that is harmed while they run, others use memory that stays intact. A finding is a process that ends by a signal,
+a transfer that does not end in time, a transfer that fails although its own memory is intact, a wrong byte, or a lost
+link.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ _CASE_SECONDS = 240.0
 
 
 class Side:
-    """One agent's memory: some that stays, and some that does not.
+    """One agent's memory: a part that stays intact, and for each round a part that may be harmed.
 
     Args:
-        agent: that registers it.
-        shared: it is of `shared_empty`, and all of it stays.
+        agent: the agent that registers the memory.
+        shared: whether the memory is from `shared_empty`, and is never harmed.
     """
 
     def __init__(self, agent: Agent, *, shared: bool) -> None:
@@ -50,14 +51,16 @@ class Side:
         self.region = agent.register(self.stays)
 
     def renew(self, *, doomed: bool) -> tuple[Mapped | None, Region]:
-        """Memory for one round; None: it stays."""
+        """Returns the memory to harm in this round, with its region; or None and the region of the memory
+        that stays.
+        """
         if not doomed or self._shared:
             return None, self.region
         memory = Mapped(_NBYTES)
         return memory, self._agent.register((memory.address, _NBYTES))
 
     def end(self, memory: Mapped | None, region: Region) -> None:
-        """Gives back the memory of a round."""
+        """Deregisters and frees the memory of a round, if `renew` made any."""
         if memory is not None:
             self._agent.deregister(region)
             memory.free()
@@ -67,8 +70,8 @@ class Case:
     """A case's agents and their transfers.
 
     Args:
-        seed: that it follows from.
-        path: of the data.
+        seed: the seed that the case follows from.
+        path: the path of the data.
     """
 
     def __init__(self, seed: int, path: str) -> None:
@@ -102,7 +105,7 @@ class Case:
         size = rng.choice([100, 70_000, _NBYTES // 2])
         at = [rng.randrange(_NBYTES // 2 - size + 1) for _ in range(2)]
         writes = rng.random() < 0.5
-        # What stays on one side is not also that of the other transfer, which reads the first half.
+        # Where memory stays, use its second half: the transfer `fine` uses the first half.
         place = (
             near.address + at[0] + (half if ours is None else 0),
             far.address + at[1] + (half if theirs is None else 0),
@@ -118,7 +121,7 @@ class Case:
             harmed.cancel()
         findings = [self._end(harmed, may_fail=True), self._end(fine, may_fail=False)]
         timer.join()
-        findings.append(self._end(harmed.start(), may_fail=True))  # it finds the memory as it is now
+        findings.append(self._end(harmed.start(), may_fail=True))  # once more, on memory that was harmed before
         if not (self._here.stays[:half] == value).all():
             findings.append("a wrong byte of a transfer whose memory stays")
         self._here.end(ours, near)
@@ -137,7 +140,7 @@ class Case:
                 memory.truncate()
 
     def _end(self, transfer: Transfer, *, may_fail: bool) -> str:
-        """Waits for a transfer, or asks for it. Returns a finding, or ""."""
+        """Waits for a transfer, or polls until it is done. Returns a finding, or ""."""
         bound = time.monotonic() + _WAIT_SECONDS
         try:
             if self._rng.random() < 0.5:
@@ -165,7 +168,7 @@ def run(seed: int, path: str | None = None) -> list[str]:
 
     Args:
         seed: that it follows from.
-        path: of the data; None: one in turn.
+        path: the path of the data. None: the seed chooses one.
     """
     path = path or _PATHS[seed % len(_PATHS)]
     with child(lambda connection: _body(connection, seed, path)) as process:
@@ -182,7 +185,7 @@ def run(seed: int, path: str | None = None) -> list[str]:
 
 
 def main() -> int:
-    """The command line. Returns 1 if there are findings."""
+    """Runs the command line. Returns 1 if there are findings."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=100, help="cases to run")
     parser.add_argument("--seed", type=int, default=1, help="the first one's; a case follows from its seed")

@@ -1,5 +1,5 @@
-/* A time of day that jumps by up to a day at every reading, both ways, for a process that preloads this. Monotonic
- * clocks are the system's. */
+/* Replaces the time of day, in a process that preloads this library: it jumps forwards or backwards by up to a day at
+ * every reading. Monotonic clocks stay the system's. */
 #define _GNU_SOURCE
 #include <stdatomic.h>
 #include <sys/syscall.h>

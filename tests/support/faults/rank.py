@@ -1,8 +1,7 @@
-"""One rank of a case: works, has its fault, and goes on with the remaining ranks. Prints its observations, in JSON.
+"""Runs one rank of a case: works, suffers its fault, and goes on with the remaining ranks. Prints its events in JSON.
 
-rank.py SEED FAULT [hosts] [brief], further by the environment, as `run_processes` sets it.
-
-It ends with 0 if it saw only named errors of the library, and correct results after a shrink.
+Usage: rank.py SEED FAULT [hosts] [brief], with the environment that `run_processes` sets. The exit status is 0 if the
+rank saw only named errors of the library, and correct results after a shrink.
 """
 
 from __future__ import annotations
@@ -42,21 +41,21 @@ _LEFT_MIB = (12, 64)
 
 
 class PlannedError(Exception):
-    """The exception of a case."""
+    """The exception that the victim raises in a case with the fault "exception"."""
 
 
 def say(event: str, **fields: Any) -> None:
-    """Prints a line, at once and whole."""
+    """Prints an event as a line, in one unbuffered write."""
     os.write(1, (json.dumps({"event": event, **fields}) + "\n").encode())
 
 
 def descriptors() -> int:
-    """The number of this process's open descriptors."""
+    """Returns the number of this process's open descriptors."""
     return len(os.listdir("/proc/self/fd"))
 
 
 def show_descriptor(number: int) -> str:
-    """The target of one of this process's descriptors."""
+    """Returns the target of one of this process's descriptors, or "" if there is none."""
     try:
         return os.readlink(f"/proc/self/fd/{number}")
     except OSError:
@@ -67,7 +66,7 @@ def show_descriptor(number: int) -> str:
 
 
 def fork_children(rng: random.Random) -> None:
-    """Forks children that end like programs: normally, with an exception's status, and by a signal."""
+    """Forks three children, of which one ends normally, one through `sys.exit` and one by a signal."""
     for ending in rng.sample(["quiet", "exit", "kill"], 3):
         child = os.fork()
         if child == 0:
@@ -105,7 +104,7 @@ def limit(kind: int, value: int) -> None:
 
 
 def timed_faults(rng: random.Random) -> dict[str, Callable[[], None]]:
-    """Faults that happen at a certain time, in a separate thread."""
+    """Returns the faults that happen at a certain time, in a separate thread, by name."""
     return {
         "exit": lambda: os._exit(_EXIT_STATUS),
         "fork": lambda: fork_children(rng),
@@ -117,7 +116,7 @@ def timed_faults(rng: random.Random) -> dict[str, Callable[[], None]]:
 
 
 def begin_fault(case: Case, rng: random.Random) -> None:
-    """The victim's actions before it works."""
+    """Applies the fault to the victim before it works, if it is a fault of that kind."""
     if case.fault == "garbage":
         write_garbage(rng, rng.randrange(80))
     if case.fault == "no directory":
@@ -129,7 +128,9 @@ def begin_fault(case: Case, rng: random.Random) -> None:
 
 
 def in_step_fault(case: Case, comm: Communicator, rng: random.Random) -> None:
-    """The victim's actions between two calls, from the time of the fault on."""
+    """Applies the fault to the victim between two calls, if it is a fault of that kind. Called from the fault's time
+    on.
+    """
     if case.fault == "slow":
         time.sleep(rng.uniform(0, 0.05))
     if case.fault == "exception":
@@ -165,7 +166,7 @@ def shrink(comm: Communicator) -> Communicator:
     finally:
         try:
             comm.close()
-        except ProxyCCLError as error:  # it had not failed, and another rank does not close it
+        except ProxyCCLError as error:  # the communicator had not failed, and another rank does not close its own
             say("error", kind=type(error).__name__, message=str(error))
 
 
@@ -191,7 +192,7 @@ def go_on(case: Case, comm: Communicator) -> None:
 
 
 def run(case: Case, rng: random.Random, *, victim: bool) -> int:
-    """The rank's life with its communicators. Returns the process's status."""
+    """Makes the communicator, works, and goes on after a failure. Returns the process's status."""
     comm: Communicator | None = None
     try:
         bootstrap = FileBootstrap.from_environment()
@@ -208,7 +209,7 @@ def run(case: Case, rng: random.Random, *, victim: bool) -> int:
         if comm is not None:
             try:
                 go_on(case, comm)
-            except ProxyCCLError as later:  # left behind, or there is no other rank to go on with
+            except ProxyCCLError as later:  # the others went on without this rank, or no other rank is left
                 say("ended", kind=type(later).__name__, message=str(later))
             comm.close()
     except WrongResultError as error:
@@ -218,15 +219,15 @@ def run(case: Case, rng: random.Random, *, victim: bool) -> int:
 
 
 def main(case: Case) -> int:
-    """Returns the process's status."""
+    """Runs the rank, and checks that it leaves nothing behind. Returns the process's status."""
     rank, before = int(os.environ["RANK"]), descriptors()
     victim, rng = rank == case.victim, random.Random(1000 * case.seed + rank)
     if victim:
         begin_fault(case, rng)
     status = run(case, rng, victim=victim)
-    signal.setitimer(signal.ITIMER_REAL, 0)  # the interpreter's end takes the handler away
-    # The program's arrays live as long as it holds them, and memory that peers reach is kept until they have closed the
-    # failed communicator, too. Both may be in cycles.
+    signal.setitimer(signal.ITIMER_REAL, 0)  # the interpreter removes the handler at its end
+    # Arrays live as long as the program refers to them, perhaps in cycles, and memory that peers access is kept until
+    # the peers have also closed the failed communicator.
     deadline = time.monotonic() + case.timeout + _LETS_GO_SECONDS
     gc.collect()
     while (after := descriptors()) > before + LASTING_DESCRIPTORS and time.monotonic() < deadline:

@@ -1,5 +1,5 @@
-"""A campaign's findings, in a file that is complete after every case, so even a campaign that is ended early has
-one.
+"""The report of a campaign: a file that is rewritten after every case, so it is complete even if the campaign is ended
+early.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Outcome:
 
     Attributes:
         seconds: its duration.
-        findings: its violations; empty if all went well.
+        findings: the rules that the case violated, in words; empty if all went well.
     """
 
     case: Case
@@ -34,7 +34,7 @@ class Outcome:
 
 
 def machine() -> str:
-    """The campaign's machine."""
+    """Returns a description of this machine."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE") / 1e9
     kernel = f"{platform.system()} {platform.release()}"
     cores = len(os.sched_getaffinity(0))
@@ -42,7 +42,7 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """The checked-out commit, if git can tell."""
+    """Returns the checked-out commit, or "unknown"."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=7"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
@@ -53,14 +53,14 @@ def commit() -> str:
 
 @dataclass
 class Report:
-    """The outcomes so far.
+    """The outcomes of a campaign so far.
 
     Attributes:
-        path: of the file; None for no file.
-        planned: number of cases.
-        jobs: cases that run at once.
-        outcomes: in the order of their ends.
-        left_out: number of cases that could not run here, by fault and reason.
+        path: path of the file; None for no file.
+        planned: number of cases to run.
+        jobs: number of cases that run concurrently.
+        outcomes: the outcomes, in the order in which the cases ended.
+        left_out: number of cases that could not run on this machine, by fault and reason.
     """
 
     path: Path | None
@@ -72,23 +72,23 @@ class Report:
     _commit: str = field(init=False, default_factory=commit)
 
     def add(self, outcome: Outcome) -> None:
-        """Adds a case that ran, and shows it."""
+        """Adds the outcome of a case, and prints it."""
         self.outcomes.append(outcome)
         print(outcome, flush=True)
         self._write()
 
     def leave_out(self, case: Case, reason: str) -> None:
-        """Adds a case that can't be run here."""
+        """Counts a case that can't be run on this machine."""
         self.left_out[f"{case.fault}: {reason}"] += 1
         self._write()
 
     @property
     def findings(self) -> list[Outcome]:
-        """Outcomes with findings, by seed."""
+        """The outcomes with findings, ordered by seed."""
         return [each for each in self._by_seed() if each.findings]
 
     def summary(self) -> str:
-        """The lines at the report's head."""
+        """Returns the lines at the report's head."""
         kinds = Counter(each.case.fault for each in self.outcomes)
         faults = ", ".join(f"{kinds[fault]} {fault}" for fault in FAULTS + LINK_FAULTS if kinds[fault])
         seeds = ", ".join(str(each.case.seed) for each in self.findings)
@@ -109,7 +109,7 @@ class Report:
         return sorted(self.outcomes, key=lambda each: each.case.seed)
 
     def _write(self) -> None:
-        """Writes under a temporary name first, so that the file is always complete."""
+        """Writes the report under a temporary name and renames it, so that the file is always complete."""
         if self.path is None:
             return
         parts = [

@@ -1,4 +1,4 @@
-"""The surroundings of a case's ranks: compilers, a full disk, a clock that jumps, hosts and a link that fails."""
+"""Sets up the surroundings of a case's ranks: compilers, a full disk, a clock that jumps, hosts, a link that fails."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LOSS = ("tbf", "rate", "20mbit", "burst", "4kb", "limit", "8kb")
 
 
 def why_no_mounts() -> str:
-    """Why this process can't mount file systems that other processes do not see, or ""."""
+    """Returns why this process can't mount file systems that other processes do not see, or ""."""
     try:
         done = subprocess.run(
             ["unshare", "--mount", "mount", "-t", "tmpfs", "tried", "/tmp"], capture_output=True, text=True, check=False
@@ -34,7 +34,7 @@ def why_no_mounts() -> str:
 
 
 def why_no_kernels() -> str:
-    """Why ranks can't compile their own kernels here, or ""."""
+    """Returns why ranks can't compile their own kernels on this machine, or ""."""
     try:
         find_compiler()
     except CompileError as error:
@@ -43,7 +43,7 @@ def why_no_kernels() -> str:
 
 
 def why_no_clock(library: Path) -> str:
-    """Compiles the library whose clock jumps. Returns why that can't be done, or ""."""
+    """Compiles the library whose clock jumps (jumping_clock.c). Returns why that can't be done, or ""."""
     command = [os.environ.get("CC", "cc"), "-O2", "-shared", "-fPIC", "-o", str(library), str(_CLOCK)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -56,7 +56,7 @@ class Surroundings:
     """The surroundings in which the ranks of cases run.
 
     Args:
-        directory: for everything that all cases share.
+        directory: directory for everything that all cases share.
         hosts: two hosts for ranks on hosts.
     """
 
@@ -68,7 +68,7 @@ class Surroundings:
         self._no_clock = functools.cache(lambda: why_no_clock(self._clock))
 
     def why_not(self, case: Case) -> str:
-        """Why a case can't be run here, or "". Sets up everything that the case needs."""
+        """Sets up everything that a case needs. Returns why the case can't be run on this machine, or ""."""
         if self._no_kernels:
             return self._no_kernels
         if case.fault in LINK_FAULTS and self._hosts is None:
@@ -78,7 +78,9 @@ class Surroundings:
         return self._no_clock() if case.fault == "clock jumps" else ""
 
     def command(self, case: Case, rank: int, program: list[str], here: Path) -> list[str]:
-        """The command that starts a rank's program, without another process in between."""
+        """Returns the command that starts a rank's program. The started process becomes the program, without a parent
+        in between.
+        """
         command = [sys.executable, *program]
         if rank == case.victim and case.fault == "full disk":
             command = ["unshare", "--mount", "sh", "-c", _FULL_DISK, str(self._full(here)), *command]
@@ -87,7 +89,7 @@ class Surroundings:
         return command
 
     def environment(self, case: Case, rank: int, here: Path) -> dict[str, str]:
-        """A rank's environment variables beyond those that all ranks have."""
+        """Returns a rank's environment variables beyond those that all ranks have."""
         found = {} if self._hosts is None else dict(self._hosts.environment)
         if rank == case.victim and case.fault == "full disk":
             found["PROXYCCL_CACHE"] = found["PROXYCCL_REPORT_DIR"] = str(self._full(here))
@@ -103,7 +105,7 @@ class Surroundings:
 
     @contextlib.contextmanager
     def link_fault(self, case: Case) -> Iterator[None]:
-        """The case's link fault between the hosts; the link is intact again when this ends."""
+        """Applies the case's link fault, if it has one, during the block. The link is intact again afterwards."""
         hosts = self._hosts
         if hosts is None or case.fault not in LINK_FAULTS:
             yield

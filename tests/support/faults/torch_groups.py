@@ -1,10 +1,11 @@
-"""torch groups that are first used in a random order, on random threads, with each result checked.
+"""Uses torch groups for the first time in random orders, on random threads, and checks each result.
 
     python tests/support/faults/torch_groups.py --count 1000 --seed 1
 
 Each case follows from its seed: some ranks, which are processes, make groups of the same ranks and of overlapping ones,
-and use them first by asynchronous collectives and transfers, on several threads, each rank in an order of its own; then
-they destroy the groups, and may begin anew. A finding is a hang, an error, or a result that is not the sum or the
+and use them for the first time in asynchronous collectives and transfers, on several threads, each rank in an order of
+its own. Then they destroy the groups, and may start over with new groups. A finding is a hang, an error, or a result
+that is not the sum or the
 message of its own group. Where there is no torch, the reason is printed and nothing runs.
 """
 
@@ -34,11 +35,11 @@ class Case:
     """A case, the same on all ranks.
 
     Attributes:
-        ranks: their number.
+        ranks: number of ranks.
         groups: the ranks of each group.
         warm: whether the default group is used first, so that the others are split from it.
-        threads: how many threads of a rank use the groups.
-        turns: how often all begins anew.
+        threads: number of threads of a rank that use the groups.
+        turns: how often the groups are made, used and destroyed.
     """
 
     ranks: int
@@ -49,7 +50,7 @@ class Case:
 
     @classmethod
     def of(cls, seed: int) -> Case:
-        """The case of a seed."""
+        """Returns the case of a seed."""
         chance = random.Random(seed)
         ranks = chance.randint(2, 4)
         everyone = range(ranks)
@@ -61,11 +62,11 @@ class Case:
 
 
 def run_rank(seed: int) -> None:
-    """A rank's part of a case; a wrong result or an error ends the process."""
+    """Runs a rank's part of a case; a wrong result or an error ends the process."""
     import torch
     import torch.distributed as dist
 
-    import proxyccl.torch  # noqa: F401  it makes the backend known
+    import proxyccl.torch  # noqa: F401  registers the backend
 
     case = Case.of(seed)
     rank = int(os.environ["RANK"])
@@ -124,7 +125,7 @@ def _ring(dist: Any, torch: Any, number: int, members: Any, group: Any, rank: in
 
 
 def _on_threads(uses: list[Callable[[], Callable[[], None]]], count: int) -> None:
-    """Each thread begins its share of the uses in order, and then checks them."""
+    """Deals the uses out to `count` threads; each thread begins its uses in order, and then checks their results."""
     errors: list[BaseException] = []
 
     def run(share: list[Callable[[], Callable[[], None]]]) -> None:
@@ -152,7 +153,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 def run_case(seed: int) -> str:
-    """Runs a case's ranks. Returns the finding in words, empty if there is none."""
+    """Runs a case's ranks. Returns the finding, or "" if there is none."""
     case = Case.of(seed)
     ports = " ".join(map(str, _free_ports(case.turns)))
     started = []
@@ -178,7 +179,7 @@ def run_case(seed: int) -> str:
 
 
 def main() -> int:
-    """Runs the cases of the seeds from the given one on. Returns the process's status."""
+    """Runs the cases of `--count` seeds, from `--seed` on. Returns the process's status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)

@@ -1,4 +1,4 @@
-"""Random work whose results every rank verifies: the same on all ranks, because it follows from a shared number."""
+"""Random work whose results every rank verifies. It is the same on all ranks, because it follows from a shared seed."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ class WrongResultError(Exception):
 
 
 def _result(comm: Communicator, array: Any) -> Values:
-    """The contents of an array after a call. On a GPU the call was only queued, and this raises its errors."""
+    """Returns the contents of an array after a call. On a GPU the call was only queued, so this waits, and raises its
+    errors.
+    """
     if comm.runtime.name != "host":
         comm.synchronize()
     return on_host(array)
 
 
 def _require(comm: Communicator, got: Any, expected: Values, what: str) -> None:
-    """Raises WrongResultError unless a call has stored these values, in an array of any shape."""
+    """Raises WrongResultError unless a call has stored the expected values; the array's shape does not matter."""
     values = _result(comm, got).reshape(expected.shape)
     if not np.array_equal(values, expected):
         raise WrongResultError(f"{what}: {values.ravel()[:4]} where {expected.ravel()[:4]} must be")
@@ -48,8 +50,8 @@ class Work:
     """A communicator's work.
 
     Args:
-        comm: the ranks.
-        seed: the same on all of them.
+        comm: the ranks' communicator.
+        seed: seed of the work, the same on all ranks.
     """
 
     def __init__(self, comm: Communicator, seed: int) -> None:
@@ -58,7 +60,7 @@ class Work:
         self._numbers = np.random.default_rng(seed)
         self._layer: EPAll2AllLayer | None = None
         self._channels: Any = None
-        self._repeated: dict[str, tuple[Any, Values]] = {}  # by collective, its input and the result
+        self._repeated: dict[str, tuple[Any, Values]] = {}  # by collective: its input and the expected result
         self._outputs: dict[str, Any] = {}
         self._other: Communicator | None = None
         self._kinds: list[Callable[[], None]] = [
@@ -75,12 +77,12 @@ class Work:
         ]
 
     def step(self) -> None:
-        """Does one thing. Raises the library's errors, and WrongResultError."""
+        """Does a randomly chosen piece of work. Raises the library's errors, and WrongResultError."""
         self._rng.choice(self._kinds)()
 
     def repeat(self) -> None:
-        """Collectives by proxy, with the same arrays each time: from the second time on, only the stream starts the
-        proxy.
+        """Makes collectives by proxy, with the same arrays each time: from the second time on, the stream alone starts
+        the proxy.
         """
         comm, size, count = self.comm, self.comm.world_size, 3000
         if not self._repeated:
@@ -96,27 +98,29 @@ class Work:
             _require(comm, self._outputs[name], expected, name)
 
     def agree(self, flag: bool) -> bool:
-        """Whether any rank's flag is set."""
+        """Returns whether the flag is set on any rank. All ranks call it together."""
         flags = self.comm.all_reduce(self._array(np.array([int(flag)], np.int32)))
         return bool(_result(self.comm, flags)[0])
 
     def close(self) -> None:
-        """Frees its arrays."""
+        """Frees the arrays of the work."""
         if self._layer is not None:
             self._layer.finalize()
 
     def _everyone(self, *shape: int) -> Values:
-        """Small integers of every rank: all sums of them are exact."""
+        """Returns random small integers for every rank, whose sums are exact."""
         return self._numbers.integers(0, 50, (self.comm.world_size, *shape)).astype(np.float32)
 
     def _array(self, values: Values, *, reached: bool = False) -> Any:
-        """A new array of these values: on a GPU from `empty`, on the host numpy's unless peers must reach it."""
+        """Returns a new array of these values: on a GPU, or if peers must access it, from `empty`; else a
+        numpy array.
+        """
         if reached or self.comm.runtime.name != "host":
             return self.comm.empty(values.shape, values.dtype).upload(values)
         return values.copy()
 
     def _own(self, values: Values) -> Any:
-        """This rank's values, sometimes in memory that peers reach."""
+        """Returns an array of this rank's values, sometimes in memory that peers can access."""
         return self._array(values[self.comm.rank], reached=self._rng.random() < 0.5)
 
     def _algorithm(self) -> str | None:
@@ -189,7 +193,7 @@ class Work:
         _require(comm, got, values * (ids[comm.rank] + 1).sum(axis=1, keepdims=True).astype(np.float32), "experts")
 
     def _part(self) -> None:
-        """A communicator of some of the ranks; the others go on meanwhile."""
+        """Makes a call on a communicator of some of the ranks, while the other ranks go on."""
         members = sorted(self._rng.sample(range(self.comm.world_size), self._rng.randint(1, self.comm.world_size)))
         values = self._everyone(self._count())
         algorithm = self._algorithm()
@@ -200,7 +204,7 @@ class Work:
             _require(part, got, values[members].sum(axis=0), "all_reduce of a part")
 
     def _beside(self) -> None:
-        """Another communicator of all ranks, which lasts as long as the first one and works at the same time."""
+        """Makes calls on two communicators of all ranks concurrently: the first, and a second that lasts as long."""
         if self._other is None:
             self._other = self.comm.split(range(self.comm.world_size))
         values = [self._everyone(self._count()) for _ in range(2)]

@@ -1,11 +1,11 @@
 """Puts AMD's real run-time compiler into a directory: Debian testing's HIPRTC, without root and without touching system
 packages.
 
-PyPI has no HIPRTC, and the stable distributions' ones are too old for gfx942. Debian testing's is built against a newer
-C library than most machines have, so it comes with that and with the loader to start Python under it (about 60 MB down,
-250 MB unpacked).
+PyPI has no HIPRTC, and the stable distributions' ones are too old for gfx942. Debian testing's HIPRTC is built against
+a newer C library than most machines have, so this also downloads that C library, with the loader that starts Python
+under it (about 60 MB down, 250 MB unpacked).
 
-    python fetch_hiprtc.py DIRECTORY      exits with 0, or with 2 and the reason why it is not available here
+    python fetch_hiprtc.py DIRECTORY      exits with 0, or with 2 and the reason why HIPRTC is not available
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 from support.packages.debian import Apt, UnavailableError, fetch_program, fill_once, require_x86_64, unpack
 
-PACKAGES = ("libhiprtc6", "libhiprtc-builtins6", "libamd-comgr3")  # it opens the last two when it compiles
+PACKAGES = ("libhiprtc6", "libhiprtc-builtins6", "libamd-comgr3")  # hiprtc6 opens the other two when it compiles
 LIBRARIES = Path("root/usr/lib/x86_64-linux-gnu")
 LOADER = LIBRARIES / "ld-linux-x86-64.so.2"
 
 
 def fill(directory: Path) -> None:
-    """Downloads and unpacks into `directory`."""
+    """Downloads the packages and unpacks them into `directory`."""
     with tempfile.TemporaryDirectory(dir=directory) as downloads:
-        # With nothing installed, apt takes all dependencies, including the C library.
+        # With an empty list of installed packages, apt downloads all dependencies, including the C library.
         apt = Apt(Path(downloads), "testing")
         unpack(apt.download_with_dependencies(*PACKAGES), directory / "root")
     # The bindings look for the unversioned name that only a development package has.
@@ -39,7 +39,7 @@ def fill(directory: Path) -> None:
 
 
 def fetch(directory: Path) -> None:
-    """Fills `directory`, unless that was done before."""
+    """Fills `directory` with HIPRTC, unless that was done before."""
     require_x86_64("Debian's HIPRTC")
     fill_once(directory, " ".join(PACKAGES), fill)
 

@@ -2,7 +2,7 @@
 
 HIPRTC needs another C library than the tests, so this is a separate process and imports none of their modules. A
 request is a line of JSON {source, options, disassemble}; the answer one of {status, log, code, assembly}, `code` in
-base 64, `assembly` of the architecture that `disassemble` names, if any. An empty line ends it.
+base 64, `assembly` of the architecture that `disassemble` names, if any. An empty line ends the process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from hip import hiprtc
 
-# amd_comgr.h of version 3, whose numbers are not those of version 2.
+# The numbers below are those of amd_comgr.h version 3; version 2 has others.
 COMGR = "libamd_comgr.so.3"
 KIND_SOURCE = 0x1
 KIND_EXECUTABLE = 0x8
@@ -28,7 +28,7 @@ def check(status: Any, call: str) -> None:
 
 
 def compile_source(source: str, options: list[str]) -> tuple[int, str, bytes]:
-    """(status, log, code object)."""
+    """Compiles a source. Returns (status, log, code object)."""
     status, program = hiprtc.hiprtcCreateProgram(source.encode(), b"source", 0, None, None)
     check(status, "hiprtcCreateProgram")
     (compiled,) = hiprtc.hiprtcCompileProgram(program, len(options), [option.encode() for option in options])
@@ -47,13 +47,13 @@ def compile_source(source: str, options: list[str]) -> tuple[int, str, bytes]:
 
 
 class Handle(ctypes.Structure):
-    """comgr's data, data sets and actions: a number in a struct, passed by value."""
+    """A handle of comgr's data, data sets and actions: a number in a struct, passed by value."""
 
     _fields_ = (("handle", ctypes.c_uint64),)
 
 
 def disassemble(code: bytes, architecture: str) -> str:
-    """The instructions of a code object, in objdump's format."""
+    """Returns the instructions of a code object, in objdump's format."""
     comgr = ctypes.CDLL(COMGR)
 
     def call(name: str, *arguments: Any) -> None:

@@ -1,6 +1,7 @@
 """Hosts that tests make: network namespaces with their own host names, all joined to one switch by veth pairs.
 
-The processes of such a host take each other for ranks of one host, and those of other hosts for ranks elsewhere.
+Processes on one of these hosts treat each other as ranks of one host, and processes on another as ranks of another
+host.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from support.paths import ROOT
 
 INTERFACE = "eth0"
 _STEP_SECONDS = 30
-_BY_NAME = {"PROXYCCL_HOSTS": "name"}  # they are one machine, and have one PID namespace
+_BY_NAME = {"PROXYCCL_HOSTS": "name"}  # tell the hosts apart by name: they share a machine and a PID namespace
 _TESTS = str(ROOT / "tests")
 _TEMPLATE = Path(__file__).with_name("template.py")
 
 
 class Hosts:
-    """This many hosts; a context manager.
+    """A number of hosts; a context manager.
 
     Args:
         count: number of hosts.
-        ipv4: whether they have IPv4 addresses in addition to IPv6.
-        secure_shell: directory for the keys of sshd, on each host, and its client; None: there is none.
+        ipv4: whether the hosts have IPv4 addresses in addition to IPv6 ones.
+        secure_shell: directory for the keys of an sshd on each host and of its client; None for hosts without sshd.
 
     Raises:
-        UnavailableError: this process may not make them, or programs are missing.
+        UnavailableError: this process may not make hosts, or programs are missing.
     """
 
     def __init__(self, count: int, *, ipv4: bool = True, secure_shell: Path | None = None) -> None:
@@ -64,7 +65,9 @@ class Hosts:
             raise
 
     def _hold(self, name: str) -> int:
-        """Makes namespaces, and a process that keeps them until its input ends."""
+        """Makes a host's namespaces, with a process that keeps them until its standard input is closed. Returns its
+        number.
+        """
         script = f"hostname {name} && echo made && exec cat"
         holder = subprocess.Popen(
             ["unshare", "--net", "--uts", "sh", "-c", script],
@@ -114,20 +117,20 @@ class Hosts:
         return self._environment
 
     def inside(self, host: int) -> list[str]:
-        """The command prefix that starts a command on a host and becomes that command."""
+        """Returns the command prefix that starts a command on a host and becomes that command."""
         return self._inside(host + 1)
 
     def start(self, host: int, *arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-        """Starts Python, which finds libfabric, on a host with both outputs in a pipe."""
+        """Starts Python on a host, in an environment in which it finds libfabric, with both outputs in a pipe."""
         return self._run(host, [sys.executable, *arguments], {**self._environment, **(env or {})})
 
     def fork(self, host: int, program: str, *arguments: str, env: dict[str, str]) -> PipedFork:
-        """The same for a program, as a fork (forked.py)."""
+        """Starts a program like `start`, but as a fork (forked.py)."""
         return PipedFork([program, *arguments], {**self._environment, **env}, self._forks[host])
 
     @staticmethod
     def _with_tests(environment: Mapping[str, str]) -> dict[str, str]:
-        """An environment in which Python finds the modules of tests/support."""
+        """Returns an environment in which Python also finds the modules of tests/support."""
         return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, (_TESTS, environment.get("PYTHONPATH"))))}
 
     def _run(self, host: int, command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[str]:
@@ -147,7 +150,7 @@ class Hosts:
     def mpiexec(
         self, ranks: Sequence[int], command: Sequence[str], directory: Path, *, env: dict[str, str] | None = None
     ) -> subprocess.Popen[str]:
-        """Starts MPICH's mpiexec on the first host, for this many ranks on each: ``mpiexec -f hosts``, by ssh.
+        """Starts MPICH's mpiexec on the first host, with `ranks[i]` ranks on host i: ``mpiexec -f hosts``, by ssh.
 
         MPI brings its own libfabric.
         """
@@ -160,7 +163,7 @@ class Hosts:
         return self._run(0, whole, {**os.environ, **_BY_NAME, **(env or {})})
 
     def choose_congestion_control(self, name: str) -> None:
-        """Makes TCP on all hosts use a congestion control, such as ``cubic``, instead of the machine's."""
+        """Makes TCP on all hosts use the named congestion control, such as ``cubic``, instead of the machine's."""
         for place in range(1, len(self._holders)):
             self._tool("sh", place, "-c", f"echo {name} > /proc/sys/net/ipv4/tcp_congestion_control")
 
@@ -169,7 +172,7 @@ class Hosts:
         self._ip(0, "link", "set", f"port{host}", "down")
 
     def join(self, host: int) -> None:
-        """Ends `cut`."""
+        """Joins a host to the switch again, after `cut`."""
         self._ip(0, "link", "set", f"port{host}", "up")
 
     def disturb(self, host: int, *discipline: str) -> None:
@@ -177,7 +180,7 @@ class Hosts:
         self._tool("tc", 0, "qdisc", "add", "dev", f"port{host}", "root", *discipline)
 
     def calm(self, host: int) -> None:
-        """Ends `disturb`."""
+        """Removes the queueing discipline that `disturb` added."""
         self._tool("tc", 0, "qdisc", "del", "dev", f"port{host}", "root")
 
     def close(self) -> None:
@@ -189,7 +192,7 @@ class Hosts:
                 forks.close()
         finally:
             for holder in self._holders:
-                holder.terminate()  # ranks that were forked meanwhile may keep its input open
+                holder.terminate()  # ranks forked since then may keep its input open
                 holder.communicate(timeout=_STEP_SECONDS)
 
     def __enter__(self) -> Hosts:
@@ -202,7 +205,9 @@ class Hosts:
 
 
 def hosts_or_skip(count: int, *, ipv4: bool = True, secure_shell: Path | None = None) -> Hosts:
-    """This many hosts for a test of the fabric transport, which is skipped if they are not available."""
+    """Returns `count` hosts for a test of the fabric transport. Skips the test if hosts or libfabric are not
+    available.
+    """
     if not _engine.lib.proxyccl_fabric_built():
         require_fabric("this build has no fabric transport: libfabric's headers were not there")
     reason = unavailable_reason()
@@ -215,7 +220,7 @@ def hosts_or_skip(count: int, *, ipv4: bool = True, secure_shell: Path | None = 
 
 
 def require_fabric(reason: str) -> NoReturn:
-    """Skips the test for a reason; with ``PROXYCCL_REQUIRE_FABRIC=1`` that is a failure."""
+    """Skips the test for a reason, or fails it if ``PROXYCCL_REQUIRE_FABRIC`` is 1."""
     if os.environ.get("PROXYCCL_REQUIRE_FABRIC") == "1":
         pytest.fail(f"PROXYCCL_REQUIRE_FABRIC is 1, and {reason}")
     pytest.skip(reason)

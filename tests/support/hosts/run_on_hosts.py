@@ -1,8 +1,6 @@
-"""Benchmarks on hosts that are network namespaces: mpiexec for this many ranks on each, or a program alone on one.
-
-TCP's congestion control is cubic there, Linux's own, whatever the machine's. BBR gets half as much through a machine's
-own network, and differs between two connections that do the same, because it sends at the rate that it has measured
-before.
+"""Runs benchmarks on hosts that are network namespaces: by mpiexec with RANKS ranks on each host, or alone on one host.
+On these hosts TCP uses cubic, Linux's default congestion control, whatever the machine uses. BBR, which sends at the
+rate that it has measured, gets half as much through a machine's own network, and treats equal connections differently.
 
 python run_on_hosts.py [RANKS...] -- PROGRAM [ARGUMENT...]
 """
@@ -26,7 +24,7 @@ _PORT = "29533"
 
 
 def main() -> int:
-    reason = unavailable_reason()  # this fetches it
+    reason = unavailable_reason()  # fetches libfabric
     if reason:
         sys.exit(f"there is no libfabric: {reason}")
     split = sys.argv.index("--")

@@ -1,6 +1,5 @@
-"""OpenSSH between hosts that tests make: a server on each, and a client that they let in.
-
-The programs are the machine's if it has them, else fetched once into build/openssh.
+"""OpenSSH between hosts that tests make: a server on each host, and a client that may log in to all of them. The
+programs are the installed ones, if any; otherwise they are fetched once into build/openssh.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ _CLIENT_PROGRAM = """\
 #!/bin/sh
 LD_LIBRARY_PATH={libraries} exec {ssh} -F {config} "$@"
 """
-# If root starts it, sshd needs a user "sshd" and its own directory. Both are made in a mount namespace, where only it
-# sees them; root's entry there needs no shadow file and has a shell that every machine has.
+# If root starts it, sshd needs a user "sshd" and its own directory. Both are made in a mount namespace that only sshd
+# sees. Root's entry in the passwd file there needs no shadow file, and names a shell that every machine has.
 _START = """\
 mount --bind {users} /etc/passwd && mount -t tmpfs none /run && mkdir /run/sshd && exec {sshd} -D -e -f {config}
 """
@@ -115,10 +114,10 @@ class SecureShell:
         raise UnavailableError(f"sshd did not start: {''.join(said).strip()}")
 
     def close(self) -> None:
-        """Ends the servers."""
+        """Terminates the servers and waits for them."""
         for server in self._servers:
             server.terminate()
         for server in self._servers:
             server.wait(_STEP_SECONDS)
             assert server.stderr is not None
-            server.stderr.close()  # not read to its end, because sessions have it too
+            server.stderr.close()  # not read to its end, because sessions keep it open

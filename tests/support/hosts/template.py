@@ -1,8 +1,8 @@
-"""The process that the ranks of a host are forks of (forked.py): it has the transport between hosts too.
+"""Runs the process of which a host's ranks are forks (forked.py); it has also imported the transport between hosts.
 
     python template.py DESCRIPTOR
 
-libfabric looks for its providers once in a process, which takes longer than all else that a short job does.
+libfabric searches for its providers once in a process, and the search takes longer than the rest of a short job.
 """
 
 from __future__ import annotations
@@ -14,5 +14,5 @@ from support.forked import be_the_template, import_all
 if __name__ == "__main__":
     import_all()
     fabric_offers()
-    load.cache_clear()  # a rank may name another library
+    load.cache_clear()  # a rank may name another libfabric
     be_the_template()

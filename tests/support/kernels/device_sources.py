@@ -28,7 +28,7 @@ ALGORITHMS = (
 
 
 def reductions_of(dtype: str, op: str) -> str:
-    """A source of all algorithms for an element type and an operation."""
+    """Returns a source with the kernels of all algorithms for an element type and an operation."""
     instances = f"FOR_EACH_ALGORITHM({DTYPES[dtype].c_name}, {dtype}, {op}, {op.lower()})\n"
     return f'#include "host_library.h"\n{DTYPES[dtype].c_check()}{instances}'
 
@@ -113,7 +113,7 @@ PROXYCCL_EXPORT_KERNEL(ring)
 PROXYCCL_EXPORT_KERNEL(block_and_warp)
 """
 
-# Kernels that only a preprocessor finds, among code that only looks like kernels.
+# Kernels that are visible only after preprocessing, among code that merely looks like kernels.
 HIDDEN_KERNELS = r"""
 #include "proxyccl/kernel.h"
 #define NAMED(prefix, number) \
@@ -183,7 +183,7 @@ __global__ void write_colour(SmChannelDeviceHandle channel) { channel.write<Colo
 
 
 def symbol_of(kernel: str, code: str) -> str:
-    """The symbol of a shipped kernel: its name, or the mangled one where the code has it in the namespace."""
+    """Returns the symbol of a shipped kernel: its name, or the mangled name if the code has it in the namespace."""
     mangled = re.search(rf"_ZN8proxyccl{len(kernel)}{kernel}E\w+", code)
     return mangled[0] if mangled else kernel
 
@@ -193,10 +193,9 @@ def shipped_without_dtype() -> list[Path]:
 
 
 def headers(target: str) -> list[str]:
-    """Every shipped header for a target ("cuda", "hip"), as a source would include it.
-
-    Leaves out the other targets' platforms and second names of MSCCL++'s headers, and the files that
-    `shipped_without_dtype` names, which are compiled separately.
+    """Returns every shipped header for a target ("cuda", "hip"), as a source would include it. Leaves out headers of
+    other targets, duplicate names of MSCCL++'s headers, and the files of `shipped_without_dtype`, which are compiled
+    separately.
     """
     public = {f"{path.parent.name}/{path.name}" for path in INCLUDE_DIR.glob("*/*.h*")}
     kernels = {str(path.relative_to(KERNEL_DIR)) for path in KERNEL_DIR.rglob("*.h")}

@@ -1,4 +1,4 @@
-"""Kernels in MSCCL++'s terms: every header of include/mscclpp and every method in them."""
+"""Kernels with MSCCL++'s API: they include every header of include/mscclpp and call every method in them."""
 
 MSCCLPP_KERNELS = r"""
 #include <mscclpp/algorithm.hpp>

@@ -1,4 +1,4 @@
-"""Kernels in Numba for tests, before ``cuda.jit``: some are only compiled."""
+"""Kernels in Numba for tests, as plain functions to which tests apply ``cuda.jit``; some kernels are only compiled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import proxyccl.numba as pn
 
 
 def everything(channels: Any, i: Any, nbytes: Any, out: Any) -> None:
-    """Every function of `proxyccl.numba`: five pushes by thread 0."""
+    """Calls every function of `proxyccl.numba`; thread 0 pushes five triggers."""
     if cuda.threadIdx.x == 0:
         channel = pn.channel(channels, i)
         pn.put(channel, nbytes, 0, nbytes)
@@ -25,5 +25,5 @@ def everything(channels: Any, i: Any, nbytes: Any, out: Any) -> None:
 
 
 def waits(channel: Any, out: Any) -> None:
-    """A wait, and its result."""
+    """Waits for a signal, and stores the wait's result."""
     out[0] = pn.wait(channel)

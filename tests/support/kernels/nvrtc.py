@@ -1,4 +1,4 @@
-"""NVIDIA's run-time compiler, from PyPI; no GPU is needed."""
+"""Calls NVRTC, NVIDIA's run-time compiler, from PyPI; no GPU is needed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ class Nvrtc:
         self._lib = ctypes.CDLL(str(found[0]))
 
     def compile(self, source: str, arch: str) -> bytes:
-        """The cubin (for -arch=sm_*) or the PTX (for -arch=compute_*). A warning fails the test, like an error."""
+        """Compiles a source. Returns the cubin (for -arch=sm_*) or the PTX (for -arch=compute_*). Errors and warnings
+        fail the test.
+        """
         program = ctypes.c_void_p()
         options = [f"-I{INCLUDE_DIR}", f"-I{KERNEL_DIR}", f"-I{CUDA_NAMES_DIR}", "-std=c++17", arch]
         encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))

@@ -20,7 +20,7 @@ def laps(channel, count, half):
 
 @triton.jit
 def to_all(channels, count, rank, nbytes, base, flushed):
-    """A put to each peer, and the result of flush."""
+    """Puts to each peer, and stores the results of the flushes."""
     for i in range(count):
         channel = pt.channel(channels, i)
         pt.put(channel, base + rank * nbytes, i * nbytes, nbytes)
@@ -33,13 +33,15 @@ def to_all(channels, count, rank, nbytes, base, flushed):
 
 @triton.jit
 def put_and_flush(channel, dst_offset, src_offset, size, out):
-    """One put that is flushed, and whether it was."""
+    """Makes a put with a flush, and stores whether the flush succeeded."""
     tl.store(out, pt.put_with_signal_and_flush(channel, dst_offset, src_offset, size).to(tl.int32))
 
 
 @triton.jit
 def put_values(channel, base, number, out):
-    """Values of each size, one after another, the last with a signal; the results of the flushes, and the tickets."""
+    """Puts values of each size, one after another, the last with a signal, and stores the results of the flushes and
+    the tickets.
+    """
     first = pt.put_value(channel, base, number, tl.int8)
     pt.put_value(channel, base + 1, 1.5, tl.float16)
     pt.put_value(channel, base + 3, number * 0.5, tl.float32)
@@ -54,24 +56,24 @@ def put_values(channel, base, number, out):
 
 @triton.jit
 def put_one_value(channel, offset, out):
-    """Eight bytes, and the ticket."""
+    """Puts a value of eight bytes, and stores the ticket."""
     tl.store(out, pt.put_value(channel, offset, 1, tl.int64))
 
 
 @triton.jit
 def counts(channel, out):
-    """Raises the peer's count to 5 by one signal, which counts as five, and waits for the same."""
+    """Signals once, then with count 5, which raises the peer's count to 5, and waits for the peer to do the same."""
     pt.signal(channel)
     pt.signal(channel, 5)
     tl.store(out, pt.wait_until(channel, 4).to(tl.int32))
-    tl.store(out + 1, pt.wait_until(channel, 3).to(tl.int32))  # consumed already
+    tl.store(out + 1, pt.wait_until(channel, 3).to(tl.int32))  # consumed by the wait before
     tl.store(out + 2, pt.wait(channel).to(tl.int32))
     tl.store(out + 3, pt.poll(channel).to(tl.int32))
 
 
 @triton.jit
 def sm_counts(channel, out):
-    """The same over an SmChannel."""
+    """Does the same as `counts` over an SmChannel."""
     pt.sm_signal(channel)
     pt.sm_signal(channel, 5)
     tl.store(out, pt.sm_wait_until(channel, 4).to(tl.int32))
@@ -82,21 +84,21 @@ def sm_counts(channel, out):
 
 @triton.jit
 def sm_signals_twice(channel, value):
-    """Two signals with the same count, the second of which is refused."""
+    """Signals twice with the same count; the second signal must be refused."""
     pt.sm_signal(channel, value)
     pt.sm_signal(channel, value)
 
 
 @triton.jit
 def put_elsewhere(channel, dst_memory, src_memory, size):
-    """A put between memories other than the channel's own."""
+    """Puts between memories other than the channel's own, and waits for the peer's put."""
     pt.put_with_signal(channel, 0, 0, size, dst_memory=dst_memory, src_memory=src_memory)
     pt.wait(channel)
 
 
 @triton.jit
 def get_and_wait(channel, dst_offset, src_offset, size, out):
-    """One get, and whether it is complete after the wait for its ticket."""
+    """Gets once, waits for the get's ticket, and stores whether the get is complete."""
     ticket = pt.get(channel, dst_offset, src_offset, size)
     tl.store(out, pt.wait_complete(channel, ticket).to(tl.int32))
     tl.store(out + 1, pt.is_complete(channel, ticket).to(tl.int32))
@@ -104,7 +106,7 @@ def get_and_wait(channel, dst_offset, src_offset, size, out):
 
 @triton.jit
 def put_get_and_flush(channel, size, own_memory, peer_memory, out):
-    """A put, a get of its data into another local memory, and the state of their tickets."""
+    """Puts data, gets it into another local memory, and stores the states of both tickets."""
     first = pt.put(channel, 0, 0, size)
     second = pt.get(channel, 0, 0, size, dst_memory=own_memory, src_memory=peer_memory)
     tl.store(out, pt.flush(channel).to(tl.int32))
@@ -113,7 +115,7 @@ def put_get_and_flush(channel, size, own_memory, peer_memory, out):
 
 @triton.jit
 def polls(channel, out):
-    """A signal each way: polls until it arrives, then once more."""
+    """Signals the peer, polls until the peer's signal arrives, then polls once more."""
     pt.signal(channel)
     while (pt.poll(channel) == 0) & (pt.ended(channel) == 0):
         tl.store(out, 1)
@@ -122,21 +124,21 @@ def polls(channel, out):
 
 @triton.jit
 def signals(channel, count):
-    """Signals that nobody answers."""
+    """Signals `count` times, which nobody answers."""
     for _ in range(count):
         pt.signal(channel)
 
 
 @triton.jit
 def waits(channel, out):
-    """A wait, and its result."""
+    """Waits for a signal, and stores the wait's result."""
     came = pt.wait(channel)
     tl.store(out + tl.program_id(0), came.to(tl.int32))
 
 
 @triton.jit
 def one_fails(channel):
-    """The first program waits, the second can't do what it shall."""
+    """Lets the first program wait while the second fails: it uses the channel as another kind of channel."""
     if tl.program_id(0) == 0:
         pt.wait(channel)
     else:
@@ -160,7 +162,9 @@ def sm_shift(right, left, u, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def own_loops(channel, words, out):
-    """Two programs, each of which stores a number to the peer, wait for both numbers without a signal."""
+    """Lets each of two programs store a number at the peer, and wait for the peer's two numbers by polling, without a
+    signal.
+    """
     own = tl.program_id(0)
     tl.store(pt.remote(channel, tl.int32) + own, 1 + own)
     total = 0
@@ -171,7 +175,7 @@ def own_loops(channel, words, out):
 
 @triton.jit
 def packets(right, left, u, out, n, offset, flag, BLOCK: tl.constexpr):
-    """Values to the next rank as packets, and those of the previous one."""
+    """Sends values to the next rank as packets, and stores those that the previous rank sends."""
     i = tl.arange(0, BLOCK)
     pt.put_packets(right, offset, tl.load(u + i, i < n, other=0.0), flag, count=n)
     tl.store(out + i, pt.get_packets(left, offset, flag, BLOCK, tl.float32, count=n))
@@ -179,7 +183,7 @@ def packets(right, left, u, out, n, offset, flag, BLOCK: tl.constexpr):
 
 @triton.jit
 def grid_sums(barrier, u, out, rounds):
-    """In each round every program of a grid writes a number, and reads the others' numbers."""
+    """Lets every program of a grid write a number and read the other programs' numbers, in each round."""
     own = tl.program_id(0)
     programs = tl.num_programs(0)
     total = 0
@@ -194,7 +198,9 @@ def grid_sums(barrier, u, out, rounds):
 
 @triton.jit
 def one_fails_at_barrier(barrier, fails):
-    """The programs of a grid meet, unless the last one can't do what it shall."""
+    """Synchronises the programs of a grid; with `fails` the last program fails before, because it uses the barrier as a
+    channel.
+    """
     if fails & (tl.program_id(0) == tl.num_programs(0) - 1):
         pt.sm_signal(barrier)
     pt.sync_grid(barrier)
@@ -202,7 +208,7 @@ def one_fails_at_barrier(barrier, fails):
 
 @triton.jit
 def one_makes_room_and_fails(channel, tail):
-    """The first program needs room in a ring of two triggers. The second makes it, and can't do what it shall."""
+    """Lets the first program wait for room in a ring of two triggers. The second program makes room, and then fails."""
     if tl.program_id(0) == 0:
         for _ in range(3):
             pt.signal(channel)
@@ -213,50 +219,50 @@ def one_makes_room_and_fails(channel, tail):
 
 @triton.jit
 def signal_block(channel):
-    """A signal whose value is a block."""
+    """Signals with a block as the value, which is an error."""
     pt.signal(channel, tl.arange(0, 2))
 
 
 @triton.jit
 def put_block(channel):
-    """A value that is a block."""
+    """Puts a block as the value, which is an error."""
     pt.put_value(channel, 0, tl.arange(0, 2), tl.int32)
 
 
 @triton.jit
 def put_too_large(channel):
-    """A put whose offset has more than 64 bits."""
+    """Puts at an offset of more than 64 bits, which is an error."""
     pt.put(channel, 1 << 64, 0, 4)
 
 
 @triton.jit
 def wrong_kind(channel):
-    """Takes a ProxyChannel for an SmChannel."""
+    """Uses a ProxyChannel as an SmChannel, which is an error."""
     pt.sm_signal(channel)
 
 
 @triton.jit
 def wrong_barrier(barrier):
-    """Takes a ProxyChannel for a grid barrier."""
+    """Uses a ProxyChannel as a grid barrier, which is an error."""
     pt.sync_grid(barrier)
 
 
 @triton.jit
 def put_half(channel, size):
-    """A put whose size is a float, as a division gives it."""
+    """Puts with a float as the size, as a division returns it, which is an error."""
     pt.put(channel, 0, 0, size / 2)
 
 
 @triton.jit
 def numbers(x, factor, wanted):
-    """Half of a float, unless it is not wanted."""
+    """Stores half of a float, if `wanted`."""
     if wanted:
         tl.store(x, (factor * 0.5).to(tl.float16).to(tl.float32))
 
 
 @triton.jit
 def typed(x, n: tl.int64, factor: tl.float64, small: tl.uint8):
-    """Products that 32 bits do not hold."""
+    """Stores products that need more than 32 bits."""
     tl.store(x, n * 65536 * 65536)
     tl.store(x + 1, (factor * 1e10).to(tl.int64))
     tl.store(x + 2, small)
@@ -264,20 +270,20 @@ def typed(x, n: tl.int64, factor: tl.float64, small: tl.uint8):
 
 @triton.jit
 def fill(x, value: tl.constexpr):
-    """One element."""
+    """Stores the first element of `value`."""
     tl.store(x, value[0])
 
 
 @triton.jit
 def scale(x, n, factor, BLOCK: tl.constexpr):
-    """Multiplies; no communication."""
+    """Multiplies the elements by a factor, without communication."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(x + i, tl.load(x + i, i < n) * factor, i < n)
 
 
 @triton.jit
 def exchange(channel, x, n, BLOCK: tl.constexpr):
-    """A put each way: both ranks must launch it the same number of times."""
+    """Puts data to the peer and waits for the peer's; both ranks must launch this kernel the same number of times."""
     pt.put_with_signal(channel, n * 4, 0, n * 4)
     pt.wait(channel)
     i = tl.arange(0, BLOCK)

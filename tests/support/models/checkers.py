@@ -16,7 +16,7 @@ PACKAGES = ("relacy-dev", "spin")
 
 
 def checkers() -> Path:
-    """The directory with the unpacked Debian packages.
+    """Fetches the checkers, unless that was done before. Returns the directory with the unpacked Debian packages.
 
     If they are not available, the test is skipped, unless PROXYCCL_REQUIRE_MODELS is 1.
     """

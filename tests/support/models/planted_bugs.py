@@ -1,7 +1,8 @@
 """Bugs that tests/models plants in a copy of the shipped sources, and that its checkers must find.
 
-A copy has all bugs of a program at once, each selected by a number, so that they cost one compilation. The text that a
-bug replaces must be there exactly once: a change of the source that a bug no longer fits fails the build.
+A copy contains all bugs of a program, and a number selects one of them at run time, so that all bugs cost one
+compilation. The text that a bug replaces must occur exactly once: if a source changes so that a bug's text is gone, the
+build fails.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ SOURCES = ("device/include/proxyccl", "proxy/engine", "proxy/segment")
 @dataclass(frozen=True)
 class Bug:
     """Text of a shipped file and its replacement: a statement if it ends with a semicolon or a brace, an expression
-    otherwise. The scenario is the one that must find it.
+    otherwise. `scenario` names the scenario that must find the bug.
     """
 
     scenario: str
@@ -30,7 +31,7 @@ class Bug:
 
 
 def copy_sources(directory: Path) -> None:
-    """Copies the shipped device headers and engine, at their places in the tree."""
+    """Copies the shipped device headers and the engine to the same relative paths under `directory`."""
     for source in SOURCES:
         shutil.copytree(ROOT / source, directory / source, ignore=shutil.ignore_patterns("__pycache__"))
 
@@ -44,7 +45,7 @@ def replace(directory: Path, file: str, shipped: str, planted: str) -> None:
 
 
 def plant(directory: Path, bugs: Sequence[Bug], chosen: str) -> None:
-    """Plants bugs in the copy; number i, from 1, is there while the C expression `chosen` equals i."""
+    """Plants bugs in the copy. Bug number i, counted from 1, is active while the C expression `chosen` equals i."""
     for number, bug in enumerate(bugs, 1):
         condition = f"{chosen} == {number}"
         if bug.shipped.endswith((";", "}")):

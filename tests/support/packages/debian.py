@@ -1,6 +1,6 @@
-"""Debian's packages, downloaded and unpacked into a directory, without root and without touching system packages.
+"""Downloads Debian's packages and unpacks them into a directory, without root and without touching system packages.
 
-apt runs with separate directories; the mirror is the one that the machine's own apt uses.
+apt runs with its own state and cache directories; the mirror is the one that the machine's own apt uses.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ UNAVAILABLE = 2
 
 
 class UnavailableError(Exception):
-    """It is not available on this machine; the message says why."""
+    """Something that a test needs is not available on this machine; the message says why."""
 
 
 def require_x86_64(what: str) -> None:
@@ -42,7 +42,7 @@ def require_x86_64(what: str) -> None:
 
 
 def machine_suite() -> str:
-    """The name of the Debian release that this machine runs."""
+    """Returns the code name of the Debian release that this machine runs."""
     release = platform.freedesktop_os_release() if Path("/etc/os-release").exists() else {}
     if release.get("ID") != "debian" or "VERSION_CODENAME" not in release:
         raise UnavailableError(f"this is {release.get('PRETTY_NAME', platform.system())} and no release of Debian")
@@ -50,7 +50,7 @@ def machine_suite() -> str:
 
 
 def debian_mirror() -> str:
-    """The archive from which this machine's apt takes Debian."""
+    """Returns the URL of the archive from which this machine's apt gets Debian."""
     if any(shutil.which(program) is None for program in ("apt-get", "dpkg-deb", "tar")):
         raise UnavailableError("there is no apt-get, dpkg-deb or tar here: Debian's packages are what is fetched")
     if not KEYRING.exists():
@@ -88,14 +88,14 @@ def _is_fresh(directory: Path) -> bool:
 class Apt:
     """apt for one suite of Debian, with its state in a separate directory.
 
-    Its downloads are in that directory. `installed` is the list of installed packages, in dpkg's form; by default none
-    are.
+    Downloads go to that directory too. `installed` is a list of the installed packages in dpkg's format; by default no
+    packages count as installed.
     """
 
     def __init__(self, directory: Path, suite: str, installed: Path | None = None) -> None:
         for folder in ("state", "cache/archives/partial"):
             (directory / folder).mkdir(parents=True)
-        # A copy, because apt locks the directory that its list is in, which only root may in the system's.
+        # A copy, because apt locks the directory of this list, and only root may lock the system's.
         status = directory / "state/status"
         status.write_bytes(installed.read_bytes() if installed is not None else b"")
         available = LISTS / suite
@@ -104,7 +104,7 @@ class Apt:
             "Dir::State::status": status,
             "Dir::State::lists": available / "lists",
             "Dir::Cache": directory / "cache",
-            # Read in a tenth of the time that the lists take. Images of Docker turn it off.
+            # A cache that apt reads in a tenth of the time of the lists. Docker images turn it off.
             "Dir::Cache::srcpkgcache": available / "srcpkgcache.bin",
             "Dir::Cache::pkgcache": "pkgcache.bin",
             "Dir::Etc::sourcelist": available / "sources.list",
@@ -126,7 +126,7 @@ class Apt:
                 self._update(available, suite)
 
     def _update(self, available: Path, suite: str) -> None:
-        """In place, file by file, because another process may be reading them."""
+        """Updates the package lists in place, file by file, because another process may be reading them."""
         (available / "lists/partial").mkdir(parents=True, exist_ok=True)
         sources, source = available / "sources.list", f"deb [signed-by={KEYRING}] {debian_mirror()} {suite} main\n"
         if not sources.exists() or sources.read_text() != source:
@@ -135,18 +135,18 @@ class Apt:
         (available / COMPLETE).touch()
 
     def download_with_dependencies(self, *packages: str) -> list[Path]:
-        """The packages and their dependencies that are not installed."""
+        """Downloads packages and those of their dependencies that are not installed. Returns the downloaded files."""
         run([*self._get, "install", "--download-only", *packages], 600)
         return sorted((self._directory / "cache/archives").glob("*.deb"))
 
     def download(self, package: str) -> Path:
-        """One package without its dependencies."""
+        """Downloads one package without its dependencies. Returns the file."""
         run([*self._get, "download", package], 600, cwd=self._directory)
         (file,) = self._directory.glob(f"{package}_*.deb")
         return file
 
     def dependency(self, package: str, pattern: str) -> str:
-        """The package that another depends on and whose whole name matches a regular expression."""
+        """Returns the first dependency of `package` whose whole name matches the regular expression `pattern`."""
         output = run(["apt-cache", *self._settings, "depends", package], 60)
         found = re.findall(rf"^ *Depends: ({pattern})$", output, re.MULTILINE)
         if not found:
@@ -155,15 +155,14 @@ class Apt:
 
 
 def unpack(packages: list[Path], root: Path, members: Sequence[str] = ()) -> None:
-    """Unpacks packages over one another. /bin, /lib and /sbin are links into /usr there, as Debian has them.
-
+    """Unpacks packages over one another into `root`, where /bin, /lib and /sbin are links into /usr, as in Debian.
     `members` are patterns of the paths to unpack, by default all.
     """
     for folder in ("bin", "lib", "lib64", "sbin"):
         (root / "usr" / folder).mkdir(parents=True, exist_ok=True)
         if not (root / folder).is_symlink():
             (root / folder).symlink_to(f"usr/{folder}")
-    # dpkg's own way of extracting would put directories in place of these links.
+    # dpkg's own extraction would replace these links by directories.
     into = ["tar", "--extract", "--keep-directory-symlink", "--no-same-owner", "--touch", "--file", "-"]
     for package in packages:
         with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", str(package)], stdout=subprocess.PIPE) as contents:
@@ -184,7 +183,7 @@ def fill_once(directory: Path, contents: str, fill: Callable[[Path], None]) -> N
 
     `contents` describes what belongs there. `fill` gets an empty directory, which takes the place of the old one once
     it is complete, so no process finds partial contents. Other processes that call this for the same directory wait
-    meanwhile.
+    until it is filled.
     """
     with one_at_a_time(directory.with_name(f"{directory.name}.lock")):
         marker = directory / COMPLETE
@@ -200,7 +199,7 @@ def fill_once(directory: Path, contents: str, fill: Callable[[Path], None]) -> N
 
 
 def fetch_program(fetch: Callable[[Path], None]) -> None:
-    """The program that fetches into the directory of its first argument.
+    """Runs a program that fetches into the directory that its first argument names.
 
     It exits with 0, or with 2 and the reason on its standard output if the packages are not available here.
     """

@@ -1,4 +1,4 @@
-"""libfabric and `ip` for tests: the machine's if it has them, else fetched once into build/fabric."""
+"""libfabric and `ip` for tests: the installed ones, if any; otherwise they are fetched once into build/fabric."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PACKAGES = FetchedPackages("fabric", "fetch_fabric.py")
 
 @functools.cache
 def unavailable_reason() -> str:
-    """Why there is no libfabric for tests; empty if there is."""
+    """Fetches libfabric if it is not installed. Returns why there is none for tests, or "" if there is."""
     if not _is_installed():
         try:
             PACKAGES.fetch()
@@ -34,8 +34,8 @@ def unavailable_reason() -> str:
 def load_if_here() -> str | None:
     """Loads libfabric into this process, if it is installed or was fetched; fetches nothing.
 
-    Returns its name, or the path of a fetched one, for PROXYCCL_LIBFABRIC; None if there is none. The libraries that a
-    fetched one needs are found by their names because they are loaded before it.
+    Returns the installed library's name or the fetched library's path, for PROXYCCL_LIBFABRIC; None if there is
+    neither. The libraries that a fetched libfabric needs are loaded before it, so that the loader finds them by name.
     """
     if _is_installed():
         return LIBRARY
@@ -46,7 +46,9 @@ def load_if_here() -> str | None:
 
 
 def library_or_skip() -> str:
-    """The result of `load_if_here`, for a fixture, after fetching it; skips the test where it can't be fetched."""
+    """Fetches libfabric if needed, loads it, and returns the result of `load_if_here`; for a fixture. Skips the test if
+    libfabric can't be fetched.
+    """
     if reason := unavailable_reason():
         pytest.skip(reason)
     found = load_if_here()
@@ -65,19 +67,21 @@ def _loads(library: Path) -> bool:
 
 @functools.cache
 def _is_installed() -> bool:
-    """Looked up by its file: a fetched one, or that of MPI, is found by the name once this process has loaded it."""
+    """Returns whether libfabric and `ip` are installed. Searches for libfabric's file, because dlopen by name would
+    also find a fetched libfabric, or MPI's, that this process has loaded.
+    """
     return ctypes.util.find_library("fabric") is not None and installed_program("ip") is not None
 
 
 def environment() -> dict[str, str]:
-    """This process's environment, in which a process finds the library."""
+    """Returns this process's environment, extended so that a process finds libfabric."""
     return dict(os.environ) if _is_installed() else PACKAGES.environment()
 
 
 @contextlib.contextmanager
 def this_library(library: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Meanwhile this process uses that libfabric, whichever it has used before, and its TCP on the loopback. Children
-    that are to reach it do so too, and versions name the provider differently.
+    """Makes this process and its children use the given libfabric during the test, with its TCP provider on the
+    loopback interface, whichever libfabric this process has used before.
     """
     monkeypatch.setenv("PROXYCCL_LIBFABRIC", library)
     monkeypatch.setenv("PROXYCCL_FABRIC_PROVIDER", "tcp")

@@ -26,8 +26,8 @@ def _fill(directory: Path, packages: tuple[str, ...]) -> None:
 
 
 def _link_psm(directory: Path) -> None:
-    """Puts libpsm_infinipath, which libfabric is linked with, where the linker looks: its package leaves that to
-    update-alternatives, which runs when a package is installed and not when it is unpacked.
+    """Links libpsm_infinipath, which libfabric needs, into a directory that the loader searches. Its package leaves
+    that to update-alternatives, which runs when a package is installed, but not when it is only unpacked.
     """
     (libfabric,) = directory.glob("usr/lib/*/libfabric.so.1")
     link = libfabric.with_name("libpsm_infinipath.so.1")

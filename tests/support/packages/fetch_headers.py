@@ -1,5 +1,5 @@
-"""Puts the headers that a transport of the engine is built with into a directory, unless the C compiler finds the
-system's.
+"""Puts the headers that a transport of the engine is built with into a directory, unless the C compiler finds installed
+ones.
 
 python fetch_headers.py DIRECTORY PACKAGE     exits with 0, or with 2 and the reason why they are not available here
 """
@@ -23,7 +23,7 @@ HEADERS = {"libibverbs-dev": "infiniband/verbs.h", "libfabric-dev": "rdma/fabric
 
 
 def found_by_the_compiler(header: str) -> bool:
-    """Whether the C compiler that builds extensions finds it without any help."""
+    """Returns whether the C compiler that builds extensions finds the header without further options."""
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC"))
     preprocess = [*compiler, "-E", "-x", "c", "-"]
     done = subprocess.run(
@@ -33,7 +33,9 @@ def found_by_the_compiler(header: str) -> bool:
 
 
 def fetch(directory: Path, package: str) -> None:
-    """Fills `directory`, unless there is no need to or that was done before."""
+    """Fills `directory` with the package's headers, unless the compiler finds installed ones, or that was
+    done before.
+    """
 
     def fill(directory: Path) -> None:
         with tempfile.TemporaryDirectory(dir=directory) as downloads:

@@ -15,7 +15,7 @@ from support.packages.debian import fetch_program, fill_once, unpack_with_depend
 
 
 def fetch(directory: Path, packages: Sequence[str]) -> None:
-    """Fills `directory`, unless that was done before."""
+    """Fills `directory` with the packages, unless that was done before."""
     fill_once(directory, " ".join(packages), lambda directory: unpack_with_dependencies(packages, directory))
 
 

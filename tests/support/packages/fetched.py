@@ -1,4 +1,4 @@
-"""Debian's packages that tests use where the machine lacks them: fetched once, into a directory of build."""
+"""Debian's packages for tests on machines where they are not installed: fetched once, into a directory of build."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from pathlib import Path
 from support.packages.debian import UNAVAILABLE, UnavailableError
 from support.paths import ROOT
 
-_SECONDS = 280  # less than a test may take
+_SECONDS = 280  # less than the time limit of a test
 
 
 class FetchedPackages:
-    """The contents of a directory of build once `fetch` has filled it.
+    """A directory of build with packages, once `fetch` has filled it.
 
     Args:
-        name: the directory's. program: the script in this folder that fetches it.
-        arguments: for the program, after the directory.
+        name: the directory's name.
+        program: the script in this folder that fills the directory.
+        arguments: the program's arguments after the directory.
     """
 
     def __init__(self, name: str, program: str, *arguments: str) -> None:
@@ -30,7 +31,7 @@ class FetchedPackages:
         """Fills the directory, unless that was done before.
 
         Raises:
-            UnavailableError: it is not available here.
+            UnavailableError: the packages are not available on this machine.
         """
         try:
             done = subprocess.run(self._command, capture_output=True, text=True, check=False, timeout=_SECONDS)
@@ -40,14 +41,14 @@ class FetchedPackages:
             raise UnavailableError((done.stdout if done.returncode == UNAVAILABLE else done.stderr).strip())
 
     def program(self, name: str) -> str:
-        """The path of a program: the machine's, else the one that was fetched."""
+        """Returns the path of a program: the installed one, or else the fetched one."""
         installed = installed_program(name)
         if installed is not None:
             return installed
         return next(str(path) for place in ("*bin", "usr/*bin") for path in self.directory.glob(f"{place}/{name}"))
 
     def environment(self) -> dict[str, str]:
-        """This process's environment, in which a program finds the fetched libraries, if any."""
+        """Returns this process's environment, extended so that a program finds the fetched libraries, if any."""
         own = dict(os.environ)
         fetched = [str(path) for path in self.directory.glob("usr/lib/*-linux-gnu")]
         if fetched:
@@ -56,6 +57,6 @@ class FetchedPackages:
 
 
 def installed_program(name: str) -> str | None:
-    """The path of an installed program, including those for administrators."""
+    """Returns the path of an installed program, or None. Also searches /usr/sbin and /sbin."""
     search = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
     return shutil.which(name, path=search)

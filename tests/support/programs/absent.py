@@ -1,6 +1,5 @@
-"""Rank 0 of three runs into its time-out in a part of the communicator, and its program's end ends the job.
-
-Rank 1, of the same part, sleeps; so does rank 2, which is not of it.
+"""Three ranks: rank 0 runs into its time-out in a communicator of ranks 0 and 1, and the end of its program ends the
+job. Ranks 1 and 2 sleep; rank 2 is not in that communicator.
 """
 
 from __future__ import annotations

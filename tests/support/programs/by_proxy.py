@@ -1,4 +1,4 @@
-"""Collectives by proxy between ranks that are processes; each prints that it got them right."""
+"""Makes collectives by proxy between ranks that are processes. Each rank checks its results, and prints a line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every collective by every algorithm, between processes; each rank checks its results."""
+"""Makes every collective by every algorithm, between processes; each rank checks its results."""
 
 from __future__ import annotations
 

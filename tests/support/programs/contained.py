@@ -1,8 +1,7 @@
-"""A rank in a container of its own: contained.py DIRECTORY RANK TASK [apart]
-
-With `apart` it also leaves the network namespace, so no abstract socket leads to it. Tasks: `work` checks the results
-of calls over every kind of channel; `agents` moves memory between agents; `lose` ends rank 1 in the middle, and rank 0
-prints its error.
+"""Runs a rank in a container of its own: contained.py DIRECTORY RANK TASK [apart]
+With `apart` the rank also leaves the network namespace, so that no abstract socket reaches it. Tasks: `work` checks
+the results of calls over every kind of channel; `agents` lets agents read each other's memory; `lose` kills rank 1,
+and rank 0 prints its error.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ RANKS = 2
 
 
 def work(comm: Communicator) -> None:
-    """Direct and proxied collectives, symmetric memory, registered memory, and a split."""
+    """Checks direct and proxied collectives, symmetric memory, registered memory, and a split."""
     ones = np.ones(3000, np.float32)
     array = comm.empty(3000, np.float32)
     for algorithm in ("one_shot", "proxy"):
@@ -47,7 +46,7 @@ def work(comm: Communicator) -> None:
 
 
 def agents(comm: Communicator) -> None:
-    """Agents read each other's memory: of numpy, of the host that they share, and of a device."""
+    """Lets agents read each other's memory: a numpy array, shared host memory, and device memory."""
     nbytes = 1 << 20
     offered = np.full(nbytes, 10 + comm.rank, np.uint8), shared_empty(nbytes, np.uint8)
     offered[1][:] = 20 + comm.rank
@@ -71,7 +70,7 @@ def agents(comm: Communicator) -> None:
 
 
 def lose(comm: Communicator) -> None:
-    """Rank 1 is killed, and rank 0 learns of it long before its time-out."""
+    """Kills rank 1, and checks that rank 0 learns of that long before its time-out."""
     try:
         comm.barrier()
         comm.synchronize()

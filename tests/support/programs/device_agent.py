@@ -1,5 +1,6 @@
-"""An agent with memory of a device, of BYTES bytes, and 3 MB of the host's. It prints its metadata in hexadecimal
-digits. When a message comes, it expects byte n to be n, doubles all, and prints the message.
+"""Runs an agent with BYTES bytes of device memory and 3 MB of host memory. It prints its metadata in hexadecimal
+digits. When a message comes, it checks that byte n of the memory is n (modulo 256), doubles all bytes, and prints the
+message.
 
 python device_agent.py BYTES allocated|torch
 """
@@ -14,7 +15,7 @@ import numpy as np
 from proxyccl.transfer import Agent
 from support.devices import device_count, rank_runtime
 
-OFFSET = 4096  # within its allocation
+OFFSET = 4096  # of the memory within its allocation
 
 nbytes = int(sys.argv[1])
 runtime = rank_runtime(device_count() - 1)

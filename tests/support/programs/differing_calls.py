@@ -1,4 +1,4 @@
-"""Rank 1 makes another call than the others, again and again on new communicators; all devices must stay usable.
+"""Lets rank 1 make another call than the other ranks, repeatedly on new communicators; all devices must stay usable.
 
 Processes may share a GPU, and three of them need the loop over peers that two do not:
 
@@ -22,7 +22,7 @@ from support.devices import rank_runtime
 
 
 def differ(runtime: Runtime, turn: int) -> None:
-    """One communicator, whose waits are given up once the ranks find the difference."""
+    """Opens a communicator on which rank 1's call differs; all ranks' waits end once the ranks find the difference."""
     with Communicator.from_mpi(runtime=runtime) as comm:
         x = on_device(comm, np.ones(12, np.float32))
         comm.all_reduce(x)

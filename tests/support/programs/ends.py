@@ -1,4 +1,6 @@
-"""Rank 1's program ends as the first argument says, with its communicator open; rank 0 says how its next call ended."""
+"""Two ranks: rank 1's program ends as the first argument says, with its communicator open; rank 0 prints how its next
+call ended.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 @atexit.register
 def hear_out() -> None:
-    """Waits under MPI until rank 0 has said how its call ended, as MPI_Abort ends both programs. It runs after the
-    communicator's exit handler, which is registered later."""
+    """Waits under MPI until rank 0 has printed how its call ended, because MPI_Abort ends both programs. As an exit
+    handler it runs after the communicator's, which is registered later.
+    """
     if isinstance(bootstrap, MpiBootstrap):
         bootstrap.all_gather(b"", 30, lambda: None)
 
 
-from proxyccl import Bootstrap, Communicator, MpiBootstrap, ProxyCCLError  # noqa: E402  it registers exit handlers
+from proxyccl import Bootstrap, Communicator, MpiBootstrap, ProxyCCLError  # noqa: E402  registers exit handlers
 from support.processes import FileBootstrap  # noqa: E402
 
 how = sys.argv[1]

@@ -1,4 +1,4 @@
-"""Two ranks whose torch maps its memory block by block: each side's kernel and proxy write into the other's tensors.
+"""Two ranks whose torch maps its memory block by block: each rank's kernels and proxy write into the other's tensors.
 
 Run with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, on two processes, or alone with --threads. Each rank prints
 OK.
@@ -32,7 +32,7 @@ SMALL, SEVERAL_BLOCKS = 1000, 50 << 20
 
 
 def exchange(comm: Communicator, nbytes: int) -> None:
-    """Both kinds of channel, whole tensors."""
+    """Puts whole tensors to the peer by both kinds of channel, and checks what arrives."""
     device = torch.device("cuda", comm.runtime.device)
     module = comm.compile(KERNELS)
     theirs = torch.arange(nbytes, dtype=torch.int64, device=device).to(torch.uint8) + (1 - comm.rank)
@@ -44,7 +44,7 @@ def exchange(comm: Communicator, nbytes: int) -> None:
         module[kernel](1, 256 if kernel == "sm_put" else 1, channels, nbytes)
         comm.synchronize()
         assert torch.equal(got, theirs), kernel
-        comm.all_gather_bytes(b"")  # nobody frees memory that the other still writes
+        comm.all_gather_bytes(b"")  # no rank frees memory that the other still writes
 
 
 def run(bootstrap: Any = None) -> None:
@@ -60,12 +60,12 @@ def main() -> None:
     if "--threads" not in sys.argv:
         run()
         return
-    # torch determines the kind of the blocks' handles with the first one, and not thread-safely.
+    # torch chooses the kind of the blocks' handles with the first block, and that is not thread-safe.
     for device in range(2):
         torch.zeros(1, device=torch.device("cuda", device))
     with ThreadPoolExecutor(2) as pool:
         errors = [done.exception() for done in [pool.submit(run, b) for b in ThreadBootstrap.create(2)]]
-    for error in filter(None, errors):  # all of them: one rank's failure ends the other with a less informative error
+    for error in filter(None, errors):  # print all errors: one rank's failure ends the other with a vaguer one
         traceback.print_exception(error)
     sys.exit(any(errors))
 

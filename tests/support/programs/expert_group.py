@@ -1,4 +1,4 @@
-"""EPAll2AllLayer on a group of another library: of MPI or torch, all of its ranks or some.
+"""Runs EPAll2AllLayer on groups of another library, MPI or torch: a group of all ranks, and one of some.
 
     expert_group.py mpi | torch
 
@@ -23,7 +23,7 @@ TOKENS, HIDDEN, TOPK = 5, 8, 2
 
 
 def mpi_groups() -> list[tuple[Any, int, int]]:
-    """Each group that this process is in, its rank there and the group's size."""
+    """Returns for each MPI group that this process is in: the group, this process's rank in it, and its size."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -32,7 +32,7 @@ def mpi_groups() -> list[tuple[Any, int, int]]:
 
 
 def torch_groups() -> list[tuple[Any, int, int]]:
-    """The same of torch."""
+    """Returns the same as `mpi_groups` for torch's groups."""
     import torch.distributed as dist
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -44,7 +44,9 @@ def torch_groups() -> list[tuple[Any, int, int]]:
 
 
 def check(group: Any, rank: int, size: int) -> None:
-    """Tokens come back as the sum of their experts' results; the layer closes the communicator that it opened."""
+    """Checks that tokens come back as the sum of their experts' results, and that the layer closes the communicator
+    that it opened.
+    """
     experts = 2 * size
     layer = EPAll2AllLayer(group, TOKENS, HIDDEN, TOPK, rank, experts, size, size, dtype="float32")
     comm = layer.ctx.communicator

@@ -1,4 +1,4 @@
-"""The expert-parallel layer between processes, on a group of MPI or of torch; each rank checks its results.
+"""Runs the expert-parallel layer between processes, on a group of MPI or of torch; each rank checks its results.
 
 python -m mpi4py expert_parallel.py mpi|torch LOCAL_WORLD_SIZE [FILE where torch's ranks meet]
 """

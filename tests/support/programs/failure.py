@@ -62,7 +62,7 @@ def die() -> None:
 
 
 def report(action: Callable[[], object]) -> BaseException | None:
-    """Runs the action and prints what it raised, and whether that came in time."""
+    """Runs the action, prints the error that it raised and whether it came in time, and returns the error."""
     started = time.monotonic()
     try:
         action()
@@ -76,7 +76,7 @@ def report(action: Callable[[], object]) -> BaseException | None:
 
 
 def all_reduce(comm: Communicator, count: int = 10, algorithm: str | None = None) -> None:
-    """A whole call: on a GPU, errors appear when it is waited for."""
+    """Makes an all_reduce and waits for it, because on a GPU errors appear only then."""
     comm.all_reduce(on_device(comm, np.ones(count, np.float32)), algorithm=algorithm)
     comm.synchronize()
 
@@ -94,7 +94,7 @@ def killed_in_a_collective(algorithm: str) -> None:
     if rank == VICTIM:
         die()
     report(lambda: all_reduce(comm, 100_000, algorithm))
-    report(lambda: all_reduce(comm))  # it stays unusable
+    report(lambda: all_reduce(comm))  # the communicator stays unusable
     comm.close()
 
 
@@ -112,7 +112,7 @@ def killed_in_a_schedule(collective: str) -> None:
     if rank == VICTIM:
         die()
     report(call)
-    report(call)  # it stays unusable
+    report(call)  # the communicator stays unusable
     comm.close()
 
 
@@ -138,7 +138,7 @@ def killed_in_a_dispatch() -> None:
     if rank == VICTIM:
         die()
     report(lambda: layer.dispatch(tokens, ids))
-    report(lambda: layer.combine(rows, desc))  # it stays unusable
+    report(lambda: layer.combine(rows, desc))  # the layer stays unusable
     layer.finalize()
     comm.close()
 
@@ -159,7 +159,9 @@ def killed_before_a_registration() -> None:
 
 
 def killed_before_it_is_mapped(what: str) -> None:
-    """The victim is killed when all have exchanged handles, and before another rank has mapped its memory."""
+    """Kills the victim after all ranks have exchanged handles, and before another rank has mapped the
+    victim's memory.
+    """
     comm = Communicator(bootstrap, timeout=TIMEOUT)
     pids = [int(data) for data in meet(str(os.getpid()).encode())]
     owner, name = (comm.runtime, "open_pinned") if what == "schedules" else (comm.group.mappings, "acquire")
@@ -178,7 +180,7 @@ def killed_before_it_is_mapped(what: str) -> None:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process has ended, even if its parent has not noticed yet."""
+    """Returns whether a process has ended, even if its parent has not noticed yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except (FileNotFoundError, ProcessLookupError):  # the latter if it goes while its state is read

@@ -1,5 +1,5 @@
-"""Rank 0 forks children, which end in all ways and call everything; the ranks' collectives continue after each of
-them.
+"""Lets rank 0 fork children, which end in every possible manner and make every call; after each child, the ranks check
+that their collectives still work.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def refused(call: Callable[[], object]) -> None:
 def call_everything() -> None:
     signal.alarm(20)  # a call that waits for one of the parent's threads would never end
     calls: list[Callable[[], object]] = [
-        lambda: comm.all_reduce(x, algorithm="ring"),  # prepared
+        lambda: comm.all_reduce(x, algorithm="ring"),  # a call that the parent has prepared
         lambda: comm.all_reduce(registered),
         lambda: part.all_reduce(x),
         lambda: comm.all_gather(x, stream=stream),
@@ -78,7 +78,7 @@ def call_everything() -> None:
         lambda: setattr(comm, "timeout", 0.001),
         lambda: comm.group.exchange.barrier("by a child"),
         lambda: proxy.drain(1.0),
-        lambda: proxy.add_schedule(None),  # type: ignore[arg-type]  # it is refused first
+        lambda: proxy.add_schedule(None),  # type: ignore[arg-type]  # refused before it looks at its argument
         comm.runtime.synchronize,
         stream.synchronize,
     ]

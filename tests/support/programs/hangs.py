@@ -60,7 +60,9 @@ def killed() -> None:
 
 
 def signalled_while_it_hangs() -> None:
-    """The main threads of all ranks except one are in a waiting call when the signal comes; afterwards all is well."""
+    """Sends the signal while the main threads of all ranks except one are in a waiting call; afterwards the ranks go on
+    normally.
+    """
     comm = Communicator(bootstrap, timeout=LONG)
     x = on_device(comm, np.ones(10, np.float32))
     comm.all_reduce(x)
@@ -71,7 +73,7 @@ def signalled_while_it_hangs() -> None:
         comm.all_reduce(x, stream=stream)
     meet()
     if rank == VICTIM:
-        time.sleep(0.5)  # so that the others are in their calls
+        time.sleep(0.5)  # so that the other ranks are in their calls
         for pid in pids:
             os.kill(pid, signal.SIGUSR1)
         await_reports(len(pids))
@@ -95,7 +97,7 @@ def signalled_while_all_is_well() -> None:
 
 
 def signalled_after_other_signals() -> None:
-    """The reporting thread has seen signals that the program handles."""
+    """Sends the signal after signals that the program handles have reached the reporting thread."""
     signal.signal(signal.SIGALRM, lambda *_: None)
     comm = Communicator(bootstrap, timeout=LONG)
     (reporter,) = (thread for thread in threading.enumerate() if thread.name == "proxyccl-signal")
@@ -119,7 +121,7 @@ def signal_handled_by_the_program() -> None:
 
 
 def forked() -> None:
-    """A signal has its default effect in a fork's child, and does not make the parent report."""
+    """Checks that the signal has its default effect in a forked child, and does not make the parent report."""
     comm = Communicator(bootstrap, timeout=LONG)
     child = os.fork()
     if child == 0:

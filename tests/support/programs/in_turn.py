@@ -1,7 +1,8 @@
-"""Runs programs one after another on the same ranks, each as `__main__` in its own directory's company.
-
-Arguments: each program with its arguments, as one text. Rank 0 prints a line "== PROGRAM" before each. A program that
-ends with a message has it on stderr, as an interpreter does, and the next one runs; the exit code is 1 in the end.
+"""Runs programs one after another on the same ranks, each as `__main__`, with the program's directory first on the
+path.
+ Each argument is a program with its arguments, as one string. Rank 0 prints a line "== PROGRAM" before each. If a
+ program exits with a message, the message is printed to stderr, as an interpreter does, the next program runs, and the
+ exit code is finally 1.
 """
 
 import runpy

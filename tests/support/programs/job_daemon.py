@@ -1,5 +1,5 @@
-"""Two ranks whose proxies run in the job's own daemon. The first starts it and is killed, "alone" or
-"with_a_child" that lives on. They print the daemon's process and the child's.
+"""Two ranks whose proxies run in the job's own daemon. The first rank starts the daemon and is killed: "alone", or
+"with_a_child" that lives on. The ranks print the numbers of the daemon's and the child's processes.
 """
 
 from __future__ import annotations
@@ -43,9 +43,11 @@ comm.all_reduce(x, algorithm="proxy")
 comm.synchronize()
 meet()
 if comm.rank == 0:
-    if sys.argv[1] == "with_a_child":  # which holds the socket to the daemon as long as it lives
+    if sys.argv[1] == "with_a_child":  # the child keeps the socket to the daemon open
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # about threads, which the child does not need
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # of forking beside threads, which the child does not need
             child = os.fork()
         if child == 0:
             for descriptor in (0, 1, 2):

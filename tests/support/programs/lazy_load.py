@@ -32,7 +32,7 @@ FIRST_LAUNCHED: dict[str, Callable[[Any], Any]] = {
 
 
 def filled(*values: float) -> Any:
-    """One share of each value."""
+    """Returns an array with one share filled with each value."""
     return torch.cat([torch.full((COUNT,), value, device=device) for value in values])
 
 
@@ -54,7 +54,7 @@ with Communicator(timeout=60) as comm:
         given, expected = (filled(*values) for values in SHARES[collective])
         result = torch.zeros_like(expected)
         call = getattr(comm, collective)
-        for late in (False, True):  # the first call loads the collective's own kernels
+        for late in (False, True):  # the first call only loads the collective's own kernels
             result.zero_()
             torch.cuda.synchronize()
             comm.barrier()

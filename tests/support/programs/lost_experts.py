@@ -1,7 +1,6 @@
-"""Tokens go to experts round after round, until a rank is killed; the others continue without its experts.
-
-Each of the others prints its number, those of the lost ranks, and whether each later token came back as the sum of what
-the experts that are left made of it.
+"""Sends tokens to experts round after round, until a rank is killed; the other ranks continue without its experts. Each
+of them prints its number, the numbers of the lost ranks, and whether each later token came back as the sum of the
+remaining experts' results.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ ids = rng.integers(0, ranks * PER_RANK, (TOKENS, TOPK)).astype(np.int32)
 
 
 def step(layer: EPAll2AllLayer) -> bool:
-    """Whether the sums are correct: expert e adds a token e + 1 times."""
+    """Runs one round, in which expert e multiplies a token by e + 1. Returns whether the sums are correct."""
     group = layer.ctx.communicator
     rows, _, desc = layer.dispatch(on_device(group, tokens), on_device(group, ids))
     own = slice(group.rank * PER_RANK, (group.rank + 1) * PER_RANK)

@@ -1,5 +1,5 @@
-"""Collectives of arrays in a pool's segments, which come and go, and of registered arrays that are freed, between ranks
-that are processes; each prints that it got them right.
+"""Makes collectives between ranks that are processes, on arrays in a pool's segments, which come and go, and on
+registered arrays that are freed. Each rank checks its results, and prints a line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from support.running import wait_for
 
 
 def freed_arrays(comm: Communicator, call: Call) -> None:
-    """No communicator follows the pool yet, so its memory is freed at once."""
+    """Frees registered arrays while no communicator follows the pool, so that their memory is freed immediately."""
     room = room_for(call, comm.world_size)
     source = comm.empty(room, "uint8")
     for seed in range(3):
@@ -40,7 +40,9 @@ def freed_arrays(comm: Communicator, call: Call) -> None:
 
 
 def segments(comm: Communicator, call: Call) -> None:
-    """Each segment is withdrawn, and unmapped by the peers, before it is freed."""
+    """Frees segments of a pool that a communicator follows: each must be withdrawn, and unmapped by the
+    peers, before.
+    """
     pool, room = MemoryPool(comm.runtime), room_for(call, comm.world_size)
     comm.group.symmetric.follow(pool)
     for seed in range(5):

@@ -1,4 +1,4 @@
-"""Two ranks on GPUs: every function of `proxyccl.numba`, then a wait for a signal that never comes."""
+"""Two ranks on GPUs: runs every function of `proxyccl.numba`, then waits for a signal that never comes."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Launches kernels in Numba without a device, and prints each one's argument types and whether it was linked.
 
-With the argument "newest", NumPy lacks what NumPy 2.5 removed.
+With the argument "newest", first removes from NumPy everything that NumPy 2.5 removed.
 """
 
-# ruff: noqa: E402  (what NumPy lacks, it lacks before proxyccl.numba is imported)
+# ruff: noqa: E402  (NumPy is changed before proxyccl.numba is imported)
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CONTEXT = SimpleNamespace(device=SimpleNamespace(compute_capability=(9, 0)))
 
 
 def launched(kernel: Any, *_: Any) -> None:
-    """Replaces the launch, which follows once the kernel is compiled and linked for its arguments."""
+    """Replaces the launch of a kernel that was compiled and linked for its arguments: prints the kernel instead."""
     types = ", ".join(str(of) for of in kernel.argument_types)
     print(kernel.fndesc.qualname, types, bytes(kernel.library.get_cubin().code).startswith(b"\x7fELF"), sep=": ")
 

@@ -1,4 +1,4 @@
-"""A rank of a job on several hosts, with the task that its argument names. MPI joins the ranks, or a directory does.
+"""Runs a rank of a job on several hosts, with the task that WHAT names. The ranks meet through MPI, or in a directory.
 
 mpiexec -n WORLD_SIZE python -m mpi4py on_hosts.py WHAT
 python on_hosts.py DIRECTORY RANK WORLD_SIZE WHAT
@@ -23,13 +23,13 @@ SHORT = 2.0
 
 
 def collectives(comm: Communicator) -> None:
-    """Those of `arrays`, and an MoE round trip."""
+    """Runs `arrays` and `experts`."""
     arrays(comm)
     experts(comm)
 
 
 def arrays(comm: Communicator) -> None:
-    """Collectives of a few lengths, in registered and other memory."""
+    """Checks collectives of a few lengths, in registered and other memory."""
     n, rank = comm.world_size, comm.rank
     for count in (1, 1000, 300_001):
         x = comm.empty(count, "float32").upload(np.arange(count) % 7 + rank)
@@ -47,7 +47,7 @@ def arrays(comm: Communicator) -> None:
 
 
 def experts(comm: Communicator) -> None:
-    """Each token comes back as often as it has experts."""
+    """Checks an MoE round trip without experts' work: each token comes back multiplied by its number of experts."""
     rng = np.random.default_rng(comm.rank)
     tokens = rng.integers(-8, 8, (40, 64)).astype(np.float32)
     chosen = rng.permuted(np.tile(np.arange(2 * comm.world_size), (40, 1)), axis=1)[:, :2].astype(np.int32)
@@ -58,7 +58,7 @@ def experts(comm: Communicator) -> None:
 
 
 def plans(comm: Communicator) -> None:
-    """Execution plans whose port channels lead to other hosts, repeatedly."""
+    """Executes plans whose port channels lead to other hosts, repeatedly."""
     n, local = comm.world_size, comm.local_world_size
     gathers = [ExecutionPlan.load(plan) for plan in (all_gather(n, "port", "pwsf"), port_packets(n))]
     reduce = ExecutionPlan.load(all_reduce_of_nodes(n, local)) if local > 1 else None
@@ -74,7 +74,7 @@ def plans(comm: Communicator) -> None:
 
 
 def flood(comm: Communicator) -> None:
-    """More writes than may be outstanding."""
+    """Makes more writes than may be outstanding."""
     for _ in range(20):
         x = comm.empty(50_000, "float32").fill(1)
         comm.all_reduce(x)
@@ -82,7 +82,7 @@ def flood(comm: Communicator) -> None:
 
 
 def go_on(comm: Communicator) -> None:
-    """The last rank is killed in the middle; the others report it, and continue without it."""
+    """Kills the last rank during its work; the other ranks report that, and continue without it."""
 
     def die() -> None:
         if comm.rank == comm.world_size - 1:
@@ -95,7 +95,7 @@ def go_on(comm: Communicator) -> None:
 
 
 def cut(comm: Communicator) -> None:
-    """Reports that it runs, and runs until the network ends it."""
+    """Prints "ready" once the ranks work, and makes calls until a fault of the network ends them."""
 
     def report() -> None:
         comm.timeout = SHORT
@@ -120,7 +120,7 @@ def _until_it_fails(comm: Communicator, after_first: Callable[[], None]) -> None
 
 
 def one(comm: Communicator) -> None:
-    """A first collective."""
+    """Makes a first collective."""
     x = comm.empty(1000, "float32").fill(1)
     comm.all_reduce(x)
     assert (x.numpy() == comm.world_size).all()

@@ -50,7 +50,7 @@ ALGORITHMS = ("one_shot", "recursive_doubling", "two_shot_packets", "two_shot", 
 def all_reduce() -> None:
     def body(comm: Communicator) -> None:
         for algorithm in ALGORITHMS:
-            for _ in range(3):  # buffers are double: the third call reuses them
+            for _ in range(3):  # there are two buffers: the third call reuses the first
                 x = np.arange(1001, dtype=np.float32) + comm.rank
                 comm.all_reduce(x, algorithm=algorithm)
                 assert np.array_equal(x, 3 * np.arange(1001, dtype=np.float32) + 3)
@@ -59,7 +59,9 @@ def all_reduce() -> None:
 
 
 def lines() -> None:
-    """Packets that are lines: several calls reuse their places, also with parts of lines that no thread needs."""
+    """Makes calls that send packets as lines, and reuse the lines' places; some lines have parts that no
+    thread needs.
+    """
 
     def body(comm: Communicator) -> None:
         for algorithm in ("one_shot", "two_shot_packets"):
@@ -72,7 +74,7 @@ def lines() -> None:
 
 
 def all_reduce_on_streams() -> None:
-    """Queued without waits in between, and longer than one round of packets."""
+    """Queues all-reduces on a stream without waits in between, each longer than one round of packets."""
 
     def body(comm: Communicator) -> None:
         stream = comm.runtime.create_stream()
@@ -104,7 +106,7 @@ def moves() -> None:
 
 
 def transfers() -> None:
-    """Slots of each flow are reused, by pieces of one transfer and of the next."""
+    """Makes transfers that reuse the slots of their flow, for pieces of one transfer and of the next."""
 
     def body(comm: Communicator) -> None:
         rank, peer = comm.rank, 1 - comm.rank
@@ -120,7 +122,9 @@ def transfers() -> None:
 
 
 def symmetric_memory() -> None:
-    """Results in peers' outputs, alternating with staged calls; all-reduces in one piece and in several."""
+    """Makes calls that write results into peers' outputs, alternating with staged calls; all-reduces have one piece or
+    several.
+    """
 
     def body(comm: Communicator) -> None:
         ranks, count = comm.world_size, 8 * 1024
@@ -143,7 +147,7 @@ def symmetric_memory() -> None:
         whole[:] = 1
         comm.all_reduce(source, algorithm="two_shot")
         assert np.all(whole == ranks)
-        for _ in range(3):  # peers load from each other's arrays
+        for _ in range(3):  # in this call peers load from each other's arrays
             whole[:1001] = 1 + comm.rank
             comm.all_reduce(whole[:1001], algorithm="two_shot")
             assert np.all(whole[:1001] == sum(range(1, ranks + 1)))
@@ -155,7 +159,9 @@ PIECE = 1 << 20  # elements: several pieces of a pipeline's buffers
 
 
 def dispatch_combine() -> None:
-    """Routing, rows in both directions, and a token count that changes between the rounds that reuse the buffers."""
+    """Routes tokens, and moves rows in both directions, in rounds that reuse the buffers with different numbers of
+    tokens.
+    """
 
     def body(comm: Communicator) -> None:
         experts = 2 * comm.world_size
@@ -174,8 +180,8 @@ def dispatch_combine() -> None:
 
 
 def expert_parallel() -> None:
-    """Two layers on one communicator, one of them with blocks that only send, tokens that change between the calls,
-    calls in halves, and rows on their way back.
+    """Uses two layers on one communicator in turn. One layer has blocks that only send. The number of tokens changes
+    between calls, and some calls are in halves, so that a dispatch begins while a combine's rows are on their way back.
     """
 
     def body(comm: Communicator) -> None:
@@ -204,12 +210,14 @@ def expert_parallel() -> None:
 
 
 def expert_layouts() -> None:
-    """A row for each rank, padded rows, rows with gaps: ids that are announced or counted, and calls in halves."""
+    """Uses each layout of rows (one for each rank, padded, with gaps), with ids that are announced or counted, and with
+    calls in halves.
+    """
 
     def body(comm: Communicator) -> None:
         experts, node = 2 * comm.world_size, (comm.local_world_size, comm.world_size)
         layouts: list[tuple[str, int, int | None]] = [("rank", 40, None), ("rank", 8, None), ("padded", 8, None)]
-        layouts.append(("padded", 100, None))  # so many that they are counted
+        layouts.append(("padded", 100, None))  # with this number of ids, they are counted
         for layout, most, alignment in (*layouts, ("expert", 40, 4), ("expert", 8, 4)):
             sizes = (most, 33, 3, comm.rank, experts, *node)
             options = {"dtype": "float32", "num_sm": 3, "layout": layout, "expert_alignment": alignment}
@@ -248,7 +256,7 @@ extern "C" __global__ void producers(DeviceHandle<ProxyChannel>* channels, uint3
 
 
 def ring() -> None:
-    """More producers than slots, on two rings of two proxy threads."""
+    """Lets more producers than there are slots push into two rings, of two proxy threads."""
 
     def body(comm: Communicator) -> None:
         words = comm.empty(2 * 96, "uint32").fill(0)
@@ -264,7 +272,7 @@ def ring() -> None:
 
 
 def copy_streams() -> None:
-    """The proxy's copies in separate threads, like a copy engine's: for schedules, and for kernels' triggers."""
+    """Runs the proxy's copies in separate threads, like a copy engine, for schedules and for kernels' triggers."""
 
     def body(comm: Communicator) -> None:
         moe = DispatchCombine(
@@ -313,21 +321,25 @@ extern "C" __global__ void reuse_pinned(DeviceHandle<ProxyChannel>* channels, ui
 
 
 def _pinned(comm: Communicator, nbytes: int) -> tuple[list[int], Any, Any]:
-    """The ids of this rank's outbox and of the next rank's inbox; this rank's outbox and inbox."""
+    """Allocates pinned memory. Returns [ids of this rank's outbox and of the next rank's inbox], this rank's outbox,
+    and this rank's inbox.
+    """
     outbox, inbox = (comm.runtime.allocate_pinned(nbytes) for _ in range(2))
     theirs = comm.runtime.open_pinned(comm.all_gather_bytes(inbox.handle)[(comm.rank + 1) % comm.world_size])
     return [comm.proxy.add_pinned_memory(memory) for memory in (outbox, theirs)], outbox, inbox
 
 
 def pinned_memory() -> None:
-    """Outboxes that the CPU copies to inboxes, or the driver if the data is long or follows long data."""
+    """Copies outboxes to inboxes: the CPU copies short data; the driver copies long data and any data that
+    follows it.
+    """
     words = 20_000
 
     def body(comm: Communicator) -> None:
         channels = [comm.proxy_channels(comm.empty(16))[0] for _ in range(2)]
         ids, outbox, inbox = _pinned(comm, 4 * words)
         total = comm.empty(1, "uint32").fill(0)
-        stream = comm.runtime.create_stream()  # the ranks may share a runtime, and its default stream
+        stream = comm.runtime.create_stream()  # a stream of its own: ranks may share a runtime and its default stream
         exchange = comm.compile(PINNED, "exchange_pinned")
         exchange(1, 1, *channels, *ids, outbox.ptr, inbox.ptr, words, total, stream=stream)
         comm.synchronize(stream)
@@ -338,7 +350,9 @@ def pinned_memory() -> None:
 
 
 def schedules() -> None:
-    """Arrays that streams write before each call and read after it, and peers' proxies write meanwhile."""
+    """Makes calls by schedules on arrays that streams write before and read after each call, and that peers' proxies
+    write during it.
+    """
     share, rounds = 777, 4
 
     def body(comm: Communicator) -> None:
@@ -470,8 +484,9 @@ def channels() -> None:
 
 
 def agents() -> None:
-    """Threads share two agents over each path: they post, wait, poll, cancel, send, and take memory away. Over the last
-    path also with memory of devices, which both sides stage."""
+    """Lets threads share two agents over each path: they post, wait, poll, cancel, send, and take memory away. The last
+    path is also tested with device memory, which both agents stage.
+    """
     random = np.random.default_rng(1)
     runtime = HostRuntime()
     for path, staged in (*((path, False) for path in PATHS), ("tcp", True)):
@@ -507,7 +522,9 @@ def agents() -> None:
             whole.wait(60)
             for thread in threads:
                 thread.join()
-            a.write("b", [(near.address, far.address, 100)]).wait(60)  # after all that canceled transfers have sent
+            a.write("b", [(near.address, far.address, 100)]).wait(
+                60
+            )  # arrives after everything that canceled transfers sent
             values = random.integers(0, 256, NBYTES, dtype=np.uint8)
             if isinstance(theirs, Array):
                 theirs.upload(values)
@@ -515,7 +532,7 @@ def agents() -> None:
                 theirs[:] = values
             a.read("b", [(near.address, far.address, NBYTES)]).wait(60)
             assert np.array_equal(ours.numpy() if isinstance(ours, Array) else ours, values)
-            left = a.read("b", [(near.address, far.address, NBYTES)])  # while the peer ends
+            left = a.read("b", [(near.address, far.address, NBYTES)])  # the peer ends during this transfer
         assert left.state is not State.ACTIVE
 
 
@@ -559,11 +576,11 @@ def grid() -> None:
 
 
 def timeout() -> None:
-    """The path of waits that give up."""
-    missed = threading.Event()  # a rank that has left would end the call sooner
+    """Lets a wait give up after its time-out."""
+    missed = threading.Event()  # keep the other rank: if it left, the call would end sooner
 
     def body(comm: Communicator) -> None:
-        comm.collectives.team()  # or the other rank would make it with this one, before it waits in vain
+        comm.collectives.team()  # make it now, or the other rank would wait for this one here
         impatient(comm, 1)
         if comm.rank == 0:
             x = np.zeros(8, np.float32)
@@ -666,7 +683,9 @@ def planted_missing_meeting() -> None:
         comm.group.symmetric.update()
         announced = comm.group.symmetric.find(data.ptr, data.nbytes)
         assert announced is not None
-        reached_at = announced.known[0]  # the range begins with the array
+        reached_at = announced.known[
+            0
+        ]  # the range's addresses are the array's: the array starts at the range's first byte
         assert reached_at is not None
         struct.pack_into(f"<{len(reached_at)}Q", parameter, ffi.offsetof("ProxycclTeam", "reached_at"), *reached_at)
         gather = comm.compile(MISSING_MEETING, "gather_unmet", include_dirs=[str(KERNELS)])
@@ -712,7 +731,7 @@ def planted_write_beside_a_schedule() -> None:
     def body(comm: Communicator) -> None:
         calls, other = SpanCalls(comm, 1000), comm.runtime.create_stream()
         x, out = calls.spans("all_gather", 500, 0, in_place=False)
-        comm.runtime.fill(out.ptr, 1, out.nbytes, other)  # on a stream that nothing orders with the call's
+        comm.runtime.fill(out.ptr, 1, out.nbytes, other)  # on a stream that is not ordered with the call's stream
         calls.issue("all_gather", x, out)
         comm.synchronize()
 
@@ -725,7 +744,7 @@ def planted_read_before_the_end() -> None:
     with Agent("a", listen=()) as agent:
         address = agent.register(memory).address
         transfer = agent.read("a", [(address, address + half, half)])
-        while memory[half - 1] == 0:  # the agent's thread copies that; this one would, too, if it waited
+        while memory[half - 1] == 0:  # the agent's thread copies; a wait would let this thread copy too
             time.sleep(0.001)
         ctypes.memmove(ctypes.create_string_buffer(8), address + half - 8, 8)
         transfer.wait()

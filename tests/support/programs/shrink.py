@@ -1,4 +1,4 @@
-"""Ranks are killed, some while the others shrink the communicator; the others shrink it until it has only them.
+"""Kills ranks, some of them while the others shrink the communicator; the survivors shrink it until only they are left.
 
 Arguments: the place where each victim is killed, as in "1=before 2=joined". Each survivor prints the members, by their
 original numbers, and the results of the collectives.
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 from support.processes import FileBootstrap
 
 PLACES: dict[str, tuple[object, str, bool]] = {
-    "comes": (survivors, "wait_at_most", False),  # has announced itself, and waits for the others
+    "comes": (survivors, "wait_at_most", False),  # after it has announced itself, while it waits for the others
     "assembled": (Survivors, "assemble", True),
     "joined": (Survivors, "all_joined", True),
     "starts": (Collectives, "start", False),

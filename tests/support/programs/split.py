@@ -1,4 +1,4 @@
-"""Rank 0 is killed; the others print the errors of a communicator that it was not part of, and of one that it was."""
+"""Kills rank 0; the others print the errors of a communicator without rank 0, and of one with it."""
 
 import os
 import signal

@@ -1,5 +1,5 @@
-"""A stranger who knows the address of a libfabric endpoint, but not its memory's key, writes to it; prints what
-arrived.
+"""Writes to a libfabric endpoint as a process that knows the endpoint's address but not its memory's key, and prints
+the data that arrived.
 """
 
 from __future__ import annotations

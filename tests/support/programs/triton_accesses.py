@@ -1,7 +1,7 @@
-"""Compiles a kernel for each access that synchronises, and those of the examples, for GPUs that this machine lacks.
-
-Argument: a directory whose name is an architecture, and "values" or "examples" for those that take long to compile: one
-with many functions, and the examples'. Writes a file for each kernel.
+"""Compiles Triton kernels for GPUs that this machine lacks, and writes a file for each kernel.
+The argument is a directory, whose name gives the architecture and perhaps one of two words for kernels that take long
+to compile: with "values" a kernel of many functions is compiled, with "examples" the examples' kernels. Without either
+word, a kernel for each access that synchronises is compiled.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def sync_grid(barrier):
 
 @triton.jit
 def values(proxy, sm, x, n):
-    """The functions with which triggers and signals carry values, and a flush that is awaited later."""
+    """Calls the functions with which triggers and signals carry values, and a flush that is awaited later."""
     pt.put_value(proxy, 8, n, tl.int8)
     pt.put_value(proxy, 8, 1.5, tl.float16)
     pt.put_value_with_signal(proxy, 8, tl.load(x), tl.float32)
@@ -88,7 +88,7 @@ def values(proxy, sm, x, n):
 
 @triton.jit
 def everything(proxy, sm, barrier, x, n, BLOCK: tl.constexpr):
-    """Every other function of `proxyccl.triton`, with arguments of every kind."""
+    """Calls every other function of `proxyccl.triton`, with arguments of every kind."""
     i = tl.arange(0, BLOCK)
     channel = pt.channel(proxy, n)
     pt.put(channel, 0, 0, n)

@@ -23,7 +23,7 @@ from support.kernels import triton as kernels
 
 
 class StandIn(GpuRuntime):
-    """Prints loads and launches."""
+    """A runtime that prints the loads of modules and the launches, instead of making them."""
 
     def __init__(self) -> None:
         self.name, self.device, self.info = "cuda", 0, SimpleNamespace(architecture="sm_90")
@@ -62,7 +62,7 @@ fill = TritonKernel(communicator, kernels.fill, grid=1)
 kernel(Array(4096), 64, 2.0, BLOCK=16)
 kernel(Array(8192), 128, 3.0, BLOCK=16, stream=9)  # the same variant
 kernel(Array(4100), 65, 3.0, BLOCK=16)  # neither is a multiple of 16
-for constants in ([1, 2], [1.0, 2.0], [1, 2]):  # equal ones, of two types
+for constants in ([1, 2], [1.0, 2.0], [1, 2]):  # equal numbers of two types
     fill(Array(4096), value=constants)
 channel = object.__new__(ProxyChannel)
 channel.peer, channel.device_pointer = 1, 8192

@@ -1,8 +1,8 @@
 """Runs a program under a filter of system calls like Docker's: under_seccomp.py PROGRAM ARGUMENTS
 
-It refuses the calls that Docker's profile refuses to a container without more capabilities, with EPERM; so a debugger's
-calls, and those that read another process's memory, among them. A filter can't be taken off again, and a process's
-children have it too.
+The filter refuses, with EPERM, the calls that Docker's profile refuses to a container without further capabilities.
+Among them are a debugger's calls, and those that read another process's memory. A filter can't be removed again, and a
+process's children inherit it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ if __name__ == "__main__":
     confine()
     assert (
         ctypes.CDLL(None, use_errno=True).ptrace(0, 0, 0, 0) == -1
-    )  # PTRACE_TRACEME, which is always allowed otherwise
+    )  # PTRACE_TRACEME, which is otherwise always allowed
     sys.argv = sys.argv[1:]
     sys.path.insert(0, str(Path(sys.argv[0]).parent))
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,7 +1,7 @@
 """Runs scenarios of race_scenarios.py on instrumented extension modules, in a process with ThreadSanitizer.
 
-Arguments: the directory of the instrumented modules, then names of scenarios. Each one's name is a line of standard
-error, where the sanitizer's reports follow; its name and exit code are a line of standard output.
+Arguments: the directory of the instrumented modules, then names of scenarios. Each scenario's name is printed as a line
+of standard error, before the sanitizer's reports; the name and the exit code are printed as a line of standard output.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ def use_instrumented(directory: Path) -> None:
 def start_compilers_cheaply() -> None:
     """Compilers run without the sanitizer, and start without a copy of this process.
 
-    The sanitizer turns `vfork` into `fork`, which copies the page tables of its shadow memory: a third of all time. For
-    a command with a path `subprocess` uses `posix_spawn`, which is left alone, unless it must close descriptors.
+    The sanitizer turns `vfork` into `fork`, which copies the page tables of its shadow memory: a third of all time.
+    `subprocess` uses `posix_spawn`, which the sanitizer does not change, if the command has a path and no descriptors
+    must be closed.
     """
     del os.environ["LD_PRELOAD"]
     subprocess.Popen = functools.partial(subprocess.Popen, close_fds=False)  # type: ignore[assignment,misc]
@@ -37,12 +38,13 @@ def start_compilers_cheaply() -> None:
 if __name__ == "__main__":
     start_compilers_cheaply()
     use_instrumented(Path(sys.argv[1]))
-    sys.path.append(str(Path(__file__).parent.parent.parent))  # for the modules beside it
+    sys.path.append(str(Path(__file__).parent.parent.parent))  # tests/, for the package `support`
     scenarios = importlib.import_module("race_scenarios")
     for scenario in sys.argv[2:]:
         print(scenario, file=sys.stderr, flush=True)
         status = 0
-        # After a race nothing can be relied on. A fork has the imports, and ends with it.
+        # After a race the process is unreliable, so each planted race runs in a fork, which has the imports and then
+        # ends.
         if not scenario.startswith("planted"):
             getattr(scenarios, scenario)()
         elif child := os.fork():

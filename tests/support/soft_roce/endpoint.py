@@ -1,4 +1,4 @@
-"""A queue pair on one of the machine's devices, alone: pyverbs without the library.
+"""Runs a queue pair on one of the machine's devices with pyverbs alone, without ProxyCCL.
 
 python endpoint.py END DESCRIPTOR      serves requests from a pipe
 """
@@ -34,18 +34,20 @@ TIMEOUT = 60.0
 
 
 def gid(address: str) -> str:
-    """The GID of an IPv4 address."""
+    """Returns the GID of an IPv4 address."""
     return ipaddress.IPv6Address(f"::ffff:{address}").exploded
 
 
 def gid_index(context: Context, address: str) -> int:
-    """Its index in the device's table."""
+    """Returns the index of an IPv4 address's GID in the device's table."""
     table = [str(context.query_gid(1, index)) for index in range(4)]
     return table.index(gid(address))
 
 
 class Endpoint:
-    """A queue pair on device `end`, and memory of 2 * BYTES: its first half is written into the other's second half."""
+    """A queue pair on device `end`, with 2 * BYTES bytes of memory: the first half is written into the second half of
+    the other endpoint's memory.
+    """
 
     def __init__(self, end: int) -> None:
         self._context = Context(name=DEVICES[end])
@@ -78,7 +80,7 @@ class Endpoint:
         self._queue_pair.to_rts(attributes)
 
     def write(self, data: bytes) -> int:
-        """Writes into the other's memory. Returns the completion's status."""
+        """Writes data into the other endpoint's memory. Returns the completion's status."""
         self._memory.write(data, len(data))
         source = SGE(self._memory.buf, len(data), self._memory.lkey)
         request = SendWR(opcode=enums.IBV_WR_RDMA_WRITE, num_sge=1, sg=[source], send_flags=enums.IBV_SEND_SIGNALED)
@@ -92,12 +94,12 @@ class Endpoint:
         raise TimeoutError("no completion")
 
     def received(self) -> bytes:
-        """The data that the other wrote."""
+        """Returns the data that the other endpoint wrote."""
         return bytes(self._memory.read(BYTES, BYTES))
 
 
 def serve(end: int, pipe: Connection) -> None:
-    """Makes the calls that come through the pipe, (method, arguments), on an endpoint."""
+    """Makes an endpoint, and calls its methods as requests (method, *arguments) come through the pipe."""
     endpoint = Endpoint(end)
     pipe.send(endpoint.address)
     while request := pipe.recv():

@@ -1,14 +1,13 @@
 """Puts the parts of the machine with Soft-RoCE into a directory, without root and without touching system packages.
+ The parts are a kernel, QEMU, and the RDMA packages for the virtual machine. All come from the Debian release that this
+ machine runs; packages that this machine has installed are not fetched (about 100 MB down, 150 MB unpacked).
 
-These are a kernel, QEMU, and the RDMA packages that are installed inside, all from the Debian release that runs here
-and only if not installed already (about 100 MB down, 150 MB unpacked).
+    python fetch_machine.py DIRECTORY     exits with 0, or with 2 and the reason why the parts are not available
 
-    python fetch_machine.py DIRECTORY     exits with 0, or with 2 and the reason why it is not available here
-
-The directory then has
+Afterwards the directory contains:
     root/       packages, unpacked over one another
     kernel      the kernel
-    modules/    those of its modules that the machine loads, named in the order in which it does
+    modules/    the kernel modules that the machine loads, with names that sort in load order
     python/     pyverbs and nothing else, for PYTHONPATH
 """
 
@@ -47,12 +46,12 @@ DIRECTORY = ROOT / "build/soft-roce"
 
 
 def fill(directory: Path) -> None:
-    """Downloads and unpacks into `directory`."""
+    """Downloads the parts and unpacks them into `directory`."""
     root, modules, python = (directory / name for name in ("root", "modules", "python"))
     with tempfile.TemporaryDirectory(dir=directory) as temporary:
         apt = Apt(Path(temporary, "apt"), machine_suite(), INSTALLED)
         unpack(apt.download_with_dependencies(*PACKAGES), root)
-        # Without its dependencies, which it needs only for making an initramfs.
+        # The kernel without its dependencies, which are needed only to make an initramfs.
         unpacked = Path(temporary, "kernel")
         unpack([apt.download(apt.dependency(KERNEL, r"linux-image-\S+"))], unpacked, PLACES)
         (image,) = unpacked.glob("boot/vmlinuz-*")
@@ -74,7 +73,7 @@ def require_pyverbs_for_this_python(directory: Path) -> None:
 
 
 def fetch(directory: Path) -> None:
-    """Fills `directory`, unless that was done before."""
+    """Fills `directory` with the parts, unless that was done before."""
     require_x86_64("the machine with Soft-RoCE")
     fill_once(directory, " ".join((machine_suite(), *PACKAGES, *MODULES)), fill)
     require_pyverbs_for_this_python(directory)

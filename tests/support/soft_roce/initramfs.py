@@ -24,7 +24,7 @@ class Initramfs:
         self._add(name, stat.S_IFREG | (0o755 if executable else 0o644), contents)
 
     def console(self) -> None:
-        """The device that the first process has as its input and output."""
+        """Adds /dev/console, which is the first process's input and output."""
         self._add("dev/console", stat.S_IFCHR | 0o600, device=(5, 1))
 
     def finish(self) -> bytes:

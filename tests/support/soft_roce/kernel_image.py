@@ -1,4 +1,4 @@
-"""The kernel itself, from the compressed file that boot loaders take.
+"""Extracts the uncompressed kernel from the compressed file that boot loaders take.
 
 QEMU starts it directly (PVH), which saves the time that an emulated CPU needs to unpack it.
 Format: the kernel's Documentation/arch/x86/boot.rst.
@@ -11,13 +11,15 @@ import struct
 
 SECTOR = 512
 SETUP_SECTORS = 0x1F1
-PAYLOAD = 0x248  # offset from the end of the setup sectors, length
+PAYLOAD = 0x248  # here are the payload's offset from the end of the setup sectors, and its length
 XZ = b"\xfd7zXZ\0"
-UNPACKED_SIZE = 4  # bytes after the payload with its unpacked length
+UNPACKED_SIZE = 4  # the payload's last bytes are its unpacked length
 
 
 def uncompressed(image: bytes) -> bytes:
-    """The kernel in a vmlinuz; the vmlinuz itself if it is compressed with anything but xz, because that starts too."""
+    """Returns the kernel in a vmlinuz, or the vmlinuz itself if it is compressed with anything but xz: QEMU starts that
+    too, only slower.
+    """
     offset, length = struct.unpack_from("<II", image, PAYLOAD)
     start = (image[SETUP_SECTORS] + 1) * SECTOR + offset
     payload = image[start : start + length]

@@ -1,4 +1,4 @@
-"""The modules of an unpacked kernel that the machine loads, in the order in which it must load them."""
+"""Finds the modules of an unpacked kernel that the machine loads, in the order in which it must load them."""
 
 from __future__ import annotations
 
@@ -26,25 +26,26 @@ PLACES = (
 
 
 def named(path_or_name: str) -> str:
-    """A module's name as the kernel spells it: a file's name may have dashes instead."""
+    """Returns a module's name as the kernel spells it, with underscores; the name of a module's file may have
+    dashes.
+    """
     return Path(path_or_name).name.split(".ko")[0].replace("-", "_")
 
 
 def contents(path: Path) -> bytes:
-    """A module, uncompressed."""
+    """Returns the uncompressed contents of a module's file."""
     return lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
 
 
 def dependencies(module: bytes) -> list[str]:
-    """The names of the modules whose symbols a module uses, from its own .modinfo section."""
+    """Returns the names of the modules whose symbols a module uses, from its .modinfo section."""
     start = module.index(b"\0depends=") + len(b"\0depends=")
     return [name for name in module[start : module.index(b"\0", start)].decode().split(",") if name]
 
 
 def in_load_order(tree: Path) -> dict[str, bytes]:
-    """MODULES and their dependencies, by name, each after the modules that it needs.
-
-    `tree` is a lib/modules/VERSION. Raises UnavailableError if this kernel lacks one.
+    """Returns MODULES and their dependencies, by name, each after the modules that it needs.
+    `tree` is a lib/modules/VERSION. Raises UnavailableError if this kernel lacks a module.
     """
     files = {named(path.name): path for path in tree.rglob("*.ko*")}
     built_in = {named(line) for line in (tree / "modules.builtin").read_text().splitlines()}

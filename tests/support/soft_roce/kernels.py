@@ -1,10 +1,10 @@
-"""Kernels of the tests over RDMA, in one source: compiling takes seconds where everything is emulated.
+"""Compiles the kernels of the tests over RDMA, which are in one source, outside of the emulated machine, where
+compiling would take long.
 
 python tests/support/soft_roce/kernels.py DIRECTORY
 
-compiles them, the example's, the shipped ones that the tests use, and all Python files, outside of the machine; the
-tests as pytest does. The kernels are those of the cache, which other tests use too; copies of them are put into the
-directory.
+compiles these kernels, the example's, the shipped kernels that the tests use, and all Python files (the tests as pytest
+compiles them). Compiled kernels go into the cache that other tests also use, and copies go into DIRECTORY.
 """
 
 import compileall
@@ -84,7 +84,7 @@ if __name__ == "__main__":
     EXAMPLES = TESTS.parent / "examples"
     for directory in (*proxyccl.__path__, TESTS, EXAMPLES):
         compileall.compile_dir(directory, quiet=1)
-    # pytest keeps what it has rewritten, of modules too that can't be imported here, for want of pyverbs.
+    # pytest caches each rewritten module, even if its import then fails because this machine lacks pyverbs.
     collect = ["pytest", "--collect-only", "-p", "no:cacheprovider", str(TESTS / "rdma/soft_roce")]
     here = {**os.environ, "SOFT_ROCE_DEVICES": "none"}
     subprocess.run([sys.executable, "-m", *collect], env=here, stdout=subprocess.DEVNULL, check=False)

@@ -4,10 +4,11 @@
     python tests/support/soft_roce/machine.py --nodes 2 -- COMMAND...  two machines, each with one, joined by a wire
 
 The command runs in the directory in which this was started. It sees the files of this machine under the same paths and
-may write to them, but what it writes is gone with the machine. Debian's RDMA packages are installed in there, and
+may write to them, but what it writes is gone with the machine. Debian's RDMA packages are installed in the machine, and
 PYTHONPATH lets a virtual environment's Python find pyverbs. The packages are fetched when they are first needed.
 
-The command's output appears here, and its exit status is this program's; of two machines, the first nonzero one.
+This program prints the command's output, and exits with the command's status; with two machines, with the first nonzero
+status.
 Status 124 says that the time limit was reached, 125 that a machine did not come up.
 
 In the machine:
@@ -46,7 +47,7 @@ ROOT = DIRECTORY / "root"
 LIBRARIES = ROOT / "usr/lib/x86_64-linux-gnu"
 TIMED_OUT = 124
 FAILED = 125
-ADDRESSES = ("10.9.0.1", "10.9.0.2")  # those of wire.sh
+ADDRESSES = ("10.9.0.1", "10.9.0.2")  # the same as in wire.sh
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Wiring:
 
 
 def pair() -> Wiring:
-    """Two devices in one machine."""
+    """Returns the wiring of two devices in one machine."""
     return Wiring(
         "pair",
         (),
@@ -72,7 +73,7 @@ def pair() -> Wiring:
 
 
 def node(number: int, directory: Path) -> Wiring:
-    """One of two machines, joined by sockets in `directory`."""
+    """Returns the wiring of machine `number` of two, which are joined by sockets in `directory`."""
     ends = {"local": number, "remote": 1 - number}
     sockets = [f"{end}.type=unix,{end}.path={directory}/wire{owner}" for end, owner in ends.items()]
     return Wiring(
@@ -92,7 +93,7 @@ def node(number: int, directory: Path) -> Wiring:
 
 
 def installed(program: str) -> str:
-    """A program of the packages, either fetched or installed before."""
+    """Returns the path of a program of the packages, either a fetched or an installed one."""
     found = shutil.which(program, path=os.pathsep.join((str(ROOT / "usr/bin"), os.environ.get("PATH", os.defpath))))
     if found is None:
         raise UnavailableError(f"Debian's packages no longer have {program}")
@@ -100,7 +101,7 @@ def installed(program: str) -> str:
 
 
 def first_file_system(command: list[str], environment: dict[str, str]) -> bytes:
-    """The kernel's first file system: busybox, modules, init, and the command that it runs."""
+    """Returns the kernel's first file system: busybox, modules, init, and the command that init runs."""
     archive = Initramfs()
     for directory in ("bin", "dev", "proc", "sys", "modules", "host", "packages", "writable", "new"):
         archive.directory(directory)
@@ -134,8 +135,9 @@ class Machine:
             **wiring.environment,
         }
         initramfs.write_bytes(first_file_system(command, environment))
-        # panic=-1 restarts a kernel that panics, which -no-reboot makes the end. The cores' TSC is this machine's own;
-        # the kernel doubts that of two cores, and reads a device instead whenever somebody looks at a clock.
+        # panic=-1 reboots a kernel that panics, and -no-reboot makes QEMU exit at a reboot. The cores' TSC is this
+        # machine's own, but with two cores the kernel would distrust it, and read a slow device for every reading of a
+        # clock.
         kernel = f'console=ttyS0 quiet panic=-1 mitigations=off tsc=reliable WIRE="{wiring.script}"'
         self._process = subprocess.Popen(
             [
@@ -160,7 +162,9 @@ class Machine:
         )
 
     def copy_output(self) -> None:
-        """Passes on the command's output until the machine is off: at once, or by line after the machine's name."""
+        """Passes on the command's output until the machine is off: immediately if the machine has no name, otherwise
+        line by line after the machine's name.
+        """
         assert self._process.stdout is not None
         output = self._process.stdout.fileno()
         for piece in iter(lambda: os.read(output, 1 << 16), b"") if self._name is None else self._process.stdout:
@@ -168,7 +172,9 @@ class Machine:
             sys.stdout.buffer.flush()
 
     def wait(self, deadline: float) -> int:
-        """The command's exit status, or that of this program if there is none."""
+        """Waits for the machine's end. Returns the command's exit status, or this program's own if the command has
+        none.
+        """
         try:
             self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -177,19 +183,19 @@ class Machine:
         return int(status) if status else self._explain(FAILED, "ended before its command did")
 
     def kill(self) -> None:
-        """Ends it, if it still runs."""
+        """Kills the machine, if it still runs."""
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
 
     @staticmethod
     def _share(tag: str, path: Path) -> tuple[str, ...]:
-        """Options that give the machine a directory to read."""
+        """Returns QEMU's options that give the machine a directory to read."""
         local = f"local,id={tag},path={path},security_model=none,readonly=on,multidevs=remap"
         return ("-fsdev", local, "-device", f"virtio-9p-pci,fsdev={tag},mount_tag={tag}")
 
     def _explain(self, status: int, what: str) -> int:
-        """Writes why the command has no exit status, as far as the console tells."""
+        """Writes to stderr why the command has no exit status, as far as the console tells. Returns `status`."""
         lines = self._console.read_text(errors="replace").splitlines() if self._console.exists() else []
         told = [line for line in lines if "Kernel panic" in line or line.startswith("init: ")]
         name = "the machine" if self._name is None else f"machine {self._name}"
@@ -199,7 +205,7 @@ class Machine:
 
 
 def run(command: list[str], *, nodes: int, timeout: float, memory: int, cores: int) -> int:
-    """Runs a command in a machine, or in each of two; the first exit status that is not 0."""
+    """Runs a command in a machine, or in each of two. Returns the first exit status that is not 0, or 0."""
     fetch(DIRECTORY)
     deadline = time.monotonic() + timeout
     machines: list[Machine] = []
@@ -229,7 +235,7 @@ def end(signal_number: int, frame: FrameType | None) -> None:
 
 
 def main() -> int:
-    """The command line."""
+    """Runs the command line. Returns the exit status."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, choices=(1, 2), default=1, help="machines (default 1)")

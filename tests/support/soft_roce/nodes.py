@@ -1,4 +1,6 @@
-"""Ranks as two nodes: each has one of the machine's two devices, so all data between nodes crosses the wire."""
+"""Divides ranks into two nodes, each with one of the machine's two devices, so that all data between nodes crosses the
+wire.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,12 @@ _BOUND = 60.0
 
 
 def rdma_of(rank: int, local: int = LOCAL, **options: Any) -> dict[str, Any]:
-    """A rank's RDMA options: its node's device."""
+    """Returns a rank's RDMA options, which name its node's device."""
     return {"rdma": RdmaOptions(device=DEVICES[rank // local % len(DEVICES)], **options)}
 
 
 def two_nodes(local: int = LOCAL, **options: Any) -> Ranks:
-    """Two nodes of `local` ranks; options as for `RdmaOptions`."""
+    """Returns ranks on two nodes of `local` ranks each; `options` are those of `RdmaOptions`."""
     return Ranks(
         2 * local,
         options_of=lambda rank: rdma_of(rank, local, **options),
@@ -34,7 +36,7 @@ def two_nodes(local: int = LOCAL, **options: Any) -> Ranks:
 
 
 def failure_of(call: Callable[[], object]) -> ProxyCCLError:
-    """The exception of the call, which must come in time."""
+    """Makes a call, which must raise an error in time, and returns the error."""
     began = time.monotonic()
     with pytest.raises(ProxyCCLError) as caught:
         call()

@@ -1,7 +1,7 @@
 """Runs pytest with its arguments, in the machine with Soft-RoCE: python run_tests.py ARGUMENTS...
 
-The tests and the processes that they start import the library and pyverbs once, before they part: it takes seconds in
-there.
+The imports of the library and of pyverbs take seconds in the machine, so they are made once, before the tests'
+processes are forked.
 """
 
 import sys
@@ -15,11 +15,11 @@ from support.forked import FORKS
 
 
 def main() -> int:
-    """Runs them."""
-    WatchThread.INTERVAL_MS = 100  # a look takes as much longer in there as everything
+    """Runs pytest. Returns its exit status."""
+    WatchThread.INTERVAL_MS = 100  # the watcher, like everything, is slow in the machine
     pyverbs_api.load()
     FORKS.begin_here()
-    import pytest  # the template does without
+    import pytest  # not before, because the template needs no pytest
 
     return pytest.main()
 

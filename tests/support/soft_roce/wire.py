@@ -14,7 +14,7 @@ WIRE_SCRIPT = Path(__file__).with_name("wire.sh")
 
 
 def run(*command: str) -> str:
-    """A tool's output. Raises CalledProcessError if it fails, with its output in a note."""
+    """Runs a tool and returns its output. Raises CalledProcessError, with the output in a note, if it fails."""
     try:
         done = subprocess.run(command, check=True, timeout=30, capture_output=True, text=True)
     except subprocess.CalledProcessError as error:
@@ -24,7 +24,7 @@ def run(*command: str) -> str:
 
 
 def packets_sent(interface: str) -> int:
-    """The number of packets that have left an end of the wire since the machine started."""
+    """Returns the number of packets that have left an end of the wire since the machine started."""
     return int(Path("/sys/class/net", interface, "statistics/tx_packets").read_text())
 
 
@@ -36,7 +36,9 @@ class Wire:
         self._cut = False
 
     def disturb(self, *netem: str) -> None:
-        """Sends packets from either end through netem, with tc's words: disturb("loss", "3%", "delay", "1ms")."""
+        """Sends the packets of both ends through netem, with arguments as for tc: disturb("loss", "3%", "delay",
+        "1ms").
+        """
         for interface in INTERFACES:
             run("tc", "qdisc", "replace", "dev", interface, "root", "netem", *netem)
             self._disturbed.add(interface)
@@ -44,13 +46,14 @@ class Wire:
     def cut(self, end: int) -> None:
         """Sets one end down, until `restore`.
 
-        Both devices' ports go down. Requests of this end's device fail at once; those of the other are lost.
+        Both devices' ports go down. Requests of this end's device fail immediately; requests of the other device are
+        lost.
         """
         run("ip", "link", "set", INTERFACES[end], "down")
         self._cut = True
 
     def restore(self) -> None:
-        """An undisturbed wire with both ends up; returns when both devices are active."""
+        """Restores an undisturbed wire with both ends up. Returns when both devices are active."""
         while self._disturbed:
             run("tc", "qdisc", "del", "dev", self._disturbed.pop(), "root")
         if self._cut:

@@ -1,4 +1,6 @@
-"""torch's debug level DETAIL: a program runs on, CommDebugMode counts its calls, and a mismatch is an error."""
+"""Checks torch's debug level DETAIL: a program works as without it, CommDebugMode counts its calls, and a mismatch is
+an error.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ if rank in (0, 1):
     dist.barrier(part)
 dist.all_gather_object([None] * size, {"rank": rank})
 store.set(f"after {rank}", b"")
-store.wait([f"after {other}" for other in range(size)])  # a failure would end another rank's latest call too
+store.wait([f"after {other}" for other in range(size)])  # a failure would also end another rank's latest call
 reason = ""
 try:
     dist.all_reduce(torch.ones(4 + rank))

@@ -1,4 +1,4 @@
-"""A training that loses a rank, started by torchrun with a restart: ``elastic.py CHECKPOINT MODE``.
+"""Trains, and loses a rank. Started by torchrun with one restart: ``elastic.py CHECKPOINT MODE``.
 
 MODE "kill": in the first attempt the last rank kills itself after step 3. The others must get a named error; the
 second attempt continues from the checkpoint. MODE "leave": no rank destroys its process group, and rank 0 ends first.
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import proxyccl.torch  # noqa: F401  before torch 2.15 the backend is not found by itself
+import proxyccl.torch  # noqa: F401  torch before 2.15 does not find the backend by itself
 
 STEPS = 6
 

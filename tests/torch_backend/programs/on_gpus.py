@@ -1,4 +1,5 @@
-"""One case of 2 to 4 ranks, each on its own GPU or all on a shared one, started by torchrun: ``on_gpus.py CASE``.
+"""Runs one case with 2 to 4 ranks, each on its own GPU or all on a shared one. Started by torchrun: ``on_gpus.py
+CASE``.
 
 Rank 0 prints OK.
 """
@@ -17,13 +18,15 @@ import torch.distributed as dist
 from proxyccl.device.arrays.array import as_view
 from proxyccl.torch import on_gpu  # importing the package registers the backend, as torch before 2.15 needs
 
-COUNT = 1 << 22  # 16 MiB of float32: calls of this size may be by proxy
+COUNT = 1 << 22  # 16 MiB of float32: the backend may make calls of this size by proxy
 CYCLES = 50_000_000
 """Of a GPU that computes for longer than any call here takes, also where two ranks take turns on it."""
 
 
 def streams(device: torch.device) -> None:
-    """Asynchronous calls follow the current stream, and work after `wait` follows them; their stream goes first."""
+    """Checks that asynchronous calls follow the current stream's work, that work after `wait` follows the calls, and
+    that the calls' stream has priority.
+    """
     for _ in range(20):
         x = torch.zeros(COUNT, device=device)
         torch.cuda._sleep(1_000_000)
@@ -33,7 +36,9 @@ def streams(device: torch.device) -> None:
         x = torch.ones(COUNT, device=device)
         work = dist.all_reduce(x, async_op=True)
         del x, work
-        other = torch.full((COUNT,), -1.0, device=device)  # would take the memory of x if nothing recorded it
+        other = torch.full(
+            (COUNT,), -1.0, device=device
+        )  # would get the memory of x if the backend did not record x's use
         torch.cuda.synchronize()
         assert (other == -1).all()
     y = torch.ones(COUNT, device=device)
@@ -45,7 +50,7 @@ def streams(device: torch.device) -> None:
 
 
 def again(device: torch.device) -> None:
-    """Calls with the same memory again: on several streams, coalesced, for memory that was freed, and in a graph."""
+    """Repeats calls with the same memory: on several streams, coalesced, after the memory was freed, and in a graph."""
     ranks, side = dist.get_world_size(), torch.cuda.Stream(device)
     x, y = torch.ones(COUNT, device=device), torch.ones(8, device=device)
     value = 1
@@ -65,7 +70,7 @@ def again(device: torch.device) -> None:
         assert (y == value).all()
     for size in (COUNT, COUNT // 2, COUNT):
         del x
-        x = torch.ones(size, device=device)  # most likely where the last one was
+        x = torch.ones(size, device=device)  # most likely at the address of the previous tensor
         for _ in range(2):
             x.fill_(1)
             dist.all_reduce(x)
@@ -84,7 +89,7 @@ def again(device: torch.device) -> None:
 
 
 def capture(device: torch.device) -> None:
-    """Captured calls replay, synchronous and asynchronous ones."""
+    """Captures synchronous and asynchronous calls in a graph, replays it, and checks the results."""
     x = torch.ones(4096, device=device)
     dist.all_reduce(x)
     dist.all_reduce(x, async_op=True).wait()
@@ -92,7 +97,7 @@ def capture(device: torch.device) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         dist.all_reduce(x)
-        dist.barrier(device_ids=[device.index])  # Python makes the first, and C the next
+        dist.barrier(device_ids=[device.index])  # Python makes the first call, and C the next ones
         dist.barrier(device_ids=[device.index])
         dist.all_reduce(x, async_op=True).wait()
     for value in (1.0, 3.0):
@@ -103,7 +108,7 @@ def capture(device: torch.device) -> None:
 
 
 def priority(device: torch.device) -> None:
-    """The group's own stream has the highest priority, and so have the kernels that a graph takes from it."""
+    """Checks that the group's own stream has the highest priority, as do kernels that a graph captures from it."""
     from cuda.bindings import driver as cu
 
     x = torch.ones(4096, device=device)
@@ -125,7 +130,9 @@ def priority(device: torch.device) -> None:
 
 
 def overlapped(device: torch.device) -> None:
-    """Long reductions beside which the program computes are by proxy, once that is known, and others by kernels."""
+    """Checks that long reductions go by proxy if the program computes during them, once earlier calls have shown that,
+    and otherwise by kernels.
+    """
     x = torch.empty(COUNT, device=device)
 
     def kernels(*, beside: bool) -> set[str]:
@@ -143,7 +150,7 @@ def overlapped(device: torch.device) -> None:
     usual = kernels(beside=False)
     assert any(kernels(beside=True).isdisjoint(usual) for _ in range(40))
     assert any(kernels(beside=False) == usual for _ in range(120))
-    for turn in range(12):  # ranks differ: the first to come decides
+    for turn in range(12):  # the ranks' requests differ: the first rank to arrive decides
         x.fill_(1)
         work = dist.all_reduce(x, async_op=(dist.get_rank() + turn // 2) % 2 == 0)
         if work is not None:
@@ -152,7 +159,9 @@ def overlapped(device: torch.device) -> None:
 
 
 def call_until(call: Callable[[], None], is_ready: Callable[[], bool], device: torch.device) -> None:
-    """Makes the same calls on all ranks until all are ready: memory is lent after many calls in short time."""
+    """Makes the same calls on all ranks until all ranks are ready: peers get access to a tensor's memory only after
+    many calls in a short time.
+    """
     ready, end = torch.zeros(1, device=device), time.monotonic() + 10
     while not ready.item():
         assert time.monotonic() < end, "not all ranks are ready"
@@ -163,8 +172,9 @@ def call_until(call: Callable[[], None], is_ready: Callable[[], bool], device: t
 
 
 def gathers(device: torch.device) -> None:
-    """Long gathers on a stream of the program's, beside a busy default stream, are by proxy once peers know the output,
-    and others by kernels. Ranks may differ in that."""
+    """Checks long gathers on a stream of the program's beside a busy default stream: they go by proxy once peers know
+    the output, and otherwise by kernels. Ranks may differ in whether their peers know the output.
+    """
     rank, ranks, side = dist.get_rank(), dist.get_world_size(), torch.cuda.Stream(device)
     out = torch.empty(ranks * COUNT, device=device)
     own = out.view(ranks, COUNT)[rank]
@@ -193,7 +203,7 @@ def gathers(device: torch.device) -> None:
 
 
 def transfers(device: torch.device) -> None:
-    """Sends and receives of two ranks, alone and in one batch."""
+    """Checks sends and receives between two ranks, single and in one batch."""
     rank = dist.get_rank()
     x, y = torch.full((COUNT,), float(rank), device=device), torch.empty(COUNT, device=device)
     works = dist.batch_isend_irecv([dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, y, 1 - rank)])
@@ -208,7 +218,9 @@ def transfers(device: torch.device) -> None:
 
 
 def ring(device: torch.device) -> None:
-    """Every rank sends to the next before it receives: one by one and in a batch, in the default group and another."""
+    """Lets every rank send to the next before it receives: one by one and in a batch, in the default group
+    and another.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for group in (None, dist.new_group(list(range(ranks)))):
         for batched in (False, True):
@@ -225,7 +237,9 @@ def ring(device: torch.device) -> None:
 
 
 def memory(device: torch.device) -> None:
-    """Memory that the backend allocates, and memory in a pool of its allocator, counts as registered."""
+    """Checks that calls treat memory that the backend allocates, and memory in a pool of its allocator, as
+    registered.
+    """
     backend = dist.group.WORLD._get_backend(device)
     dist.all_reduce(torch.ones(1, device=device))
     assert backend.supports_tensor_alloc(device)
@@ -244,8 +258,9 @@ def memory(device: torch.device) -> None:
 
 
 def lent(device: torch.device) -> None:
-    """Memory of torch that calls meet again is lent to the peers. The device has it back when torch has freed it, and
-    other memory at its address is not taken for it."""
+    """Checks torch's memory that calls use repeatedly, to which peers get access: when torch frees the memory, the
+    device has it back, and other memory at the same address is not taken for it.
+    """
     for turn in range(3):
         nbytes, before = gather_into_lent(device, turn)
         start = time.monotonic()
@@ -257,9 +272,10 @@ def lent(device: torch.device) -> None:
 
 
 def gather_into_lent(device: torch.device, turn: int) -> tuple[int, int]:
-    """Gathers into one tensor, by kernels and by proxy, until it is lent and afterwards. Returns its size and how much
-    memory is free beside it, in bytes."""
-    ranks, count = dist.get_world_size(), 8 << 20  # 32 MiB a rank
+    """Gathers into one tensor, by kernels and by proxy, until peers have access to its memory, and afterwards. Returns
+    the tensor's size, and the device memory that is free while it exists, in bytes.
+    """
+    ranks, count = dist.get_world_size(), 8 << 20  # 32 MiB per rank
     group = dist.group.WORLD._get_backend(device).endpoints.of_all(device).group
     x, side = torch.full((count,), float(dist.get_rank() + turn), device=device), torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
@@ -289,7 +305,7 @@ def gather_into_lent(device: torch.device, turn: int) -> tuple[int, int]:
 
 
 def mixed(device: torch.device) -> None:
-    """Tensors of both devices in one group, and the barrier on the device."""
+    """Checks tensors of both devices in one group, and the barrier on the GPU."""
     assert dist.get_backend_config() == "cpu:gloo,cuda:proxyccl"
     for x in (torch.ones(8), torch.ones(8, device=device)):
         dist.all_reduce(x)

@@ -1,4 +1,4 @@
-"""The last rank is killed; the others shrink the default group with torch's call, and continue."""
+"""Kills the last rank; the others shrink the default group with torch's call, and continue."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""One training by torch, started by torchrun: ``training.py KIND BACKEND``. Rank 0 prints its losses as JSON.
+"""Runs one training by torch. Started by torchrun: ``training.py KIND BACKEND``. Rank 0 prints its losses as JSON.
 
-KIND is ddp, ddp_join, ddp_compiled, fsdp, tensor_parallel (with FSDP across) or pipeline. It trains on the GPUs if
+KIND is ddp, ddp_join, ddp_compiled, fsdp, tensor_parallel (with FSDP across) or pipeline. The training uses GPUs if
 there are as many as ranks.
 """
 
@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import proxyccl.torch  # noqa: F401  before torch 2.15 the backend is not found by itself
+import proxyccl.torch  # noqa: F401  torch before 2.15 does not find the backend by itself
 
 WIDTH = 32
 STEPS = 12
@@ -38,13 +38,13 @@ class Block(nn.Module):
 
 
 def model() -> nn.Sequential:
-    """The same on all ranks."""
+    """Returns the model, which is the same on all ranks."""
     torch.manual_seed(1)
     return nn.Sequential(*[Block() for _ in range(4)])
 
 
 def batches(device: torch.device, data_rank: int) -> Any:
-    """A batch per step, of one rank's data."""
+    """Yields a batch of one rank's data for each step."""
     generator = torch.Generator().manual_seed(100 + data_rank)
     for _ in range(STEPS):
         x = torch.randn(16, WIDTH, generator=generator).to(device)
@@ -52,7 +52,7 @@ def batches(device: torch.device, data_rank: int) -> Any:
 
 
 def train(parallel: nn.Module, device: torch.device, data_rank: int, group: Any) -> list[float]:
-    """The mean losses of all ranks with their own data."""
+    """Trains on a rank's own data. Returns each step's loss, averaged over the ranks of `group`."""
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.5)
     losses = []
     for x, target in batches(device, data_rank):
@@ -67,19 +67,19 @@ def train(parallel: nn.Module, device: torch.device, data_rank: int, group: Any)
 
 
 def ddp(device: torch.device) -> list[float]:
-    """Data parallel: gradients are reduced during the backward pass."""
+    """Trains data-parallel: gradients are reduced during the backward pass."""
     parallel = nn.parallel.DistributedDataParallel(model().to(device), bucket_cap_mb=0.01)
     return train(parallel, device, dist.get_rank(), dist.group.WORLD)
 
 
 def ddp_compiled(device: torch.device) -> list[float]:
-    """As `ddp`, in a program that Dynamo traces. The reducer calls the process group from C++ meanwhile."""
+    """Trains like `ddp`, in a program that Dynamo traces; the reducer calls the process group from C++."""
     parallel = nn.parallel.DistributedDataParallel(model().to(device), static_graph=True)
     return train(torch.compile(parallel, backend="eager"), device, dist.get_rank(), dist.group.WORLD)
 
 
 def ddp_join(device: torch.device) -> list[float]:
-    """Data parallel where ranks have different numbers of batches. The losses are for rank 0's data."""
+    """Trains data-parallel with different numbers of batches on each rank. The losses are for rank 0's data."""
     parallel = nn.parallel.DistributedDataParallel(model().to(device))
     optimizer, losses = torch.optim.SGD(parallel.parameters(), lr=0.5), []
     with parallel.join(divide_by_initial_world_size=False):
@@ -93,7 +93,7 @@ def ddp_join(device: torch.device) -> list[float]:
 
 
 def fsdp(device: torch.device) -> list[float]:
-    """Fully sharded: parameters are gathered before they are used."""
+    """Trains fully sharded: parameters are gathered before they are used."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     whole = model().to(device)
     for block in whole:
@@ -103,7 +103,7 @@ def fsdp(device: torch.device) -> list[float]:
 
 
 def tensor_parallel(device: torch.device) -> list[float]:
-    """Each layer over two ranks, and fully sharded over the others."""
+    """Trains with each layer split over two ranks, and parameters fully sharded over the pairs of ranks."""
     mesh = init_device_mesh(device.type, (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tensor"))
     whole = model().to(device)
     for block in whole:
@@ -114,7 +114,7 @@ def tensor_parallel(device: torch.device) -> list[float]:
 
 
 def pipeline(device: torch.device) -> list[float]:
-    """One stage per rank; microbatches travel by send and recv."""
+    """Trains with one pipeline stage per rank; microbatches travel by send and recv."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     whole = model()
     each = len(whole) // ranks
