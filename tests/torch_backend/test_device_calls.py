@@ -244,7 +244,7 @@ def test_calls_of_transfers_on_two_streams_follow_each_other() -> None:
     on_gpus(body)
 
 
-def test_a_reduction_that_other_ranks_drop_does_not_go_into_memory_that_was_freed() -> None:
+def test_a_prepared_reduction_stays_valid_after_one_that_needs_more_scratch_memory() -> None:
     def body(group: Any) -> None:
         rank = group.rank()
         memory = torch.empty(16)
@@ -258,9 +258,9 @@ def test_a_reduction_that_other_ranks_drop_does_not_go_into_memory_that_was_free
             assert (torch_on_hip.on_cpu(small) == (3.0 if rank == 0 else 2.0)).all()
             if turn == 3:
                 assert issued.count == 1
-                group.reduce([large], opts)  # a large call, for which the scratch memory moves
+                group.reduce([large], opts)  # ranks other than the root take larger scratch memory
             if turn == 4 and rank != 0:
-                assert issued.count == 0
+                assert issued.count == 1  # the prepared call may use the earlier scratch memory, which stays allocated
 
     on_gpus(body)
 
