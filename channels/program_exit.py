@@ -1,4 +1,4 @@
-"""What happens to groups that are open when the program or a fork's child ends."""
+"""Handling of groups that are open when the program or a fork's child ends."""
 
 from __future__ import annotations
 

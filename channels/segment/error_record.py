@@ -42,7 +42,7 @@ WAITS = {
     lib.PROXYCCL_WAIT_STAGE: "data that its proxy receives",
     lib.PROXYCCL_WAIT_EXECUTION: "an operation of its execution plan",
 }
-"""What a kernel waits for, in words, by ProxycclWaitKind."""
+"""The event that a kernel waits for, in words, by ProxycclWaitKind."""
 
 SCHEDULE_WAITS = {
     lib.PROXYCCL_WAIT_SCHEDULE_POST: "rank {peer} to join schedule {schedule}",
@@ -50,7 +50,7 @@ SCHEDULE_WAITS = {
     lib.PROXYCCL_WAIT_SCHEDULE_SEND: "the end of its sends to rank {peer} in schedule {schedule}",
     lib.PROXYCCL_WAIT_SCHEDULE_GATE: "its stream to open the gate of schedule {schedule}",
 }
-"""What a proxy waits for in a schedule, in words, by ProxycclWaitKind."""
+"""The event that a proxy waits for in a schedule, in words, by ProxycclWaitKind."""
 
 SM_CALLS = {
     lib.PROXYCCL_SM_PUT: "put",

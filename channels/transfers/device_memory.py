@@ -26,7 +26,7 @@ from proxyccl.proxy.codec import Message
 
 
 class Share(Message, frozen=True, weakref=True):
-    """What other processes of this host need to map a region.
+    """The data with which other processes of this host map a region.
 
     Attributes:
         region: the region.

@@ -1,4 +1,4 @@
-"""What all calls of the engine need: errors for their statuses, and waits during which signal handlers can run."""
+"""Functions for all calls of the engine: errors for their statuses, and waits during which signal handlers can run."""
 
 from __future__ import annotations
 

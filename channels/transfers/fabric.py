@@ -34,7 +34,7 @@ _SOCKETS = frozenset({"tcp", "net", "sockets", "udp"})
 
 
 class Key(Message, frozen=True):
-    """What peers name a region by in requests to libfabric: the address of its first byte, and its key."""
+    """The names of a region in peers' requests to libfabric: the address of its first byte, and its key."""
 
     region: Region
     address: Uint64

@@ -44,7 +44,7 @@ class Place(Message, frozen=True):
 
 
 class Metadata(Message, frozen=True):
-    """What an agent says of itself: its place, some of its regions, or both.
+    """The description that an agent sends of itself: its place, some of its regions, or both.
 
     Attributes:
         name: the agent's name, which a later agent may have, too.

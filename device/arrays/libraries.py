@@ -116,7 +116,7 @@ def _nothing(_: Any) -> None:
 
 
 class _Library(Struct, frozen=True):
-    """What this module knows about an array type: the function that returns the array's current stream, whether the
+    """The properties of an array type: the function that returns the array's current stream, whether the
     type is torch's, and the advice in the error for an array without memory.
     """
 

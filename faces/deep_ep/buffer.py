@@ -414,7 +414,7 @@ class Buffer(Connected):
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Masks a rank, which the next dispatch then excludes, or unmasks it if that dispatch was not made yet. All
-        remaining ranks make this call with the same arguments. An excluded rank can't use the buffer any more: its
+        remaining ranks make this call with the same arguments. An excluded rank can no longer use the buffer: its
         calls raise an error.
 
         Raises:

@@ -29,7 +29,7 @@ from proxyccl.device.process.left_behind import take_each
 from ray.experimental import CommunicatorMetadata, TensorTransportManager, TensorTransportMetadata
 from ray.experimental.rdt.tensor_transport_manager import FetchRequest
 
-_MOST_KNOWN = 1024  # after so many objects of a peer, the peer is removed and added again, which drops their regions
+_MOST_KNOWN = 1024  # after this many objects of a peer, the peer is removed and added again, which drops their regions
 _MOST_PEERS = 1000  # the limit of Ray's own transport for NIXL
 _LONG, _SHORTEST = 3600.0, 1e-6  # seconds
 

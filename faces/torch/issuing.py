@@ -231,7 +231,7 @@ class IssuedCalls:
 
     def _overlaps_of(self, device: torch.device) -> Overlaps | None:
         """Makes the `Overlaps` of a GPU, or returns None if the ranks never choose policies together. Call this only
-        after the ranks have met; no collective of the GPU is queued in a thread any more.
+        after the ranks have met, and while no collective of the GPU waits in a thread's queue.
         """
         with torch_errors():
             comm = self._endpoints.of_all(device)

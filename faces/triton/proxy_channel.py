@@ -443,7 +443,7 @@ def wait_until(channel, value):
     `wait`.
 
     Args:
-        value: the number of signals since the channel was made. If so many were consumed before, returns immediately.
+        value: the number of signals since the channel was made. If this many were consumed before, returns immediately.
     """
     _require(channel)
     return wait_for_count(_semaphore(channel), value)
