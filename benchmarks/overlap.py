@@ -52,7 +52,7 @@ _COLUMNS = (
 
 
 def of_all_reduce(job: Job, largest: int) -> Callable[[int], list[Contender]]:
-    """Makes the contenders of an all_reduce of this many elements, at most `largest`."""
+    """Returns a function of a number of elements, at most `largest`, that makes the contenders of an all_reduce."""
     own, peers = job.registered(largest, _DTYPE), job.peers("all_reduce", largest, _DTYPE)
 
     def contenders(count: int) -> list[Contender]:
@@ -63,7 +63,7 @@ def of_all_reduce(job: Job, largest: int) -> Callable[[int], list[Contender]]:
 
 
 def of_move(job: Job, collective: str, largest: int) -> Callable[[int], list[Contender]]:
-    """Makes the contenders of an all_gather or all_to_all of this many elements."""
+    """Returns a function of a number of elements, at most `largest`, that makes the contenders of a collective."""
     buffers = moves.Buffers(job, collective, largest, _DTYPE)
     return lambda count: buffers.contenders(count, list(moves.REGISTERED))
 

@@ -40,7 +40,7 @@ def _read(tp: Any) -> str:
 
 
 def _pointer(to: Any) -> str:
-    """Returns the class of a pointer to values of this type."""
+    """Returns the name of the class of a pointer to values of this type."""
     match to:
         case model.VoidType():
             return "VoidPointer"

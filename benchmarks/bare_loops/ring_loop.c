@@ -41,7 +41,7 @@ uint64_t proxyccl_bare_drain(uintptr_t slots, uintptr_t tail, uint32_t size_log2
   return ring.next;
 }
 
-/* The producers' side of pairings trigger and tail; fifo.h has the same code for kernels. */
+/* The producer's side of the pairings "trigger" and "tail" of MEMORY_ORDER.md; fifo.h has the same code for kernels. */
 static uint64_t acquire_tail(const uint64_t* tail) { return __atomic_load_n(tail, __ATOMIC_ACQUIRE); }
 
 static void store_trigger(ProxycclTrigger* slot, uint64_t word0, uint64_t word1) {

@@ -326,8 +326,8 @@ def _by_packets(ranks: int, runtime: str, *, symmetric: bool, short: bool) -> tu
 
 
 def invariant_algorithms(algorithms: Sequence[str], ranks: int) -> tuple[str, ...]:
-    """Returns the algorithms of all_reduce that all give an element the same bits, at any place in an array of any
-    size.
+    """Returns the algorithms of all_reduce by which an element's sum has the same bits, whichever of them runs, and
+    wherever the element lies in an array of any size.
 
     Within a node these algorithms add in the order of ranks. Between nodes only one algorithm qualifies, if it is among
     `algorithms`: it adds within each node and then in the order of nodes.

@@ -28,8 +28,8 @@ typedef struct LayerForm {
   PyObject* stream_of; /* stream_of(x, given): returns the stream of a call that does not use torch's current stream */
   PyObject* queue;     /* queue(desc, prepared, stream, owners): issues a call on the stream that stream_of returned */
   PyObject* device;
-  uint64_t* number;  /* the field of the call that holds the number of its dispatch */
-  PyObject* address; /* address(array): returns the address of an array that the layer made; None for torch's arrays */
+  uint64_t* number;           /* the field of the call that holds the number of its dispatch */
+  PyObject* address;          /* returns the address of an array that the layer made; None if torch made the arrays */
   PreparedCall first, second; /* first: a whole call or its first half; second: its other parts */
 } LayerForm;
 

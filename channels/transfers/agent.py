@@ -481,9 +481,10 @@ class Agent:
         return "" if link is None else link.lost
 
     def find_side(self, name: str, rows: Rows, kind: str) -> tuple[Side, int | None]:
-        """Returns an agent's registered memory of a kind as it is now, for `prepare_checked`; and the index of the
-        first block that is not known to be registered, or None if all blocks are registered. `name` may be this agent's
-        own. Rows are (address, bytes, device). Raises UnknownAgentError.
+        """Returns two values. The first is the memory of `kind` that an agent has registered now, for
+        `prepare_checked`. The second is the index of the first block that is not known to be registered, or None if all
+        blocks are registered. `name` may be this agent's own. Rows are (address, bytes, device). Raises
+        UnknownAgentError.
         """
         with self._lock:
             known = self._known(name)

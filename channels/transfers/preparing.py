@@ -110,7 +110,7 @@ class Pair(Struct, frozen=True, eq=False):
 
 
 class Preparer(Struct, eq=False):
-    """Makes transfers of one agent, which may take `paths`. Any thread may use it."""
+    """Makes the transfers of one agent, which use only the paths in `paths`. Any thread may call a Preparer."""
 
     _name: str
     _handle: ProxycclAgentPointer

@@ -84,7 +84,7 @@ _REFUSALS = (BufferError, RuntimeError, TypeError, ValueError)
 deleted.
 """
 
-# The objects that an exported tensor refers to, until its consumer calls the deleter.
+# The objects that each exported tensor refers to. They are kept until the tensor's consumer calls the deleter.
 _exported: dict[int, tuple[object, ...]] = {}
 
 

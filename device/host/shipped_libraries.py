@@ -12,8 +12,8 @@ from pathlib import Path
 
 
 def group_of(file: str, dtype: str | None) -> str:
-    """Returns the name of the group to which a kernel in a file belongs, for an element type or None: "experts",
-    "norms", the element type of a reduction, or "moves" for kernels that only move bytes.
+    """Returns the name of the group to which a file's kernel belongs: "experts", "norms", the element type of a
+    reduction, or "moves" for kernels that only move bytes. `dtype` is the element type, or None.
     """
     if file.startswith("experts/"):
         return "experts"

@@ -54,7 +54,7 @@ from proxyccl.proxy.transports.table import TRANSPORTS
 
 _MARGIN = 10.0  # seconds to wait for an answer, in addition to the time that the request itself takes
 _HELLO_SECONDS = 10.0
-_LOOK_SECONDS = 0.05  # seconds between two checks of the workers' turns
+_LOOK_SECONDS = 0.05  # seconds between two checks that the proxy's workers make progress
 _STOPPED = "is stopped, and SIGCONT lets it go on"
 
 P = ParamSpec("P")

@@ -195,7 +195,7 @@ def test_calls_of_two_sizes_take_turns_and_scratch_memory_grows_meanwhile(ranks:
 
 
 def test_a_call_whose_form_is_kept_uses_the_memory_that_scratch_memory_has_grown_to(ranks: Ranks) -> None:
-    """A call may be a repeated one on a rank that uses an array again, and a new one on ranks whose arrays are new."""
+    """In one call, a rank with an earlier array repeats a prepared call, and ranks with new arrays prepare one."""
     plan = ExecutionPlan.load(all_reduce_by_packets(RANKS))
     short, long = RANKS * 4, RANKS * 4096
 

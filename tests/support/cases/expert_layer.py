@@ -1,4 +1,4 @@
-"""Calls of the expert-parallel layer, whose every output and descriptor field is known from the oracle."""
+"""Test calls of the expert-parallel layer. The oracle computes every output and descriptor field of a call."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Case:
         scatter: the full scatter indices to pass: None, "sorted" (the layer's own order) or "random".
         alignment: the layer's `alignment` of each expert's rows, or None.
         spare_tokens: by how much the layer's max_tokens exceeds the largest number of tokens of a rank.
-        spare_rows: None for outputs of the exact size, else by how many rows the outputs exceed the most that arrive.
+        spare_rows: None for outputs of the exact size, else the rows of the outputs beyond the most that a rank gets.
         halves: whether dispatch and combine are called in two halves.
     """
 

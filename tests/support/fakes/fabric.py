@@ -21,7 +21,10 @@ _DESCRIPTORS = 0x7000  # a key's descriptor is this plus the key
 
 
 class FakeEndpoint(FakeWriter):
-    """An endpoint whose peer is memory of this process. Leaving it asserts that all requests were valid."""
+    """An endpoint whose peer is memory of this process.
+
+    At the end of its `with` block, the endpoint asserts that all requests were valid.
+    """
 
     _library, _functions, _types = ("fabric", "fake_endpoint"), "fake_endpoint_", "FakeFabric"
 
