@@ -134,10 +134,11 @@ def all_reduce_rms_norm(
         raise ArgumentError("scales", "expected None without quantize='float8'")
     inputs = {"x": x, "residual": residual, "weight": weight, "quantize": None if by_row else quantize}
     outputs = {"out": out, "residual_out": residual_out, "scales": scales}
-    missing = ["residual_out", *([] if weight is None else ["out"]), *(["scales"] if by_row else [])]
-    for name in missing:
-        if outputs[name] is None:
-            outputs[name] = _new(collectives, x, name, float8=quantize is not None)
+    made = ["residual_out", *([] if weight is None else ["out"]), *(["scales"] if by_row else [])]
+    missing = [name for name in made if outputs[name] is None]
+    if missing:
+        source = input_view(collectives.group, x, "x")
+        outputs.update((name, _new(collectives, source, name, float8=quantize is not None)) for name in missing)
     inputs, outputs = (
         {name: each for name, each in arrays.items() if each is not None} for arrays in (inputs, outputs)
     )
@@ -159,13 +160,11 @@ def _as_epsilon(eps: Any) -> float:
     return value
 
 
-def _new(collectives: Collectives, x: Any, name: str, *, float8: bool) -> Any:
-    """Returns a new array for a result. Raises ArgumentError for an `x` that can't be used."""
-    group = collectives.group
-    source = input_view(group, x, "x")
+def _new(collectives: Collectives, x: ArrayView, name: str, *, float8: bool) -> Any:
+    """Returns a new array for a result."""
     if name == "scales":
-        return new_like(group, source, (*source.shape[:-1], 1), as_dtype("float32"))
-    return new_like(group, source, source.shape, as_dtype(FLOAT8) if float8 and name == "out" else None)
+        return new_like(collectives.group, x, (*x.shape[:-1], 1), as_dtype("float32"))
+    return new_like(collectives.group, x, x.shape, as_dtype(FLOAT8) if float8 and name == "out" else None)
 
 
 class _Preparer:

@@ -33,6 +33,7 @@ _LINE_THREADS, _LINE_UNITS = 8, 15  # the values in lines.h
 ALIGNMENT = 16
 """Bytes of a unit of lines, and of the widest access."""
 _MOST_SHARED_ROWS = 8  # the most rows that clusters share: on 2 H200, for 16 rows, one block per row is as fast
+_GROUP_BYTES = 4 * 4  # four floats in shared memory for each group of a row's packets
 _MOST_SHARED_BYTES = 46 << 10  # shared memory that a block has on every target, beside the kernel's own
 _LINE_PACKETS = 2  # a thread's part of two lines takes the room of this many packets
 
@@ -113,7 +114,7 @@ class RowShape(Struct, frozen=True):
         most = of_block if scratch is None else scratch.slot_packets // room // group * group
         epochs = -(-of_block // most)
         packets = round_up(-(-of_block // epochs), group)
-        numbers = 4 * ALIGNMENT // 4 * -(-row_packets // _LINE_WARP)  # shared memory has four floats for each group
+        numbers = _GROUP_BYTES * -(-row_packets // _LINE_WARP)
         keeps = (
             min(2, (_MOST_SHARED_BYTES - numbers) // (epochs * packets * kept)) if numbers < _MOST_SHARED_BYTES else 0
         )

@@ -9,6 +9,7 @@ from typing import Any
 
 from proxyccl.channels.expert_parallel.arguments import MAX_NUMBER, whole_number
 from proxyccl.device._native import lib
+from proxyccl.device.arguments.integers import round_up
 from proxyccl.device.arrays.dtypes import DType, as_dtype, token_dtypes
 from proxyccl.device.errors import ArgumentError
 
@@ -34,7 +35,7 @@ _COLUMN_ALIGNMENT = 4  # the unit is scales, not bytes
 
 def column_of(rows: int) -> int:
     """Returns the number of scales in a column for this many rows: columns begin at multiples of 16 bytes."""
-    return -(-rows // _COLUMN_ALIGNMENT) * _COLUMN_ALIGNMENT
+    return round_up(rows, _COLUMN_ALIGNMENT)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from proxyccl.channels.expert_parallel.config import EPConfig
 from proxyccl.device._native import ffi, lib
+from proxyccl.device.arguments.integers import round_up
 
 ANNOUNCED_SLOTS: int = lib.PROXYCCL_ANNOUNCED_SLOTS
 """If all ranks together have at most this many slots, ranks announce their choices to every block, instead of sending
@@ -41,7 +42,7 @@ _PIECES = 4  # kMaxPieces of experts/expert_team.h: the weights that follow a co
 
 
 def aligned(nbytes: int, to: int = _LINE) -> int:
-    return -(-nbytes // to) * to
+    return round_up(nbytes, to)
 
 
 def blocks_for(max_tokens: int, num_sm: int) -> int:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from proxyccl.channels.calls._calls import Descriptor
 from proxyccl.channels.expert_parallel.arguments import whole_number
 from proxyccl.channels.expert_parallel.tables import OF_ROWS, RECEIVED
+from proxyccl.device.arguments.integers import round_up
 from proxyccl.device.errors import ArgumentError
 
 NOT_RECEIVED = "its dispatch was not received; call dispatch_recv first"
@@ -153,7 +154,7 @@ class EPAllToAllLayoutDesc(Descriptor):
                 "num_tokens_per_expert", 'needs layout="rank" or expert_alignment, without max_recv_tokens'
             )
         alignment = whole_number("alignment", alignment, 1)
-        return [-(-rows // alignment) * alignment for rows in self.chosen_rows]
+        return [round_up(rows, alignment) for rows in self.chosen_rows]
 
     @cached_property
     def topk_indices_tensor(self) -> Any:

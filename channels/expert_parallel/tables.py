@@ -12,6 +12,7 @@ from proxyccl.channels.expert_parallel.config import EPConfig
 from proxyccl.channels.expert_parallel.geometry import OutputLayout
 from proxyccl.channels.expert_parallel.members import Nodes
 from proxyccl.device._native import ffi
+from proxyccl.device.arguments.integers import round_up
 
 _ALIGNMENT = 128  # bytes
 _NO_TABLE = 2**64 - 1
@@ -71,7 +72,7 @@ def number_of(table: str | None) -> int:
 def _rounded(rows: int) -> int:
     """Rounds a number up to the next number with at most four significant bits."""
     unit = 1 << max(0, rows.bit_length() - _LEADING_BITS)
-    return -(-rows // unit) * unit
+    return round_up(rows, unit)
 
 
 _MOST_KEPT = 64

@@ -21,6 +21,7 @@ from proxyccl.channels.segment.announcements import TABLE_BYTES, Announcements
 from proxyccl.channels.segment.error_record import MOST_CAUSE_BYTES, NO_PEER, ErrorRecord
 from proxyccl.channels.segment.rendezvous import Rendezvous, wait_at_most
 from proxyccl.device._native import ffi, lib
+from proxyccl.device.arguments.integers import round_up
 from proxyccl.device.runtime import PinnedMemory, Runtime
 from proxyccl.proxy._engine import ffi as engine
 from proxyccl.proxy._engine import lib as engine_lib
@@ -57,7 +58,7 @@ _ALIGN = 4096
 
 
 def _round(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN) * _ALIGN
+    return round_up(nbytes, _ALIGN)
 
 
 _SEMAPHORES_OFFSET = _round(ffi.sizeof("ProxycclControl"))

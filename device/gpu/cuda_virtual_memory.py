@@ -20,6 +20,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from proxyccl.device.arguments.integers import round_up
 from proxyccl.device.driver import Driver
 from proxyccl.device.errors import DriverError
 from proxyccl.device.gpu.cuda_bindings import cu
@@ -78,7 +79,7 @@ class VirtualMemory:
         properties.allocFlags.gpuDirectRDMACapable = int(self._driver.call("DeviceGetAttribute", supported, device))
         recommended = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
         step = int(self._driver.call("MemGetAllocationGranularity", properties, recommended))
-        size = -(-nbytes // step) * step
+        size = round_up(nbytes, step)
         block = self._driver.call("MemCreate", size, properties, 0)
         try:
             base = int(self._driver.call("MemAddressReserve", size, 0, 0, 0))

@@ -11,6 +11,7 @@ import torch
 
 from proxyccl.channels.expert_parallel.config import MAX_SLOTS
 from proxyccl.deep_ep.handles import Routing
+from proxyccl.device.arguments.integers import round_up
 from proxyccl.device.errors import ArgumentError
 
 
@@ -40,8 +41,7 @@ class Options(NamedTuple):
         """
         alignment, experts = self.expert_alignment, self.num_experts // self.ranks
         rows = self.ranks * self.num_max_tokens_per_rank
-        expanded = rows * min(topk, experts) + (alignment - 1) * experts
-        expanded = -(-expanded // alignment) * alignment
+        expanded = round_up(rows * min(topk, experts) + (alignment - 1) * experts, alignment)
         if expanded > MAX_SLOTS:
             argument = "expert_alignment" if rows * min(topk, experts) <= MAX_SLOTS else "num_max_tokens_per_rank"
             raise ArgumentError(argument, f"makes room for {expanded} rows; expected at most {MAX_SLOTS}")

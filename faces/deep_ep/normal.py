@@ -12,6 +12,7 @@ from proxyccl.deep_ep.arguments import require_beside, require_bias, require_ids
 from proxyccl.deep_ep.handles import Handle, InternodeHandle, NormalHandle, Routing, Rows, routing_of
 from proxyccl.deep_ep.layers import Layers, Shape
 from proxyccl.deep_ep.tokens import Tokens
+from proxyccl.device.arguments.integers import round_up
 from proxyccl.device.errors import ArgumentError
 
 Dispatched: TypeAlias = "tuple[Rows, torch.Tensor | None, torch.Tensor | None, list[int], Handle]"
@@ -192,7 +193,7 @@ class _CountsUnderWay:
         """Waits for the numbers, and returns them, each rounded up to a multiple of `alignment`."""
         if self._event is not None:
             self._event.synchronize()
-        return [-(-count // alignment) * alignment for count in self._counts.tolist()]
+        return [round_up(count, alignment) for count in self._counts.tolist()]
 
 
 Layout = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]

@@ -10,6 +10,7 @@ import torch
 
 from proxyccl.deep_ep.arguments import require_tensor
 from proxyccl.deep_ep.handles import Rows
+from proxyccl.device.arguments.integers import round_up
 from proxyccl.device.errors import ArgumentError
 
 ELEMENTS = 128
@@ -41,7 +42,7 @@ def column_major(scales: torch.Tensor, *, packed: bool = False) -> torch.Tensor:
     16 bytes, as bulk copies (TMA) require.
     """
     *leading, rows, n = scales.shape
-    column = -(-rows // _WORDS_OF_A_LINE) * _WORDS_OF_A_LINE
+    column = round_up(rows, _WORDS_OF_A_LINE)
     shape = (*leading, n // _EXPONENTS_OF_A_WORD if packed else n, column)
     return scales.new_empty(shape, dtype=torch.int32 if packed else scales.dtype)[..., :rows].transpose(-2, -1)
 

@@ -92,8 +92,8 @@ def _all_reduce_rms_norm(
             quantize=scale if scales is None else "float8",
         )
 
-    given = [each for each in (x, weight, scale) if each is not None]
-    made = [each for each in (residual, out, scales) if each is not None]
+    given = [x, weight, *([] if scale is None else [scale])]
+    made = [residual, out, *([] if scales is None else [scales])]
     _backend_of(group, x.device).calls.collective("all_reduce_rms_norm", made, given, options, call)
 
 

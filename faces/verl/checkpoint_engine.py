@@ -16,6 +16,7 @@ import torch
 from proxyccl.channels.timeouts import timeout_from
 from proxyccl.channels.transfers.agent import Agent
 from proxyccl.channels.transfers.metadata import host_of
+from proxyccl.device.arguments.integers import round_up
 from proxyccl.torch_tensors.flat import byte_view
 from proxyccl.verl.chain import Chain, Piece
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
@@ -154,7 +155,7 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
                 buckets[number % 2][at : at + nbytes].copy_(flat[first : first + nbytes], non_blocking=True)
                 dtype = str(weight.dtype).removeprefix("torch.")
                 pieces.append(Piece(name, dtype, list(weight.shape), first, at, nbytes))
-                at += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+                at += round_up(nbytes, _ALIGNMENT)
                 first += nbytes
                 if first == flat.numel():
                     break
