@@ -1,4 +1,4 @@
-/* The clock of the engine and of all times that it publishes: CLOCK_MONOTONIC. */
+/* The engine takes all times from CLOCK_MONOTONIC. */
 #ifndef PROXYCCL_CLOCK_H
 #define PROXYCCL_CLOCK_H
 

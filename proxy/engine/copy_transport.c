@@ -1,11 +1,10 @@
-/* Copies, the write of the signal and the write of the flush word are operations of one stream, which executes them in
- * order. So neither a signal nor a flush makes the engine wait, and a slow link to one peer does not delay other peers'
- * streams.
+/* Each connection has a stream, which executes copies, writes of signals and writes of flush words in order. So the
+ * engine need not wait for copies before it issues a signal or a flush.
  *
- * While nothing is outstanding on the stream, the CPU stores words itself, and copies short data and values between
- * memories that it may access. Otherwise the stream stores a value in aligned parts: parts of 8 and 4 bytes by stream
- * writes, parts of 2 and 1 bytes by copies from a table in the device's memory. A copy from pinned memory into another
- * GPU's takes a millisecond where a third process makes it. */
+ * While nothing is outstanding on the stream, the CPU stores signals, flush words and values, and copies short data
+ * between memories that it may access. While work is outstanding, the stream stores a value in aligned parts: 8 or 4
+ * bytes by a stream write, 2 or 1 bytes by a copy from a table in the device's memory. The table is not in pinned
+ * memory, because a process that owns neither memory takes a millisecond for a copy from pinned memory to a GPU. */
 #include "copy_transport.h"
 
 #include <stdlib.h>
@@ -32,13 +31,13 @@ static int copy_idle(const ProxycclConnection *base) {
   return !self->issued && !self->recorded;
 }
 
-/* Makes a put or a get. After a copy by the CPU the connection is still idle, so the CPU also stores the signal after
- * the copy, with release order. */
+/* Makes a put or a get. A copy by the CPU leaves the connection idle, so the CPU also stores the signal that follows,
+ * with release order. */
 static int copy_transfer(ProxycclConnection *base, const ProxycclMemory *dst, uint64_t dst_offset,
                          const ProxycclMemory *src, uint64_t src_offset, uint64_t bytes) {
   CopyConnection *self = self_of(base);
   if (dst->host != NULL && src->host != NULL && bytes <= PROXYCCL_CPU_COPY_BYTES && copy_idle(base)) {
-    proxyccl_memmove(dst->host + dst_offset, src->host + src_offset, bytes); /* a trigger's ranges may overlap */
+    proxyccl_memmove(dst->host + dst_offset, src->host + src_offset, bytes); /* source and destination may overlap */
     return 0;
   }
   self->issued = 1;
@@ -126,8 +125,8 @@ static int copy_put_many(ProxycclConnection *base, const ProxycclPut *puts, uint
   return self->runtime.copy_many(dst, src, bytes, count, &attributes, &first, 1, self->stream);
 }
 
-/* Queries an event that was recorded after the last copies; if a copy failed, the query returns the error. A connection
- * needs only one event, because it records the event again only once the event is complete. */
+/* Records an event after the last copies, or queries the event recorded earlier; the query returns the error of a
+ * failed copy. One event suffices, because it is recorded again only once it is complete. */
 static int copy_poll(ProxycclConnection *base, uint32_t *progress) {
   CopyConnection *self = self_of(base);
   int status;

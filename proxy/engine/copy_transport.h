@@ -1,5 +1,5 @@
-/* The transport `copy`: a runtime's copy engine copies, in one stream for each peer. The CPU makes short copies between
- * pinned memories. */
+/* The transport `copy` copies with the GPU's copy engines, in one stream for each peer. The CPU makes short copies
+ * between pinned memories. */
 #ifndef PROXYCCL_COPY_TRANSPORT_H
 #define PROXYCCL_COPY_TRANSPORT_H
 

@@ -24,23 +24,24 @@ static uint32_t value_bytes(ProxycclTrigger trigger) {
   return id < PROXYCCL_MAX_MEMORIES ? 0 : 1u << (id - PROXYCCL_MAX_MEMORIES);
 }
 
-/* For functions that take a Route. They are inlined, because the compiler keeps a route in registers only if its
- * address is never taken. */
+/* Functions that take a Route are inlined, because the compiler keeps a route in registers only if its address is never
+ * taken. */
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 
-/* What consecutive triggers with equal ids, a run, have in common. A kernel's triggers mostly differ only in offsets
- * and sizes, so the ids in word 1 are looked up only when they change. The contents of the table entries are still read
- * for each trigger. */
+/* The table entries that consecutive triggers with equal ids, called a run, use. A kernel's triggers mostly differ only
+ * in offsets and sizes, so ids are looked up only at the start of a run. The contents of the entries are read for each
+ * trigger. */
 typedef struct {
-  uint64_t names; /* the bits of word 1 above the destination's offset; the put-or-get bit replaces the parity bit */
+  uint64_t names; /* word 1 without the destination's offset, with the put-or-get bit of word 0 in place of the
+                     parity */
   uint32_t op;    /* the trigger's operations, PROXYCCL_OP_GET included */
   Channel *channel;
   const ProxycclMemory *dst, *src;
   int (*transfer)(ProxycclConnection *connection, const ProxycclMemory *dst, uint64_t dst_offset,
                   const ProxycclMemory *src, uint64_t src_offset, uint64_t bytes); /* the transport's put or get */
   ProxycclCounters *counters;
-  uint64_t triggers, bytes; /* added to `counters` later: a sum in a register is cheaper than one in memory */
-  uint32_t first;           /* number of triggers that the visit had taken when the run began */
+  uint64_t triggers, bytes; /* sums that are not in `counters` yet; a sum in a register is cheaper */
+  uint32_t first;           /* number of triggers that visit() had taken when the run began */
 } Route;
 
 static ALWAYS_INLINE void publish_counts(Route *route) {
@@ -64,7 +65,7 @@ static ALWAYS_INLINE void note_issued(Channel *channel, uint64_t end) {
   connection->unfinished = channel;
 }
 
-/* Ends a run. `taken` is the number of triggers taken in this visit, `end` the ticket of the next trigger. */
+/* Ends a run. `taken` is the number of triggers that visit() has taken, and `end` is the ticket of the next trigger. */
 static ALWAYS_INLINE void end_run(Route *route, uint32_t taken, uint64_t end) {
   publish_counts(route);
   if (taken != route->first) {
@@ -74,14 +75,15 @@ static ALWAYS_INLINE void end_run(Route *route, uint32_t taken, uint64_t end) {
   route->first = taken;
 }
 
-/* Returns a trigger's `names` (see Route). The put-or-get bit is meaningless in a trigger that has no transfer or
- * carries a value. */
+/* Returns the value of Route.names for a trigger. If a trigger has no transfer or carries a value, its put-or-get bit
+ * has no meaning. */
 static uint64_t names_of(ProxycclTrigger trigger) {
   _Static_assert(PROXYCCL_GET_SHIFT == PROXYCCL_PARITY_SHIFT - PROXYCCL_SRC_MEMORY_SHIFT, "where the parity was");
   return trigger.word1 << 1 >> (PROXYCCL_SRC_MEMORY_SHIFT + 1) | (trigger.word0 & 1ull << PROXYCCL_GET_SHIFT);
 }
 
-/* Sets the route for a trigger. Returns CONTINUE, or the reason why the thread must return to Python. */
+/* Looks up a trigger's ids and stores the result in *route. Returns CONTINUE, or the reason why the thread must return
+ * to Python. */
 static ALWAYS_INLINE ProxycclOutcome find_route(ProxycclService *service, ProxycclTrigger trigger, Route *route,
                                                 ProxycclExitInfo *info) {
   const uint32_t id = trigger_field(trigger.word1, PROXYCCL_CHANNEL_SHIFT, PROXYCCL_CHANNEL_BITS);
@@ -105,8 +107,8 @@ static ALWAYS_INLINE ProxycclOutcome find_route(ProxycclService *service, Proxyc
   return CONTINUE;
 }
 
-/* Starts timing a flush that is not complete yet, unless the connection is timing another one. Only such flushes are
- * timed, because reading the clock would take longer than the others. */
+/* Starts timing a flush that is not complete yet, unless the connection is timing another one. A flush that is complete
+ * at once is not timed, because reading the clock would take longer than the flush. */
 static void time_flush(ProxycclWorker *worker, const Channel *channel, uint64_t awaited, ProxycclCounters *counters) {
   TimedFlush *timed = &worker->timed[channel->connection->number];
   if (timed->flushed == NULL) *timed = (TimedFlush){channel->flushed, awaited, now_ns(), counters};
@@ -137,8 +139,8 @@ static ALWAYS_INLINE ProxycclOutcome execute(ProxycclWorker *worker, Route *rout
     const uint64_t src_offset = trigger_field(trigger.word0, PROXYCCL_SRC_OFFSET_SHIFT, PROXYCCL_OFFSET_BITS);
     const uint64_t dst_offset = trigger_field(trigger.word1, PROXYCCL_DST_OFFSET_SHIFT, PROXYCCL_OFFSET_BITS);
     const ProxycclMemory *dst = route->dst, *src = route->src;
-    /* The fields have at most 32 bits, so no sum overflows. A source id that stands for a value is not a memory's, so
-     * the `bytes` of its entry are 0. */
+    /* The fields have at most 32 bits, so no sum overflows. If the trigger carries a value, its source id has an unused
+     * table entry, so `src->bytes` is 0. */
     if (src->bytes == 0 || dst->bytes == 0 || src_offset + bytes > src->bytes || dst_offset + bytes > dst->bytes) {
       if (value_bytes(trigger) == 0) return refuse_transfer(dst, src, src_offset, bytes, info);
       const ProxycclOutcome result = put_value(connection, dst, trigger, info);
@@ -179,9 +181,8 @@ static ALWAYS_INLINE ProxycclOutcome execute(ProxycclWorker *worker, Route *rout
 /* Acts on up to `limit` triggers of a ring, and adds their number to *progress. If a trigger's connection has no room,
  * the trigger and all after it stay in the ring, and *held is set.
  *
- * Works on a local copy of the ring, which the compiler keeps in registers; through the pointer, each trigger would
- * load and store the ring's cursor in memory. For the same reason `info` is filled only at an exit. The function is
- * compiled once with and once without tracing, so that triggers that are not traced cost no branch. */
+ * Works on a local copy of the ring, so that the compiler keeps the ring's cursor in registers. The function is
+ * compiled once with and once without tracing, so that tracing costs no branch while it is off. */
 static ALWAYS_INLINE ProxycclOutcome visit(ProxycclWorker *worker, Ring *shared, uint32_t limit, ProxycclExitInfo *info,
                                            uint32_t *progress, int *held, int traced) {
   ProxycclTraceRecord *record = trace_next(&worker->trace, worker->stats);
@@ -217,7 +218,7 @@ static ALWAYS_INLINE ProxycclOutcome visit(ProxycclWorker *worker, Ring *shared,
     ++ring.next;
     if (++taken % RING_RELEASE_BATCH == 0) ring_release(&ring);
   }
-  end_run(&route, taken, ring.next); /* publishes counts before the store to the tail, which lets sync() return */
+  end_run(&route, taken, ring.next); /* publishes the counts before sync() sees the new tail */
   ring_release(&ring);
   *shared = ring;
   *progress += taken;
@@ -225,8 +226,8 @@ static ALWAYS_INLINE ProxycclOutcome visit(ProxycclWorker *worker, Ring *shared,
   return result;
 }
 
-/* Visits a ring in parts, each with as many triggers as share one reading of the clock. The function is not inlined,
- * because with both loops in one function the compiler would have too few registers for the traced loop. */
+/* Visits a ring in parts, and reads the clock once for each part. Inlining this function would leave the compiler too
+ * few registers for the loop in visit(). */
 static __attribute__((noinline)) ProxycclOutcome visit_traced(ProxycclWorker *worker, Ring *ring, uint64_t now,
                                                               ProxycclExitInfo *info, uint32_t *progress, int *held) {
   const uint32_t before = *progress, number = (uint32_t)(ring - worker->rings);
@@ -249,7 +250,7 @@ static __attribute__((noinline)) ProxycclOutcome visit_traced(ProxycclWorker *wo
     now = end;
     if (result != CONTINUE || taken < limit || taken == left) break;
   }
-  if (trace->next == begin + 1) trace->next = begin; /* no trigger was taken: drops the mark of this visit */
+  if (trace->next == begin + 1) trace->next = begin; /* no trigger was taken: removes the mark */
   trace_publish(trace, worker->stats);
   return result;
 }

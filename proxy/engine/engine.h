@@ -1,13 +1,12 @@
 /* The proxy engine: drains rings of triggers and issues their operations.
  *
  * A service has one table of memories, one of channels, and some workers, each of which drains its own rings. All
- * triggers of a channel go through one ring, so they stay in order with any number of workers. A thread runs workers in
- * turn, of one service or of many. The engine does not know about Python, drivers or ranks; it moves data through
- * connections (transport.h).
+ * triggers of a channel go through one ring, so they stay in order with any number of workers. A thread runs the
+ * workers of one or more services in a loop. The engine does not know about Python, drivers or ranks; it moves data
+ * through connections (transport.h).
  *
- * service.c has the tables and other threads' requests to a worker; schedule.c, drain.c and poll.c have the work of a
- * worker's turn; thread.c gives workers their turns and idles.
- */
+ * service.c has the tables, and the requests that other threads make to a worker. thread.c runs workers by calling the
+ * functions of schedule.c, drain.c and poll.c. */
 #ifndef PROXYCCL_ENGINE_H
 #define PROXYCCL_ENGINE_H
 
@@ -31,14 +30,13 @@ typedef struct ProxycclCounters {
   uint64_t signals;
   uint64_t flushes;
   uint64_t flush_ns;      /* sum of the timed flushes' times, from issue to completion */
-  uint64_t timed_flushes; /* number of timed flushes; a connection times one flush at a time, and only flushes that had
-                             to wait */
+  uint64_t timed_flushes; /* number of timed flushes; a connection times only flushes that had to wait, one at a time */
   uint64_t errors;
   uint64_t gets;
 } __attribute__((aligned(128))) ProxycclCounters;
 
-/* A service's words in memory that kernels, streams, network adapters, observers or other processes access. The arrays
- * are indexed by channel id or memory id. */
+/* The words of a service that kernels, streams, network adapters or other processes access. Each array is indexed by
+ * channel id or by memory id. */
 typedef struct ProxycclSharedWords {
   ProxycclCounters counters[PROXYCCL_MAX_CHANNELS];
   uint64_t flushed[PROXYCCL_MAX_CHANNELS];       /* one more than the ticket of the last completed flush */
@@ -56,9 +54,10 @@ typedef struct ProxycclExitInfo {
   ProxycclTrigger trigger;
   uint32_t channel;
   uint32_t code;                  /* ProxycclErrorCode */
-  int32_t status;                 /* status of the transport or the driver */
+  int32_t status;                 /* status that the transport or the driver returned */
   const char *reason;             /* static text: why a trigger was refused, or what failed */
-  ProxycclConnection *connection; /* the failed connection, or the trigger's; NULL if the error concerns none */
+  ProxycclConnection *connection; /* the connection that failed or whose trigger was refused; NULL if the error concerns
+                                     no connection */
   uint32_t schedule;              /* number of the schedule that failed; 0 if the error concerns no schedule */
   uint32_t wait;                  /* after a time-out: the ProxycclWaitKind */
   uint32_t of_source;             /* 1 if a transfer was refused for its source, 0 if for its destination */
@@ -71,11 +70,11 @@ typedef struct ProxycclIdlePolicy {
 } ProxycclIdlePolicy;
 
 ProxycclService *proxyccl_service_create(ProxycclControl *control, ProxycclCounters *counters);
-void proxyccl_service_destroy(ProxycclService *service); /* only after the service's workers have ended */
+void proxyccl_service_destroy(ProxycclService *service); /* call it only after the service's workers have ended */
 
-/* These three functions set table entries. `flushed` and `completed` are words of the channel (handles.h). If triggers
- * may name the id, workers must be paused during the call; otherwise they may run. Return 0, or EINVAL for an id that
- * is out of range. */
+/* Each of the next three functions sets the table entry of `id`, and returns 0, or EINVAL if `id` is out of range. If
+ * kernels may push triggers that name `id`, the service's workers must be paused during the call. `flushed` and
+ * `completed` are the channel's words (handles.h). */
 int proxyccl_service_set_memory(ProxycclService *service, uint32_t id, char *base, uint64_t bytes, uint64_t key,
                                 uint32_t remote_only, char *host);
 int proxyccl_service_set_channel(ProxycclService *service, uint32_t id, ProxycclConnection *connection,
@@ -85,32 +84,33 @@ int proxyccl_service_set_handler(ProxycclService *service, uint32_t id, uint64_t
 /* Reads, with acquire order, a word that a peer's proxy signals: data that was put before the signal is visible. */
 uint64_t proxyccl_word_acquire(const uint64_t *word);
 
-/* Lets streams start schedules. Call it before workers run. `semaphores`: this rank's words that peers signal, indexed
- * by channel id. */
+/* Lets streams start schedules. Call it before workers run. `semaphores` has this rank's words that peers signal,
+ * indexed by channel id. */
 void proxyccl_service_set_schedule_words(ProxycclService *service, ProxycclScheduleWords *words,
                                          const uint64_t *semaphores);
-/* Ends the waits of streams for schedules after a failure. `words` may be NULL. */
+/* After a failure, sets `words` so that streams stop waiting for schedules. `words` may be NULL. */
 void proxyccl_schedule_words_end_waits(ProxycclScheduleWords *words);
-/* Adds a schedule; workers may run. Returns 0, EINVAL for an id that is out of range, EEXIST if the number is in use,
- * or ENOMEM. */
+/* Adds a schedule. Workers may run during the call. Returns 0, EINVAL for an id that is out of range, EEXIST if the
+ * number is in use, or ENOMEM. */
 int proxyccl_service_add_schedule(ProxycclService *service, uint32_t number, const ProxycclScheduleSteps *steps);
-/* Removes a schedule, which no stream may start any longer. Returns 0, or EBUSY while the schedule runs. */
+/* Removes a schedule that no stream will start again. Returns 0, or EBUSY while the schedule runs. */
 int proxyccl_service_remove_schedule(ProxycclService *service, uint32_t number);
 
 /* Creates a worker. `stats` must be zeroed, and stay valid until the worker has ended. All workers of a service are
  * created before one of them runs. */
 ProxycclWorker *proxyccl_worker_create(ProxycclService *service, ProxycclWorkerStats *stats);
 void proxyccl_worker_destroy(ProxycclWorker *worker);
-/* These two functions may be called while the worker runs. `slots` and `tail` are those of a ProxycclFifo. Return 0 or
- * ENOSPC. */
+/* Each of the next two functions may be called while the worker runs, and returns 0, or ENOSPC if the worker has the
+ * maximum number of rings or connections. `slots` and `tail` are fields of a ProxycclFifo. */
 int proxyccl_worker_add_ring(ProxycclWorker *worker, ProxycclTrigger *slots, uint64_t *tail, uint32_t size_log2);
 int proxyccl_worker_add_connection(ProxycclWorker *worker, ProxycclConnection *connection);
-/* Sets the function that makes the worker's device current (cuCtxSetCurrent, hipSetDevice). Needed if the worker's
- * thread runs workers of several devices. Call it before the worker runs. */
+/* Sets the function that makes the worker's device current (cuCtxSetCurrent, hipSetDevice). If a thread runs workers of
+ * several devices, each worker needs this function. Call it before the worker runs. */
 void proxyccl_worker_set_context(ProxycclWorker *worker, int (*make_current)(uintptr_t context), uintptr_t context);
 /* Ends the worker once its rings are empty and nothing is outstanding. Any thread may call this. */
 void proxyccl_worker_stop(ProxycclWorker *worker);
-/* Ends the worker at its next turn, even if its rings hold triggers. Any thread may call this. */
+/* Ends the worker as soon as its thread sees the request, even if the worker's rings hold triggers. Any thread may call
+ * this. */
 void proxyccl_worker_abandon(ProxycclWorker *worker);
 /* Asks a running worker to report when its rings are empty and nothing is outstanding. Returns the request's number;
  * proxyccl_worker_drained() returns the number of the last answered request. */
@@ -122,29 +122,28 @@ uint32_t proxyccl_worker_drained(const ProxycclWorker *worker);
 uint32_t proxyccl_worker_pause(ProxycclWorker *worker);
 uint32_t proxyccl_worker_paused(const ProxycclWorker *worker);
 void proxyccl_worker_resume(ProxycclWorker *worker);
-/* Takes the trigger that was handled after PROXYCCL_EXIT_HANDLER out of its ring. Call it before the thread runs
- * again. */
+/* Removes the trigger that PROXYCCL_EXIT_HANDLER reported from its ring. Call it after the handler and before the
+ * thread runs again. */
 void proxyccl_worker_handled(ProxycclWorker *worker);
 
-/* Creates a thread. `asleep`: a zeroed word by which other threads wake this one (waking.h), in memory that other
- * processes may map. */
+/* Creates a thread. `asleep` is a zeroed word by which threads of this and other processes wake the thread
+ * (waking.h). */
 ProxycclThread *proxyccl_thread_create(const ProxycclIdlePolicy *idle, uint32_t *asleep);
 void proxyccl_thread_destroy(ProxycclThread *thread);
 /* Changes the thread's idle policy. Any thread may call this. */
 void proxyccl_thread_set_idle(ProxycclThread *thread, const ProxycclIdlePolicy *idle);
-/* Adds a worker, which no other thread may run. The thread may be running. */
+/* Adds a worker that no other thread runs. The thread may be running during the call. */
 void proxyccl_thread_add_worker(ProxycclThread *thread, ProxycclWorker *worker);
-/* Runs the thread's workers in turn until one of them exits or needs a handler. The caller must not hold the GIL. */
+/* Runs the thread's workers in a loop until one of them exits or needs a handler. The caller must not hold the GIL. */
 ProxycclOutcome proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *info);
-/* Lets other threads help this one. Call it before the thread runs. `add` announces the thread to helpers; `remove`
- * withdraws the thread, and returns when no helper is running its workers. */
+/* Lets other threads run this thread's workers (proxyccl_thread_help). Call it before the thread runs. It calls `add`
+ * to announce the thread to helpers. proxyccl_thread_destroy calls `remove`, which must return only when no helper is
+ * running the thread's workers. */
 void proxyccl_thread_take_help(ProxycclThread *thread, void (*add)(int (*help)(void *thread, int waits), void *thread),
                                void (*remove)(void *thread));
-/* Gives each of the thread's workers a turn, unless another thread is doing so. `waits`: 1 if the caller waits for the
- * workers' results; 0 if the caller may have pushed triggers, in which case it helps only if a ring has triggers.
- * Returns 1 if the workers made progress. If a result requires proxyccl_thread_run to return, the proxy thread returns
- * that result later.
- */
+/* Runs each of the thread's workers once, unless another thread is running them. If `waits` is 0, it runs them only if
+ * a ring has triggers; a caller that waits for the workers' results sets `waits` to 1. Returns 1 if the workers made
+ * progress. If a worker exits or needs a handler, proxyccl_thread_run reports that later. */
 int proxyccl_thread_help(ProxycclThread *thread, int waits);
 
 #endif
