@@ -258,7 +258,7 @@ int proxyccl_fabric_offers(const ProxycclFabricLibrary *library, uint32_t ordere
   return ENOSYS;
 }
 
-/* A build without libfabric has no offers, so the other functions are never called. */
+/* A build without libfabric has no offers, so nothing calls the functions below. */
 int proxyccl_fabric_offer(const ProxycclFabricOffers *offers, uint32_t number, ProxycclFabricOffer *offer) { return 0; }
 
 void proxyccl_fabric_offers_free(ProxycclFabricOffers *offers) {}

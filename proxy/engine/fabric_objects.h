@@ -1,14 +1,13 @@
-/* Functions with which Python lists libfabric's providers, opens an endpoint, registers memory, and adds peers'
- * addresses.
+/* Lists libfabric's providers, opens endpoints, registers memory and adds peers' addresses, for Python.
  *
- * Python loads the library; these functions are in C because they need the library's headers. A function that returns
- * an int returns 0 or libfabric's error number, unless its comment says otherwise. */
+ * Python loads the library; the functions are in C because they need the library's headers. A function of type int
+ * returns 0 or libfabric's error number, unless its comment says otherwise. */
 #ifndef PROXYCCL_FABRIC_OBJECTS_H
 #define PROXYCCL_FABRIC_OBJECTS_H
 
 #include <stdint.h>
 
-/* Addresses of the library's functions with the fields' names. */
+/* The addresses of libfabric's functions; each field has the name of its function. */
 typedef struct ProxycclFabricLibrary {
   uintptr_t fi_getinfo, fi_freeinfo, fi_dupinfo, fi_fabric;
 } ProxycclFabricLibrary;
@@ -20,26 +19,26 @@ typedef struct ProxycclFabricOffer {
   const char *provider, *domain;
   const void *source; /* the endpoint's own address, which has `source_bytes` bytes; NULL if not known yet */
   uint32_t source_bytes, address_format;
-  uint32_t ordered;       /* writes reach the peer's memory in the order of their posts */
-  uint32_t parts;         /* most memory ranges that one write may read here, and write at the peer */
-  uint32_t reads;         /* the endpoint also supports reads */
-  uint32_t remote;        /* the endpoint reaches other hosts */
-  uint32_t device_memory; /* memory of GPUs can be registered, if the library supports these GPUs */
-  uint32_t virtual_keys;  /* peers name registered memory by its addresses; if 0, by offsets from its start */
-  uint32_t provider_keys; /* the provider chooses keys; if 0, the caller does */
+  uint32_t ordered;       /* 1 if writes reach the peer's memory in the order of their posts */
+  uint32_t parts;         /* most ranges of one write, in local memory and in the peer's */
+  uint32_t reads;         /* 1 if the endpoint also supports reads */
+  uint32_t remote;        /* 1 if the endpoint reaches other hosts */
+  uint32_t device_memory; /* 1 if GPU memory can be registered, provided that the library supports the GPUs */
+  uint32_t virtual_keys;  /* 1 if peers address registered memory by virtual addresses, 0 if by offsets */
+  uint32_t provider_keys; /* 1 if the provider chooses the keys of memory, 0 if the caller does */
   uint32_t key_bytes;
   uint32_t depth; /* most writes that may be outstanding */
   uint64_t max_message;
   uint64_t bits_per_second; /* the link's rate; 0 if not known */
 } ProxycclFabricOffer;
 
-/* Lists the providers' offers of endpoints that can write to peers' memory. With `ordered`, the writes must arrive in
- * order; with `reads`, the endpoints must also be able to read; with `device_memory`, they must also support the memory
- * of GPUs. proxyccl_fabric_offers_free frees the list. */
+/* Lists the endpoints that providers offer for writes to peers' memory. `ordered` requires that writes arrive in order,
+ * `reads` that the endpoints also support reads, and `device_memory` that they also support GPU memory.
+ * proxyccl_fabric_offers_free frees the list. */
 typedef struct ProxycclFabricOffers ProxycclFabricOffers;
 int proxyccl_fabric_offers(const ProxycclFabricLibrary *library, uint32_t ordered, uint32_t reads,
                            uint32_t device_memory, ProxycclFabricOffers **offers);
-/* Stores the offer with this number, counted from 0, in *offer. Returns 1, or 0 if there is no such offer. */
+/* Stores offer `number`, counted from 0, in *offer. Returns 1, or 0 if there is no such offer. */
 int proxyccl_fabric_offer(const ProxycclFabricOffers *offers, uint32_t number, ProxycclFabricOffer *offer);
 void proxyccl_fabric_offers_free(ProxycclFabricOffers *offers);
 
@@ -51,13 +50,12 @@ typedef struct ProxycclFabricParts {
                                                there is none */
 } ProxycclFabricParts;
 
-/* Opens an endpoint of the offer with this number. `completions` is the completion queue's size. With `waits`, the
- * queue gets a file descriptor if the provider supports one. On failure, *call is the name of the libfabric function
- * that failed. */
+/* Opens an endpoint of offer `number`. `completions` is the completion queue's size. With `waits`, the queue gets a
+ * file descriptor if the provider supports one. On failure, *call is the name of the libfabric function that failed. */
 int proxyccl_fabric_open(const ProxycclFabricLibrary *library, const ProxycclFabricOffers *offers, uint32_t number,
                          uint32_t completions, uint32_t waits, ProxycclFabricEndpoint **endpoint, const char **call);
 void proxyccl_fabric_parts(const ProxycclFabricEndpoint *endpoint, ProxycclFabricParts *parts);
-/* Closes an endpoint and frees it. Before, all requests that matter must be complete, and all memory deregistered.
+/* Closes an endpoint and frees it. The caller must first deregister all memory, and wait for the requests that matter.
  * Returns the first error, or 0. */
 int proxyccl_fabric_close(ProxycclFabricEndpoint *endpoint);
 
@@ -82,8 +80,8 @@ typedef enum ProxycclFabricOwner {
   PROXYCCL_FABRIC_ROCR = 2
 } ProxycclFabricOwner;
 
-/* Registers memory that peers may write, and read if the endpoint supports reads, and that this rank's own requests may
- * use. `key` is the memory's key if the provider lets the caller choose keys. `device` is the number of a CUDA
+/* Registers memory for this rank's own requests and for peers' writes, and for peers' reads if the endpoint supports
+ * them. `key` is the memory's key if the provider lets the caller choose keys. `device` is the number of a CUDA
  * device. */
 int proxyccl_fabric_register(ProxycclFabricEndpoint *endpoint, uintptr_t address, uint64_t bytes, uint64_t key,
                              ProxycclFabricOwner owner, int32_t device, ProxycclFabricRegion *region);

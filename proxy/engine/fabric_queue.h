@@ -1,7 +1,7 @@
 /* Posts requests to a libfabric endpoint and takes completions from its queue, for the transport `fabric` and for
  * transfers between agents.
  *
- * The library is not linked: libfabric's inline functions call through function tables in the endpoint and in its
+ * Nothing links libfabric, because libfabric's inline functions call through function tables in the endpoint and in the
  * completion queue. */
 #ifndef PROXYCCL_FABRIC_QUEUE_H
 #define PROXYCCL_FABRIC_QUEUE_H
@@ -18,7 +18,7 @@
 
 enum { COMPLETIONS = 16 }; /* most completions taken with one call */
 
-/* The memory of a request, in parts. A part has the same length in local memory and in the peer's. */
+/* The memory of a request. Each part is a range of local memory and an equally long range of the peer's memory. */
 typedef struct {
   uint32_t count;
   struct iovec own[PROXYCCL_FABRIC_PARTS];
@@ -26,7 +26,7 @@ typedef struct {
   struct fi_rma_iov theirs[PROXYCCL_FABRIC_PARTS];
 } FabricMemory;
 
-/* Adds a part to a request: `bytes` bytes at `own` in local memory, and as many at `theirs` in the peer's memory. */
+/* Adds a part to a request: `bytes` bytes at `own` in local memory and at `theirs` in the peer's memory. */
 static inline void fabric_add_part(FabricMemory *parts, void *own, void *descriptor, uint64_t theirs, uint64_t key,
                                    uint64_t bytes) {
   const uint32_t part = parts->count++;
@@ -35,9 +35,9 @@ static inline void fabric_add_part(FabricMemory *parts, void *own, void *descrip
   parts->theirs[part] = (struct fi_rma_iov){theirs, bytes, key};
 }
 
-/* Posts a read or a write. A read always has a completion. A write has one only if it is `awaited`, when its data is
- * delivered. The request owns `context` until its completion. Returns 0, FI_EAGAIN if the provider has no room, or
- * another error. */
+/* Posts a read or a write. A read always has a completion. A write has a completion only if `awaited` is set; that
+ * completion comes once the data is delivered. The request owns `context` until its completion. Returns 0, FI_EAGAIN if
+ * the provider has no room, or another error. */
 static inline int fabric_post(struct fid_ep *endpoint, uint64_t peer, int reads, int awaited, const FabricMemory *parts,
                               void *context) {
   const struct fi_msg_rma message = {
@@ -53,13 +53,14 @@ static inline int fabric_post(struct fid_ep *endpoint, uint64_t peer, int reads,
   return (int)-(reads ? fi_readmsg(endpoint, &message, FI_COMPLETION) : fi_writemsg(endpoint, &message, delivered));
 }
 
-/* Handles a completion of the request that was posted with `context`. On success `error` is 0 and `entry` is NULL;
- * otherwise they are the error number and the provider's entry. `context` is NULL if an error names no request. */
+/* Handles a completion of the request that was posted with `context`. If the request failed, `error` is the error
+ * number and `entry` is the provider's entry; otherwise `error` is 0 and `entry` is NULL. If the provider does not say
+ * which request failed, `context` is NULL. */
 typedef void FabricComplete(void *owner, void *context, int error, const struct fi_cq_err_entry *entry);
 
-/* Takes all completions from a queue; meanwhile the provider may also carry out peers' requests. Adds the number of
- * completions without an error to *taken. Returns 0, or an error after which the queue must not be used. An error that
- * names no request is one, because it leaves unknown which requests have failed. */
+/* Takes all completions from a queue. The provider may also carry out peers' requests during the call. Adds the number
+ * of completions without an error to *taken. Returns 0, or an error after which the queue must not be used. If an error
+ * names no request, any request may have failed, so this function returns that error. */
 static inline int fabric_drain(struct fid_cq *queue, FabricComplete *complete, void *owner, uint32_t *taken) {
   struct fi_cq_entry entries[COMPLETIONS];
   ssize_t count = COMPLETIONS;

@@ -1,22 +1,21 @@
 /* Operations wait in a queue of the connection until fewer than `depth` requests are outstanding. Requests are numbered
- * from 1; all up to number `retired` are complete.
+ * from 1; requests up to number `retired` are complete.
  *
- * With a provider whose writes reach the peer's memory in order, the completion of one write implies that all earlier
- * writes are complete. So most writes ask for no completion. Each write is held back until the next one is made or the
- * connection is polled, because only then is it known whether it is the last. The last write asks for a completion only
- * if a flush waits, because over sockets a completion is a message from the peer, which costs both sides as much as a
- * signal does. If no request follows for a while, or a flush begins to wait, a write of zero bytes asks for the
- * completion. With a provider that does not keep that order, each request has its own completion.
+ * If a provider's writes reach the peer's memory in order, the completion of a write implies that all earlier writes
+ * are complete, so most writes ask for no completion. A prepared write is posted only when the next request is made or
+ * the connection is polled, because only a write without a successor may need a completion. Such a last write asks for
+ * a completion only if a flush waits, because a completion over sockets costs a message from the peer. If a flush
+ * arrives after the last write was posted, or no request follows for QUIET_NS, a write of zero bytes asks for the
+ * completion. If a provider's writes may arrive out of order, each request has its own completion.
  *
- * If the bytes of one write also reach the peer's memory in order, a signal joins the write that is held back: the
- * signal becomes that request's second part, and over sockets one message carries data and signal.
+ * If the bytes within one write also arrive in order, a signal becomes the second part of a prepared write, so that one
+ * message over sockets carries both data and signal.
  *
- * Channels promise an order between reads and writes, but no provider keeps such an order. So a run of reads starts
- * when the writes before it are complete, and the operations after the run start when the run's reads are complete.
- * Each read has its own completion.
+ * Channels execute reads and writes in order, but providers do not. So a read is posted only when all earlier writes
+ * are complete, and a write is posted only when all earlier reads are complete. Each read has its own completion.
  *
- * A completion of a write means that the data was delivered, as with a reliable connection of verbs: a peer whose
- * workers have ended carries out no further writes. */
+ * A write completes only once its data is delivered, because the provider of a peer whose workers have ended carries
+ * out no further writes. */
 #include "fabric_transport.h"
 
 #include <errno.h>
@@ -32,7 +31,8 @@
 #include "fabric_queue.h"
 
 enum {
-  RUNS = 4,          /* completions for each `depth` requests, so that new requests can start before all are complete */
+  RUNS = 4,          /* completions per `depth` requests; more than one, so that requests can start before all are
+                        complete */
   QUIET_NS = 1000000 /* after this time without further requests, a write of zero bytes asks for a completion */
 };
 
@@ -42,7 +42,7 @@ typedef struct FabricConnection FabricConnection;
 typedef struct {
   struct fi_context2 context;
   FabricConnection *connection;
-  uint64_t values[PROXYCCL_FABRIC_PARTS]; /* the written value of a part that is a value or a signal */
+  uint64_t values[PROXYCCL_FABRIC_PARTS]; /* for a part that is a value or a signal: what to write */
   uint32_t awaited;                       /* whether the request has its own completion */
   uint32_t state; /* pairing fabric-completion: 0 before the completion, then DELIVERED or an error number */
 } FabricRequest;
@@ -61,8 +61,8 @@ struct FabricConnection {
   uint32_t quiet; /* number of requests since the last one with a completion */
   uint64_t made, posted, retired;
   uint64_t quiet_since; /* time when the last request without a completion was posted */
-  int hurried;          /* whether an awaited flush, or a read, follows requests without a completion */
-  int reading;          /* whether the outstanding and prepared requests are reads; otherwise writes */
+  int hurried;          /* whether a flush that a thread awaits, or a read, waits for requests without a completion */
+  int reading;          /* 1 if the outstanding and prepared requests are reads, 0 if they are writes */
   uint64_t looks;       /* the value of options.looks at this connection's last poll */
   FabricMemory parts;   /* the parts of the request that is prepared but not posted, if any */
   char text[PROXYCCL_FABRIC_ERROR_TEXT];
@@ -72,8 +72,8 @@ static FabricConnection *self_of(ProxycclConnection *base) { return (FabricConne
 
 static int failed(int error) { return PROXYCCL_FABRIC_FAILED + (error > 0 ? error : EIO); }
 
-/* Pairing fabric-completion, release: any worker of the rank that takes the completion stores its result for the worker
- * of the request's connection. */
+/* Pairing fabric-completion, release: the worker that takes a completion stores the result for the worker of the
+ * request's connection. */
 static void request_complete(FabricRequest *request, uint32_t state) {
   __atomic_store_n(&request->state, state, __ATOMIC_RELEASE);
 }
@@ -91,7 +91,7 @@ static void *descriptor_of(const FabricConnection *self, uint64_t key) {
   return key < PROXYCCL_FABRIC_LOCAL_KEYS ? (void *)(uintptr_t)self->options.descriptors[key] : NULL;
 }
 
-/* Posts the request that is held back, if there is one. */
+/* Posts the prepared request, if there is one. */
 static int post(FabricConnection *self, int awaited) {
   if (self->posted == self->made) return 0;
   awaited |= self->reading;
@@ -107,13 +107,13 @@ static int post(FabricConnection *self, int awaited) {
   return 0;
 }
 
-/* Begins the next request, which has no parts yet. */
+/* Prepares a new request without parts. */
 static void begin_request(FabricConnection *self) {
   request_of(self, ++self->made)->connection = self;
   self->parts.count = 0;
 }
 
-/* Adds a part to the prepared request: `bytes` bytes of local memory and as many of the peer's. */
+/* Adds a part of `bytes` bytes to the prepared request. */
 static void add_part(FabricConnection *self, uint64_t own, uint64_t own_key, uint64_t theirs, uint64_t their_key,
                      uint64_t bytes) {
   fabric_add_part(&self->parts, (void *)(uintptr_t)own, descriptor_of(self, own_key), theirs, their_key, bytes);
@@ -144,7 +144,7 @@ static void make_request(FabricConnection *self, Operation *operation) {
   }
 }
 
-/* Returns 1 if an operation is a signal that can join the write that is held back. */
+/* Returns 1 if an operation is a signal that can become a part of the prepared write. */
 static int joins(const FabricConnection *self, const Operation *operation) {
   return self->options.joined && operation->kind == SIGNAL && !self->reading && self->posted < self->made &&
          self->parts.count < PROXYCCL_FABRIC_PARTS &&
@@ -152,7 +152,7 @@ static int joins(const FabricConnection *self, const Operation *operation) {
 }
 
 /* Returns 1 if an operation must wait for outstanding requests: a read waits for writes, and a write waits for reads.
- * Otherwise sets the kind of the next request. */
+ * Otherwise returns 0, and sets `reading` for the next request. */
 static int turns(FabricConnection *self, const Operation *operation) {
   const int reads = operation->kind == GET;
   if (reads == self->reading) return 0;
@@ -189,8 +189,8 @@ static int issue(ProxycclConnection *base) {
   return 0;
 }
 
-/* Handles the completion of a request of any connection of the endpoint. Records an error, with the provider's message,
- * for the connection of the failed request, or for the polling connection if the error names no request. */
+/* Handles a completion, which may be that of another connection's request. Stores the provider's message about an error
+ * in the connection of the failed request, or in the polling connection if the error names no request. */
 static void take_end(void *reader, void *context, int error, const struct fi_cq_err_entry *entry) {
   FabricRequest *request = context;
   if (entry != NULL) {
@@ -201,9 +201,9 @@ static void take_end(void *reader, void *context, int error, const struct fi_cq_
   if (request != NULL) request_complete(request, error != 0 ? (uint32_t)error : DELIVERED);
 }
 
-/* Returns 1 if no connection has polled the shared queue since the last call for this connection. So only one
- * connection polls the queue in each pass over a worker's connections, because a poll may take several system calls.
- * Relaxed: the shared count orders nothing. */
+/* Returns 1 if no connection has polled the shared queue since this connection's last check. So each pass over a
+ * worker's connections polls the queue once, because a poll may take several system calls. Relaxed: the shared count
+ * orders nothing. */
 static int is_to_look(FabricConnection *self) {
   const uint64_t looks = __atomic_load_n(self->options.looks, __ATOMIC_RELAXED);
   const int is_due = looks == self->looks;
@@ -216,9 +216,9 @@ static int retire(FabricConnection *self) {
   for (uint64_t number = self->retired + 1; number <= self->posted; ++number) {
     const FabricRequest *request = request_of(self, number);
     const uint32_t state = request_state(request);
-    /* Even requests without a completion report errors. */
+    /* A request that asks for no completion still reports an error. */
     if (state != 0 && state != DELIVERED) return failed((int)state);
-    if (!request->awaited) continue; /* complete once the next awaited request is complete */
+    if (!request->awaited) continue; /* this request is complete once the next awaited request is */
     if (state == 0) break;
     self->retired = number;
   }
@@ -228,22 +228,22 @@ static int retire(FabricConnection *self) {
 
 static int fabric_flush(ProxycclConnection *base, uint64_t *flushed, uint64_t value) {
   FabricConnection *self = self_of(base);
-  if (flushed != &base->progress.completed) self->hurried = 1; /* no thread waits for a flush that reports progress */
+  if (flushed != &base->progress.completed) self->hurried = 1; /* no thread awaits a flush into `completed` */
   return queued_flush(base, flushed, value);
 }
 
-/* Posts the request that is held back, with a completion if one is due. */
+/* Posts the prepared request, and asks for a completion if one is due. */
 static int end_run(FabricConnection *self) {
   return post(self, !self->options.ordered || self->hurried || self->quiet + 1 >= self->run);
 }
 
-/* Posts a write of zero bytes with a completion, if earlier requests without one wait for a flush or have waited for
- * QUIET_NS. */
+/* Posts a write of zero bytes with a completion if requests without a completion delay a flush, or if QUIET_NS have
+ * passed since the last such request. */
 static int ask(FabricConnection *self) {
   if (self->quiet == 0 || self->posted < self->made || self->made - self->retired == self->options.depth) return 0;
   if (!self->hurried && now_ns() - self->quiet_since < QUIET_NS) return 0;
   begin_request(self);
-  self->parts.count = 1; /* keeps the first part of the last request, with 0 bytes */
+  self->parts.count = 1; /* reuses the addresses of the last request's first part */
   self->parts.own[0].iov_len = self->parts.theirs[0].len = 0;
   return post(self, 1);
 }
@@ -253,7 +253,7 @@ static int fabric_poll(ProxycclConnection *base, uint32_t *progress) {
   const int posted = end_run(self); /* posts before it polls, because a poll takes system calls */
   const int ended = is_to_look(self) ? fabric_drain(self->completions, take_end, self, progress) : 0;
   int status = ended == 0 ? retire(self) : failed(ended);
-  /* If the queue reported an error, it may be the cause of a failed post, so it comes first. */
+  /* An error in the queue may have caused a post to fail, so the queue's error is the one to report. */
   if (status == 0 && posted != WAITS) status = posted;
   if (status == 0) status = issue(base);
   if (status == 0) status = end_run(self);
@@ -264,7 +264,7 @@ static int fabric_poll(ProxycclConnection *base, uint32_t *progress) {
   return status == 0 ? proxyccl_mark_progress(base) : status;
 }
 
-/* Operations need no check: an operation waits only while a request is outstanding. */
+/* Need not look at the queue of operations, because operations wait only while a request is outstanding. */
 static int fabric_idle(const ProxycclConnection *base) {
   const FabricConnection *self = (const FabricConnection *)base;
   return self->made == self->retired;
@@ -310,7 +310,7 @@ static ProxycclConnection *fabric_create(const void *given, const ProxycclRuntim
 
 const ProxycclTransport proxyccl_fabric_transport = {
     .name = "fabric",
-    .copies = PROXYCCL_COPIES_OWN, /* by its address: providers over sockets use no key for local memory */
+    .copies = PROXYCCL_COPIES_OWN, /* providers over sockets use the address of local memory */
     .create = fabric_create,
     .ready = queued_ready,
     .put = queued_put,

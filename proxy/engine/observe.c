@@ -13,8 +13,8 @@ static uint64_t traced_acquire(const ProxycclWorkerStats *stats) {
   return __atomic_load_n(&stats->traced, __ATOMIC_ACQUIRE);
 }
 
-/* Pairing trace-records, acquire: loads the number once more, after the records were read. The number tells which of
- * these records the worker may have overwritten during the reads. */
+/* Pairing trace-records, acquire: loads the number of records again after the loads of the records. The second number
+ * shows which of the loaded records the worker may have overwritten. */
 static uint64_t traced_behind_reads(const ProxycclWorkerStats *stats) {
   __atomic_thread_fence(__ATOMIC_ACQUIRE);
   return __atomic_load_n(&stats->traced, __ATOMIC_RELAXED);

@@ -1,9 +1,8 @@
-/* A service's memory for observers: processes that map this memory and may read it at any time.
+/* The memory of a service that observers, which are other processes, map and may read at any time.
  *
- * Each worker writes its own part with plain 8-byte stores. A worker neither knows of readers nor waits for them. The
- * channels' counters are in other memory (ProxycclSharedWords in engine.h). How full a ring is follows from the parity
- * bits of its slots.
- */
+ * Each worker writes its own part with plain 8-byte stores. A worker never waits for readers. The channels' counters
+ * are in other memory (ProxycclSharedWords in engine.h). The parity bits of a ring's slots show how full the ring
+ * is. */
 #ifndef PROXYCCL_OBSERVE_H
 #define PROXYCCL_OBSERVE_H
 
@@ -15,7 +14,7 @@ enum {
   PROXYCCL_OBSERVE_FORMAT = 5, /* version of this layout; observers that were built for another version refuse to read
                                   it */
   PROXYCCL_MAX_CONNECTIONS = 1024,
-  PROXYCCL_TRACE_RECORDS = 1 << 16, /* number of records that are kept of one worker */
+  PROXYCCL_TRACE_RECORDS = 1 << 16, /* number of records kept per worker */
   PROXYCCL_TRACE_UNPUBLISHED = 2048 /* most records that a worker writes between two stores to `traced` */
 };
 
@@ -26,17 +25,17 @@ typedef struct ProxycclChannelPlace {
   uint16_t ring;
 } ProxycclChannelPlace;
 
-#define PROXYCCL_PLACE_HANDLER 0xffffffffu /* the `connection` of a channel with a Python handler */
+#define PROXYCCL_PLACE_HANDLER 0xffffffffu /* value of `connection` for a channel with a Python handler */
 
 typedef struct ProxycclConnectionStats {
-  uint64_t issued;    /* triggers, and sends of schedules, that were issued */
-  uint64_t completed; /* number of `issued` operations, from the first on, that are known to be complete */
+  uint64_t issued;    /* number of issued triggers and sends of schedules */
+  uint64_t completed; /* at least the first `completed` of the `issued` operations are complete */
   uint64_t errors;
   uint32_t in_use;
   uint32_t peer; /* the peer's rank, or PROXYCCL_NO_PEER */
   char transport[16];
-  uint64_t schedule_wait; /* what a schedule without progress waits for: a ProxycclWaitKind above the schedule's number;
-                             0 if nothing */
+  uint64_t schedule_wait; /* while a schedule makes no progress: a ProxycclWaitKind in the upper half and the schedule's
+                             number in the lower half; otherwise 0 */
   uint64_t reserved;
 } ProxycclConnectionStats;
 
@@ -49,20 +48,21 @@ typedef struct ProxycclTraceRecord {
   uint64_t word0, word1;
 } __attribute__((aligned(16))) ProxycclTraceRecord;
 
-/* The place of the ProxycclTraceMark in word 1, above the number and below the parity. */
+/* The bits of word 1 that hold a ProxycclTraceMark, between the number and the parity. */
 enum { PROXYCCL_MARK_SHIFT = 60, PROXYCCL_MARK_BITS = 3 };
 
 typedef enum ProxycclTraceMark {
   PROXYCCL_MARK_SEEN = 0,      /* the triggers after the mark come from ring (number >> 48), beginning with ticket
                                   (number % 2^48) */
-  PROXYCCL_MARK_ISSUED = 1,    /* the triggers between the previous mark and this one are issued; more may follow */
+  PROXYCCL_MARK_ISSUED = 1,    /* the triggers between the previous mark and this one are issued */
   PROXYCCL_MARK_COMPLETED = 2, /* connection (number >> 32) has completed its triggers before the mark, except the last
                                   (number % 2^32) of them */
   PROXYCCL_MARK_HANDLED = 3,   /* the handler of the channel with this number has returned from the last trigger before
                                   the mark */
   PROXYCCL_MARK_SCHEDULE = 4,  /* the triggers after the mark come from no ring: they are sends of the schedule with
                                   this number */
-  PROXYCCL_MARK_STEP = 5       /* an event of a schedule; the number is a ProxycclTracedStep above 32 bits */
+  PROXYCCL_MARK_STEP = 5       /* an event of a schedule; the number has a ProxycclTracedStep above the 32 bits of a
+                                  schedule's or channel's number */
 } ProxycclTraceMark;
 
 #define PROXYCCL_TRACED_STEP_SHIFT 32
@@ -87,8 +87,8 @@ typedef struct ProxycclWorkerStats {
   uint64_t thread;                               /* the system's id of the thread, in the worker's process */
   uint64_t spin_ns, yield_ns, max_sleep_ns;      /* the thread's idle policy (engine.h) */
   uint64_t traced __attribute__((aligned(128))); /* number of records written so far; `records` has the last of them */
-  /* Written by an observer: the time by CLOCK_MONOTONIC until which it wants records, or 0. The worker
-   * zeroes a time that has passed, so an observer that was killed soon costs nothing. */
+  /* Written by an observer: the time by CLOCK_MONOTONIC until which it wants records, or 0. The worker zeroes the time
+   * once it has passed, so a killed observer causes no lasting cost. */
   uint64_t trace_until __attribute__((aligned(128)));
   ProxycclConnectionStats connections[PROXYCCL_MAX_CONNECTIONS] __attribute__((aligned(128)));
   ProxycclTraceRecord records[PROXYCCL_TRACE_RECORDS] __attribute__((aligned(4096)));

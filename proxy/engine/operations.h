@@ -11,7 +11,7 @@
 
 enum {
   OPERATIONS = 256, /* most operations in a queue; a power of two */
-  PER_TRIGGER = 3,  /* operations of a trigger: a put or get, a signal and a flush */
+  PER_TRIGGER = 3,  /* most operations of a trigger: a put or get, a signal and a flush */
   FLUSHES = 256     /* most flushes in a queue; a power of two */
 };
 
@@ -19,17 +19,18 @@ typedef enum { PUT, GET, VALUE, SIGNAL, FLUSH, RELEASE } OperationKind; /* only 
 
 typedef struct {
   OperationKind kind;
-  uint64_t source, destination; /* addresses of the part of a put or get that is not issued yet; `destination` of a
-                                   signal is its word */
-  uint64_t bytes;               /* bytes of that part, or of a value; 0 for a signal */
-  uint64_t source_host;         /* the CPU's address of that part of a put's source; 0 if the CPU may not access it */
+  uint64_t source, destination; /* addresses of a put's or get's bytes that are not issued yet; a signal's `destination`
+                                   is its word */
+  uint64_t bytes;               /* number of bytes that are not issued yet; 0 for a signal */
+  uint64_t source_host;         /* for a put: the CPU's address of the source bytes that are not issued yet; 0 if it may
+                                   not access them */
   uint64_t source_key, destination_key;
   uint64_t *flushed;
-  uint64_t value; /* the value of a put, a signal or a flush */
+  uint64_t value; /* the value that a put of a value, a signal or a flush stores */
 } Operation;
 
 typedef struct {
-  uint64_t first, last; /* numbers of the waiting operations, from `first` to `last` */
+  uint64_t first, last; /* the waiting operations have the numbers from `first` to `last` - 1 */
   Operation entries[OPERATIONS];
 } OperationQueue;
 
@@ -45,9 +46,9 @@ static inline Operation *operations_next(OperationQueue *queue) {
 
 static inline void operations_pop(OperationQueue *queue) { ++queue->first; }
 
-/* Appends an operation; the engine has checked that there is room. Returns the operation, whose other fields the caller
- * stores in place. A struct that the caller fills and then copies would be slower, because the copy's wide loads would
- * wait for the narrow stores just before them. */
+/* Appends an operation to a queue that has room. Returns a pointer by which the caller sets the operation's other
+ * fields. Copying a struct into the queue would be slower, because the copy's wide loads would wait for the narrow
+ * stores just before them. */
 static inline Operation *operations_push(OperationQueue *queue, OperationKind kind) {
   Operation *operation = &queue->entries[queue->last++ % OPERATIONS];
   operation->kind = kind;
@@ -87,7 +88,7 @@ typedef struct {
 } Flush;
 
 typedef struct {
-  uint64_t first, last; /* numbers of the waiting flushes, from `first` to `last` */
+  uint64_t first, last; /* the waiting flushes have the numbers from `first` to `last` - 1 */
   Flush entries[FLUSHES];
 } FlushQueue;
 
@@ -114,19 +115,20 @@ static inline void flushes_complete(FlushQueue *queue, uint64_t completed) {
   }
 }
 
-/* A connection with these two queues. In transports that queue operations, it is the first member of the connection's
- * struct. */
+/* A connection with a queue of operations and a queue of flushes. A transport that queues operations begins the struct
+ * of its connections with a QueuedConnection. */
 typedef struct {
   ProxycclConnection base;
   int (*issue)(ProxycclConnection *self); /* issues queued operations in order while there is room */
   uint64_t signal_key;                    /* key of the peer's semaphore words */
   int adds;                               /* whether a signal adds to its word instead of storing a value */
-  int no_reads, no_values;                /* statuses for refusing gets and puts of values; 0 if supported */
+  int no_reads, no_values;                /* status that refuses a get, or a put of a value; 0 if the operation is
+                                             supported */
   OperationQueue operations;
   FlushQueue flushes;
 } QueuedConnection;
 
-/* Functions of a transport whose connections begin with a QueuedConnection. */
+/* A transport whose connections begin with a QueuedConnection may use the functions below. */
 uint32_t queued_ready(const ProxycclConnection *base);
 int queued_put(ProxycclConnection *base, const ProxycclMemory *dst, uint64_t dst_offset, const ProxycclMemory *src,
                uint64_t src_offset, uint64_t bytes);

@@ -14,7 +14,7 @@ struct Schedule;
 
 /* -- counters and statistics: each has one writer, and readers in other processes ---
  *
- * The accesses are relaxed, because counters order nothing. They are atomic, because no reader may see half of a
+ * Accesses to counters are relaxed, because counters order nothing, and atomic, so that no reader sees half of a
  * value. */
 
 static inline void counter_add(uint64_t *counter, uint64_t amount) {
@@ -28,12 +28,12 @@ static inline void counter_set(uint64_t *counter, uint64_t value) {
 /* -- words that somebody waits for: a peer's semaphore, a flush word, a staged connection's counts --- */
 
 /* Pairings signal, flush, bell, post, ticket and staged-signal, release, for words that the CPU stores.
- * Semaphore::wait, waitFlushed, waitComplete, a waiting stream or a peer's worker acquires the word. Everything that
- * was complete before the store is then visible to the thread that waited. */
+ * Semaphore::wait, waitFlushed, waitComplete, a waiting stream or a peer's worker acquires the word. The thread that
+ * acquires the word sees everything that was complete before the store. */
 static inline void word_store(uint64_t *word, uint64_t value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
 
-/* Pairings flush, staged-message, staged-signal, bell, post and gate, acquire. A stream, a network adapter or the CPU
- * has stored the word after the events that the word reports. */
+/* Pairings flush, staged-message, staged-signal, bell, post and gate, acquire. The writer (a stream, a network adapter
+ * or the CPU) stored the word after the events that the word reports. */
 static inline uint64_t word_load(const uint64_t *word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 
 /* Relaxed: the caller uses the value only to decide whether it has to wait or to act; no data depends on it. */
@@ -44,7 +44,7 @@ static inline int abort_is_up(const ProxycclControl *control) {
   return __atomic_load_n(&control->abort, __ATOMIC_ACQUIRE) != PROXYCCL_OK;
 }
 
-/* Returns 1 once this rank knows of a failure. Every rank is told before any kernel is stopped. */
+/* Returns 1 once this rank knows of a failure. `failed_rank` is set on every rank before any kernel is stopped. */
 static inline int failure_is_told(const ProxycclControl *control) {
   return abort_is_up(control) || __atomic_load_n(&control->failed_rank, __ATOMIC_ACQUIRE) != 0;
 }
@@ -78,14 +78,14 @@ static inline void schedule_start(uint32_t *started) { __atomic_store_n(started,
  * number. */
 static inline uint32_t schedules_started(const uint32_t *started) { return __atomic_load_n(started, __ATOMIC_ACQUIRE); }
 
-/* Pairing schedule-end: the transfers that each worker saw complete come before the last worker's report that the
- * schedule is done. Returns the number of workers that have not ended their part. */
+/* Pairing schedule-end: each worker's completed transfers come before the last worker's report that the schedule is
+ * done. Returns the number of workers that have not completed their part of the schedule. */
 static inline uint32_t part_end(uint32_t *parts) { return __atomic_sub_fetch(parts, 1, __ATOMIC_ACQ_REL); }
 
-/* Pairing schedule-end, acquire. Returns the number of workers that have not ended their part. */
+/* Pairing schedule-end, acquire. Returns the number of workers that have not completed their part of the schedule. */
 static inline uint32_t parts_left(const uint32_t *parts) { return __atomic_load_n(parts, __ATOMIC_ACQUIRE); }
 
-/* Pairing stage, release, by any worker: data has arrived before a stream that waits for the stage works on it. */
+/* Pairing stage, release, by any worker: a stream that has waited for the stage sees the data that arrived. */
 static inline void stage_add(uint64_t *stage) { __atomic_fetch_add(stage, 1, __ATOMIC_RELEASE); }
 
 /* -- requests to a running worker, which answers with the request's number --- */
@@ -116,8 +116,7 @@ static inline uint32_t request_answered(const Request *request) {
   return __atomic_load_n(&request->answered, __ATOMIC_ACQUIRE);
 }
 
-/* Pairing request, release and acquire, for requests to end a worker, which are flags instead of numbers. Flags are
- * never cleared. */
+/* Pairing request, release and acquire. A request to end a worker is a flag, which is never cleared. */
 static inline void flags_set(int *flags, int flag) { __atomic_fetch_or(flags, flag, __ATOMIC_RELEASE); }
 static inline int flags_load(const int *flags) { return __atomic_load_n(flags, __ATOMIC_ACQUIRE); }
 

@@ -1,12 +1,11 @@
-/* The outcome of a function that makes progress in the engine. */
+/* The result of an engine function, which tells whether proxyccl_thread_run goes on. */
 #ifndef PROXYCCL_OUTCOME_H
 #define PROXYCCL_OUTCOME_H
 
 typedef enum ProxycclOutcome {
-  WAITS = -1,   /* nothing was done, because there was no room; the next poll may free some */
+  WAITS = -1,   /* nothing was done, because a queue was full; the next poll may make room */
   CONTINUE = 0, /* success: proxyccl_thread_run goes on */
-  /* The reasons for which proxyccl_thread_run returns. The worker does not run again, except after
-   * PROXYCCL_EXIT_HANDLER. */
+  /* The reasons for which proxyccl_thread_run returns. Only after PROXYCCL_EXIT_HANDLER may the worker run again. */
   PROXYCCL_EXIT_STOPPED = 1,   /* the worker was stopped, and its rings are empty */
   PROXYCCL_EXIT_HANDLER = 2,   /* ProxycclExitInfo.trigger is for a Python handler: call the handler, then run the
                                   thread again */

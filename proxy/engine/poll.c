@@ -1,4 +1,4 @@
-/* Polls a worker's connections, and publishes their progress for waits and for observers. */
+/* Polls a worker's connections, and publishes their progress for waiting threads and for observers. */
 #include "clock.h"
 #include "worker.h"
 
@@ -9,9 +9,8 @@ static void end_timed_flush(TimedFlush *timed) {
   timed->flushed = NULL;
 }
 
-/* Publishes the tickets up to which the triggers of the connection's channels are complete. Each channel keeps waiting
- * for the same ticket (`awaited`) until it is complete, so a steady stream of later triggers does not delay the
- * report. */
+/* Publishes, for each channel of a connection, the ticket up to which its triggers are complete. A channel's ticket
+ * `awaited` changes only once it is complete, so that later triggers do not delay its publication. */
 static void show_completed(ProxycclConnection *connection) {
   const uint64_t completed = connection->progress.completed;
   for (Channel **place = &connection->unfinished, *channel; (channel = *place) != NULL;) {
@@ -41,10 +40,10 @@ static void show_progress(ProxycclWorker *worker, const ProxycclConnection *conn
              (uint64_t)connection->number << 32 | (outstanding & 0xffffffffu), *traced_ns);
 }
 
-/* Returns whether to poll a connection in this turn, while a schedule runs. A schedule learns from words in memory that
- * its sends are complete, and a poll, which calls a driver, delays the next read of these words. So a turn polls at
- * most one connection. A connection that can carry bundles is polled only in one of TURNS_PER_POLL turns, because
- * bundles need no poll. */
+/* Returns whether proxyccl_worker_poll polls a connection in this call, while a schedule runs. A schedule reads from
+ * memory whether its sends are complete, and each poll, which calls a driver, delays the next read. So a call does not
+ * poll every connection. A connection that can carry bundles is polled even more rarely, because bundles need no
+ * poll. */
 static int is_its_turn(const ProxycclWorker *worker, const ProxycclConnection *connection, uint32_t connections) {
   enum { TURNS_PER_POLL = 16 };
   const uint64_t looks = worker->stats->looks;

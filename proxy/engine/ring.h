@@ -10,8 +10,8 @@
  * fetching it takes longer than acting on a trigger. */
 enum { RING_PREFETCH = 16 };
 
-/* Number of triggers between two stores to a ring's tail. Stores to the tail are expensive, because a GPU polls its
- * cache line. */
+/* Number of triggers between two stores to a ring's tail. Stores to the tail are expensive, because a GPU polls the
+ * tail's cache line. */
 enum { RING_RELEASE_BATCH = 64 };
 
 typedef struct {

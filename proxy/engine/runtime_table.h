@@ -1,10 +1,9 @@
-/* The driver's functions that the engine calls. The engine uses a GPU's driver only through them.
+/* The functions of a GPU's driver that the engine calls.
  *
  * The functions have the signatures of the driver API, which are the same in CUDA and HIP, so addresses from
  * cuda-bindings, hip-python and the host runtime are used unchanged. The engine includes no header of a driver and
- * links no driver. Each function returns 0 for success; event_query returns NOT_READY while work is outstanding (600 in
- * CUDA and HIP). No function waits for the device.
- */
+ * links no driver. Each function returns 0 for success; event_query returns NOT_READY (600 in CUDA and HIP) while work
+ * is outstanding. No function waits for the device. */
 #ifndef PROXYCCL_RUNTIME_TABLE_H
 #define PROXYCCL_RUNTIME_TABLE_H
 
@@ -16,7 +15,7 @@ enum { PROXYCCL_RUNTIME_SUCCESS = 0, PROXYCCL_RUNTIME_NOT_READY = 600 };
 /* Attributes of copies, laid out as a CUmemcpyAttributes. */
 typedef struct ProxycclCopyAttributes {
   uint32_t source_order;
-  uint32_t hints[4]; /* hints about the locations of source and destination; 0 if the driver is to find them */
+  uint32_t hints[4]; /* hints about the locations of source and destination; 0 lets the driver find the locations */
   uint32_t flags;
 } ProxycclCopyAttributes;
 
