@@ -12,8 +12,8 @@ enum {
   OFFSET_BITS = 32,        /* bits of a post's offset */
   MOST_RECEIVES = 1 << 30, /* most receives of a stage */
   SEQUENCE_SHIFT = OFFSET_BITS + PROXYCCL_MEMORY_BITS,
-  SHOWN_AFTER_NS = 1000000 /* a wait is published for observers after this time without progress, which short schedules
-                              never reach */
+  SHOWN_AFTER_NS = 1000000 /* a wait is published for observers after this time without progress; short schedules never
+                              wait that long */
 };
 
 typedef enum { POST, MEET, SEND, RECEIVE } StepKind;
@@ -23,16 +23,16 @@ typedef struct Step {
   StepKind kind;
   StepState state;
   uint32_t channel;
-  const Channel *bundle; /* the channel whose flush word reports the bundle of this issued send; NULL if the send is not
-                            bundled */
-  uint64_t flushed;      /* the flush word's value once the bundle is complete */
-  uint64_t value;        /* a complete meeting's post; for other steps, the value of the step's word that shows
+  const Channel *bundle; /* for an issued send in a bundle: the channel whose flush word reports the bundle's
+                            completion; otherwise NULL */
+  uint64_t flushed;      /* value of that flush word once the bundle is complete */
+  uint64_t value;        /* for a complete MEET step: the peer's post; for a send or receive: value of its word at
                             completion */
   union {
     ProxycclSchedulePost post;
     struct {
       ProxycclScheduleSend send;
-      const struct Step *meeting; /* the meeting that the send waits for; NULL if none */
+      const struct Step *meeting; /* the step that waits for the receiver's post; NULL if the send needs no post */
       const struct Step *before;  /* the previous send on the same channel, or NULL */
     };
     ProxycclScheduleReceive receive;
@@ -41,9 +41,9 @@ typedef struct Step {
 
 struct Schedule {
   uint32_t number;
-  uint32_t joined; /* the stage that counts complete meetings, or PROXYCCL_NO_ID */
+  uint32_t joined; /* the stage that counts peers that have posted, or PROXYCCL_NO_ID */
   uint32_t count;
-  Step steps[]; /* in the order of visits: posts, meetings, sends, receives */
+  Step steps[]; /* in the order in which workers advance them: posts, MEET steps, sends, receives */
 };
 
 /* -- the table of schedules --- */
@@ -83,14 +83,14 @@ static Step *add_step(Schedule *schedule, StepKind kind, uint32_t channel) {
   return step;
 }
 
-/* Returns the meeting step that waits for the peer's post on a channel; the first call for a channel adds the step. */
+/* Returns the MEET step of a channel, which waits for the peer's post; the first call for a channel adds the step. */
 static const Step *meeting_on(Schedule *schedule, uint32_t channel) {
   for (uint32_t i = 0; i < schedule->count; ++i)
     if (schedule->steps[i].kind == MEET && schedule->steps[i].channel == channel) return &schedule->steps[i];
   return add_step(schedule, MEET, channel);
 }
 
-/* Returns the last send on a channel that has been added so far, or NULL. */
+/* Returns the last send that was added on a channel, or NULL. */
 static const Step *last_send_on(const Schedule *schedule, uint32_t channel) {
   for (uint32_t i = schedule->count; i-- > 0;)
     if (schedule->steps[i].kind == SEND && schedule->steps[i].channel == channel) return &schedule->steps[i];
@@ -151,9 +151,8 @@ void proxyccl_schedule_words_end_waits(ProxycclScheduleWords *words) {
 
 /* -- one step --- */
 
-/* Returns the word of the next post. A post consists of its number among the posts on its channel, the id of the window
- * in which the memory begins, and the offset in that window. All three fit one word, so a single store makes a post. A
- * word that holds no post yet has number 0. */
+/* Returns the word of the next post. The word holds the post's number on its channel, the id of the window in which the
+ * memory begins, and the offset in that window, so a single store makes a post. Posts are numbered from 1. */
 static uint64_t next_post(uint64_t last, const ProxycclSchedulePost *post) {
   const uint64_t sequence = (last >> SEQUENCE_SHIFT) + 1, window = post->memory + (post->offset >> OFFSET_BITS);
   return sequence << SEQUENCE_SHIFT | window << OFFSET_BITS | (post->offset & 0xffffffffu);
@@ -204,7 +203,7 @@ typedef struct {
   uint64_t offset;
 } Place;
 
-/* Returns the destination of a send whose meeting is complete. */
+/* Returns the destination of a send, which is known once the receiver has posted. */
 static Place destination(const Step *step) {
   const ProxycclScheduleSend *send = &step->send;
   if (send->dst_memory != PROXYCCL_NO_ID) return (Place){send->dst_memory, send->dst_offset};
@@ -212,7 +211,7 @@ static Place destination(const Step *step) {
   return (Place){post >> OFFSET_BITS & (PROXYCCL_MEMORY_IDS - 1), send->dst_offset + (post & 0xffffffffu)};
 }
 
-/* The ranges of a send whose meeting is complete. */
+/* The source and the destination of a send. */
 typedef struct {
   const ProxycclMemory *dst, *src;
   uint64_t dst_offset;
@@ -243,8 +242,8 @@ static ProxycclOutcome issue_send(ProxycclService *service, Step *step, Channel 
   step->value = ++channel->outbound;
   status = transport->signal(connection, channel->remote_semaphore, step->value, step->value - 1);
   if (status != 0) return fail(connection, PROXYCCL_ERROR_TRANSPORT, status, "signal", info);
-  if (!is_mapped(connection)) /* no completion is awaited: the schedule may end once its sources are read, as receivers
-                                 see data arrive */
+  if (!is_mapped(connection)) /* waits only until sources are read, because receivers see themselves that data has
+                                 arrived */
     status =
         (transport->release != NULL ? transport->release : transport->flush)(connection, channel->flushed, step->value);
   if (status != 0) return fail(connection, PROXYCCL_ERROR_TRANSPORT, status, "flush", info);
@@ -256,8 +255,8 @@ static ProxycclOutcome issue_send(ProxycclService *service, Step *step, Channel 
 
 static int is_met(const Step *step) { return step->meeting == NULL || step->meeting->state == COMPLETE; }
 
-/* Returns whether a send may be issued, apart from its meeting. `gate` is a value that the caller has read from the
- * word `gate`. A send waits until the send before it on the channel is issued, because the receiver counts sends. */
+/* Returns whether a send may be issued once its receiver has posted. `gate` is the value of the word `gate`. The
+ * previous send on the channel must have been issued, because the receiver counts sends. */
 static int is_next(const ProxycclService *service, const Step *step, uint64_t gate) {
   const ProxycclScheduleSend *send = &step->send;
   if (step->before != NULL && step->before->state == WAITING) return 0;
@@ -269,17 +268,18 @@ static int may_send(const ProxycclService *service, const Step *step) {
   return is_met(step) && is_next(service, step, word_load(&service->words->gate));
 }
 
-/* -- bundles: sends to several peers, whose copies one call issues --- */
+/* -- bundles: sends to several peers, whose copies one driver call issues --- */
 
-/* A bundle that is not issued yet. It has at most one send of each channel, because a send waits for the send before it
- * on its channel. So the signal of a piece never waits for later pieces to the same peer. */
+/* A bundle that is not issued yet. A bundle has at most one send per channel, so the signal of a send never waits for
+ * later sends to the same peer. */
 typedef struct {
   ProxycclConnection *carrier; /* the worker's connection that carries bundles, or NULL */
   ProxycclPut puts[PROXYCCL_MOST_PUTS];
   Step *steps[PROXYCCL_MOST_PUTS];
   uint32_t count;
   int awaited;   /* 1 if further sends could join the bundle, but their peers have not posted yet */
-  uint64_t gate; /* the gate's value at the start of the turn, so that sends that it opens together share a bundle */
+  uint64_t gate; /* value of the word `gate` before the first step, so that sends that it allows together share a
+                    bundle */
 } Bundle;
 
 static ProxycclConnection *carrier_of(const ProxycclWorker *worker) {
@@ -289,18 +289,17 @@ static ProxycclConnection *carrier_of(const ProxycclWorker *worker) {
   return NULL;
 }
 
-/* Returns whether a send is to join a bundle. Sends between pinned memories do not, because the CPU copies short data
- * between them without the driver.
- */
+/* Returns whether a send joins a bundle. A send between pinned memories does not join, because the CPU copies short
+ * data between them without the driver. */
 static int is_bundled(const ProxycclConnection *carrier, const ProxycclConnection *connection, const Step *step,
                       const Ranges *ranges) {
   return carrier != NULL && carrier->transport == connection->transport && step->send.bytes > 0 &&
          (ranges->dst->host == NULL || ranges->src->host == NULL);
 }
 
-/* Returns whether a send may already follow the previous send on its channel. If only one of the two is bundled, the
- * previous one must be complete: the CPU stores the signals of bundles, and these stores could overtake the stream's
- * writes of other signals. */
+/* Returns whether a send may already follow the previous send on its channel. If only one of the two sends is bundled,
+ * the previous send must be complete, because the CPU's stores of a bundle's signals could overtake the stream's writes
+ * of other signals. */
 static int may_follow(const Step *step, int bundled) {
   const Step *before = step->before;
   return before == NULL || before->state == COMPLETE || (before->bundle != NULL) == bundled;
@@ -311,7 +310,7 @@ static int may_follow(const Step *step, int bundled) {
 static ProxycclOutcome issue_bundle(ProxycclService *service, Bundle *bundle, ProxycclExitInfo *info) {
   ProxycclConnection *carrier = bundle->carrier;
   const Channel *first = &service->channels[bundle->steps[0]->channel];
-  const uint64_t value = first->outbound + 1; /* the same value as for a flush after the first send alone */
+  const uint64_t value = first->outbound + 1; /* as if the first send were not bundled */
   const char *failed = "put";
   int status = carrier->transport->put_many(carrier, bundle->puts, bundle->count);
   if (status == 0) {
@@ -335,8 +334,8 @@ static void complete_in_stage(ProxycclService *service, Step *step, uint32_t sta
   if (stage != PROXYCCL_NO_ID) stage_add(&service->words->stages[stage]);
 }
 
-/* Returns whether a send is complete. If the receiver's word is mapped, the word's value shows this, and the send needs
- * no flush. */
+/* Returns whether a send is complete, which a flush word shows, or the receiver's word if this process maps that
+ * word. */
 static int is_sent(const Step *step, const Channel *channel) {
   if (step->bundle != NULL) return word_load(step->bundle->flushed) >= step->flushed;
   const uint64_t *word = is_mapped(channel->connection) ? channel->remote_semaphore : channel->flushed;
@@ -344,7 +343,7 @@ static int is_sent(const Step *step, const Channel *channel) {
 }
 
 /* Completes a send. If the send was bundled, signals its receiver. Earlier sends on the channel are complete, because a
- * turn visits them first. */
+ * worker advances its steps in order. */
 static void complete_send(ProxycclService *service, Step *step, Channel *channel) {
   if (step->bundle != NULL) word_store(channel->remote_semaphore, step->value);
   complete_in_stage(service, step, step->send.stage);
@@ -404,7 +403,7 @@ static ProxycclOutcome take_step(ProxycclService *service, Bundle *bundle, Step 
   return result;
 }
 
-/* -- a worker's part of a schedule --- */
+/* -- the steps that a worker owns --- */
 
 /* Returns whether this worker owns a step. Only the owner changes a step's state. Worker 0 owns the steps of channels
  * that are not in use, and reports such a step as an error. */
@@ -413,17 +412,17 @@ static int is_own(const ProxycclWorker *worker, const Step *step) {
   return (connection == NULL ? 0 : connection->worker) == worker->number;
 }
 
-/* -- the wait of a part --- */
+/* -- what a worker waits for --- */
 
-/* A worker's part of a schedule is said to wait for its incomplete steps of the earliest phase, because steps of later
- * phases may depend on them. */
+/* A worker reports that it waits for its incomplete steps of the earliest phase, because steps of later phases may
+ * depend on those. */
 enum {
   PHASE_POSTS,
   PHASE_MEETINGS,
   PHASE_SENDS,
-  PHASE_STAGES, /* receives that a stage counts; each stage is a phase */
+  PHASE_STAGES, /* one phase per stage: the receives that the stage counts */
   PHASE_GATE = PHASE_STAGES + PROXYCCL_SCHEDULE_STAGES,
-  PHASE_RECEIVES /* receives without a stage; a peer may make the send only after its own gate opens */
+  PHASE_RECEIVES /* receives without a stage, whose senders may wait for a gate of their own */
 };
 
 static uint32_t phase_of(const ProxycclService *service, const Step *step) {
@@ -440,7 +439,7 @@ static uint32_t wait_of(const ProxycclService *service, const Step *step) {
   return phase_of(service, step) == PHASE_GATE ? PROXYCCL_WAIT_SCHEDULE_GATE : PROXYCCL_WAIT_SCHEDULE_SEND;
 }
 
-/* Returns the first step that this worker's part waits for, or NULL if the worker has no incomplete step. */
+/* Returns the first step that this worker waits for, or NULL if all of the worker's steps are complete. */
 static const Step *awaited_step(const ProxycclWorker *worker) {
   const Schedule *schedule = worker->run.schedule;
   const Step *found = NULL;
@@ -478,13 +477,13 @@ static void hide_schedule_waits(ProxycclWorker *worker) {
 
 /* -- the trace --- */
 
-/* Returns the trigger that would do the same as a send. A send whose size does
- * not fit a trigger gets the greatest size. */
+/* Returns the trigger that represents a send in the trace. A size that does not fit a trigger is recorded as the
+ * largest size that fits. */
 static ProxycclTrigger trigger_of(const ProxycclService *service, const Step *step) {
   const ProxycclScheduleSend *send = &step->send;
   const Place place = destination(step);
   const uint64_t most = (1u << PROXYCCL_SIZE_BITS) - 1, size = send->bytes > most ? most : send->bytes;
-  const uint64_t ids = PROXYCCL_MEMORY_IDS - 1; /* an empty send may have any offset */
+  const uint64_t ids = PROXYCCL_MEMORY_IDS - 1; /* the offset of an empty send is not checked */
   const uint64_t src_memory = (send->src_memory + (send->src_offset >> OFFSET_BITS)) & ids;
   const uint64_t dst_memory = (place.memory + (place.offset >> OFFSET_BITS)) & ids;
   const int mapped = is_mapped(service->channels[step->channel].connection);
@@ -497,8 +496,8 @@ static ProxycclTrigger trigger_of(const ProxycclService *service, const Step *st
 }
 
 /* Records an issued send; `seen_ns` is the time when the worker found that the send may start. Returns the present
- * time. Publishes the records immediately, because a turn may issue more sends than a worker may record without
- * publishing. */
+ * time. Publishes the records immediately, because a schedule may issue more sends at once than a worker may record
+ * without publishing. */
 static uint64_t trace_send(ProxycclWorker *worker, const Step *step, uint64_t seen_ns) {
   Trace *trace = &worker->trace;
   trace_begin();
@@ -518,8 +517,8 @@ static void trace_step(ProxycclWorker *worker, ProxycclTracedStep step, uint32_t
   trace_publish(&worker->trace, worker->stats);
 }
 
-/* Records a turn's work on a step: the issue of a send, or the completion of a step. Returns the present time, or
- * `traced_ns` if the step's state has not changed. */
+/* Records that a send was issued, or that a step is complete. Returns the present time, or `traced_ns` if the step's
+ * state has not changed. */
 static uint64_t trace_turn(ProxycclWorker *worker, const Step *step, StepState before, uint64_t traced_ns) {
   static const ProxycclTracedStep steps[] = {
       [MEET] = PROXYCCL_TRACED_JOINED, [SEND] = PROXYCCL_TRACED_SENT, [RECEIVE] = PROXYCCL_TRACED_RECEIVED};
@@ -531,7 +530,7 @@ static uint64_t trace_turn(ProxycclWorker *worker, const Step *step, StepState b
   return traced_ns;
 }
 
-/* -- the run of a part --- */
+/* -- running a schedule --- */
 
 static void begin_part(ProxycclWorker *worker, Schedule *schedule) {
   worker->run = (ScheduleRun){.schedule = schedule, .carrier = carrier_of(worker)};
@@ -559,8 +558,8 @@ static ProxycclOutcome find_schedule(ProxycclWorker *worker, Schedule **schedule
   if (service->words == NULL || parts_left(&service->parts) != 0) return CONTINUE;
   const uint64_t number = word_load(&service->words->bell);
   if (number == 0) return CONTINUE;
-  word_store(&service->words->running,
-             number); /* before the reset of the bell: one of the two words must always show the waiting stream */
+  word_store(&service->words->running, number); /* stored before the bell is reset, so that one of the two words is
+                                                   always set while a stream waits */
   word_store(&service->words->bell, 0);
   *schedule = number < PROXYCCL_MAX_SCHEDULES ? schedule_load(&service->schedules[number]) : NULL;
   if (*schedule == NULL) {
@@ -589,8 +588,8 @@ static ProxycclOutcome time_out(ProxycclWorker *worker, ProxycclExitInfo *info) 
               reasons[info->wait], info);
 }
 
-/* Ends a turn without progress: publishes what the part waits for, or fails after a time-out. Reads the clock only once
- * in POLLS_PER_CLOCK calls. */
+/* Publishes what the worker waits for, or fails after a time-out. Reads the clock only once in POLLS_PER_CLOCK
+ * calls. */
 static ProxycclOutcome idle(ProxycclWorker *worker, ProxycclExitInfo *info) {
   ScheduleRun *run = &worker->run;
   if (++run->idle_polls % POLLS_PER_CLOCK != 0) return CONTINUE;
@@ -601,10 +600,10 @@ static ProxycclOutcome idle(ProxycclWorker *worker, ProxycclExitInfo *info) {
   return idle_ns > worker->service->control->timeout_ns ? time_out(worker, info) : CONTINUE;
 }
 
-/* Issues the bundle that a turn has gathered, unless peers that could join the bundle have not posted yet; then a later
- * turn issues it. Each rank copies to the next rank first, then to the rank after that, and so on. If instead all ranks
- * began with the rank that posted first, the copies would share that rank's link and take twice as long. The delay
- * costs nothing, because a late rank delays the schedule in any case. */
+/* Issues the gathered bundle, unless more sends could join the bundle once their receivers have posted. Each rank
+ * copies to the next rank first, then to the rank after that, and so on. If instead all ranks began with the rank that
+ * posted first, the copies would share that rank's link and take twice as long. Waiting for posts costs nothing,
+ * because a late rank delays the schedule in any case. */
 static ProxycclOutcome end_bundle(ProxycclWorker *worker, Bundle *bundle, uint64_t traced_ns, uint32_t *progress,
                                   ProxycclExitInfo *info) {
   const uint32_t count = bundle->count;
@@ -641,8 +640,8 @@ ProxycclOutcome proxyccl_worker_run_schedule(ProxycclWorker *worker, ProxycclExi
     ++*progress;
   }
   const ScheduleRun *run = &worker->run;
-  uint64_t traced_ns = trace_wanted(worker->stats); /* 0 without a trace; otherwise the time when the worker looks for
-                                                       the next send */
+  uint64_t traced_ns = trace_wanted(worker->stats); /* 0 if no trace is wanted; otherwise the time when the worker
+                                                       begins with the next step */
   if (traced_ns != 0 && began) trace_step(worker, PROXYCCL_TRACED_BEGIN, run->schedule->number, traced_ns);
   Bundle bundle;
   bundle.carrier = run->carrier;

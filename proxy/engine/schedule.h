@@ -1,18 +1,17 @@
-/* A schedule is a rank's transfers for one call, which its proxy makes when a stream rings a bell. See
- * channels/schedules/DESIGN.md.
+/* A schedule has a rank's transfers for one call. The rank's proxy makes them once a stream writes the schedule's
+ * number to the word `bell`. See channels/schedules/DESIGN.md.
  *
  * A schedule has three kinds of steps. A post allows a peer to write to this rank's memory; a send writes to a peer
- * that has posted; a receive waits for data from a peer. The steps begin when a stream writes the schedule's number to
- * the bell. When all are complete, the proxy sets the word `done` to 1. In between, a stream may wait for a stage of
- * receives, process the received data, and open the gate for sends. The steps name channels and memories by id; the
- * ids' table entries may be set before or after the schedule is added.
- */
+ * that has posted; a receive waits for data from a peer. When all steps are complete, the proxy sets the word `done` to
+ * 1. While the schedule runs, a stream may wait until a stage (a counter of steps) shows that receives are complete,
+ * process the received data, and increase the word `gate` to allow further sends. The steps name channels and memories
+ * by id; the ids' table entries may be set before or after the schedule is added. */
 #ifndef PROXYCCL_SCHEDULE_H
 #define PROXYCCL_SCHEDULE_H
 
 #include <stdint.h>
 
-/* In place of an id that a step does not have. */
+/* The value of an id field that a step does not use. */
 #define PROXYCCL_NO_ID 0xffffffffu
 
 enum {
@@ -21,11 +20,11 @@ enum {
   PROXYCCL_MAX_WORKERS = 64 /* most workers of a service that has schedules */
 };
 
-/* The turn count of a worker that takes no more turns. */
+/* The turn count of a worker that has ended. */
 #define PROXYCCL_NO_MORE_TURNS UINT64_MAX
 
-/* The number of turns that a worker has taken. The number stands still if the worker's thread is stopped or does not
- * return from a call. */
+/* Counts a worker's turns: how often a thread has run the worker. The count does not change while the thread is stopped
+ * or stuck in a call. */
 typedef struct ProxycclTurns {
   _Alignas(128) uint64_t count;
 } ProxycclTurns;
@@ -33,7 +32,7 @@ typedef struct ProxycclTurns {
 /* The words by which streams and workers synchronize, in pinned memory, with separate cache lines for each writer. A
  * stream resets the words when the schedule is complete. */
 typedef struct ProxycclScheduleWords {
-  _Alignas(128) uint64_t bell;    /* a stream writes the number of a schedule, worker 0 resets it */
+  _Alignas(128) uint64_t bell;    /* a stream stores the number of a schedule; worker 0 resets the word to 0 */
   _Alignas(128) uint64_t running; /* the number of the running schedule, or 0 */
   _Alignas(128) uint64_t done;    /* 1 if the schedule is complete */
   _Alignas(128) uint64_t gate;    /* streams increase this count; a gated send may start once the count has reached the
@@ -44,11 +43,11 @@ typedef struct ProxycclScheduleWords {
                                                               them */
 } ProxycclScheduleWords;
 
-/* Allows a peer to write to this rank's memory. In a schedule in which this rank posts to a peer, the peer writes only
- * after the post. */
+/* Allows a peer to write to this rank's memory. If a schedule has a post to a peer, the peer writes only after the
+ * post. */
 typedef struct ProxycclSchedulePost {
   uint32_t channel; /* a channel that is used only for posts; its remote word holds the post */
-  uint32_t memory;  /* first id of the memory to write to, in the peer's service */
+  uint32_t memory;  /* the memory to write to: the id, in the peer's service, of its first window */
   uint64_t offset;  /* offset in that memory, in bytes */
 } ProxycclSchedulePost;
 
@@ -57,9 +56,9 @@ typedef struct ProxycclScheduleSend {
   uint32_t channel;      /* a channel that is used only for schedules; its remote word counts sends */
   uint32_t post_channel; /* the channel of the receiver's posts; PROXYCCL_NO_ID if the send waits for no post */
   uint32_t src_memory;
-  uint32_t dst_memory; /* the memory to write to; PROXYCCL_NO_ID for the place that the receiver posted */
+  uint32_t dst_memory; /* the memory to write to; PROXYCCL_NO_ID for the address that the receiver posted */
   uint64_t src_offset;
-  uint64_t dst_offset; /* offset from the posted place, or in `dst_memory` */
+  uint64_t dst_offset; /* offset from the posted address, or from the start of `dst_memory` */
   uint64_t bytes;      /* may be 0 */
   uint64_t gate;       /* the count that the send's gate must reach; 0 without a gate */
   uint32_t gate_stage; /* index of the word in `stages` that is the send's gate; PROXYCCL_NO_ID for the word `gate` */

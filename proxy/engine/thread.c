@@ -1,8 +1,8 @@
-/* A thread that runs workers in turn: its rounds, its idle policy, and its helpers. See engine.h.
+/* Implements threads that run workers in a loop, with their idle policies and their helpers. See engine.h.
  *
- * Only the thread that has the turn runs the workers. The proxy thread gives the turn away while it backs off after a
- * round without work. It keeps the turn when proxyccl_thread_run returns, so nobody helps while a handler runs or an
- * exit is handled. */
+ * Only the thread that holds the lock `turn` runs the workers. The proxy thread releases the lock while it backs off
+ * after a round (in which each worker runs once) without work. It still holds the lock after proxyccl_thread_run has
+ * returned, so no helper runs workers while Python calls a handler or handles an exit. */
 #include <sched.h>
 #include <stdlib.h>
 #include <string.h>
@@ -17,20 +17,20 @@ enum {
   POLLS_PER_CLOCK = 16, /* rounds without work between two readings of the clock; a reading takes as long as several
                            rounds */
   SLEEP_PART = 32,      /* an idle thread sleeps for 1/32 of the time that it has been idle */
-  REST_PART = 1024, /* after a long idle time it sleeps for 1/1024 of that time, even if its policy's longest sleep is
-                       shorter */
+  REST_PART = 1024, /* after a long idle time, a thread sleeps for 1/1024 of that time, even beyond its policy's longest
+                       sleep */
   LONGEST_REST_NS = 10000000,
-  OUTSTANDING_SLEEP_NS = 50000, /* longest sleep while work is outstanding, because a program may wait for that work;
-                                   also the shortest sleep, because waking takes a large part of this time */
+  OUTSTANDING_SLEEP_NS = 50000, /* longest and shortest sleep while work is outstanding: a program may wait for the
+                                   work, and waking takes a large part of this time */
   TIMER_SLACK_NS = 1000,        /* the system may end a sleep this much later; its default is 50 µs */
-  TURN_SLEEP_NS = 50000,        /* sleep between two attempts to take the turn from a helper */
-  SPIN_NS = 50000               /* longest spin: during a spin, other threads on the core have to wait, up to a whole
-                                   time slice */
+  TURN_SLEEP_NS = 50000,        /* sleep between two attempts to take the lock `turn` from a helper */
+  SPIN_NS = 50000               /* longest spin, because a spin may delay other threads of its core by a whole time
+                                   slice */
 };
 
 enum { HELPED_IDLY = 1, HELPED_ON = 2 }; /* a helper ran the workers: without progress, or with progress */
 
-#define IDLE_FOR_LONG UINT64_MAX /* in place of an idle time: the thread uses its longest sleep */
+#define IDLE_FOR_LONG UINT64_MAX /* an idle time for which back_off() chooses the policy's longest sleep */
 
 #define NO_CONTEXT UINTPTR_MAX /* not 0, because HIP's contexts are device numbers from 0 */
 
@@ -39,17 +39,17 @@ struct ProxycclThread {
   uint32_t *asleep;            /* 1 while the thread sleeps and may be woken (waking.h) */
   int woken;                   /* whether a launch ended the last sleep */
   ProxycclWorker *added;       /* a stack: any thread pushes, this thread pops all */
-  ProxycclWorker *first, **at; /* the list of workers, and the link to the worker whose turn is next */
+  ProxycclWorker *first, **at; /* the list of workers, and the link to the worker to run next */
   uintptr_t context;           /* the device context that is current in the thread */
-  void (*end_help)(void *);    /* NULL if no other thread may take the turn */
-  int turn;                    /* pairing turn: 1 while a thread has the turn */
+  void (*end_help)(void *);    /* NULL if no other thread may run the workers */
+  int turn;                    /* pairing turn: a lock; 1 while a thread holds it */
   int helped;                  /* HELPED_… flags since the thread's last check */
-  ProxycclOutcome found;       /* the outcome of a helper's round, which the thread returns */
+  ProxycclOutcome found;       /* the outcome of a helper's round; proxyccl_thread_run returns it later */
   ProxycclExitInfo found_info; /* the details of that outcome */
 };
 
-/* Pairing turn, acquire: the thread sees what the last thread with the turn did. Returns 1 if the turn was taken, or 0
- * if another thread has it. */
+/* Pairing turn, acquire: the thread sees what the last holder of the lock did. Returns 1 if it took the lock, or 0 if
+ * another thread holds the lock. */
 static int turn_taken(ProxycclThread *thread) { return __atomic_exchange_n(&thread->turn, 1, __ATOMIC_ACQUIRE) == 0; }
 
 /* Pairing turn, release. */
@@ -111,7 +111,7 @@ static void sleep_for(uint64_t ns) {
   nanosleep(&pause, NULL);
 }
 
-/* Sleeps for at most `ns`, or until another thread wakes this one. Returns whether it was woken. */
+/* Sleeps for at most `ns`. Returns 1 if another thread woke this one earlier. */
 static int sleep_until_woken(uint32_t *asleep, uint64_t ns) {
   const struct timespec longest = timespec_of(ns);
   __atomic_store_n(asleep, 1, __ATOMIC_RELAXED); /* a hint: see waking.h */
@@ -119,16 +119,15 @@ static int sleep_until_woken(uint32_t *asleep, uint64_t ns) {
   return __atomic_exchange_n(asleep, 0, __ATOMIC_RELAXED) == 0;
 }
 
-/* How late a thread without work may notice new work. */
+/* Limits how long a thread without work sleeps. */
 typedef enum {
   NOTHING_OUTSTANDING,
   OUTSTANDING, /* a program may wait for a completion */
-  HELPED       /* helpers run the workers: launches do not wake the thread, which would take a core from helpers */
+  HELPED       /* helpers run the workers, so launches do not wake this thread, which would take a core from a helper */
 } Idleness;
 
 /* Depending on the idle time, returns immediately (a spin), yields the core, or sleeps for a fixed part of the idle
- * time. So waking late adds little to a pause, and a thread that is idle for long takes hardly any CPU time. Returns
- * the time slept in ns. */
+ * time. Returns the time slept in ns. */
 static uint64_t back_off(ProxycclThread *thread, uint64_t idle_ns, Idleness idleness) {
   const ProxycclIdlePolicy policy = idle_of(thread);
   thread->woken = 0;
@@ -153,7 +152,7 @@ static uint64_t back_off(ProxycclThread *thread, uint64_t idle_ns, Idleness idle
   }
 }
 
-/* Adds a time in which all of a thread's workers were idle to their statistics. */
+/* Adds a time in which all workers were idle to each worker's statistics. */
 static void count_idle(ProxycclThread *thread, uint64_t idle_ns, uint64_t slept_ns) {
   for (ProxycclWorker *worker = thread->first; worker != NULL; worker = worker->next) {
     counter_add(&worker->stats->idle_ns, idle_ns);
@@ -193,15 +192,15 @@ static void end_turns(ProxycclWorker *worker) {
     counter_set(&worker->service->words->turns[worker->number].count, PROXYCCL_NO_MORE_TURNS);
 }
 
-/* The results of one round, in which each worker has a turn: whether anything happened, whether triggers or steps were
- * taken, and whether work is outstanding. */
+/* The results of one round: whether the workers made progress, whether they took triggers or advanced schedules, and
+ * whether work is outstanding. */
 typedef struct {
   int progress, busy, outstanding;
 } Round;
 
-/* Gives a worker a turn: advances a schedule, acts on up to POLL_INTERVAL triggers of each ring, and polls the
- * connections. The turn after a handler skips the rings: the handler's trigger ended the previous turn before its poll,
- * and the next trigger could end this turn before its poll. Returns CONTINUE, or the reason why proxyccl_thread_run
+/* Runs a worker once: advances a schedule, acts on up to POLL_INTERVAL triggers of each ring, and polls the
+ * connections. A trigger for a handler ends the call before the poll. So the first call after a handler skips the
+ * rings, to poll the connections before the next such trigger. Returns CONTINUE, or the reason why proxyccl_thread_run
  * must return. */
 static ProxycclOutcome take_turn(ProxycclThread *thread, ProxycclWorker *worker, ProxycclExitInfo *info, Round *round) {
   const uint32_t rings = list_count(&worker->ring_count);
@@ -214,8 +213,8 @@ static ProxycclOutcome take_turn(ProxycclThread *thread, ProxycclWorker *worker,
    * stopped kernel. */
   if (abort_is_up(worker->service->control)) {
     proxyccl_worker_show_schedule_waits(worker);
-    /* The abort word was set before these waits end. So a caller that checks for failures when its stream is done finds
-     * the failure. */
+    /* The abort word is set before streams stop waiting, so a caller that checks for failures once its stream is done
+     * finds this failure. */
     proxyccl_schedule_words_end_waits(worker->service->words);
     return PROXYCCL_EXIT_ABORTED;
   }
@@ -247,9 +246,8 @@ static ProxycclOutcome take_turn(ProxycclThread *thread, ProxycclWorker *worker,
   return CONTINUE;
 }
 
-/* Gives each worker a turn. The caller must have the thread's turn. Returns CONTINUE, or the reason why
- * proxyccl_thread_run must return.
- */
+/* Runs each worker once. The caller must hold the lock `turn`. Returns CONTINUE, or the reason why proxyccl_thread_run
+ * must return. */
 static ProxycclOutcome run_round(ProxycclThread *thread, Round *round, ProxycclExitInfo *info) {
   do {
     ProxycclWorker *worker = *thread->at;
@@ -281,7 +279,7 @@ void proxyccl_thread_take_help(ProxycclThread *thread, void (*add)(int (*help)(v
   add(help, thread);
 }
 
-/* Returns 1 if a worker's ring has a trigger. The caller must have the thread's turn. */
+/* Returns 1 if a worker's ring has a trigger. The caller must hold the lock `turn`. */
 static int any_pushed(const ProxycclThread *thread) {
   ProxycclTrigger trigger;
   for (const ProxycclWorker *worker = thread->first; worker != NULL; worker = worker->next) {
@@ -304,13 +302,13 @@ int proxyccl_thread_help(ProxycclThread *thread, int waits) {
   return round.progress;
 }
 
-/* Takes the turn back. The loop ends soon, because a helper keeps the turn for at most one round. */
+/* Takes the lock `turn` again. The loop ends soon, because a helper holds the lock for at most one round. */
 static void take_back(ProxycclThread *thread) {
   while (!turn_taken(thread)) sleep_for(TURN_SLEEP_NS);
 }
 
-/* Backs off after a round without work; if there may be helpers, gives them the turn while it does. Returns the time
- * slept in ns. */
+/* Backs off after a round without work. If the thread has helpers, releases the lock `turn` during the back-off.
+ * Returns the time slept in ns. */
 static uint64_t rest(ProxycclThread *thread, uint64_t idle_ns, Idleness idleness) {
   if (thread->end_help == NULL) return back_off(thread, idle_ns, idleness);
   turn_give(thread);
@@ -320,13 +318,12 @@ static uint64_t rest(ProxycclThread *thread, uint64_t idle_ns, Idleness idleness
 }
 
 ProxycclOutcome proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *info) {
-  /* Whether a helper has run the workers and this thread itself has found no triggers or steps since. The thread then
-   * leaves the work to helpers: if there are more threads than cores, each thread that wakes up takes a core from a
-   * thread with work. */
+  /* 1 if a helper has run the workers and this thread has found no triggers or steps since. This thread then leaves the
+   * work to helpers, because a thread that wakes up may take a core from a thread with work. */
   int is_helped = 0;
-  uint64_t idle_since = 0, counted = 0; /* idle time is counted up to the last reading of the clock */
-  uint64_t slept = 0;                   /* time of the last sleep: after a sleep, a thread polls only once before it
-                                           sleeps again */
+  uint64_t idle_since = 0, counted = 0; /* start of the idle time; time up to which the statistics contain it */
+  uint64_t slept = 0;                   /* length of the last sleep; if it is not 0, the thread polls only once before
+                                           it sleeps again */
   uint32_t polls = 0;
   prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS, 0, 0, 0); /* if the call fails, sleeps just last longer */
   clear_info(info);
@@ -352,14 +349,14 @@ ProxycclOutcome proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *in
     if (idle_since == 0) idle_since = counted = now_ns();
     if (is_helped || slept || ++polls % POLLS_PER_CLOCK == 0) {
       const uint64_t now = now_ns(), idle_ns = is_helped ? IDLE_FOR_LONG : now - idle_since;
-      /* If a helper has run the workers since the last round, it also polls for outstanding work. */
+      /* A helper that has run the workers since the last round also polls for outstanding work. */
       const Idleness idleness = is_helped && (helped || !round.outstanding) ? HELPED
                                 : round.outstanding                         ? OUTSTANDING
                                                                             : NOTHING_OUTSTANDING;
       slept = rest(thread, idle_ns, idleness);
       if (!(thread->helped & HELPED_ON)) count_idle(thread, now + slept - counted, slept);
       counted = now + slept;
-      if (thread->woken) idle_since = slept = 0; /* a launch announces work */
+      if (thread->woken) idle_since = slept = 0; /* the thread that woke this one announces work */
     }
   }
 }

@@ -1,10 +1,8 @@
-/* The worker's side of the trace (observe.h): a ring of records, which the worker overwrites whether or not an observer
- * has read them.
+/* Writes a worker's trace (observe.h): a ring of records, which the worker overwrites whether or not an observer has
+ * read them.
  *
- * Reading the clock takes longer than issuing most triggers. So triggers in quick succession share a reading of the
- * clock, as many as together take about TRACE_CLOCK_INTERVAL_NS. A trigger that takes longer than that has its own
- * times.
- */
+ * Reading the clock takes longer than issuing most triggers. So consecutive triggers that together take about
+ * TRACE_CLOCK_INTERVAL_NS share one reading of the clock. A trigger that takes longer has its own reading. */
 #ifndef PROXYCCL_TRACE_H
 #define PROXYCCL_TRACE_H
 
@@ -27,7 +25,8 @@ static inline void trace_trigger(ProxycclTraceRecord *record, ProxycclTrigger tr
   trace_record(record, trigger.word0, trigger.word1 & ~(1ull << PROXYCCL_PARITY_SHIFT));
 }
 
-/* Returns the place of the next record; trace_room returns how many records fit contiguously from that place on. */
+/* Returns the address of the next record. trace_room() returns how many records fit contiguously from this address
+ * on. */
 static inline ProxycclTraceRecord *trace_next(const Trace *trace, ProxycclWorkerStats *stats) {
   return &stats->records[trace->next % PROXYCCL_TRACE_RECORDS];
 }
@@ -48,8 +47,8 @@ static inline void trace_seen(Trace *trace, ProxycclWorkerStats *stats, uint32_t
   trace_mark(trace, stats, PROXYCCL_MARK_SEEN, (uint64_t)ring << 48 | (ticket & ((1ull << 48) - 1)), now_ns);
 }
 
-/* Returns the number of triggers that are to share the next reading of the clock, at most `most`, given that the last
- * `triggers` triggers took `took_ns`. */
+/* Returns how many triggers should share the next reading of the clock, at most `most`. The last `triggers` triggers
+ * took `took_ns` in total. */
 static inline uint32_t trace_share(uint32_t triggers, uint64_t took_ns, uint32_t most) {
   const uint64_t share = (uint64_t)triggers * TRACE_CLOCK_INTERVAL_NS / (took_ns + 1);
   return share == 0 ? 1 : share > most ? most : (uint32_t)share;
@@ -64,9 +63,9 @@ static inline void trace_publish(const Trace *trace, ProxycclWorkerStats *stats)
   __atomic_store_n(&stats->traced, trace->next, __ATOMIC_RELEASE);
 }
 
-/* Returns the present time if an observer wants records, otherwise 0. Zeroes a request that has expired, so that later
- * calls need not read the clock; a request that the observer extends at the same moment stays. Relaxed: the request
- * orders nothing. */
+/* Returns the present time if an observer wants records, otherwise 0. Zeroes a request that has expired, unless the
+ * observer extends it at the same moment, so that later calls need not read the clock. Relaxed: the request orders
+ * nothing. */
 static inline uint64_t trace_wanted(ProxycclWorkerStats *stats) {
   uint64_t until = __atomic_load_n(&stats->trace_until, __ATOMIC_RELAXED);
   if (__builtin_expect(until == 0, 1)) return 0;

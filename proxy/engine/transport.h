@@ -1,10 +1,9 @@
 /* A transport moves data between this rank and its peers. All channels to one peer share a connection.
  *
  * No function blocks. Functions that return a status return 0 for success; any other status ends the communicator. A
- * connection executes its operations in order. A signal arrives after the data of all earlier puts and gets; a flush
- * word is written when these are complete; a get reads the data of earlier puts; a put sends the data that earlier gets
- * have fetched.
- */
+ * connection executes its operations in order. A signal arrives after the data of all earlier puts and gets. A flush
+ * word is written once all earlier operations are complete. A get reads the data of earlier puts, and a put sends the
+ * data of earlier gets. */
 #ifndef PROXYCCL_TRANSPORT_H
 #define PROXYCCL_TRANSPORT_H
 
@@ -17,17 +16,18 @@
 typedef struct ProxycclMemory {
   char *base;           /* address by which the transport names the window */
   uint64_t bytes;       /* bytes from `base` to the end of the memory; 0 if the id is not in use */
-  uint64_t key;         /* the memory's key for the peer's device or for this rank's, as the transport defines */
+  uint64_t key;         /* the memory's key, as the transport defines it */
   uint32_t remote_only; /* 1 if only a remote link reaches the memory, by `key`; local copies must not use `base` */
   char *host;           /* the CPU's address of the window; NULL if the CPU may not access the memory */
 } ProxycclMemory;
 
 typedef struct ProxycclConnection ProxycclConnection;
 
-/* Flags for memory that a transport accesses by its address in this process: local memory, and the peer's. */
+/* Flags for the memory that a transport accesses by addresses in this process: OWN for local memory, PEER for the
+ * peer's memory. */
 enum { PROXYCCL_COPIES_OWN = 1, PROXYCCL_COPIES_PEER = 2 };
 
-/* A put, given by the addresses of its ranges. */
+/* The addresses and the length of a put. */
 typedef struct ProxycclPut {
   char *dst;
   const char *src;
@@ -38,7 +38,7 @@ enum { PROXYCCL_MOST_PUTS = 32 }; /* most puts that one put_many makes */
 
 typedef struct ProxycclTransport {
   const char *name;
-  uint32_t copies; /* PROXYCCL_COPIES_ flags: for which memory the engine refuses `remote_only` */
+  uint32_t copies; /* PROXYCCL_COPIES_ flags; the engine refuses transfers with such memory if it is `remote_only` */
   /* Makes a connection. `options` is the transport's options struct; objects that it names must outlive the connection.
    * On failure, returns NULL, and either sets *refused to the name of an option that is out of range, or sets errno to
    * ENOMEM, or to ENOSYS in a build without the transport. */
@@ -53,22 +53,22 @@ typedef struct ProxycclTransport {
   /* Moves at least one byte from the peer's memory to local memory. */
   int (*get)(ProxycclConnection *self, const ProxycclMemory *dst, uint64_t dst_offset, const ProxycclMemory *src,
              uint64_t src_offset, uint64_t bytes);
-  /* Makes at most `most_puts` puts, in any order, to the peers of any connections of this transport. The call counts as
-   * one operation of this connection. */
+  /* Makes at most `most_puts` puts, in any order, to the peers of any connections of this transport. To this
+   * connection, the call is one operation. */
   int (*put_many)(ProxycclConnection *self, const ProxycclPut *puts, uint32_t count);
   /* Puts the low `bytes` bytes of a value: 1, 2, 4 or 8. The caller need not keep the value. */
   int (*put_value)(ProxycclConnection *self, const ProxycclMemory *dst, uint64_t dst_offset, uint64_t value,
                    uint32_t bytes);
-  /* Sets the peer's semaphore word to `value`. The word holds `previous`, from which devices that can only add compute
-   * what to add. */
+  /* Sets the peer's semaphore word to `value`. The word's present value is `previous`; a device that can only add to
+   * the word adds the difference. */
   int (*signal)(ProxycclConnection *self, uint64_t *remote, uint64_t value, uint64_t previous);
   /* Stores `value` to this rank's word `flushed` when all earlier operations are complete. */
   int (*flush)(ProxycclConnection *self, uint64_t *flushed, uint64_t value);
-  /* Stores `value` to this rank's word `released` when earlier puts no longer read their sources. NULL if puts read
-   * their sources until they are complete; use `flush` then. */
+  /* Stores `value` to this rank's word `released` when earlier puts no longer read their sources. NULL if a put may
+   * read its source until the put is complete; callers then use `flush`. */
   int (*release)(ProxycclConnection *self, uint64_t *released, uint64_t value);
-  /* Advances outstanding operations and returns the status of a failed one. Adds the number of completions to
-   * *progress. */
+  /* Advances outstanding operations. Returns the status of an operation that failed, or 0. Adds the number of
+   * completions to *progress. */
   int (*poll)(ProxycclConnection *self, uint32_t *progress);
   /* Returns 1 if nothing is outstanding. */
   int (*idle)(const ProxycclConnection *self);
@@ -91,8 +91,8 @@ struct ProxycclConnection {
   uint32_t worker;            /* the worker's number in its service */
 };
 
-/* Makes `completed` follow `issued` by flushes of `completed`, one at a time. For transports whose flush costs nothing,
- * at the end of a poll. */
+/* Issues a flush that stores the number of issued triggers in `completed`, unless such a flush is outstanding. A
+ * transport whose flushes cost nothing calls this function at the end of each poll. */
 static inline int proxyccl_mark_progress(ProxycclConnection *self) {
   ProxycclProgress *progress = &self->progress;
   if (progress->completed < progress->marked || progress->marked == progress->issued) return 0;

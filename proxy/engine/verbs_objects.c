@@ -1,5 +1,5 @@
-/* An ibv_qp * is accepted if the memory to which it points looks like the expected queue pair: the number is the
- * expected one, and the domain and completion queues have the queue pair's context. */
+/* An ibv_qp * is accepted if the memory to which it points has the expected queue pair number, and if the queue pair's
+ * domain and completion queues there have the queue pair's context. */
 #define _GNU_SOURCE
 #include "verbs_objects.h"
 

@@ -1,4 +1,5 @@
-/* Finds the address of a pyverbs object's libibverbs structure, which pyverbs exports only from version 61 on.
+/* Finds the address of the libibverbs structure in a pyverbs object. pyverbs exports this address only from version 61
+ * on.
  *
  * All memory is read through a system call, so an invalid address gives an error instead of a fault. */
 #ifndef PROXYCCL_VERBS_OBJECTS_H
@@ -13,8 +14,8 @@ typedef enum ProxycclVerbsFinding {
   PROXYCCL_VERBS_NO_OBJECT = 1,   /* the object's memory can't be read at the offset */
   PROXYCCL_VERBS_NO_POINTER = 2,  /* the value at the offset is not an address of readable memory */
   PROXYCCL_VERBS_OTHER_QP = 3,    /* the queue pair at that address has another number */
-  PROXYCCL_VERBS_OTHER_PARTS = 4, /* the queue pair's domain or one of its completion queues has another context, or
-                                     none */
+  PROXYCCL_VERBS_OTHER_PARTS = 4, /* the context of the queue pair's domain or of a completion queue is not the queue
+                                     pair's */
   PROXYCCL_VERBS_FORBIDDEN = 5,   /* the process may not read its own memory by process_vm_readv */
   PROXYCCL_VERBS_NOT_BUILT = 6    /* built without libibverbs' headers */
 } ProxycclVerbsFinding;
@@ -27,7 +28,7 @@ typedef struct ProxycclVerbsQp {
 /* Reads the ibv_qp * at `offset` in a pyverbs QP at address `object`, and checks that it leads to the queue pair with
  * number `qp_num`. Fills in *found only if it returns PROXYCCL_VERBS_FOUND. */
 ProxycclVerbsFinding proxyccl_verbs_find_qp(uintptr_t object, uint32_t offset, uint32_t qp_num, ProxycclVerbsQp *found);
-/* Makes the same checks for an ibv_qp * that the caller has. */
+/* Checks that the ibv_qp * `qp` leads to the queue pair with number `qp_num`. */
 ProxycclVerbsFinding proxyccl_verbs_check_qp(uintptr_t qp, uint32_t qp_num, ProxycclVerbsQp *found);
 
 #endif

@@ -1,5 +1,5 @@
-/* Operations wait in a queue of the connection until the send queue has room. Requests are numbered from 1; all up to
- * number `retired` are complete.
+/* Operations wait in a queue of the connection until the send queue has room. Requests are numbered from 1; requests up
+ * to number `retired` are complete.
  *
  * A queue pair starts and executes its requests in order, with one exception: the response to a read may come after
  * later requests were executed. So the first request after a run of reads has a fence: this request and later ones
@@ -29,7 +29,7 @@ typedef struct {
   struct ibv_qp *qp;
   uint32_t depth;         /* most requests outstanding */
   uint32_t chain_limit;   /* most requests in a chain */
-  uint32_t chained;       /* number of requests that are made but not posted yet */
+  uint32_t chained;       /* number of requests in the chain, which are not posted yet */
   uint64_t chained_bytes; /* bytes of the puts and gets in the chain */
   int reading;            /* whether the last request was a read */
   uint64_t made, retired;
@@ -40,8 +40,8 @@ typedef struct {
 
 static VerbsConnection *self_of(ProxycclConnection *base) { return (VerbsConnection *)base; }
 
-/* Posts the chain with one call. The chain's last request is signalled, because only a completion frees slots of the
- * send queue: those of its request and of all earlier ones. */
+/* Posts the chain with one call. The chain's last request asks for a completion, which frees the send queue's slots of
+ * this request and of all earlier requests. */
 static int post(VerbsConnection *self) {
   struct ibv_send_wr *last, *refused;
   int status;
@@ -126,7 +126,7 @@ static int retire(VerbsConnection *self, uint32_t *progress) {
     taken = ibv_poll_cq(self->qp->send_cq, COMPLETIONS, completions);
     if (taken < 0) return EIO;
     for (int i = 0; i < taken; ++i) {
-      /* The first error is the cause; later requests failed only because the first did. */
+      /* Requests after the first failed one fail only because of the first failure. */
       if (completions[i].status != IBV_WC_SUCCESS) return PROXYCCL_VERBS_COMPLETION + completions[i].status;
       self->retired = completions[i].wr_id;
     }
@@ -144,7 +144,7 @@ static int verbs_poll(ProxycclConnection *base, uint32_t *progress) {
   return status == 0 ? proxyccl_mark_progress(base) : status;
 }
 
-/* Operations need no check: an operation waits only while a request is outstanding. */
+/* Need not look at the queue of operations, because operations wait only while a request is outstanding. */
 static int verbs_idle(const ProxycclConnection *base) {
   const VerbsConnection *self = (const VerbsConnection *)base;
   return self->made == self->retired;

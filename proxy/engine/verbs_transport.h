@@ -1,4 +1,4 @@
-/* The transport `verbs`: RDMA writes and reads, on one reliable connected queue pair for each peer.
+/* The transport `verbs` makes RDMA writes and reads on one reliable connected queue pair for each peer.
  *
  * The transport is built only with libibverbs' headers. The engine is not linked to the library, because posting and
  * polling are inline functions that call through the queue pair's context. */
@@ -9,7 +9,7 @@
 
 typedef enum ProxycclVerbsSignal {
   PROXYCCL_VERBS_WRITE = 0,    /* an inline write of the counter's 8 bytes */
-  PROXYCCL_VERBS_FETCH_ADD = 1 /* an atomic add of one */
+  PROXYCCL_VERBS_FETCH_ADD = 1 /* an atomic add to the counter */
 } ProxycclVerbsSignal;
 
 /* A status of this transport is an errno of ibv_post_send or ibv_poll_cq, or PROXYCCL_VERBS_COMPLETION plus an
@@ -30,9 +30,8 @@ enum {
 };
 
 /* At most min(send_depth, cq_depth) requests are outstanding, because after an error each request takes a place in the
- * completion queue. A chain has at most half as many, so that the device works on one half while the engine makes the
- * other.
- */
+ * completion queue. A chain has at most half of that number, so that the device works on one chain while the engine
+ * prepares the next. */
 typedef struct ProxycclVerbsOptions {
   uintptr_t qp;          /* ibv_qp *, ready to send. Nothing else may use it or its send completion queue. */
   uint32_t send_depth;   /* work requests that the queue pair's send queue can hold */
@@ -47,7 +46,7 @@ typedef struct ProxycclVerbsOptions {
 } ProxycclVerbsOptions;
 
 /* The key of local memory (a put's source or a get's destination) is its lkey. For the peer's memory, `base` is its
- * address in the peer's process, and the key is its rkey. A signal's word is also given by its address in the peer's
+ * address in the peer's process, and the key is its rkey. The address of a signal's word is that in the peer's
  * process. */
 
 /* Returns 1 if this build has the transport, which needs libibverbs' headers. */

@@ -26,8 +26,7 @@ struct Channel {
                         word */
   uint64_t taken;    /* number of signals in this rank's word that schedules have consumed, or the last post that was
                         read */
-  /* While triggers are not known to be complete: the point after all issued triggers, and the point that is published
-   * next. */
+  /* The point after all issued triggers, and the point to publish next; valid while `unfinished` is 1. */
   Extent issued, awaited;
   Channel *next_unfinished; /* next in the connection's list */
   int unfinished;           /* whether the channel is in that list */
@@ -43,13 +42,14 @@ struct ProxycclService {
   uint32_t worker_count;
   uint32_t current; /* number of the schedule that was started last */
   uint32_t started; /* number of schedules that were started; pairing schedule-start */
-  uint32_t parts;   /* number of workers that have not ended their part of the current schedule; pairing schedule-end */
+  uint32_t parts;   /* number of workers that have not completed their part of the current schedule; pairing
+                       schedule-end */
   Schedule *schedules[PROXYCCL_MAX_SCHEDULES];
   ProxycclMemory memories[PROXYCCL_MEMORY_IDS];
   Channel channels[PROXYCCL_MAX_CHANNELS];
 };
 
-/* The flush of a connection that is being timed; a connection times one flush at a time. */
+/* The flush that a connection is timing; a connection times one flush at a time. */
 typedef struct {
   const uint64_t *flushed; /* NULL without a timed flush */
   uint64_t awaited;        /* value of the flush word once the flush is complete */
@@ -63,8 +63,8 @@ typedef struct {
   ProxycclConnection *carrier; /* the connection whose stream copies all bundles; NULL without bundles */
   uint32_t left;               /* number of steps that are not complete */
   uint32_t idle_polls;         /* number of polls since the last progress */
-  uint64_t idle_since;         /* when the part was first seen without progress; 0 if the clock was not read since the
-                                  last progress */
+  uint64_t idle_since;         /* when the worker first noticed the lack of progress; 0 if the clock was not read since
+                                  the last progress */
   int shown;                   /* whether the waits are published for observers */
 } ScheduleRun;
 
@@ -74,7 +74,8 @@ struct ProxycclWorker {
   ProxycclService *service;
   ProxycclWorkerStats *stats;
   Trace trace;
-  uint32_t *asleep;                       /* the thread's word (waking.h), for requests; NULL without a thread */
+  uint32_t *asleep;                       /* the word by which requests wake the thread (waking.h); NULL without a
+                                             thread */
   ProxycclWorker *next;                   /* next in the thread's list */
   int (*make_current)(uintptr_t context); /* NULL if the thread always has this worker's context */
   uintptr_t context;
@@ -86,7 +87,7 @@ struct ProxycclWorker {
   uint32_t number;                       /* the worker's number in its service; worker 0 reads the bell */
   uint32_t joined;                       /* value of the service's `started` when this worker last began a schedule;
                                             unused by worker 0 */
-  uint32_t polled;                       /* number of the connection to poll in this turn while a schedule runs */
+  uint32_t polled;                       /* number of the connection that this poll polls while a schedule runs */
   ScheduleRun run;
   int handling;  /* whether a Python handler is handling the current ring's next trigger */
   int handled;   /* whether a handler has returned and connections were not polled since */
@@ -96,7 +97,7 @@ struct ProxycclWorker {
 };
 
 enum {
-  POLL_INTERVAL = 256 /* most triggers of a ring between two polls of the connections, which call the driver */
+  POLL_INTERVAL = 256 /* most triggers that are taken from a ring between two polls of the connections */
 };
 
 /* Returns the number of triggers for which a connection has room now. */
@@ -111,8 +112,8 @@ static inline int copies_remote_only(const ProxycclTransport *transport, const P
          (peer->remote_only && transport->copies & PROXYCCL_COPIES_PEER);
 }
 
-/* Fills in the error with which proxyccl_thread_run returns. `info` was cleared before; the caller of this function
- * adds the channel, connection or schedule. */
+/* Fills in the error with which proxyccl_thread_run returns. `info` must have been cleared. The caller adds the
+ * channel, connection or schedule. */
 static inline ProxycclOutcome exit_with_error(ProxycclExitInfo *info, uint32_t code, int status, const char *reason) {
   info->code = code;
   info->status = status;
@@ -132,12 +133,12 @@ ProxycclOutcome proxyccl_worker_visit_ring(ProxycclWorker *worker, Ring *ring, P
 ProxycclOutcome proxyccl_worker_run_schedule(ProxycclWorker *worker, ProxycclExitInfo *info, uint32_t *progress,
                                              int *running);
 
-/* Publishes the wait of the running schedule, if any, on each connection that the schedule waits for. */
+/* If a schedule runs, publishes what it waits for, in the statistics of each connection that it waits for. */
 void proxyccl_worker_show_schedule_waits(ProxycclWorker *worker);
 
-/* Polls every connection, or one of them in turn while a schedule runs, and publishes the progress of each polled
- * connection for observers. Adds the number of completions to *progress, and sets *outstanding to whether work is
- * outstanding. Returns CONTINUE, or the reason why the thread must return. */
+/* Polls every connection; while a schedule runs, a call polls only some connections. Publishes the progress of each
+ * polled connection for observers. Adds the number of completions to *progress, and sets *outstanding to whether work
+ * is outstanding. Returns CONTINUE, or the reason why the thread must return. */
 ProxycclOutcome proxyccl_worker_poll(ProxycclWorker *worker, ProxycclExitInfo *info, uint32_t *progress,
                                      int *outstanding);
 
