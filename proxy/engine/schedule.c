@@ -558,8 +558,8 @@ static ProxycclOutcome find_schedule(ProxycclWorker *worker, Schedule **schedule
   if (service->words == NULL || parts_left(&service->parts) != 0) return CONTINUE;
   const uint64_t number = word_load(&service->words->bell);
   if (number == 0) return CONTINUE;
-  word_store(&service->words->running, number); /* stored before the bell is reset, so that one of the two words is
-                                                   always set while a stream waits */
+  word_store(&service->words->running,
+             number); /* before the bell is reset, so that one of the two words is always set while a stream waits */
   word_store(&service->words->bell, 0);
   *schedule = number < PROXYCCL_MAX_SCHEDULES ? schedule_load(&service->schedules[number]) : NULL;
   if (*schedule == NULL) {

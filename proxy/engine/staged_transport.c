@@ -1,37 +1,35 @@
-/* A staged connection consists of other connections: one copies into the sending ring, one or several, the wires, write
- * to the peer, and one copies out of the receiving ring. Messages are numbered from 0 and pass through these states in
- * order:
+/* A staged connection uses other connections: one copies into the sending ring, one or more (the wires) write to the
+ * peer, and one copies out of the receiving ring. Messages are numbered from 0 and pass through these states in order:
  *
  *   made     the message has a place in the ring, and its copy into the ring is issued
  *   copied   that copy is complete
- *   posted   the wire has the message, and after it the peer's count of messages that arrived by that wire
+ *   posted   the write of the message, and then of the peer's count of arrived messages, is issued to the wire
  *   sent     the message's requests are complete
  *   taken    the peer has issued the copy out of its ring
  *   placed   that copy is complete, and the peer's worker stores the message's signal
- *   credited the sender has the peer's credit: at once if the sender waits for it, else with later credits, after 50
- * us, or when a quarter of the ring waits for credits
+ *   credited the peer's credit has reached the sender; the peer delays a credit that the sender does not wait for
  *
- * A message's place in the ring is free once the message is sent and credited. If the wire is a byte stream, a credited
- * message has also been sent. Sending on a wire never waits for the peer's engine, so two engines that wait for each
- * other's credits can both return credits.
+ * A message's space in the ring is free once the message is sent and credited. If the wire is a byte stream, a
+ * message's credit implies that the message is sent. Sending on a wire never waits for the peer's engine, so two
+ * engines can return credits while they wait for each other's credits.
  *
- * The message after a long message goes by the next wire; the message after a short message goes by the same wire. If a
- * put begins while all earlier messages are posted, the message after the put goes by the first wire. So successive
- * calls use the same wires, whose threads are awake. Both sides know from each message which wire carries the next one.
- * The receiver takes messages in the order of their numbers, regardless of their wires. A wire over sockets keeps a
- * core busy for every few gigabytes per second. So other threads may serve wires, which means that they post messages
- * and credits and poll. The worker wakes these threads when it makes or takes long messages. It leaves a wire to a
- * thread that is awake and has just polled the wire, because the worker could start no copies while it sent a long
- * message. The worker serves all other wires itself, so short messages need no other thread. The provider holds an
- * endpoint's locks during system calls, and all wires of the endpoint, to all peers, need these locks. So only one
- * thread at a time serves the wires of an endpoint (it has the turn), and a thread that finds the turn taken does not
- * wait for it.
+ * A message that follows a long message uses the next wire; a message that follows a short message uses the same wire.
+ * If all earlier messages are posted when a put begins, the message after the put uses the first wire, so that
+ * successive calls use wires whose threads are awake. Each message tells the receiver which wire carries the next
+ * message. The receiver takes messages in the order of their numbers, regardless of their wires. A few gigabytes per
+ * second over sockets keep a core busy. So a thread other than the worker may serve a wire: it posts messages and
+ * credits, and polls. The worker wakes a wire's thread for long messages. The worker does not serve a wire whose thread
+ * is awake and has just polled the wire, because sending a long message would keep the worker from starting copies. The
+ * worker serves all other wires, so short messages need no other thread. A provider holds an endpoint's locks during
+ * system calls, and all wires of the endpoint, to all peers, need these locks. So a thread serves an endpoint's wires
+ * only while it holds the lock `turn` of ProxycclWireThread, and a thread that finds the lock taken does not wait for
+ * it.
  *
- * A get is a message without data, called the request. The request is credited like any message. The peer records the
- * request, and sends the data in its own messages, called the answer, when all messages that arrived before the request
- * are placed. Requests are answered in order, so an answer need not say where its data belongs. Until all its gets are
- * complete, a side makes no messages for later operations. The number of recorded requests is bounded, so an answer
- * waits only for room in the ring.
+ * For a get, a side sends a message without data, called the request. The peer credits and records the request. Once
+ * all messages that arrived before the request are placed, the peer sends the data in messages of its own, called the
+ * answer. Requests are answered in order, so an answer need not name the destination of its data. A side makes no
+ * messages for operations after a get until all its gets are complete. The number of recorded requests is bounded, so
+ * an answer waits only for room in the ring.
  *
  * Over sockets, a count may arrive in parts, low bytes first. A partly written count may be too low but is never too
  * high, so each side uses the highest value that it has read. */
@@ -49,12 +47,11 @@
 
 enum { MESSAGES = PROXYCCL_STAGED_MESSAGES };
 
-/* The header of a message. A message may carry a piece of a put or of an answer, a signal to store after the piece, or
- * a request; it may also carry nothing. */
+/* The header of a message. A message may be empty, or carry a piece of a put or of an answer, a signal to store after
+ * the piece, or a request. */
 typedef struct {
-  uint64_t address; /* address of the put's or requested data in the receiver's process; with ALERTS, the number of
-                       parts */
-  uint64_t target;  /* key of the receiver's range that contains that address */
+  uint64_t address; /* address, in the receiver's process, to put to or to get from; with ALERTS, the number of parts */
+  uint64_t target;  /* key of the receiver's range that contains `address` */
   uint64_t bytes;   /* bytes of data in the message */
   uint64_t word;    /* address of a semaphore word in the receiver's process; 0 without a signal */
   uint64_t value;
@@ -80,22 +77,23 @@ typedef struct {
 typedef struct {
   Count arrived[PROXYCCL_STAGED_WIRES]; /* written by the peer: for each wire, the number of messages that arrived */
   Count credited;                       /* written by the peer: number of this side's messages that are credited */
-  Count copied;                         /* written by the stream that copies into the area: copied messages */
-  Count placed;                         /* written by the stream that copies out of the area: placed messages */
+  Count copied;                         /* written by the stream that copies into the area: number of copied messages */
+  Count placed;                         /* written by the stream that copies out of the area: number of placed
+                                           messages */
 } Words;
 
 _Static_assert(sizeof(Words) == PROXYCCL_STAGED_WORDS_BYTES, "the rings begin after the words");
 
-/* A get of this side, some of whose data has not arrived or is not placed. */
+/* An incomplete get of this side. */
 typedef struct {
   uint64_t destination, bytes; /* destination range of the data that has not arrived yet */
-  uint64_t last;               /* number of the peer's messages up to the last one with data of the get */
+  uint64_t last;               /* the get is complete once this many of the peer's messages are placed */
 } Asked;
 
 /* A get that the peer has requested. */
 typedef struct {
   uint64_t source, bytes; /* source range of the data that is in no message yet */
-  uint64_t behind;        /* number of messages that must be placed before the answer: all up to the request's */
+  uint64_t behind;        /* the answer may begin once this many messages are placed */
 } Answer;
 
 enum { GETS = PROXYCCL_STAGED_GETS };
@@ -103,40 +101,42 @@ enum { GETS = PROXYCCL_STAGED_GETS };
 /* The signal of a taken message. */
 typedef struct {
   uint64_t word, value;
-  uint64_t message; /* number of messages that must be placed before the signal: all up to this one */
+  uint64_t message; /* the signal may be stored once this many messages are placed */
 } Signal;
 
 enum {
   HELD_NS = 50000,        /* longest time for which a credit is held back */
-  SERVED_NS = 50000,      /* for this time after a poll by a thread that is awake, the worker leaves the wire to that
-                             thread */
+  SERVED_NS = 50000,      /* the worker does not serve a wire whose thread is awake and has polled the wire within this
+                             time */
   LONG_PART = 1024,       /* a message is long if its data exceeds 1/1024 of the ring or has at least SHORTEST_PIECE
                              bytes */
   SHORTEST_PIECE = 65536, /* bytes of the shortest part into which a put is cut to use several wires */
   RESTED_NS = 500000,     /* if the last long put began this long ago, the wires' threads may be asleep */
   MOST_PARTS = 8,         /* most parts into which a put is cut to use several wires */
-  FILLED_PART = 256,      /* a rest of less than 1/256 of the ring is filled, and not used for a short piece */
-  LOOKS_AT_ALL = 64,   /* in one of this many polls the worker polls all wires that no awake thread serves, as providers
-                          answer peers in polls */
-  LOOKS_AT_COPIES = 16 /* in one of this many polls the worker asks the driver whether incomplete copies have failed */
+  FILLED_PART = 256,      /* if less than 1/256 of the ring is left before its end, this space is not used for a short
+                             piece */
+  LOOKS_AT_ALL = 64,      /* once in this many polls, the worker polls all wires that no awake thread serves, because
+                             providers answer peers only in polls */
+  LOOKS_AT_COPIES = 16 /* once in this many polls, the worker asks the driver whether incomplete copies have failed */
 };
 
 typedef struct StagedConnection StagedConnection;
 
-/* A wire. Only the thread that has the wire's turn uses the link. */
+/* A wire. Only the thread that holds the lock `thread->turn` uses `link`. */
 typedef struct {
-  ProxycclConnection base; /* the connection that another thread polls */
+  ProxycclConnection base; /* the wire as a connection for another thread to poll */
   StagedConnection *staged;
   ProxycclConnection *link;
   uint32_t number;
-  ProxycclWireThread *thread; /* state of the wire's thread, or of the wire itself if it has no thread */
+  ProxycclWireThread *thread; /* state of the wire's thread; `own` if the wire has no thread */
   ProxycclWireThread own;
   int status;                 /* pairing wire-turn: status of the failure that ended the wire */
   int resting;                /* pairing wire-turn: 1 if nothing is outstanding on the link */
   uint64_t made;              /* pairing wire-message: number of messages assigned to this wire */
-  uint64_t numbers[MESSAGES]; /* pairing wire-message: for the wire's message number i, its number in the connection is
-                                 at i % MESSAGES */
-  uint64_t posted;            /* number of this wire's posted messages; atomic: threads without the turn read it */
+  uint64_t numbers[MESSAGES]; /* pairing wire-message: element i % MESSAGES is the connection's number of this wire's
+                                 message i */
+  uint64_t posted;            /* number of this wire's posted messages; atomic, because threads that do not hold the
+                                 lock read it */
   uint64_t sent;              /* number of this wire's messages whose requests are complete */
   uint64_t seen;              /* messages that had arrived by this wire when the other thread last polled it */
   uint64_t looked_ns;         /* relaxed: time of the other thread's last poll of this wire; 0 before the first */
@@ -149,49 +149,50 @@ struct StagedConnection {
   Wire wires[PROXYCCL_STAGED_WIRES];
   Words *words;
   char *sending, *receiving;                       /* the rings */
-  ProxycclMemory device_sending, device_receiving; /* the rings as memory for copies */
-  /* Sending. Positions are byte offsets from the first message, and never wrap around. */
+  ProxycclMemory device_sending, device_receiving; /* the rings, as copies name them */
+  /* Sending. Positions count the bytes since the first message, and never wrap around. */
   uint64_t head, tail;   /* positions after the last made message, and after the last freed message */
   uint64_t made, marked; /* number of made messages; the last value that the stream was told to store to `copied` */
   uint64_t freed;
-  uint64_t credited;            /* the highest credit that was read */
+  uint64_t credited;            /* the highest value read from `words->credited` */
   uint64_t positions[MESSAGES]; /* start positions of messages that are not freed, by message number */
-  uint8_t wire_of[MESSAGES];    /* the wires of these messages */
+  uint8_t wire_of[MESSAGES];    /* wires of messages that are not freed, by message number */
   uint64_t freed_by[PROXYCCL_STAGED_WIRES];
   uint32_t next_wire; /* wire of the next message */
   Header *last;       /* header of the last message that was made */
   uint64_t piece;     /* most bytes per message of the put in progress; 0 if no put is in progress */
-  int rewinds;        /* whether the message after that put goes by the first wire */
+  int rewinds;        /* whether the message after the put in progress uses the first wire */
   uint64_t put_ns;    /* when the last long put began */
   int has_copied;     /* whether the CPU has copied a long piece since the last poll */
   /* Receiving. */
   uint64_t received;                       /* position after the last message that was taken */
-  uint64_t arrived[PROXYCCL_STAGED_WIRES]; /* the highest counts that were read */
+  uint64_t arrived[PROXYCCL_STAGED_WIRES]; /* the highest values read from `words->arrived` */
   uint64_t taken_by[PROXYCCL_STAGED_WIRES];
   uint32_t from_wire; /* the wire by which the next message arrives */
   uint64_t taken, taken_marked;
   uint64_t ends[MESSAGES]; /* end positions of taken messages, by message number */
-  uint64_t wanted;         /* number of messages up to the last one whose credit the peer waits for */
+  uint64_t wanted;         /* the peer waits for the credits of this many messages */
   uint64_t signals_taken, signals_stored;
   Signal signals[MESSAGES]; /* signals that are not stored, by message number */
   uint64_t waiting;         /* one more than the number of the first message whose signal is not stored; UINT64_MAX if
                                all are */
-  /* Credits, which are used only in turns of the first wire. */
+  /* Credits; only the thread that serves the first wire uses these fields. */
   uint64_t returned;     /* number of returned credits */
   uint64_t returned_end; /* position after the last credited message */
-  uint64_t held_since;   /* when the oldest credit that is held back was first held; 0 if none is held back */
+  uint64_t held_since;   /* time since which a credit is held back; 0 if none is held back */
   /* Gets, by number. */
-  uint64_t asked, arriving, got; /* gets requested so far; the get whose data arrives next; gets completed so far */
-  uint64_t noted, answered;      /* number of the peer's requests; number of requests whose answers are made */
+  uint64_t asked, arriving, got; /* numbers of the next get to request, of the next get whose data arrives, of the next
+                                    get to complete */
+  uint64_t noted, answered;      /* number of requests received; number of requests answered completely */
   Asked gets[GETS];
   Answer answers[GETS];
-  FlushQueue releases; /* flushes that wait for copies out of their sources */
+  FlushQueue releases; /* RELEASE operations that wait until copies have read their sources */
   uint32_t polls;
 };
 
 static StagedConnection *self_of(ProxycclConnection *base) { return (StagedConnection *)base; }
 
-/* Returns the number of bytes that a message takes in the ring. */
+/* Returns the number of bytes that a message with `data` bytes of data takes in the ring. */
 static uint64_t message_bytes(uint64_t data) {
   return sizeof(Header) + (data + PROXYCCL_STAGED_ALIGN - 1) / PROXYCCL_STAGED_ALIGN * PROXYCCL_STAGED_ALIGN;
 }
@@ -234,17 +235,16 @@ static int is_long(const StagedConnection *self, uint64_t bytes) {
   return bytes >= SHORTEST_PIECE || bytes > self->options.ring_bytes / LONG_PART;
 }
 
-/* Returns the wire of the message after one that went by `wire` and had this many bytes of data. */
+/* Returns the wire of a message that follows a message with `bytes` bytes of data on `wire`. */
 static uint32_t wire_after(const StagedConnection *self, uint32_t wire, uint64_t bytes) {
   return is_long(self, bytes) ? (wire + 1) % self->options.wire_count : wire;
 }
 
-/* Wakes a wire's thread. */
 static void wake(const Wire *wire) {
   if (wire->thread->asleep != NULL) proxyccl_wake_one(wire->thread->asleep);
 }
 
-/* Makes a message at the ring's head. Returns the message's header, or NULL if there is no room. */
+/* Makes a message at the head of the sending ring. Returns the message's header, or NULL if there is no room. */
 static Header *open_message(StagedConnection *self, uint64_t bytes) {
   const uint64_t size = message_bytes(bytes);
   if (self->made - self->freed == MESSAGES || self->head + size - self->tail > self->options.ring_bytes) return NULL;
@@ -262,11 +262,11 @@ static Header *open_message(StagedConnection *self, uint64_t bytes) {
   return self->last;
 }
 
-/* Makes a message with the first bytes at `source`, at most `most`, and returns the message's header; *made is the
- * number of bytes. `host` is the CPU's address of the source, or 0. A message does not wrap around the ring's end, so
- * it has at most as much data as fits before the end. If little fits, makes a message without data that fills the rest,
- * because short copies of a GPU may have to wait for kernels; *made is then 0. If there is no room, returns NULL, and
- * *status is WAITS. If the copy can't be issued, *status is its status. */
+/* Makes a message with up to `most` bytes from `source`, stores their number in *made, and returns the message's
+ * header. `host` is the CPU's address of the source, or 0. A message does not wrap around the ring's end. If little
+ * fits before the end, makes a message without data that fills this space, and sets *made to 0, because short copies of
+ * a GPU may have to wait for kernels. If the ring is full, returns NULL and sets *status to WAITS. If the copy can't be
+ * issued, sets *status to the copy's status. */
 static Header *make_piece(StagedConnection *self, uint64_t source, uint64_t host, uint64_t most, uint64_t *made,
                           int *status) {
   const uint64_t place = self->head % self->options.ring_bytes + sizeof(Header);
@@ -301,9 +301,9 @@ static uint64_t quotient_up(uint64_t dividend, uint64_t divisor) { return (divid
 static int mark(ProxycclConnection *copies, uint64_t *word, uint64_t count, uint64_t *marked);
 static int take_turn(Wire *wire, uint32_t *progress);
 
-/* Makes a message that tells the peer to wake the threads of a put's wires, unless a long put began just before, so
- * that they are awake. The threads then wake up while this side copies the first parts. If they woke up only when parts
- * arrive, the peer's worker would handle all parts itself. */
+/* Makes a message that tells the peer to wake the threads of a put's wires, unless a recent long put has kept the
+ * threads awake. The threads then wake up while this side copies the first parts. If the threads woke up only when
+ * parts arrive, the peer's worker would handle all parts itself. */
 static int alert_after_rest(StagedConnection *self, uint64_t bytes, uint64_t parts) {
   if (self->options.wire_count == 1 || bytes < 2 * SHORTEST_PIECE) return 0;
   const uint64_t last = self->put_ns;
@@ -320,8 +320,8 @@ static int alert_after_rest(StagedConnection *self, uint64_t bytes, uint64_t par
   return copy_status(status, PROXYCCL_STAGED_COPY_OUT);
 }
 
-/* Chooses the length of the parts into which the next put is cut, so that it uses several wires, and no part is longer
- * than a message may be or than the CPU may copy. Returns the number of parts. */
+/* Chooses the length of the parts into which the next put is cut, so that the put uses several wires. A part is no
+ * longer than a message may be, or than the CPU may copy. Returns the number of parts. */
 static uint64_t begin_put(StagedConnection *self, uint64_t bytes, int by_cpu) {
   const uint64_t chunk = self->options.chunk_bytes, wires = self->options.wire_count;
   const uint64_t longest = by_cpu && chunk > PROXYCCL_CPU_COPY_BYTES ? PROXYCCL_CPU_COPY_BYTES : chunk;
@@ -335,8 +335,8 @@ static uint64_t begin_put(StagedConnection *self, uint64_t bytes, int by_cpu) {
   return parts;
 }
 
-/* Makes a piece of a put. The CPU copies at most one long piece in each poll, so that wires send and arrived messages
- * are taken between two pieces. */
+/* Makes a piece of a put. In each poll, the CPU copies at most one long piece, so that sending and receiving go on
+ * between two pieces. */
 static int make_put(StagedConnection *self, Operation *operation) {
   const int by_cpu = operation->source_host != 0;
   uint64_t bytes;
@@ -392,8 +392,8 @@ static int make_answer(StagedConnection *self) {
   return 0;
 }
 
-/* Makes a message with a value, which the CPU copies. Up to the ring's end there is always room for a header. If there
- * is no room for a value after it, a message without data fills that place. */
+/* Makes a message with a value, which the CPU copies. If only a header fits before the ring's end, makes an empty
+ * message first, which fills this space. */
 static int make_value(StagedConnection *self, Operation *operation) {
   const uint64_t place = self->head % self->options.ring_bytes + sizeof(Header);
   if (place == self->options.ring_bytes && open_message(self, 0) == NULL) return WAITS;
@@ -406,7 +406,8 @@ static int make_value(StagedConnection *self, Operation *operation) {
   return 0;
 }
 
-/* Makes a signal: adds it to the last message if no wire can have sent that message yet, otherwise makes a message. */
+/* Adds a signal to the last message if no wire can have sent that message yet; otherwise makes a message for the
+ * signal. */
 static int make_signal(StagedConnection *self, const Operation *operation) {
   Header *header = self->last;
   if (self->made == self->marked || header->word != 0) header = open_message(self, 0);
@@ -416,12 +417,12 @@ static int make_signal(StagedConnection *self, const Operation *operation) {
   return 0;
 }
 
-/* Queues a flush until all earlier messages are freed. Asks the peer for an early credit, except for a flush that only
- * reports progress to observers, because nobody waits for it. */
+/* Queues a flush until all earlier messages are freed. Asks the peer for an early credit, unless the flush only reports
+ * progress to observers, because nobody waits for such a flush. */
 static int make_flush(StagedConnection *self, const Operation *operation) {
   const int awaited = self->made != self->freed && operation->flushed != &self->queue.base.progress.completed;
   if (!flushes_have_room(&self->queue.flushes)) return WAITS;
-  if (awaited && self->made == self->marked) open_message(self, 0); /* without room, credits come anyway */
+  if (awaited && self->made == self->marked) open_message(self, 0); /* a full ring gets credits anyway */
   if (awaited && self->made != self->marked) self->last->flags |= AWAITED;
   flushes_push(&self->queue.flushes, operation, self->made, self->freed);
   return 0;
@@ -431,7 +432,7 @@ static int make_release(StagedConnection *self, const Operation *operation) {
   return flushes_push(&self->releases, operation, self->made, word_load(&self->words->copied.count)) ? 0 : WAITS;
 }
 
-/* Makes a message for the next operation or a part of it. */
+/* Makes a message for the next operation, or for a part of that operation. */
 static int make_next(StagedConnection *self) {
   Operation *operation = operations_next(&self->queue.operations);
   int status;
@@ -473,19 +474,19 @@ static int mark(ProxycclConnection *copies, uint64_t *word, uint64_t count, uint
   return copies->transport->flush(copies, word, count);
 }
 
-/* Pairing wire-turn, acquire: the thread sees what the last thread with the turn did. Returns 1 if the turn was taken,
- * or 0 if another thread has it.
- */
+/* Pairing wire-turn, acquire: the thread sees what the last holder of the lock did. Returns 1 if it took the lock, or 0
+ * if another thread holds the lock. */
 static int turn_taken(Wire *wire) { return __atomic_exchange_n(&wire->thread->turn, 1, __ATOMIC_ACQUIRE) == 0; }
 
 /* Pairing wire-turn, release. */
 static void turn_give(Wire *wire) { __atomic_store_n(&wire->thread->turn, 0, __ATOMIC_RELEASE); }
 
-/* Pairing wire-turn, release and acquire of values that the worker reads without having the turn. */
+/* Pairing wire-turn, release and acquire of values that the worker reads without holding the lock. */
 static void shown_store(int *shown, int value) { __atomic_store_n(shown, value, __ATOMIC_RELEASE); }
 static int shown_load(const int *shown) { return __atomic_load_n(shown, __ATOMIC_ACQUIRE); }
 
-/* Addresses in the peer's area by which a wire names its words and ring. This process never dereferences them. */
+/* The addresses by which a wire's requests name the peer's words and receiving ring. This process never dereferences
+ * these addresses. */
 typedef struct {
   Words *words;
   char *receiving;
@@ -525,7 +526,7 @@ static int post(Wire *wire, uint32_t *progress) {
   return 0;
 }
 
-/* Returns whether the credits of all messages that are placed may be held back. */
+/* Returns whether the credits of the first `placed` messages may be held back. */
 static int may_be_held(StagedConnection *self, uint64_t placed) {
   const uint64_t returned = self->returned, wanted = word_load(&self->wanted);
   if (wanted > returned && placed >= wanted) return 0;
@@ -555,8 +556,8 @@ static int return_credits(Wire *wire, uint32_t *progress) {
   return link->transport->signal(link, &peer_area(self, wire).words->credited.count, placed, returned);
 }
 
-/* Serves a wire. Returns 1, or 0 if another thread is serving a wire of the same endpoint, because the provider would
- * then make this thread wait for the endpoint's lock. A failure is stored in the wire's status. */
+/* Serves a wire: posts messages and credits, and polls. Stores a failure in the wire's status. Returns 1, or 0 if
+ * another thread is serving a wire of the same endpoint and this thread would have to wait for the provider's lock. */
 static int take_turn(Wire *wire, uint32_t *progress) {
   if (!turn_taken(wire)) return 0;
   if (wire->status == 0) {
@@ -597,7 +598,7 @@ static int wires_turns(StagedConnection *self, uint32_t *progress) {
   return 0;
 }
 
-/* Returns whether the wire's requests for the oldest message are complete. */
+/* Returns whether the requests that wrote the oldest message to the peer are complete. */
 static int is_sent(const StagedConnection *self) {
   const uint32_t wire = self->wire_of[self->freed % MESSAGES];
   return self->options.credits_tell || self->freed_by[wire] < word_load(&self->wires[wire].sent);
@@ -617,8 +618,8 @@ static int reclaim(StagedConnection *self, uint32_t *progress) {
 
 /* -- receiving --- */
 
-/* If `bytes` bytes at the message's address lie in the range that the message names, sets *memory to them and returns
- * 1; otherwise returns 0. */
+/* Sets *memory to the `bytes` bytes at the message's address. Returns 1, or 0 if the bytes are not all in the range
+ * that the message names. */
 static int find_range(const StagedConnection *self, const Header *header, uint64_t bytes, ProxycclMemory *memory) {
   if (header->target >= PROXYCCL_STAGED_WRITE_TARGETS) return 0;
   const ProxycclRemoteWriteTarget target = target_load(&self->options.write_targets[header->target]);
@@ -635,7 +636,7 @@ static int may_signal(const StagedConnection *self, uint64_t word) {
          word - self->options.signals < self->options.signals_bytes;
 }
 
-/* Records a request of the peer, whose message is the one being taken. */
+/* Records the request in the message that is being taken. */
 static int note_request(StagedConnection *self, const Header *header) {
   if (header->bytes > 0 || self->noted - self->answered == GETS)
     return PROXYCCL_STAGED_REFUSED + PROXYCCL_STAGED_BAD_REQUEST;
@@ -645,7 +646,7 @@ static int note_request(StagedConnection *self, const Header *header) {
   return 0;
 }
 
-/* Returns the destination of an answer's data, or 0 if no get requested it. The message is the one being taken. */
+/* Returns the destination of the answer in the message that is being taken, or 0 if no get requested the data. */
 static uint64_t take_answer(StagedConnection *self, uint64_t bytes) {
   Asked *get = &self->gets[self->arriving % GETS];
   if (self->arriving == self->asked || bytes > get->bytes) return 0;
@@ -678,7 +679,7 @@ static int place(StagedConnection *self, const Header *header, uint64_t data) {
   return copy_status(status, PROXYCCL_STAGED_COPY_IN);
 }
 
-/* Stores the signals of placed messages. The CPU stores them, because a store by the stream would cost a driver call
+/* Stores the signals of placed messages. The CPU stores signals, because a store by the stream would cost a driver call
  * and a pause between two copies. */
 static void store_signals(StagedConnection *self) {
   const uint64_t placed = word_load(&self->words->placed.count);
@@ -691,8 +692,8 @@ static void store_signals(StagedConnection *self) {
   word_store(&self->waiting, UINT64_MAX);
 }
 
-/* Polls a stream of copies, which calls the driver. While the word that the stream writes shows that copies are
- * incomplete, a poll could only find a failure, so most polls are skipped. */
+/* Polls a connection that copies, which calls the driver. While `word` shows that copies are incomplete, a poll could
+ * only find a failure, so most polls are skipped. */
 static int poll_copies(const StagedConnection *self, ProxycclConnection *copies, const uint64_t *word, uint64_t marked,
                        uint32_t *progress) {
   if (word_load(word) != marked && self->polls % LOOKS_AT_COPIES != 0) return 0;
@@ -772,7 +773,8 @@ static int are_resting(const StagedConnection *self) {
   return 1;
 }
 
-/* Operations need no check: an operation waits only while a message has no credit or a get is incomplete. */
+/* Need not look at the queue of operations, because operations wait only while a message has no credit or a get is
+ * incomplete. */
 static int staged_idle(const ProxycclConnection *base) {
   const StagedConnection *self = (const StagedConnection *)base;
   return self->asked == self->got && self->answered == self->noted && self->made == self->freed &&
@@ -806,7 +808,8 @@ static int wire_poll(ProxycclConnection *base, uint32_t *progress) {
   return 0;
 }
 
-/* Always returns 1, so that the thread may sleep while requests are outstanding; the worker also polls the wire. */
+/* Always returns 1, so that the wire's thread may sleep while requests are outstanding. The worker also polls the
+ * wire. */
 static int wire_idle(const ProxycclConnection *base) {
   (void)base;
   return 1;
@@ -823,7 +826,7 @@ void proxyccl_staged_wire_set_thread(ProxycclConnection *base, ProxycclWireThrea
   wire->thread = thread != NULL ? thread : &wire->own;
 }
 
-/* -- making them --- */
+/* -- creation --- */
 
 /* Returns the name of an option that is out of range, or NULL. */
 static const char *staged_refused(const ProxycclStagedOptions *options) {

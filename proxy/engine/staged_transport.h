@@ -1,6 +1,6 @@
-/* The transports `staged` and `staged_fabric`: puts and gets through pinned memory of both hosts, for memory that the
- * network device can't register. Connections of verbs (`staged`) or of libfabric (`staged_fabric`), called wires, move
- * the data between the hosts.
+/* The transports `staged` and `staged_fabric`: puts and gets are copied through pinned memory of both hosts, because
+ * the network device can't register the memory. Connections of verbs (`staged`) or of libfabric (`staged_fabric`),
+ * called wires, move the data between the hosts.
  *
  * Each side of a connection has an area of pinned memory: some words, a ring to send from and a ring to receive in. The
  * sender's engine copies a put in pieces into its sending ring, and writes each piece to the same place in the
@@ -38,7 +38,7 @@ enum {
   PROXYCCL_STAGED_WORDS_BYTES = 2432
 };
 
-/* A range of this rank's memory that peers may write and read. The range's index in the table is its key for peers. */
+/* A range of this rank's memory that peers may write and read. Peers use the range's index in the table as its key. */
 typedef struct ProxycclRemoteWriteTarget {
   uint64_t base;
   uint64_t bytes; /* 0 if this entry has no range */
@@ -49,7 +49,8 @@ typedef struct ProxycclRemoteWriteTarget {
 void proxyccl_remote_write_target_set(ProxycclRemoteWriteTarget *target, uint64_t base, uint64_t bytes, uint64_t host);
 
 typedef struct ProxycclStagedWire {
-  const void *options;    /* the options of the wire's transport; their key for signals is that of the peer's area */
+  const void *options;    /* options of the wire's transport; the key for signals in these options is the peer area's
+                             key */
   uint64_t area_key;      /* the key of this side's area, for the wire's requests */
   uint64_t peer_area;     /* the address by which the wire names the peer's area */
   uint64_t peer_area_key; /* the key by which the wire names the peer's area */
@@ -58,10 +59,10 @@ typedef struct ProxycclStagedWire {
 typedef struct ProxycclStagedOptions {
   ProxycclStagedWire wires[PROXYCCL_STAGED_WIRES]; /* the wires, in the same order as the peer's */
   uint32_t wire_count;
-  uint32_t credits_tell; /* 1 if the peer's credit for a message implies that the wire's requests for it are complete,
-                            as on a byte stream */
-  uintptr_t area;        /* this side's area, pinned and registered: PROXYCCL_STAGED_WORDS_BYTES, zeroed, then the two
-                            rings */
+  uint32_t credits_tell; /* 1 if a message's credit implies that the requests that wrote the message are complete, as on
+                            a byte stream */
+  uintptr_t area;        /* this side's area, pinned and registered: PROXYCCL_STAGED_WORDS_BYTES zeroed bytes, then the
+                            two rings */
   uintptr_t device_area; /* the address by which the runtime's copies name the area */
   uint64_t ring_bytes;   /* bytes of a ring, the same on both sides; a multiple of PROXYCCL_STAGED_ALIGN */
   uint64_t chunk_bytes;  /* most bytes of a put in one message */
@@ -73,27 +74,26 @@ typedef struct ProxycclStagedOptions {
 
 typedef struct ProxycclConnection ProxycclConnection;
 
-/* Returns a wire as a connection that another worker may poll; that worker must end before the staged connection is
- * destroyed. Another worker need not poll it, because the staged connection also polls its wires. */
+/* Returns a wire as a connection that another worker may poll. Such a worker must end before the staged connection is
+ * destroyed. No other worker has to poll the wire, because the staged connection polls its wires itself. */
 ProxycclConnection *proxyccl_staged_wire(ProxycclConnection *connection, uint32_t number);
 
-/* The state that a thread that serves wires shares with the workers of their connections. Such a thread serves all
- * wires of one endpoint. */
+/* State that is shared by a thread, which serves all wires of one endpoint, and by the workers of the wires'
+ * connections. */
 typedef struct ProxycclWireThread {
-  uint32_t *asleep;     /* the thread's word (waking.h); NULL without a thread */
-  int turn;             /* pairing wire-turn: 1 while a thread serves one of the wires */
+  uint32_t *asleep;     /* the word by which workers wake the thread (waking.h); NULL without a thread */
+  int turn;             /* pairing wire-turn: a lock; 1 while a thread serves one of the wires */
   uint64_t padding[14]; /* keeps this state in other cache lines than the state of other threads */
 } ProxycclWireThread;
 
-/* Sets a wire's thread, whose state must be valid as long as the wire is used. NULL, the default, means that the wire
- * has no thread. Call this before the thread or the connection's worker uses the wire. */
+/* Sets the thread that serves a wire. The state `thread` must be valid as long as the wire is used. NULL, the default,
+ * means that the wire has no thread. Call this before the thread or the connection's worker uses the wire. */
 void proxyccl_staged_wire_set_thread(ProxycclConnection *wire, ProxycclWireThread *thread);
 
-/* Returns the message of the wire's provider about the error that ended a connection of `staged_fabric`; "" if there is
- * none. */
+/* Returns the provider's message about the error that ended a connection of `staged_fabric`; "" if there is none. */
 const char *proxyccl_staged_fabric_error_text(const ProxycclConnection *connection);
 
 /* In a put's destination, `base` is the address of the memory in the peer's process, and the key is the index of the
- * peer's range. A signal's word is also given by its address in the peer's process. */
+ * peer's range. The address of a signal's word is that in the peer's process. */
 
 #endif
