@@ -4,7 +4,7 @@
 
 void proxyccl_announce(ProxycclAnnouncements *table, uint32_t entry, const char *handle, uint32_t bytes) {
   ProxycclAnnouncement *own = &table->entries[entry];
-  /* Versions that wrap around skip 0, which marks an entry that was never used. */
+  /* A version that wraps around skips 0, because 0 marks an entry that was never used. */
   const uint32_t version = own->version + 2 != 0 ? own->version + 2 : 2;
   __atomic_store_n(&own->version, version - 1, __ATOMIC_RELAXED);
   /* Pairing announced-handle, release: no store after this fence becomes visible before the odd version. */
@@ -13,14 +13,14 @@ void proxyccl_announce(ProxycclAnnouncements *table, uint32_t entry, const char 
   for (uint32_t i = 0; i < bytes; ++i) __atomic_store_n(&own->handle[i], handle[i], __ATOMIC_RELAXED);
   /* Pairing announced-handle, release: the handle is stored before its version. */
   __atomic_store_n(&own->version, version, __ATOMIC_RELEASE);
-  /* Pairing announcement, release: the entry before the count that makes peers look for the entry. */
+  /* Pairing announcement, release: the entry is stored before the count of changes, which peers poll. */
   __atomic_store_n(&table->changes, table->changes + 1, __ATOMIC_RELEASE);
 }
 
 void proxyccl_announce_to_proxies(ProxycclAnnouncements *table, uint32_t entry) {
   ProxycclAnnouncement *own = &table->entries[entry];
   __atomic_store_n(&own->for_proxies, own->version, __ATOMIC_RELAXED);
-  /* Pairing announcement, release: `for_proxies` is stored before the count that makes peers look for the entry. */
+  /* Pairing announcement, release: `for_proxies` is stored before the count of changes, which peers poll. */
   __atomic_store_n(&table->changes, table->changes + 1, __ATOMIC_RELEASE);
 }
 
@@ -58,7 +58,8 @@ void proxyccl_announcement_reply(ProxycclAnnouncements *table, uint32_t entry, u
                                  uint64_t address) {
   ProxycclAnnouncementReply *own = &table->replies[entry][peer];
   __atomic_store_n(&own->address, address, __ATOMIC_RELAXED);
-  /* Pairing announcement-reply, release: the address, and the mapping or unmapping, before the version. */
+  /* Pairing announcement-reply, release: the memory is mapped or unmapped, and the address is stored, before the
+   * version is stored. */
   __atomic_store_n(&own->version, version, __ATOMIC_RELEASE);
 }
 

@@ -2,10 +2,9 @@
  *
  * Each rank owns one table, in memory that all ranks of the host map. The owner announces and withdraws memory in the
  * table's entries. When an entry changes, each peer maps or unmaps the memory, and replies with the address at which
- * its kernels reach the memory. If the owner asks proxies to register the memory, the peer also replies with the
- * memory's id in its proxy. A reply contains the version of the entry that it answers, so a late reply is not taken for
- * a reply about newer memory.
- */
+ * the peer's kernels reach the memory. If the owner asks proxies to register the memory, the peer also replies with the
+ * memory's id in the peer's proxy. A reply contains the version of the entry that it answers, so a late reply is not
+ * taken for a reply about newer memory. */
 #ifndef PROXYCCL_ANNOUNCEMENTS_H
 #define PROXYCCL_ANNOUNCEMENTS_H
 
@@ -25,7 +24,7 @@ enum {
 typedef struct ProxycclAnnouncement {
   uint32_t version;      /* incremented twice for each change; odd while the handle is being written; 0 if never used */
   uint32_t handle_bytes; /* 0 if the memory was withdrawn */
-  uint32_t for_proxies;  /* the version of the memory that proxies are to register */
+  uint32_t for_proxies;  /* version of the entry whose memory proxies must register */
   char handle[PROXYCCL_ANNOUNCED_HANDLE_BYTES];
 } ProxycclAnnouncement;
 
@@ -41,19 +40,19 @@ typedef struct ProxycclAnnouncements {
   ProxycclAnnouncementReply replies[PROXYCCL_ANNOUNCEMENTS][PROXYCCL_ANNOUNCEMENT_PEERS];
 } ProxycclAnnouncements;
 
-/* Called by the owner, by one thread at a time: announces the memory of a handle in an entry, or withdraws the entry's
- * memory if `bytes` is 0. */
+/* Announces the memory of `handle` in an entry, or withdraws the entry's memory if `bytes` is 0. Only one thread of the
+ * owner may call this function at a time. */
 void proxyccl_announce(ProxycclAnnouncements *table, uint32_t entry, const char *handle, uint32_t bytes);
 /* Returns how often the table's entries have changed. */
 uint64_t proxyccl_announcement_changes(const ProxycclAnnouncements *table);
-/* Called by a peer when the number of changes has grown: returns the first entry, from `entry` on, that has changed
- * since the peer handled it, or PROXYCCL_ANNOUNCEMENTS if there is none. `handled`: for each entry, the values that the
- * peer has handled: `for_proxies` in the upper half and the version in the lower half. */
+/* Returns the first entry, from `entry` on, that has changed since the calling peer handled it, or
+ * PROXYCCL_ANNOUNCEMENTS if there is none. For each entry, `handled` has the values that the peer has handled:
+ * `for_proxies` in the upper half and the version in the lower half. */
 uint32_t proxyccl_announcement_changed(const ProxycclAnnouncements *table, uint32_t entry, const uint64_t *handled);
 /* Called by a peer: copies an entry. Returns the entry's version, or 0 if the entry is being written. */
 uint32_t proxyccl_announcement_read(const ProxycclAnnouncements *table, uint32_t entry, ProxycclAnnouncement *copy);
-/* Called by a peer: replies that the peer has handled a version. `address`: the address at which the peer's kernels
- * reach the memory, or PROXYCCL_UNREACHED; 0 for memory that was withdrawn. */
+/* Called by a peer: replies that the peer has handled a version. `address` is where the peer's kernels reach the
+ * memory, or PROXYCCL_UNREACHED, or 0 if the memory was withdrawn. */
 void proxyccl_announcement_reply(ProxycclAnnouncements *table, uint32_t entry, uint32_t peer, uint32_t version,
                                  uint64_t address);
 /* Called by the owner: asks peers to register an entry's memory with their proxies. */
@@ -62,12 +61,11 @@ void proxyccl_announce_to_proxies(ProxycclAnnouncements *table, uint32_t entry);
  * PROXYCCL_NO_MEMORY. */
 void proxyccl_announcement_reply_memory(ProxycclAnnouncements *table, uint32_t entry, uint32_t peer, uint32_t version,
                                         uint32_t id);
-/* Called by the owner: gets the id in a peer's reply. Returns 1 if the reply is to the entry's present version,
- * otherwise 0.
- */
+/* Called by the owner: stores the memory id of a peer's reply in *id. Returns 1 if the reply is to the entry's present
+ * version, otherwise 0. */
 int proxyccl_announcement_memory(const ProxycclAnnouncements *table, uint32_t entry, uint32_t peer, uint32_t *id);
-/* Called by the owner: gets the address in a peer's reply. Returns 1 if the reply is to the entry's present version,
- * otherwise 0. */
+/* Called by the owner: stores the address of a peer's reply in *address. Returns 1 if the reply is to the entry's
+ * present version, otherwise 0. */
 int proxyccl_announcement_reached(const ProxycclAnnouncements *table, uint32_t entry, uint32_t peer, uint64_t *address);
 
 #endif

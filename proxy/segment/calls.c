@@ -18,7 +18,7 @@ static void write_entry(ProxycclCallEntry *entry, uint64_t stamp, const Proxyccl
   __atomic_store_n(&entry->stamp, stamp, __ATOMIC_RELEASE);
 }
 
-/* Reads an entry. Returns its stamp, or 0 if the entry is not that of the call with this number. */
+/* Reads an entry. Returns the entry's stamp, or 0 if the entry does not hold call `sequence`. */
 static uint64_t read_entry(const ProxycclCallEntry *entry, uint64_t sequence, ProxycclCall *call) {
   /* Pairing call-entry, acquire: this load of the stamp comes before the loads of the fields. */
   const uint64_t stamp = __atomic_load_n(&entry->stamp, __ATOMIC_ACQUIRE);
@@ -39,7 +39,7 @@ void proxyccl_calls_wait_on(ProxycclCallers *callers, uintptr_t stream, uintptr_
   callers->synchronize = (int (*)(void *))synchronize;
 }
 
-/* Returns the digest of the earlier calls and of one more call. */
+/* Returns `history`, the digest of all earlier calls, updated with one more call. */
 static uint64_t history_with(uint64_t history, const ProxycclCall *call) {
   for (int i = 0; i < PROXYCCL_CALL_FIELDS; ++i) {
     history = (history ^ call->fields[i]) * 0x9e3779b97f4a7c15u;
@@ -48,8 +48,8 @@ static uint64_t history_with(uint64_t history, const ProxycclCall *call) {
   return history;
 }
 
-/* Counts a call in a hash table, whose memory was zeroed at first and from which nothing is removed. Fields are written
- * with plain 8-byte stores, so observers may read the table at any time. */
+/* Counts a call in a hash table, which is zeroed at first and from which nothing is removed. Fields are written with
+ * plain 8-byte stores, so observers may read the table at any time. */
 static void count_call(ProxycclCallCount *counts, uint64_t collective) {
   for (uint32_t probe = 0; probe < PROXYCCL_CALL_KINDS; ++probe) {
     ProxycclCallCount *const count = &counts[(collective + probe) % PROXYCCL_CALL_KINDS];
@@ -94,14 +94,14 @@ int proxyccl_calls_agree(ProxycclCallers *callers, const ProxycclCall *call) {
   return 0;
 }
 
-/* Calls proxyccl_calls_agree, then checks once more for failures, right before the driver is called, because a kernel
- * that begins after a failure must not use memory that a peer may have freed. */
+/* Calls proxyccl_calls_agree, then checks for failures again, because a kernel that begins after a failure must not use
+ * memory that a peer may have freed. */
 static int agree_to_issue(ProxycclCallers *callers, const ProxycclCall *call) {
   const int status = call == NULL ? 0 : proxyccl_calls_agree(callers, call);
   return status == 0 && failure_is_told(callers->control) ? PROXYCCL_CALL_ABORTED : status;
 }
 
-/* Waits for the stream's work if calls on this stream must wait. Returns the call's status. */
+/* Waits for the stream's work if proxyccl_calls_wait_on has named the stream. Returns the call's status. */
 static int end_call(const ProxycclCallers *callers, uintptr_t stream, int status) {
   if (callers->synchronize == NULL || stream != callers->waited) return status;
   const int ended = callers->synchronize((void *)stream);

@@ -23,8 +23,8 @@ typedef struct ProxycclLetter {
   char data[PROXYCCL_MAILBOX_BYTES];
 } ProxycclLetter;
 
-/* Letters are stored alternately in two places. A rank posts letter k+1 only after it has read letter k of every rank.
- * So a rank may replace its letter k by letter k+2 once every rank has posted its letter k+1. */
+/* A mailbox stores letters alternately in two slots. A rank posts letter k+1 only after it has read letter k of every
+ * rank. So a rank may replace its letter k by letter k+2 once every rank has posted its letter k+1. */
 typedef struct ProxycclMailbox {
   uint64_t posted; /* number of letters posted so far */
   ProxycclLetter letters[2];
@@ -39,25 +39,24 @@ typedef struct ProxycclInvitation {
 typedef struct ProxycclRendezvous {
   ProxycclMailbox mailbox;
   ProxycclInvitation invitations[PROXYCCL_INVITATIONS];
-  uint64_t decisions[PROXYCCL_DECISIONS]; /* by question: the decision, or 0 if it is not made yet */
+  uint64_t decisions[PROXYCCL_DECISIONS]; /* for each question: the decision, or 0 if the question is not decided yet */
 } ProxycclRendezvous;
 
 /* Called by the owner: posts the next letter, which is a part of a message of `message_bytes` bytes. */
 void proxyccl_mailbox_post(ProxycclRendezvous *own, const char *data, uint32_t bytes, uint32_t message_bytes);
-/* Called by a peer: copies the letter with this number, counted from 0. Returns 1, or 0 if the letter is not posted
- * yet. */
+/* Called by a peer: copies letter `number`, counted from 0. Returns 1, or 0 if the letter is not posted yet. */
 int proxyccl_mailbox_read(const ProxycclRendezvous *theirs, uint64_t number, ProxycclLetter *copy);
 
-/* Called by the owner, by one thread at a time: leaves an invitation, which has a key and a handle, in a place without
- * an invitation. */
+/* Stores an invitation, which has a key and a handle, in the empty slot `place`. Only one thread of the owner may call
+ * this function at a time. */
 void proxyccl_invite(ProxycclRendezvous *own, uint32_t place, uint64_t key, const char *handle, uint32_t bytes);
-/* Called by the owner: withdraws the invitation in a place. */
+/* Called by the owner: withdraws the invitation in slot `place`. */
 void proxyccl_invitation_withdraw(ProxycclRendezvous *own, uint32_t place);
-/* Called by a peer: copies the invitation with this key. Returns 1, or 0 if there is none or it is being written. */
+/* Called by a peer: copies the invitation with the key `key`. Returns 1, or 0 if no such invitation is complete. */
 int proxyccl_invitation_find(const ProxycclRendezvous *theirs, uint64_t key, ProxycclInvitation *copy);
 
-/* Called by any rank, for the first rank's rendezvous: decides a question with a nonzero value, unless the question is
- * already decided. Returns the decision: the value of the rank that came first. */
+/* Decides a question with a nonzero value, unless the question is already decided. Returns the decision. Any rank may
+ * call this function, with the rendezvous of the group's first rank. */
 uint64_t proxyccl_decide(ProxycclRendezvous *first, uint32_t question, uint64_t value);
 /* Returns a question's decision; 0 if the question is not decided yet. */
 uint64_t proxyccl_decision(const ProxycclRendezvous *first, uint32_t question);
