@@ -28,8 +28,8 @@ static uint32_t value_bytes(ProxycclTrigger trigger) {
  * taken. */
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 
-/* The table entries that consecutive triggers with equal ids, called a run, use. A kernel's triggers mostly differ only
- * in offsets and sizes, so ids are looked up only at the start of a run. The contents of the entries are read for each
+/* The table entries of a run, which is a sequence of triggers with equal ids. A kernel's triggers mostly differ only in
+ * offsets and sizes, so ids are looked up only at the start of a run. The contents of the entries are read for each
  * trigger. */
 typedef struct {
   uint64_t names; /* word 1 without the destination's offset, with the put-or-get bit of word 0 in place of the
@@ -40,7 +40,7 @@ typedef struct {
   int (*transfer)(ProxycclConnection *connection, const ProxycclMemory *dst, uint64_t dst_offset,
                   const ProxycclMemory *src, uint64_t src_offset, uint64_t bytes); /* the transport's put or get */
   ProxycclCounters *counters;
-  uint64_t triggers, bytes; /* sums that are not in `counters` yet; a sum in a register is cheaper */
+  uint64_t triggers, bytes; /* counts of this run that are not in `counters` yet */
   uint32_t first;           /* number of triggers that visit() had taken when the run began */
 } Route;
 

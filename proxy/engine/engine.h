@@ -136,13 +136,13 @@ void proxyccl_thread_set_idle(ProxycclThread *thread, const ProxycclIdlePolicy *
 void proxyccl_thread_add_worker(ProxycclThread *thread, ProxycclWorker *worker);
 /* Runs the thread's workers in a loop until one of them exits or needs a handler. The caller must not hold the GIL. */
 ProxycclOutcome proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *info);
-/* Lets other threads run this thread's workers (proxyccl_thread_help). Call it before the thread runs. It calls `add`
- * to announce the thread to helpers. proxyccl_thread_destroy calls `remove`, which must return only when no helper is
- * running the thread's workers. */
+/* Lets other threads run this thread's workers (proxyccl_thread_help). Call it before the thread runs. This function
+ * calls `add` to announce the thread to helpers. proxyccl_thread_destroy calls `remove`, which must return only when no
+ * helper is running the thread's workers. */
 void proxyccl_thread_take_help(ProxycclThread *thread, void (*add)(int (*help)(void *thread, int waits), void *thread),
                                void (*remove)(void *thread));
-/* Runs each of the thread's workers once, unless another thread is running them. If `waits` is 0, it runs them only if
- * a ring has triggers; a caller that waits for the workers' results sets `waits` to 1. Returns 1 if the workers made
+/* Runs each of the thread's workers once, unless another thread is running them. If `waits` is 0, runs the workers only
+ * if a ring has triggers; a caller that waits for the workers' results sets `waits` to 1. Returns 1 if the workers made
  * progress. If a worker exits or needs a handler, proxyccl_thread_run reports that later. */
 int proxyccl_thread_help(ProxycclThread *thread, int waits);
 

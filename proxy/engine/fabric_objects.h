@@ -20,7 +20,7 @@ typedef struct ProxycclFabricOffer {
   const void *source; /* the endpoint's own address, which has `source_bytes` bytes; NULL if not known yet */
   uint32_t source_bytes, address_format;
   uint32_t ordered;       /* 1 if writes reach the peer's memory in the order of their posts */
-  uint32_t parts;         /* most ranges of one write, in local memory and in the peer's */
+  uint32_t parts;         /* most memory ranges of one write, on each side */
   uint32_t reads;         /* 1 if the endpoint also supports reads */
   uint32_t remote;        /* 1 if the endpoint reaches other hosts */
   uint32_t device_memory; /* 1 if GPU memory can be registered, provided that the library supports the GPUs */

@@ -1,8 +1,8 @@
 /* Posts requests to a libfabric endpoint and takes completions from its queue, for the transport `fabric` and for
  * transfers between agents.
  *
- * Nothing links libfabric, because libfabric's inline functions call through function tables in the endpoint and in the
- * completion queue. */
+ * A program that includes this file need not link libfabric, because libfabric's inline functions call through function
+ * tables in the endpoint and in the completion queue. */
 #ifndef PROXYCCL_FABRIC_QUEUE_H
 #define PROXYCCL_FABRIC_QUEUE_H
 

@@ -3,10 +3,10 @@
  *
  * If a provider's writes reach the peer's memory in order, the completion of a write implies that all earlier writes
  * are complete, so most writes ask for no completion. A prepared write is posted only when the next request is made or
- * the connection is polled, because only a write without a successor may need a completion. Such a last write asks for
- * a completion only if a flush waits, because a completion over sockets costs a message from the peer. If a flush
- * arrives after the last write was posted, or no request follows for QUIET_NS, a write of zero bytes asks for the
- * completion. If a provider's writes may arrive out of order, each request has its own completion.
+ * the connection is polled, because only a write without a successor may need a completion. The last write asks for a
+ * completion only if a flush waits, because a completion over sockets costs a message from the peer. If a flush arrives
+ * after the last write was posted, or no request follows for QUIET_NS, a write of zero bytes asks for the completion.
+ * If a provider's writes may arrive out of order, each request has its own completion.
  *
  * If the bytes within one write also arrive in order, a signal becomes the second part of a prepared write, so that one
  * message over sockets carries both data and signal.
@@ -31,8 +31,7 @@
 #include "fabric_queue.h"
 
 enum {
-  RUNS = 4,          /* completions per `depth` requests; more than one, so that requests can start before all are
-                        complete */
+  RUNS = 4,          /* number of completions per `depth` requests; each makes room for new requests */
   QUIET_NS = 1000000 /* after this time without further requests, a write of zero bytes asks for a completion */
 };
 

@@ -1,7 +1,7 @@
 /* Memory order: for each atomic access whose order matters, this file has one function, named for the purpose of the
- * access. A function's comment names its pairing; device/include/MEMORY_ORDER.md lists all pairings. The functions of
- * some pairings are in the files that use them: ring.h, trace.h and observe.c, calls.c, thread.c, staged_transport.c.
- */
+ * access. A function's comment names its pairing: a release and the acquires that observe it
+ * (device/include/MEMORY_ORDER.md). The functions of some pairings are in the files that use them: ring.h, trace.h and
+ * observe.c, calls.c, thread.c, staged_transport.c. */
 #ifndef PROXYCCL_ORDER_H
 #define PROXYCCL_ORDER_H
 

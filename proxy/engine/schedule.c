@@ -25,7 +25,7 @@ typedef struct Step {
   uint32_t channel;
   const Channel *bundle; /* for an issued send in a bundle: the channel whose flush word reports the bundle's
                             completion; otherwise NULL */
-  uint64_t flushed;      /* value of that flush word once the bundle is complete */
+  uint64_t flushed;      /* value of the flush word of `bundle` once the bundle is complete */
   uint64_t value;        /* for a complete MEET step: the peer's post; for a send or receive: value of its word at
                             completion */
   union {
@@ -43,7 +43,7 @@ struct Schedule {
   uint32_t number;
   uint32_t joined; /* the stage that counts peers that have posted, or PROXYCCL_NO_ID */
   uint32_t count;
-  Step steps[]; /* in the order in which workers advance them: posts, MEET steps, sends, receives */
+  Step steps[]; /* sorted in the order in which workers advance them: POST, MEET, SEND, RECEIVE */
 };
 
 /* -- the table of schedules --- */
@@ -255,8 +255,9 @@ static ProxycclOutcome issue_send(ProxycclService *service, Step *step, Channel 
 
 static int is_met(const Step *step) { return step->meeting == NULL || step->meeting->state == COMPLETE; }
 
-/* Returns whether a send may be issued once its receiver has posted. `gate` is the value of the word `gate`. The
- * previous send on the channel must have been issued, because the receiver counts sends. */
+/* Returns whether a send may be issued, provided that its receiver has posted. `gate` is the value of
+ * ProxycclScheduleWords.gate. The previous send on the channel must have been issued, because the receiver counts
+ * sends. */
 static int is_next(const ProxycclService *service, const Step *step, uint64_t gate) {
   const ProxycclScheduleSend *send = &step->send;
   if (step->before != NULL && step->before->state == WAITING) return 0;
@@ -310,7 +311,7 @@ static int may_follow(const Step *step, int bundled) {
 static ProxycclOutcome issue_bundle(ProxycclService *service, Bundle *bundle, ProxycclExitInfo *info) {
   ProxycclConnection *carrier = bundle->carrier;
   const Channel *first = &service->channels[bundle->steps[0]->channel];
-  const uint64_t value = first->outbound + 1; /* as if the first send were not bundled */
+  const uint64_t value = first->outbound + 1; /* the value that the first send would have without a bundle */
   const char *failed = "put";
   int status = carrier->transport->put_many(carrier, bundle->puts, bundle->count);
   if (status == 0) {
@@ -334,8 +335,8 @@ static void complete_in_stage(ProxycclService *service, Step *step, uint32_t sta
   if (stage != PROXYCCL_NO_ID) stage_add(&service->words->stages[stage]);
 }
 
-/* Returns whether a send is complete, which a flush word shows, or the receiver's word if this process maps that
- * word. */
+/* Returns whether a send is complete. The receiver's word shows this if this process maps the word; otherwise a flush
+ * word shows it. */
 static int is_sent(const Step *step, const Channel *channel) {
   if (step->bundle != NULL) return word_load(step->bundle->flushed) >= step->flushed;
   const uint64_t *word = is_mapped(channel->connection) ? channel->remote_semaphore : channel->flushed;
@@ -422,7 +423,7 @@ enum {
   PHASE_SENDS,
   PHASE_STAGES, /* one phase per stage: the receives that the stage counts */
   PHASE_GATE = PHASE_STAGES + PROXYCCL_SCHEDULE_STAGES,
-  PHASE_RECEIVES /* receives without a stage, whose senders may wait for a gate of their own */
+  PHASE_RECEIVES /* receives without a stage; their senders may wait for a gate */
 };
 
 static uint32_t phase_of(const ProxycclService *service, const Step *step) {
@@ -559,7 +560,7 @@ static ProxycclOutcome find_schedule(ProxycclWorker *worker, Schedule **schedule
   const uint64_t number = word_load(&service->words->bell);
   if (number == 0) return CONTINUE;
   word_store(&service->words->running,
-             number); /* before the bell is reset, so that one of the two words is always set while a stream waits */
+             number); /* set before the bell is reset, so that one of the two is always set while a stream waits */
   word_store(&service->words->bell, 0);
   *schedule = number < PROXYCCL_MAX_SCHEDULES ? schedule_load(&service->schedules[number]) : NULL;
   if (*schedule == NULL) {

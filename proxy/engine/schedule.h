@@ -1,5 +1,5 @@
-/* A schedule has a rank's transfers for one call. The rank's proxy makes them once a stream writes the schedule's
- * number to the word `bell`. See channels/schedules/DESIGN.md.
+/* A schedule has a rank's transfers for one call. The rank's proxy makes these transfers once a stream writes the
+ * schedule's number to the word `bell`. See channels/schedules/DESIGN.md.
  *
  * A schedule has three kinds of steps. A post allows a peer to write to this rank's memory; a send writes to a peer
  * that has posted; a receive waits for data from a peer. When all steps are complete, the proxy sets the word `done` to
@@ -15,7 +15,7 @@
 #define PROXYCCL_NO_ID 0xffffffffu
 
 enum {
-  PROXYCCL_MAX_SCHEDULES = 65536, /* schedules have numbers from 1 to one less than this */
+  PROXYCCL_MAX_SCHEDULES = 65536, /* one more than the largest number of a schedule; the smallest is 1 */
   PROXYCCL_SCHEDULE_STAGES = 16,
   PROXYCCL_MAX_WORKERS = 64 /* most workers of a service that has schedules */
 };
@@ -37,10 +37,10 @@ typedef struct ProxycclScheduleWords {
   _Alignas(128) uint64_t done;    /* 1 if the schedule is complete */
   _Alignas(128) uint64_t gate;    /* streams increase this count; a gated send may start once the count has reached the
                                      send's `gate` */
-  _Alignas(128) uint64_t stages[PROXYCCL_SCHEDULE_STAGES]; /* for each stage, its number of completed receives and
-                                                              sends, or of peers that have posted */
-  ProxycclTurns turns[PROXYCCL_MAX_WORKERS];               /* indexed by worker; threads that wait for a schedule read
-                                                              them */
+  _Alignas(128) uint64_t stages[PROXYCCL_SCHEDULE_STAGES]; /* for each stage: number of completed receives and sends, or
+                                                              of peers that have posted */
+  ProxycclTurns turns[PROXYCCL_MAX_WORKERS];               /* indexed by worker number; read by threads that wait for a
+                                                              schedule */
 } ProxycclScheduleWords;
 
 /* Allows a peer to write to this rank's memory. If a schedule has a post to a peer, the peer writes only after the
@@ -68,7 +68,7 @@ typedef struct ProxycclScheduleSend {
 /* Waits until a peer's sends have arrived. */
 typedef struct ProxycclScheduleReceive {
   uint32_t channel; /* a channel that is used only for schedules; its word in this rank counts arrived sends */
-  uint32_t sends;   /* number of sends to wait for, after those that earlier receives on the channel wait for */
+  uint32_t sends;   /* number of sends to wait for, beyond the sends that earlier receives on the channel await */
   uint32_t stage;   /* index of the word in `stages` that counts the complete receive, or PROXYCCL_NO_ID */
 } ProxycclScheduleReceive;
 

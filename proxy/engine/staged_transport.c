@@ -1,13 +1,13 @@
 /* A staged connection uses other connections: one copies into the sending ring, one or more (the wires) write to the
  * peer, and one copies out of the receiving ring. Messages are numbered from 0 and pass through these states in order:
  *
- *   made     the message has a place in the ring, and its copy into the ring is issued
- *   copied   that copy is complete
- *   posted   the write of the message, and then of the peer's count of arrived messages, is issued to the wire
- *   sent     the message's requests are complete
- *   taken    the peer has issued the copy out of its ring
- *   placed   that copy is complete, and the peer's worker stores the message's signal
- *   credited the peer's credit has reached the sender; the peer delays a credit that the sender does not wait for
+ *   `made`: the message has a place in the ring, and its copy into the ring is issued.
+ *   `copied`: the copy into the ring is complete.
+ *   `posted`: the write of the message, and then of the peer's count of arrived messages, is issued to the wire.
+ *   `sent`: the message's requests are complete.
+ *   `taken`: the peer has issued the copy out of its ring.
+ *   `placed`: the copy out of the peer's ring is complete, and the peer's worker stores the message's signal.
+ *   `credited`: the peer's credit has reached the sender; the peer may delay a credit that the sender does not await.
  *
  * A message's space in the ring is free once the message is sent and credited. If the wire is a byte stream, a
  * message's credit implies that the message is sent. Sending on a wire never waits for the peer's engine, so two
@@ -28,8 +28,8 @@
  * For a get, a side sends a message without data, called the request. The peer credits and records the request. Once
  * all messages that arrived before the request are placed, the peer sends the data in messages of its own, called the
  * answer. Requests are answered in order, so an answer need not name the destination of its data. A side makes no
- * messages for operations after a get until all its gets are complete. The number of recorded requests is bounded, so
- * an answer waits only for room in the ring.
+ * messages for operations after a get until all its gets are complete. The peer can always record a request, because a
+ * side has at most PROXYCCL_STAGED_GETS incomplete gets.
  *
  * Over sockets, a count may arrive in parts, low bytes first. A partly written count may be too low but is never too
  * high, so each side uses the highest value that it has read. */
@@ -62,7 +62,7 @@ typedef struct {
 
 enum {
   AWAITED = 1, /* a flush waits for the message's credit; without this flag the peer may delay the credit */
-  REWINDS = 2, /* the next message goes by the first wire */
+  REWINDS = 2, /* the next message uses the first wire */
   FILLS = 4,   /* the message only fills the rest of the ring; its data is not sent */
   ALERTS = 8   /* a put of `address` parts follows; the receiver wakes the threads of these parts' wires */
 };
@@ -133,13 +133,13 @@ typedef struct {
   int status;                 /* pairing wire-turn: status of the failure that ended the wire */
   int resting;                /* pairing wire-turn: 1 if nothing is outstanding on the link */
   uint64_t made;              /* pairing wire-message: number of messages assigned to this wire */
-  uint64_t numbers[MESSAGES]; /* pairing wire-message: element i % MESSAGES is the connection's number of this wire's
-                                 message i */
+  uint64_t numbers[MESSAGES]; /* pairing wire-message: element i % MESSAGES is the number, in the connection, of this
+                                 wire's message i */
   uint64_t posted;            /* number of this wire's posted messages; atomic, because threads that do not hold the
                                  lock read it */
   uint64_t sent;              /* number of this wire's messages whose requests are complete */
-  uint64_t seen;              /* messages that had arrived by this wire when the other thread last polled it */
-  uint64_t looked_ns;         /* relaxed: time of the other thread's last poll of this wire; 0 before the first */
+  uint64_t seen;              /* number of messages that had arrived on this wire when the wire's thread last polled */
+  uint64_t looked_ns;         /* relaxed: time of the last poll by the wire's thread; 0 before the first poll */
 } Wire;
 
 struct StagedConnection {
@@ -149,10 +149,10 @@ struct StagedConnection {
   Wire wires[PROXYCCL_STAGED_WIRES];
   Words *words;
   char *sending, *receiving;                       /* the rings */
-  ProxycclMemory device_sending, device_receiving; /* the rings, as copies name them */
+  ProxycclMemory device_sending, device_receiving; /* the rings, with the addresses for copies */
   /* Sending. Positions count the bytes since the first message, and never wrap around. */
   uint64_t head, tail;   /* positions after the last made message, and after the last freed message */
-  uint64_t made, marked; /* number of made messages; the last value that the stream was told to store to `copied` */
+  uint64_t made, marked; /* number of made messages; last value that a stream was asked to store in `words->copied` */
   uint64_t freed;
   uint64_t credited;            /* the highest value read from `words->credited` */
   uint64_t positions[MESSAGES]; /* start positions of messages that are not freed, by message number */
@@ -168,7 +168,7 @@ struct StagedConnection {
   uint64_t received;                       /* position after the last message that was taken */
   uint64_t arrived[PROXYCCL_STAGED_WIRES]; /* the highest values read from `words->arrived` */
   uint64_t taken_by[PROXYCCL_STAGED_WIRES];
-  uint32_t from_wire; /* the wire by which the next message arrives */
+  uint32_t from_wire; /* the wire on which the next message arrives */
   uint64_t taken, taken_marked;
   uint64_t ends[MESSAGES]; /* end positions of taken messages, by message number */
   uint64_t wanted;         /* the peer waits for the credits of this many messages */
@@ -363,7 +363,7 @@ static int make_put(StagedConnection *self, Operation *operation) {
   return 0;
 }
 
-/* Makes the request of a get. */
+/* Makes the message that requests a get's data. */
 static int make_get(StagedConnection *self, Operation *operation) {
   if (self->asked - self->got == GETS) return WAITS;
   Header *header = open_message(self, 0);
@@ -422,7 +422,8 @@ static int make_signal(StagedConnection *self, const Operation *operation) {
 static int make_flush(StagedConnection *self, const Operation *operation) {
   const int awaited = self->made != self->freed && operation->flushed != &self->queue.base.progress.completed;
   if (!flushes_have_room(&self->queue.flushes)) return WAITS;
-  if (awaited && self->made == self->marked) open_message(self, 0); /* a full ring gets credits anyway */
+  /* If the ring is full, no message is made, because the peer then returns credits without being asked. */
+  if (awaited && self->made == self->marked) open_message(self, 0);
   if (awaited && self->made != self->marked) self->last->flags |= AWAITED;
   flushes_push(&self->queue.flushes, operation, self->made, self->freed);
   return 0;
@@ -474,8 +475,8 @@ static int mark(ProxycclConnection *copies, uint64_t *word, uint64_t count, uint
   return copies->transport->flush(copies, word, count);
 }
 
-/* Pairing wire-turn, acquire: the thread sees what the last holder of the lock did. Returns 1 if it took the lock, or 0
- * if another thread holds the lock. */
+/* Pairing wire-turn, acquire: the thread sees what the last holder of the lock did. Returns 1 if the caller took the
+ * lock, or 0 if another thread holds the lock. */
 static int turn_taken(Wire *wire) { return __atomic_exchange_n(&wire->thread->turn, 1, __ATOMIC_ACQUIRE) == 0; }
 
 /* Pairing wire-turn, release. */
@@ -708,12 +709,12 @@ static int take(StagedConnection *self, uint32_t *progress) {
   }
   for (uint32_t wire = self->from_wire; self->taken_by[wire] < self->arrived[wire]; wire = self->from_wire) {
     const uint64_t start = self->received % self->options.ring_bytes, data = start + sizeof(Header);
-    /* Copies the header before checking it, so that the peer can't change it after the check. */
+    /* Copies the header before checking it, because the peer could change the original after the check. */
     Header header = *(const volatile Header *)(self->receiving + start);
     const uint64_t bytes = header.bytes;
     int status;
     if (bytes > self->options.ring_bytes - data) return PROXYCCL_STAGED_REFUSED + PROXYCCL_STAGED_BAD_LENGTH;
-    if (header.flags & FILLS) header.bytes = 0; /* a message that only fills has no data, but may carry a signal */
+    if (header.flags & FILLS) header.bytes = 0; /* a filling message has no data, but may carry a signal */
     status = place(self, &header, data);
     if (status != 0) return status;
     self->received += message_bytes(bytes);

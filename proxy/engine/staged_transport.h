@@ -24,7 +24,8 @@ typedef enum ProxycclStagedRefusal {
   PROXYCCL_STAGED_BAD_LENGTH = 1,  /* a message does not fit the ring */
   PROXYCCL_STAGED_BAD_RANGE = 2,   /* a put or get leaves the offered memory */
   PROXYCCL_STAGED_BAD_WORD = 3,    /* a signal's address is not a semaphore word */
-  PROXYCCL_STAGED_BAD_REQUEST = 4, /* a request exceeds PROXYCCL_STAGED_GETS, or carries data */
+  PROXYCCL_STAGED_BAD_REQUEST = 4, /* more than PROXYCCL_STAGED_GETS requests are unanswered, or a request carries
+                                      data */
   PROXYCCL_STAGED_BAD_ANSWER = 5   /* an answer to a get carries more data than was requested */
 } ProxycclStagedRefusal;
 
@@ -74,8 +75,8 @@ typedef struct ProxycclStagedOptions {
 
 typedef struct ProxycclConnection ProxycclConnection;
 
-/* Returns a wire as a connection that another worker may poll. Such a worker must end before the staged connection is
- * destroyed. No other worker has to poll the wire, because the staged connection polls its wires itself. */
+/* Returns a wire as a connection that another worker may poll. The other worker must end before the staged connection
+ * is destroyed. No other worker has to poll the wire, because the staged connection polls its wires itself. */
 ProxycclConnection *proxyccl_staged_wire(ProxycclConnection *connection, uint32_t number);
 
 /* State that is shared by a thread, which serves all wires of one endpoint, and by the workers of the wires'
@@ -94,6 +95,6 @@ void proxyccl_staged_wire_set_thread(ProxycclConnection *wire, ProxycclWireThrea
 const char *proxyccl_staged_fabric_error_text(const ProxycclConnection *connection);
 
 /* In a put's destination, `base` is the address of the memory in the peer's process, and the key is the index of the
- * peer's range. The address of a signal's word is that in the peer's process. */
+ * peer's range. A signal's word is given by its address in the peer's process. */
 
 #endif

@@ -1,8 +1,8 @@
 /* Implements threads that run workers in a loop, with their idle policies and their helpers. See engine.h.
  *
  * Only the thread that holds the lock `turn` runs the workers. The proxy thread releases the lock while it backs off
- * after a round (in which each worker runs once) without work. It still holds the lock after proxyccl_thread_run has
- * returned, so no helper runs workers while Python calls a handler or handles an exit. */
+ * after a round (in which each worker runs once) without work. The proxy thread still holds the lock after
+ * proxyccl_thread_run has returned, so no helper runs workers while Python calls a handler or handles an exit. */
 #include <sched.h>
 #include <stdlib.h>
 #include <string.h>
@@ -28,7 +28,7 @@ enum {
                                    slice */
 };
 
-enum { HELPED_IDLY = 1, HELPED_ON = 2 }; /* a helper ran the workers: without progress, or with progress */
+enum { HELPED_IDLY = 1, HELPED_ON = 2 }; /* a helper ran the workers without progress (IDLY) or with it (ON) */
 
 #define IDLE_FOR_LONG UINT64_MAX /* an idle time for which back_off() chooses the policy's longest sleep */
 
@@ -45,11 +45,11 @@ struct ProxycclThread {
   int turn;                    /* pairing turn: a lock; 1 while a thread holds it */
   int helped;                  /* HELPED_… flags since the thread's last check */
   ProxycclOutcome found;       /* the outcome of a helper's round; proxyccl_thread_run returns it later */
-  ProxycclExitInfo found_info; /* the details of that outcome */
+  ProxycclExitInfo found_info; /* the details of `found` */
 };
 
-/* Pairing turn, acquire: the thread sees what the last holder of the lock did. Returns 1 if it took the lock, or 0 if
- * another thread holds the lock. */
+/* Pairing turn, acquire: the thread sees what the last holder of the lock did. Returns 1 if the caller took the lock,
+ * or 0 if another thread holds the lock. */
 static int turn_taken(ProxycclThread *thread) { return __atomic_exchange_n(&thread->turn, 1, __ATOMIC_ACQUIRE) == 0; }
 
 /* Pairing turn, release. */
@@ -209,8 +209,8 @@ static ProxycclOutcome take_turn(ProxycclThread *thread, ProxycclWorker *worker,
   uint32_t done = (uint32_t)worker->handled;
   int held = 0, outstanding, running = 0;
   count_turn(worker);
-  /* Checked before any trigger is taken, because triggers after an abort may name freed memory, or carry garbage from a
-   * stopped kernel. */
+  /* The abort word is checked before any trigger is taken, because triggers after an abort may name freed memory, or
+   * carry garbage from a stopped kernel. */
   if (abort_is_up(worker->service->control)) {
     proxyccl_worker_show_schedule_waits(worker);
     /* The abort word is set before streams stop waiting, so a caller that checks for failures once its stream is done
@@ -321,7 +321,7 @@ ProxycclOutcome proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *in
   /* 1 if a helper has run the workers and this thread has found no triggers or steps since. This thread then leaves the
    * work to helpers, because a thread that wakes up may take a core from a thread with work. */
   int is_helped = 0;
-  uint64_t idle_since = 0, counted = 0; /* start of the idle time; time up to which the statistics contain it */
+  uint64_t idle_since = 0, counted = 0; /* start of the idle time; end of the idle time that is in the statistics */
   uint64_t slept = 0;                   /* length of the last sleep; if it is not 0, the thread polls only once before
                                            it sleeps again */
   uint32_t polls = 0;
@@ -356,7 +356,7 @@ ProxycclOutcome proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *in
       slept = rest(thread, idle_ns, idleness);
       if (!(thread->helped & HELPED_ON)) count_idle(thread, now + slept - counted, slept);
       counted = now + slept;
-      if (thread->woken) idle_since = slept = 0; /* the thread that woke this one announces work */
+      if (thread->woken) idle_since = slept = 0; /* a thread wakes this one to announce work */
     }
   }
 }

@@ -38,14 +38,14 @@ enum { PROXYCCL_MOST_PUTS = 32 }; /* most puts that one put_many makes */
 
 typedef struct ProxycclTransport {
   const char *name;
-  uint32_t copies; /* PROXYCCL_COPIES_ flags; the engine refuses transfers with such memory if it is `remote_only` */
+  uint32_t copies; /* PROXYCCL_COPIES_ flags; the engine refuses `remote_only` memory of the flagged kinds */
   /* Makes a connection. `options` is the transport's options struct; objects that it names must outlive the connection.
    * On failure, returns NULL, and either sets *refused to the name of an option that is out of range, or sets errno to
    * ENOMEM, or to ENOSYS in a build without the transport. */
   ProxycclConnection *(*create)(const void *options, const ProxycclRuntimeTable *runtime, const char **refused);
   /* Returns the number of triggers, each with a put, a signal and a flush, for which the connection has room now. The
-   * engine issues at most that many. If there is no room, the engine leaves triggers in their ring and asks again after
-   * the next poll. NULL if there is always room. */
+   * engine issues at most that number of triggers. If there is no room, the engine leaves triggers in their ring and
+   * asks again after the next poll. The pointer is NULL if there is always room. */
   uint32_t (*ready)(const ProxycclConnection *self);
   /* Moves at least one byte from local memory to the peer's. */
   int (*put)(ProxycclConnection *self, const ProxycclMemory *dst, uint64_t dst_offset, const ProxycclMemory *src,
@@ -64,8 +64,8 @@ typedef struct ProxycclTransport {
   int (*signal)(ProxycclConnection *self, uint64_t *remote, uint64_t value, uint64_t previous);
   /* Stores `value` to this rank's word `flushed` when all earlier operations are complete. */
   int (*flush)(ProxycclConnection *self, uint64_t *flushed, uint64_t value);
-  /* Stores `value` to this rank's word `released` when earlier puts no longer read their sources. NULL if a put may
-   * read its source until the put is complete; callers then use `flush`. */
+  /* Stores `value` to this rank's word `released` when earlier puts no longer read their sources. The pointer is NULL
+   * if a put may read its source until the put is complete; callers then use `flush`. */
   int (*release)(ProxycclConnection *self, uint64_t *released, uint64_t value);
   /* Advances outstanding operations. Returns the status of an operation that failed, or 0. Adds the number of
    * completions to *progress. */

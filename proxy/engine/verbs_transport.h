@@ -33,7 +33,8 @@ enum {
  * completion queue. A chain has at most half of that number, so that the device works on one chain while the engine
  * prepares the next. */
 typedef struct ProxycclVerbsOptions {
-  uintptr_t qp;          /* ibv_qp *, ready to send. Nothing else may use it or its send completion queue. */
+  uintptr_t qp;          /* ibv_qp *, ready to send. Nothing else may use the queue pair or its send completion
+                            queue. */
   uint32_t send_depth;   /* work requests that the queue pair's send queue can hold */
   uint32_t cq_depth;     /* completions that the queue pair's send completion queue can hold */
   uint32_t max_message;  /* bytes that one request may carry */
@@ -46,7 +47,7 @@ typedef struct ProxycclVerbsOptions {
 } ProxycclVerbsOptions;
 
 /* The key of local memory (a put's source or a get's destination) is its lkey. For the peer's memory, `base` is its
- * address in the peer's process, and the key is its rkey. The address of a signal's word is that in the peer's
+ * address in the peer's process, and the key is its rkey. A signal's word is given by its address in the peer's
  * process. */
 
 /* Returns 1 if this build has the transport, which needs libibverbs' headers. */

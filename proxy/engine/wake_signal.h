@@ -6,10 +6,10 @@
 #ifndef PROXYCCL_WAKE_SIGNAL_H
 #define PROXYCCL_WAKE_SIGNAL_H
 
-/* Makes `signal` add one to the eventfd and then call the previous handler, if any, because MPI libraries install
- * handlers. Call this function only once in a process. Returns 0 or an errno. */
+/* Installs a handler of `signal` that adds one to the eventfd and then calls the previous handler, which an MPI library
+ * may have installed. Call this function only once in a process. Returns 0 or an errno. */
 int proxyccl_wake_signal_install(int signal, int eventfd);
-/* Restores the previous handler, unless the handler of this file was replaced in the meantime. */
+/* Restores the previous handler, unless another handler has replaced the installed one. */
 void proxyccl_wake_signal_remove(int signal);
 
 #endif

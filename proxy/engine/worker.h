@@ -11,7 +11,7 @@
 /* A point in a channel's progress, as a count of its connection's triggers and as a ticket of the channel. */
 typedef struct {
   uint64_t triggers; /* number of triggers of the channel's connection, as ProxycclProgress counts them */
-  uint64_t end;      /* one more than the ticket of the channel's last trigger among these */
+  uint64_t end;      /* one more than the ticket of the channel's last trigger among `triggers` */
 } Extent;
 
 typedef struct Channel Channel;
@@ -28,8 +28,8 @@ struct Channel {
                         read */
   /* The point after all issued triggers, and the point to publish next; valid while `unfinished` is 1. */
   Extent issued, awaited;
-  Channel *next_unfinished; /* next in the connection's list */
-  int unfinished;           /* whether the channel is in that list */
+  Channel *next_unfinished; /* next channel in the list `unfinished` of the connection */
+  int unfinished;           /* whether the channel is in the list `unfinished` */
 };
 
 typedef struct Schedule Schedule; /* schedule.c */
@@ -51,7 +51,7 @@ struct ProxycclService {
 
 /* The flush that a connection is timing; a connection times one flush at a time. */
 typedef struct {
-  const uint64_t *flushed; /* NULL without a timed flush */
+  const uint64_t *flushed; /* NULL if no flush is being timed */
   uint64_t awaited;        /* value of the flush word once the flush is complete */
   uint64_t issued_ns;
   ProxycclCounters *counters;
@@ -76,7 +76,7 @@ struct ProxycclWorker {
   Trace trace;
   uint32_t *asleep;                       /* the word by which requests wake the thread (waking.h); NULL without a
                                              thread */
-  ProxycclWorker *next;                   /* next in the thread's list */
+  ProxycclWorker *next;                   /* next worker in the thread's list */
   int (*make_current)(uintptr_t context); /* NULL if the thread always has this worker's context */
   uintptr_t context;
   Ring rings[PROXYCCL_MAX_RINGS];
@@ -87,7 +87,7 @@ struct ProxycclWorker {
   uint32_t number;                       /* the worker's number in its service; worker 0 reads the bell */
   uint32_t joined;                       /* value of the service's `started` when this worker last began a schedule;
                                             unused by worker 0 */
-  uint32_t polled;                       /* number of the connection that this poll polls while a schedule runs */
+  uint32_t polled;                       /* while a schedule runs: number of the connection to poll */
   ScheduleRun run;
   int handling;  /* whether a Python handler is handling the current ring's next trigger */
   int handled;   /* whether a handler has returned and connections were not polled since */
@@ -133,7 +133,7 @@ ProxycclOutcome proxyccl_worker_visit_ring(ProxycclWorker *worker, Ring *ring, P
 ProxycclOutcome proxyccl_worker_run_schedule(ProxycclWorker *worker, ProxycclExitInfo *info, uint32_t *progress,
                                              int *running);
 
-/* If a schedule runs, publishes what it waits for, in the statistics of each connection that it waits for. */
+/* If a schedule runs, publishes what the schedule waits for, in the statistics of the connections that are late. */
 void proxyccl_worker_show_schedule_waits(ProxycclWorker *worker);
 
 /* Polls every connection; while a schedule runs, a call polls only some connections. Publishes the progress of each
