@@ -106,13 +106,11 @@ static int post(FabricConnection *self, int awaited) {
   return 0;
 }
 
-/* Prepares a new request without parts. */
 static void begin_request(FabricConnection *self) {
   request_of(self, ++self->made)->connection = self;
   self->parts.count = 0;
 }
 
-/* Adds a part of `bytes` bytes to the prepared request. */
 static void add_part(FabricConnection *self, uint64_t own, uint64_t own_key, uint64_t theirs, uint64_t their_key,
                      uint64_t bytes) {
   fabric_add_part(&self->parts, (void *)(uintptr_t)own, descriptor_of(self, own_key), theirs, their_key, bytes);
@@ -127,7 +125,6 @@ static void add_value(FabricConnection *self, Operation *operation) {
   operation->bytes = 0;
 }
 
-/* Prepares the next request of an operation. */
 static void make_request(FabricConnection *self, Operation *operation) {
   const uint64_t most = self->options.max_message;
   const uint64_t bytes = operation->bytes < most ? operation->bytes : most;

@@ -211,7 +211,6 @@ static Place destination(const Step *step) {
   return (Place){post >> OFFSET_BITS & (PROXYCCL_MEMORY_IDS - 1), send->dst_offset + (post & 0xffffffffu)};
 }
 
-/* The source and the destination of a send. */
 typedef struct {
   const ProxycclMemory *dst, *src;
   uint64_t dst_offset;
@@ -406,8 +405,8 @@ static ProxycclOutcome take_step(ProxycclService *service, Bundle *bundle, Step 
 
 /* -- the steps that a worker owns --- */
 
-/* Returns whether this worker owns a step. Only the owner changes a step's state. Worker 0 owns the steps of channels
- * that are not in use, and reports such a step as an error. */
+/* Only a step's owner changes the step's state. Worker 0 owns the steps of channels that are not in use, and reports
+ * such a step as an error. */
 static int is_own(const ProxycclWorker *worker, const Step *step) {
   const ProxycclConnection *connection = worker->service->channels[step->channel].connection;
   return (connection == NULL ? 0 : connection->worker) == worker->number;
@@ -433,7 +432,6 @@ static uint32_t phase_of(const ProxycclService *service, const Step *step) {
   return step->receive.stage == PROXYCCL_NO_ID ? PHASE_RECEIVES : PHASE_STAGES + step->receive.stage;
 }
 
-/* Returns the ProxycclWaitKind of a step. */
 static uint32_t wait_of(const ProxycclService *service, const Step *step) {
   if (step->kind == MEET) return PROXYCCL_WAIT_SCHEDULE_POST;
   if (step->kind == RECEIVE) return PROXYCCL_WAIT_SCHEDULE_DATA;

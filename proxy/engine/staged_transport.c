@@ -197,7 +197,6 @@ static uint64_t message_bytes(uint64_t data) {
   return sizeof(Header) + (data + PROXYCCL_STAGED_ALIGN - 1) / PROXYCCL_STAGED_ALIGN * PROXYCCL_STAGED_ALIGN;
 }
 
-/* Returns the header at a position of the sending ring. */
 static Header *header_at(const StagedConnection *self, uint64_t position) {
   return (Header *)(self->sending + position % self->options.ring_bytes);
 }
@@ -433,7 +432,6 @@ static int make_release(StagedConnection *self, const Operation *operation) {
   return flushes_push(&self->releases, operation, self->made, word_load(&self->words->copied.count)) ? 0 : WAITS;
 }
 
-/* Makes a message for the next operation, or for a part of that operation. */
 static int make_next(StagedConnection *self) {
   Operation *operation = operations_next(&self->queue.operations);
   int status;
@@ -499,7 +497,6 @@ static PeerArea peer_area(const StagedConnection *self, const Wire *wire) {
   return (PeerArea){(Words *)(uintptr_t)address, (char *)(uintptr_t)address + receiving};
 }
 
-/* Posts this wire's copied messages. */
 static int post(Wire *wire, uint32_t *progress) {
   const StagedConnection *self = wire->staged;
   ProxycclConnection *link = wire->link;
@@ -659,7 +656,6 @@ static uint64_t take_answer(StagedConnection *self, uint64_t bytes) {
   return destination;
 }
 
-/* Checks a message, then issues its copy and records its signal. */
 static int place(StagedConnection *self, const Header *header, uint64_t data) {
   ProxycclMemory destination = {.bytes = header->bytes};
   int status = 0;
@@ -730,7 +726,6 @@ static int take(StagedConnection *self, uint32_t *progress) {
   return 0;
 }
 
-/* Completes the gets whose data is placed. */
 static void complete_gets(StagedConnection *self, uint32_t *progress) {
   const uint64_t placed = word_load(&self->words->placed.count);
   for (; self->got != self->arriving && self->gets[self->got % GETS].last <= placed; ++self->got) ++*progress;
@@ -842,7 +837,6 @@ static const char *staged_refused(const ProxycclStagedOptions *options) {
   return NULL;
 }
 
-/* Creates a wire. Returns 1, or 0 on failure. */
 static int make_wire(StagedConnection *self, uint32_t number, const ProxycclTransport *transport,
                      const ProxycclRuntimeTable *runtime, const char **refused) {
   Wire *wire = &self->wires[number];

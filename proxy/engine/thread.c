@@ -152,7 +152,6 @@ static uint64_t back_off(ProxycclThread *thread, uint64_t idle_ns, Idleness idle
   }
 }
 
-/* Adds a time in which all workers were idle to each worker's statistics. */
 static void count_idle(ProxycclThread *thread, uint64_t idle_ns, uint64_t slept_ns) {
   for (ProxycclWorker *worker = thread->first; worker != NULL; worker = worker->next) {
     counter_add(&worker->stats->idle_ns, idle_ns);

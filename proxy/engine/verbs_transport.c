@@ -56,7 +56,6 @@ static int post(VerbsConnection *self) {
   return status >= 0 ? status : EIO;
 }
 
-/* Adds the next request of an operation to the chain. */
 static void make_request(VerbsConnection *self, Operation *operation) {
   const uint32_t slot = self->chained++;
   struct ibv_send_wr *request = &self->requests[slot];

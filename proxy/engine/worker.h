@@ -133,7 +133,8 @@ ProxycclOutcome proxyccl_worker_visit_ring(ProxycclWorker *worker, Ring *ring, P
 ProxycclOutcome proxyccl_worker_run_schedule(ProxycclWorker *worker, ProxycclExitInfo *info, uint32_t *progress,
                                              int *running);
 
-/* If a schedule runs, publishes what the schedule waits for, in the statistics of the connections that are late. */
+/* If a schedule runs, publishes what the schedule waits for, in the statistics of the connections with awaited
+ * steps. */
 void proxyccl_worker_show_schedule_waits(ProxycclWorker *worker);
 
 /* Polls every connection; while a schedule runs, a call polls only some connections. Publishes the progress of each
