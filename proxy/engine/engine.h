@@ -116,13 +116,13 @@ void proxyccl_worker_abandon(ProxycclWorker *worker);
  * proxyccl_worker_drained() returns the number of the last answered request. */
 uint32_t proxyccl_worker_drain(ProxycclWorker *worker);
 uint32_t proxyccl_worker_drained(const ProxycclWorker *worker);
-/* Pauses a worker's use of its rings and of the service's tables until proxyccl_worker_resume(), so that entries that
- * triggers name can change. Returns the request's number; the worker is paused once proxyccl_worker_paused() returns
- * that number. */
+/* Pauses a worker until proxyccl_worker_resume(). A paused worker uses neither its rings nor the service's tables, so
+ * that table entries can change. Returns the request's number; the worker is paused once proxyccl_worker_paused()
+ * returns that number. */
 uint32_t proxyccl_worker_pause(ProxycclWorker *worker);
 uint32_t proxyccl_worker_paused(const ProxycclWorker *worker);
 void proxyccl_worker_resume(ProxycclWorker *worker);
-/* Removes the trigger that PROXYCCL_EXIT_HANDLER reported from its ring. Call it after the handler and before the
+/* Removes from its ring the trigger that PROXYCCL_EXIT_HANDLER reported. Call it after the handler and before the
  * thread runs again. */
 void proxyccl_worker_handled(ProxycclWorker *worker);
 

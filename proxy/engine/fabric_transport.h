@@ -15,7 +15,7 @@ enum {
   PROXYCCL_FABRIC_REQUEST_BYTES = 128, /* bytes that one request takes in the memory `requests` */
   PROXYCCL_FABRIC_MOST_DEPTH = 4096,   /* most requests that a connection may have outstanding */
   PROXYCCL_FABRIC_LOCAL_KEYS = 4096,   /* number of local keys of a rank */
-  PROXYCCL_FABRIC_PARTS = 2,           /* most parts of a write: data, and the signal that has joined it */
+  PROXYCCL_FABRIC_PARTS = 2,           /* most parts of a write: data and a signal */
   PROXYCCL_FABRIC_ERROR_TEXT = 128     /* bytes of a provider's error message */
 };
 
@@ -24,7 +24,7 @@ typedef struct ProxycclFabricOptions {
   uintptr_t queue;    /* fid_cq *, enabled; one poll takes the completions of all connections of the endpoint */
   uint64_t peer;      /* the peer's fi_addr_t */
   uint32_t depth;     /* most requests outstanding */
-  uint32_t ordered;   /* 1 if writes reach the peer's memory in order; if 0, a signal waits until writes are complete */
+  uint32_t ordered;   /* 1 if writes reach the peer's memory in order; if 0, a signal waits for earlier writes */
   uint32_t joined;    /* 1 if the bytes within one write also arrive in order, so that its last part may be a signal */
   uint32_t reads;     /* 1 if the endpoint supports reads */
   uint64_t max_message;  /* bytes that one request may carry */

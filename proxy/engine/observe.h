@@ -43,7 +43,7 @@ typedef struct ProxycclConnectionStats {
 
 /* A record is a trigger or a mark. A trigger is recorded as it was in its ring, but with parity 0. A mark has parity 1;
  * its word 0 is the time by CLOCK_MONOTONIC in ns, and its word 1 has a ProxycclTraceMark and a number. A schedule's
- * send is recorded as the trigger that would do the same. */
+ * send is recorded as an equivalent trigger. */
 typedef struct ProxycclTraceRecord {
   uint64_t word0, word1;
 } __attribute__((aligned(16))) ProxycclTraceRecord;
