@@ -1,4 +1,4 @@
-"""The communicators of a process group, made when they are first used."""
+"""Makes the communicators of a process group when they are first used."""
 
 from __future__ import annotations
 
@@ -39,26 +39,23 @@ class _Making:
 
 
 class Endpoints:
-    """The communicators of one rank: one of all ranks for each device, and one with each peer for single transfers.
+    """One rank's communicators: for each device, one of all ranks, and one with each peer for `send` and `recv`.
 
-    A single send or recv involves only two ranks, so it can't use resources that all ranks must make together. It also
-    runs concurrently with other calls, so its resources are made with its communicator. Making a communicator waits for
-    the other ranks. If a program must not wait, a thread makes the communicator. `has_met` returns whether a
-    communicator exists already, so that a call does not wait.
+    `send` and `recv` involve only two ranks, so they can't use a communicator that all ranks must make together. Making
+    a communicator waits for the other ranks. If a program must not wait, a thread makes the communicator.
 
-    A new communicator is split from an existing communicator if all its ranks have that one: the communicator of the
-    default group, or for two ranks the communicator of their group. Otherwise it is made from scratch. In either case
-    the ranks meet in their group's own store. So ranks of one group never meet ranks of another group by mistake,
-    whatever the groups' members and in whatever order the groups are first used.
+    If all ranks of a new communicator have their parent's communicator, the new one is split from it; otherwise it is
+    made from scratch. The parent of a group is the default group, and the parent of a pair of ranks is their group. The
+    ranks exchange addresses through their group's own store, so groups may be used first in any order.
 
     Args:
         store: the store through which the ranks meet. Only this group uses it, and no earlier group of the same name
             has used it.
         whole: the endpoints of the default group; None for the default group itself.
-        members: these ranks' numbers in `whole`.
-        runtimes: the runtimes of this rank's GPUs. None shares the runtimes of `whole`; if `whole` is also None, new
-            runtimes are opened.
-        invariant: as for `Communicator`; None takes the setting of `whole`.
+        members: the numbers that this group's ranks have in `whole`.
+        runtimes: the runtimes of this rank's GPUs. If None, the runtimes of `whole` are shared; if `whole` is also
+            None, new runtimes are opened.
+        invariant: passed to `Communicator`; None takes the setting of `whole`.
 
     Attributes:
         invariant: the argument `invariant`, or if it is None, the setting of `whole`.
@@ -101,15 +98,15 @@ class Endpoints:
         return store
 
     def of_all(self, device: torch.device) -> Communicator:
-        """Returns the communicator of all ranks for a device, and makes it first if it does not exist. All ranks call
-        this together.
+        """Returns the communicator of all ranks for a device. If the communicator does not exist, makes it together
+        with the other ranks, which must also call this function.
         """
         made = self._made.get((device.type, device.index, None))
         return made if made is not None else self._make(device, None)
 
     def with_peer(self, device: torch.device, peer: int) -> Communicator:
-        """Returns the communicator with a peer for a device, and makes it first if it does not exist. Both ranks call
-        this.
+        """Returns the communicator with a peer for a device. If the communicator does not exist, makes it together with
+        the peer, which must also call this function.
         """
         made = self._made.get((device.type, device.index, peer))
         return made if made is not None else self._make(device, peer)
