@@ -1,5 +1,4 @@
-"""Makes the collectives of torch.distributed by calls of a communicator, for which it converts layouts, types and
-operators.
+"""Makes torch.distributed's collectives by a communicator, and converts layouts, types and operators for its calls.
 
 On a GPU each function makes its call on torch's current stream; on the CPU it returns when the call is done. Tensors
 need not be contiguous.
@@ -24,21 +23,21 @@ Tensors = Sequence[torch.Tensor]
 Transfers = tuple[str, Any, Any]
 """The options of a call that consists of transfers, as `FlowCalls.call` (_calls.pyi) takes them."""
 Policy = Callable[[Communicator], CtaPolicy | None]
-"""A function that returns a call's policy when the call is issued; it returns None for the usual policy."""
+"""A function that returns the policy of a call that is being issued, or None if the communicator decides."""
 
 # -- tensors as flat, contiguous memory, and back ---
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor's memory holds its elements in order and unchanged: whether the tensor is contiguous,
-    and not a lazy negation or conjugation.
+    """Returns whether a tensor is contiguous and is not a lazy negation or conjugation, so that its memory holds its
+    elements.
     """
     return tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor's elements in order, in one dimension and without gradient: a view if the tensor's memory has
-    this order, otherwise a copy.
+    """Returns a tensor's elements as a contiguous tensor of one dimension, without gradient. The result is a view if
+    the tensor is plain (`is_plain`), otherwise a copy.
     """
     return flat_view(tensor.contiguous().resolve_conj().resolve_neg())
 
@@ -49,15 +48,15 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def put_back(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Copies a call's result to the tensor. `values` is the result of `flat` or `as_bytes` for this tensor. Copies
-    nothing if both share memory.
+    """Copies a call's result from `values`, which `flat` or `as_bytes` returned for this tensor, to the tensor. If
+    `values` is a view of the tensor, copies nothing.
     """
     if values.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(values.view(tensor.dtype).view(tensor.shape))
 
 
 def put_back_all(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Does what `put_back` does, for several tensors. One kernel copies all tensors that are `is_plain`."""
+    """Copies the results of a call to several tensors (`put_back`). One kernel copies all plain tensors."""
     plain = [is_plain(tensor) for tensor in tensors]
     targets = [tensor.detach() for tensor, chosen in zip(tensors, plain, strict=True) if chosen]
     copies = [each.view(tensor.shape) for each, tensor, chosen in zip(values, tensors, plain, strict=True) if chosen]
@@ -69,12 +68,12 @@ def put_back_all(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
 
 
 def in_memory(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the tensors. For each AsyncCollectiveTensor, the result of a functional collective, waits for the
-    collective and returns the tensor inside.
+    """Returns the tensors; for an AsyncCollectiveTensor, waits for its functional collective and returns the wrapped
+    tensor.
 
     Raises:
-        RuntimeError: a tensor is not dense, or not on a CPU or a GPU.
-        ArgumentError: a tensor has no memory: it is a DTensor, or its storage was freed.
+        RuntimeError: a tensor is not dense, or is on neither a CPU nor a GPU.
+        ArgumentError: a tensor is a DTensor, or its storage was freed.
     """
     found = [tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor for tensor in tensors]
     for tensor in found:
@@ -107,11 +106,11 @@ _OPS = {
     _Kind.PREMUL_SUM: "sum",
 }
 PLAIN_OPS = {kind: op for kind, op in _OPS.items() if kind != _Kind.PREMUL_SUM}
-"""The communicator's operators, by the kinds of torch's operators that have no factor."""
+"""Maps the kinds of torch's operators without a factor to the communicator's operators."""
 _BITWISE = {_Kind.BAND, _Kind.BOR, _Kind.BXOR}
 _OF_COMPLEX = {_Kind.SUM, _Kind.AVG, _Kind.PREMUL_SUM}
 _PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
-"""The types of the real and the imaginary part of a complex number, by the number's type."""
+"""Maps a complex type to the type of the real and imaginary parts."""
 _OF_BOOL = {
     _Kind.SUM: "max",
     _Kind.PRODUCT: "min",
@@ -121,8 +120,8 @@ _OF_BOOL = {
     _Kind.BOR: "max",
     _Kind.BXOR: "bxor",
 }
-"""The operators that reduce bools as bytes, which are 0 or 1. As in torch, a sum of bools is true if any rank's value
-is true, so the sum is a maximum.
+"""The operators that reduce bools as bytes of 0 or 1. In torch, a sum of bools is true if any rank's value is true, so
+the sum is a maximum.
 """
 REDUCIBLE = frozenset(getattr(torch, name) for name in reduction_dtypes() if hasattr(torch, name))
 
@@ -133,8 +132,8 @@ class Reduction:
 
     Attributes:
         op: the communicator's operator.
-        view: the type as which the operator reads the elements; None if it reads them as their own type.
-        factor: the factor by which each rank multiplies its values before the reduction; None without a factor.
+        view: the dtype as which the operator reads the elements; None for the elements' own dtype.
+        factor: the factor by which each rank first multiplies its values; None if there is none.
         flags: whether the elements are bools, whose bytes must be converted to 0 or 1 before the reduction.
     """
 
@@ -165,8 +164,8 @@ class Reduction:
 
 
 def plain_op(op: Any, dtype: torch.dtype) -> str | None:
-    """Returns the communicator's operator for an operator of torch, if it can reduce elements of this type as they are.
-    Returns None if the elements must be converted first, or can't be reduced.
+    """Returns the communicator's operator for an operator of torch. If elements of this type must be converted first,
+    or can't be reduced, returns None.
     """
     kind = getattr(op, "op", op)  # an operator such as ReduceOp.SUM has no `op`
     if dtype not in REDUCIBLE or kind == _Kind.PREMUL_SUM or (kind in _BITWISE and dtype.is_floating_point):
@@ -213,7 +212,7 @@ def _names(kinds: Any) -> str:
 
 
 def _usual(_: Communicator) -> None:
-    """Returns None, the usual policy: the `Policy` of a call for which the ranks have not chosen one."""
+    """The default `Policy`: returns None, so that the communicator decides."""
 
 
 def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any, policy: Policy = _usual) -> None:
@@ -225,7 +224,7 @@ def reduce_scatter(comm: Communicator, output: torch.Tensor, x: torch.Tensor, op
 
 
 def _reduce_all(comm: Communicator, name: str, output: torch.Tensor, x: torch.Tensor, op: Any, policy: Policy) -> None:
-    """Makes an all_reduce or a reduce_scatter, which `name` names. `output` may be `x`."""
+    """Makes the collective `name`, "all_reduce" or "reduce_scatter". `output` may be `x`."""
     plain, calls = plain_op(op, x.dtype), comm.tensor_calls
     if plain is not None and is_plain(x) and (output is x or is_plain(output)):
         calls.make(calls.options(name, plain, cta_policy=policy(comm)), x, output)
@@ -269,7 +268,7 @@ def broadcast(comm: Communicator, tensor: torch.Tensor, root: int) -> None:
 
 
 def all_gather(comm: Communicator, output: torch.Tensor, x: torch.Tensor, policy: Policy = _usual) -> None:
-    """Concatenates the ranks' tensors, all of the same size, on every rank."""
+    """Concatenates the ranks' tensors on every rank. The tensors have the same size."""
     _move(comm, "all_gather", output, x, cta_policy=policy(comm))
 
 
@@ -285,7 +284,7 @@ def _move(comm: Communicator, name: str, output: torch.Tensor, x: torch.Tensor, 
 
 
 def _moved(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor itself if its memory holds its elements in order, otherwise a copy of its bytes in order."""
+    """Returns the tensor itself if it is plain, otherwise a contiguous copy of its bytes."""
     return tensor if is_plain(tensor) else as_bytes(tensor)
 
 
@@ -305,9 +304,7 @@ def all_gather_coalesced(comm: Communicator, outputs: Tensors, inputs: Tensors) 
 
 
 def reduce_scatter_coalesced(comm: Communicator, outputs: Tensors, inputs: Tensors, op: Any) -> None:
-    """Does what `reduce_scatter` does, for several tensors. All tensors of one type are joined and reduced by one
-    call.
-    """
+    """Makes a `reduce_scatter` of several tensors. All tensors of one type are joined and reduced by one call."""
     for same in _by_dtype(inputs):
         chosen = [i for i, x in enumerate(inputs) if x.dtype == same[0].dtype]
         if len(chosen) == 1:
@@ -322,8 +319,8 @@ def reduce_scatter_coalesced(comm: Communicator, outputs: Tensors, inputs: Tenso
 
 
 def reduce_scatter_lists(comm: Communicator, output: torch.Tensor, parts: Tensors, op: Any) -> None:
-    """Reduces a list with one tensor for each rank; each rank receives its own reduced tensor. The tensors of a list
-    may differ in size, but all ranks pass lists with the same sizes.
+    """Reduces each tensor of a list over all ranks; rank i receives the i-th result. The tensors of a list may differ
+    in size, but the i-th tensors of all ranks have the same size.
     """
     require_same_dtype([output, *parts])
     longest = max(part.numel() for part in parts)
