@@ -19,7 +19,8 @@ typedef struct {
   unsigned long long marks, waited; /* how many calls were recorded with a mark, and on the current stream */
 } CallIssuer;
 
-static PyObject *is_here, *async_op, *work_call, *unwaited, *watched;
+static PyObject *is_here, *async_op, *work_call, *unwaited,
+    *watched; /* the names of attributes as Python strings, made on import */
 
 /* Returns an attribute of torch's options, or NULL if the attribute does not exist. */
 static PyObject* option(PyObject* options, PyObject* name) {

@@ -191,7 +191,7 @@ class Collectives:
         opts: Any = None,
         *_: Any,
     ) -> Any:
-        """Sends `input_splits[i]` rows of a tensor to rank i, or without splits the same number of rows to each rank."""
+        """Sends `input_splits[i]` rows of a tensor to rank i; without splits, an equal number to each rank."""
         even = not output_splits and not input_splits
         options = ("all_to_all_single", input_splits or "even", output_splits or "even")
         choice = self.calls.choose("all_to_all", output, _nbytes(x) if even else 0, opts)

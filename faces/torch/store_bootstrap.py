@@ -67,7 +67,7 @@ class StoreBootstrap(BoardBootstrap):
 
     def close(self) -> None:
         """Drops this object's reference to the store; torch closes a store when its last reference is gone. The
-        bootstrap can't be used any more.
+        bootstrap can't be used after `close`.
         """
         self._open_store = None
 

@@ -143,11 +143,10 @@ class Reduction:
     flags: bool = False
 
     def given(self, flat: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns the values that a rank contributes, given its elements as a contiguous tensor of one dimension. If no
-        value changes, this is the tensor itself. Otherwise the new values are written to `into`, which may be `flat`,
-        or without `into` to a new tensor.
+        """Returns the values that a rank contributes to the reduction: `flat` itself if no value changes. Otherwise
+        writes the changed values to `into`, which may be `flat`, or if `into` is None, to a new tensor.
         """
-        if self.flags:  # the bytes of a bool tensor that views other memory may have any value
+        if self.flags:  # if a bool tensor is a view of other memory, its bytes may have any value
             return torch.ne(flat.view(torch.uint8), 0, out=into)
         if self.factor is None:
             return flat
@@ -157,9 +156,7 @@ class Reduction:
         return torch.mul(flat, factor if factor.is_floating_point() else factor.to(flat.dtype), out=into)
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Returns a contiguous tensor of one dimension as a tensor of the type as which the operator reads the
-        elements.
-        """
+        """Views a contiguous tensor of one dimension with the dtype as which the operator reads the elements."""
         return flat if self.view is None else flat.view(self.view)
 
 
@@ -336,9 +333,9 @@ def reduce_scatter_lists(comm: Communicator, output: torch.Tensor, parts: Tensor
 
 
 def exchange(comm: Communicator, x: Any, out: Any, options: Transfers) -> None:
-    """Sends tensors to ranks and receives tensors from ranks, all by one call; see `FlowCalls.call` (_calls.pyi).
+    """Sends tensors to ranks and receives tensors from ranks by one call; see `FlowCalls.call` (_calls.pyi).
 
-    No tensor is copied before or after the call if its memory holds its elements in order.
+    Copies only tensors that are not plain (`is_plain`).
     """
     if comm.tensor_calls.exchange(x, out, options):
         return
@@ -354,7 +351,7 @@ def exchange(comm: Communicator, x: Any, out: Any, options: Transfers) -> None:
 
 
 def _parts(comm: Communicator, given: Any, ranks: Any) -> list[tuple[torch.Tensor, int]]:
-    """Returns the tensors that `exchange` sends, or those that it receives, each with its peer's rank."""
+    """Divides a tensor, or a list of tensors, into one part for each peer. Returns (part, peer's rank) pairs."""
     if isinstance(given, tuple | list):
         return list(zip(given, ranks, strict=True))
     if isinstance(ranks, int):
@@ -372,12 +369,12 @@ def all_gather_lists(comm: Communicator, outputs: Tensors, x: torch.Tensor, opti
 
 
 def all_to_all_v(comm: Communicator, output: torch.Tensor, x: torch.Tensor, options: Transfers) -> None:
-    """Sends rows to each rank. `options` state the number of rows for each rank, which may be any."""
+    """Sends `options[1][i]` rows of `x` to rank i, and receives `options[2][i]` rows from rank i."""
     target = output if output.is_contiguous() else output.contiguous()
     exchange(comm, x.contiguous(), target, options)
     put_back(output, target)
 
 
 def barrier(comm: Communicator, device: torch.device) -> None:
-    """Waits until all ranks have arrived: on the current stream of a GPU, or on the CPU."""
+    """Waits until all ranks have called this function. For a GPU, the current stream waits instead of the CPU."""
     comm.barrier(stream=None if device.type == "cpu" else torch._C._cuda_getCurrentRawStream(device.index))

@@ -1,4 +1,4 @@
-"""The part of a tensor that a DTensor holds on this rank."""
+"""Finds the part of a tensor that a DTensor holds on this rank."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def local_part(tensor: Any) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, .
 
 
 def _sharding(tensor: DTensor) -> Sharding:
-    """Returns a DTensor's sharding, with the axes of the mesh in the order in which they divide a dimension. FSDP on
-    top of tensor parallelism divides a dimension by the later axis of the mesh first. The earlier axis' placement then
-    has a factor, `split_factor`: the number of parts into which later axes have already divided the dimension.
+    """Returns a DTensor's sharding. The mesh's axes are reordered, so that an earlier axis divides a dimension before a
+    later one. FSDP with tensor parallelism divides by the later axis first; then the earlier axis' placement has a
+    `split_factor`, the number of parts into which later axes have already divided the dimension.
     """
     mesh, placements = tensor.device_mesh.mesh, tensor.placements
     first: list[int] = []  # axes that divide first
