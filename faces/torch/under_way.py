@@ -11,8 +11,8 @@ from proxyccl.device.errors import DriverError
 from proxyccl.torch._device_calls import ADDED_BETWEEN
 
 _MOST = 1 << 14
-"""The largest number of calls in progress that a flow records. This exceeds the number of calls that a device can queue. After a failure no
-call is recorded as ended, so further calls displace the oldest ones.
+"""The largest number of calls in progress that a flow records. A device can't queue more calls. After a failure no call
+is recorded as ended, so further calls displace the oldest ones.
 """
 _ENDED = 2048
 """How many ended calls of each flow are kept. These are the latest ended calls."""
