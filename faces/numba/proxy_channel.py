@@ -1,4 +1,4 @@
-"""Device functions of ProxyChannels for Numba kernels.
+"""Defines the device functions by which Numba kernels use ProxyChannels.
 
 NVRTC compiles proxy_channel.h to LTO-IR, and Numba's linker inlines the functions into a kernel. In a kernel, a channel
 is the address of its device handle.
@@ -28,7 +28,7 @@ except ImportError as error:
 
 def _load_numpy_functions() -> None:
     """Makes Numba-CUDA load its implementations of NumPy's functions while ``numpy.row_stack`` exists. Numba-CUDA 0.30
-    refers to this function, which NumPy 2.5 removed, so otherwise the first launch would raise AttributeError.
+    uses ``numpy.row_stack``, which NumPy 2.5 removed, so otherwise the first launch would raise AttributeError.
     """
     namespace: Any = numpy
     if hasattr(numpy, "row_stack"):
@@ -92,7 +92,7 @@ __device__ int proxyccl_channel(Channel* one, Channel channels, int64_t i) {
 
 
 def device_functions(architecture: str) -> bytes:
-    """Compiles the functions to LTO-IR for an architecture such as "sm_90". Compiling needs no device.
+    """Compiles this module's device functions to LTO-IR for an architecture such as "sm_90". Compiling needs no device.
 
     Raises:
         RuntimeUnavailableError: cuda-bindings or NVRTC is not installed.

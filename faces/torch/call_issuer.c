@@ -1,7 +1,7 @@
-/* Issues torch's calls on a GPU for which a prepared launch is kept.
+/* Issues torch's calls on a GPU, if the communicator keeps a prepared launch for the call.
  *
- * This extension uses CPython's limited API. It reads torch's objects through Python attributes, so it needs none of
- * torch's headers and works with any version of torch. A *mark* is an event that marks a point in a stream. */
+ * This extension uses CPython's limited API. The extension reads torch's objects through Python attributes, so it needs
+ * none of torch's headers and works with any version of torch. A *mark* is an event that marks a point in a stream. */
 #include "queued_call.h"
 
 enum { ADDED_BETWEEN = 128 };
@@ -29,9 +29,9 @@ static PyObject* option(PyObject* options, PyObject* name) {
   return found;
 }
 
-/* Returns the tuple (call's name, options for `make_call`). If `name` is None, `named` is this tuple. Otherwise `named`
- * is a dict of such tuples, and its key is the attribute `name` of torch's options; if the dict lacks the key, returns
- * NULL. */
+/* Returns the tuple (call's name, options for `make_call`). If `name` is None, `named` itself is the tuple. Otherwise
+ * `named` is a dict from values of the attribute `name` of torch's options to such tuples. If the dict has no entry for
+ * the value, returns NULL. */
 static PyObject* find_named(PyObject* options, PyObject* name, PyObject* named) {
   if (name == Py_None) return Py_NewRef(named);
   if (!PyDict_Check(named)) return NULL;
@@ -86,8 +86,8 @@ static int log_call(CallIssuer* self, PyObject* number, PyObject* name, PyObject
   return forgotten == NULL ? -1 : 0;
 }
 
-/* Makes one Work for the calls that were just made on a stream, and returns it. Unless a graph captures the calls,
- * records them as in progress. */
+/* Makes and returns one Work for all calls that were just made on a stream. Unless a graph captures the calls, records
+ * them as in progress. */
 static PyObject* work_of(CallIssuer* self, PyObject* number, PyObject* name, PyObject* x, PyObject* out,
                          uintptr_t stream, int captured) {
   const int blocks = self->blocks && !captured;
@@ -115,7 +115,7 @@ static PyObject* log_waited(CallIssuer* self, PyObject* number, PyObject* name, 
   return failed ? NULL : Py_NewRef(Py_None);
 }
 
-/* Records the calls that were just made on a stream as in progress. Returns their Work, or None if the calls are
+/* Records the calls that were just made on a stream as in progress. Returns the calls' Work, or None if the calls are
  * synchronous and `blocks` is 0. */
 static PyObject* record(CallIssuer* self, PyObject* named, PyObject* x, PyObject* out, uintptr_t stream, int waits) {
   PyObject* const name = PyTuple_GetItem(named, 0);

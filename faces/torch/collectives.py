@@ -226,8 +226,8 @@ class Collectives:
         )
 
     def barrier(self, opts: Any = None, *_: Any) -> Any:
-        """Waits until all ranks have called this function. For a GPU, the device's stream waits instead of the CPU.
-        Without a GPU, the options' device ids are ignored.
+        """Waits until all ranks have called this function; for a GPU, makes the current stream wait. Without a GPU, the
+        options' device ids are ignored.
         """
         device = getattr(opts, "device", None) or CPU
         if getattr(opts, "device_ids", None):
@@ -295,8 +295,8 @@ def with_index(device: torch.device) -> torch.device:
 
 
 def _goes_apart(tensors: Tensors) -> bool:
-    """Returns whether a coalesced call makes one call for each tensor, because the tensors are few or large. Otherwise
-    the call copies the tensors to one array. All ranks return the same value.
+    """Returns whether a coalesced call makes one call for each tensor, because the tensors are few or large, instead of
+    copying the tensors to one array. All ranks return the same value.
     """
     if not tensors or not tensors[0].is_cuda:
         return False

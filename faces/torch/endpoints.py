@@ -44,13 +44,14 @@ class Endpoints:
     `send` and `recv` involve only two ranks, so they can't use a communicator that all ranks must make together. Making
     a communicator waits for the other ranks. If a program must not wait, a thread makes the communicator.
 
-    If all ranks of a new communicator have their parent's communicator, the new one is split from it; otherwise it is
-    made from scratch. The parent of a group is the default group, and the parent of a pair of ranks is their group. The
-    ranks exchange addresses through their group's own store, so groups may be used first in any order.
+    If all ranks of a new communicator have the communicator of their *parent*, the new communicator is split from the
+    parent's; otherwise it is made from scratch. A group's parent is the default group, and a pair's parent is the
+    pair's group. The ranks exchange addresses through their group's own store, so groups may be used first in any
+    order.
 
     Args:
-        store: the store through which the ranks meet. Only this group uses it, and no earlier group of the same name
-            has used it.
+        store: the store for the ranks' addresses. No other group, and no earlier group of the same name, may have used
+            this store.
         whole: the endpoints of the default group; None for the default group itself.
         members: the numbers that this group's ranks have in `whole`.
         runtimes: the runtimes of this rank's GPUs. If None, the runtimes of `whole` are shared; if `whole` is also
@@ -58,7 +59,7 @@ class Endpoints:
         invariant: passed to `Communicator`; None takes the setting of `whole`.
 
     Attributes:
-        invariant: the argument `invariant`, or if it is None, the setting of `whole`.
+        invariant: the argument `invariant`, or if the argument is None, the setting of `whole`.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Endpoints:
         self.invariant: bool | None = whole.invariant if invariant is None and whole is not None else invariant
         self._lock = threading.Lock()
         self._making: dict[_Key, _Making] = {}
-        self._meetings: Counter[str] = Counter()  # by communicator's name: attempts without a time-out
+        self._meetings: Counter[str] = Counter()  # how many attempts did not time out, by communicator's name
         self._made: dict[_Key, Communicator] = {}
         self._checks: tuple[Callable[[], None], ...] = ()  # failure checks of the communicators that were made
         self._closed = self._aborted = False
@@ -91,7 +92,7 @@ class Endpoints:
 
     @property
     def store(self) -> Any:
-        """The store through which the ranks meet. After `close`, raises ClosedError."""
+        """The store for the ranks' addresses. After `close`, raises ClosedError."""
         store = self._open_store
         if store is None:
             self._require_open()
@@ -123,8 +124,8 @@ class Endpoints:
 
     @contextmanager
     def transferring(self, peer: int | None) -> Iterator[None]:
-        """A context for calls on the communicator with a peer. In errors raised inside the context, the rank numbers
-        become this group's. If `peer` is None, the context changes nothing.
+        """A context for calls on the communicator with a peer. Converts the rank numbers in errors that are raised
+        inside the context to this group's. If `peer` is None, the context changes nothing.
         """
         try:
             yield
@@ -151,7 +152,7 @@ class Endpoints:
     @contextmanager
     def bounded(self, device: torch.device, peer: int | None, seconds: float | None) -> Iterator[None]:
         """A context that bounds a call's waits by `seconds`, or if that is None, by the group's time-out. The context
-        changes the communicator's time-out. This affects no other call, because a communicator's calls on the CPU run
+        changes the communicator's time-out, which affects no other call, because a communicator's calls on the CPU run
         one after the other.
         """
         if seconds is None:
@@ -254,7 +255,8 @@ class Endpoints:
             splits = whole is not None and all(bootstrap.all_gather(answer, seconds, self._require_open))
         if splits:
             assert splittable is not None
-            # Outside `transferring`, because errors of a failed split already have the rank numbers of `whole`.
+            # This call is outside `transferring`, because errors of a failed split already have the rank numbers of
+            # `whole`.
             return splittable.split(members, timeout=seconds, bootstrap=bootstrap, invariant=self.invariant)
         with self.transferring(peer):
             own = self._runtimes.of(device)
@@ -326,8 +328,8 @@ class Endpoints:
         return False
 
     def end_calls(self, peer: int | None, reason: str) -> None:
-        """Ends the calls in progress with a peer by aborting the communicators with this peer. If `peer` is None, ends
-        the calls of the communicators of all ranks.
+        """Ends the calls in progress with a peer by aborting the communicators with this peer. If `peer` is None,
+        aborts the communicators of all ranks instead.
         """
         with self._lock:
             made = [comm for (_, _, other), comm in self._made.items() if other == peer]

@@ -68,7 +68,7 @@ class Executor:
         with self._changed:
             ended = self._ended
             if not ended:
-                self.start()  # starts the thread first, so that no task stays queued if this fails
+                self.start()  # starts the thread first, so that no task stays queued if the start fails
                 self._tasks.append(task)
                 self._changed.notify_all()
         if ended:
@@ -141,8 +141,8 @@ class GroupThreads:
         """Returns the thread that runs the callbacks of calls that the current thread makes.
 
         A callback may make calls, add callbacks to these calls and wait for them. So the callbacks of each nesting
-        depth run in a thread of their own. Each depth has only one thread, so all ranks run their callbacks in the same
-        order.
+        depth run in a thread of their own. Each nesting depth has only one thread, so all ranks run their callbacks in
+        the same order.
         """
         return self.of(device, _callbacks.depth + 1)
 
@@ -165,7 +165,7 @@ class GroupThreads:
         return self._made.get((device, of))
 
     def await_calls(self, deadline: float) -> None:
-        """Waits for the calls that are queued in the group's threads until `deadline`. If a call needs a rank that has
+        """Waits until `deadline` for the calls that are queued in the group's threads. If a call needs a rank that has
         left, aborts the call after LINGER_SECONDS without progress.
         """
         in_vain: dict[Any, tuple[int, float]] = {}  # threads whose peer has left: (ended calls, deadline)

@@ -1,12 +1,13 @@
 """Writes a process's calls for torch's flight recorder and profiler, and runs the watchdog that reports failed groups.
 
 A dump, or flight record, is a file for the analyzer of torch's flight recorder,
-``torch.distributed.flight_recorder.fr_trace`` (torchfrtrace). A dump contains the names of calls, which `UnderWay`
-records, but neither sizes nor times, which would cost each call time. The analyzer compares the ranks' dumps by the
-calls' numbers in their group.
+``torch.distributed.flight_recorder.fr_trace`` (torchfrtrace). A dump contains the names of calls (`UnderWay`), but
+neither sizes nor times, because recording them would slow down every call. The analyzer compares the ranks' dumps by
+the calls' numbers in their group.
 
 The watchdog is a thread that logs the oldest call in progress when a group fails. Without the watchdog, only the next
-call or a wait for a Work would report the failure, so a program that waits for its device would not report it.
+call or a wait for a Work would report the failure, so a program that waits for its device would not learn of the
+failure.
 """
 
 from __future__ import annotations

@@ -261,7 +261,7 @@ class IssuedCalls:
             raise_as_torch(error)
 
     def barrier(self, device: torch.device, opts: Any) -> Any:
-        """Waits until all ranks have called this function. For a GPU, the device's stream waits instead of the CPU."""
+        """Waits until all ranks have called this function; for a GPU, makes the current stream wait."""
         made = None if device.index is None else self._in_c.get(device.index)
         if made is not None and not profiler._is_profiler_enabled:
             with torch_errors():
@@ -345,7 +345,7 @@ class IssuedCalls:
         return work if work is None else self._handed_out(work, waits=call.waits)
 
     def _handed_out(self, work: Any, *, waits: bool = False) -> Any:
-        """Returns the Work. Adds it to the calls that are coalesced, or else keeps it alive if torch does not."""
+        """Adds a Work to the coalesced calls, or else keeps the Work alive if torch does not. Returns the Work."""
         if self.coalescing.works is not None:
             self.coalescing.works.append(work)
         elif not waits and not IS_BACKEND:
@@ -378,7 +378,7 @@ class IssuedCalls:
             try:
                 with torch.no_grad(), self._endpoints.bounded(CPU, call.peer, call.seconds):
                     call.make()
-            except BaseException as error:  # the wait for the Work raises it
+            except BaseException as error:  # the Work's `wait` raises the error
                 failure = error
             if not isinstance(failure, CommunicatorError):
                 self.under_way.end(call.flow, call.number)
@@ -413,7 +413,7 @@ class IssuedCalls:
                 mark = None if next(self._waited) % ADDED_BETWEEN else gpu.in_c.mark(stream)
                 self.under_way.add(None, call.number, call.name, mark)
             return None
-        # A captured call does not run, so the host can't wait for it, and the graph keeps its memory.
+        # A captured call does not run, so the host can't wait for the call, and the graph keeps the tensors' memory.
         blocks = call.blocks and not captured
         queued = QueuedCall(gpu.in_c, call.xs, call.outs, stream, not captured, blocks, -1)
         queued.mark_end()
@@ -457,7 +457,7 @@ class IssuedCalls:
                     if not is_captured:
                         for tensor in (*call.outs, *call.xs):
                             tensor.record_stream(stream)
-            except BaseException as error:  # the wait for the Work raises it
+            except BaseException as error:  # the Work's `wait` raises the error
                 failure = error
                 if not is_captured and not isinstance(error, CommunicatorError):
                     self.under_way.end(order, call.number)
@@ -553,7 +553,7 @@ class IssuedCalls:
         return self._handed_out(JointWork(collected), waits=_waits(opts)) if collected else None
 
     def close(self) -> None:
-        """Gives the streams back for use by other groups. The communicators must be closed first."""
+        """Gives the streams back for use by other groups, after the communicators were closed."""
         self._in_c.clear()
         self._overlaps.clear()
         self._transferring.clear()

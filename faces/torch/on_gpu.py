@@ -63,7 +63,8 @@ def compile_early(rank: int, world_size: int) -> None:
 
 
 class DeviceRuntimes:
-    """The runtimes of a rank's GPUs. The rank's communicators share them, so that each kernel is loaded only once.
+    """The runtimes of a rank's GPUs. All communicators of the rank share these runtimes, so that each kernel is loaded
+    only once.
 
     A driver may load a kernel only while the device is idle. So the kernel of transfers is loaded when the runtime is
     opened. A later load could deadlock, if it waited for a running kernel whose peer waits for the transfer.

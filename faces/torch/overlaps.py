@@ -156,7 +156,7 @@ class Choice:
     """The policy of a call on a GPU, and whether the call is measured.
 
     Args:
-        policy: the policy that the ranks chose; None for the usual policy.
+        policy: the policy that the ranks chose; None if the communicator decides.
         watched: measures the call's overlap; None if the call is not measured.
         queued: if the ranks choose the policy only when a thread issues the call, the call's size in bytes and a
             function that returns the output's address; otherwise None.

@@ -114,7 +114,7 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
         rank: this rank's number in the group.
         size: number of ranks.
         timeout: the bound of every wait.
-        whole: the group from whose communicators this group's may be split; None if there is none.
+        whole: the group whose communicators may be split to make this group's; None if there is no such group.
         members: the ranks' numbers in `whole`.
         endpoints: the communicators of these ranks; None if they do not exist yet.
         invariant: see `Options`.
@@ -180,7 +180,7 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
         return Options(self.endpoints.invariant, self._timeout)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Changes the bound of every later wait."""
+        """Changes the time-out of every later wait."""
         self.calls.require_process()
         self._timeout = timeout
         self.endpoints.set_timeout(timeout.total_seconds())
@@ -199,8 +199,8 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
             self.endpoints.of_all(with_index(device))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Waits until all ranks have called this function. Otherwise rank 0 raises a RuntimeError that names the
-        missing ranks.
+        """Waits until all ranks have called this function. If ranks are missing, rank 0 raises a RuntimeError that
+        names the missing ranks.
         """
         given: timedelta | None = getattr(timeout, "timeout", timeout)  # torch 2.15 passes an options object
         seconds = (self._timeout if given is None or given < timedelta(0) else given).total_seconds()
@@ -222,7 +222,7 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
         Args:
             store: the store through which this group's ranks exchange addresses.
             ranks: the members of the new group, by their numbers in this group.
-            opts: torch's options, of which only the time-out is used; from `Options`, `invariant` is used too.
+            opts: torch's options, of which only the time-out is used, and if they are `Options`, `invariant`.
         """
         number = next(self._splits)
         if self._rank not in ranks:
@@ -240,8 +240,8 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
         return part
 
     def shrink(self, ranks_to_exclude: list[int], shrink_flags: int = 0, opts_override: Any = None) -> Any:
-        """Makes a group of the ranks that are not excluded, and keeps their order. Each of these ranks must call this
-        function.
+        """Makes a group of the ranks that are not excluded, all of which must call this function. Keeps the ranks'
+        order.
 
         Args:
             ranks_to_exclude: the excluded ranks, by their numbers in this group: all ranks that have failed, and
@@ -267,7 +267,7 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
     # -- memory that calls use in place, like registered memory ---
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Returns whether `allocate_tensor` can allocate registered memory on a device. The device must be a GPU for
+        """Returns whether `allocate_tensor` can allocate registered memory on a device: whether the device is a GPU for
         which the group has a communicator.
         """
         made = self.endpoints.made_of_all(with_index(device))
@@ -375,8 +375,8 @@ def _await_other_backends(store: Any, rank: int, size: int, timeout: timedelta) 
 
     torch before 2.15 drops the other device's backend when it makes this process group, and so closes connections that
     other ranks may still be opening. If torch makes this group first, as the CPU's backend, no other backend exists,
-    and this function returns immediately. `check` detects this, because torch prefixes each device's store with the
-    device's name.
+    and this function returns immediately. In this case, the store with the prefix "cpu/" contains this rank's mark,
+    because torch prefixes each device's store with the device's name.
     """
     own, of_first = f"device-of-{rank}", dist.PrefixStore("cpu/", store.underlying_store)
     mark = os.urandom(8)

@@ -45,8 +45,8 @@ static void give_event(const Gpu* self, uintptr_t event) {
   PyErr_Restore(type, error, traceback);
 }
 
-/* Checks the status of a call of stream_order.h: if it is not 0, calls `finish`, which completes the call or raises its
- * error. Returns 0, or -1 with an exception. */
+/* Checks the status of a call of stream_order.h. If the status is not 0, calls `finish`, which completes the call or
+ * raises an error. Returns 0, or -1 with an exception. */
 static int finished(const Gpu* self, int status, const char* name, const uintptr_t* arguments, int count) {
   if (status == 0) return 0;
   PyObject* given = PyTuple_New(count);
@@ -216,7 +216,7 @@ static void replace(PyObject** member, PyObject* value) {
   Py_XDECREF(old);
 }
 
-/* Moves an exception that is set into the call's `error`, unless it is a BaseException such as KeyboardInterrupt. */
+/* If an Exception is set, moves it into the call's `error`. Other exceptions, such as KeyboardInterrupt, stay set. */
 static void keep_error(QueuedCall* self) {
   if (!PyErr_ExceptionMatches(PyExc_Exception)) return;
   PyObject *type, *error, *traceback;

@@ -61,7 +61,7 @@ class StoreBootstrap(BoardBootstrap):
 
     def board(self) -> Board:
         """Returns the bootstrap's board (see `Bootstrap`). The store holds the board's data, so the board works as long
-        as the rank that serves the store.
+        as the rank that serves the store runs.
         """
         return NoteBoard(_Notes(PrefixStore("board", self._store)), self.rank)
 

@@ -1,7 +1,7 @@
 """Makes torch.distributed's collectives by a communicator, and converts layouts, types and operators for its calls.
 
-On a GPU each function makes its call on torch's current stream; on the CPU it returns when the call is done. Tensors
-need not be contiguous.
+On a GPU each function makes its call on torch's current stream; on the CPU each function returns when the call is done.
+Tensors need not be contiguous.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ class Reduction:
     flags: bool = False
 
     def given(self, flat: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns the values that a rank contributes to the reduction: `flat` itself if no value changes. Otherwise
-        writes the changed values to `into`, which may be `flat`, or if `into` is None, to a new tensor.
+        """Returns the values that a rank contributes to the reduction. If no value changes, returns `flat` itself.
+        Changed values are written to `into`, which may be `flat`, or if `into` is None, to a new tensor.
         """
         if self.flags:  # if a bool tensor is a view of other memory, its bytes may have any value
             return torch.ne(flat.view(torch.uint8), 0, out=into)
@@ -152,7 +152,7 @@ class Reduction:
             return flat
         if not isinstance(self.factor, torch.Tensor):
             return torch.mul(flat, self.factor, out=into)
-        factor = self.factor.to(flat.device).reshape(())  # without dimensions, so that the product has flat's type
+        factor = self.factor.to(flat.device).reshape(())  # a factor without dimensions does not change the dtype
         return torch.mul(flat, factor if factor.is_floating_point() else factor.to(flat.dtype), out=into)
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
@@ -209,7 +209,7 @@ def _names(kinds: Any) -> str:
 
 
 def _usual(_: Communicator) -> None:
-    """The default `Policy`: returns None, so that the communicator decides."""
+    """The default `Policy`, which lets the communicator decide."""
 
 
 def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any, policy: Policy = _usual) -> None:
@@ -376,5 +376,5 @@ def all_to_all_v(comm: Communicator, output: torch.Tensor, x: torch.Tensor, opti
 
 
 def barrier(comm: Communicator, device: torch.device) -> None:
-    """Waits until all ranks have called this function. For a GPU, the current stream waits instead of the CPU."""
+    """Waits until all ranks have called this function; for a GPU, makes the current stream wait."""
     comm.barrier(stream=None if device.type == "cpu" else torch._C._cuda_getCurrentRawStream(device.index))

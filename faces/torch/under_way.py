@@ -91,7 +91,7 @@ class UnderWay:
         return self._flow(flow).calls.append
 
     def forget_ended(self, flow: Hashable) -> None:
-        """Forgets a flow's ended calls. Because this queries the device, `add` calls it only once in ADDED_BETWEEN
+        """Forgets a flow's ended calls. This function queries the device, so `add` calls it only once in ADDED_BETWEEN
         calls.
         """
         with self._lock:

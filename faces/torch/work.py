@@ -156,7 +156,7 @@ class HostWork(_KeptWork):
                 return self._future
             done = self._done.is_set()
             if not done:
-                self._callbacks.start()  # starts the thread now, so that the caller gets an error
+                self._callbacks.start()  # starts the thread now, so that the caller gets an error of the start
             completed = torch.futures.Future()
             # torch's C++ sees a future's error only if `then` has raised it.
             self._future = completed.then(self._future_value)
@@ -198,7 +198,7 @@ class DeviceWork(_KeptWork):
         self._watched = watched
 
     def raise_failure(self) -> None:
-        """If an error prevented that the call was queued, raises this error."""
+        """If an error prevented the call from being queued, raises this error."""
         if self._call.error is not None:
             raise_as_torch(self._call.error)
 
@@ -239,15 +239,15 @@ class DeviceWork(_KeptWork):
         return self._call.mark is not None and self._call.mark.query()
 
     def is_completed(self) -> bool:
-        """Returns whether the device has completed the call or an error prevented that the call was queued."""
+        """Returns whether the device has completed the call or an error prevented the call from being queued."""
         if self._call.error is not None:
             return True
         with torch_errors():
             return self._query()
 
     def exception(self) -> BaseException | None:
-        """Returns the error that prevented that the call was queued, or the communicator's failure; None if the call
-        has not failed.
+        """Returns the error that prevented the call from being queued, or the communicator's failure; None without
+        either.
         """
         try:
             self._call.check()
@@ -354,7 +354,7 @@ class TransferWork(DeviceWork):
         run the callbacks.
         """
         if not self._issued.is_set():
-            self._callbacks.start()  # starts the thread now, so that the caller gets an error
+            self._callbacks.start()  # starts the thread now, so that the caller gets an error of the start
         return super().get_future()
 
     def _is_issued(self) -> bool:

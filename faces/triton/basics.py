@@ -1,7 +1,7 @@
 """Provides helpers for functions that kernels call: decorators, conversions, and loads from channels' handles.
 
-Triton compiles these functions. If ``TRITON_INTERPRET`` is set when a function is decorated, the function stays plain
-Python, for Triton's interpreter.
+Triton compiles functions with the decorator `jit`. If ``TRITON_INTERPRET`` is set when a function is decorated, the
+function stays plain Python, for Triton's interpreter.
 
 Offsets and sizes must be scalar integers. Floats raise an error, because in a kernel `n / 2` is a float32, which can't
 represent every offset above 16 MiB.
@@ -31,7 +31,7 @@ def _plain(function: Any) -> Any:
 
 
 # When a kernel calls a @triton.jit function, the interpreter replaces the functions of Triton's language, which takes 5
-# ms. For a plain function it does not, because the kernel's launch has already replaced them.
+# ms. Plain functions avoid this cost, because the kernel's launch has already replaced the language's functions.
 jit: Callable[[Any], Any] = _plain if INTERPRETED else triton.jit
 out_of_line: Callable[[Any], Any] = _plain if INTERPRETED else triton.jit(noinline=True)
 """Decorates functions that rarely run but have many callers. To save compilation time, such functions are not inlined.
@@ -57,7 +57,7 @@ if INTERPRETED:
         return _number(x, tl.uint32, 32)
 
     def u64(x: Any) -> Any:
-        """Converts an integer to 64 bits. A negative integer becomes a number larger than any memory."""
+        """Converts an integer to 64 bits. A negative integer becomes a number above 2**63."""
         return _number(x, tl.uint64, 64)
 
 else:
@@ -75,7 +75,7 @@ else:
 
     @jit
     def u64(x):
-        """Converts an integer to 64 bits. A negative integer becomes a number larger than any memory."""
+        """Converts an integer to 64 bits. A negative integer becomes a number above 2**63."""
         return _integer(x).to(tl.uint64)
 
 
@@ -99,9 +99,7 @@ def long_at(channel, field: tl.constexpr):
 
 @jit
 def pointer_at(channel, field: tl.constexpr):
-    """Loads a field of a channel's handle that contains an address. Returns a pointer to words of 64 bits at that
-    address.
-    """
+    """Loads an address from a field of a channel's handle. Returns a pointer to words of 64 bits at this address."""
     return longs_at(tl.load(longs_at(channel) + field))
 
 

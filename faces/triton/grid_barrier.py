@@ -35,7 +35,7 @@ class GridBarrier:
 
     def _reset(self) -> None:
         """Resets the barrier's counters, while no program uses the barrier. If a program raised an exception while it
-        waited at the barrier, the barrier has counted it as arrived and must be reset.
+        waited at the barrier, the barrier has counted that program as arrived and must be reset.
         """
         words = struct.pack("<3Q", 0, 0, self._control.device_pointer)
         self._runtime.copy(self._memory.ptr, int(ffi.cast("uintptr_t", ffi.from_buffer(words))), len(words))
@@ -57,8 +57,7 @@ def sync_grid(barrier):
         barrier: a `GridBarrier`.
 
     Returns:
-        Whether all programs called this function. If not, the communicator has ended or its time-out has passed, and
-            the kernel should return.
+        True, or False if the communicator has ended or the time-out has passed; the kernel should then return.
     """
     tl.static_assert(barrier.dtype == tl.pointer_type(tl.uint32), "expected a GridBarrier")
     barrier = longs_at(barrier)
@@ -68,8 +67,8 @@ def sync_grid(barrier):
     generation = barrier + c.BARRIER_GENERATION_8
     now = load_relaxed_device(generation)
     tl.debug_barrier()  # every thread must read the generation before the last program changes it
-    # The addition releases this program's stores. The last program's addition acquires all programs' stores, and that
-    # program's store of the generation releases them.
+    # The addition releases this program's stores. The last program's addition acquires all programs' stores, and its
+    # store of the generation releases all these stores.
     if tl.atomic_add(barrier + c.BARRIER_ARRIVED_8, u64(1), sem="acq_rel", scope="gpu") == programs - 1:
         store_relaxed_device(barrier + c.BARRIER_ARRIVED_8, u64(0))
         store_release_device(generation, now + 1)

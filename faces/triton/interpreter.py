@@ -1,8 +1,8 @@
 """Runs kernels in Triton's interpreter, for the host runtime.
 
 Triton's own launch replaces the functions of Triton's language for each launch and for each nested call of a
-@triton.jit function, which takes milliseconds. This module replaces them once. It passes arrays by address, and so does
-not need torch. A launch waits for its stream, and returns when the kernel has run.
+@triton.jit function, which takes milliseconds. This module replaces the language's functions once. Arrays are passed by
+address, without torch. A launch waits for its stream, and returns when the kernel has run.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ _MEASURED_LAUNCHES = 5
 
 
 class TritonKernel:
-    """A kernel in Triton's language that may call the functions of `proxyccl.triton`. It is launched as ``kernel(*args,
-    stream=None, **constants)``.
+    """A kernel in Triton's language, launched as ``kernel(*args, stream=None, **constants)``. The kernel may call the
+    functions of `proxyccl.triton`.
 
     Each rank makes its kernel without the other ranks. The first call compiles the kernel. On the host runtime,
     Triton's interpreter runs the kernel; ``TRITON_INTERPRET=1`` must be set before triton is imported.
@@ -42,8 +42,8 @@ class TritonKernel:
             arguments by name and returns one to three integers.
         num_warps: the number of warps of a program.
         num_stages: the number of stages of software pipelining; None for Triton's default.
-        configs: the ``triton.Config`` objects to choose from. All ranks measure them together, and choose the
-            configuration with the shortest time of the slowest rank.
+        configs: the ``triton.Config`` objects to choose from. All ranks measure the configurations together, and choose
+            the configuration with the shortest time of the slowest rank.
         key: names of arguments. The ranks choose a configuration for each combination of these arguments' values.
 
     Attributes:
@@ -102,9 +102,9 @@ class TritonKernel:
         """Queues the kernel on a stream and returns. The arguments are kept alive until the kernel has run.
 
         The first call with arguments of certain types compiles the kernel for these types, waits for this rank's work
-        in flight, and loads the kernel. This is not possible while a graph is captured, so make such a call before.
-        With `configs`, the first call for each combination of `key` values launches the kernel several times with each
-        configuration. All ranks must make this call.
+        in flight, and loads the kernel. A kernel can't be loaded while a graph is captured, so make such a call before
+        the capture. With `configs`, the first call for each combination of `key` values, which all ranks must make,
+        launches the kernel several times with each configuration.
 
         Args:
             args: the function's arguments. Each is an array (anything that `as_view` takes), a channel, a set of
@@ -127,8 +127,8 @@ class TritonKernel:
         self._launch(self._arguments(args, kwargs, config), self._options_of(config), stream)
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles and loads the kernel for arguments of these types, and returns when all ranks have done so. All
-        ranks must call this function. Takes the arguments of a call of the kernel, without `stream`, and raises the
+        """Compiles and loads the kernel for the types of the given arguments, and returns when all ranks have done so.
+        All ranks must call this function. Takes the arguments of a call of the kernel, without `stream`, and raises the
         same errors.
         """
         self._communicator.group.failure.require_usable()

@@ -349,8 +349,8 @@ def put_with_signal(channel, dst_offset, src_offset, size, dst_memory=None, src_
 
 @jit
 def put_with_signal_and_flush(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None):
-    """Combines `put`, `signal` and `flush` in one operation. Takes the arguments of `put`. Returns whether the
-    operations are complete; if not, the kernel should return.
+    """Combines `put`, `signal` and `flush` in one operation. Takes the arguments of `put`. Returns what `flush`
+    returns.
     """
     _require(channel)
     operation: tl.constexpr = c.OP_DATA | c.OP_SIGNAL | c.OP_FLUSH
@@ -364,8 +364,7 @@ def flush(channel):
 
     After the flush, the sources of puts may be overwritten, and the results of gets may be read.
 
-    Returns whether the operations are complete. If not, the communicator has ended or the time-out passed, and the
-    kernel should return.
+    Returns True, or False if the communicator has ended or the time-out has passed; the kernel should then return.
     """
     _require(channel)
     ticket, pushed = _push_word(channel, c.OP_FLUSH)
@@ -397,7 +396,7 @@ def is_flushed(channel, ticket):
 
 @jit
 def wait_flushed(channel, ticket):
-    """Waits for the flush with this ticket. Returns whether the flush is complete; if not, the kernel should return."""
+    """Waits for the flush with this ticket. Returns what `flush` returns."""
     _require(channel)
     pushed = (ticket != u64(NO_TICKET)).to(tl.int32)
     return _wait_for_ticket(channel, ticket, pushed, c.PROXY_FLUSHED_8, c.WAIT_FLUSH)
@@ -414,10 +413,9 @@ def is_complete(channel, ticket):
 
 @jit
 def wait_complete(channel, ticket):
-    """Waits until the operation with this ticket and all earlier operations on the channel are complete. No flush is
-    needed. Over a fabric, if a flush follows the operation, the proxy notices the completion sooner. Returns whether
-    the operations are complete. If not, the communicator has ended or the time-out passed, and the kernel should
-    return.
+    """Waits until the operation with this ticket and all earlier operations on the channel are complete. Over a fabric,
+    the proxy notices the completion sooner if a flush follows the operation. Returns True, or False if the communicator
+    has ended or the time-out has passed; the kernel should then return.
     """
     _require(channel)
     pushed = (ticket != u64(NO_TICKET)).to(tl.int32)
@@ -432,8 +430,7 @@ def wait(channel):
     Only one program at a time may wait on a channel. If two programs wait, the interpreter ends the communicator with a
     TriggerError; on a GPU nothing checks this.
 
-    Returns whether the signal arrived. If not, the communicator has ended or the time-out passed, and the kernel should
-    return.
+    Returns True, or False if the communicator has ended or the time-out has passed; the kernel should then return.
     """
     _require(channel)
     return wait_for_signal(_semaphore(channel))
@@ -467,6 +464,6 @@ def poll(channel):
 
 @jit
 def ended(channel):
-    """Returns whether the communicator of a ProxyChannel has ended. If it has, the kernel's own loops must end."""
+    """Returns whether the communicator of a ProxyChannel has ended, in which case the kernel's own loops must end."""
     _require(channel)
     return aborted(long_at(channel, c.PROXY_CONTROL_8))

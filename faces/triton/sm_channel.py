@@ -122,7 +122,7 @@ def sm_poll(channel):
 
 @jit
 def sm_ended(channel):
-    """Returns whether the communicator of an SmChannel has ended. If it has, the kernel's own loops must end."""
+    """Returns whether the communicator of an SmChannel has ended, in which case the kernel's own loops must end."""
     _require(channel)
     return aborted(long_at(channel, c.SM_CONTROL_8))
 
@@ -150,8 +150,8 @@ def _may_use_packets(channel, call: tl.constexpr, memory: tl.constexpr, memory_b
 
 @jit
 def _look_at_packets(packets, flag, expected):
-    # Returns (contents, missing); `missing` is 0 if all packets have the flag, else 1. It has 32 bits, because a warp
-    # can reduce 32 bits in one instruction.
+    # Returns (contents, missing); `missing` is 0 if all packets have the flag, else 1. `missing` has 32 bits, because a
+    # warp can reduce 32 bits in one instruction.
     words = spin_for_packets(packets, load_packets(packets, expected), flag, expected)
     return words, tl.max((expected & ((words >> 32) != flag)).to(tl.int32), 0)
 

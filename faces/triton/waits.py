@@ -145,7 +145,7 @@ def wait_at_least(word, target, control, kind, peer, channel):
 
 @jit
 def aborted(control):
-    """Returns whether the communicator has ended. If it has, the kernel's own loops must end. Reads a word in host
+    """Returns whether the communicator has ended, in which case the kernel's own loops must end. Reads a word in host
     memory.
     """
     pause(0)  # the kernel's loop may wait for another program
