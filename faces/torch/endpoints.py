@@ -31,7 +31,7 @@ _Key = tuple[str, int | None, int | None]
 
 
 class _Making:
-    """An attempt to make a communicator, for which several threads may wait."""
+    """An attempt to make a communicator. Several threads may wait for the end of the attempt."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()  # held by the thread that makes the communicator; other threads wait for this lock
@@ -263,7 +263,7 @@ class Endpoints:
             return Communicator(bootstrap, own, timeout=seconds, linger=LINGER_SECONDS, invariant=self.invariant)
 
     def made_of_all(self, device: torch.device) -> Communicator | None:
-        """Returns the communicator of all ranks for a device; None if it was not made or has failed."""
+        """Returns the communicator of all ranks for a device, or None if no usable communicator exists."""
         made = self._made.get((device.type, device.index, None))
         return None if made is None or not made.group.failure.usable else made
 

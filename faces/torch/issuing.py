@@ -520,7 +520,6 @@ class IssuedCalls:
             raise_as_torch(self._endpoints.with_ranks(error, flow[0]))
 
     def _transfers_of(self, device: torch.device, flow: Flow) -> CallIssuer | None:
-        """Makes the issuer of a flow's transfers, or returns None if the pair's communicator does not exist."""
         if not self._endpoints.has_met(device, flow[0]):
             return None
         comm = self._endpoints.with_peer(device, flow[0])
@@ -578,7 +577,6 @@ def _by_flow(peer: int, number: int, sends: bool) -> tuple[str, on_tensors.Trans
 
 
 def _sides(tensor: torch.Tensor, flow: Flow) -> tuple[Any, Any]:
-    """Returns the arguments `x` and `out` of `on_tensors.exchange`."""
     return (tensor, ()) if flow[1] else ((), tensor)
 
 
@@ -587,11 +585,9 @@ def _source_of(flow: Flow | None) -> int:
 
 
 def _waits(opts: Any) -> bool:
-    """Returns whether torch's options say that the call is synchronous."""
     return opts is not None and not getattr(opts, "asyncOp", True)
 
 
 def _seconds_of(opts: Any) -> float | None:
-    """Returns the time-out in torch's options, in seconds; None if the options do not set one."""
     given = getattr(opts, "timeout", None)
     return given.total_seconds() if isinstance(given, timedelta) and given > _NO_TIME else None

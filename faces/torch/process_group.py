@@ -341,7 +341,7 @@ _default: weakref.ref[ProcessGroupProxyCCL] | None = None
 
 
 def _create(options: Any, own_options: Any) -> ProcessGroupProxyCCL:
-    """Makes a group for torch. For the default group, which torch makes first, the list of ranks is empty.
+    """Makes a group for torch. For the default group, which torch makes first, torch passes no list of ranks.
     `own_options` are the program's `pg_options`, possibly another backend's options.
     """
     global _default  # noqa: PLW0603  torch has one default group

@@ -221,7 +221,6 @@ def reduce_scatter(comm: Communicator, output: torch.Tensor, x: torch.Tensor, op
 
 
 def _reduce_all(comm: Communicator, name: str, output: torch.Tensor, x: torch.Tensor, op: Any, policy: Policy) -> None:
-    """Makes the collective `name`, "all_reduce" or "reduce_scatter". `output` may be `x`."""
     plain, calls = plain_op(op, x.dtype), comm.tensor_calls
     if plain is not None and is_plain(x) and (output is x or is_plain(output)):
         calls.make(calls.options(name, plain, cta_policy=policy(comm)), x, output)
@@ -281,7 +280,6 @@ def _move(comm: Communicator, name: str, output: torch.Tensor, x: torch.Tensor, 
 
 
 def _moved(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor itself if it is plain, otherwise a contiguous copy of its bytes."""
     return tensor if is_plain(tensor) else as_bytes(tensor)
 
 

@@ -1,4 +1,4 @@
-"""Records the calls of a process group that were issued and are not known to have ended."""
+"""Records a process group's calls in progress and latest ended calls."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class _Flow:
 
 
 class UnderWay:
-    """The calls of one group that are in progress or have ended recently, by flow. The calls of a flow end in order.
+    """A group's calls in progress and latest ended calls, by flow. The calls of a flow end in order.
 
     Args:
         healthy: returns whether no communicator of the group has failed. Calls that end after a failure stay recorded

@@ -105,7 +105,6 @@ dispatch, redispatch, combine = _Dispatch.apply, _Redispatch.apply, _Combine.app
 
 
 def _collect(layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc, grad: Any) -> Any:
-    """Returns the gradient of the weights that a dispatch sent, given the gradient of the received weights."""
     if desc.local_expert_ids is not None:  # a row's weights for experts of other ranks are always zero
         return layer.combine_weights(grad.masked_fill(desc.local_expert_ids < 0, 0), desc)
     values, stream = _view_and_stream(layer, grad)
@@ -113,7 +112,6 @@ def _collect(layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc, grad: Any) -> An
 
 
 def _view_and_stream(layer: EPAll2AllLayer, x: Any) -> tuple[ArrayView, StreamLike]:
-    """Returns a view of a tensor, and the stream on which torch uses the tensor."""
     group = layer.ctx.group
     return input_view(group, x, "gradient"), group.launches.stream_for(None, x)
 

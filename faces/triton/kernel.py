@@ -240,9 +240,7 @@ class TritonKernel:
         return self.chosen[key]
 
     def _measure(self, args: tuple[Any, ...], kwargs: dict[str, Any], stream: StreamLike) -> triton.Config:
-        """Measures the configurations. Returns the configuration with the shortest time of the slowest rank, so all
-        ranks return the same.
-        """
+        """Returns the configuration with the shortest time of the slowest rank, so all ranks return the same."""
         self.prepare(*args, **kwargs)
         seconds = []
         for config in self._configs:

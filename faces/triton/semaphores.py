@@ -4,8 +4,8 @@ wait on a semaphore, and only one program at a time may signal it.
 Counters only grow and are never reset, so a captured graph can be replayed.
 
 A function that waits takes its semaphore as a tuple (inbound, expected, control, kind, peer, channel). `inbound` points
-to the count of the peer's signals, `expected` to the count of consumed signals, and `control` is the control block. The
-other values describe the wait in an error.
+to the count of the peer's signals, `expected` to the count of consumed signals, and `control` is the control block. In
+an error, `kind`, `peer` and `channel` describe the wait.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def wait_for_count(semaphore, count):
 
 @jit
 def poll_for_signal(inbound, expected):
-    """If the next signal has arrived, consumes the signal. Returns whether it has arrived."""
+    """Consumes the next signal if the signal has arrived, and returns whether it has arrived."""
     consumed = load_relaxed_device(expected)
     came = load_acquire_system(inbound) > consumed
     if came:

@@ -47,8 +47,8 @@ def _semaphore(channel):
 def remote(channel, dtype: tl.constexpr):
     """Returns a pointer of type `dtype` to the start of the peer's memory, for loads and stores.
 
-    These loads and stores have no memory order; a later `sm_signal` tells the peer that they are done. No function
-    checks them against the memory's size (`remote_bytes`), because inner loops use them.
+    Loads and stores through this pointer have no memory order; a later `sm_signal` tells the peer that they are done.
+    To be fast in inner loops, such loads and stores are not checked against the memory's size (`remote_bytes`).
     """
     _require(channel)
     return long_at(channel, c.SM_DST_8).to(tl.pointer_type(dtype))
@@ -130,7 +130,7 @@ def sm_ended(channel):
 @jit
 def _may_use_packets(channel, call: tl.constexpr, memory: tl.constexpr, memory_bytes, offset, count, flag):
     # Returns whether the flag is not 0 and the packets are inside the memory, at a multiple of PACKET_BYTES, which a
-    # store of a whole packet needs. If not, ends the communicator with an error.
+    # store of a whole packet needs. If the flag or the range is invalid, ends the communicator with an error.
     number = u64(count)
     flagged = u32(flag) != 0
     fits = (offset <= memory_bytes) & (number <= (memory_bytes - offset) // PACKET_BYTES)
@@ -166,8 +166,8 @@ def put_packets(channel, packet_offset, values, flag, count=None):
         packet_offset: the first packet's offset in the peer's memory, in bytes: a multiple of 8. The offset of packet i
             is ``packet_offset + 8 * i``.
         values: a block of shape [BLOCK], of any type of 32 bits.
-        flag: an integer of 32 bits that differs from the packets' previous flag. If 0, the communicator ends with a
-            TriggerError.
+        flag: an integer of 32 bits that differs from the packets' previous flag. A flag of 0 ends the communicator with
+            a TriggerError.
         count: writes only the first `count` values; None for all values.
     """
     _require(channel)

@@ -63,7 +63,7 @@ else:  # before Triton 3.9, and in the interpreter
         tl.store(p, words, mask=mask, cache_modifier=".wt")
 
     # Without Triton's atomic loads, every poll is an acquire load, which compiles to a single load. The compiler would
-    # drop an acquire load after the polls, whose value is unused.
+    # drop a further acquire load after the polls, because the value of that load is unused.
     @jit
     def load_awaited(p):
         return _load(p, "acquire", "sys")
@@ -126,11 +126,10 @@ if INTERPRETED:
         """Does nothing, because an interpreted program has one thread."""
 
     def spin_for_packets(p: Any, words: Any, flag: Any, mask: Any) -> Any:
-        """Returns the contents unchanged, because no other program runs while this one would spin."""
+        """Returns the contents unchanged, because in the interpreter no other program runs while a program spins."""
         return words
 
     def store_trigger(slot: Any, word0: Any, word1: Any) -> None:
-        """Stores a trigger's two words into a slot. The word with the parity bit is stored last."""
         store_relaxed_system(slot, word0)
         store_release_system(slot + 1, word1)
 
