@@ -1,7 +1,7 @@
-"""ProxyChannels in Numba: the functions of proxy_channel.h, which the linker inlines into a kernel.
+"""Defines the device functions by which Numba kernels use ProxyChannels.
 
-NVRTC compiles the header to LTO-IR for the kernel's device, so the protocol is implemented only once. In a kernel, a
-channel is the address of its device handle.
+NVRTC compiles proxy_channel.h to LTO-IR, and Numba's linker inlines the functions into a kernel. In a kernel, a channel
+is the address of its device handle.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from proxyccl.device.build.compile_cache import compiled_image, shipped_options
 from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
 
 try:
-    import numba_cuda  # noqa: F401  (numba has a module `cuda` without it too, an older one)
+    import numba_cuda  # noqa: F401  (without numba_cuda, `numba.cuda` is an older module)
 
     from numba import cuda
 except ImportError as error:
@@ -27,9 +27,8 @@ except ImportError as error:
 
 
 def _load_numpy_functions() -> None:
-    """Makes Numba-CUDA load its implementations of NumPy's functions while ``numpy.row_stack`` exists. NumPy 2.5 has
-    removed this function, but Numba-CUDA 0.30 implements it, so without this call the first launch would raise
-    AttributeError.
+    """Makes Numba-CUDA load its implementations of NumPy's functions while ``numpy.row_stack`` exists. Numba-CUDA 0.30
+    uses ``numpy.row_stack``, which NumPy 2.5 removed, so otherwise the first launch would raise AttributeError.
     """
     namespace: Any = numpy
     if hasattr(numpy, "row_stack"):
@@ -43,8 +42,8 @@ def _load_numpy_functions() -> None:
 
 _load_numpy_functions()
 
-# By Numba's convention, a function stores its result where the first parameter points, and returns 0 if it raises no
-# exception.
+# By Numba's convention, the first parameter points to the function's result, and a return value of 0 means that the
+# function raised no exception.
 _SOURCE = r"""
 #include "proxyccl/proxyccl.h"
 using namespace proxyccl;
@@ -93,7 +92,7 @@ __device__ int proxyccl_channel(Channel* one, Channel channels, int64_t i) {
 
 
 def device_functions(architecture: str) -> bytes:
-    """Compiles the functions to LTO-IR for an architecture such as "sm_90". Compiling needs no device.
+    """Compiles this module's device functions to LTO-IR for an architecture such as "sm_90". Compiling needs no device.
 
     Raises:
         RuntimeUnavailableError: cuda-bindings or NVRTC is not installed.
@@ -138,11 +137,11 @@ channel = _declare("channel", "uint64", "int64")
 
 
 def address(channels: ProxyChannel | ChannelSet[ProxyChannel]) -> int:
-    """Returns the address of a channel or of a set of channels, which a kernel takes as an argument. The channels must
-    stay alive while kernels use them. For an empty set, on a rank without peers, returns 0.
+    """Returns the address to pass to a kernel for a channel or a set of channels. The channels must stay alive while
+    kernels use them. If the set is empty because the rank has no peers, returns 0.
 
     Raises:
-        ArgumentError: `channels` is not a ProxyChannel or a set of them, or has no device handle.
+        ArgumentError: `channels` is neither a ProxyChannel with a device handle nor a set of ProxyChannels.
     """
     if isinstance(channels, ChannelSet):
         known = channels.kind is ProxyChannel

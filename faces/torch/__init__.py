@@ -1,7 +1,7 @@
 """ProxyCCL as a torch.distributed backend: ``torch.distributed.init_process_group("proxyccl")``.
 
-From version 2.15 on, torch finds the backend without this import. With earlier versions, a program must import this
-module before it uses the backend.
+From version 2.15 on, torch finds the backend even if the program does not import this module. With earlier versions, a
+program must import this module before it uses the backend.
 """
 
 from proxyccl.torch.flight_recorder import write_flight_record

@@ -1,8 +1,7 @@
-/* Issues torch's calls on a GPU whose form (prepared launch) is kept: one call from Python takes torch's arguments and
- * launches.
+/* Issues torch's calls on a GPU, if the communicator keeps a prepared launch for the call.
  *
- * This extension uses CPython's limited API. It reads torch's objects through Python attributes, so it needs none of
- * torch's headers and works with any version of torch. A *mark* is an event that marks a point in a stream. */
+ * This extension uses CPython's limited API. The extension reads torch's objects through Python attributes, so it needs
+ * none of torch's headers and works with any version of torch. A *mark* is an event that marks a point in a stream. */
 #include "queued_call.h"
 
 enum { ADDED_BETWEEN = 128 };
@@ -12,34 +11,33 @@ typedef struct {
   PyObject ob_base;
   Gpu* gpu;
   PyObject* make_call; /* a method of Calls or FlowCalls */
-  PyObject* process;   /* the group's process id: a forked child issues no calls */
+  PyObject* process;   /* tells whether this process is a forked child, which issues no calls */
   PyObject *own, *numbers, *log, *forget, *work, *hand_out, *source;
   uintptr_t own_stream;
   int blocks;
   unsigned long long count;         /* calls issued */
-  unsigned long long marks, waited; /* numbers of calls: recorded with a mark; recorded on the current stream */
+  unsigned long long marks, waited; /* how many calls were recorded with a mark, and on the current stream */
 } CallIssuer;
 
 static PyObject *is_here, *async_op, *work_call, *unwaited,
-    *watched; /* names of attributes, made once for the process */
+    *watched; /* the names of attributes as Python strings, made on import */
 
-/* Returns an attribute of torch's options (or of None). Returns NULL if the attribute does not exist, with an exception
- * only if the program raised one. */
+/* Returns an attribute of torch's options, or NULL if the attribute does not exist. */
 static PyObject* option(PyObject* options, PyObject* name) {
   PyObject* found = PyObject_GetAttr(options, name);
   if (found == NULL) (void)proxyccl_clear_exception();
   return found;
 }
 
-/* Returns the pair of a call's name and its options for `make_call`. If `name` is None, that is `named` itself;
- * otherwise `named` is a dict, and the value of torch's options' attribute `name` selects the entry. Returns NULL if
- * there is no entry, with an exception only if the program raised one. */
+/* Returns the tuple (call's name, options for `make_call`). If `name` is None, `named` itself is the tuple. Otherwise
+ * `named` is a dict from values of the attribute `name` of torch's options to such tuples. If the dict has no entry for
+ * the value, returns NULL. */
 static PyObject* find_named(PyObject* options, PyObject* name, PyObject* named) {
   if (name == Py_None) return Py_NewRef(named);
   if (!PyDict_Check(named)) return NULL;
   PyObject* value = options == Py_None ? PyLong_FromLong(0) : option(options, name); /* torch's default is 0 */
   PyObject* found = NULL;
-  if (value != NULL && !PyLong_CheckExact(value)) { /* an operator, whose hash is the number of its kind */
+  if (value != NULL && !PyLong_CheckExact(value)) { /* a ReduceOp, whose hash is the number of its kind */
     const Py_hash_t kind = PyObject_Hash(value);    /* -1 with an exception */
     Py_DECREF(value);
     value = kind == -1 ? NULL : PyLong_FromSsize_t(kind);
@@ -50,8 +48,8 @@ static PyObject* find_named(PyObject* options, PyObject* name, PyObject* named) 
   return found;
 }
 
-/* Makes one call for each tensor of a list, on a stream, until one can't be made in C. Returns the number of calls
- * made; -1 with an exception. */
+/* Makes one call on a stream for each tensor of a list, and stops before the first call that C can't make. Returns the
+ * number of calls made, or -1 with an exception. */
 static Py_ssize_t make_calls(CallIssuer* self, PyObject* x, PyObject* out, PyObject* named, PyObject* stream) {
   PyObject* const options = PyTuple_GetItem(named, 1);
   if (options == NULL) return -1;
@@ -75,7 +73,7 @@ static Py_ssize_t make_calls(CallIssuer* self, PyObject* x, PyObject* out, PyObj
   return done;
 }
 
-/* Records a call as in progress. A call whose `mark` is not None has ended once the stream has passed the mark. Returns
+/* Records a call as in progress. If `mark` is not None, the call has ended once the stream has passed the mark. Returns
  * 0, or -1 with an exception. */
 static int log_call(CallIssuer* self, PyObject* number, PyObject* name, PyObject* mark) {
   PyObject* entry = PyTuple_Pack(3, number, name, mark);
@@ -88,8 +86,8 @@ static int log_call(CallIssuer* self, PyObject* number, PyObject* name, PyObject
   return forgotten == NULL ? -1 : 0;
 }
 
-/* Makes and returns the Work of the calls just made on a stream. Records the calls as in progress, unless a graph
- * captures them. */
+/* Makes and returns one Work for all calls that were just made on a stream. Unless a graph captures the calls, records
+ * them as in progress. */
 static PyObject* work_of(CallIssuer* self, PyObject* number, PyObject* name, PyObject* x, PyObject* out,
                          uintptr_t stream, int captured) {
   const int blocks = self->blocks && !captured;
@@ -117,8 +115,8 @@ static PyObject* log_waited(CallIssuer* self, PyObject* number, PyObject* name, 
   return failed ? NULL : Py_NewRef(Py_None);
 }
 
-/* Records the calls just made on a stream as in progress. Returns the calls' Work, or None if they are synchronous and
- * not `blocks`. */
+/* Records the calls that were just made on a stream as in progress. Returns the calls' Work, or None if the calls are
+ * synchronous and `blocks` is 0. */
 static PyObject* record(CallIssuer* self, PyObject* named, PyObject* x, PyObject* out, uintptr_t stream, int waits) {
   PyObject* const name = PyTuple_GetItem(named, 0);
   PyObject* number = name == NULL ? NULL : PyIter_Next(self->numbers);
@@ -133,10 +131,9 @@ static PyObject* record(CallIssuer* self, PyObject* named, PyObject* x, PyObject
   return work;
 }
 
-/* Returns NotImplemented, by which an issuer declines a call, or NULL if an exception is set. */
+/* Returns NotImplemented, after which Python makes the call; if an exception is set, returns NULL. */
 static PyObject* not_issued(void) { return PyErr_Occurred() != NULL ? NULL : Py_NewRef(Py_NotImplemented); }
 
-/* Does what `issue` does; `named` is the pair of the calls' name and options. */
 static PyObject* issue_named(CallIssuer* self, PyObject* x, PyObject* out, PyObject* options, PyObject* named) {
   PyObject* here = option(self->process, is_here);
   Py_XDECREF(here); /* True and False are never freed */

@@ -1,7 +1,7 @@
-"""torch.distributed's collectives and transfers of a process group: checks their arguments and makes the calls.
+"""Checks the arguments of torch.distributed's collectives and transfers, and makes the calls.
 
-Each method first tries to have C issue the call, which succeeds if the call's form (its prepared launch) is kept.
-Otherwise the method checks the arguments, and `IssuedCalls` makes the call by `tensor_collectives`.
+Each method first asks C to issue the call, which succeeds if a prepared launch for such calls is kept. Otherwise the
+method checks the arguments, and `IssuedCalls` makes the call by `tensor_collectives`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ size is at least `_LARGE_BYTES`.
 
 @untraced
 class Collectives:
-    """A mixin that gives a process group its calls on tensors. If torch has two names for a call, one is an alias of
-    the other.
+    """A mixin that gives a process group its calls on tensors.
 
     Attributes:
         calls: the group's calls.
@@ -85,7 +84,7 @@ class Collectives:
         return self.calls.collective("all_gather", parts, [x], opts, on_tensors.all_gather_lists, parts, x, options)
 
     def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
-        """Concatenates the ranks' tensors, all of the same size, on every rank."""
+        """Concatenates the ranks' tensors on every rank. The tensors have the same size."""
         choice = self.calls.choose("all_gather", output, _nbytes(output), opts)
         work = self.calls.in_c(x, output, opts, None, choice.name)
         if work is NotImplemented:
@@ -110,7 +109,7 @@ class Collectives:
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:
-        """Gathers several tensors from every rank; the output has one list of tensors for each rank."""
+        """Gathers several tensors from every rank; `outputs[rank]` receives the tensors of that rank."""
         outputs, inputs = [in_memory(of_rank) for of_rank in outputs], in_memory(inputs)
         written = [tensor for of_rank in outputs for tensor in of_rank]
         to = [rank for rank in range(self._size) for _ in inputs]
@@ -148,7 +147,7 @@ class Collectives:
         )
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None, *_: Any) -> Any:
-        """Reduces a list that has one tensor for each rank; each rank receives its own reduced tensor."""
+        """Reduces each tensor of a list over all ranks; rank i receives the i-th result."""
         (output,), (parts,) = outputs, inputs
         output, *parts = in_memory([output, *parts])
         self._require_one_each(parts, "input_list")
@@ -192,7 +191,7 @@ class Collectives:
         opts: Any = None,
         *_: Any,
     ) -> Any:
-        """Sends rows of a tensor to each rank: the same number to each rank, or the numbers that the splits state."""
+        """Sends `input_splits[i]` rows of a tensor to rank i; without splits, an equal number to each rank."""
         even = not output_splits and not input_splits
         options = ("all_to_all_single", input_splits or "even", output_splits or "even")
         choice = self.calls.choose("all_to_all", output, _nbytes(x) if even else 0, opts)
@@ -227,8 +226,8 @@ class Collectives:
         )
 
     def barrier(self, opts: Any = None, *_: Any) -> Any:
-        """Waits until all ranks have arrived: on the CPU, or on a GPU's stream after the queued work. Without a GPU,
-        the options' device ids are ignored.
+        """Waits until all ranks have called this function; for a GPU, makes the current stream wait. Without a GPU, the
+        options' device ids are ignored.
         """
         device = getattr(opts, "device", None) or CPU
         if getattr(opts, "device_ids", None):
@@ -244,9 +243,7 @@ class Collectives:
         return self.calls.transfer(tensors, peer, sends=False)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
-        """Raises RuntimeError: a rank offers a receive's memory to a single peer, so it can't receive from any
-        source.
-        """
+        """Raises RuntimeError, because a receive must name the rank that sends."""
         raise RuntimeError("proxyccl: recv from any source is not supported; name the rank")
 
     recvAnysource = recv_anysource  # noqa: N815
@@ -291,16 +288,15 @@ class Collectives:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """Returns the device with an index: for a GPU without one, the current GPU's index. A CPU has no index."""
+    """Returns the device; if it is a GPU without an index, returns the current GPU."""
     if device.type == "cpu":
         return CPU
     return device if device.index is not None else torch.device(device.type, torch.cuda.current_device())
 
 
 def _goes_apart(tensors: Tensors) -> bool:
-    """Returns whether a coalesced call makes one call for each tensor instead of joining the tensors in one array: if
-    the tensors are few or large. Then C can issue each call, and no copy reads the memory a second time. All ranks
-    return the same.
+    """Returns whether a coalesced call makes one call for each tensor, because the tensors are few or large, instead of
+    copying the tensors to one array. All ranks return the same value.
     """
     if not tensors or not tensors[0].is_cuda:
         return False
@@ -313,15 +309,15 @@ def _nbytes(x: torch.Tensor) -> int:
 
 
 def _name_of_short(collective: str, tensors: Tensors) -> str | None:
-    """Returns the name to pass to `IssuedCalls.joint` for calls with these tensors; None if any tensor has LEAST_BYTES
-    or more, because the ranks then choose a policy for each call.
+    """Returns the name to pass to `IssuedCalls.joint`. If any tensor has LEAST_BYTES or more, returns None, because the
+    ranks then choose a policy for each call.
     """
     return collective if all(_nbytes(x) < LEAST_BYTES for x in tensors) else None
 
 
 def _op_of(opts: Any) -> Any:
-    """Returns the reduction's operator. torch passes options that contain the operator, the operator itself, or None
-    for the default operator, SUM.
+    """Returns the reduction's operator. torch passes an object with the attribute `reduceOp`, the operator itself, or
+    None for SUM.
     """
     return dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
 

@@ -1,4 +1,4 @@
-"""The communicators of a process group, made when they are first used."""
+"""Makes the communicators of a process group when they are first used."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _Key = tuple[str, int | None, int | None]
 
 
 class _Making:
-    """An attempt to make a communicator, for which several threads may wait."""
+    """An attempt to make a communicator. Several threads may wait for the end of the attempt."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()  # held by the thread that makes the communicator; other threads wait for this lock
@@ -39,29 +39,27 @@ class _Making:
 
 
 class Endpoints:
-    """The communicators of one rank: one of all ranks for each device, and one with each peer for single transfers.
+    """One rank's communicators: for each device, one of all ranks, and one with each peer for `send` and `recv`.
 
-    A single send or recv involves only two ranks, so it can't use resources that all ranks must make together. It also
-    runs concurrently with other calls, so its resources are made with its communicator. Making a communicator waits for
-    the other ranks. If a program must not wait, a thread makes the communicator. `has_met` returns whether a
-    communicator exists already, so that a call does not wait.
+    `send` and `recv` involve only two ranks, so they can't use a communicator that all ranks must make together. Making
+    a communicator waits for the other ranks. If a program must not wait, a thread makes the communicator.
 
-    A new communicator is split from an existing communicator if all its ranks have that one: the communicator of the
-    default group, or for two ranks the communicator of their group. Otherwise it is made from scratch. In either case
-    the ranks meet in their group's own store. So ranks of one group never meet ranks of another group by mistake,
-    whatever the groups' members and in whatever order the groups are first used.
+    If all ranks of a new communicator have the communicator of their *parent*, the new communicator is split from the
+    parent's; otherwise it is made from scratch. A group's parent is the default group, and a pair's parent is the
+    pair's group. The ranks exchange addresses through their group's own store, so groups may be used first in any
+    order.
 
     Args:
-        store: the store through which the ranks meet. Only this group uses it, and no earlier group of the same name
-            has used it.
+        store: the store for the ranks' addresses. No other group, and no earlier group of the same name, may have used
+            this store.
         whole: the endpoints of the default group; None for the default group itself.
-        members: these ranks' numbers in `whole`.
-        runtimes: the runtimes of this rank's GPUs. None shares the runtimes of `whole`; if `whole` is also None, new
-            runtimes are opened.
-        invariant: as for `Communicator`; None takes the setting of `whole`.
+        members: the numbers that this group's ranks have in `whole`.
+        runtimes: the runtimes of this rank's GPUs. If None, the runtimes of `whole` are shared; if `whole` is also
+            None, new runtimes are opened.
+        invariant: passed to `Communicator`; None takes the setting of `whole`.
 
     Attributes:
-        invariant: the argument `invariant`, or if it is None, the setting of `whole`.
+        invariant: the argument `invariant`, or if the argument is None, the setting of `whole`.
     """
 
     def __init__(
@@ -86,7 +84,7 @@ class Endpoints:
         self.invariant: bool | None = whole.invariant if invariant is None and whole is not None else invariant
         self._lock = threading.Lock()
         self._making: dict[_Key, _Making] = {}
-        self._meetings: Counter[str] = Counter()  # attempts that did not time out, by the communicator's name
+        self._meetings: Counter[str] = Counter()  # how many attempts did not time out, by communicator's name
         self._made: dict[_Key, Communicator] = {}
         self._checks: tuple[Callable[[], None], ...] = ()  # failure checks of the communicators that were made
         self._closed = self._aborted = False
@@ -94,40 +92,40 @@ class Endpoints:
 
     @property
     def store(self) -> Any:
-        """The store through which the ranks meet. After `close`, raises ClosedError."""
+        """The store for the ranks' addresses. After `close`, raises ClosedError."""
         store = self._open_store
         if store is None:
             self._require_open()
         return store
 
     def of_all(self, device: torch.device) -> Communicator:
-        """Returns the communicator of all ranks for a device, and makes it first if it does not exist. All ranks call
-        this together.
+        """Returns the communicator of all ranks for a device. If the communicator does not exist, makes it together
+        with the other ranks, which must also call this function.
         """
         made = self._made.get((device.type, device.index, None))
         return made if made is not None else self._make(device, None)
 
     def with_peer(self, device: torch.device, peer: int) -> Communicator:
-        """Returns the communicator with a peer for a device, and makes it first if it does not exist. Both ranks call
-        this.
+        """Returns the communicator with a peer for a device. If the communicator does not exist, makes it together with
+        the peer, which must also call this function.
         """
         made = self._made.get((device.type, device.index, peer))
         return made if made is not None else self._make(device, peer)
 
     def has_met(self, device: torch.device, peer: int | None) -> bool:
-        """Returns whether the communicator with a peer exists (for None: the communicator of all ranks). If it exists,
-        a call need not wait until it is made.
+        """Returns whether the communicator with a peer exists; if `peer` is None, whether the communicator of all ranks
+        exists.
         """
         return (device.type, device.index, peer) in self._made
 
     def to_self(self, tensor: torch.Tensor, *, sends: bool) -> None:
-        """Sends a tensor to this rank itself, or receives one; see `ToSelf`."""
+        """If `sends` is set, sends a tensor to this rank itself, otherwise receives one (`ToSelf`)."""
         (self._to_self.send if sends else self._to_self.recv)(tensor, self._timeout)
 
     @contextmanager
     def transferring(self, peer: int | None) -> Iterator[None]:
-        """A context for calls on the communicator with a peer: in errors that are raised inside, the pair's rank
-        numbers are replaced by this group's. If `peer` is None, the context changes nothing.
+        """A context for calls on the communicator with a peer. Converts the rank numbers in errors that are raised
+        inside the context to this group's. If `peer` is None, the context changes nothing.
         """
         try:
             yield
@@ -137,8 +135,8 @@ class Endpoints:
             raise_in_place_of(error, self.with_ranks(error, peer))
 
     def with_ranks(self, error: Exception, peer: int) -> Exception:
-        """Returns an error in which the rank numbers of the communicator with a peer are replaced by this group's. An
-        error that is not a CommunicatorError is returned unchanged.
+        """Converts the rank numbers in an error of the communicator with a peer to this group's rank numbers. Returns
+        errors other than a CommunicatorError unchanged.
         """
         return renumbered(error, sorted((self._rank, peer))) if isinstance(error, CommunicatorError) else error
 
@@ -153,9 +151,9 @@ class Endpoints:
 
     @contextmanager
     def bounded(self, device: torch.device, peer: int | None, seconds: float | None) -> Iterator[None]:
-        """A context that bounds a call's waits by `seconds` instead of the group's time-out; None keeps the group's
-        time-out. The context sets the communicator's time-out for a while, which is safe because a communicator's calls
-        on the CPU run one after the other.
+        """A context that bounds a call's waits by `seconds`, or if that is None, by the group's time-out. The context
+        changes the communicator's time-out, which affects no other call, because a communicator's calls on the CPU run
+        one after the other.
         """
         if seconds is None:
             yield
@@ -212,14 +210,14 @@ class Endpoints:
             low, high = sorted((self._rank, peer))
             name, rank, world_size = f"{runtime}-{low}-{high}", int(self._rank > peer), 2
             whole, members = self, [low, high]
-        # The store's prefix tells attempts apart by a count and not by the GPU's index, because ranks may number their
-        # GPUs differently.
+        # The store's prefix contains a count of attempts and not the GPU's index, because a GPU's index may differ
+        # between ranks.
         place = dist.PrefixStore(f"proxyccl-{name}-{self._meetings[name]}", self.store)
         bootstrap = StoreBootstrap(place, rank, world_size)
         self._bootstraps.append(bootstrap)
         try:
             comm = self._meet(bootstrap, device, peer, whole, members, seconds)
-        except WaitTimeoutError:  # a rank that came too late can still meet this rank at its next attempt
+        except WaitTimeoutError:  # a late rank can still join this rank's next attempt
             bootstrap.withdraw()
             raise
         except Exception:
@@ -230,9 +228,8 @@ class Endpoints:
             try:
                 with self.transferring(peer):
                     comm.prepare_transfers()
-                    # A driver may wait for running kernels when it creates a resource. A kernel of the pair's transfers
-                    # waits for the peer's kernel. So neither rank launches a kernel before both have created all their
-                    # resources.
+                    # When a driver creates a resource, it may wait for running kernels, and a transfer's kernel waits
+                    # for the peer. So neither rank launches a transfer before both ranks have created all resources.
                     comm.all_gather_bytes(b"", "first transfer of two ranks")
             except BaseException:
                 comm.close(wait=False)
@@ -249,8 +246,8 @@ class Endpoints:
         members: Sequence[int],
         seconds: float,
     ) -> Communicator:
-        """Makes a communicator of the bootstrap's ranks, whose numbers in `whole` are `members`. If all of these ranks
-        have the communicator of `whole`, the result is split from it; otherwise it is a new communicator.
+        """Makes a communicator of the bootstrap's ranks. If all of these ranks have the communicator of `whole`, splits
+        the new communicator from it; `members` are the ranks' numbers in `whole`.
         """
         splittable = None if whole is None else whole.made_of_all(device)
         with self.transferring(peer):
@@ -258,21 +255,22 @@ class Endpoints:
             splits = whole is not None and all(bootstrap.all_gather(answer, seconds, self._require_open))
         if splits:
             assert splittable is not None
-            # Outside `transferring`, because errors of a failed split already have the rank numbers of `whole`.
+            # This call is outside `transferring`, because errors of a failed split already have the rank numbers of
+            # `whole`.
             return splittable.split(members, timeout=seconds, bootstrap=bootstrap, invariant=self.invariant)
         with self.transferring(peer):
             own = self._runtimes.of(device)
             return Communicator(bootstrap, own, timeout=seconds, linger=LINGER_SECONDS, invariant=self.invariant)
 
     def made_of_all(self, device: torch.device) -> Communicator | None:
-        """Returns the communicator of all ranks for a device; None if it was not made or has failed."""
+        """Returns the communicator of all ranks for a device, or None if no usable communicator exists."""
         made = self._made.get((device.type, device.index, None))
         return None if made is None or not made.group.failure.usable else made
 
     def part(self, store: Any, ranks: Sequence[int], timeout: float, invariant: bool | None = None) -> Endpoints:
-        """Returns the endpoints of some ranks of the group, which include this rank. The new communicators are split
-        from the default group's, because the default group lives at least as long as any other group. If `invariant` is
-        None, this group's setting is used.
+        """Returns the endpoints of a subset of the group's ranks. This rank must be in `ranks`. The new communicators
+        are split from the default group's, because the default group lives at least as long as any other group. If
+        `invariant` is None, this group's setting is used.
         """
         if invariant is None:
             invariant = self.invariant
@@ -281,10 +279,9 @@ class Endpoints:
         return Endpoints(store, list(ranks).index(self._rank), len(ranks), timeout, whole, members, invariant=invariant)
 
     def shrink(self, store: Any, excluded: Sequence[int], timeout: float) -> Endpoints:
-        """Returns the endpoints of the ranks that are not excluded. These ranks call this together. `store` and
-        `timeout` are as for the constructor.
+        """Returns the endpoints of the ranks that are not excluded, all of which must call this function.
 
-        Raises the errors of `Communicator.shrink`, and PeerLostError if a rank that is not excluded was lost.
+        Raises PeerLostError if a rank that is not excluded has failed, and the errors of `Communicator.shrink`.
         """
         members = [rank for rank in range(self._world_size) if rank not in excluded]
         own, count = members.index(self._rank), len(members)
@@ -319,8 +316,8 @@ class Endpoints:
         return next((comm for comm in self.made if not comm.closed and comm.group.failure.aborted), None)
 
     def has_left(self, peer: int | None) -> bool:
-        """Returns whether a peer (for None: any other rank) is known to have shut the group down. The rank's
-        communicators learn this from the peers.
+        """Returns whether a peer has announced that it shut the group down; if `peer` is None, whether any other rank
+        has.
         """
         with self._lock:
             made = list(self._made.items())
@@ -331,8 +328,8 @@ class Endpoints:
         return False
 
     def end_calls(self, peer: int | None, reason: str) -> None:
-        """Aborts the communicators with a peer (for None: the communicators of all ranks), and so ends their calls in
-        progress.
+        """Ends the calls in progress with a peer by aborting the communicators with this peer. If `peer` is None,
+        aborts the communicators of all ranks instead.
         """
         with self._lock:
             made = [comm for (_, _, other), comm in self._made.items() if other == peer]
@@ -354,14 +351,12 @@ class Endpoints:
             comm.abort(reason)
 
     def end_meetings(self) -> None:
-        """From now on no communicator is made. Threads that wait for a peer to make a communicator raise
-        ClosedError.
-        """
+        """Prevents further communicators. Threads that wait for a peer to make a communicator raise ClosedError."""
         with self._lock:
             self._closed = True
 
     def close(self) -> None:
-        """Closes the communicators. Waits for this rank's own work, but for no other rank."""
+        """Closes the communicators. Waits for this rank's own work, but not for other ranks."""
         self.end_meetings()
         for comm in self.made:
             comm.close(wait=False)

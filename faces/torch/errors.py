@@ -18,9 +18,9 @@ from torch.distributed import DistBackendError
 
 
 def as_torch_error(error: BaseException) -> BaseException:
-    """Converts a communicator's failure to torch's DistBackendError, whose text contains the error's type and text and
-    whose cause is the error. Returns other errors unchanged, such as an ArgumentError, which is a ValueError. For the
-    first failure in the process, writes a flight record (`write_failure`).
+    """Converts a communicator's failure to a DistBackendError that has the failure as its cause. Returns a ValueError,
+    such as an ArgumentError, and errors of other libraries unchanged. For the first failure in the process, writes a
+    flight record (`write_failure`).
     """
     if isinstance(error, CommunicatorError):
         write_failure()
@@ -37,7 +37,7 @@ def as_torch_error(error: BaseException) -> BaseException:
 
 
 def raise_as_torch(error: BaseException) -> NoReturn:
-    """Raises a caught exception, converted by `as_torch_error`."""
+    """Converts a caught exception by `as_torch_error` and raises the result."""
     try:
         raise_in_place_of(error, as_torch_error(error))
     finally:
@@ -45,7 +45,7 @@ def raise_as_torch(error: BaseException) -> NoReturn:
 
 
 class torch_errors:  # noqa: N801  used like a function
-    """A context that converts exceptions raised inside by `as_torch_error`."""
+    """A context that uses `as_torch_error` to convert exceptions."""
 
     def __enter__(self) -> None:
         pass

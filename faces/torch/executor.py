@@ -1,6 +1,4 @@
-"""Threads that run a process group's calls on CPU tensors and the callbacks of its futures, while the program
-continues. Each thread runs its tasks in order.
-"""
+"""Runs a process group's calls on CPU tensors, and the callbacks of its futures, in threads."""
 
 from __future__ import annotations
 
@@ -24,8 +22,8 @@ _LOOK_SECONDS = 0.05
 
 
 class Executor:
-    """A queue of tasks and the thread that runs them. The thread starts when a task is first queued, and calls `begin`
-    before it runs the tasks. It ends with the executor.
+    """A queue of tasks and the thread that runs them. The thread starts when the first task is queued, and first calls
+    `begin`.
 
     Attributes:
         ended: the number of tasks that the thread has completed.
@@ -46,8 +44,8 @@ class Executor:
         return not self._tasks and self._runner is None
 
     def run_here(self, task: Task, *, after_others: bool = False) -> bool:
-        """Runs a task in the caller's thread if no other task is queued or running. Otherwise waits for the other tasks
-        first if `after_others` is set, or else does not run the task. Returns whether the task ran.
+        """Runs a task in the caller's thread if no other task is queued or running; if `after_others` is set, first
+        waits for the other tasks. Returns whether the task ran.
         """
         with self._changed:
             if after_others:
@@ -64,13 +62,13 @@ class Executor:
         return True
 
     def submit(self, task: Task) -> None:
-        """Queues a task, which must not raise. After the executor's end the task runs in the caller's thread instead.
-        If the thread can't be started (ResourceError), the task is not queued.
+        """Queues a task, which must not raise. After `end`, runs the task in the caller's thread instead. If the thread
+        can't be started, raises ResourceError and does not queue the task.
         """
         with self._changed:
             ended = self._ended
             if not ended:
-                self.start()  # first, because a task must not remain queued if the thread can't be started
+                self.start()  # starts the thread first, so that no task stays queued if the start fails
                 self._tasks.append(task)
                 self._changed.notify_all()
         if ended:
@@ -107,8 +105,8 @@ class Executor:
         return self._runner == threading.get_ident()
 
     def wait_until_idle(self, seconds: float) -> bool:
-        """Waits for queued and running tasks. Returns whether all tasks ended within `seconds`. No task may call
-        this.
+        """Waits for queued and running tasks. Returns whether all tasks ended within `seconds`. A task must not call
+        this function.
         """
         with self._changed:
             return self._changed.wait_for(lambda: self.is_idle, min(seconds, threading.TIMEOUT_MAX))
@@ -130,8 +128,8 @@ _callbacks = _Callbacks()
 
 
 class GroupThreads:
-    """The threads of one rank of a process group. For each device there is one thread for the transfers of each flow,
-    one for the callbacks of each nesting depth, and one for all other calls.
+    """One rank's threads of a process group. For each device, each flow (the transfers to or from one peer) has a
+    thread, each nesting depth of callbacks has a thread, and all other calls share a thread.
     """
 
     def __init__(self, rank: int, endpoints: Endpoints) -> None:
@@ -140,17 +138,16 @@ class GroupThreads:
         self._made: dict[_Key, Executor] = {}
 
     def callbacks_of(self, device: torch.device) -> Executor:
-        """Returns the thread that completes the futures of the calls that the current thread makes.
+        """Returns the thread that runs the callbacks of calls that the current thread makes.
 
-        A future's callbacks may make calls and wait for the futures of these calls. So callbacks don't run in the
-        thread that runs calls, and if a callback makes calls, the callbacks of these calls run in another thread, one
-        nesting depth further. Each depth has only one thread, which completes futures in order, so the callbacks of all
-        ranks make their calls in the same order.
+        A callback may make calls, add callbacks to these calls and wait for them. So the callbacks of each nesting
+        depth run in a thread of their own. Each nesting depth has only one thread, so all ranks run their callbacks in
+        the same order.
         """
         return self.of(device, _callbacks.depth + 1)
 
     def of(self, device: torch.device, of: Flow | int | None) -> Executor:
-        """Returns the thread of a flow, or of the callbacks of a nesting depth; for None, the thread of all other
+        """Returns the thread of a flow or of a callbacks' nesting depth; if `of` is None, the thread of all other
         calls.
         """
         with self._lock:
@@ -168,10 +165,10 @@ class GroupThreads:
         return self._made.get((device, of))
 
     def await_calls(self, deadline: float) -> None:
-        """Waits for the calls that are queued in the group's threads, with the bounds that
-        `ProcessGroupProxyCCL.shutdown` states.
+        """Waits until `deadline` for the calls that are queued in the group's threads. If a call needs a rank that has
+        left, aborts the call after LINGER_SECONDS without progress.
         """
-        in_vain: dict[Any, tuple[int, float]] = {}  # for threads whose peer has left: calls ended so far, deadline
+        in_vain: dict[Any, tuple[int, float]] = {}  # threads whose peer has left: (ended calls, deadline)
         while self._endpoints.failed is None:
             busy = {key: executor for key, executor in self._all.items() if not executor.is_idle}
             now = time.monotonic()
@@ -183,7 +180,7 @@ class GroupThreads:
                 if isinstance(of, int) or peer == self._rank or not self._endpoints.has_left(peer):
                     continue
                 ended, until = in_vain.get(key, (-1, 0.0))
-                if ended != executor.ended:  # there is progress: the peer made these calls before it left
+                if ended != executor.ended:  # the peer made these calls before it left
                     in_vain[key] = executor.ended, now + LINGER_SECONDS
                 elif now > until:
                     self._endpoints.end_calls(peer, "it was shut down, and a call waited for a rank that has left")
@@ -196,9 +193,7 @@ class GroupThreads:
             return dict(self._made)
 
     def end(self) -> None:
-        """Ends the threads. Waits up to LINGER_SECONDS for failed calls to return, because the calls use the tensors'
-        memory until then.
-        """
+        """Ends the threads. Waits up to LINGER_SECONDS until failed calls no longer use their tensors' memory."""
         until = time.monotonic() + LINGER_SECONDS
         for (_, of), executor in self._all.items():
             executor.end()
@@ -207,8 +202,7 @@ class GroupThreads:
 
 
 def _begin_thread(device: torch.device, of: Flow | int | None) -> None:
-    """Sets the current thread's device and nesting depth. Each thread of `GroupThreads` calls this first."""
-    if device.type != "cpu":  # a new thread's current device is 0, which torch would otherwise open
+    if device.type != "cpu":  # otherwise torch would open device 0 for this thread
         torch.cuda.set_device(device)
     if isinstance(of, int):
         _callbacks.depth = of

@@ -1,13 +1,13 @@
 """Writes a process's calls for torch's flight recorder and profiler, and runs the watchdog that reports failed groups.
 
 A dump, or flight record, is a file for the analyzer of torch's flight recorder,
-``torch.distributed.flight_recorder.fr_trace`` (torchfrtrace). A dump contains the names of calls, which each group
-records in any case (`UnderWay`), but neither sizes nor times, so that dumps cost a call almost nothing. The analyzer
-compares the ranks' dumps by the calls' numbers in their group.
+``torch.distributed.flight_recorder.fr_trace`` (torchfrtrace). A dump contains the names of calls (`UnderWay`), but
+neither sizes nor times, because recording them would slow down every call. The analyzer compares the ranks' dumps by
+the calls' numbers in their group.
 
 The watchdog is a thread that logs the oldest call in progress when a group fails. Without the watchdog, only the next
-call or a wait for a Work would report a failure, and a program that waits for something else, such as its device, would
-not learn of it.
+call or a wait for a Work would report the failure, so a program that waits for its device would not learn of the
+failure.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ _VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _BACKEND = "nccl"
 """The backend's name in dumps: torch's own backend, because the analyzer refuses backends that it does not know."""
 _NO_SIZES = [[0]]
-"""The tensors' sizes in dumps. The analyzer compares the ranks' sizes, and for gathers their multiples; zeros always
-agree.
-"""
+"""The tensors' sizes in dumps. The analyzer compares the sizes between ranks, and zeros always agree."""
 _logger = logging.getLogger("proxyccl.torch")
 _lock = threading.Lock()
 forks.hold_while_forking(_lock)
@@ -77,8 +75,8 @@ def _run_watchdog() -> None:
 
 
 def _look(reported: weakref.WeakSet[Group]) -> None:
-    """Logs the groups that have failed since the last call of this function. This is not a part of `_run_watchdog`, so
-    that no frame refers to a group while the watchdog sleeps.
+    """Logs the groups that have failed since the last call of this function. As a part of `_run_watchdog`, this code
+    would keep a group alive while the watchdog sleeps.
     """
     for group in [group for group in list(groups) if group not in reported]:
         try:
@@ -88,14 +86,14 @@ def _look(reported: weakref.WeakSet[Group]) -> None:
                 reported.add(group)
                 write_failure()
                 _logger.error("%s: %s", oldest, comm.group.failure.exception())
-        except Exception:  # the other groups are still watched
+        except Exception:  # the watchdog goes on with the other groups
             reported.add(group)
             _logger.exception("a process group is no longer watched")
 
 
 def write_failure() -> None:
     """Writes a dump for the first failure in the process, if one of torch's environment variables names a path. If the
-    file can't be written, the error is logged and not raised, because the caller is about to report the failure itself.
+    file can't be written, logs the error instead of raising it, because the caller reports the failure itself.
     """
     global _has_failed  # noqa: PLW0603  one dump for the process
     prefix = next(filter(None, map(os.environ.get, _VARIABLES)), None)
@@ -112,8 +110,8 @@ def write_failure() -> None:
 
 
 def write_flight_record(prefix: str) -> Path:
-    """Writes the calls of this process's groups that are in progress or have ended recently, for the analyzer of
-    torch's flight recorder.
+    """Writes the names of this process's latest calls, in progress and ended, for the analyzer of torch's flight
+    recorder.
 
     Args:
         prefix: the beginning of the file's path; this rank's number in the default group is appended.
@@ -148,9 +146,9 @@ def write_flight_record(prefix: str) -> Path:
 
 
 def _pair(calls: Any, flow: Any) -> tuple[tuple[str, str], list[int], str]:
-    """Returns how a dump shows the transfers from one rank to another, as a group of these two ranks: the group's name
-    and description, its ranks, and the analyzer's name for the direction. If a dump showed them as calls of the whole
-    group, the analyzer would report that the other ranks are missing.
+    """Presents the transfers of a flow as a group of two ranks, because otherwise the analyzer would report that the
+    other ranks' calls are missing. Returns the group's (name, description), its ranks, and the analyzer's name for the
+    direction.
     """
     (peer, sends), on = (flow, "") if isinstance(flow[0], int) else (flow[1], f" on {flow[0].type}")
     own, other = calls.members[calls.rank], calls.members[peer]
@@ -195,8 +193,8 @@ def profiler_event(
     group: tuple[str, str],
 ) -> AbstractContextManager[None]:
     """Returns a context that shows a call as an event in torch's profiler. The event has the keys of NCCL's
-    ``record_param_comms`` event, but another name: torch's profiler reads the details of an event of that name from a
-    C++ object, and crashes without one.
+    ``record_param_comms`` event, but another name, because torch's profiler expects a C++ object in events of that name
+    and crashes otherwise.
     """
     inputs, outputs = list(xs or outs), list(outs or xs)
     details: dict[str, Any] = {

@@ -1,9 +1,9 @@
-"""Issues the calls of a process group, on the threads, streams and events that the calls need.
+"""Issues the calls of a process group.
 
-A synchronous call runs on the current stream, or on the CPU in the caller's thread. An asynchronous call runs on the
-group's stream, which first waits for the current stream, or on the CPU in the group's thread. C issues a call on a GPU
-if the call's form is kept: the launch that an earlier call with such arguments has prepared. A *flow* is one direction
-of transfers between this rank and one peer.
+On a GPU, a synchronous call runs on the current stream. An asynchronous call runs on the group's stream, which first
+waits for the current stream. On the CPU, a synchronous call runs in the caller's thread and an asynchronous one in the
+group's thread. C issues a call on a GPU if an earlier call of the same kind has prepared a launch. A *flow* is the
+sends to one peer, or the receives from one peer.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from torch.autograd import profiler
 
 Tensors = Sequence[torch.Tensor]
 IS_BACKEND = hasattr(torch._C._distributed_c10d.Backend, "split")
-"""Whether a Python class can be a backend of torch's process groups, as from torch 2.15 on. Otherwise it can only
-replace a whole process group.
+"""Whether a Python class can be a backend of a process group, which torch 2.15 introduced. In earlier versions, a
+Python class can only replace a whole process group.
 """
 _logger = logging.getLogger("proxyccl.torch")
 _NO_TIME = timedelta(0)
@@ -51,14 +51,12 @@ _Named = tuple[str, Any]
 
 
 class _InC:
-    """Holds the `CallIssuer`s of one process group on one GPU, which issue collectives in C; `IssuedCalls._make_issuer`
-    makes them.
+    """Holds the `CallIssuer`s that issue one process group's collectives on one GPU.
 
     Attributes:
         collectives: issues the collectives that do not consist of transfers. barriers: issues the barriers.
-        named: maps the name of a call, such as "all_gather" or "all_gather, POLICY", to the name and the options of the
-            call for C. For a reduction, the value is a dict of such pairs by the number of the operator's kind; for a
-            broadcast, by the root.
+        named: maps the name of a call, such as "all_gather" or "all_gather, POLICY", to the call's `_Named`. For a
+            reduction, the value is a dict: operator's kind to `_Named`; for a broadcast, root to `_Named`.
     """
 
     def __init__(self, calls: TensorCalls, ranks: int, issuer: Callable[..., CallIssuer]) -> None:
@@ -87,7 +85,7 @@ class _InC:
 
     @property
     def exchanges(self) -> CallIssuer | None:
-        """The issuer of calls that consist of transfers; None until the ranks have made the resources of transfers."""
+        """The issuer of collectives that consist of transfers; None until the transfers' resources exist."""
         if self._exchanges is None and (call := self._calls.call_transfers) is not None:
             self._exchanges = self._issuer(call)
         return self._exchanges
@@ -134,12 +132,12 @@ class _Call(Struct, eq=False):
 
     @property
     def source(self) -> int:
-        """The rank that a receive receives from; -1 if the call is not a receive."""
+        """The rank that sends the data of a receive; -1 if the call is not a receive."""
         return _source_of(self.flow)
 
 
 class _Coalescing(threading.local):
-    """Holds, for each thread, the Works of the calls that are being coalesced; None outside coalescing."""
+    """Holds the Works of the calls that a thread coalesces; None while the thread does not coalesce."""
 
     works: list[DeviceWork | HostWork | JointWork] | None = None
 
@@ -149,10 +147,9 @@ class IssuedCalls:
 
     Attributes:
         rank: this rank's number in the group.
-        process: the id of the group's process; in a fork's child, calls raise an error.
+        process: the process that made the group; in a forked child, calls raise an error.
         threads, gpus: the group's threads, and its state on each GPU.
-        between_all: the options of calls that consist of transfers between all ranks. The key is the call's name, or
-            for a call with a root, the pair of the name and the root.
+        between_all: the options of collectives that consist of transfers. The key is the call's name, or (name, root).
         coalescing: for each thread, the Works of its calls between torch's `start_coalescing` and `end_coalescing`.
         under_way: the calls in progress.
         unwaited: keeps Works alive until the program waits for them.
@@ -171,8 +168,8 @@ class IssuedCalls:
         }
         self.threads = GroupThreads(rank, endpoints)
         self.gpus = GroupOnGpus(endpoints.check)
-        self._overlaps: dict[int, Overlaps | None] = {}  # by GPU index, added by the first long call
-        self._in_c: dict[int, _InC] = {}  # collectives by GPU index, once its communicator exists
+        self._overlaps: dict[int, Overlaps | None] = {}  # by GPU index; the first long call adds the entry
+        self._in_c: dict[int, _InC] = {}  # collectives by GPU index; added once the communicator exists
         self._transferring: dict[tuple[int, int, bool], CallIssuer] = {}  # transfers by GPU index and flow
         self._numbers = itertools.count(1)  # the group's calls
         self._collectives = 0  # collectives that Python issued
@@ -207,8 +204,9 @@ class IssuedCalls:
     # -- calls on a GPU that C issues ---
 
     def choose(self, collective: str, output: torch.Tensor, nbytes: int, opts: Any) -> Choice:
-        """Chooses the policy of a call: how many multiprocessors its kernel takes, or whether proxies make it. For a
-        long call the ranks choose together. `nbytes` is the size of a rank's input or output, whichever is larger.
+        """Chooses a call's policy: how many multiprocessors the kernel takes, or that proxies make the call. For a call
+        of LEAST_BYTES or more the ranks agree on one policy. `nbytes` is the larger of the sizes of a rank's input and
+        output.
         """
         number = output.get_device()
         if nbytes < LEAST_BYTES or number < 0:
@@ -230,8 +228,8 @@ class IssuedCalls:
         return CHOICES[collective, policy] if watched is None else Choice(collective, policy, watched)
 
     def _overlaps_of(self, device: torch.device) -> Overlaps | None:
-        """Makes the `Overlaps` of a GPU, or returns None if the ranks never choose policies together. Call this only
-        after the ranks have met, and while no collective of the GPU waits in a thread's queue.
+        """Makes the `Overlaps` of a GPU, or returns None if the communicator's calls have no choice of policy. The
+        GPU's communicator must exist, and no collective of the GPU may be queued in a thread.
         """
         with torch_errors():
             comm = self._endpoints.of_all(device)
@@ -239,8 +237,8 @@ class IssuedCalls:
             return Overlaps(self.gpus.of(device), comm.runtime, calls) if calls.chooses else None
 
     def in_c(self, x: Any, out: Any, opts: Any, attribute: str | None, name: str) -> Any:
-        """Makes a call on a GPU by one call into C, if the call's form is kept; returns NotImplemented otherwise. See
-        `CallIssuer.issue` for the arguments and `_InC.named` for the names.
+        """Makes a call on a GPU by one call into C. If no prepared launch is kept for the call, returns NotImplemented.
+        For the arguments see `CallIssuer.issue`, for the names `_InC.named`.
         """
         made = self._in_c.get((x[0] if type(x) is list else x).get_device())
         if made is None or profiler._is_profiler_enabled:  # `_issue` makes the calls while a profiler runs
@@ -251,8 +249,8 @@ class IssuedCalls:
             raise_as_torch(error)
 
     def exchange_in_c(self, on: torch.Tensor, x: Any, out: Any, opts: Any, options: on_tensors.Transfers) -> Any:
-        """Does what `in_c` does, for a call that consists of transfers between all ranks (`on_tensors.exchange`). A
-        list of tensors must be given as a tuple. `on` is any of the tensors; the call runs on its GPU.
+        """Makes a collective that consists of transfers (`on_tensors.exchange`) by one call into C, or returns
+        NotImplemented. Several tensors must be passed as a tuple. The call runs on the GPU of the tensor `on`.
         """
         made = self._in_c.get(on.get_device())
         if made is None or profiler._is_profiler_enabled or (exchanges := made.exchanges) is None:
@@ -263,7 +261,7 @@ class IssuedCalls:
             raise_as_torch(error)
 
     def barrier(self, device: torch.device, opts: Any) -> Any:
-        """Waits until all ranks have arrived: on the CPU, or on a GPU's stream after the queued work."""
+        """Waits until all ranks have called this function; for a GPU, makes the current stream wait."""
         made = None if device.index is None else self._in_c.get(device.index)
         if made is not None and not profiler._is_profiler_enabled:
             with torch_errors():
@@ -281,9 +279,6 @@ class IssuedCalls:
         flow: tuple[torch.device, Flow] | None = None,
         blocks: bool = False,
     ) -> CallIssuer:
-        """Makes an issuer of calls on a stream. If the calls are transfers, `flow` is the key by which `under_way`
-        records them.
-        """
         return CallIssuer(
             gpu.in_c,
             call,
@@ -301,8 +296,8 @@ class IssuedCalls:
     # -- other calls ---
 
     def require_process(self) -> None:
-        """Raises in a fork's child. Callers check before they take a lock, because a thread of the parent may have held
-        the lock at the fork.
+        """Raises an error in a forked child. Callers must call this function before they take a lock, which another
+        thread of the parent may have held at the fork.
         """
         if not self.process.is_here:
             with torch_errors():
@@ -323,7 +318,7 @@ class IssuedCalls:
         tensors' device; see `_Call` for the other arguments.
 
         Returns:
-            The call's Work; None for a synchronous call on a GPU, whose place on the current stream already orders it.
+            The call's Work; None for a synchronous call on a GPU, because the current stream already orders the call.
         """
         self.require_process()
         self._collectives += 1
@@ -350,7 +345,7 @@ class IssuedCalls:
         return work if work is None else self._handed_out(work, waits=call.waits)
 
     def _handed_out(self, work: Any, *, waits: bool = False) -> Any:
-        """Adds a Work to the coalesced calls, or keeps it alive if this version of torch does not. Returns the Work."""
+        """Adds a Work to the coalesced calls, or else keeps the Work alive if torch does not. Returns the Work."""
         if self.coalescing.works is not None:
             self.coalescing.works.append(work)
         elif not waits and not IS_BACKEND:
@@ -359,9 +354,9 @@ class IssuedCalls:
 
     def _is_queued(self, device: torch.device, *, waits: bool) -> bool:
         """Returns whether a collective on a GPU must be queued to the group's thread. An asynchronous collective is
-        queued until the ranks have met, because other ranks may use another group first and wait in that group for this
-        rank. A synchronous collective is never queued: this function then waits until the queued collectives have been
-        issued.
+        queued until the communicator exists, because other ranks may first wait for this rank in another group. A
+        synchronous collective is never queued; for such a collective, this function waits until the queued collectives
+        have been issued.
         """
         executor = self.threads.find(device, None)
         is_idle = executor is None or executor.is_idle
@@ -383,7 +378,7 @@ class IssuedCalls:
             try:
                 with torch.no_grad(), self._endpoints.bounded(CPU, call.peer, call.seconds):
                     call.make()
-            except BaseException as error:  # the wait for the Work raises it
+            except BaseException as error:  # the Work's `wait` raises the error
                 failure = error
             if not isinstance(failure, CommunicatorError):
                 self.under_way.end(call.flow, call.number)
@@ -418,8 +413,7 @@ class IssuedCalls:
                 mark = None if next(self._waited) % ADDED_BETWEEN else gpu.in_c.mark(stream)
                 self.under_way.add(None, call.number, call.name, mark)
             return None
-        # A captured call is not in progress, so the host can't wait for its end; and the graph keeps the memory that it
-        # uses.
+        # A captured call does not run, so the host can't wait for the call, and the graph keeps the tensors' memory.
         blocks = call.blocks and not captured
         queued = QueuedCall(gpu.in_c, call.xs, call.outs, stream, not captured, blocks, -1)
         queued.mark_end()
@@ -430,10 +424,10 @@ class IssuedCalls:
     def _issue_queued(self, call: _Call) -> DeviceWork:
         """Queues a transfer on its flow's stream, or an asynchronous collective on the group's stream.
 
-        If the ranks have met, the caller's thread queues the call immediately. Otherwise the flow's or the group's
-        thread queues it and waits for the peers; the program's thread must not wait for them, because a peer may be
-        waiting for another call that the program makes later. The call runs after the work that is on the program's
-        stream now.
+        If the communicator exists, the caller's thread queues the call immediately. Otherwise the flow's or the group's
+        thread makes the communicator and queues the call: the program's thread must not wait for a peer, because the
+        peer may be waiting for a call that the program makes later. The call runs after the work that is on the
+        program's current stream.
         """
         device, flow, peer = call.device, call.flow, call.peer
         gpu = self.gpus.of(device)
@@ -463,7 +457,7 @@ class IssuedCalls:
                     if not is_captured:
                         for tensor in (*call.outs, *call.xs):
                             tensor.record_stream(stream)
-            except BaseException as error:  # the wait for the Work raises it
+            except BaseException as error:  # the Work's `wait` raises the error
                 failure = error
                 if not is_captured and not isinstance(error, CommunicatorError):
                     self.under_way.end(order, call.number)
@@ -477,8 +471,8 @@ class IssuedCalls:
         return work
 
     def _log_failed_meeting(self, call: _Call, error: BaseException) -> None:
-        """Logs why the ranks could not make a communicator. The watchdog can't report this, because it looks only at
-        communicators that exist, and the program may be waiting for something else.
+        """Logs why the ranks could not make a communicator. The watchdog can't report this error, because the watchdog
+        checks only communicators that exist.
         """
         if isinstance(error, CommunicatorError) and not self._endpoints.has_met(call.device, call.peer):
             _logger.error("%s, call %d of rank %d: %s", call.name, call.number, self.rank, error)
@@ -486,7 +480,7 @@ class IssuedCalls:
     # -- transfers ---
 
     def transfer(self, tensors: Tensors, peer: int, *, sends: bool) -> Any:
-        """Sends a tensor to a peer, or receives one. Returns the transfer's Work, or None while calls are coalesced."""
+        """Sends a tensor to a peer or receives one from it. Returns the Work, or None while calls are coalesced."""
         (x,) = tensors
         named, flow = _by_flow(peer, int(self.rank < peer), sends), (peer, sends)
         work = self._transfer_in_c(x, flow, named)
@@ -510,8 +504,8 @@ class IssuedCalls:
         return None if self.coalescing.works is not None else work
 
     def _transfer_in_c(self, x: torch.Tensor, flow: Flow, named: _Named) -> Any:
-        """Does what `in_c` does, for a transfer. Also returns NotImplemented if the two ranks have not met or an
-        earlier transfer of the flow is still queued.
+        """Makes a transfer by one call into C. Returns NotImplemented if no prepared launch or no communicator exists,
+        or if an earlier transfer of the flow is still queued.
         """
         number = x.get_device()
         executor = None if number < 0 else self.threads.find(x.device, flow)
@@ -526,7 +520,6 @@ class IssuedCalls:
             raise_as_torch(self._endpoints.with_ranks(error, flow[0]))
 
     def _transfers_of(self, device: torch.device, flow: Flow) -> CallIssuer | None:
-        """Makes the issuer of a flow's transfers, or returns None if the two ranks have not met."""
         if not self._endpoints.has_met(device, flow[0]):
             return None
         comm = self._endpoints.with_peer(device, flow[0])
@@ -540,8 +533,8 @@ class IssuedCalls:
     def joint(
         self, call: Callable[..., Any], xs: Tensors, outs: Tensors, opts: Any, attribute: str | None, name: str | None
     ) -> Any:
-        """Makes a call for each tensor, and returns one Work for all the calls. `xs` to `name` are the arguments of
-        `in_c`, which is tried only if `name` is not None.
+        """Makes a call for each tensor, and returns one Work for all the calls. If `name` is not None, first tries
+        `in_c` with the arguments from `xs` to `name`.
         """
         issued = NotImplemented if name is None else self.in_c(xs, outs, opts, attribute, name)
         if issued is not NotImplemented and type(issued) is not tuple:
@@ -559,7 +552,7 @@ class IssuedCalls:
         return self._handed_out(JointWork(collected), waits=_waits(opts)) if collected else None
 
     def close(self) -> None:
-        """Returns the streams, so that other groups can use them. Call `close` after the communicators are closed."""
+        """Gives the streams back for use by other groups, after the communicators were closed."""
         self._in_c.clear()
         self._overlaps.clear()
         self._transferring.clear()
@@ -567,8 +560,8 @@ class IssuedCalls:
 
 
 def require_rank(rank: int, size: int, argument: str) -> None:
-    """Raises ValueError if a number is not a rank of the group. Callers check before they queue the call, because a
-    call to a rank that does not exist would wait until the time-out.
+    """Raises ValueError if a number is not a rank of the group. Without this check, a call to such a rank would wait
+    until the time-out.
     """
     if not 0 <= rank < size:
         raise ValueError(f"{argument}: {rank} is not a rank of the group; expected 0 to {size - 1}")
@@ -576,15 +569,14 @@ def require_rank(rank: int, size: int, argument: str) -> None:
 
 @functools.cache
 def _by_flow(peer: int, number: int, sends: bool) -> tuple[str, on_tensors.Transfers]:
-    """Returns the name and the options of a transfer with `peer`, whose rank in the pair's communicator is `number`."""
+    """Returns the name and the options of a transfer with a peer. `number` is the peer's rank in the pair's
+    communicator.
+    """
     name = f"send to rank {peer}" if sends else f"recv from rank {peer}"
     return name, ((name, number, ()) if sends else (name, (), number))
 
 
 def _sides(tensor: torch.Tensor, flow: Flow) -> tuple[Any, Any]:
-    """Returns a transfer's tensor as the arguments `x` and `out` of `on_tensors.exchange`: `()` stands for the side
-    that the transfer lacks.
-    """
     return (tensor, ()) if flow[1] else ((), tensor)
 
 
@@ -593,11 +585,9 @@ def _source_of(flow: Flow | None) -> int:
 
 
 def _waits(opts: Any) -> bool:
-    """Returns whether torch's options say that the call is synchronous."""
     return opts is not None and not getattr(opts, "asyncOp", True)
 
 
 def _seconds_of(opts: Any) -> float | None:
-    """Returns the time-out that torch's options set for a call, in seconds; None if the group's time-out holds."""
     given = getattr(opts, "timeout", None)
     return given.total_seconds() if isinstance(given, timedelta) and given > _NO_TIME else None

@@ -1,8 +1,8 @@
-"""The runtimes of a rank's GPUs, which its process groups share, and each group's own streams and state on a GPU.
+"""Holds the runtimes of a rank's GPUs, and the streams of each process group.
 
-torch hands out its 32 streams of a device in turn, so two callers may get the same stream. Two transfers on one stream
-run in order, and ranks that issue them in different orders would deadlock. So each group and each flow (one direction
-of transfers with a peer) has its own stream.
+torch hands out its 32 streams of a device in turn, so two callers may get the same stream. If two ranks issued
+transfers on one stream in different orders, the ranks would deadlock. So each group has its own stream, and so has each
+flow (the sends to one peer, or the receives from one peer).
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ def runtime_name(device: torch.device) -> str:
 
 
 def compile_early(rank: int, world_size: int) -> None:
-    """Starts a thread that compiles the kernels that the program will most likely need and the cache lacks, because a
-    kernel takes a second to compile. Does nothing if the group has one rank, or if the program has not used a GPU so
-    far.
+    """Starts a thread that compiles kernels that the program will probably need, unless the cache already has them.
+    Compiling a kernel takes a second. If the group has one rank, or if the program has not used a GPU, does nothing.
 
     Each rank begins with a different kernel, because two ranks of a host that compile the same kernel wait for each
     other.
@@ -64,11 +63,11 @@ def compile_early(rank: int, world_size: int) -> None:
 
 
 class DeviceRuntimes:
-    """The runtimes of a rank's GPUs. The rank's communicators share them, so that each kernel is loaded only once.
+    """The runtimes of a rank's GPUs. All communicators of the rank share these runtimes, so that each kernel is loaded
+    only once.
 
-    A driver may load a kernel only when nothing runs on the device. So the kernel of transfers is loaded as soon as the
-    runtime is opened. A later load could deadlock: it would wait for a running kernel, which may wait for a peer, which
-    may wait for the transfer.
+    A driver may load a kernel only while the device is idle. So the kernel of transfers is loaded when the runtime is
+    opened. A later load could deadlock, if it waited for a running kernel whose peer waits for the transfer.
     """
 
     def __init__(self) -> None:
@@ -76,8 +75,8 @@ class DeviceRuntimes:
         self._made: dict[torch.device, Runtime] = {}
 
     def of(self, device: torch.device) -> Runtime | str:
-        """Returns the runtime of a GPU. For a CPU, returns the name of the runtime that each communicator then opens
-        for itself, because closing a communicator waits for all work of its runtime.
+        """Returns the runtime of a GPU. For a CPU, returns a runtime's name, so that each communicator opens its own
+        runtime: closing a communicator waits for all work of the runtime.
 
         Raises the errors of `open_runtime`.
         """
@@ -106,9 +105,7 @@ def take_stream(device: torch.device) -> Any:
 
 
 def give_back_stream(device: torch.device, stream: Any) -> None:
-    """Gives back a stream of `take_stream`. Work that is queued on the stream still runs, before the work of the next
-    user.
-    """
+    """Gives back a stream of `take_stream`, on which work may still be queued."""
     with _lock:
         _idle.setdefault(device, []).append(stream)
 
@@ -120,9 +117,9 @@ class GroupOnGpu:
     Attributes:
         check: raises the error that ended the group, if it has failed.
         order: an object that makes one stream of the GPU wait for another.
-        in_c: the `Gpu` object by which C makes streams wait for each other, for the group's calls.
+        in_c: the state that the group's calls in C use.
         current: returns the handle of torch's current stream on the GPU.
-        own, own_stream: the group's own stream, as a handle and as torch's object.
+        own, own_stream: the handle of the group's own stream, and torch's object for the stream.
     """
 
     def __init__(self, device: torch.device, check: Callable[[], None]) -> None:
@@ -148,9 +145,7 @@ class GroupOnGpu:
 
 
 class GroupOnGpus:
-    """The state of a process group on each GPU, and the stream of each flow. Each state and each stream is made when it
-    is first used.
-    """
+    """The state of a process group on each GPU, and the stream of each flow."""
 
     def __init__(self, check: Callable[[], None]) -> None:
         self._check = check
@@ -171,7 +166,7 @@ class GroupOnGpus:
             return self._streams[device, flow]
 
     def close(self) -> None:
-        """Returns the streams, so that other groups can use them."""
+        """Gives the streams back for use by other groups."""
         while self._streams:
             (device, _), stream = self._streams.popitem()
             give_back_stream(device, stream)

@@ -1,5 +1,5 @@
-"""`communicator_of`, which returns a process group's communicator, and the operator
-`torch.ops.proxyccl.all_reduce_rms_norm`, which torch.compile and CUDA graphs can contain.
+"""Defines `communicator_of`, and the operator `torch.ops.proxyccl.all_reduce_rms_norm` for torch.compile and CUDA
+graphs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from proxyccl.torch.collectives import with_index
 from proxyccl.torch.errors import torch_errors
 from proxyccl.torch.process_group import NAME, ProcessGroupProxyCCL
 
-_library = torch.library.Library("proxyccl", "FRAGMENT")  # the operators exist as long as this object
+_library = torch.library.Library("proxyccl", "FRAGMENT")  # torch unregisters the operators when this object is freed
 _library.define(
     "all_reduce_rms_norm(Tensor x, Tensor(a!) residual, Tensor weight, float eps, str group_name, *, Tensor(b!) out, "
     "Tensor(c!)? scales=None, Tensor? scale=None, bool add=True) -> ()"
@@ -22,11 +22,10 @@ _library.define(
 
 
 def communicator_of(group: dist.ProcessGroup | None = None, device: torch.device | str | None = None) -> Communicator:
-    """Returns the communicator by which a process group makes its collectives on a device. The calls that the program
-    makes on the communicator and the group's own calls run one after the other. The communicator belongs to the group,
-    which closes it.
+    """Returns the communicator of a process group's collectives on a device. The program's calls on the communicator
+    and the group's collectives run one after the other. The group closes the communicator.
 
-    All ranks of the group call this together, because the first use makes the communicator.
+    All ranks of the group must call this function, because it makes the communicator if none exists.
 
     Args:
         group: a process group of the backend ``"proxyccl"``; None for the default group.
@@ -62,17 +61,16 @@ def _all_reduce_rms_norm(
     scale: torch.Tensor | None = None,
     add: bool = True,
 ) -> None:
-    """Implements ``torch.ops.proxyccl.all_reduce_rms_norm``: calls `Communicator.all_reduce_rms_norm` of a process
-    group's communicator, on the current stream.
+    """Implements ``torch.ops.proxyccl.all_reduce_rms_norm`` on the current stream, by a process group's communicator.
 
     Args:
-        x, weight, eps: as for the communicator's call.
+        x, weight, eps: passed to `Communicator.all_reduce_rms_norm`.
         residual: receives the sums.
         group_name: the process group's name.
         out: receives the normalized rows, in the type of `x`, or in float8_e4m3fn if `scales` or `scale` is given.
-        scales: receives one scale for each row; None if the rows don't have their own scales.
-        scale: a tensor of one float32, by which all rows are scaled; None if the rows don't share a scale.
-        add: whether the values in `residual` are added to the sums. `residual` is written in either case.
+        scales: receives one scale for each row; None without such scales.
+        scale: a tensor of one float32, by which all rows are scaled; None without such a scale.
+        add: whether the values in `residual` are added to the sums before the sums are written to `residual`.
     """
     group = torch._C._distributed_c10d._resolve_process_group(group_name)
     options = torch._C._distributed_c10d.AllreduceOptions()
@@ -102,4 +100,4 @@ _library.impl("all_reduce_rms_norm", _all_reduce_rms_norm, "CompositeExplicitAut
 
 @torch.library.register_fake("proxyccl::all_reduce_rms_norm", lib=_library)
 def _fake(*_: Any, **__: Any) -> None:
-    """Returns nothing, like the operator, which only writes to its arguments."""
+    """Returns None, because the operator only writes to its arguments."""

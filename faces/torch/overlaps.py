@@ -1,8 +1,7 @@
-"""Predicts whether a long call will overlap with the program's computation, which decides how many multiprocessors the
-call takes.
+"""Predicts whether a long call will overlap with the program's computation, to decide how many multiprocessors the call
+takes.
 
-`async_op` does not predict the overlap: functional collectives are always asynchronous, and most programs wait for them
-immediately. So the overlap is measured for some calls, and predicted for later calls of the same kind.
+The overlap of some calls is measured, and predicts the overlap of later calls of the same kind.
 """
 
 from __future__ import annotations
@@ -20,22 +19,22 @@ from proxyccl.torch._device_calls import StreamMark
 from proxyccl.torch.on_gpu import GroupOnGpu
 
 LEAST_BYTES = 4 << 20
-"""The smallest size of a call, in bytes, for which the ranks choose a policy. A shorter call always takes half of the
-multiprocessors at most.
+"""The smallest size of a call, in bytes, for which the ranks choose a policy. A shorter call takes at most half of the
+multiprocessors.
 """
 _FIRST, _BETWEEN = 4, 16
 """The first `_FIRST` calls of a kind are measured, and after them one in `_BETWEEN` calls."""
 _SHARE = 0.25
 """A call has overlapped if the program computed for at least this part of the call's time."""
 _SURE = 2
-"""The score of a kind, which counts calls that overlapped minus calls that did not, is limited to plus or minus this
-number, so that a few calls can change a prediction.
+"""The largest absolute value of a kind's score: the number of calls that overlapped minus the number that did not. The
+limit lets a few calls change a prediction.
 """
 _MOST_PENDING = 16
 
 _Kind = tuple[str, int, str, int]
-"""The kind of a call: a collective's name and the bit length of its size, followed by the name and the bit length of
-the size of the group's previous asynchronous call.
+"""The kind of a call: the collective's name and the bit length of its size, then the same two values for the group's
+previous asynchronous call.
 """
 
 
@@ -50,7 +49,7 @@ class Watched:
         self._idle = 0.0  # milliseconds in which the GPU waited for the CPU
 
     def issued(self, stream: int) -> None:
-        """Records the event at the end of the call, which is the latest work on the stream with this handle."""
+        """Records an event at the call's end. The call must be the latest work on the stream."""
         self._ended.record(stream)
 
     def waits(self) -> None:
@@ -65,9 +64,7 @@ class Watched:
         self._overlaps.pending.append(self)
 
     def continues(self) -> None:
-        """Records that the program takes the Work's future instead of waiting, as DDP does. Such a program computes
-        beside the call, so the call counts as overlapping.
-        """
+        """Records the call as overlapping: the program takes the Work's future instead of waiting, as DDP does."""
         self._overlaps.learn(self.kind, computes=True)
         self.give_back()
 
@@ -85,7 +82,7 @@ class Overlaps:
     """Predicts the overlap of a process group's long calls on one GPU.
 
     Attributes:
-        pending: measured calls that the program's stream waits for, and whose results were not read yet.
+        pending: measured calls whose results have not been read yet.
         idle: events for reuse, three for each measured call.
     """
 
@@ -94,10 +91,10 @@ class Overlaps:
         self._runtime, self._calls = runtime, calls
         self.pending: deque[Watched] = deque(maxlen=_MOST_PENDING)
         self.idle: list[tuple[Event, Event, Event]] = []
-        self._shown: defaultdict[_Kind, int] = defaultdict(int)  # calls that overlapped, minus calls that did not
+        self._shown: defaultdict[_Kind, int] = defaultdict(int)  # scores; see `_SURE`
         self._made: defaultdict[_Kind, int] = defaultdict(int)
         self._before = "", 0
-        self._main: StreamMark | None = None  # the end of torch's default stream at an earlier call
+        self._main: StreamMark | None = None  # the latest work on torch's default stream at the previous call
 
     def choose(
         self, collective: str, nbytes: int, output: Callable[[], int], *, waits: bool
@@ -122,9 +119,8 @@ class Overlaps:
         return self._calls.choose_policy(collective, nbytes, beside=beside, output=output), watched
 
     def _is_beside(self, stream: int) -> bool:
-        """Returns whether a call on the current stream, which is `stream`, overlaps with work of torch's default
-        stream, as FSDP2's calls do. It does if the default stream has not yet finished the work that it had at the
-        previous such call.
+        """Returns whether a call on the current stream `stream` overlaps with work of torch's default stream, as
+        FSDP2's calls do: whether the work that was queued on the default stream at the previous call is still running.
         """
         if self.gpu.order.is_capturing(stream):
             return False
@@ -160,10 +156,10 @@ class Choice:
     """The policy of a call on a GPU, and whether the call is measured.
 
     Args:
-        policy: the policy that the ranks chose; None for the usual policy.
-        watched: the object that measures the call's overlap; None if the call is not measured.
-        queued: the call's size and a function that returns the output's address, if the ranks choose the policy only
-            when a thread issues the call; else None.
+        policy: the policy that the ranks chose; None if the communicator decides.
+        watched: measures the call's overlap; None if the call is not measured.
+        queued: if the ranks choose the policy only when a thread issues the call, the call's size in bytes and a
+            function that returns the output's address; otherwise None.
 
     Attributes:
         name: the call's name, by which C finds the options.
@@ -182,14 +178,16 @@ class Choice:
         self.name = collective if policy is None else f"{collective}, {policy}"
 
     def policy(self, comm: Communicator) -> CtaPolicy | None:
-        """Returns the policy. The ranks choose it here if the call was queued. Called when the call is issued."""
+        """Returns the policy of a call that is being issued. If the call was queued, first chooses the policy together
+        with the other ranks.
+        """
         if self._queued is None or not comm.tensor_calls.chooses:
             return self._policy
         nbytes, output = self._queued
         return comm.tensor_calls.choose_policy(self._collective, nbytes, beside=False, output=output)
 
     def watch(self, work: Any) -> Any:
-        """Returns the call's Work, and lets it measure the overlap if `watched` is set."""
+        """Returns the call's Work; if `watched` is set, first makes the Work measure the overlap."""
         if self._watched is not None:
             work.watch(self._watched)
         return work

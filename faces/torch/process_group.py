@@ -1,4 +1,4 @@
-"""The process group as torch.distributed uses it; `collectives` adds the calls on tensors."""
+"""Implements torch.distributed's process group, except the calls on tensors (`collectives`)."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ NAME = "proxyccl"
 
 
 class WholeGroup:
-    """A mixin with the methods that torch before 2.15 also calls on a process group that is written in Python, except
-    the calls on tensors. The group acts as its own backend.
+    """A mixin with the further methods that torch before 2.15 needs, where the process group is also the backend.
 
     Attributes:
         calls: the group's `IssuedCalls`, which also has the group's name and description.
@@ -89,11 +88,11 @@ class Options(_TorchOptions):
     `split_group`.
 
     Args:
-        invariant: as for `Communicator`: whether the bits of a reduced element depend only on the ranks' values of that
-            element. None takes the default group's setting; for the default group itself, None takes the setting of
+        invariant: whether the bits of a reduced element depend only on the ranks' values of that element (see
+            `Communicator`). If None, the default group's setting is used; for the default group, the setting of
             ``PROXYCCL_INVARIANT``.
-        timeout: the bound of every wait. Only `split_group` uses it; torch's other functions have their own argument
-            for the time-out.
+        timeout: the bound of every wait in a group of `split_group`. torch's other functions take an argument `timeout`
+            instead.
     """
 
     def __init__(self, invariant: bool | None = None, timeout: timedelta = dist.default_pg_timeout) -> None:
@@ -106,20 +105,19 @@ class Options(_TorchOptions):
 
 @untraced
 class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the bases depend on torch
-    """A torch.distributed process group whose calls ProxyCCL makes. torch creates it in `init_process_group` and
-    `new_group`.
+    """A torch.distributed process group of ProxyCCL, which torch creates in `init_process_group` and `new_group`.
 
     Sends and receives between two ranks match in order; tags are ignored.
 
     Args:
-        store: the torch store through which the ranks meet.
+        store: the torch store through which the ranks exchange addresses.
         rank: this rank's number in the group.
         size: number of ranks.
         timeout: the bound of every wait.
-        whole: the group that contains these ranks and whose communicators may be split for them; None without.
+        whole: the group whose communicators may be split to make this group's; None if there is no such group.
         members: the ranks' numbers in `whole`.
-        endpoints: the communicators of these ranks, if they were made already; else None.
-        invariant: as for `Options`.
+        endpoints: the communicators of these ranks; None if they do not exist yet.
+        invariant: see `Options`.
 
     Attributes:
         endpoints: the communicators of the group.
@@ -182,7 +180,7 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
         return Options(self.endpoints.invariant, self._timeout)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Changes the bound of every later wait."""
+        """Changes the time-out of every later wait."""
         self.calls.require_process()
         self._timeout = timeout
         self.endpoints.set_timeout(timeout.total_seconds())
@@ -196,21 +194,21 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
         return self.calls.collectives  # torch compares this number between ranks at its debug level DETAIL
 
     def eager_connect_single_device(self, device: torch.device | None) -> None:
-        """Makes the group's communicator for a device now, instead of in the first call. All ranks call this
-        together.
-        """
+        """Makes the group's communicator for a device. All ranks must call this function."""
         if device is not None:
             self.endpoints.of_all(with_index(device))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Waits until all ranks have arrived. If ranks are missing, rank 0 raises a RuntimeError that names them."""
-        given: timedelta | None = getattr(timeout, "timeout", timeout)  # torch 2.15 gives options
+        """Waits until all ranks have called this function. If ranks are missing, rank 0 raises a RuntimeError that
+        names the missing ranks.
+        """
+        given: timedelta | None = getattr(timeout, "timeout", timeout)  # torch 2.15 passes an options object
         seconds = (self._timeout if given is None or given < timedelta(0) else given).total_seconds()
         store = dist.PrefixStore("proxyccl-monitored-barrier", self._store)
         number = next(self._barriers)
         monitored_barrier(store, number, self._rank, self._size, seconds, wait_all_ranks=wait_all_ranks)
 
-    # -- groups that are made of this group ---
+    # -- split and shrink ---
 
     supports_splitting = supports_coalescing = True
     """Whether torch may call `split`, and whether it may call `start_coalescing` and `end_coalescing`."""
@@ -218,13 +216,13 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
     """Whether torch may call `shrink`: only for a backend, because torch makes a process group around the result."""
 
     def split(self, store: Any, ranks: Sequence[int], opts: Any) -> ProcessGroupProxyCCL | None:
-        """Makes a group of some of this group's ranks, in their order. All ranks of this group call this together.
+        """Makes a group of the given ranks, in the given order. All ranks of this group must call this function.
         Returns None on ranks outside the new group.
 
         Args:
-            store: the store through which this group's ranks meet.
+            store: the store through which this group's ranks exchange addresses.
             ranks: the members of the new group, by their numbers in this group.
-            opts: torch's options, of which the time-out is used; if they are `Options`, also `invariant`.
+            opts: torch's options, of which only the time-out is used, and if they are `Options`, `invariant`.
         """
         number = next(self._splits)
         if self._rank not in ranks:
@@ -242,12 +240,14 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
         return part
 
     def shrink(self, ranks_to_exclude: list[int], shrink_flags: int = 0, opts_override: Any = None) -> Any:
-        """Makes a group of the ranks that are not excluded, in their order. Only these ranks call this, together.
+        """Makes a group of the ranks that are not excluded, all of which must call this function. Keeps the ranks'
+        order.
 
         Args:
-            ranks_to_exclude: the excluded ranks, by their numbers in this group: all ranks that were lost, and possibly
-                others.
-            shrink_flags: torch's SHRINK_ABORT to abort calls in progress, on all ranks; 0 to wait for these calls.
+            ranks_to_exclude: the excluded ranks, by their numbers in this group: all ranks that have failed, and
+                possibly others.
+            shrink_flags: with torch's SHRINK_ABORT, aborts calls in progress on all ranks; with 0, waits for these
+                calls.
             opts_override: torch's options, of which only the time-out is used; None keeps this group's time-out.
         """
         global _default  # noqa: PLW0603  torch has one default group
@@ -267,8 +267,8 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
     # -- memory that calls use in place, like registered memory ---
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Returns whether `allocate_tensor` can allocate registered memory on a device: true for a GPU, once the
-        group's communicator for the GPU exists.
+        """Returns whether `allocate_tensor` can allocate registered memory on a device: whether the device is a GPU for
+        which the group has a communicator.
         """
         made = self.endpoints.made_of_all(with_index(device))
         if device.type == "cpu" or made is None:
@@ -289,7 +289,7 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
 
     @property
     def mem_allocator(self) -> Any:
-        """The allocator with which a program makes a `torch.cuda.MemPool` that `register_mem_pool` can register."""
+        """The allocator to pass to `torch.cuda.MemPool` for a pool that `register_mem_pool` can register."""
         return allocator(torch).allocator()
 
     def register_mem_pool(self, pool: Any, symm: bool = False) -> None:
@@ -312,7 +312,7 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
             )
         return made
 
-    # -- the end ---
+    # -- shutdown ---
 
     def abort(self) -> None:
         """Ends the group on all ranks. Does not wait."""
@@ -320,12 +320,10 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
         self.endpoints.abort("torch aborted the process group")
 
     def shutdown(self) -> None:
-        """Ends the group on this rank, without waiting for other ranks to end the group. Does nothing in a fork's
-        child.
+        """Ends the group on this rank, without waiting for other ranks to do so. In a forked child, does nothing.
 
-        Waits first for the calls that are queued in the group's threads, unless the group has failed. The wait takes at
-        most the group's time-out, and at most two seconds for a call that needs a rank that has already ended the
-        group.
+        Unless the group has failed, first waits for the calls that are queued in the group's threads, at most for the
+        group's time-out. A call that needs a rank that has already ended the group is aborted after two seconds.
         """
         if not self.calls.process.is_here:
             return
@@ -343,8 +341,8 @@ _default: weakref.ref[ProcessGroupProxyCCL] | None = None
 
 
 def _create(options: Any, own_options: Any) -> ProcessGroupProxyCCL:
-    """Makes a group for torch. torch makes the default group first, and does not list its ranks. `own_options` are the
-    program's `pg_options`; if they are another backend's options, they are ignored.
+    """Makes a group for torch. For the default group, which torch makes first, torch passes no list of ranks.
+    `own_options` are the program's `pg_options`, possibly another backend's options.
     """
     global _default  # noqa: PLW0603  torch has one default group
     store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
@@ -362,22 +360,23 @@ def _create(options: Any, own_options: Any) -> ProcessGroupProxyCCL:
 
 
 def _unused_part(store: Any, rank: int) -> dist.PrefixStore:
-    """Returns a part of a group's store that no earlier group of the same name has used. A store may outlive groups, so
-    an earlier group that the program has destroyed may have left keys there. All ranks make the groups of one name in
-    the same order, so each rank can count these groups by itself.
+    """Returns a prefix of a group's store that no earlier group of the same name has used, because a destroyed group
+    may have left keys in the store. All ranks make the groups of one name in the same order, so each rank counts these
+    groups by itself.
     """
-    # torchrun may keep the store when it restarts a job, and ranks that were lost may have made fewer groups than
-    # others. So each attempt counts anew.
+    # torchrun may keep the store when it restarts a job, and a failed rank may have made fewer groups than its peers.
+    # So each attempt of the job has its own counts.
     of_attempt = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     return dist.PrefixStore(f"group-{of_attempt.add(f'groups-of-{rank}', 1)}", of_attempt)
 
 
 def _await_other_backends(store: Any, rank: int, size: int, timeout: timedelta) -> None:
-    """Waits until every rank has made the backend of the other device, such as gloo's in "cpu:gloo,cuda:proxyccl".
+    """Waits until every rank has made the other device's backend, such as gloo in "cpu:gloo,cuda:proxyccl".
 
-    When torch before 2.15 makes this process group, it drops the other device's backend and so closes its connections,
-    while other ranks may still be connecting to it. If our backend is made first, for CPUs, no other backend exists and
-    this returns immediately; `check` finds out, because torch prefixes each device's store with the device's name.
+    torch before 2.15 drops the other device's backend when it makes this process group, and so closes connections that
+    other ranks may still be opening. If torch makes this group first, as the CPU's backend, no other backend exists,
+    and this function returns immediately. In this case, the store with the prefix "cpu/" contains this rank's mark,
+    because torch prefixes each device's store with the device's name.
     """
     own, of_first = f"device-of-{rank}", dist.PrefixStore("cpu/", store.underlying_store)
     mark = os.urandom(8)

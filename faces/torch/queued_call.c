@@ -17,7 +17,7 @@ typedef struct {
 } QueuedCall;
 
 PyTypeObject* proxyccl_gpu_type;
-static PyTypeObject *mark_type, *call_type; /* the types StreamMark and QueuedCall, made once for the process */
+static PyTypeObject *mark_type, *call_type; /* the types StreamMark and QueuedCall */
 
 /* Returns an unused event, or 0 with an exception. */
 static uintptr_t take_event(const Gpu* self) {
@@ -45,8 +45,8 @@ static void give_event(const Gpu* self, uintptr_t event) {
   PyErr_Restore(type, error, traceback);
 }
 
-/* Completes a call of stream_order.h, given its status: if the status is not 0, calls `finish`, which raises the error
- * or completes the call. Returns 0, or -1 with an exception. */
+/* Checks the status of a call of stream_order.h. If the status is not 0, calls `finish`, which completes the call or
+ * raises an error. Returns 0, or -1 with an exception. */
 static int finished(const Gpu* self, int status, const char* name, const uintptr_t* arguments, int count) {
   if (status == 0) return 0;
   PyObject* given = PyTuple_New(count);
@@ -81,7 +81,7 @@ int proxyccl_follow(Gpu* self, uintptr_t first, uintptr_t then) {
   const uintptr_t arguments[] = {event, first, then, 0};
   const int status = proxyccl_stream_follow(self->order, event, first, then, 0);
   const int failed = finished(self, status, "order of streams", arguments, 4);
-  give_event(self, event); /* the stream waits for this record, even if the event is recorded again later */
+  give_event(self, event); /* recording the event again does not change what the stream waits for */
   return failed;
 }
 
@@ -216,8 +216,7 @@ static void replace(PyObject** member, PyObject* value) {
   Py_XDECREF(old);
 }
 
-/* Clears the exception that is set and stores it as the call's error. An exception that is not an Exception, such as
- * KeyboardInterrupt, stays set instead. */
+/* If an Exception is set, moves it into the call's `error`. Other exceptions, such as KeyboardInterrupt, stay set. */
 static void keep_error(QueuedCall* self) {
   if (!PyErr_ExceptionMatches(PyExc_Exception)) return;
   PyObject *type, *error, *traceback;
@@ -280,8 +279,8 @@ static PyObject* all_tensors(PyObject* object) {
   return list;
 }
 
-/* Tells torch's allocator that the stream uses the tensors, unless the caller's stream has waited for the call.
- * Otherwise the tensors' memory could be reused before the call has ended. */
+/* Tells torch's allocator that the call's stream uses the tensors, so that their memory is not reused before the call
+ * has ended. If the caller's stream has waited for the call, does nothing. */
 static void record(PyObject* object) {
   QueuedCall* self = (QueuedCall*)object;
   if (!self->unrecorded) return;
@@ -296,8 +295,8 @@ static void record(PyObject* object) {
   PyErr_Restore(type, error, traceback);
 }
 
-/* The garbage collector clears the OPTIONAL members, without which a call still works; the REQUIRED ones stay until the
-   call is freed. */
+/* The garbage collector clears the OPTIONAL members, which a call can do without. The REQUIRED members are cleared when
+ * the call is freed. */
 #define OPTIONAL(apply) apply(error) apply(future)
 #define REQUIRED(apply) apply(gpu) apply(x) apply(out) apply(mark) apply(source)
 

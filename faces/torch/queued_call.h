@@ -1,5 +1,5 @@
-/* The types Gpu, the state of a GPU for one process group's calls, and QueuedCall, a call that is queued on a stream of
- * the GPU. A *mark* is an event that marks a point in a stream. See _device_calls.pyi. */
+/* Declares the types Gpu (a process group's state of a GPU) and QueuedCall (a call that is queued on a stream). A
+ * *mark* is an event that marks a point in a stream. See _device_calls.pyi. */
 #ifndef PROXYCCL_TORCH_QUEUED_CALL_H
 #define PROXYCCL_TORCH_QUEUED_CALL_H
 
@@ -11,27 +11,25 @@ typedef struct Gpu {
   const ProxycclStreamOrder* order;
   PyObject* idle; /* events for reuse */
   PyObject *more, *finish;
-  PyObject *owner, *current, *check, *record; /* the owner, and its attributes `current`, `check` and `record` */
+  PyObject *owner, *current, *check, *record; /* the owner, and three of the owner's attributes */
 } Gpu;
 
-/* The type Gpu, made once for the process. */
 extern PyTypeObject* proxyccl_gpu_type;
 
-/* Makes a type, unless the process has made it already, and adds it to the module. Returns 0, or -1 with an exception.
- */
+/* Adds a type to the module, and makes the type if `*type` is NULL. Returns 0, or -1 with an exception. */
 int proxyccl_add_type(PyObject* module, PyTypeObject** type, PyType_Spec* spec, const char* name);
 /* Adds the types Gpu, StreamMark and QueuedCall to the module. Returns 0, or -1 with an exception. */
 int proxyccl_add_queued_call(PyObject* module);
-/* Returns a new mark after the work that is queued on a stream now, or NULL with an exception. */
+/* Returns a new mark after the work that has been queued on a stream, or NULL with an exception. */
 PyObject* proxyccl_mark(Gpu* self, uintptr_t stream);
-/* Makes later work on the stream `then` wait for the work that is queued on `first` now. Returns 0, or -1 with an
+/* Makes later work on the stream `then` wait for the work that has been queued on `first`. Returns 0, or -1 with an
  * exception. */
 int proxyccl_follow(Gpu* self, uintptr_t first, uintptr_t then);
 /* Returns a new QueuedCall, or NULL with an exception. */
 PyObject* proxyccl_queued_call(Gpu* gpu, PyObject* x, PyObject* out, uintptr_t stream, int keeps, int blocks,
                                PyObject* source);
-/* Marks the end of a call, which must be the latest work on its stream. Returns a borrowed mark. If marking failed with
- * an Exception, returns NULL without an exception set, and the call keeps the error. */
+/* Marks the end of a call, which must be the latest work on its stream. Returns a borrowed reference to the mark. If an
+ * Exception is raised, stores it in the call and returns NULL without an exception set. */
 PyObject* proxyccl_mark_end(PyObject* call);
 
 #endif

@@ -1,4 +1,4 @@
-"""A bootstrap and a barrier that use only a torch.distributed store: TCPStore, FileStore or HashStore.
+"""Implements a bootstrap and a barrier over a torch.distributed store: TCPStore, FileStore or HashStore.
 
 The barrier (`monitored_barrier`) needs no communicator, so it works even while a communicator is stuck.
 """
@@ -20,8 +20,7 @@ _BARRIER_PAUSE_SECONDS = 0.002
 
 
 class StoreBootstrap(BoardBootstrap):
-    """A `Bootstrap` over a store. All ranks pass the same store, or the same PrefixStore in it, which nothing else
-    uses.
+    """A `Bootstrap` over a store. All ranks pass the same store or PrefixStore, which must have no other user.
 
     Args:
         store: the store. rank: this rank's number.
@@ -61,14 +60,14 @@ class StoreBootstrap(BoardBootstrap):
             super().withdraw()
 
     def board(self) -> Board:
-        """Returns the bootstrap's board, which is kept in the store and so outlives every rank except the rank that
-        serves the store. See `Bootstrap`.
+        """Returns the bootstrap's board (see `Bootstrap`). The store holds the board's data, so the board works as long
+        as the rank that serves the store runs.
         """
         return NoteBoard(_Notes(PrefixStore("board", self._store)), self.rank)
 
     def close(self) -> None:
         """Drops this object's reference to the store; torch closes a store when its last reference is gone. The
-        bootstrap can't be used after this.
+        bootstrap can't be used after `close`.
         """
         self._open_store = None
 
@@ -83,7 +82,7 @@ class StoreBootstrap(BoardBootstrap):
         self._store.set(f"{number}/{of}", data)
 
     def _get(self, number: int, names: Sequence[str]) -> dict[str, bytes]:
-        # The store's own wait would occupy the store's connection, and other threads could not use it during the wait.
+        # The store's own wait would block the store's connection for other threads.
         store, keys = self._store, [f"{number}/{name}" for name in names]
         if not keys or not store.check(keys):
             return {}
@@ -96,8 +95,8 @@ class StoreBootstrap(BoardBootstrap):
 
 
 class _Notes:
-    """Notes in a store. A note is written as "=" and hexadecimal digits: `compare_set` compares text, and it may treat
-    empty text as a missing key.
+    """Notes in a store. A note is stored as "=" and hexadecimal digits, because `compare_set` takes only text, and may
+    treat empty text as a missing key.
     """
 
     def __init__(self, store: Any) -> None:
@@ -113,11 +112,11 @@ class _Notes:
 def monitored_barrier(
     store: Any, number: int, rank: int, world_size: int, seconds: float, *, wait_all_ranks: bool
 ) -> None:
-    """Waits until all ranks have arrived: rank 0 waits for the others and releases them.
+    """Waits until all ranks have called this function.
 
-    The error messages are those of torch's gloo backend, because programs search for them. `number` identifies this
-    barrier and is the same on all ranks. With `wait_all_ranks`, rank 0 waits until the time-out and then names all
-    missing ranks; otherwise it names only the first.
+    Programs search for the error messages of torch's gloo backend, so this function uses the same messages. `number`
+    identifies this barrier and is the same on all ranks. With `wait_all_ranks`, rank 0 waits until the time-out and
+    then names all missing ranks; without it, rank 0 names only the first.
     """
     deadline = time.monotonic() + seconds
     milliseconds = round(1000 * seconds)

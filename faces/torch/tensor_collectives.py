@@ -1,8 +1,7 @@
-"""Makes the collectives of torch.distributed by calls of a communicator, for which it converts layouts, types and
-operators.
+"""Makes torch.distributed's collectives by a communicator, and converts layouts, types and operators for its calls.
 
-On a GPU each function makes its call on torch's current stream; on the CPU it returns when the call is done. Tensors
-need not be contiguous.
+On a GPU each function makes its call on torch's current stream; on the CPU each function returns when the call is done.
+Tensors need not be contiguous.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ Tensors = Sequence[torch.Tensor]
 Transfers = tuple[str, Any, Any]
 """The options of a call that consists of transfers, as `FlowCalls.call` (_calls.pyi) takes them."""
 Policy = Callable[[Communicator], CtaPolicy | None]
-"""A function that returns a call's policy when the call is issued; it returns None for the usual policy."""
+"""A function that returns the policy of a call that is being issued, or None if the communicator decides."""
 
 # -- tensors as flat, contiguous memory, and back ---
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor's memory holds its elements in order and unchanged: whether the tensor is contiguous,
-    and not a lazy negation or conjugation.
+    """Returns whether a tensor is contiguous and is not a lazy negation or conjugation, so that its memory holds its
+    elements.
     """
     return tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor's elements in order, in one dimension and without gradient: a view if the tensor's memory has
-    this order, otherwise a copy.
+    """Returns a tensor's elements as a contiguous tensor of one dimension, without gradient. The result is a view if
+    the tensor is plain (`is_plain`), otherwise a copy.
     """
     return flat_view(tensor.contiguous().resolve_conj().resolve_neg())
 
@@ -49,15 +48,15 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def put_back(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Copies a call's result to the tensor. `values` is the result of `flat` or `as_bytes` for this tensor. Copies
-    nothing if both share memory.
+    """Copies a call's result from `values`, which `flat` or `as_bytes` returned for this tensor, to the tensor. If
+    `values` is a view of the tensor, copies nothing.
     """
     if values.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(values.view(tensor.dtype).view(tensor.shape))
 
 
 def put_back_all(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Does what `put_back` does, for several tensors. One kernel copies all tensors that are `is_plain`."""
+    """Copies the results of a call to several tensors (`put_back`). One kernel copies all plain tensors."""
     plain = [is_plain(tensor) for tensor in tensors]
     targets = [tensor.detach() for tensor, chosen in zip(tensors, plain, strict=True) if chosen]
     copies = [each.view(tensor.shape) for each, tensor, chosen in zip(values, tensors, plain, strict=True) if chosen]
@@ -69,12 +68,12 @@ def put_back_all(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
 
 
 def in_memory(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the tensors. For each AsyncCollectiveTensor, the result of a functional collective, waits for the
-    collective and returns the tensor inside.
+    """Returns the tensors; for an AsyncCollectiveTensor, waits for its functional collective and returns the wrapped
+    tensor.
 
     Raises:
-        RuntimeError: a tensor is not dense, or not on a CPU or a GPU.
-        ArgumentError: a tensor has no memory: it is a DTensor, or its storage was freed.
+        RuntimeError: a tensor is not dense, or is on neither a CPU nor a GPU.
+        ArgumentError: a tensor is a DTensor, or its storage was freed.
     """
     found = [tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor for tensor in tensors]
     for tensor in found:
@@ -107,11 +106,11 @@ _OPS = {
     _Kind.PREMUL_SUM: "sum",
 }
 PLAIN_OPS = {kind: op for kind, op in _OPS.items() if kind != _Kind.PREMUL_SUM}
-"""The communicator's operators, by the kinds of torch's operators that have no factor."""
+"""Maps the kinds of torch's operators without a factor to the communicator's operators."""
 _BITWISE = {_Kind.BAND, _Kind.BOR, _Kind.BXOR}
 _OF_COMPLEX = {_Kind.SUM, _Kind.AVG, _Kind.PREMUL_SUM}
 _PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
-"""The types of the real and the imaginary part of a complex number, by the number's type."""
+"""Maps a complex type to the type of the real and imaginary parts."""
 _OF_BOOL = {
     _Kind.SUM: "max",
     _Kind.PRODUCT: "min",
@@ -121,8 +120,8 @@ _OF_BOOL = {
     _Kind.BOR: "max",
     _Kind.BXOR: "bxor",
 }
-"""The operators that reduce bools as bytes, which are 0 or 1. As in torch, a sum of bools is true if any rank's value
-is true, so the sum is a maximum.
+"""The operators that reduce bools as bytes of 0 or 1. In torch, a sum of bools is true if any rank's value is true, so
+the sum is a maximum.
 """
 REDUCIBLE = frozenset(getattr(torch, name) for name in reduction_dtypes() if hasattr(torch, name))
 
@@ -133,8 +132,8 @@ class Reduction:
 
     Attributes:
         op: the communicator's operator.
-        view: the type as which the operator reads the elements; None if it reads them as their own type.
-        factor: the factor by which each rank multiplies its values before the reduction; None without a factor.
+        view: the dtype as which the operator reads the elements; None for the elements' own dtype.
+        factor: the factor by which each rank first multiplies its values; None if there is none.
         flags: whether the elements are bools, whose bytes must be converted to 0 or 1 before the reduction.
     """
 
@@ -144,29 +143,26 @@ class Reduction:
     flags: bool = False
 
     def given(self, flat: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns the values that a rank contributes, given its elements as a contiguous tensor of one dimension. If no
-        value changes, this is the tensor itself. Otherwise the new values are written to `into`, which may be `flat`,
-        or without `into` to a new tensor.
+        """Returns the values that a rank contributes to the reduction. If no value changes, returns `flat` itself.
+        Changed values are written to `into`, which may be `flat`, or if `into` is None, to a new tensor.
         """
-        if self.flags:  # the bytes of a bool tensor that views other memory may have any value
+        if self.flags:  # if a bool tensor is a view of other memory, its bytes may have any value
             return torch.ne(flat.view(torch.uint8), 0, out=into)
         if self.factor is None:
             return flat
         if not isinstance(self.factor, torch.Tensor):
             return torch.mul(flat, self.factor, out=into)
-        factor = self.factor.to(flat.device).reshape(())  # without dimensions, so that the product has flat's type
+        factor = self.factor.to(flat.device).reshape(())  # a factor without dimensions does not change the dtype
         return torch.mul(flat, factor if factor.is_floating_point() else factor.to(flat.dtype), out=into)
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Returns a contiguous tensor of one dimension as a tensor of the type as which the operator reads the
-        elements.
-        """
+        """Views a contiguous tensor of one dimension with the dtype as which the operator reads the elements."""
         return flat if self.view is None else flat.view(self.view)
 
 
 def plain_op(op: Any, dtype: torch.dtype) -> str | None:
-    """Returns the communicator's operator for an operator of torch, if it can reduce elements of this type as they are.
-    Returns None if the elements must be converted first, or can't be reduced.
+    """Returns the communicator's operator for an operator of torch. If elements of this type must be converted first,
+    or can't be reduced, returns None.
     """
     kind = getattr(op, "op", op)  # an operator such as ReduceOp.SUM has no `op`
     if dtype not in REDUCIBLE or kind == _Kind.PREMUL_SUM or (kind in _BITWISE and dtype.is_floating_point):
@@ -213,7 +209,7 @@ def _names(kinds: Any) -> str:
 
 
 def _usual(_: Communicator) -> None:
-    """Returns None, the usual policy: the `Policy` of a call for which the ranks have not chosen one."""
+    """The default `Policy`, which lets the communicator decide."""
 
 
 def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any, policy: Policy = _usual) -> None:
@@ -225,7 +221,6 @@ def reduce_scatter(comm: Communicator, output: torch.Tensor, x: torch.Tensor, op
 
 
 def _reduce_all(comm: Communicator, name: str, output: torch.Tensor, x: torch.Tensor, op: Any, policy: Policy) -> None:
-    """Makes an all_reduce or a reduce_scatter, which `name` names. `output` may be `x`."""
     plain, calls = plain_op(op, x.dtype), comm.tensor_calls
     if plain is not None and is_plain(x) and (output is x or is_plain(output)):
         calls.make(calls.options(name, plain, cta_policy=policy(comm)), x, output)
@@ -269,7 +264,7 @@ def broadcast(comm: Communicator, tensor: torch.Tensor, root: int) -> None:
 
 
 def all_gather(comm: Communicator, output: torch.Tensor, x: torch.Tensor, policy: Policy = _usual) -> None:
-    """Concatenates the ranks' tensors, all of the same size, on every rank."""
+    """Concatenates the ranks' tensors on every rank. The tensors have the same size."""
     _move(comm, "all_gather", output, x, cta_policy=policy(comm))
 
 
@@ -285,7 +280,6 @@ def _move(comm: Communicator, name: str, output: torch.Tensor, x: torch.Tensor, 
 
 
 def _moved(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor itself if its memory holds its elements in order, otherwise a copy of its bytes in order."""
     return tensor if is_plain(tensor) else as_bytes(tensor)
 
 
@@ -305,9 +299,7 @@ def all_gather_coalesced(comm: Communicator, outputs: Tensors, inputs: Tensors) 
 
 
 def reduce_scatter_coalesced(comm: Communicator, outputs: Tensors, inputs: Tensors, op: Any) -> None:
-    """Does what `reduce_scatter` does, for several tensors. All tensors of one type are joined and reduced by one
-    call.
-    """
+    """Makes a `reduce_scatter` of several tensors. All tensors of one type are joined and reduced by one call."""
     for same in _by_dtype(inputs):
         chosen = [i for i, x in enumerate(inputs) if x.dtype == same[0].dtype]
         if len(chosen) == 1:
@@ -322,8 +314,8 @@ def reduce_scatter_coalesced(comm: Communicator, outputs: Tensors, inputs: Tenso
 
 
 def reduce_scatter_lists(comm: Communicator, output: torch.Tensor, parts: Tensors, op: Any) -> None:
-    """Reduces a list with one tensor for each rank; each rank receives its own reduced tensor. The tensors of a list
-    may differ in size, but all ranks pass lists with the same sizes.
+    """Reduces each tensor of a list over all ranks; rank i receives the i-th result. The tensors of a list may differ
+    in size, but the i-th tensors of all ranks have the same size.
     """
     require_same_dtype([output, *parts])
     longest = max(part.numel() for part in parts)
@@ -339,9 +331,9 @@ def reduce_scatter_lists(comm: Communicator, output: torch.Tensor, parts: Tensor
 
 
 def exchange(comm: Communicator, x: Any, out: Any, options: Transfers) -> None:
-    """Sends tensors to ranks and receives tensors from ranks, all by one call; see `FlowCalls.call` (_calls.pyi).
+    """Sends tensors to ranks and receives tensors from ranks by one call; see `FlowCalls.call` (_calls.pyi).
 
-    No tensor is copied before or after the call if its memory holds its elements in order.
+    Copies only tensors that are not plain (`is_plain`).
     """
     if comm.tensor_calls.exchange(x, out, options):
         return
@@ -357,7 +349,7 @@ def exchange(comm: Communicator, x: Any, out: Any, options: Transfers) -> None:
 
 
 def _parts(comm: Communicator, given: Any, ranks: Any) -> list[tuple[torch.Tensor, int]]:
-    """Returns the tensors that `exchange` sends, or those that it receives, each with its peer's rank."""
+    """Divides a tensor, or a list of tensors, into one part for each peer. Returns (part, peer's rank) pairs."""
     if isinstance(given, tuple | list):
         return list(zip(given, ranks, strict=True))
     if isinstance(ranks, int):
@@ -375,12 +367,12 @@ def all_gather_lists(comm: Communicator, outputs: Tensors, x: torch.Tensor, opti
 
 
 def all_to_all_v(comm: Communicator, output: torch.Tensor, x: torch.Tensor, options: Transfers) -> None:
-    """Sends rows to each rank. `options` state the number of rows for each rank, which may be any."""
+    """Sends `options[1][i]` rows of `x` to rank i, and receives `options[2][i]` rows from rank i."""
     target = output if output.is_contiguous() else output.contiguous()
     exchange(comm, x.contiguous(), target, options)
     put_back(output, target)
 
 
 def barrier(comm: Communicator, device: torch.device) -> None:
-    """Waits until all ranks have arrived: on the current stream of a GPU, or on the CPU."""
+    """Waits until all ranks have called this function; for a GPU, makes the current stream wait."""
     comm.barrier(stream=None if device.type == "cpu" else torch._C._cuda_getCurrentRawStream(device.index))

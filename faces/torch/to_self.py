@@ -1,4 +1,4 @@
-"""Transfers of a rank to itself, which torch's batches may contain. Such transfers use no communicator."""
+"""Implements a rank's transfers to itself, without a communicator. torch's batches may contain such transfers."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ _T = TypeVar("_T")
 _LOOK_SECONDS = 0.1
 """The interval at which a wait checks whether the group has ended."""
 _Offers = queue.SimpleQueue[tuple[torch.Tensor, Any, "Future[Any]"]]
-"""A queue of tensors that this rank sends. Each entry consists of the tensor, an event after which the tensor may be
-read, and a future whose result is the event after the copy. On a CPU the events are None.
+"""The tensors that this rank sends. Each entry consists of the tensor, an event after which the tensor may be read, and
+a future whose result is an event after the copy. On a CPU, both events are None.
 """
 
 
 class ToSelf:
-    """The transfers of a rank to itself: on each device, sends match receives in order. One thread calls `send` and
-    another thread calls `recv`, each on its own current stream. Each call waits until the other thread has made the
-    matching call.
+    """A rank's transfers to itself. On each device, the i-th send matches the i-th receive. One thread calls `send` and
+    another thread calls `recv`. Each call waits for the other thread's matching call.
     """
 
     def __init__(self, rank: int, require_open: Callable[[], None]) -> None:
@@ -47,7 +46,7 @@ class ToSelf:
         except BaseException:
             if copied.cancel():
                 raise
-            after = copied.result()  # the copy has failed, or a receive has just taken the tensor
+            after = copied.result()  # a receive has taken the tensor
         _wait_for(tensor.device, after)
 
     def recv(self, tensor: torch.Tensor, seconds: float) -> None:
@@ -79,7 +78,7 @@ class ToSelf:
         return self._offers.setdefault(device, queue.SimpleQueue())
 
     def _await(self, ask: Callable[[float], _T], name: str, seconds: float) -> _T:
-        """Calls `ask`, with a short bound of its wait, until it returns a result, for at most `seconds`."""
+        """Calls `ask`, whose argument is a short time-out, until a call returns a result, for at most `seconds`."""
         deadline = time.monotonic() + seconds
         while True:
             try:

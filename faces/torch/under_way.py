@@ -1,4 +1,4 @@
-"""Records the calls of a process group that were issued and are not known to have ended."""
+"""Records a process group's calls in progress and latest ended calls."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from proxyccl.device.errors import DriverError
 from proxyccl.torch._device_calls import ADDED_BETWEEN
 
 _MOST = 1 << 14
-"""The largest number of calls in progress that a flow records, which is more than a device can queue. After a failure,
-when no call is recorded as ended, the oldest calls are dropped.
+"""The largest number of calls in progress that a flow records. A device can't queue more calls. After a failure no call
+is recorded as ended, so further calls displace the oldest ones.
 """
 _ENDED = 2048
-"""The number of ended calls of each flow whose names are kept. These are the latest calls that have ended."""
+"""How many ended calls of each flow are kept. These are the latest ended calls."""
 
 _Call = tuple[int, str, Callable[[], bool] | None]
 
 
 class Recorded(NamedTuple):
-    """The calls of a flow, beginning with a call whose number is the same on all ranks of the flow."""
+    """The latest calls of a flow. All ranks of the flow normally begin with the same call."""
 
     first: int  # the first call's number, counted from 1
     names: list[str]
@@ -40,8 +40,8 @@ class _Flow:
         self.ended_count += count
 
     def count_ended(self) -> int:
-        """Returns how many of the recorded calls have ended. A binary search over the calls that can be queried finds
-        the last call that has ended; all calls before that call have ended as well.
+        """Counts the recorded calls that have ended. The calls end in order, so a binary search over the calls that can
+        be queried finds the last ended call.
         """
         calls = list(self.calls)
         known = [place for place, call in enumerate(calls) if call[2] is not None]
@@ -55,7 +55,6 @@ class _Flow:
         return known[first - 1] + 1 if first else 0
 
     def recorded(self) -> Recorded:
-        """Returns the calls, beginning with a call whose number is the same on all ranks of the flow."""
         before = self.ended_count - len(self.ended)
         skipped = -before % (_ENDED // 2)
         names = [*self.ended, *(name for _, name, _ in list(self.calls))]
@@ -63,7 +62,7 @@ class _Flow:
 
 
 class UnderWay:
-    """The calls of one group that are in progress or have ended recently, by flow. The calls of a flow end in order.
+    """A group's calls in progress and latest ended calls, by flow. The calls of a flow end in order.
 
     Args:
         healthy: returns whether no communicator of the group has failed. Calls that end after a failure stay recorded
@@ -76,9 +75,9 @@ class UnderWay:
         self._flows: dict[Hashable, _Flow] = {}
 
     def add(self, flow: Hashable, number: int, name: str, ended: Callable[[], bool] | None) -> None:
-        """Adds a call, whose number must exceed the numbers of earlier calls. Rarely takes a lock, because appending to
-        a deque is atomic. `ended` returns whether the call has ended. It is None if the call can't be queried: then the
-        call has ended once `end` is called with its number, or once a later call of the flow has ended.
+        """Adds a call, whose number must exceed the numbers of earlier calls. `ended` returns whether the call has
+        ended. If the call can't be queried, `ended` is None, and the call has ended once `end` is called with its
+        number, or once a later call of the flow has ended.
         """
         calls = self._flow(flow).calls
         calls.append((number, name, ended))
@@ -86,13 +85,13 @@ class UnderWay:
             self.forget_ended(flow)
 
     def log(self, flow: Hashable) -> Callable[[_Call], None]:
-        """Returns a function that adds a call, given as (number, name, ended), to a flow. Unlike `add`, the function
-        forgets no calls.
+        """Returns a function that adds a call (number, name, ended) to a flow. Unlike `add`, the function does not call
+        `forget_ended`.
         """
         return self._flow(flow).calls.append
 
     def forget_ended(self, flow: Hashable) -> None:
-        """Forgets the calls of a flow that have ended. This queries the device, so `add` does it only once for many
+        """Forgets a flow's ended calls. This function queries the device, so `add` calls it only once in ADDED_BETWEEN
         calls.
         """
         with self._lock:
@@ -106,7 +105,7 @@ class UnderWay:
         return found
 
     def end(self, flow: Hashable, number: int) -> None:
-        """Forgets the calls of a flow up to the call with this number, all of which have ended."""
+        """Records that a call has ended, and forgets this call and the flow's earlier calls."""
         with self._lock:
             found = self._flows[flow]
             while found.calls and found.calls[0][0] <= number:
@@ -124,9 +123,9 @@ class UnderWay:
     def recorded(self) -> dict[Hashable, Recorded]:
         """Returns, for each flow, the calls in progress and the latest calls that have ended.
 
-        The ranks of a flow notice the end of a call at different times. So that ranks nearly always report the same
-        calls, the first reported call is one whose predecessor's number is a multiple of 1024. After a failure a call
-        is reported as ended if its stream has passed it, which shows what calls the device had begun.
+        Ranks notice the end of a call at different times. So that ranks nearly always report the same calls, the first
+        reported call follows a call whose number is a multiple of 1024. After a failure, a call is reported as ended if
+        the call's stream has passed it; so the report shows which calls the device had begun.
         """
         with self._lock:
             return {key: flow.recorded() for key, flow in self._flows.items()}

@@ -1,4 +1,4 @@
-"""The Works that a process group's calls return: torch's Work, for calls on CPU tensors and on a device's tensors."""
+"""Implements torch's Work, which asynchronous calls of a process group return."""
 
 from __future__ import annotations
 
@@ -23,25 +23,23 @@ _NO_LIMIT = timedelta(0)
 _LEAST = timedelta(microseconds=1)
 _POLL_SECONDS = 2e-4
 _SOON_SECONDS = 2e-4
-"""For this time a wait on the host only yields the CPU between its checks; after it, the wait sleeps. Most calls end
-within this time.
+"""How long a wait on the host only yields the CPU between two checks; afterwards the wait sleeps. Most calls end within
+this time.
 """
 _futures = threading.Lock()
-"""Held while a future is made for a call on a GPU. One lock for all calls is enough, because programs rarely ask for a
-future.
-"""
+"""Held while a future is made for a call on a GPU. Programs rarely ask for futures, so all calls share one lock."""
 forks.hold_while_forking(_futures)
 _MOST_UNWAITED = 64
 
 
 class Unwaited:
-    """Keeps alive the latest Works of a group for which nobody has waited. A Work keeps its tensors alive, so only a
-    few Works are kept.
+    """Keeps alive a group's latest Works for which the program has not waited. Each Work keeps tensors alive, so only
+    `_MOST_UNWAITED` Works are kept.
 
-    Before torch 2.15, if a program hands a Work to C++, as DDP's `join` does, C++ keeps only the Work's C++ part alive.
-    Once the Python part is freed, C++ does not find our `wait` and waits forever.
+    Before torch 2.15, if a program passes a Work to torch's C++ code, as DDP's `join` does, only the Work's C++ part
+    stays alive. Once the Python part is freed, the C++ code does not find `wait`, and waits forever.
 
-    No lock is needed: each step is one atomic operation of a dict or a list.
+    The methods need no lock, because each step is one atomic operation on a dict or a list.
     """
 
     def __init__(self) -> None:
@@ -63,8 +61,8 @@ class Unwaited:
             works.pop(next(iter(list(works))), None)
 
     def forget(self, work: _KeptWork) -> None:
-        """Drops a Work when the next Work is added. The Work isn't dropped now, because the C++ code that has waited
-        for it may still ask for its result.
+        """Marks a Work, so that the next `add` drops it. The C++ code that has waited for the Work may still ask for
+        the result, so `forget` itself can't drop the Work.
         """
         if id(work) in self._works:
             self._waited_for.append(work)
@@ -90,7 +88,7 @@ class _KeptWork(dist.Work):
 
 
 def _require_process(process: forks.Process, ended: threading.Event) -> None:
-    """Refuses to wait for `ended` in a fork's child, where no thread sets that event."""
+    """Raises an error in a forked child, where no thread sets `ended`."""
     if not ended.is_set():
         with torch_errors():
             process.require("the call")
@@ -99,8 +97,7 @@ def _require_process(process: forks.Process, ended: threading.Event) -> None:
 @untraced
 class HostWork(_KeptWork):
     """The Work of a call on CPU tensors. The call ends when `finish` is called. `callbacks` is the thread that
-    completes the call's future; no other call waits for that thread. `source` is the rank that a receive receives from;
-    -1 for other calls.
+    completes the call's future. `source` is the rank that sends a receive's data; -1 for other calls.
     """
 
     def __init__(self, result: Sequence[torch.Tensor], callbacks: Executor, source: int = -1) -> None:
@@ -125,7 +122,7 @@ class HostWork(_KeptWork):
             self._callbacks.submit(functools.partial(completed.set_result, None))
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        """Waits for the end of the call. Raises the call's error.
+        """Waits for the end of the call, and raises the error that the call raised.
 
         Raises:
             RuntimeError: the call did not end within the time-out.
@@ -159,7 +156,7 @@ class HostWork(_KeptWork):
                 return self._future
             done = self._done.is_set()
             if not done:
-                self._callbacks.start()  # starts the thread now, so that the caller gets an error
+                self._callbacks.start()  # starts the thread now, so that the caller gets an error of the start
             completed = torch.futures.Future()
             # torch's C++ sees a future's error only if `then` has raised it.
             self._future = completed.then(self._future_value)
@@ -179,10 +176,9 @@ class HostWork(_KeptWork):
 class DeviceWork(_KeptWork):
     """The Work of a call that is queued on a stream of a GPU.
 
-    The Work of a call on the group's own stream keeps the tensors alive until the caller's stream waits for the call.
-    If nobody has waited when the Work is freed, torch's allocator is told that the group's stream uses the tensors'
-    memory. The future is created only when a program asks for it. The constructor has no arguments, so that
-    `CallIssuer` can make a Work in C.
+    The Work keeps the tensors alive until the caller's stream waits for the call. If the Work is freed without such a
+    wait, torch's allocator is told that the call's stream uses the tensors' memory. The constructor has no arguments,
+    so that `CallIssuer` can make a Work in C.
     """
 
     __slots__ = ("_call", "_watched")
@@ -197,19 +193,19 @@ class DeviceWork(_KeptWork):
         return work
 
     def watch(self, watched: Watched) -> None:
-        """Lets `watched` measure how long the program's stream works before it waits for the call."""
+        """Makes `watched` measure how long the program's stream works before the program waits for the call."""
         watched.issued(self._call.stream)
         self._watched = watched
 
     def raise_failure(self) -> None:
-        """Raises the error that kept the call from being queued, if there is one."""
+        """If an error prevented the call from being queued, raises this error."""
         if self._call.error is not None:
             raise_as_torch(self._call.error)
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        """Makes the current stream wait for the call. Raises the error that ended the communicator, if it is known.
+        """Makes the current stream wait for the call. If the communicator has failed, raises the failure.
 
-        With a time-out, also blocks the host until the call has ended.
+        If `timeout` is positive, also blocks the host until the call has ended.
 
         Raises:
             RuntimeError: the call did not end within the time-out.
@@ -243,15 +239,15 @@ class DeviceWork(_KeptWork):
         return self._call.mark is not None and self._call.mark.query()
 
     def is_completed(self) -> bool:
-        """Returns whether the device has completed the call, or an error kept the call from being queued."""
+        """Returns whether the device has completed the call or an error prevented the call from being queued."""
         if self._call.error is not None:
             return True
         with torch_errors():
             return self._query()
 
     def exception(self) -> BaseException | None:
-        """Returns the error that kept the call from being queued, or that ended the communicator; None without an
-        error.
+        """Returns the error that prevented the call from being queued, or the communicator's failure; None without
+        either.
         """
         try:
             self._call.check()
@@ -268,8 +264,8 @@ class DeviceWork(_KeptWork):
     _source_rank = source_rank
 
     def get_future(self) -> Any:
-        """Returns a future of the call's result. While the future's callbacks run, the current stream is one that waits
-        for the call.
+        """Returns a future of the call's result. While the future's callbacks run, the current stream is a stream that
+        waits for the call.
         """
         call = self._call
         with _futures:
@@ -298,12 +294,11 @@ class DeviceWork(_KeptWork):
 
 @untraced
 class TransferWork(DeviceWork):
-    """The Work of a call that a thread may queue only after its ranks have met, most often a transfer. Once `issued`
-    was called, the call is queued on a stream of a GPU.
+    """The Work of a call that a thread may have to queue later, when the call's communicator exists. Most of these
+    calls are transfers. Once `issued` was called, the call is queued on a stream of a GPU.
 
     Attributes:
-        marks: a list that is empty until the call is queued, and then holds the mark of the call's end. The list may
-            outlive the call and its tensors.
+        marks: a list that is empty until the call is queued, and then holds the mark of the call's end.
     """
 
     __slots__ = ("_callbacks", "_issued", "_process", "marks")
@@ -314,9 +309,7 @@ class TransferWork(DeviceWork):
 
     @classmethod
     def of_transfer(cls, call: QueuedCall, callbacks: Executor) -> Self:
-        """Makes the Work of a call. `callbacks` is the thread that completes the call's future; no other such call
-        waits for that thread.
-        """
+        """Makes the Work of a call. `callbacks` is the thread that completes the call's future."""
         work = cls.of(call)
         work.marks = []
         work._callbacks = callbacks
@@ -325,7 +318,7 @@ class TransferWork(DeviceWork):
         return work
 
     def issued(self, error: BaseException | None = None) -> None:
-        """Records that the call is queued on the stream, or the error that kept it from being queued."""
+        """Records that the call has been queued on the stream, or could not be queued because of `error`."""
         call = self._call
         if error is None:
             call.mark_end()
@@ -340,8 +333,8 @@ class TransferWork(DeviceWork):
             self._callbacks.submit(functools.partial(self._complete, future))
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        """Blocks the host until the call is issued, which may take up to the group's time-out if the peers have not met
-        this rank yet. Then does what `DeviceWork.wait` does.
+        """Blocks the host until the call is issued; if the communicator does not exist yet, this may take up to the
+        group's time-out. Then waits as `DeviceWork.wait` does.
         """
         begin = time.monotonic()
         _require_process(self._process, self._issued)
@@ -357,11 +350,11 @@ class TransferWork(DeviceWork):
         return self._issued.is_set() and super().is_completed()
 
     def get_future(self) -> Any:
-        """Returns a future as `DeviceWork.get_future` does, except that a thread of the group runs the callbacks if the
-        call is not issued yet.
+        """Returns a future as `DeviceWork.get_future` does. If the call is not issued yet, a thread of the group will
+        run the callbacks.
         """
         if not self._issued.is_set():
-            self._callbacks.start()  # starts the thread now, so that the caller gets an error
+            self._callbacks.start()  # starts the thread now, so that the caller gets an error of the start
         return super().get_future()
 
     def _is_issued(self) -> bool:
@@ -382,7 +375,7 @@ class JointWork(_KeptWork):
         self._works = list(works)
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        """Waits for all calls, each by its own `wait`. The time-out covers all of them together."""
+        """Calls `wait` of each Work. The time-out bounds the total time."""
         self._forget()
         deadline = time.monotonic() + timeout.total_seconds() if timeout > _NO_LIMIT else None
         for work in self._works:

@@ -1,5 +1,5 @@
-"""Support of torch's tensors in ProxyCCL's own calls. Unlike `proxyccl.torch`, this package needs no torch.distributed
-and registers no backend.
+"""Implements functions of communicators and layers that depend on torch's tensors. Unlike `proxyccl.torch`, this
+package registers no torch.distributed backend.
 
 `proxyccl` passes the names of these modules to `proxyccl.channels.array_libraries`, which imports a module when a call
 first needs it.

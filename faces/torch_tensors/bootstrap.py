@@ -14,12 +14,12 @@ from proxyccl.device.process.interrupts import wait_elsewhere
 class TorchBootstrap:
     """A `Bootstrap` over a torch.distributed process group, by default the default group.
 
-    torch's calls can't be cancelled. If an `all_gather` times out, torch's call continues in its own thread until all
-    ranks have made it or the group's own time-out has passed. Until then the group can't be used.
+    torch's calls can't be cancelled. If an `all_gather` times out, torch's call continues in a thread until all ranks
+    have made the call or the group's own time-out has passed. Until the call ends, the group can't be used.
     """
 
     def __init__(self, group: Any = None) -> None:
-        import torch  # imported here, so that `proxyccl` can refer to this class without torch
+        import torch  # imported here, so that `proxyccl` can import this module without torch
         import torch.distributed as dist
 
         if not dist.is_initialized():
@@ -36,7 +36,8 @@ class TorchBootstrap:
         give_up()
         out: list[Any] = [None] * self.world_size
         deadline = time.monotonic() + timeout
-        # A group of NCCL uses the current device of the thread that makes the call, so `call` sets the caller's device.
+        # NCCL uses the current device of the calling thread. So `call`, which runs in another thread, first sets the
+        # caller's device.
         device = self._cuda.current_device() if self._cuda.is_initialized() else None
 
         def call() -> None:

@@ -1,9 +1,9 @@
-"""Records dispatch and combine for torch's backward pass, as the `Recorder` of expert-parallel layers. The backward
-pass of a dispatch is a combine, and that of a combine is a dispatch.
+"""Records dispatch and combine for torch's backward pass; this module is the `Recorder` of expert-parallel layers. A
+dispatch's backward pass is a combine, and a combine's is a dispatch.
 
-All ranks make a call together, so if the call is recorded, all ranks must also run its backward pass. With
-`max_recv_tokens`, this module sets the rows after the received rows, and the gradients of those rows, to zero, because
-experts compute the gradients of their parameters from both.
+Dispatch and combine involve all ranks, so if a call is recorded, all ranks must also run its backward pass. With
+`max_recv_tokens`, an output has more rows than were received. Experts compute their parameters' gradients from all rows
+and all rows' gradients, so this module sets the unused rows and these rows' gradients to zero.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from proxyccl.device.runtime import StreamLike
 
 
 class _Dispatch(torch.autograd.Function):
-    """A dispatch. A token's gradient is the sum of its rows' gradients; a weight's gradient is the gradient of the
-    weight that was sent with the token's row.
+    """A dispatch sends a token and its weights to experts as rows. A token's gradient is the sum of its rows'
+    gradients; a sent weight's gradient is the gradient of the received weight.
     """
 
     @staticmethod
@@ -52,7 +52,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Redispatch(torch.autograd.Function):
-    """A repeated dispatch. A token's gradient is the sum of its rows' gradients."""
+    """A dispatch with the layout of an earlier dispatch. A token's gradient is the sum of its rows' gradients."""
 
     @staticmethod
     def forward(
@@ -70,8 +70,8 @@ class _Redispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """A combine. A row's gradient is its token's gradient times the row's weight. A weight's gradient is the product of
-    the token's gradient and the row.
+    """A combine. A row's gradient is its token's gradient times the row's weight. A weight's gradient is the dot
+    product of the token's gradient and the row.
     """
 
     @staticmethod
@@ -99,13 +99,12 @@ class _Combine(torch.autograd.Function):
         return None, None, rows_grad if ctx.needs_input_grad[2] else None, weights_grad, None
 
 
-# The functions of this module under the names that `Recorder` has for them.
+# The functions of the protocol `Recorder`.
 is_recording = torch.is_grad_enabled
 dispatch, redispatch, combine = _Dispatch.apply, _Redispatch.apply, _Combine.apply
 
 
 def _collect(layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc, grad: Any) -> Any:
-    """Returns the gradient of the weights that a dispatch sent, computed from the gradient of the rows' weights."""
     if desc.local_expert_ids is not None:  # a row's weights for experts of other ranks are always zero
         return layer.combine_weights(grad.masked_fill(desc.local_expert_ids < 0, 0), desc)
     values, stream = _view_and_stream(layer, grad)
@@ -113,7 +112,6 @@ def _collect(layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc, grad: Any) -> An
 
 
 def _view_and_stream(layer: EPAll2AllLayer, x: Any) -> tuple[ArrayView, StreamLike]:
-    """Returns a view of a tensor, and the stream on which torch uses the tensor."""
     group = layer.ctx.group
     return input_view(group, x, "gradient"), group.launches.stream_for(None, x)
 
@@ -123,7 +121,7 @@ def _view(layer: EPAll2AllLayer, x: Any) -> ArrayView:
 
 
 def _clear_rest(layer: EPAll2AllLayer, rows: Any, desc: EPAllToAllLayoutDesc) -> None:
-    """Sets the rows without a token to zero. The CPU does not wait for the number of rows with a token."""
+    """Sets the rows without a token to zero, and does not make the CPU wait for the number of received rows."""
     if rows is None or not (desc.counts_rows or desc.has_gaps):
         return
     values, stream = _view_and_stream(layer, rows)

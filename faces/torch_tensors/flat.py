@@ -1,4 +1,4 @@
-"""Views of a contiguous tensor in one dimension."""
+"""Views a contiguous tensor as a tensor of one dimension."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import torch
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the elements of a contiguous tensor in one dimension, without its gradient. The result shares the
-    tensor's memory.
+    """Returns a view of a contiguous tensor with one dimension and without gradient.
 
-    The result always has stride 1, because torch can view elements as elements of another size only with stride 1.
-    ``view(-1)`` may return another stride if there are fewer than two elements.
+    The result always has stride 1, without which torch can't view it as a dtype of another size. For fewer than two
+    elements, ``view(-1)`` may return another stride.
     """
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of a contiguous tensor in one dimension. The result shares the tensor's memory."""
+    """Returns a view of a contiguous tensor's bytes with one dimension."""
     return flat_view(tensor).view(torch.uint8)

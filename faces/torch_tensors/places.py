@@ -1,5 +1,5 @@
-"""Places in an expert-parallel layer's memory for its outputs. torch's caching allocator hands out a place for each
-output.
+"""Divides memory of an expert-parallel layer into *places* of equal size. torch's caching allocator puts each output of
+the layer in a free place.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from proxyccl.device.memory import places
 from proxyccl.torch_tensors.pools import allocator, require_torch
 
 _POOL_CALLS = "_cuda_beginAllocateCurrentThreadToPool", "_cuda_endAllocateToPool", "_cuda_releasePool"
-"""The functions that torch.cuda.use_mem_pool calls. This module calls them directly, because use_mem_pool takes longer:
-it also handles graph captures, during which no place is taken.
+"""The functions that torch.cuda.use_mem_pool calls. This module calls them directly, because use_mem_pool also handles
+graph captures and so takes longer. No place is taken during a graph capture.
 """
 
 
 def open_places(runtime: BaseRuntime, memory: Memory, offset: int, nbytes: int, count: int) -> OutputPlaces | None:
-    """Makes `count` places of `nbytes` bytes each in a memory, from an offset on. Returns None if this version of torch
-    has no pools.
+    """Makes `count` places of `nbytes` bytes each in `memory`, beginning at the byte `offset`. If this version of torch
+    has no pools, returns None.
     """
     try:
         require_torch(runtime.name)
@@ -35,8 +35,8 @@ def open_places(runtime: BaseRuntime, memory: Memory, offset: int, nbytes: int, 
 
 
 class OutputPlaces:
-    """The places that `open_places` makes. A place can be taken again when no tensor uses its memory and the work that
-    was queued with such tensors has run.
+    """The places that `open_places` makes. A place becomes free when all tensors in the place are freed and the work
+    queued with these tensors has ended.
     """
 
     def __init__(self, runtime: BaseRuntime, memory: Memory, offset: int, nbytes: int, count: int) -> None:
@@ -50,8 +50,8 @@ class OutputPlaces:
         self._makers: dict[torch.dtype, Callable[[], torch.Tensor]] = {}
 
     def take(self, dtype: torch.dtype) -> tuple[int, torch.Tensor] | None:
-        """Takes a free place. Returns the place's number, counted from 0, and a tensor of this type in its memory.
-        Returns None if no place is free, or if torch is set to fill every new tensor.
+        """Takes a free place. Returns the place's index and a tensor of this dtype in the place. Returns None if no
+        place is free, or if torch is configured to fill uninitialised memory.
         """
         if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:
             return None
@@ -74,8 +74,8 @@ class OutputPlaces:
         return None if number is None else (number, whole)
 
     def close(self) -> None:
-        """Ends the use of the places. torch frees places without tensors immediately, and other places when it next
-        empties its cache.
+        """Ends the use of the places. torch frees unused places immediately, and used places when torch next empties
+        its cache.
         """
         self._pool = None
         self._places.close()

@@ -1,4 +1,4 @@
-"""Memory pools of torch, whose tensors are in memory that peers can access."""
+"""Provides a torch memory pool whose tensors are in memory that peers can access."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def require_torch(runtime: str) -> Any:
         raise RuntimeUnavailableError(
             f"memory_pool: torch {torch.__version__} is built for {built_for}; the communicator uses {runtime}"
         )
-    # A torch that has MemPoolContext frees a pool's memory by its own allocator, unless the pool is in use at that
-    # time.
+    # torch up to 2.7, which has MemPoolContext, frees a pool's memory by the default allocator unless the pool is in
+    # use.
     if not hasattr(torch.cuda, "MemPool") or hasattr(torch.cuda, "MemPoolContext"):
         raise RuntimeUnavailableError(f"memory_pool: this is torch {torch.__version__}; {NEEDED}")
     return torch
@@ -58,16 +58,15 @@ def require_torch(runtime: str) -> Any:
 
 @functools.cache
 def allocator(torch: Any, allocate: str = memory_pool.ALLOCATE, free: str = memory_pool.FREE) -> Any:
-    """Returns torch's allocator object for two functions of this library, which memory_pool.h or places.h declares. The
-    object lives as long as the process, because torch calls the functions by their addresses as long as memory from
-    them exists.
+    """Returns torch's allocator object for two C functions that memory_pool.h or places.h declares. The object is never
+    freed, because torch calls the functions as long as memory from them exists.
     """
     return torch.cuda.memory.CUDAPluggableAllocator(memory_pool.library(), allocate, free)
 
 
 class PoolUse:
-    """A group's use of its device's pool. All groups on a device share one pool, which is destroyed when the last
-    group's use ends.
+    """A group's use of its device's pool. All groups on a device share one pool. When the last group closes its use,
+    the pool is destroyed.
 
     Attributes:
         pool: the torch.cuda.MemPool.

@@ -1,4 +1,4 @@
-"""The part of a tensor that a DTensor holds on this rank."""
+"""Finds the part of a tensor that a DTensor holds on this rank."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def local_part(tensor: Any) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, .
         The local tensor, the index of its first element in the whole tensor, and the whole tensor's shape.
 
     Raises:
-        ArgumentError: the tensor is not a DTensor, has a placement other than Shard and Replicate, or this rank is not
-            in its mesh.
+        ArgumentError: the tensor is not a DTensor, the DTensor has a placement other than Shard and Replicate, or this
+            rank is not in the DTensor's mesh.
     """
     if not isinstance(tensor, DTensor):
         raise ArgumentError("array", f"expected a tensor or a DTensor of torch, not {type(tensor).__name__}")
@@ -38,9 +38,9 @@ def local_part(tensor: Any) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, .
 
 
 def _sharding(tensor: DTensor) -> Sharding:
-    """Returns a DTensor's sharding, with the axes of the mesh in the order in which they divide a dimension. FSDP on
-    top of tensor parallelism divides a dimension by the later axis of the mesh first. The earlier axis' placement then
-    has a factor, `split_factor`: the number of parts into which later axes have already divided the dimension.
+    """Returns a DTensor's sharding. The mesh's axes are reordered, so that an earlier axis divides a dimension before a
+    later one. FSDP with tensor parallelism divides by the later axis first; then the earlier axis' placement has a
+    `split_factor`, the number of parts into which later axes have already divided the dimension.
     """
     mesh, placements = tensor.device_mesh.mesh, tensor.placements
     first: list[int] = []  # axes that divide first

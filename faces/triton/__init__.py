@@ -1,8 +1,7 @@
 """Kernels in Triton: ``import proxyccl.triton as pt``.
 
-A ``@triton.jit`` function calls the functions of this module: over ProxyChannels it pushes triggers, signals and waits;
-over SmChannels it loads from and stores to peers' memory. `compile` makes such a function a kernel that can be
-launched, on NVIDIA, on AMD, and on the host runtime, where Triton's interpreter runs it.
+A ``@triton.jit`` function calls the functions of this module to use ProxyChannels and SmChannels. `compile` makes a
+kernel from such a function, for NVIDIA, for AMD, or for the host runtime, where Triton's interpreter runs the kernel.
 """
 
 from proxyccl.triton.basics import channel

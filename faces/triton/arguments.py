@@ -1,6 +1,4 @@
-"""Converts a kernel's arguments for Triton: finds their types, and the properties for which a variant of the kernel is
-compiled.
-"""
+"""Converts a kernel's arguments for Triton."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ from proxyccl.device.kernel import FLOAT, INTEGER, POINTER
 from proxyccl.triton.grid_barrier import GridBarrier
 
 PROXY_CHANNEL, SM_CHANNEL, GRID_BARRIER = "*u64", "*i64", "*u32"
-"""The pointer types as which kernels get handles. Each kind of handle has its own type, so that a function called with
-the wrong kind does not compile.
+"""The pointer types of channels' and barriers' handles in kernels. The types differ, so that a call with the wrong kind
+of handle does not compile.
 """
 
 _ELEMENTS = {
@@ -51,8 +49,9 @@ class Argument:
     Attributes:
         type: Triton's name of the type: "*fp32", "i32", "constexpr", …
         value: an address, a number, or a compile-time constant of any kind.
-        owner: the object that owns the address, which is kept alive while the kernel runs; None without an owner.
-        aligned: whether the address or integer is a multiple of 16, which the compiler may then rely on.
+        owner: the object whose memory the address points to; the launch keeps it alive. None if there is no such
+            object.
+        aligned: whether the compiler may assume that the address or integer is a multiple of 16.
     """
 
     type: str
@@ -71,15 +70,13 @@ class Argument:
 
     @property
     def launched(self) -> Any:
-        """The value that is passed to a launch. For a channel this is the channel object, because the launch wakes the
-        channel's proxy.
-        """
+        """The value to pass to a launch: for a channel the channel object, whose proxy the launch wakes."""
         return self.owner if isinstance(self.owner, Channel | ChannelSet) else self.value
 
     @property
     def constant_key(self) -> tuple[str, str] | None:
-        """A hashable key of a compile-time constant; None for other arguments. The key is the constant's text, which
-        differs between 1, 1.0 and True and exists even for lists, and for a function also the hash of its source.
+        """A hashable key of a compile-time constant; None for other arguments. The key contains the constant's text,
+        which differs between 1, 1.0 and True, and if the constant is a function, the hash of the source.
         """
         if self.type != CONSTEXPR:
             return None
@@ -121,8 +118,8 @@ def as_argument(value: Any, name: str, runtime: str, device: int) -> Argument:
 
 
 def annotated(argument: Argument, kind: str, name: str) -> Argument:
-    """Returns a number's argument with the type of its parameter's annotation, as Triton does; returns other arguments
-    unchanged. `kind` is Triton's name of the type; "" if there is no annotation, or it names no type.
+    """If the argument is a number, returns the argument with the type `kind`, as Triton does; otherwise returns the
+    argument unchanged. `kind` is the type in the parameter's annotation, or "" without such a type.
 
     Raises:
         ArgumentError: the value does not fit, or a launch can't pass numbers of this type.

@@ -1,11 +1,10 @@
-"""The basis of the functions that kernels call: their decorator, conversions to numbers and pointers, and loads of the
-fields of channels' handles.
+"""Provides helpers for functions that kernels call: decorators, conversions, and loads from channels' handles.
 
-Triton compiles these functions, or, if its interpreter runs kernels, they are plain Python. Triton decides between the
-two when a function is decorated, by ``TRITON_INTERPRET``.
+Triton compiles functions with the decorator `jit`. If ``TRITON_INTERPRET`` is set when a function is decorated, the
+function stays plain Python, for Triton's interpreter.
 
-A number that a kernel passes must be one integer. A float is refused, because `n / 2` is a float32 in a kernel, which
-can't represent every offset beyond 16 MiB. A block of integers is also refused.
+Offsets and sizes must be scalar integers. Floats raise an error, because in a kernel `n / 2` is a float32, which can't
+represent every offset above 16 MiB.
 """
 
 from __future__ import annotations
@@ -31,12 +30,11 @@ def _plain(function: Any) -> Any:
     return function
 
 
-# For each call of a @triton.jit function from a kernel, the interpreter prepares Triton's language anew, which takes 5
-# ms. A plain function needs no preparation, because the kernel's launch has already prepared the language.
+# When a kernel calls a @triton.jit function, the interpreter replaces the functions of Triton's language, which takes 5
+# ms. Plain functions avoid this cost, because the kernel's launch has already replaced the language's functions.
 jit: Callable[[Any], Any] = _plain if INTERPRETED else triton.jit
 out_of_line: Callable[[Any], Any] = _plain if INTERPRETED else triton.jit(noinline=True)
-"""Decorates functions that rarely run but have many callers. Such functions are not inlined, so that compilation takes
-less time.
+"""Decorates functions that rarely run but have many callers. To save compilation time, such functions are not inlined.
 """
 
 if INTERPRETED:
@@ -45,8 +43,7 @@ if INTERPRETED:
     from triton.runtime.interpreter import TensorHandle
 
     def _number(x: Any, kind: Any, bits: int) -> Any:
-        # Converts by one operation, where Triton's own conversion takes three, because a push makes dozens of
-        # conversions.
+        # Converts by one operation instead of Triton's three, because a push makes dozens of conversions.
         if isinstance(x, tl.tensor):
             tl.static_assert(x.dtype.is_int() and not x.type.is_block(), "expected an integer")
             return x.to(kind)
@@ -60,7 +57,7 @@ if INTERPRETED:
         return _number(x, tl.uint32, 32)
 
     def u64(x: Any) -> Any:
-        """Converts an integer to 64 bits. A negative integer becomes a number larger than any memory."""
+        """Converts an integer to 64 bits. A negative integer becomes a number above 2**63."""
         return _number(x, tl.uint64, 64)
 
 else:
@@ -78,7 +75,7 @@ else:
 
     @jit
     def u64(x):
-        """Converts an integer to 64 bits. A negative integer becomes a number larger than any memory."""
+        """Converts an integer to 64 bits. A negative integer becomes a number above 2**63."""
         return _integer(x).to(tl.uint64)
 
 
@@ -102,9 +99,7 @@ def long_at(channel, field: tl.constexpr):
 
 @jit
 def pointer_at(channel, field: tl.constexpr):
-    """Loads a field of a channel's handle that contains an address. Returns a pointer to words of 64 bits at that
-    address.
-    """
+    """Loads an address from a field of a channel's handle. Returns a pointer to words of 64 bits at this address."""
     return longs_at(tl.load(longs_at(channel) + field))
 
 
@@ -121,6 +116,6 @@ def channel(channels, i):
     """
     if channels.dtype == tl.pointer_type(tl.uint64):
         return channels + i * c.PROXY_WORDS
-    else:  # noqa: RET505  (a branch that Triton drops)
+    else:  # noqa: RET505  (Triton compiles only one branch)
         tl.static_assert(channels.dtype == tl.pointer_type(tl.int64), "expected a set of channels")
         return channels + i * c.SM_WORDS

@@ -1,5 +1,5 @@
-"""Compiles kernels for a GPU with Triton, and loads them with our runtime, because Triton's own launch needs torch.
-Compiling needs no device.
+"""Compiles kernels for a GPU with Triton, and loads them with ProxyCCL's runtime, because Triton's own launch needs
+torch.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from triton.compiler import ASTSource
 
 _OLDEST_FOR_AMD = (3, 9)
 _SCRATCH_PARAMETERS = 2
-"""The number of pointers that Triton adds to a kernel's parameters: to memory for the compiler's own use, and for a
-profiler.
+"""The number of pointers that Triton adds to a kernel's parameters, one to the compiler's scratch memory and one to a
+profiler's.
 """
 
 
 def target_of(architecture: str) -> GPUTarget:
-    """Returns Triton's target for an architecture, such as "sm_90" or "gfx942:sramecc+", of which the part after the
-    colon is ignored. Raises RuntimeUnavailableError if this version of Triton is too old for the architecture.
+    """Returns Triton's target for an architecture such as "sm_90" or "gfx942:sramecc+". Ignores the part after the
+    colon. Raises RuntimeUnavailableError if this version of Triton is too old for the architecture.
     """
     if architecture.startswith("sm_"):
         return GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
@@ -34,8 +34,8 @@ def target_of(architecture: str) -> GPUTarget:
 
 
 def compile_kernel(kernel: Any, arguments: dict[str, Argument], target: GPUTarget, options: dict[str, Any]) -> Any:
-    """Compiles a ``@triton.jit`` function. Returns Triton's compiled kernel. Raises CompileError if Triton refuses the
-    source.
+    """Compiles a ``@triton.jit`` function, and returns Triton's compiled kernel. Raises CompileError if Triton can't
+    compile the function.
 
     Args:
         kernel: the function.
@@ -52,8 +52,8 @@ def compile_kernel(kernel: Any, arguments: dict[str, Argument], target: GPUTarge
     try:
         return triton.compile(source, target=target, options=options)
     except Exception as error:  # Triton's passes raise errors of many kinds
-        # The error quotes a line of the kernel. If the fault is in a function that the kernel calls, only the first
-        # cause in the chain states the reason.
+        # If the fault is in a function that the kernel calls, only the first exception in the chain of causes states
+        # the reason.
         first: BaseException = error
         while first.__cause__ is not None:
             first = first.__cause__
@@ -62,7 +62,7 @@ def compile_kernel(kernel: Any, arguments: dict[str, Argument], target: GPUTarge
 
 
 class Variant:
-    """A kernel that is compiled for arguments of certain types, and loaded. Calling it launches it."""
+    """A loaded kernel that was compiled for certain types of arguments. A call of the object launches the kernel."""
 
     def __init__(
         self, runtime: GpuRuntime, kernel: Any, arguments: dict[str, Argument], options: dict[str, Any]

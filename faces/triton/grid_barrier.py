@@ -1,6 +1,4 @@
-"""A barrier over the programs of a grid: the twin of DeviceSyncer (sync.h). All programs of the grid must be resident
-on the device at the same time.
-"""
+"""Implements a barrier over the programs of a grid, as DeviceSyncer (sync.h) does in C++."""
 
 from __future__ import annotations
 
@@ -21,13 +19,13 @@ from proxyccl.triton.waits import wait_at_least
 
 
 class GridBarrier:
-    """The barrier object that `sync_grid` takes. Each rank makes its own barriers.
+    """The barrier object that `sync_grid` takes. Each rank makes its own barriers, without the other ranks.
 
-    A barrier serves one kernel at a time, for any number of launches and of calls of `sync_grid`. The grids of the
-    launches may differ.
+    Only one kernel at a time may use a barrier. A kernel may call `sync_grid` several times. Later launches may reuse
+    the barrier, even with other grids.
 
     Args:
-        communicator: the communicator that ends the waits: by its time-out, or when it fails.
+        communicator: the communicator whose time-out or failure ends the waits.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -36,8 +34,8 @@ class GridBarrier:
         self._reset()
 
     def _reset(self) -> None:
-        """Resets the barrier, which no program may use at this time. This is necessary after a program has raised an
-        exception at the barrier, because the barrier has counted that program as arrived.
+        """Resets the barrier's counters, while no program uses the barrier. If a program raised an exception while it
+        waited at the barrier, the barrier has counted that program as arrived and must be reset.
         """
         words = struct.pack("<3Q", 0, 0, self._control.device_pointer)
         self._runtime.copy(self._memory.ptr, int(ffi.cast("uintptr_t", ffi.from_buffer(words))), len(words))
@@ -50,17 +48,16 @@ class GridBarrier:
 
 @jit
 def sync_grid(barrier):
-    """Waits until every program of the grid has called this. Stores of any program before the barrier are visible to
-    all programs after the barrier.
+    """Waits until every program of the grid has called this function. Stores of any program before the barrier are
+    visible to all programs after the barrier.
 
-    The grid must be so small that all its programs run at the same time.
+    All programs of the grid must be resident on the device at the same time.
 
     Args:
         barrier: a `GridBarrier`.
 
     Returns:
-        Whether all programs arrived. If not, the communicator has ended or the time-out passed, and the kernel should
-        return.
+        True, or False if the communicator has ended or the time-out has passed; the kernel should then return.
     """
     tl.static_assert(barrier.dtype == tl.pointer_type(tl.uint32), "expected a GridBarrier")
     barrier = longs_at(barrier)
@@ -69,9 +66,9 @@ def sync_grid(barrier):
     complete = tl.full([], 1, tl.int32)
     generation = barrier + c.BARRIER_GENERATION_8
     now = load_relaxed_device(generation)
-    tl.debug_barrier()  # every thread has read the generation before the last program changes it
-    # Each arrival releases its program's stores. The last arrival acquires all stores and releases them with the
-    # generation.
+    tl.debug_barrier()  # every thread must read the generation before the last program changes it
+    # The addition releases this program's stores. The last program's addition acquires all programs' stores, and its
+    # store of the generation releases all these stores.
     if tl.atomic_add(barrier + c.BARRIER_ARRIVED_8, u64(1), sem="acq_rel", scope="gpu") == programs - 1:
         store_relaxed_device(barrier + c.BARRIER_ARRIVED_8, u64(0))
         store_release_device(generation, now + 1)

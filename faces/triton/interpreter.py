@@ -1,8 +1,8 @@
 """Runs kernels in Triton's interpreter, for the host runtime.
 
-Triton's own launch prepares Triton's language for each launch and for each call of another @triton.jit function, which
-takes milliseconds. This module prepares the language once. Arrays are passed by address, so torch is not needed. A
-launch waits for its stream, and returns when the kernel has run.
+Triton's own launch replaces the functions of Triton's language for each launch and for each nested call of a
+@triton.jit function, which takes milliseconds. This module replaces the language's functions once. Arrays are passed by
+address, without torch. A launch waits for its stream, and returns when the kernel has run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from proxyccl.device.errors import KernelError
 from proxyccl.triton.arguments import CONSTEXPR, Argument
 from proxyccl.triton.grid_barrier import GridBarrier
 from proxyccl.triton.turns import Grid, Launch
-from triton.language import core  # noqa: F401  (the interpreter prepares the modules of the language that it finds here)
+from triton.language import core  # noqa: F401  (the interpreter replaces functions only in modules that it finds here)
 from triton.runtime import interpreter
 
 
@@ -27,13 +27,12 @@ def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def _prepare_language() -> object:
-    """Replaces Triton's language by the interpreter's for the rest of the process, as Triton before 3.9 did.
-
-    Functions that a kernel calls then need no preparation of their own. The result must be kept alive.
+    """Replaces the functions of Triton's language by the interpreter's, for the rest of the process, as Triton before
+    3.9 did. The result must be kept alive.
     """
     interpreter.InterpretedFunction.__call__ = _call
     scope = interpreter._patch_lang(_call)
-    # Older versions of Triton convert an array of one element to a number, which numpy refuses from 2.4 on.
+    # Older versions of Triton convert an array of one element to a number, for which numpy raises an error from 2.4 on.
     tl.tensor.__index__ = lambda tensor: int(tensor.handle.data.squeeze())
     return scope
 
@@ -59,14 +58,14 @@ def run(kernel: Any, arguments: dict[str, Argument], grid: Grid) -> None:
     """Runs a kernel that was decorated under TRITON_INTERPRET.
 
     Raises:
-        KernelError: a program raised an exception, which is the cause. The kernel's grid barriers are reset, so that
-            the next launch can use them.
+        KernelError: a program raised an exception, which is the error's cause. The next launch can use the kernel's
+            grid barriers.
     """
     _prepare_language()
     values = {name: _tensor(argument) for name, argument in arguments.items()}
     try:
-        # Triton rewrites the kernel's source only while this program has its turn, because CPython 3.11 can't make
-        # syntax trees in two threads at the same time (https://github.com/python/cpython/issues/106905).
+        # Triton rewrites the kernel's source inside `_call`, when no other program runs, because CPython 3.11 can't
+        # make syntax trees in two threads at the same time (https://github.com/python/cpython/issues/106905).
         Launch(functools.partial(_call, kernel, **values), grid).run()
     except BaseException as error:
         for argument in arguments.values():

@@ -1,6 +1,4 @@
-"""Triton kernels of a communicator: converts their arguments, compiles variants of them, launches them, and chooses a
-configuration by measuring.
-"""
+"""Compiles and launches Triton kernels that use a communicator's channels, and chooses configurations by measuring."""
 
 from __future__ import annotations
 
@@ -30,29 +28,30 @@ _MEASURED_LAUNCHES = 5
 
 
 class TritonKernel:
-    """A kernel written in Triton, launched as ``kernel(*args, stream=None, **constants)``. It reaches a communicator's
-    peers by the functions of `proxyccl.triton`.
+    """A kernel in Triton's language, launched as ``kernel(*args, stream=None, **constants)``. The kernel may call the
+    functions of `proxyccl.triton`.
 
-    Each rank makes its kernel by itself, and the kernel is compiled when it is first called. On the host runtime the
-    kernel runs in Triton's interpreter, for which ``TRITON_INTERPRET=1`` must be set before triton is imported.
+    Each rank makes its kernel without the other ranks. The first call compiles the kernel. On the host runtime,
+    Triton's interpreter runs the kernel; ``TRITON_INTERPRET=1`` must be set before triton is imported.
 
     Args:
-        comm: the communicator whose peers the kernel reaches, and on whose device it runs.
-        kernel: a function decorated by ``@triton.jit``. If it is also decorated by ``@triton.autotune``, that
-            decorator's arguments are the defaults of `configs` and `key`.
-        grid: the number of programs in each dimension: one to three integers, or a function that returns them, given a
-            dict of the arguments by name.
+        comm: the communicator, on whose device the kernel runs.
+        kernel: a function decorated by ``@triton.jit``. The arguments of a ``@triton.autotune`` decorator are the
+            defaults of `configs` and `key`.
+        grid: the number of programs in each dimension: one to three integers, or a function that takes a dict of the
+            arguments by name and returns one to three integers.
         num_warps: the number of warps of a program.
         num_stages: the number of stages of software pipelining; None for Triton's default.
-        configs: the ``triton.Config`` to choose from. All ranks measure them together, and take the configuration with
-            which the slowest rank is fastest.
+        configs: the ``triton.Config`` objects to choose from. All ranks measure the configurations together, and choose
+            the configuration with the shortest time of the slowest rank.
         key: names of arguments. The ranks choose a configuration for each combination of these arguments' values.
 
     Attributes:
         chosen: the chosen configurations, by the values of the `key` arguments.
 
     Raises:
-        ArgumentError: an argument is wrong, or Triton's interpreter is on for a GPU or off for the host runtime.
+        ArgumentError: an argument is wrong, ``TRITON_INTERPRET`` is set for a GPU, or it is not set for the host
+            runtime.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class TritonKernel:
         self._grid = grid
         self._options = {"num_warps": num_warps} | ({} if num_stages is None else {"num_stages": num_stages})
         self._configs, self._key = _require_configs(configs), tuple(key)
-        # The decorator wraps the Python function in both modes, compiled and interpreted.
+        # `fn` is the Python function, whether Triton compiles or interprets the kernel.
         self._signature = inspect.signature(self._kernel.fn)
         self._constants = {
             name for name, each in self._signature.parameters.items() if "constexpr" in str(each.annotation)
@@ -102,22 +101,22 @@ class TritonKernel:
     def __call__(self, *args: Any, stream: StreamLike = None, **kwargs: Any) -> None:
         """Queues the kernel on a stream and returns. The arguments are kept alive until the kernel has run.
 
-        The first call with arguments of certain types compiles the kernel for these types, waits until no other work of
-        this rank runs, and loads the kernel. So make such a call before a graph is captured. With `configs`, the first
-        call for each value of the `key` arguments launches the kernel several times with each configuration; all ranks
-        make this call together.
+        The first call with arguments of certain types compiles the kernel for these types, waits for this rank's work
+        in flight, and loads the kernel. A kernel can't be loaded while a graph is captured, so make such a call before
+        the capture. With `configs`, the first call for each combination of `key` values, which all ranks must make,
+        launches the kernel several times with each configuration.
 
         Args:
             args: the function's arguments. Each is an array (anything that `as_view` takes), a channel, a set of
                 channels, a `GridBarrier`, a number or None.
-            stream: the stream for the kernel; None for torch's current stream if an argument is a tensor, else for the
-                calling thread's default stream.
+            stream: the stream for the kernel. If None, the kernel runs on torch's current stream if an argument is a
+                tensor, otherwise on the calling thread's default stream.
             kwargs: further arguments by name, including compile-time constants.
 
         Raises:
-            ArgumentError: an argument is wrong, the grid is invalid, or a captured stream needs a kernel that was not
-                loaded before.
-            CompileError: Triton refuses the kernel.
+            ArgumentError: an argument is wrong, the grid is invalid, or the stream is being captured and the kernel is
+                not loaded.
+            CompileError: Triton can't compile the kernel.
             KernelError: the driver refused the launch, or in the interpreter a program raised an exception.
         """
         self._communicator.group.failure.require_usable()
@@ -128,9 +127,9 @@ class TritonKernel:
         self._launch(self._arguments(args, kwargs, config), self._options_of(config), stream)
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles and loads the kernel for arguments of these types, and returns when all ranks have done so. All
-        ranks call this together, for example before a measurement, so that no compilation delays it. The arguments and
-        errors are those of a call.
+        """Compiles and loads the kernel for the types of the given arguments, and returns when all ranks have done so.
+        All ranks must call this function. Takes the arguments of a call of the kernel, without `stream`, and raises the
+        same errors.
         """
         self._communicator.group.failure.require_usable()
         configs = self._configs or (None,)
@@ -143,7 +142,6 @@ class TritonKernel:
     def _arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], config: triton.Config | None
     ) -> dict[str, Argument]:
-        """Returns the caller's arguments and a configuration's constants, by the parameters' names."""
         constants = {} if config is None else config.kwargs
         for name in kwargs.keys() & constants.keys():
             raise ArgumentError(name, f"the configurations of kernel {self.name} set this parameter; don't pass it")
@@ -218,8 +216,8 @@ class TritonKernel:
             )
 
     def _specialised(self, name: str, argument: Argument) -> Argument:
-        """Returns an argument after Triton's specialisation: an integer that is 1 becomes a constant, and alignment is
-        noted, unless the kernel forbids either for this parameter.
+        """Specialises an argument as Triton does: makes an integer 1 a constant, and removes `aligned` if the kernel
+        forbids specialisation for this parameter.
         """
         parameter = self._kernel.params[self._kernel.arg_names.index(name)]
         if argument.type == CONSTEXPR:
@@ -242,9 +240,7 @@ class TritonKernel:
         return self.chosen[key]
 
     def _measure(self, args: tuple[Any, ...], kwargs: dict[str, Any], stream: StreamLike) -> triton.Config:
-        """Measures the configurations. Returns the one with which the slowest rank is fastest, which is the same on all
-        ranks.
-        """
+        """Returns the configuration with the shortest time of the slowest rank, so all ranks return the same."""
         self.prepare(*args, **kwargs)
         seconds = []
         for config in self._configs:
@@ -276,9 +272,7 @@ def _require_configs(configs: Any) -> tuple[triton.Config, ...]:
 
 
 def _require_no_hooks(tuner: Autotuner) -> None:
-    """Raises ArgumentError if @triton.autotune has hooks, which Triton calls around measurements or to drop
-    configurations: our launch does not call them.
-    """
+    """Raises ArgumentError if @triton.autotune has hooks, because a TritonKernel does not call them."""
     hooks = {
         "reset_to_zero": tuner.reset_to_zero,
         "restore_value": tuner.restore_value,

@@ -1,10 +1,9 @@
-"""Constants for kernels: those of the C headers, and the offsets of fields in the structs that kernels share with the
-host (handles.h, control.h, trigger.h), as the C compiler reports them.
+"""Defines constants for kernels: the constants of the C headers, and the offsets of fields in structs that kernels
+share with the host (handles.h, control.h, trigger.h). The C compiler reports the values.
 
-A C constant has its name in C without the prefix ``PROXYCCL_``. The constant for a field, such as
-``CONTROL_ERROR_STATE_4``, is named by the struct (``PROXY``, ``SM``, ``CONTROL`` or ``WAIT``), the field's path in the
-struct, and the unit of the offset: words of 32 bits (``_4``) or of 64 bits (``_8``), because kernels add it to pointers
-to such words.
+The name of a C constant lacks the prefix ``PROXYCCL_``. The name of an offset, such as ``CONTROL_ERROR_STATE_4``,
+consists of the struct (``PROXY``, ``SM``, ``CONTROL`` or ``WAIT``), the field's path in the struct, and the offset's
+unit: ``_4`` for words of 32 bits, ``_8`` for words of 64 bits. Kernels add the offset to a pointer to such words.
 """
 
 from __future__ import annotations

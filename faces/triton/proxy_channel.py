@@ -1,13 +1,12 @@
-"""ProxyChannels in Triton: a program pushes triggers, by which the proxy moves data (the twin of proxy_channel.h and
-fifo.h).
+"""Implements ProxyChannels in Triton, as proxy_channel.h and fifo.h do in C++.
 
-In a kernel, a channel is a pointer to its device handle. All threads of a program call a function of this module
-together, and the program acts like one thread. Offsets and sizes are in bytes and need no alignment. An offset counts
-from the start of the peer's memory or of the local memory. If a range does not lie within its memory, the call moves
-nothing and ends the communicator with a TriggerError.
+In a kernel, a channel is a pointer to the channel's device handle. All threads of a program call a function together,
+and the program acts like one thread. Offsets and sizes are in bytes and need no alignment. An offset counts from the
+start of the peer's or the local memory. If a range is not inside the memory, the call moves nothing and ends the
+communicator with a TriggerError.
 
-`put`, `put_value` and `get` return the ticket of their trigger, a uint64, which `is_complete` and `wait_complete` take;
-2**64 - 1 if no trigger was pushed.
+`put`, `put_value` and `get` return a ticket for `is_complete` and `wait_complete`, a uint64. The ticket is 2**64 - 1 if
+no trigger was pushed.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from proxyccl.triton.target import (
 from proxyccl.triton.waits import aborted, check_wait, record_error, wait_at_least
 
 NO_TICKET = tl.constexpr(-1)
-"""The ticket of a trigger that was not pushed: all bits are set, as in kNoTicket of fifo.h."""
+"""The ticket of a trigger that was not pushed, equal to kNoTicket of fifo.h: all bits are set."""
 
 
 @jit
@@ -52,9 +51,9 @@ def _semaphore(channel):
 
 @jit
 def _reaches(channel, memory, offset, size):
-    # Returns whether a range lies within its memory. The engine can't check this: an offset past the first window is
-    # sent as one of the following memory ids, and ids past the memory's last window belong to another memory. The
-    # memory's size, which is in host memory, is read only for a range that leaves the first window.
+    # Returns whether a range is inside a memory. The engine can't check the range, because a trigger names an offset
+    # past the first window by a following memory id, and ids past the memory's last window belong to another memory.
+    # The memory's size is in host memory, so it is read only for a range that leaves the first window.
     known = memory < c.MAX_MEMORIES
     inside = (offset < c.WINDOW_BYTES) & (size <= u64(c.WINDOW_BYTES) - offset)
     if known & (inside == 0):
@@ -65,7 +64,7 @@ def _reaches(channel, memory, offset, size):
 
 @jit
 def _refuse(channel, operation: tl.constexpr, kind, memory, offset, size):
-    # Ends the communicator with an error that describes the range, which does not lie within its memory.
+    # Ends the communicator with an error that describes a range outside the memory.
     known = memory < c.MAX_MEMORIES
     place = tl.where(known, memory, u32(0)).to(tl.int64)
     limit = load_relaxed_system(pointer_at(channel, c.PROXY_MEMORY_LIMITS_8) + place)
@@ -85,8 +84,8 @@ def _refuse(channel, operation: tl.constexpr, kind, memory, offset, size):
 
 @jit
 def _wait_for_room(channel, control, ticket, slots):
-    # Waits until the ring has room for a ticket's trigger. Of all waiting programs, only the one that holds the lock
-    # polls the tail in host memory; it updates the cached tail for the others. Returns 0 if the wait gave up, else 1.
+    # Waits until the ring has room for a ticket's trigger. Only the program that holds the lock polls the tail in host
+    # memory, and updates the cached tail, which the other programs poll. Returns 0 if the wait gave up, else 1.
     cache = pointer_at(channel, c.PROXY_FIFO_TAIL_CACHE_8)
     tail = pointer_at(channel, c.PROXY_FIFO_TAIL_8)
     lock = words_at(long_at(channel, c.PROXY_FIFO_REFRESH_LOCK_8))
@@ -113,8 +112,8 @@ def _wait_for_room(channel, control, ticket, slots):
 
 @jit
 def _ring(channel):
-    # Loads all of the handle's fields that a push reads, before its first atomic: after an atomic, each load would wait
-    # for the previous load.
+    # Loads all fields of the handle that a push reads. After the push's first atomic, each load would wait for the
+    # previous load.
     return (
         pointer_at(channel, c.PROXY_FIFO_HEAD_8),
         pointer_at(channel, c.PROXY_FIFO_TAIL_CACHE_8),
@@ -127,7 +126,7 @@ def _ring(channel):
 @jit
 def _push_trigger(channel, ring, control, operation, dst_memory, dst_offset, src_memory, src_offset, size):
     # Takes a ticket, waits for room and stores the trigger. The cached tail may be loaded before the ticket is taken,
-    # because the tail only grows. Returns the ticket, and 0 if the wait gave up, else 1.
+    # because the tail only grows. Returns (ticket, pushed); `pushed` is 0 if the wait gave up, else 1.
     head, tail_cache, ring_slots, size_log2, number = ring
     known = load_relaxed_device(tail_cache)
     ticket = tl.atomic_add(head, u64(1), sem="relaxed", scope="gpu")
@@ -155,9 +154,9 @@ def _ticket(ticket, pushed):
 
 @jit
 def _push_data(channel, operation: tl.constexpr, dst_offset, src_offset, size, dst_memory, src_memory):
-    # Pushes an operation that moves data: several triggers if there is more data than one trigger can move, of which
-    # the last carries the signal. The channel's destination memory is the source of a get. Returns what `_push_trigger`
-    # returns for the last trigger.
+    # Pushes an operation that moves data. If one trigger can't move all data, pushes several triggers, and sets the
+    # signal in the last one. For a get, the channel's destination memory is the source. Returns the last trigger's
+    # (ticket, pushed).
     ring = _ring(channel)
     control = long_at(channel, c.PROXY_CONTROL_8)
     is_get: tl.constexpr = (operation & c.OP_GET) != 0
@@ -203,8 +202,8 @@ def _push_word(channel, operation: tl.constexpr):
 
 @jit
 def _push_value(channel, operation: tl.constexpr, dst_memory, dst_offset, kind, value):
-    # Pushes a trigger that contains a value instead of a source: the value's low half is in the size field, its high
-    # half in the field of the source's offset.
+    # Pushes a trigger that contains a value instead of a source. The size field holds the value's low half, and the
+    # field of the source's offset holds the high half.
     low, high = value & 0xFFFFFFFF, value >> 32
     return _push_trigger(
         channel,
@@ -251,7 +250,8 @@ def _put_value(channel, operation: tl.constexpr, dst_offset, value, dtype: tl.co
 
 @jit
 def _wait_for_ticket(channel, ticket, pushed, word: tl.constexpr, kind: tl.constexpr):
-    # Waits until `word`, in which the engine stores the number of flushed or of complete triggers, exceeds the ticket.
+    # Waits until `word` exceeds the ticket. The engine stores the number of flushed triggers, or of complete triggers,
+    # in `word`.
     done = pushed
     if pushed != 0:
         done = wait_at_least(
@@ -269,8 +269,8 @@ def _wait_for_ticket(channel, ticket, pushed, word: tl.constexpr, kind: tl.const
 def put(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None):
     """Starts a copy from local memory to the peer's memory. Returns immediately, unless the ring is full.
 
-    The copy includes the program's stores that a `sync_threads_system` follows. The source may be overwritten when the
-    put is complete. The peer may read the data after a `signal` that follows the put.
+    The copy contains the stores that the program made before its last `sync_threads_system`. The source may be
+    overwritten when the put is complete. Once the peer has received a later `signal`, the peer may read the data.
 
     Args:
         dst_offset: the destination's offset in the peer's memory, in bytes.
@@ -288,8 +288,8 @@ def put(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None)
 def get(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None):
     """Starts a copy from the peer's memory to local memory. Returns immediately, unless the ring is full.
 
-    A get that follows a `wait` reads all stores that the peer made before the awaited signal. The data may be read when
-    the get is complete. A `signal` after the get tells the peer that its memory may be overwritten.
+    A get after a `wait` reads all stores that the peer made before the signal. The data may be read when the get is
+    complete. A `signal` after the get tells the peer that the source may be overwritten.
 
     Args:
         dst_offset: the destination's offset in local memory, in bytes.
@@ -305,7 +305,7 @@ def get(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None)
 
 @jit
 def put_value(channel, dst_offset, value, dtype: tl.constexpr):
-    """Writes a value to the peer's memory. The trigger contains the value, so no source is read later.
+    """Writes a value, which the trigger contains, to the peer's memory.
 
     Args:
         dst_offset: the destination's offset in the peer's memory, in bytes; it need not be aligned.
@@ -318,18 +318,19 @@ def put_value(channel, dst_offset, value, dtype: tl.constexpr):
 
 @jit
 def put_value_with_signal(channel, dst_offset, value, dtype: tl.constexpr):
-    """Does what `put_value` and then `signal` do, as one operation. The arguments are those of `put_value`."""
+    """Combines `put_value` and a following `signal` in one operation. Takes the arguments of `put_value`."""
     _require(channel)
     return _put_value(channel, c.OP_DATA | c.OP_SIGNAL, dst_offset, value, dtype)
 
 
 @jit
 def signal(channel, value=None):
-    """Adds one to the peer's semaphore of this channel, after the data of all earlier puts and gets on the channel.
+    """Adds one to the peer's semaphore of this channel, after the data of all earlier puts and gets on the channel has
+    arrived.
 
     Args:
-        value: sets the semaphore to this count instead, which has the effect of several signals. If the count is not
-            above all earlier counts, the communicator ends with a TriggerError.
+        value: instead of adding one, sets the semaphore to this count, which has the effect of several signals. If the
+            count does not exceed all earlier counts, the communicator ends with a TriggerError.
     """
     _require(channel)
     if value is None:
@@ -340,7 +341,7 @@ def signal(channel, value=None):
 
 @jit
 def put_with_signal(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None):
-    """Does what `put` and then `signal` do, as one operation, which is cheaper. The arguments are those of `put`."""
+    """Combines `put` and a following `signal` in one operation, which is faster. Takes the arguments of `put`."""
     _require(channel)
     ticket, pushed = _push_data(channel, c.OP_DATA | c.OP_SIGNAL, dst_offset, src_offset, size, dst_memory, src_memory)
     return _ticket(ticket, pushed)
@@ -348,8 +349,8 @@ def put_with_signal(channel, dst_offset, src_offset, size, dst_memory=None, src_
 
 @jit
 def put_with_signal_and_flush(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None):
-    """Does what `put`, `signal` and `flush` do, as one operation. Takes the arguments of `put`; returns what `flush`
-    does.
+    """Combines `put`, `signal` and `flush` in one operation. Takes the arguments of `put`. Returns what `flush`
+    returns.
     """
     _require(channel)
     operation: tl.constexpr = c.OP_DATA | c.OP_SIGNAL | c.OP_FLUSH
@@ -361,10 +362,9 @@ def put_with_signal_and_flush(channel, dst_offset, src_offset, size, dst_memory=
 def flush(channel):
     """Waits until all earlier operations on this channel are complete.
 
-    The sources of puts may then be overwritten, and the results of gets may be read.
+    After the flush, the sources of puts may be overwritten, and the results of gets may be read.
 
-    Returns whether the operations are complete. If not, the communicator has ended or the time-out passed, and the
-    kernel should return.
+    Returns True, or False if the communicator has ended or the time-out has passed; the kernel should then return.
     """
     _require(channel)
     ticket, pushed = _push_word(channel, c.OP_FLUSH)
@@ -373,7 +373,7 @@ def flush(channel):
 
 @jit
 def flush_async(channel):
-    """Requests a flush and returns immediately, so that the kernel can do other work until it needs the sources again.
+    """Requests a flush and returns without waiting for it.
 
     Returns the flush's ticket, which `is_flushed` and `wait_flushed` take.
     """
@@ -384,8 +384,8 @@ def flush_async(channel):
 
 @jit
 def is_flushed(channel, ticket):
-    """Returns whether the flush with this ticket is complete. Does not wait. A loop that calls this must end when the
-    communicator ends; `ended` returns whether it has.
+    """Returns whether the flush with this ticket is complete. Does not wait. A loop that calls this function must end
+    when `ended` returns that the communicator has ended.
     """
     _require(channel)
     done = (ticket != u64(NO_TICKET)) & (load_acquire_system(pointer_at(channel, c.PROXY_FLUSHED_8)) > ticket)
@@ -404,7 +404,7 @@ def wait_flushed(channel, ticket):
 
 @jit
 def is_complete(channel, ticket):
-    """Returns whether the operation with this ticket and all earlier ones on the channel are complete. Does not
+    """Returns whether the operation with this ticket and all earlier operations on the channel are complete. Does not
     wait.
     """
     _require(channel)
@@ -413,9 +413,9 @@ def is_complete(channel, ticket):
 
 @jit
 def wait_complete(channel, ticket):
-    """Waits until the operation with this ticket and all earlier ones on the channel are complete. No flush is needed,
-    but over a fabric, completions are noticed sooner if a flush follows. Returns whether the operations are complete.
-    If not, the communicator has ended or the time-out passed, and the kernel should return.
+    """Waits until the operation with this ticket and all earlier operations on the channel are complete. Over a fabric,
+    the proxy notices the completion sooner if a flush follows the operation. Returns True, or False if the communicator
+    has ended or the time-out has passed; the kernel should then return.
     """
     _require(channel)
     pushed = (ticket != u64(NO_TICKET)).to(tl.int32)
@@ -427,11 +427,10 @@ def wait(channel):
     """Waits for the peer's next signal and consumes it. After the wait, the data that the peer put before the signal
     may be read.
 
-    Only one program at a time may wait on a channel. If two do, the interpreter ends the communicator with a
-    TriggerError; a GPU does not check this.
+    Only one program at a time may wait on a channel. If two programs wait, the interpreter ends the communicator with a
+    TriggerError; on a GPU nothing checks this.
 
-    Returns whether the signal came. If not, the communicator has ended or the time-out passed, and the kernel should
-    return.
+    Returns True, or False if the communicator has ended or the time-out has passed; the kernel should then return.
     """
     _require(channel)
     return wait_for_signal(_semaphore(channel))
@@ -439,11 +438,12 @@ def wait(channel):
 
 @jit
 def wait_until(channel, value):
-    """Waits until the number of the peer's signals has reached a count, and consumes these signals. Otherwise like
-    `wait`.
+    """Waits until the number of the peer's signals has reached a count, and consumes these signals. Returns whether the
+    count was reached.
 
     Args:
-        value: the number of signals since the channel was made. If this many were consumed before, returns immediately.
+        value: the number of signals since the channel was made. If this number of signals was consumed before, returns
+            immediately.
     """
     _require(channel)
     return wait_for_count(_semaphore(channel), value)
@@ -454,7 +454,7 @@ def poll(channel):
     """Consumes the peer's next signal if the signal has arrived, and returns whether it has arrived. Only one program
     at a time may poll a channel.
 
-    Does not wait, so a loop that calls this must end when the communicator ends; `ended` returns whether it has.
+    Does not wait. A loop that calls this function must end when `ended` returns that the communicator has ended.
     """
     _require(channel)
     return poll_for_signal(
@@ -464,8 +464,6 @@ def poll(channel):
 
 @jit
 def ended(channel):
-    """Returns whether the communicator of a ProxyChannel has ended. A loop of the kernel's own must then end as
-    well.
-    """
+    """Returns whether the communicator of a ProxyChannel has ended, in which case the kernel's own loops must end."""
     _require(channel)
     return aborted(long_at(channel, c.PROXY_CONTROL_8))

@@ -1,11 +1,11 @@
-"""Counting semaphores between two ranks: the twin of shared_semaphore.h. Only one program at a time may wait on a
-semaphore, and only one may signal it.
+"""Implements counting semaphores between two ranks, as shared_semaphore.h does in C++. Only one program at a time may
+wait on a semaphore, and only one program at a time may signal it.
 
 Counters only grow and are never reset, so a captured graph can be replayed.
 
-A function that waits takes its semaphore as a tuple: pointers to the word that counts the peer's signals (`inbound`)
-and to the word that counts consumed signals (`expected`); the control block; and the kind of wait, the peer and the
-channel, by which an error describes the wait.
+A function that waits takes its semaphore as a tuple (inbound, expected, control, kind, peer, channel). `inbound` points
+to the count of the peer's signals, `expected` to the count of consumed signals, and `control` is the control block. In
+an error, `kind`, `peer` and `channel` describe the wait.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from proxyccl.triton.target import (
 from proxyccl.triton.waits import record_error, wait_at_least
 
 if INTERPRETED:
-    # If two programs wait on one semaphore at the same time, both may take the same signal, or one may wait for a
-    # signal that never comes. So the second wait ends the communicator. Only the interpreter checks this, because on a
-    # GPU the check would cost every wait an access to memory.
+    # If two programs wait on one semaphore at the same time, both may take the same signal, or one program may wait for
+    # a signal that never arrives. So in the interpreter, the second wait ends the communicator. On a GPU, this check
+    # would cost every wait an access to memory.
     def _wait_alone(semaphore: Any, target: Any) -> Any:
         inbound, expected, control, kind, peer, channel = semaphore
         if tl.atomic_xchg(expected + 1, u64(1), sem="relaxed", scope="gpu") != 0:
@@ -57,17 +57,15 @@ def _consume(semaphore, target):
 
 @jit
 def wait_for_signal(semaphore):
-    """Waits for the next signal and consumes it; see `wait` and `sm_wait`."""
+    """Waits for the next signal and consumes the signal; see `wait`."""
     came = _consume(semaphore, load_relaxed_device(semaphore[1]) + 1)
-    tl.debug_barrier()  # no thread may read `expected` for the next wait before the store
+    tl.debug_barrier()  # no thread may begin the next wait before `expected` is stored
     return came != 0
 
 
 @jit
 def wait_for_count(semaphore, count):
-    """Waits until the number of signals has reached a count, and consumes them; see `wait_until` and
-    `sm_wait_until`.
-    """
+    """Waits until the number of signals has reached a count, and consumes these signals; see `wait_until`."""
     target = u64(count)
     came = tl.full([], 1, tl.int32)
     if load_relaxed_device(semaphore[1]) < target:
@@ -78,7 +76,7 @@ def wait_for_count(semaphore, count):
 
 @jit
 def poll_for_signal(inbound, expected):
-    """Consumes the next signal if it has arrived, and returns whether it has; see `poll` and `sm_poll`."""
+    """Consumes the next signal if the signal has arrived, and returns whether it has arrived."""
     consumed = load_relaxed_device(expected)
     came = load_acquire_system(inbound) > consumed
     if came:
@@ -101,8 +99,8 @@ def signal_peer(remote_inbound, outbound):
 
 @jit
 def signal_peer_up_to(remote_inbound, outbound, control, kind, peer, channel, count):
-    """Sets the peer's semaphore to a count, with release order after the stores of all threads of the program. Ends the
-    communicator if the count is not above all earlier counts.
+    """Sets the peer's semaphore to a count, with release order after the stores of all threads of the program. If the
+    count does not exceed all earlier counts, ends the communicator.
     """
     sync_threads_system()
     target = u64(count)

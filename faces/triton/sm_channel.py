@@ -1,7 +1,6 @@
-"""SmChannels in Triton: a program's own loads and stores reach the peer's memory (the twin of sm_channel.h and
-packet.h).
+"""Implements SmChannels in Triton, as sm_channel.h and packet.h do in C++.
 
-In a kernel, a channel is a pointer to its device handle. `remote` returns a pointer to the peer's memory, for
+In a kernel, a channel is a pointer to the channel's device handle. `remote` returns a pointer to the peer's memory, for
 ``tl.load`` and ``tl.store``.
 """
 
@@ -22,8 +21,8 @@ from proxyccl.triton.target import SPINS_PER_CHECK, load_packets, pause, spin_fo
 from proxyccl.triton.waits import aborted, check_wait, record_error
 
 PACKET_BYTES = tl.constexpr(8)
-"""The size of a packet, which consists of 4 bytes of data and a flag of 4 bytes, like LL8Packet of packet.h. Two
-consecutive packets with the same flag are one LL16Packet.
+"""The size of a packet: 4 bytes of data and a flag of 4 bytes, the layout of LL8Packet (packet.h). Two consecutive
+packets with the same flag have the layout of one LL16Packet.
 """
 
 
@@ -46,10 +45,10 @@ def _semaphore(channel):
 
 @jit
 def remote(channel, dtype: tl.constexpr):
-    """Returns a pointer to the start of the peer's memory, as elements of `dtype`, for loads and stores.
+    """Returns a pointer of type `dtype` to the start of the peer's memory, for loads and stores.
 
-    These loads and stores have no memory order: a `sm_signal` after them tells the peer that they are done. They are
-    meant for inner loops, so nothing checks them against the memory's size, `remote_bytes`.
+    Loads and stores through this pointer have no memory order; a later `sm_signal` tells the peer that they are done.
+    To be fast in inner loops, such loads and stores are not checked against the memory's size (`remote_bytes`).
     """
     _require(channel)
     return long_at(channel, c.SM_DST_8).to(tl.pointer_type(dtype))
@@ -64,13 +63,13 @@ def remote_bytes(channel):
 
 @jit
 def sm_signal(channel, value=None):
-    """Adds one to the peer's semaphore of this channel. Only one program at a time may call this for a channel.
+    """Adds one to the peer's semaphore of this channel. Only one program at a time may signal on a channel.
 
     The peer that waits for the signal sees all earlier stores of this program's threads.
 
     Args:
-        value: sets the semaphore to this count instead, which has the effect of several signals. If the count is not
-            above all earlier counts, the communicator ends with a TriggerError.
+        value: instead of adding one, sets the semaphore to this count, which has the effect of several signals. If the
+            count does not exceed all earlier counts, the communicator ends with a TriggerError.
     """
     _require(channel)
     if value is None:
@@ -91,7 +90,7 @@ def sm_signal(channel, value=None):
 
 @jit
 def sm_relaxed_signal(channel):
-    """Does what `sm_signal` does without ordering any stores, for a signal that announces no data."""
+    """Adds one to the peer's semaphore without ordering any stores, for a signal that announces no data."""
     _require(channel)
     signal_peer_relaxed(
         pointer_at(channel, c.SM_SEMAPHORE_REMOTE_INBOUND_8), pointer_at(channel, c.SM_SEMAPHORE_OUTBOUND_8)
@@ -100,21 +99,21 @@ def sm_relaxed_signal(channel):
 
 @jit
 def sm_wait(channel):
-    """Waits for the peer's next signal and consumes it, like `wait` of a ProxyChannel."""
+    """Waits for the peer's next signal and consumes the signal, as `wait` does for a ProxyChannel."""
     _require(channel)
     return wait_for_signal(_semaphore(channel))
 
 
 @jit
 def sm_wait_until(channel, value):
-    """Waits until the number of the peer's signals has reached a count, like `wait_until` of a ProxyChannel."""
+    """Waits until the number of the peer's signals has reached a count, as `wait_until` does for a ProxyChannel."""
     _require(channel)
     return wait_for_count(_semaphore(channel), value)
 
 
 @jit
 def sm_poll(channel):
-    """Consumes the peer's next signal if the signal has arrived, like `poll` of a ProxyChannel."""
+    """If the peer's next signal has arrived, consumes the signal, as `poll` does for a ProxyChannel."""
     _require(channel)
     return poll_for_signal(
         pointer_at(channel, c.SM_SEMAPHORE_INBOUND_8), pointer_at(channel, c.SM_SEMAPHORE_EXPECTED_8)
@@ -123,15 +122,15 @@ def sm_poll(channel):
 
 @jit
 def sm_ended(channel):
-    """Returns whether the communicator of an SmChannel has ended. A loop of the kernel's own must then end as well."""
+    """Returns whether the communicator of an SmChannel has ended, in which case the kernel's own loops must end."""
     _require(channel)
     return aborted(long_at(channel, c.SM_CONTROL_8))
 
 
 @jit
 def _may_use_packets(channel, call: tl.constexpr, memory: tl.constexpr, memory_bytes, offset, count, flag):
-    # Returns whether the flag is not 0, and the packets lie within the memory at a multiple of their size, which one
-    # store of a whole packet needs. Otherwise ends the communicator with an error.
+    # Returns whether the flag is not 0 and the packets are inside the memory, at a multiple of PACKET_BYTES, which a
+    # store of a whole packet needs. If the flag or the range is invalid, ends the communicator with an error.
     number = u64(count)
     flagged = u32(flag) != 0
     fits = (offset <= memory_bytes) & (number <= (memory_bytes - offset) // PACKET_BYTES)
@@ -151,8 +150,8 @@ def _may_use_packets(channel, call: tl.constexpr, memory: tl.constexpr, memory_b
 
 @jit
 def _look_at_packets(packets, flag, expected):
-    # Returns the packets' contents, and 0 if all packets have the flag, else 1. The second result has 32 bits, because
-    # a warp can reduce 32 bits in one instruction.
+    # Returns (contents, missing); `missing` is 0 if all packets have the flag, else 1. `missing` has 32 bits, because a
+    # warp can reduce 32 bits in one instruction.
     words = spin_for_packets(packets, load_packets(packets, expected), flag, expected)
     return words, tl.max((expected & ((words >> 32) != flag)).to(tl.int32), 0)
 
@@ -164,12 +163,12 @@ def put_packets(channel, packet_offset, values, flag, count=None):
     The peer's `get_packets` with the same flag waits for each packet.
 
     Args:
-        packet_offset: the first packet's offset in the peer's memory, in bytes: a multiple of 8. Packet i follows 8 * i
-            bytes later.
+        packet_offset: the first packet's offset in the peer's memory, in bytes: a multiple of 8. The offset of packet i
+            is ``packet_offset + 8 * i``.
         values: a block of shape [BLOCK], of any type of 32 bits.
-        flag: a number of 32 bits that differs from the packets' previous flag. 0 ends the communicator with a
-            TriggerError.
-        count: the number of values that are written, from the first on; None for all.
+        flag: an integer of 32 bits that differs from the packets' previous flag. A flag of 0 ends the communicator with
+            a TriggerError.
+        count: writes only the first `count` values; None for all values.
     """
     _require(channel)
     i = tl.arange(0, values.shape[0])
@@ -191,15 +190,15 @@ def get_packets(channel, packet_offset, flag, BLOCK: tl.constexpr, dtype: tl.con
     """Waits for the packets that the peer puts into this rank's packet buffer, and returns their values.
 
     Args:
-        packet_offset: the first packet's offset in the packet buffer, in bytes: a multiple of 8. It equals the sender's
-            packet_offset if the packet buffer is the memory that the sender's channel reaches.
+        packet_offset: the first packet's offset in the packet buffer, in bytes: a multiple of 8. If the sender's
+            channel writes to this packet buffer, the sender passes the same packet_offset.
         flag: the sender's flag.
         BLOCK: the number of values that are returned.
         dtype: the type of the values, of 32 bits.
-        count: the number of packets that are waited for, from the first on; None for BLOCK. The other values are zeros.
+        count: waits only for the first `count` packets, and returns 0 for the other values; None for BLOCK.
 
     Returns:
-        A block of shape [BLOCK]. All values are zeros if the wait fails, because the communicator has ended or ends.
+        A block of shape [BLOCK]. If the wait fails, all values are zeros, and the communicator ends.
     """
     _require(channel)
     i = tl.arange(0, BLOCK)

@@ -1,10 +1,9 @@
-"""Functions whose implementation differs between targets: the twin of platform.h.
+"""Defines functions whose implementation differs between NVIDIA, AMD and Triton's interpreter, as platform.h does in
+C++. In a compiled program, scalar loads and inline assembly run in every thread. A scalar store or atomic runs in one
+thread; all threads get an atomic's result by a barrier.
 
-The targets are NVIDIA, AMD and Triton's interpreter. In a compiled program, scalar loads and inline assembly run in
-every thread. A scalar store or atomic runs in one thread, and a barrier then passes an atomic's result to all threads.
-
-Each implementation is chosen by an ``if`` at module level, because Triton before 3.9 looks up every attribute that a
-function names, even in branches that it drops.
+An ``if`` at module level chooses each implementation, because Triton before 3.9 looks up all attributes that a function
+names, even in branches that are not compiled.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import triton.language as tl
 from proxyccl.triton.basics import INTERPRETED, jit
 from triton.language import core
 
-# -- memory orders: all synchronising accesses of this package are these functions ---
+# -- all synchronising accesses of this package ---
 
 if hasattr(tl, "atomic_load") and not INTERPRETED:
 
@@ -35,8 +34,8 @@ if hasattr(tl, "atomic_load") and not INTERPRETED:
     def store_packets(p, words, mask):
         tl.atomic_store(p, words, mask=mask, sem="relaxed", scope="sys")
 
-    # With atomic loads, an acquire is a fence in every thread, which is too expensive for every poll of a wait. So
-    # polls are relaxed, and one acquire follows the last poll.
+    # An atomic load with acquire order is a fence in every thread, which is too expensive for every poll of a wait. So
+    # polls are relaxed, and one acquire load follows the last poll.
     @jit
     def load_awaited(p):
         return _load(p, "relaxed", "sys")
@@ -57,23 +56,21 @@ else:  # before Triton 3.9, and in the interpreter
 
     @jit
     def load_packets(p, mask):
-        return tl.load(p, mask=mask, other=0, volatile=True)  # on NVIDIA the same as a relaxed load at system scope
+        return tl.load(p, mask=mask, other=0, volatile=True)  # on NVIDIA, this is a relaxed load at system scope
 
     @jit
     def store_packets(p, words, mask):
         tl.store(p, words, mask=mask, cache_modifier=".wt")
 
-    # Without atomic loads, every poll acquires: an acquire is a single load, and the compiler would drop a separate
-    # acquire after the polls, because its value is unused.
+    # Without Triton's atomic loads, every poll is an acquire load, which compiles to a single load. The compiler would
+    # drop a further acquire load after the polls, because the value of that load is unused.
     @jit
     def load_awaited(p):
         return _load(p, "acquire", "sys")
 
     @jit
     def acquire_awaited(p):
-        """Does nothing, because `load_awaited` has acquired the stores that were released before the value that it
-        returned.
-        """
+        """Does nothing, because `load_awaited` has acquired the stores."""
 
 
 @jit
@@ -116,7 +113,7 @@ def store_relaxed_device(p, value):
     _store(p, value, "relaxed", "gpu")
 
 
-# -- operations that Triton's language has no name for ---
+# -- operations that Triton's language lacks ---
 
 if INTERPRETED:
     from proxyccl.triton import turns
@@ -126,14 +123,13 @@ if INTERPRETED:
     SPINS_PER_CHECK = tl.constexpr(8)
 
     def sync_threads_system() -> None:
-        """Does nothing: in the interpreter a program has one thread, so it needs no barrier."""
+        """Does nothing, because an interpreted program has one thread."""
 
     def spin_for_packets(p: Any, words: Any, flag: Any, mask: Any) -> Any:
-        """Returns the contents unchanged. Programs run in turn, so no packet arrives while a program spins."""
+        """Returns the contents unchanged, because in the interpreter no other program runs while a program spins."""
         return words
 
     def store_trigger(slot: Any, word0: Any, word1: Any) -> None:
-        """Stores a trigger's two words into a slot. The word with the parity bit is stored last."""
         store_relaxed_system(slot, word0)
         store_release_system(slot + 1, word1)
 
@@ -142,7 +138,7 @@ else:
 
     @core.builtin
     def _on_amd(_semantic=None):
-        # Tests the target of the compilation; target_info.is_cuda() tests the device of this machine.
+        # Tests the compilation's target, unlike target_info.is_cuda(), which tests this machine's device.
         return core.constexpr(_semantic.builder.options.backend_name == "hip")
 
     @core.builtin
@@ -161,22 +157,22 @@ else:
 
     @jit
     def pause(spins):
-        """Does nothing; in the interpreter it lets other programs run between two polls of a wait."""
+        """Does nothing on a GPU. The interpreter's `pause` lets other programs run between two polls."""
 
     pass_on = pause
 
     @jit
     def nanoseconds():
         """Returns the clock's time in nanoseconds, the same in all threads of a program."""
-        # Each thread reads the clock at a different time, and if threads branched on different times, some would miss a
-        # barrier. So all threads use the latest of the times that they read.
+        # Threads read the clock at different times. If threads branched on different times, some threads would miss a
+        # barrier. So all threads use the latest of the times.
         lane = tl.arange(0, _threads())
         if _on_amd():  # the constant-rate counter runs at 100 MHz on every CDNA part
             now = tl.inline_asm_elementwise(
                 "s_memrealtime $0\n\ts_waitcnt lgkmcnt(0)", "=s,v", [lane], dtype=tl.int64, is_pure=False, pack=1
             )
             return tl.max(now, 0) * 10
-        else:  # noqa: RET505  (a branch that Triton must not compile for the other target)
+        else:  # noqa: RET505  (Triton must compile only one branch)
             now = tl.inline_asm_elementwise(
                 "mov.u64 $0, %globaltimer;", "=l,r", [lane], dtype=tl.int64, is_pure=False, pack=1
             )
@@ -192,8 +188,8 @@ else:
         all threads.
         """
         if _on_amd():
-            # The barrier does not complete stores, and a release covers only the stores of the wave that makes it. So
-            # each wave writes back its stores before the barrier.
+            # The barrier does not complete stores, and a wave's release covers only the wave's own stores. So each wave
+            # writes back its stores before the barrier.
             if _on_gfx90a():
                 _write_back("buffer_wbl2\n\ts_waitcnt vmcnt(0)\n\tv_mov_b32 $0, 0")
             else:
@@ -202,9 +198,9 @@ else:
 
     @jit
     def spin_for_packets(p, words, flag, mask):
-        """Reloads packets until each has the flag, at most 16 times, and returns their contents. `words` are the
-        contents that were loaded before. Each thread waits only for its own packets, because a check by the whole
-        program takes several barriers. On AMD, returns `words`.
+        """Reloads packets until each packet has the flag, at most 16 times, and returns the packets' contents. `words`
+        are the contents that were loaded before. Each thread waits only for its own packets, because a check by the
+        whole program takes several barriers. On AMD, returns `words`.
         """
         if _on_amd():
             return words
@@ -235,8 +231,8 @@ else:
 
     @jit
     def store_trigger(slot, word0, word1):
-        """Stores a trigger's two words into a slot, with release order: from sm_90 on by one store of 16 bytes. Before
-        sm_90 such a store may be torn, so two stores are made, and the word with the parity bit is stored last.
+        """Stores a trigger's two words into a slot, with release order. From sm_90 on, makes one store of 16 bytes.
+        Before sm_90, such a store may be torn, so the word with the parity bit is stored last, by a second store.
         """
         if _has_b128():
             # Inline assembly runs in all threads of the program, so a predicate selects the thread that stores.

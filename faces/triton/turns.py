@@ -1,8 +1,8 @@
-"""Runs the programs of interpreted kernels in turns, so that a program can wait for another program of its grid or of
-another rank in the process.
+"""Runs the programs of interpreted kernels alternately, so that a program can wait for another program of its grid or
+of another rank in the process.
 
-Triton's interpreter keeps the number of the running program in a global variable, so only one program of the process
-can run at a time. A program that waits passes its turn on, and restores that number when it has its turn again.
+Triton's interpreter keeps the index of the running program in a global variable, so only the thread that holds the lock
+`_turn` runs a program. A program that waits releases the lock; when it has the lock again, it restores its index.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PATIENT_SPINS = 16
 _PAUSE_SECONDS = 50e-6
 _turn = threading.Lock()
 _launches: dict[int, Launch] = {}
-"""The launch whose program a thread runs, by the thread's id."""
+"""Maps a thread's id to the launch whose program the thread runs."""
 
 Grid = tuple[int, int, int]
 
@@ -40,9 +40,9 @@ def pause(spins: Any) -> None:
 
 
 def pass_on(spins: Any) -> None:
-    """Lets other programs run between two polls of a wait, and raises nothing even if another program of the launch has
-    raised. A push that has taken its ticket waits like this: if it gave up, the proxy would wait forever for the
-    ticket's trigger.
+    """Lets other programs run between two polls of a wait, and does not raise an error even if another program of the
+    launch has failed. A push calls this function after it has taken a ticket: if the push gave up, the proxy would wait
+    forever for the ticket's trigger.
     """
     launch = _launches.get(threading.get_ident())
     if launch is None:
@@ -58,8 +58,8 @@ def pass_on(spins: Any) -> None:
 
 
 class Launch:
-    """The programs of one launch. A program begins once every earlier program has ended or waits. The function
-    `program` runs the program whose number is in the interpreter's state.
+    """The programs of one launch. A program begins once all earlier programs have ended or are waiting. The function
+    `program` runs the program whose index is in the interpreter's state.
     """
 
     def __init__(self, program: Callable[[], None], grid: Grid) -> None:
@@ -74,13 +74,13 @@ class Launch:
     def run(self) -> None:
         """Runs all programs. Raises the exception of the first program that failed.
 
-        All programs have ended when this returns or raises. If a signal handler raises, all programs are made to end at
-        their next wait, and `run` waits for them. If the handler raises again during this wait, `run` raises without
-        waiting any longer.
+        All programs have ended when `run` returns or raises. If a signal handler raises an exception, all programs end
+        at their next wait, and `run` waits for them. If the handler raises again during this wait, `run` raises at
+        once.
         """
         if threading.current_thread() is threading.main_thread():
-            # In the main thread, a signal handler's exception could end a program between two steps of a push, and the
-            # first step can't be undone. So the programs run in other threads.
+            # In the main thread, a signal handler's exception could end a program in the middle of a push, which can't
+            # be undone. So other threads run the programs.
             self.begin_another()
         else:
             self._work()
@@ -97,20 +97,20 @@ class Launch:
             thread.join()
 
     def enter(self, place: Any) -> None:
-        """Sets the number of the running program in the interpreter's state."""
+        """Sets the index of the running program in the interpreter's state."""
         interpreter_builder.set_grid_dim(*self._grid)
         interpreter_builder.set_grid_idx(*place)
 
     def require_all(self) -> None:
-        """Raises RuntimeError if a program of the launch has failed, because the waiting program that calls this may
-        wait for the failed one.
+        """Raises RuntimeError if a program of the launch has failed, because the calling program may be waiting for
+        that program.
         """
         if self._error is not None:
             raise RuntimeError("another program of the launch has failed")
 
     def begin_another(self) -> None:
-        """Starts a thread that runs the next programs, if programs have not begun, because the current program may wait
-        for one of them.
+        """If programs have not begun, starts a thread that runs them, because the current program may wait for one of
+        these programs.
         """
         if self._next is not None and not self._beginning:
             self._beginning = True

@@ -1,5 +1,5 @@
-"""Waits with a time-out: the twin of wait.h. Every wait regularly checks the abort word, by which other ranks end it,
-and the clock.
+"""Implements waits with a time-out, as wait.h does in C++. Every wait regularly checks the clock, and the abort word by
+which other ranks end this rank's waits.
 
 The first wait that gives up writes the error record and sets the abort words of all ranks of the host. A wait that
 gives up returns, so that the kernel runs to its end.
@@ -25,8 +25,8 @@ from proxyccl.triton.target import (
 
 @jit
 def _spread_abort(control, code):
-    # Tells the CPUs of all ranks of the host that this rank has failed, then sets their abort words, this rank's own
-    # last: see spreadAbort() of wait.h.
+    # Tells the CPUs of all ranks of the host that this rank has failed, then sets the abort words of these ranks, and
+    # last this rank's own; see spreadAbort() of wait.h.
     words = words_at(control)
     peers = longs_at(load_relaxed_system(longs_at(control) + c.CONTROL_PEERS_8))
     count = load_relaxed_system(words + c.CONTROL_PEER_COUNT_4).to(tl.int32)
@@ -44,8 +44,8 @@ def _spread_abort(control, code):
 def record_error(control, code, kind, peer, channel, expected, seen, operation, offset, size):
     """Writes the error record, unless another wait has written it before, and ends the waits of all ranks of the host.
 
-    `control` is the control block's address. `expected`, `seen`, `offset` and `size` have 64 bits, the other arguments
-    32.
+    `control` is the control block's address. `expected`, `seen`, `offset` and `size` have 64 bits; all other arguments
+    have 32 bits.
     """
     words = words_at(control)
     longs = longs_at(control)
@@ -70,8 +70,8 @@ def record_error(control, code, kind, peer, channel, expected, seen, operation, 
 
 @jit
 def _describe_wait(control, question, kind, peer, channel, expected, seen):
-    # The CPU asks a kernel what it waits for by raising a question number. This describes the wait as the answer to
-    # question `question`, unless another wait for the same peer has answered that question.
+    # The CPU increments a question number to ask a kernel for a description of its waits. This function stores the
+    # wait's description as the answer to `question`, unless another wait for the same peer has answered that question.
     place = tl.where(peer != c.NO_PEER, peer % c.WAIT_PEERS, kind + c.WAIT_PEERS).to(tl.int64)
     longs = longs_at(control) + c.CONTROL_WAITS_8 + place * c.WAIT_WORDS
     words = longs.to(tl.pointer_type(tl.uint32))
@@ -90,8 +90,8 @@ def _describe_wait(control, question, kind, peer, channel, expected, seen):
 @out_of_line
 def check_wait(control, kind, peer, channel, expected, seen, started):
     """Checks the abort word and the clock for a wait that has spun for long. Returns 0 if the wait must give up,
-    otherwise the time when the wait began. The first check of a wait passes 0 as `started`, and gets the current time;
-    each later check passes the result of the previous one.
+    otherwise the time when the wait began. A wait's first check passes 0 as `started`; each later check passes the
+    previous check's result.
     """
     words = words_at(control)
     abort = load_acquire_system(words + c.CONTROL_ABORT_4)
@@ -108,11 +108,11 @@ def check_wait(control, kind, peer, channel, expected, seen, started):
             began = began + now
         else:
             bound = load_relaxed_system(longs_at(control) + c.CONTROL_TIMEOUT_NS_8)
-            # A wait for other programs of the grid has twice the time-out. Such a program may be waiting for a peer,
-            # and its wait should give up first, because its error names the peer.
+            # A wait for other programs of the grid has twice the time-out. Another program may be waiting for a peer,
+            # and should give up first, because that program's error names the peer.
             bound = bound + tl.where(kind == c.WAIT_GRID, bound, bound * 0)
             if now - began > bound:
-                # Describes the wait before `record_error` makes other ranks stop.
+                # Describes the wait first, because `record_error` makes other ranks stop.
                 _describe_wait(control, u32(c.LAST_QUESTION), kind, peer, channel, expected, seen)
                 record_error(control, u32(c.ERROR_TIMEOUT), kind, peer, channel, expected, seen, u32(0), u64(0), u64(0))
                 began = began * 0
@@ -145,8 +145,8 @@ def wait_at_least(word, target, control, kind, peer, channel):
 
 @jit
 def aborted(control):
-    """Returns whether the communicator has ended. A loop of the kernel's own must then end as well. Reads a word in
-    host memory.
+    """Returns whether the communicator has ended, in which case the kernel's own loops must end. Reads a word in host
+    memory.
     """
     pause(0)  # the kernel's loop may wait for another program
     return load_acquire_system(words_at(control) + c.CONTROL_ABORT_4) != 0
