@@ -167,7 +167,7 @@ class Geometry:
         e.slots_offset = routing.take(ffi.sizeof("ProxycclExpertSlot") * slots)
         e.places_offset = routing.take(4 * e.segment_tokens)
         e.weights_offset = routing.take(e.weight_bytes * slots)
-        e.routing_bytes = max(routing.end, aligned(-(-e.least_message // e.segments)))  # sent as one message
+        e.routing_bytes = max(routing.end, aligned(-(-e.least_message // e.segments)))  # one message per batch
         e.segment_bytes = e.segment_tokens * row_bytes
         e.slab_bytes = aligned(e.segments * (e.routing_bytes + e.segment_bytes) + e.least_message)
 
@@ -207,7 +207,7 @@ class Geometry:
         memory counts as 4/3 bytes, as measured on 4 H200.
         """
         ranks, blocks = int(self.experts.local_size), int(self.experts.blocks)
-        arriving = ranks * (1 - (1 - 1 / ranks) ** config.topk)  # expected ranks per token
+        arriving = ranks * (1 - (1 - 1 / ranks) ** config.topk)  # expected number of ranks that a token goes to
         crossing, by_rank = arriving * (1 - 1 / ranks) * 4 / 3, self.experts.chosen_per_rank != 0
         sending, receiving = 1 + crossing, arriving + (arriving if by_rank else config.topk)
         apart, others = (2 * arriving / ranks, sending) if self.experts.output_buffers else (sending, receiving)

@@ -1,4 +1,4 @@
-"""Finds out whether an array library records a call for a backward pass. The face of that library (faces/) does the
+"""Finds out whether an array library records a call for a backward pass. The code for that library in faces/ does the
 recording.
 """
 
@@ -18,8 +18,7 @@ Dispatched = tuple[Any, Any, EPAllToAllLayoutDesc]
 
 
 class Recorder(Protocol):
-    """Makes calls of an `EPAll2AllLayer` with these inputs, and records them. The backward pass calls the same
-    `layer`."""
+    """Makes and records calls of an `EPAll2AllLayer`. The backward pass calls the same `layer`."""
 
     def is_recording(self) -> bool: ...
     def dispatch(self, layer: Any, call: Callable[[], Dispatched], tokens: Any, weights: Any) -> Dispatched: ...
