@@ -137,8 +137,7 @@ def crosses_once(by_proxy: ByProxy, share: int) -> bool:
 
 
 def prepare_all_gather(by_proxy: ByProxy, source: ArrayView, target: ArrayView, share: int) -> StreamOperations:
-    """Returns the stream operations of an all_gather in which a share of `share` bytes crosses to each node only once.
-    """
+    """Returns the stream operations of an all_gather in which a share of `share` bytes crosses to each node once."""
     group, memories, links = by_proxy.group, by_proxy.memories, by_proxy.links
     pinned, output = memories.pinned("source", target.nbytes), memories.pinned("target", target.nbytes)
     sent = pinned or memories.found_or_staged(memories.source(source.ptr, share), "source", share)

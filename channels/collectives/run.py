@@ -122,8 +122,7 @@ def _prepare(
     reached: bool,
     logged: bool,
 ) -> Form:
-    """Checks a call, compares it with the other ranks' calls, and prepares it. C calls this: see `Calls` (_calls.pyi).
-    """
+    """Checks a call, compares it with the other ranks' calls, and prepares it. C calls this (_calls.pyi, `Calls`)."""
     group, options = collectives.group, Options(*given)
     if collective.reduces:
         require_op(options.op)

@@ -1,5 +1,4 @@
-"""Chooses the algorithm of each call. Each collective, class of element types and kind of arrays has a table by size.
-"""
+"""Chooses the algorithm of each call by size. Each collective, class of element types and kind of arrays has a table."""
 
 from __future__ import annotations
 
