@@ -43,7 +43,7 @@ class ByProxy:
         self.longest_round = _LONGEST_ROUND
 
     def close(self) -> None:
-        """Frees the schedules' memory. Streams of all ranks must have stopped ringing the schedules."""
+        """Frees the schedules' memory. No rank's stream may still start the schedules."""
         self.memories.close()
 
 

@@ -81,7 +81,7 @@ class Collectives:
         self._levels: tuple[Team, Team] | None = None
         self.made_by_proxy: ByProxy | None = None
         self.made_flows: Flows | None = None
-        self._scratch: list[Memory] = []  # prepared calls may use the earlier ones
+        self._scratch: list[Memory] = []  # prepared calls may use any of these
         self._wide_parts: Memory | None = None
         self._all_mapped = self._whole_lines = False
         self.defaults = default_selector(group)
@@ -116,14 +116,14 @@ class Collectives:
             self.selector = tuned.selector_of(starts[0].tables)
 
     def team(self) -> Team:
-        """Returns the team of all ranks. All ranks make it together on first use."""
+        """Returns the team of all ranks. On first use, all ranks construct the team together."""
         if self._team is None:
             with self.group.exchange.telling():
                 self._team = Team(self.group, whole_lines=self._whole_lines)
         return self._team
 
     def by_proxy(self) -> ByProxy:
-        """Returns this rank's `ByProxy`. All ranks make theirs together on first use."""
+        """Returns this rank's `ByProxy`. On first use, all ranks construct a `ByProxy` together."""
         if self.made_by_proxy is None:
             with self.group.exchange.telling():
                 self.made_by_proxy = ByProxy(self.group)
@@ -142,7 +142,7 @@ class Collectives:
         return self._levels
 
     def flows(self) -> Flows:
-        """Returns this rank's `Flows`. All ranks make theirs together on first use."""
+        """Returns this rank's `Flows`. On first use, all ranks construct a `Flows` together."""
         if self.made_flows is None:
             with self.group.exchange.telling():
                 self.made_flows = Flows(self.group)
@@ -153,7 +153,7 @@ class Collectives:
         memory lives until `close`, because prepared calls and captured graphs hold its address.
         """
         if not self._scratch or self._scratch[-1].nbytes < nbytes:
-            least = 2 * self._scratch[-1].nbytes if self._scratch else 1  # keeps the total at most twice the largest
+            least = 2 * self._scratch[-1].nbytes if self._scratch else 1  # the sizes' sum is at most twice the largest
             self._scratch.append(self.group.runtime.allocate(max(nbytes, least)))
         return self._scratch[-1]
 

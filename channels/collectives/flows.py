@@ -96,7 +96,7 @@ class Flows:
         self._scratch = allocate(group, (inbox if all(flags) else 2 * inbox,), "uint8")
         memory = register(group, self._scratch)
         self._kept = memory
-        ends = 2 * lanes  # links to each peer: a lane has one flow in each direction
+        ends = 2 * lanes  # links to each peer: one for each lane and direction
         self._links = Links(group, memory, memory, range(ranks), via_proxy, ends, proxied_anywhere=not all(flags))
         counters_bytes = round_up(ends * ranks * ffi.sizeof("uint64_t"), 128)
         self._memory = self._links.on_device(runtime, counters_bytes)
@@ -154,7 +154,7 @@ class Flows:
         except KernelError:
             self._failure.check()
             raise
-        except BaseException as error:  # from a signal handler: the caller may then free the arrays
+        except BaseException as error:  # such as KeyboardInterrupt: the caller may free the arrays
             self._failure.abort(f"interrupted by {type(error).__name__}")
             with contextlib.suppress(KernelError):
                 own.synchronize()
@@ -171,7 +171,7 @@ class Flows:
     def run(self, transfers: Sequence[Transfer], stream: StreamLike, owners: tuple[object, ...]) -> None:
         """Issues transfers whose arrays were checked.
 
-        Without a stream, the call waits for the transfers on the host runtime. `owners` are kept alive until the stream
+        On the host runtime, a call without a stream waits for the transfers. `owners` are kept alive until the stream
         has passed the launches.
         """
         self.calls.run([transfer.addresses for transfer in transfers], stream, owners)

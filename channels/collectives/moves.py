@@ -29,7 +29,8 @@ class Move(Collective):
     If `Collectives.goes_by_schedule` returns true, the proxies move the bytes as each rank's `part` describes.
 
     Attributes:
-        rereads_output: whether a rank reads its output during an in-place call, so that peers must not store to it.
+        rereads_output: whether a rank reads its output during an in-place call, so that peers must not store to the
+            output.
     """
 
     rereads_output = False

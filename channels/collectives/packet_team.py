@@ -1,7 +1,7 @@
 """The scratch memory of the packet algorithms, and the division of each call's data among blocks and packets.
 
 Every peer's scratch memory is mapped, so the kernels need no links and no semaphores: a packet is its own signal. A
-kernel gets both as one parameter, a ProxycclPacketTeam (packet_team.h).
+kernel gets the scratch memory and the division as one parameter, a ProxycclPacketTeam (packet_team.h).
 """
 
 from __future__ import annotations

@@ -36,14 +36,15 @@ class RangeGathers:
     def __init__(self, collectives: Collectives, view: ArrayView) -> None:
         self._collectives, self._view = collectives, view
         self._by_proxy = collectives.by_proxy()
-        self._prepare = self._form  # its identity distinguishes this array from a later array at the same address
+        self._prepare = self._form  # `_prepare`'s identity distinguishes arrays that have the same address
         self._span: ScheduleSpan | None = self._by_proxy.memories.target(view.ptr, view.nbytes)
         reached = bytes([self._span is not None])
         answers = collectives.group.exchange.all_gather_bytes(reached, "gathers of ranges")
         self.are_possible = all(answer == b"\1" for answer in answers)
 
     def gather(self, ranges: Sequence[Range], stream: StreamLike) -> None:
-        """Gathers each range on all ranks from each rank's part. All ranks call this together, with the same ranges.
+        """Gathers each range, so that all ranks get the parts of all ranks. All ranks call this together, with the same
+        ranges.
 
         Raises as `Communicator.all_gather`.
         """

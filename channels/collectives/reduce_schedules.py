@@ -77,9 +77,9 @@ class _Pieces:
 
     If each link leads to one peer, all peers get the first piece, then all get the second, and so on. If the proxy
     copies to one peer after the other, a peer gets its whole share at once, so that all ranks move on to the next peer
-    at about the same time and no two ranks share a link. The exceptions are the last peer, which gets values in pieces
-    so that one is reduced while the next is in flight, and the first peer, which gets each piece of the results as soon
-    as the piece is ready.
+    at about the same time and no two ranks share a link. Only the last peer then gets values in pieces, so that a piece
+    is reduced while the next piece is in flight. Only the first peer then gets results in pieces, each as soon as it is
+    ready.
 
     Args:
         longest: elements of the longest share.
@@ -140,8 +140,8 @@ def all_reduce_steps(
     by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str, members: Sequence[int], divisor: int
 ) -> list[Step]:
     """Returns a stream's steps of an all_reduce among `members`; `target` may be `source`. All ranks of the group call
-    this together, with arrays of the same size, and each with the members of its own set. `divisor` is the divisor of
-    an average.
+    this together, with arrays of the same size. Each rank passes the members of the set that it belongs to. `divisor`
+    is the divisor of an average.
     """
     ranks, itemsize = len(members), source.dtype.itemsize
     if source.nbytes * (ranks - 1) <= by_proxy.one_crossing_bytes:

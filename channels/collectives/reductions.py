@@ -177,9 +177,9 @@ class _Levels(Struct, Generic[_BetweenStep], frozen=True):
     """The levels of a hierarchy. Each share is reduced inside the node, then between the ranks with the same number on
     all nodes, then gathered inside the node, so the data of a node crosses to the other nodes only once.
 
-    If the data fits one round, every rank reduces all of it, inside the node and then between nodes. This saves a
-    crossing, which would take longer than such short data. If longer data can't be divided evenly, every rank also
-    reduces all elements that are left over.
+    If the data fits one round, every rank reduces all of it, inside the node and then between nodes. Reducing all data
+    saves a crossing, which would take longer than the transfer of such short data. If longer data can't be divided
+    evenly, every rank also reduces all elements that are left over.
 
     Attributes:
         partial: the operator inside a node.

@@ -31,8 +31,8 @@ class Request(NamedTuple):
         algorithm: the algorithm that the callers chose, or the name of an execution plan; None for the library's
             choice.
         cta_policy: limits the library's choice.
-        symmetric: whether the callers promise that all ranks' arrays are symmetric memory. Only the choice of an
-            algorithm relies on this promise.
+        symmetric: whether the callers promise that all ranks' arrays are symmetric memory. The promise affects only the
+            choice of an algorithm.
     """
 
     name: str = ANY_ALGORITHM

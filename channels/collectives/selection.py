@@ -1,4 +1,4 @@
-"""Chooses the algorithm of each call by size. Each collective, class of element types and kind of arrays has a table."""
+"""Chooses each call's algorithm by size. Each collective, class of element types and kind of arrays has a table."""
 
 from __future__ import annotations
 
@@ -346,8 +346,8 @@ def invariant_algorithms(algorithms: Sequence[str], ranks: int) -> tuple[str, ..
 
 
 def sending_no_sums(algorithm: str, ranks: int) -> str:
-    """Returns the algorithm that replaces `algorithm` for 16-bit floats if it sends partial sums, which are twice as
-    long as the values. Returns any other algorithm itself.
+    """Returns `algorithm`, or its replacement if it sends partial sums. Partial sums of 16-bit floats are twice as long
+    as the values.
     """
     if algorithm == "recursive_doubling":
         return "one_shot" if ranks == 2 else "two_shot_packets"

@@ -130,7 +130,7 @@ class Team:
             raise ResourceError(f"collectives serve at most {lib.PROXYCCL_MAX_BLOCK_THREADS} ranks, not {ranks}")
         accessible = group.topology.accessible
         via_proxy = [peer for peer in members if peer != rank and not accessible[peer]]
-        # All ranks of the team use the same grid and the same kind of lanes (team.h).
+        # Ranks exchange flags, because all ranks of a team must use the same grid and the same kind of lanes (team.h).
         flags = group.exchange.all_gather(not via_proxy, FLAG, "the first collective")
         self.all_mapped = self.all_mapped_of(ranks, [flags[peer] for peer in members])
         defaults = runtime.launch_defaults
@@ -199,8 +199,8 @@ class Team:
             divisor: the divisor of an average; None for the number of the team's ranks.
             nbytes: size of a share in bytes. If the size is at least `meeting_bytes`, ranks exchange output addresses
                 before they send.
-            reached: whether the kernels of all ranks reach this rank's output. If so, the prepared call holds the
-                addresses at which peers reach it.
+            reached: whether the kernels of all ranks reach this rank's output, so that the prepared call holds the
+                addresses at which peers reach the output.
         """
         return self._struct(self._call(nbytes, divisor), reached=reached)
 

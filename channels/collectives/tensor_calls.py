@@ -75,8 +75,8 @@ class TensorCalls:
 
         The choice may differ from run to run. The choice does not change results: under all policies the reductions add
         in the order of ranks. Kernels on all multiprocessors leave no room for another communicator's kernels, and
-        ranks may reach two communicators' calls in different orders. So a policy with such kernels is chosen only if no
-        rank has another communicator on its device.
+        ranks may reach two communicators' calls in different orders. So a policy with kernels on all multiprocessors is
+        chosen only if no rank has another communicator on its device.
 
         Args:
             collective: its name.
@@ -89,17 +89,17 @@ class TensorCalls:
         if beside and nbytes >= _LONG_BYTES and self._may_go_by_proxy(collective, output, nbytes):
             wish = "zero"
         chosen = CTA_POLICIES[log.choose(CTA_POLICIES.index(wish))]
-        # All ranks make the parts of schedules together, so at this point no rank has made them.
+        # All ranks construct `ByProxy` together, so at this point no rank has constructed one.
         if chosen == "zero" and collective == "all_gather" and self._collectives.made_by_proxy is None:
             self._collectives.by_proxy()  # lets peers' proxies map the next output
             return "efficiency"
         return chosen
 
     def _may_go_by_proxy(self, collective: str, output: Callable[[], int], nbytes: int) -> bool:
-        """Whether a call may go by proxy if the program computes during the call. This is false while the proxies'
-        process starts, and if the algorithms' tables were measured or set. A gather goes by proxy only if peers'
-        proxies can access its output, because otherwise all results would be copied, which costs more than the proxy
-        saves.
+        """Whether a call may go by proxy if the program computes during the call. The result is False while the
+        proxies' process starts, and if the algorithms' tables were measured or set. A gather goes by proxy only if
+        peers' proxies can access its output, because otherwise all results would be copied, which costs more than the
+        proxy saves.
         """
         collectives = self._collectives
         if collectives.selector is not collectives.defaults or not collectives.group.links.proxy_is_ready:

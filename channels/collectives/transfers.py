@@ -49,7 +49,7 @@ class Transfers:
         self._of: list[int] = []
 
     def send(self, x: Any, peer: int) -> None:
-        """Sends an array to a rank, which must receive the same number of bytes. The rank may be this rank.
+        """Sends an array to a rank, which must receive the same number of bytes. `peer` may be this rank.
 
         Args:
             x: any contiguous array.

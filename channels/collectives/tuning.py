@@ -243,8 +243,8 @@ def table_from(times: Times, beyond: SizeTable | None = None) -> SizeTable:
 def selector_from(collectives: Collectives, measured: Mapping[Case, Times]) -> Selector:
     """Returns the tables that follow from measurements.
 
-    If the largest measured size is the largest of `default_sizes`, the fastest algorithm of that size also serves
-    larger sizes. Otherwise the default algorithms serve larger sizes.
+    If the largest measured size is at least the largest of `default_sizes`, its fastest algorithm also serves larger
+    sizes; otherwise the default algorithms serve larger sizes.
     """
     defaults = collectives.defaults
     if not measured:

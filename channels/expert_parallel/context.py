@@ -93,10 +93,10 @@ class DispatchCombineContext:
         tables: the layouts of the descriptors' tables.
         grid: the kernels' number of blocks, and number of threads per block.
         dispatch_plain, dispatch_stored: the launch of a dispatch, and the launch of a whole dispatch to output buffers.
-            Forms use copies of both.
+
         dispatch_scaled, quantize_launch: the launch of a dispatch that quantizes rows as it stores them, and the launch
             of the kernel that quantizes rows before a dispatch; None if not needed.
-        combines: the launches of combines, by the rows' element type. Forms use copies of them.
+        combines: the launches of combines, by the rows' element type.
         scale_bytes: bytes of the scales of a float8 row.
         surviving: renumbers expert ids if ranks are lost; None if no rank is lost.
         numbers: yields the dispatches' numbers.
@@ -244,7 +244,7 @@ class DispatchCombineContext:
 
     def await_rows(self, desc: EPAllToAllLayoutDesc) -> int:
         """Waits on the CPU until the number of rows of this dispatch is known, and returns the number. The stream's
-        work may still be running then.
+        work may still be running when this function returns.
 
         Raises:
             CommunicatorError: a peer failed.
@@ -295,8 +295,7 @@ class DispatchCombineContext:
             values: [R, hidden] of the tokens' type.
             weights: float32 [R]; None for 1.
             stream: where to queue the kernel.
-            desc: the dispatch of the rows; rows that the dispatch did not fill are set to zero. None to set no rows to
-                zero.
+            desc: the rows' dispatch, if rows that the dispatch did not fill are to be set to zero; otherwise None.
             others: [R, hidden] of the tokens' type, for `products`; None without products.
             products: float32 [R]: receives each row's scalar product with the same row of `others`, computed before
                 the row is multiplied.

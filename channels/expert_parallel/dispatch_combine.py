@@ -130,7 +130,7 @@ class DispatchCombine:
 
     @property
     def rows_sent(self) -> NDArray[np.int64]:
-        """[world_size]: the number of this rank's slots that chose an expert of each rank, including this rank."""
+        """[world_size]: for each rank, the number of this rank's slots that chose one of that rank's experts."""
         own = self._require_prepared().counts[self._ctx.ep_config.rank]
         rows: NDArray[np.int64] = own.reshape(-1, self.experts_per_rank).sum(axis=1)
         return rows

@@ -25,10 +25,10 @@ typedef struct {
   ProxycclCombine* quantizing; /* the arguments of a kernel that quantizes tokens before the dispatch */
   uint64_t* packing[2];        /* the arguments of a kernel that packs float8 rows before the dispatch */
   uint32_t* packed_tokens;
-  const char* packed; /* the rows that such a kernel makes before the dispatch */
+  const char* packed; /* the rows that a kernel makes before the dispatch */
   PyObject* new_lost; /* new_lost(tokens): returns the maker of `lost_slots`; None if no rank is lost */
-  uint64_t *renumbered_ids, *lost_slots; /* arguments of the kernel that renumbers ids: ids, and lost slots */
-  uint32_t* renumbered;                  /* argument of the kernel that renumbers ids: their number */
+  uint64_t *renumbered_ids, *lost_slots; /* ids and lost slots, for the kernel that renumbers ids */
+  uint32_t* renumbered;                  /* the number of ids, for the kernel that renumbers ids */
   const char* kept_ids;                  /* the new ids, which the kernel that renumbers ids stores */
   ProxycclStreamStep* clearing;          /* fills a table of rows before rows are received; NULL if not needed */
   int cleared;                           /* which of ProxycclExpertLayout's tables `clearing` fills */
@@ -51,8 +51,8 @@ typedef struct {
 } Form;
 
 /* Fills in the tokens of the dispatch, and of a kernel that makes the rows to send. If a layer that `grows` gets too
- * many tokens, it sends none. `expected` is the number of tokens that the call must have; a negative number accepts
- * any. Returns whether the number of tokens is valid. */
+ * many tokens, it sends none. `expected` is the number of tokens that the call must have; a negative number accepts any
+ * number. Returns whether the number of tokens is valid. */
 static int fill_tokens(const Form* self, const ListedArray* given, Py_ssize_t expected) {
   const Py_ssize_t tokens = given[ROWS].extent;
   const int wanted = tokens > self->max_tokens;

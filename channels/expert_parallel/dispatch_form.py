@@ -42,7 +42,7 @@ _COPY_LATER = CopyBytes(1, 2, 1)
 
 class _Rows:
     """Makes arrays for one part of a result: the rows, their scales or their weights. `tail` is the shape of a row. If
-    the array stores columns instead of rows one after the other, `column` is the number of elements of a column.
+    the array is stored by columns, `column` is the number of elements of a column.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class Dispatch(CallForm):
 
     def _renumbering(self, id_bytes: int) -> tuple[list[Launch], tuple[Any, ...]]:
         """Returns the launch of the kernel that renumbers ids, as a list that is empty if no rank is lost. Also returns
-        this kernel's fields of the form in C (dispatch_form.c).
+        the values of this kernel's fields in dispatch_form.c.
         """
         surviving, topk = self._ctx.surviving, self._parts.options.config.topk
         if surviving is None:
@@ -370,7 +370,7 @@ class Redispatch(CallForm):
         )
 
     def _send(self, desc: EPAllToAllLayoutDesc, stream: StreamLike, out: Any, owners: tuple[Any, ...]) -> Any:
-        """Sends the values, of which `owners[0]` is the array. Returns the rows, in `out` if it is not None."""
+        """Sends the values, which are in the array `owners[0]`. Returns the rows, in `out` if it is not None."""
         if out is None:
             rows, _, addresses = self._outputs.make(desc.rows)
         else:

@@ -18,7 +18,7 @@ from proxyccl.device.runtime import StreamLike
 
 
 class Forms:
-    """The lists of forms of one layer. A list takes the arguments of its `prepare`.
+    """The lists of forms of one layer. A list is called with the arguments that its `prepare` takes.
 
     Attributes:
         dispatches: two lists: dispatches whose rows are copied from an output buffer, and dispatches whose rows may

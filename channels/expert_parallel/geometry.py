@@ -69,11 +69,11 @@ class OutputLayout:
     """How a dispatch lays out the rows that a rank receives.
 
     Attributes:
-        chosen_per_rank: with layout="rank", the number of experts of each rank; else 0. If it is not 0, the
-            configuration has one expert per rank.
+        chosen_per_rank: with layout="rank", the number of experts of each rank, while the configuration has one expert
+            per rank; 0 with other layouts.
         padded_rows: if rows are padded, the number of rows that each expert has room for; else 0.
-        expert_alignment: the multiple at which each expert's rows begin; 0 for rows without gaps. If it is not 0, the
-            CPU also reads each expert's number of rows.
+        expert_alignment: the multiple at which each expert's rows begin, in which case the CPU also reads each expert's
+            number of rows; 0 for rows without gaps.
         buffers: the number of output buffers, which a workspace has only on one node whose ranks reach each other.
         buffer_rows: rows of each output buffer.
         stays: whether an output stays valid as long as the program references it (`KeptOutputs`).

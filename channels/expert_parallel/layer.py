@@ -41,7 +41,7 @@ class UnderWay(Struct):
         sent: the dispatch in flight; None if there is none.
         returned: the combine in flight; None if there is none.
         end_dispatch, end_combine: functions that make the second half of `sent` or `returned`. A further dispatch or
-            combine first calls the function, or raises an error if it is None.
+            combine first calls the function, or raises an error if the function is None.
     """
 
     sent: SentCall | None = None
@@ -78,8 +78,8 @@ class EPAll2AllLayer:
         dtype: the type of tokens: "bfloat16", "float16", "float32" or "float64", by name or as torch's or numpy's type.
         weight_dtype: the type of routing weights, one of the same four types.
         num_sm: the most blocks, and so the most multiprocessors, of a kernel that moves rows between ranks.
-        enable_local_combine: whether `combine` first sums a token's rows on each rank, rounded to `dtype`. This sends
-            less data, but rounds the result twice. It is possible only on one node.
+        enable_local_combine: whether `combine` first sums a token's rows on each rank, rounded to `dtype`. Sums on each
+            rank send less data, but round the result twice. This option is possible only on one node.
         use_aot: whether to use only kernels that were compiled beforehand (`proxyccl compile`).
         max_recv_tokens: the number of rows of every output; None for outputs of the exact size.
         dispatch_dtype: None to send tokens unchanged, or "float8_e4m3fn" to send them in float8: each 128 elements
@@ -306,7 +306,7 @@ class EPAll2AllLayer:
             weight: [T, topk] of `weight_dtype`, to send with the tokens; or None. All ranks or none pass weights.
             full_scatter_indices: int32 [tokens of all ranks, topk], or None: the row of every slot. Tokens and rows are
                 numbered over all ranks, in the order of ranks. For each rank, the entries must be a permutation of the
-                rank's rows. Refused with layout="rank" or "padded", or with expert_alignment.
+                rank's rows. This argument can't be given with layout="rank" or "padded", or with expert_alignment.
             stream: where to queue the call; as for `Communicator.all_reduce`.
 
         Returns:
@@ -444,12 +444,13 @@ class EPAll2AllLayer:
             weights: float32 [R]: the factor of each row in the sum, such as the weights that the dispatch returned;
                 None for 1. Either all ranks pass weights, or none.
             topk_weights: float32 [T, topk], instead of `weights`: the factor of each slot of this rank's tokens,
-                which this rank applies when it sums. Possible only if all ranks reach each other's memory, and without
-                enable_local_combine.
-            added: up to two arrays [T, hidden] of `dtype`, with which each sum begins. These arrays get no gradients.
+                which this rank applies when it sums. This argument can be given only if all ranks reach each other's
+                memory, and without enable_local_combine.
+            added: up to two arrays [T, hidden] of `dtype`, with which each sum begins. The arrays `added` get no
+                gradients.
             order_ids: the expert ids of the dispatch. The rows that a token has on several ranks are then added in the
-                order of the token's last slot on each rank. Possible only on one node, with layout="rank" or
-                enable_local_combine, and without lost ranks.
+                order of the token's last slot on each rank. This argument can be given only on one node, with
+                layout="rank" or enable_local_combine, and without lost ranks.
             out: [T, hidden], or None for a new array.
             stream: as for `dispatch`.
 
@@ -613,7 +614,7 @@ class EPAll2AllLayer:
 
     @property
     def sums_on_own_node(self) -> bool:
-        """Whether a token's own rank sums all of its rows, so that `combine` takes topk_weights."""
+        """Whether a token's own rank sums all rows of the token, so that `combine` takes topk_weights."""
         return self._sums_on_own_node
 
     def _refuse_returning(self) -> None:

@@ -33,15 +33,15 @@ typedef struct LayerForm {
   PreparedCall first, second; /* first: a whole call or a call's first half; second: the call's other parts */
 } LayerForm;
 
-/* The arrays of one part of a call: `given` by the caller, and `rows` and `weights` of the result. NULL for missing
- * arrays. */
+/* The arrays of one part of a call. The caller passed `given`; `rows` and `weights` are the result's. Missing arrays
+ * are NULL. */
 typedef struct CallArrays {
   const ListedArray* given;
   int count;
   PyObject *rows, *weights;
 } CallArrays;
 
-/* Each of these functions adds a type to the module. It returns 0, or -1 with an exception set. */
+/* Each of these functions adds a type to the module, and returns 0, or -1 with an exception set. */
 int proxyccl_add_sent_call(PyObject* module);
 int proxyccl_add_dispatch_form(PyObject* module);
 int proxyccl_add_combine_form(PyObject* module);

@@ -27,7 +27,7 @@ from proxyccl.device.errors import ArgumentError
 FLOAT8 = "float8_e4m3fn"
 MOST_BUFFERS = 64
 """The most output buffers of a layer."""
-_SCALES_ALIGNMENT = 16  # in bytes: where a row's scales begin
+_SCALES_ALIGNMENT = 16  # a row's scales begin at a multiple of this many bytes
 _LAYOUTS = ("expert", "rank", "padded")
 _FLAGS = "enable_local_combine", "use_aot", "grows", "keeps_outputs", "minus_one_drops", "scales_by_columns", "proxied"
 _CONFIG_NAMES = {"token_dtype": "dtype", "num_experts": "num_tot_experts"}  # the layer's names for fields of EPConfig

@@ -83,8 +83,8 @@ KEPT_OUTPUTS = 2
 
 
 def _lease_of(nbytes: int) -> Any:
-    """Returns a ctypes array type for a buffer's bytes. A library's arrays of such an object's memory keep the object
-    alive. DLPack capsules would also keep it alive, but take ten times as long.
+    """Returns a ctypes array type for a buffer's bytes. Arrays that a library makes over an object of this type keep
+    the object alive. DLPack capsules would do the same, but take ten times as long.
     """
 
     class Lease(ctypes.c_ubyte * nbytes):  # type: ignore[misc]
@@ -101,8 +101,8 @@ class KeptOutputs(OutputBuffers):
     On a GPU, several streams may still have queued work on an array when it is freed. torch's caching allocator knows
     these streams (`record_stream`), so it allocates the buffers, as places of a pool.
 
-    If no other buffer is free, rows pass through the last buffer and are copied to new arrays. The same happens if the
-    layer can't observe when the arrays are gone: on a GPU with another library than torch or with a torch without
+    If no other buffer is free, rows pass through the last buffer and are copied to new arrays. Rows are also copied if
+    the layer can't observe when the arrays are gone: on a GPU with another library than torch or with a torch without
     pools, in a graph (which may run after the arrays are gone), and on streams other than the current stream.
     """
 

@@ -46,7 +46,8 @@ def recorder_of_combine(options: LayerOptions, input: Any, weights: Any, topk_we
 
 
 def recorder_of(*inputs: Any) -> Recorder | None:
-    """Returns the recorder of a call if an input requires a gradient and its library records calls; else None."""
+    """Returns the recorder of a call if an input requires a gradient and the input's library records calls; else None.
+    """
     for x in inputs:
         if x is not None and libraries[type(x)].is_torch and x.requires_grad:
             recorder: Recorder = array_libraries.load("torch: gradients of experts")
