@@ -217,8 +217,8 @@ class Planned(Collective):
 
     def _reached(self, call: Call) -> Reached:
         """Returns the registered arrays that peers reach in place; the same on all ranks, because the call log compares
-        them. For an in-place plan this is the one array that holds input and output. For other plans an input inside
-        the output is excluded, because the plan would overwrite it.
+        them. For an in-place plan, these are only the array that holds input and output. For other plans an input that
+        overlaps the output is excluded, because the plan would overwrite the input.
         """
         plan, (x, out) = self._plan, self._registered
         if plan.in_place:

@@ -158,8 +158,8 @@ class Collectives:
         return self._scratch[-1]
 
     def wide_parts(self) -> Memory:
-        """Returns WIDE_PARTS_BYTES of memory for an all_reduce that computes in a wider type. The next all_reduce of
-        this kind overwrites this memory.
+        """Returns WIDE_PARTS_BYTES of memory for an all_reduce that computes in a wider type. The next all_reduce in a
+        wider type overwrites the memory.
         """
         if self._wide_parts is None:
             self._wide_parts = self.group.runtime.allocate(WIDE_PARTS_BYTES)

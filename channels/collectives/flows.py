@@ -142,7 +142,7 @@ class Flows:
         )
 
     def _take_stream(self) -> Stream:
-        """Returns a stream that only one call uses, because work on any other stream may depend on other calls."""
+        """Returns a stream that only one call uses, so that waiting for the stream does not wait for other calls."""
         try:
             return self._idle_streams.pop()
         except IndexError:

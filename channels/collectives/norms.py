@@ -52,7 +52,7 @@ class _Options(NamedTuple):
     """The options of a call, as `Calls` (_calls.pyi) takes them.
 
     Attributes:
-        prepare: prepares the call's form.
+        prepare: prepares the call.
         algorithm, cta_policy, eps: the caller's arguments.
         inputs, outputs: the names of the arguments that are arrays.
     """

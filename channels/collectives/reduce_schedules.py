@@ -125,7 +125,7 @@ class _Pieces:
 
 
 def prepare_reduce_scatter(by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str) -> StreamOperations:
-    """Returns the stream operations of a reduce_scatter: `source` has `target.size` elements for each rank."""
+    """Returns the stream operations of a reduce_scatter. `source` has `target.size` elements for each rank."""
     ranks, itemsize = by_proxy.group.world_size, source.dtype.itemsize
     steps: list[Step] = []
     for begin, count in rounds(target.size, by_proxy.longest_round // (ranks * itemsize)):
@@ -158,7 +158,7 @@ def all_reduce_steps(
 def _all_reduce_round(
     by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str, shares: _Shares, divisor: int
 ) -> list[Step]:
-    """Returns the steps of one schedule. A rank's reduced share goes from its output to its peers' outputs."""
+    """Returns the steps of one schedule. A rank sends its reduced share from its output to its peers' outputs."""
     links, memories, rank = by_proxy.links, by_proxy.memories, by_proxy.group.rank
     peers = others(by_proxy.group, shares.members)
     itemsize, nbytes = source.dtype.itemsize, sum(shares.lengths) * source.dtype.itemsize
@@ -354,9 +354,9 @@ class _Reduction:
         )
 
     def reduce(self, result: int, *, posts: int, gated: bool) -> list[Step]:
-        """Returns the wait before the kernel, the kernel that reduces this rank's share, and the end of the schedule.
-        If the data is short, the kernel is launched when all ranks have joined, and waits for the data itself;
-        otherwise the stream waits for the first piece before the kernel.
+        """Returns the steps that wait, reduce this rank's share by a kernel, and end the schedule. If the data is
+        short, the kernel is launched when all ranks have joined, and waits for the data itself; otherwise the stream
+        waits for the first piece before the kernel.
 
         Args:
             result: the address for the reduced share.

@@ -174,8 +174,8 @@ def _reduces_by_schedule(collectives: Collectives, nbytes: int) -> bool:
 
 
 class _Levels(Struct, Generic[_BetweenStep], frozen=True):
-    """The levels of a hierarchy. Each share is reduced inside the node, then between the ranks with the same number on
-    all nodes, then gathered inside the node, so the data of a node crosses to the other nodes only once.
+    """The levels of a hierarchy. Each share is reduced inside the node, then between the ranks with the same local rank
+    on all nodes, then gathered inside the node, so the data of a node crosses to the other nodes only once.
 
     If the data fits one round, every rank reduces all of it, inside the node and then between nodes. Reducing all data
     saves a crossing, which would take longer than the transfer of such short data. If longer data can't be divided
@@ -296,7 +296,8 @@ class _ReduceScatter(Collective):
         return share_shape(group, source)
 
     def lent(self, launchable: Launchable) -> int:
-        # Other ranks' kernels access neither the input nor the output; proxies send from the input.
+        # Peers' kernels access neither the input nor the output. If the call is a schedule, proxies send from the
+        # input.
         return 0 if isinstance(launchable, StreamOperations) else -1
 
     def launch(self, collectives: Collectives, call: Call) -> Launchable:

@@ -232,7 +232,7 @@ class Selector:
         """Returns the algorithm of a call.
 
         Args:
-            collective: its name.
+            collective: the collective's name.
             dtype: the type of the elements.
             nbytes: size of the larger of a rank's input and output.
             symmetric: whether the callers promise symmetric arrays.

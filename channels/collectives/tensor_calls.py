@@ -42,7 +42,7 @@ class TensorCalls:
         """Returns the options of calls for `make` and `call_kept`.
 
         Args:
-            collective: its name, "barrier" included.
+            collective: the collective's name, or "barrier".
             op: the operator of a reduction.
             root: the root's rank, if the collective has a root.
             cta_policy: as for `Communicator.all_reduce`; None for "efficiency", unless the communicator has a policy.
@@ -79,7 +79,7 @@ class TensorCalls:
         chosen only if no rank has another communicator on its device.
 
         Args:
-            collective: its name.
+            collective: the collective's name.
             nbytes: size of the larger of a rank's input and output.
             beside: whether this rank's program is expected to run other kernels during the call.
             output: returns the output's address.

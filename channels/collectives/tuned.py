@@ -196,7 +196,8 @@ def read(path: Path) -> Tuned:
 
 
 def load(group: Group) -> Selector | None:
-    """Returns the tables that were measured on this kind of machine, or None if there are none. Rank 0 calls this.
+    """Returns the tables that were measured on this kind of machine, or None if there are none. Only rank 0 calls this
+    function.
 
     Warns if this version can't use the file.
     """

@@ -67,7 +67,7 @@ class LayerParts:
         return rows, input_array(group, input[1], argument, shape, "float32")
 
     def own_desc(self, desc: Any) -> EPAllToAllLayoutDesc:
-        """Returns a caller's descriptor. Raises ArgumentError unless it describes a received dispatch of this layer."""
+        """Returns a caller's descriptor. Raises ArgumentError unless it is of a received dispatch of this layer."""
         self.ctx.require_usable()
         if not isinstance(desc, EPAllToAllLayoutDesc):
             raise ArgumentError(

@@ -78,8 +78,7 @@ class SurvivingExperts:
 class DispatchCombineContext:
     """The buffers of an expert-parallel layer, and the launches of its dispatch and combine.
 
-    All ranks construct a `DispatchCombineContext` together, with `create`. `EPAll2AllLayer` and `DispatchCombine` are
-    built on it.
+    All ranks construct a `DispatchCombineContext` together, with `create`.
 
     Attributes:
         ep_config: sizes and types.
@@ -93,7 +92,6 @@ class DispatchCombineContext:
         tables: the layouts of the descriptors' tables.
         grid: the kernels' number of blocks, and number of threads per block.
         dispatch_plain, dispatch_stored: the launch of a dispatch, and the launch of a whole dispatch to output buffers.
-
         dispatch_scaled, quantize_launch: the launch of a dispatch that quantizes rows as it stores them, and the launch
             of the kernel that quantizes rows before a dispatch; None if not needed.
         combines: the launches of combines, by the rows' element type.
@@ -133,7 +131,7 @@ class DispatchCombineContext:
             self.workspace = ExpertWorkspace(group, self.nodes, shape)
         self.workspace.experts.dropping_ids = options.dropping_ids
         self.tables = TableLayouts(config, self.nodes, self.layout)
-        group.keep(self.workspace)  # a rank may finish a call and drop its layer before its peers have finished
+        group.keep(self.workspace)  # peers may still be in a call when this rank drops its layer
         self._capacity = options.capacity * config.max_tokens * config.topk
         self._output_buf: tuple[Array, Array] | None = None
         experts = ProxiedStruct.of(bytes(ffi.buffer(self.workspace.experts)), self.workspace.sleepers)

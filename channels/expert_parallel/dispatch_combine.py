@@ -31,13 +31,13 @@ class _Prepared:
 
     tokens: Any
     desc: EPAllToAllLayoutDesc
-    counts: NDArray[np.int64]  # [world_size, experts]: rows of each rank for each expert
+    counts: NDArray[np.int64]  # [world_size, experts]: rows that each rank sends to each expert
     per_expert: NDArray[np.int64]  # [experts_per_rank]: rows of each of this rank's experts
     row_weights: Any  # float32 [R], if weights were given
 
 
 class DispatchCombine:
-    """Routes tokens to experts that are spread over ranks, and combines their results.
+    """Routes tokens to experts that are spread over ranks, and combines the experts' results.
 
     Rank r holds the experts r * experts_per_rank to (r + 1) * experts_per_rank - 1. All ranks construct the object
     together and make the same calls in the same order; their numbers of tokens may differ. Rows move as in
@@ -227,7 +227,7 @@ class DispatchCombine:
             stream: as for `dispatch`.
 
         Returns:
-            [T, topk] of the same type; zero for dropped slots. Raises the errors of `dispatch`.
+            [T, topk] of the type of `values`; zero for dropped slots. Raises the errors of `dispatch`.
         """
         prepared, group = self._require_prepared(), self._ctx.group
         dtype = self._ctx.collected_type(input_view(group, values, "values"))

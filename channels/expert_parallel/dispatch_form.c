@@ -122,7 +122,7 @@ static Descriptor* new_descriptor(const Form* self, const ListedArray* given, Py
   return desc;
 }
 
-/* Gives a dispatch its number, as the last step before it is issued. Returns 0, or -1 with an exception set. */
+/* Gives a dispatch its number, as the last step before the launch. Returns 0, or -1 with an exception set. */
 static int number_call(const Form* self, Descriptor* desc) {
   PyObject* number = PyIter_Next(self->numbers);
   if (number == NULL) return -1;

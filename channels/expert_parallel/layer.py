@@ -63,7 +63,7 @@ class EPAll2AllLayer:
 
     If torch records gradients and an input requires one, `dispatch`, `redispatch` and `combine` are recorded, whether
     whole or in two halves. A call must be recorded on all ranks or on none, because the backward pass also calls the
-    layer (in whole calls). Dispatches in float8 and layout="padded" are not recorded.
+    layer (in whole calls). Dispatches in float8, and calls with layout="padded", are not recorded.
 
     Args:
         ep_group: a `Communicator`, an MPI communicator or a torch process group. From an MPI communicator or a process
@@ -182,7 +182,6 @@ class EPAll2AllLayer:
         return layer
 
     def _open(self, members: Members, options: LayerOptions, name: str = "", compared: Any = None, *names: Any) -> None:
-        """Makes the layer with the other ranks. `names` has other names of arguments for error texts."""
         with members.closed_on_error():
             name = name or f"a layer with {options.layout!r} rows ({options.config.describe()})"
             ctx = DispatchCombineContext(members, options, members.agree_on(compared or options.compared, name))
@@ -324,7 +323,8 @@ class EPAll2AllLayer:
             ArgumentError: an argument is wrong on this rank, and the call had no effect; or an expert id of any rank is
                 out of range, in which case all ranks raise the error, and the layer stays usable.
             CapacityError: more rows arrived at a rank than max_recv_tokens, or with layout="padded" at an expert than
-                it has room for; see `check`. With `grows`, also raised if a rank has more than max_tokens tokens.
+                the expert has room for; see `check`. With `grows`, also raised if a rank has more than max_tokens
+                tokens.
             MismatchError: another rank makes a different call.
             CommunicatorError: a peer failed; see its subclasses.
         """
@@ -408,7 +408,7 @@ class EPAll2AllLayer:
             stream: as for `dispatch`.
 
         Returns:
-            The rows, in that dispatch's order; for a pair, a pair of rows and scales.
+            The rows, in the order of the earlier dispatch's rows; if `input` is a pair, a pair of rows and scales.
         """
         desc = self._parts.own_desc(ep_a2a_layout_desc)
         self._refuse_under_way()
@@ -603,8 +603,8 @@ class EPAll2AllLayer:
 
         Raises:
             CapacityError: more rows arrived at a rank than max_recv_tokens, or with layout="padded" at an expert than
-                it has room for, because tokens chose it twice. Rows that did not fit were dropped, and `combine` adds
-                zero for them. The error's `needed` is the most rows that a rank, or an expert, received.
+                the expert has room for, because tokens chose the expert twice. Rows that did not fit were dropped, and
+                `combine` adds zero for them. The error's `needed` is the most rows that a rank, or an expert, received.
             ArgumentError: an expert id was out of range, and its slot was dropped; or full_scatter_indices were not a
                 permutation, or covered fewer tokens than the ranks have. Only ranks whose rows are affected raise the
                 error about full_scatter_indices.

@@ -46,8 +46,7 @@ def recorder_of_combine(options: LayerOptions, input: Any, weights: Any, topk_we
 
 
 def recorder_of(*inputs: Any) -> Recorder | None:
-    """Returns the recorder of a call if an input requires a gradient and the input's library records calls; else None.
-    """
+    """Returns the recorder of a call, or None unless an input requires a gradient and the input's library records."""
     for x in inputs:
         if x is not None and libraries[type(x)].is_torch and x.requires_grad:
             recorder: Recorder = array_libraries.load("torch: gradients of experts")
