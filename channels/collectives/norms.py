@@ -212,7 +212,6 @@ class _Preparer:
         return _Rows(views, x.size // width, width)
 
     def _launch(self, rows: _Rows, request: Request, eps: float) -> Launchable:
-        """Prepares a call: one launch by packets, or an all_reduce followed by a launch that normalizes."""
         collectives, source = self._collectives, rows.views["x"]
         group, dtype, row_bytes = collectives.group, source.dtype, rows.row_bytes
         runtime, defaults = group.runtime, group.runtime.launch_defaults

@@ -110,7 +110,6 @@ class _Pieces:
         return range(len(self.bounds) if not self._in_turn or peer in self._peers[:1] else 1)
 
     def results_from(self, peer: int) -> int:
-        """Returns the number of sends in which a peer's results arrive."""
         return len(self.bounds) if not self._in_turn or peer in self._peers[-1:] else 1
 
     def _sends(self, cut: Sequence[int]) -> list[tuple[int, int, tuple[int, int]]]:
@@ -158,7 +157,7 @@ def all_reduce_steps(
 def _all_reduce_round(
     by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str, shares: _Shares, divisor: int
 ) -> list[Step]:
-    """Returns the steps of one schedule. A rank sends its reduced share from its output to its peers' outputs."""
+    """A rank sends its reduced share from its output to its peers' outputs."""
     links, memories, rank = by_proxy.links, by_proxy.memories, by_proxy.group.rank
     peers = others(by_proxy.group, shares.members)
     itemsize, nbytes = source.dtype.itemsize, sum(shares.lengths) * source.dtype.itemsize
@@ -243,7 +242,6 @@ class _Slots:
         self._kernel = self._group.runtime.shipped(kernel.file, kernel.name, dtype.name, op)
 
     def offset(self, peer: int) -> int:
-        """Returns the offset of a peer's slot in bytes; slots are in the order of ranks."""
         return (self._members.index(peer) - (peer > self._group.rank)) * self._slot_bytes
 
     def posts(self, channels: Mapping[int, int]) -> tuple[SchedulePost, ...]:
@@ -345,7 +343,6 @@ class _Reduction:
         )
 
     def receives(self) -> tuple[ScheduleReceive, ...]:
-        """Returns the receives of the peers' data; each piece has its own stage."""
         channels = self._by_proxy.links.sends
         return tuple(
             ScheduleReceive(channels[peer], stage=number)

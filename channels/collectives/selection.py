@@ -272,7 +272,6 @@ def default_selector(group: Group, *, lines: bool = False) -> Selector:
 
 
 def _require_plan(plan: ExecutionPlan, case: Case, least: int, most: int | None) -> None:
-    """Raises ArgumentError for a plan that can't execute any call of a case from `least` to `most` bytes."""
     plan.require_collective(case.collective, "tables")
     document = plan.document
     if document.max_message_size < least or (most is not None and document.min_message_size > most):

@@ -335,7 +335,6 @@ def _counts(ranks: int, counts: Sequence[int], argument: str) -> list[int]:
 
 
 def _rows(view: ArrayView, counts: Sequence[int]) -> list[ArrayView]:
-    """Returns consecutive ranges of a view's rows, each as a view."""
     row = view.nbytes // view.shape[0] if view.shape and view.shape[0] else 0
     parts, at = [], view.ptr
     for count in counts:

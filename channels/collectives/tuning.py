@@ -180,7 +180,6 @@ def _trials(collectives: Collectives, arrays: _Arrays, size: int) -> Iterator[_T
 
 
 def _in_and_out(arrays: _Arrays, case: Case, share: int, ranks: int) -> tuple[Array, Array]:
-    """Returns the input and the output of a call with this many elements per share."""
     shares = {"all_gather": (1, ranks), "reduce_scatter": (ranks, 1)}.get(case.collective, (ranks, ranks))
     x, out = (
         arrays.part(number, count * share, _dtype(case).name, symmetric=case.symmetric)

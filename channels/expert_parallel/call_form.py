@@ -230,7 +230,6 @@ class CallForm:
         return issue, callers, address_of(fields), address_of(launchable.prepared), (fields, launchable)
 
     def _described(self, tables: Tables) -> tuple[Any, ...]:
-        """Returns the values with which C makes the descriptors of calls."""
         return EPAllToAllLayoutDesc, NOT_RECEIVED, self._ctx, self._ctx.numbers, tables
 
     def _stream(self, x: Any, given: StreamLike) -> StreamLike:

@@ -81,8 +81,6 @@ class Combine(CallForm):
         )
 
     def _check_output(self, x: Any, desc: EPAllToAllLayoutDesc, out: Any) -> tuple[Any, int]:
-        """Returns the caller's array for the result, and its address. Raises ArgumentError if the array does not
-        fit."""
         shape = (desc.num_dispatch_token_cur_rank, self._width)
         return out, output_array(self._group, out, x, "input", shape, self._token)
 

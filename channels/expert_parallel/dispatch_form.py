@@ -61,7 +61,6 @@ class _Rows:
         return array, self._arrays.address(array)
 
     def part(self, array: Any, offset: int, rows: int) -> Any:
-        """Returns rows in the memory of another array, from byte `offset` on."""
         return self._arrays.part(array, offset, self._leading(rows) + self._tail, self._strides, self._type)
 
 
@@ -94,7 +93,6 @@ class _Outputs:
         self.weights = _Rows(parts, arrays, slots, options.config.weight) if weighted else None
 
     def makers(self, rows: int) -> tuple[Maker | None, ...]:
-        """Returns functions that make arrays of this many rows, scales and weights."""
         return tuple(None if each is None else each.maker(rows) for each in (self.rows, self.scales, self.weights))
 
     def make(self, rows: int, *, of_rows: bool = True) -> tuple[Any, Any, tuple[int, int, int]]:
@@ -269,7 +267,6 @@ class Dispatch(CallForm):
         return rows, weights, desc
 
     def _receive_sent(self, sent: SentCall, stream: StreamLike) -> Dispatched:
-        """Makes the second half of a call whose number of rows was not known in the first half."""
         desc = sent.desc
         self.form.issue(desc, stream, sent.owners, False, GATHER | TELL, 0, _NOWHERE)
         return self._receive_counted(desc, sent.owners, stream, RECEIVE, RECEIVE)
@@ -384,9 +381,7 @@ class Redispatch(CallForm):
 
 
 def _check_dispatch(parts: LayerParts, x: Any, ids: Any, weight: Any, scatter: Any) -> tuple[bool, int]:
-    """Checks a call's arrays, and that the layer accepts the call. Returns whether `x` is a pair of rows and scales,
-    and the size of an id in bytes.
-    """
+    """Returns whether `x` is a pair of rows and scales, and the size of an id in bytes."""
     options, names, group = parts.options, parts.arguments, parts.ctx.group
     rows, scales = parts.given_rows(x, -1, names.tokens)
     most = options.most_of_call

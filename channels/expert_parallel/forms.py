@@ -80,9 +80,7 @@ class Forms:
 def _list(
     parts: LayerParts, arguments: tuple[tuple[str, int], ...], further: int, prepare: Callable[..., Any]
 ) -> FormList:
-    """Returns a list of the forms of one call; see `FormList`. `arguments` has the name and the width of each array
-    argument.
-    """
+    """See `FormList`. `arguments` has the name and the width of each array argument."""
 
     def view(argument: int, x: Any) -> ArrayView:
         return readable_view(parts.ctx.group, x, arguments[argument][0])

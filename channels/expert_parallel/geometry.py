@@ -214,7 +214,6 @@ class Geometry:
         return max(1, round(blocks * apart / (apart + others)))
 
     def _announce(self, config: EPConfig) -> str:
-        """Decides the kind of the announcement, and its number of packets. All ranks make the same decision."""
         e, ranks = self.experts, config.world_size
         ids = -(-config.max_tokens * config.topk // lib.PROXYCCL_IDS_PER_PACKET)
         own = e.segment_tokens * config.topk

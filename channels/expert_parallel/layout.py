@@ -228,7 +228,6 @@ class EPAllToAllLayoutDesc(Descriptor):
         return self._upload(result)
 
     def _expert_ids(self) -> list[NDArray[np.int32]]:
-        """Returns, for each node, the expert ids of its counterpart's tokens."""
         self._require_rows("ep_a2a_layout_desc")
         ids, tokens = self._download("expert_ids"), self._download("tokens")
         per_node = []

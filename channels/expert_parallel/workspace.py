@@ -41,7 +41,6 @@ class ExpertWorkspace:
         self._make_received_rows()
 
     def _share(self, nbytes: int) -> None:
-        """Allocates the memory that peers of this node reach, and makes the channels to the ranks of other nodes."""
         group, nodes, e = self._group, self._nodes, self.experts
         self._workspace = allocate(group, (nbytes,), "uint8")
         self._memory = memory = register(group, self._workspace)
@@ -57,8 +56,6 @@ class ExpertWorkspace:
         e.workspace = ffi.cast("char *", memory.ptr)
 
     def _make_tables(self) -> None:
-        """Makes the device's tables: the ranks' placement, the addresses of peers' workspaces, the channels, the
-        counters."""
         nodes, e, blocks = self._nodes, self.experts, self._shape.blocks
         ranks, handle = self._group.world_size, ffi.sizeof("ProxycclProxyChannel")
         tables = Areas()
@@ -100,7 +97,6 @@ class ExpertWorkspace:
         e.arrivals = ffi.cast("uint32_t *", at + arrivals_at)
 
     def _make_received_rows(self) -> None:
-        """Allocates the pinned memory where a dispatch stores its number of received rows for the CPU."""
         layout, experts = self._shape.layout, self._shape.config.num_experts_per_rank
         self._chosen_at = aligned(ffi.sizeof("ProxycclReceivedRows"))
         self._told_experts = layout.chosen_per_rank or (experts if layout.expert_alignment else 0)
