@@ -1,1 +1,1 @@
-"""Collectives, built on the two kinds of channel."""
+"""Collectives of a communicator's ranks."""

@@ -1,8 +1,8 @@
-"""Collectives that the proxies carry out directly on the caller's arrays. A stream starts them by ringing a schedule.
-See channels/schedules/DESIGN.md.
+"""Collectives that proxies carry out directly on the caller's arrays, each as a schedule that a stream starts. See
+channels/schedules/DESIGN.md.
 
-An array that peers' proxies can't reach is staged: the stream copies to and from memory that they reach. Each rank
-decides by itself whether to stage, because peers send to the address that the rank posts.
+If peers' proxies can't reach an array, the stream copies its data to or from memory that they can reach (*staging*).
+Each rank decides by itself whether to stage, because peers send to whatever address the rank posts.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _LONGEST_ROUND = 256 << 20
 
 
 class ByProxy:
-    """The parts from which the schedules of one rank's collectives are made. All ranks construct a `ByProxy` together.
+    """The objects from which a rank makes the schedules of its collectives. All ranks construct a `ByProxy` together.
 
     Attributes:
-        memories: finds the memory of arrays.
+        memories: finds the memory of arrays, or stages them.
         links: the channels of schedules.
-        rings: gives schedules to the proxy.
+        rings: hands schedules to the proxy.
         in_turn: whether the proxy copies to one peer after the other; true if a single driver call issues all copies.
-        awaits_data: whether the kernel of a short reduction is launched when all ranks have joined, and waits for their
-            data itself. True only within a host, where the data arrives little later than the kernel starts.
+        awaits_data: whether a short reduction's kernel is launched when all ranks have joined, and itself waits for
+            their data. True only within a host, where the data arrives shortly after the kernel starts.
         one_crossing_bytes: a reduction takes one crossing if a rank receives at most this many bytes.
         longest_round: the most bytes that one schedule stages. A call of more bytes takes several schedules, the same
             number on all ranks.
@@ -43,7 +43,7 @@ class ByProxy:
         self.longest_round = _LONGEST_ROUND
 
     def close(self) -> None:
-        """Frees the schedules' memory. Streams of all ranks must have stopped ringing the schedules."""
+        """Frees the schedules' memory. No rank's stream may still start the schedules."""
         self.memories.close()
 
 

@@ -1,6 +1,4 @@
-"""The description of a collective: its checks, the shape of its result, and its launches. `Planned` describes a
-collective that an execution plan runs. `run.py` makes the calls.
-"""
+"""The classes that describe collectives: their checks, the shapes of their results, and their launches."""
 
 from __future__ import annotations
 
@@ -29,13 +27,13 @@ class Options(NamedTuple):
     """The options of a call. `Calls` (_calls.pyi) tells calls apart by their options and their arrays.
 
     Attributes:
-        prepare: prepares a form of the collective.
+        prepare: prepares a call of the collective.
         op: the operator; None if the collective does not reduce.
         root: the rank; None if the collective has no root.
         algorithm, cta_policy, symmetric: the caller's arguments.
-        flat: whether calls are compared by bytes alone, without shapes and, unless the collective reduces, without
-            element types, as torch.distributed does.
-        registered_x, registered_out: the arrays of an execution plan's call that are registered memory, or None.
+        flat: whether ranks compare calls without shapes, as torch.distributed does, and without element types unless
+            the collective reduces.
+        registered_x, registered_out: the input and output of an execution plan's call, if they are registered memory.
     """
 
     prepare: Callable[..., Any]
@@ -86,7 +84,7 @@ class Collective(ABC):
         rooted: whether callers name a root.
         in_place: whether a call without an output overwrites its input.
         copies_alone: whether a call on a communicator of one rank only copies the input to the output.
-        ranges: start and end of registered memory; forms end when this memory is deregistered.
+        ranges: start and end addresses of registered memory; deregistering it drops the prepared calls that use it.
     """
 
     name: str
@@ -102,16 +100,17 @@ class Collective(ABC):
         return self.name
 
     def shape(self, group: Group, source: ArrayView) -> tuple[int, ...]:
-        """The shape of the result; by default the input's shape. Raises ArgumentError if the input's shape is wrong."""
+        """Returns the result's shape, by default the input's. Raises ArgumentError if the input's shape is wrong."""
         return source.shape
 
     @abstractmethod
     def launch(self, collectives: Collectives, call: Call) -> Launchable:
-        """Prepares this rank's part of a call. Other arrays with the same signature (calls/kept_forms.h) may take the
-        places of the call's arrays."""
+        """Prepares this rank's part of a call. The launchable must also work for other arrays with the same signature
+        (calls/kept_forms.h).
+        """
 
     def new_output(self, collectives: Collectives, x: Any) -> Any:
-        """A new array for the result. Raises ArgumentError for an `x` that can't be used, or has a wrong shape."""
+        """Returns a new array for the result. Raises ArgumentError if `x` can't be used, or has a wrong shape."""
         source = input_view(collectives.group, x, "x")
         return new_like(collectives.group, source, self.shape(collectives.group, source))
 
@@ -135,7 +134,7 @@ class Collective(ABC):
         return Call(x, out, source, target, op, options.root, request)
 
     def lent(self, launchable: Launchable) -> int:
-        """Returns the index of the array that peers store to or load from; -1 if there is none."""
+        """Returns which array peers access: 0 for the input, 1 for the output, -1 for neither."""
         return 1
 
     def share(self, ranks: int, call: Call) -> int:
@@ -157,10 +156,10 @@ class Collective(ABC):
 
 
 class Planned(Collective):
-    """A collective that an execution plan runs. Arrays may be registered memory, which peers reach in place.
+    """A collective that an execution plan runs. Peers access registered memory in place.
 
     Args:
-        registered_x, registered_out: the caller's input and output where these are registered memory.
+        registered_x, registered_out: the caller's input and output, if they are registered memory.
     """
 
     copies_alone = False
@@ -182,7 +181,6 @@ class Planned(Collective):
         self.in_place = collective.in_place or (plan.in_place and gpu.input_chunks == gpu.output_chunks)
 
     def shape(self, group: Group, source: ArrayView) -> tuple[int, ...]:
-        """The shape of a new array for the result."""
         gpu, lead = self._plan.document.gpus[0], source.shape[0] if source.shape else 1
         if lead * gpu.output_chunks % gpu.input_chunks:
             raise ArgumentError(
@@ -219,8 +217,8 @@ class Planned(Collective):
 
     def _reached(self, call: Call) -> Reached:
         """Returns the registered arrays that peers reach in place; the same on all ranks, because the call log compares
-        them. For an in-place plan this is the one array that holds input and output. For other plans an input inside
-        the output is excluded, because the plan would overwrite it.
+        them. For an in-place plan, these are only the array that holds input and output. For other plans an input that
+        overlaps the output is excluded, because the plan would overwrite the input.
         """
         plan, (x, out) = self._plan, self._registered
         if plan.in_place:
@@ -235,7 +233,7 @@ class Planned(Collective):
 
 
 def plain_arrays(x: Any, out: Any) -> tuple[tuple[Any, Any], tuple[RegisteredMemory | None, RegisteredMemory | None]]:
-    """Returns the arrays of a plan's call, with registered memory replaced by its array, and that registered memory.
+    """Returns the arrays of a plan's call, and for each array its registered memory or None.
 
     Raises as `RegisteredMemory.require_current`.
     """
@@ -248,7 +246,7 @@ def plain_arrays(x: Any, out: Any) -> tuple[tuple[Any, Any], tuple[RegisteredMem
 
 
 class _Execute(Collective):
-    """An execution plan that the user calls by `Communicator.execute`, and not as the algorithm of a collective."""
+    """An execution plan that the user runs by `Communicator.execute`, not as a collective's algorithm."""
 
     name = "execute"
 

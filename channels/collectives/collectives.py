@@ -56,18 +56,14 @@ _START = Codec(_Start, 1 << 20, "start of collectives")
 
 
 class Collectives:
-    """The state of one group's collectives, which `run` uses.
-
-    Args:
-        group: the ranks.
-        standing: the settings for all calls.
+    """The state that the collectives of one group share.
 
     Attributes:
         group: the ranks.
         defaults: the tables used until others are measured or set; the same on all ranks.
         execution_plans: the executor of MSCCL++'s plans.
         on_host: whether the runtime is the host's.
-        preparing: by collective, the function that prepares its forms.
+        preparing: maps each collective to the function that prepares its calls.
         call: makes a call: see `Calls` (_calls.pyi).
         standing: the settings for all calls.
         made_by_proxy, made_flows: the results of `by_proxy` and `flows`; None until the ranks have made them.
@@ -85,7 +81,7 @@ class Collectives:
         self._levels: tuple[Team, Team] | None = None
         self.made_by_proxy: ByProxy | None = None
         self.made_flows: Flows | None = None
-        self._scratch: list[Memory] = []  # only the last one is in use
+        self._scratch: list[Memory] = []  # prepared calls may use any of these
         self._wide_parts: Memory | None = None
         self._all_mapped = self._whole_lines = False
         self.defaults = default_selector(group)
@@ -120,22 +116,22 @@ class Collectives:
             self.selector = tuned.selector_of(starts[0].tables)
 
     def team(self) -> Team:
-        """The team of all ranks, made on first use by all ranks together."""
+        """Returns the team of all ranks. On first use, all ranks construct the team together."""
         if self._team is None:
             with self.group.exchange.telling():
                 self._team = Team(self.group, whole_lines=self._whole_lines)
         return self._team
 
     def by_proxy(self) -> ByProxy:
-        """The parts of this rank's schedules, made on first use by all ranks together."""
+        """Returns this rank's `ByProxy`. On first use, all ranks construct a `ByProxy` together."""
         if self.made_by_proxy is None:
             with self.group.exchange.telling():
                 self.made_by_proxy = ByProxy(self.group)
         return self.made_by_proxy
 
     def levels(self) -> tuple[Team, Team]:
-        """Two teams of this rank: the ranks of its node, and the ranks with its local number on every node. All ranks
-        make these teams together on first use.
+        """Returns two teams of this rank: the ranks of its node, and the ranks with the same local rank on all nodes.
+        All ranks make these teams together on first use.
         """
         if self._levels is None:
             topology = self.group.topology
@@ -146,32 +142,32 @@ class Collectives:
         return self._levels
 
     def flows(self) -> Flows:
-        """The state of transfers between pairs of ranks, made on first use by all ranks together."""
+        """Returns this rank's `Flows`. On first use, all ranks construct a `Flows` together."""
         if self.made_flows is None:
             with self.group.exchange.telling():
                 self.made_flows = Flows(self.group)
         return self.made_flows
 
     def scratch(self, nbytes: int) -> Memory:
-        """Returns at least this many bytes of this rank's scratch memory, which its next collective may overwrite. The
-        memory lives until `close`, because forms and captured graphs have its address.
+        """Returns scratch memory of at least `nbytes` bytes, which this rank's next collective may overwrite. The
+        memory lives until `close`, because prepared calls and captured graphs hold its address.
         """
         if not self._scratch or self._scratch[-1].nbytes < nbytes:
-            least = 2 * self._scratch[-1].nbytes if self._scratch else 1  # the total is at most twice the largest
+            least = 2 * self._scratch[-1].nbytes if self._scratch else 1  # the sizes' sum is at most twice the largest
             self._scratch.append(self.group.runtime.allocate(max(nbytes, least)))
         return self._scratch[-1]
 
     def wide_parts(self) -> Memory:
-        """Returns WIDE_PARTS_BYTES of memory for an all_reduce that computes in a wider type. The next all_reduce of
-        this kind overwrites this memory.
+        """Returns WIDE_PARTS_BYTES of memory for an all_reduce that computes in a wider type. The next all_reduce in a
+        wider type overwrites the memory.
         """
         if self._wide_parts is None:
             self._wide_parts = self.group.runtime.allocate(WIDE_PARTS_BYTES)
         return self._wide_parts
 
     def algorithms(self, collective: str = "all_reduce") -> tuple[str, ...]:
-        """The algorithms of a collective that work between these ranks; if the communicator is invariant, only those
-        that share one order of additions.
+        """Returns the algorithms of a collective that work between these ranks. On an invariant communicator, all
+        returned algorithms add in the same order.
         """
         names = self._working(collective)
         if collective == "all_reduce" and self.standing.invariant:
@@ -194,15 +190,15 @@ class Collectives:
         ranges: tuple[tuple[int, int], ...] = (),
         lent: Callable[[Launchable], int] = lambda _: -1,
     ) -> Form:
-        """Compares a call with the other ranks' calls, and returns the call's form.
+        """Compares a call with the other ranks' calls, and returns the prepared call.
 
         Args:
             call: the fields on which the ranks must agree.
             views: the call's arrays.
-            launch: makes the launchable; not called for a call without elements.
+            launch: makes the launchable; called only if the call has elements.
             logged: whether the call has already been compared with the other ranks' calls.
             ranges: as for `Launches.form`.
-            lent: takes the launchable, and returns the index of the array to lend, as for `Launches.form`.
+            lent: returns, for the launchable, the index of the array that peers access, as for `Launches.form`.
         """
         launches = self.group.launches
         fields = call.encode() if logged else launches.agree(call)
@@ -219,15 +215,14 @@ class Collectives:
         """Returns the algorithm for a call; the same on all ranks if their calls are the same.
 
         Args:
-            collective: its name.
+            collective: the collective's name.
             request: the callers' request.
-            dtype: of the elements.
+            dtype: the element type.
             nbytes: size of the larger of a rank's input and output.
 
         Raises:
-            ArgumentError: the callers name an algorithm that does not work between these ranks, or one that an
-                invariant communicator does not use; or they name the policy "zero", and "proxy" is an algorithm that
-                does not work or is not used.
+            ArgumentError: the named algorithm, or "proxy" under the policy "zero", does not work between these ranks,
+                or has an order of additions that an invariant communicator does not use.
         """
         works, named = self.algorithms(collective), request.algorithm
         if named is not None:
@@ -275,8 +270,8 @@ class Collectives:
             raise ArgumentError(argument, f"{plan!r} reduces; {reason} of additions")
 
     def goes_by_schedule(self, algorithm: str) -> bool:
-        """Whether the proxies run a call without a kernel: if the callers ask for that, or if a peer is not mapped and
-        kernels don't move data through the proxy.
+        """Returns whether proxies move a call's data without a kernel: the algorithm is "proxy", or a peer is not
+        mapped and kernels don't send through the proxy.
         """
         return algorithm == "proxy" or not self._kernels_reach_all()
 
@@ -288,8 +283,8 @@ class Collectives:
     def selector(self) -> Selector:
         """The tables that choose each call's algorithm; the same on all ranks.
 
-        Setting it raises ArgumentError for anything but a `Selector`, and for a selector with an execution plan that
-        these ranks can't execute, or that reduces if this communicator is invariant.
+        The setter raises ArgumentError if the value is not a `Selector`, or has an execution plan that these ranks
+        can't execute, or that reduces while this communicator is invariant.
         """
         return self._selector
 
@@ -301,7 +296,7 @@ class Collectives:
             self.execution_plans.require_executable(plan)
             self.refuse_plan_that_adds(plan, "selector")
         self._selector = selector
-        self._calls.clear()  # calls that were prepared before use the old choice
+        self._calls.clear()  # prepared calls use the old tables
 
     def close(self) -> None:
         """Frees the kernels' memory. Kernels of all ranks must have ended."""

@@ -1,4 +1,4 @@
-"""Flows: the scratch memory and links of transfers between pairs of ranks (flows.h), and their order on streams."""
+"""The scratch memory and links of transfers between pairs of ranks (flows.h), and the order of transfers on streams."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class Transfer(Struct, frozen=True):
     """The data that one transfer sends to a peer or receives from it.
 
     Attributes:
-        peer: the other rank; this rank itself where `source` is copied to `target`.
+        peer: the other rank; this rank itself if `source` is copied to `target`.
         source: the data to send; None to receive.
-        target: the place for received data; None to send.
+        target: the array for received data; None to send.
     """
 
     peer: int
@@ -96,7 +96,7 @@ class Flows:
         self._scratch = allocate(group, (inbox if all(flags) else 2 * inbox,), "uint8")
         memory = register(group, self._scratch)
         self._kept = memory
-        ends = 2 * lanes  # the number of links to each peer: each lane has two flows
+        ends = 2 * lanes  # links to each peer: one for each lane and direction
         self._links = Links(group, memory, memory, range(ranks), via_proxy, ends, proxied_anywhere=not all(flags))
         counters_bytes = round_up(ends * ranks * ffi.sizeof("uint64_t"), 128)
         self._memory = self._links.on_device(runtime, counters_bytes)
@@ -142,7 +142,7 @@ class Flows:
         )
 
     def _take_stream(self) -> Stream:
-        """Returns a stream that only one call uses, because work on any other stream may depend on other calls."""
+        """Returns a stream that only one call uses, so that waiting for the stream does not wait for other calls."""
         try:
             return self._idle_streams.pop()
         except IndexError:
@@ -154,7 +154,7 @@ class Flows:
         except KernelError:
             self._failure.check()
             raise
-        except BaseException as error:  # raised by a signal handler: the caller may free the arrays after this error
+        except BaseException as error:  # such as KeyboardInterrupt: the caller may free the arrays
             self._failure.abort(f"interrupted by {type(error).__name__}")
             with contextlib.suppress(KernelError):
                 own.synchronize()
@@ -164,15 +164,14 @@ class Flows:
         self._failure.check()
 
     def _refuse(self, status: int) -> None:
-        """Raises the exception for a call that returned a nonzero status."""
         if status == engine_lib.PROXYCCL_CALL_ABORTED:
             raise self._failure.exception()
         self._launch.check(status)
 
     def run(self, transfers: Sequence[Transfer], stream: StreamLike, owners: tuple[object, ...]) -> None:
-        """Issues transfers that were checked.
+        """Issues transfers whose arrays were checked.
 
-        Without a stream, the call waits for the transfers on the host runtime. `owners` are kept alive until the stream
+        On the host runtime, a call without a stream waits for the transfers. `owners` are kept alive until the stream
         has passed the launches.
         """
         self.calls.run([transfer.addresses for transfer in transfers], stream, owners)

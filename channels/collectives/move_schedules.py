@@ -1,8 +1,8 @@
-"""Moving bytes by proxy: all_gather, all_to_all and broadcast as schedules, without a kernel.
+"""Moves bytes by proxy: all_gather, all_to_all and broadcast as schedules, without a kernel.
 
-Between nodes of several ranks, each share of an all_gather crosses to a node once, and is sent on inside it. A rank's
-*rails* are the ranks with its number on the other nodes. They exchange shares in pieces. A rank's schedule forwards
-each arrived piece to the other ranks of its node, while the next piece crosses to this node.
+If nodes have several ranks, a share of an all_gather crosses to each other node once, and is forwarded within that
+node. A rank's *rails* are the ranks with the same local rank on the other nodes. Rails exchange shares in pieces. A
+rank's schedule forwards each arrived piece to the other ranks of the node while the next piece crosses.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Transfer(Struct, frozen=True):
 
     Attributes:
         peer: the other rank.
-        offset: in the input, or in the output, in bytes.
+        offset: the offset in the input or in the output, in bytes.
         nbytes: size in bytes.
     """
 
@@ -42,7 +42,7 @@ class Exchange(Struct, frozen=True):
     Attributes:
         sends: transfers from the rank's input, at most one to each peer.
         receives: transfers to the rank's output, at most one from each peer.
-        kept: the bytes that stay on the rank, at their place in the output; None if none stay.
+        kept: the bytes that stay on the rank, with their offset in the output; None if none stay.
         kept_from: the offset of the kept bytes in the input.
     """
 
@@ -73,7 +73,8 @@ def prepare_move(by_proxy: ByProxy, source: ArrayView, target: ArrayView, share:
 
 def _round(by_proxy: ByProxy, source: ArrayView, target: ArrayView, part: Exchange, room: int) -> list[Step]:
     """Returns the steps of one schedule of a call. The stream copies the bytes that stay on the rank while the proxy
-    moves the rest. Each side may be staged, in at most `room` bytes, the same number on all ranks.
+    moves the rest. The input and the output may each be staged in at most `room` bytes, a number that is the same on
+    all ranks.
     """
     memories, links = by_proxy.memories, by_proxy.links
 
@@ -81,7 +82,7 @@ def _round(by_proxy: ByProxy, source: ArrayView, target: ArrayView, part: Exchan
         return memories.source(source.ptr, source.nbytes)
 
     def find_target() -> ScheduleSpan | None:
-        """Returns the memory to receive in; None if it must be staged, or if received data would overwrite unsent
+        """Returns the output's memory; None if the output must be staged, or if received data would overwrite unsent
         data.
         """
         sends = [(source.ptr + send.offset, send.nbytes) for send in part.sends]
@@ -90,15 +91,14 @@ def _round(by_proxy: ByProxy, source: ArrayView, target: ArrayView, part: Exchan
             return None
         return memories.target(target.ptr, target.nbytes)
 
-    # All ranks decide by the longer of input and output: if only one end of a copy were pinned, a driver would copy the
-    # data between pinned and device memory.
+    # All ranks decide by the longer of input and output, so that either both ends of a copy are pinned or neither.
     longest = max(sum({each.offset: each.nbytes for each in side}.values()) for side in (part.sends, part.receives))
 
     def places(
         side: Side, transfers: Sequence[Transfer], find: Callable[[], ScheduleSpan | None]
     ) -> list[tuple[Transfer, ScheduleSpan]]:
-        """Returns, for each transfer, the memory and the offset at which it begins: in the array, if `find` returns the
-        array's memory; otherwise in the staging memory, one transfer after the other.
+        """Returns each transfer with its memory: the array's memory if `find` returns it, otherwise packed staging
+        memory.
         """
         if not transfers and not memories.staged_together:
             return []
@@ -130,16 +130,14 @@ def _round(by_proxy: ByProxy, source: ArrayView, target: ArrayView, part: Exchan
 
 
 def crosses_once(by_proxy: ByProxy, share: int) -> bool:
-    """Whether each share of an all_gather crosses to a node once; the same on all ranks."""
+    """Returns whether a share of an all_gather crosses to each node only once; the same on all ranks."""
     topology, ranks = by_proxy.group.topology, by_proxy.group.world_size
     fits = topology.node_count - 1 <= STAGES and 0 < share * ranks <= by_proxy.longest_round
     return fits and topology.has_levels()
 
 
 def prepare_all_gather(by_proxy: ByProxy, source: ArrayView, target: ArrayView, share: int) -> StreamOperations:
-    """Returns the stream operations of an all_gather of shares of this size in bytes, each of which crosses to a node
-    once.
-    """
+    """Returns the stream operations of an all_gather in which a share of `share` bytes crosses to each node once."""
     group, memories, links = by_proxy.group, by_proxy.memories, by_proxy.links
     pinned, output = memories.pinned("source", target.nbytes), memories.pinned("target", target.nbytes)
     sent = pinned or memories.found_or_staged(memories.source(source.ptr, share), "source", share)
@@ -173,7 +171,7 @@ def prepare_all_gather(by_proxy: ByProxy, source: ArrayView, target: ArrayView, 
     )
     return by_proxy.rings.prepare(
         [
-            CopyBytes(sent.ptr, source.ptr, share),  # in place, this copy and the next ones are dropped
+            CopyBytes(sent.ptr, source.ptr, share),  # in place, this copy and the later ones are dropped
             schedule,
             *memories.own_copy(target.ptr + own, source.ptr, share),
             *by_proxy.rings.end(range(len(rails))),

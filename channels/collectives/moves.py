@@ -26,23 +26,23 @@ from proxyccl.device.stream_operations import StreamOperations
 class Move(Collective):
     """A collective whose kernel takes (team, source, target, share in bytes[, root]).
 
-    If `Collectives.goes_by_schedule`, the proxies move the bytes instead, by each rank's `part`.
+    If `Collectives.goes_by_schedule` returns true, the proxies move the bytes as each rank's `part` describes.
 
     Attributes:
-        rereads_output: whether a rank that works in place still reads data that peers would overwrite, so no peer may
-            store to its output.
+        rereads_output: whether a rank reads its output during an in-place call, so that peers must not store to the
+            output.
     """
 
     rereads_output = False
 
     @abstractmethod
     def part(self, group: Group, root: int | None, share: int, begin: int, nbytes: int) -> Exchange:
-        """Returns this rank's part when, of each share of `share` bytes, the `nbytes` bytes from `begin` on are
-        moved.
+        """Returns this rank's part in moving `nbytes` bytes from offset `begin` of each share; a share has `share`
+        bytes.
         """
 
     def schedule(self, collectives: Collectives, call: Call, share: int) -> StreamOperations:
-        """Returns the stream operations of a call by schedule, with shares of this size in bytes."""
+        """Returns the stream operations of a call by schedule; `share` is in bytes."""
         part = functools.partial(self.part, collectives.group, call.root, share)
         return prepare_move(collectives.by_proxy(), call.source, call.target, share, part)
 

@@ -1,6 +1,4 @@
-"""all_reduce_rms_norm: an all_reduce of rows, the residual's addition and RMSNorm; one launch, if ranks exchange
-packets.
-"""
+"""all_reduce_rms_norm: reduces rows, adds the residual and applies RMSNorm, in one launch if ranks exchange packets."""
 
 from __future__ import annotations
 
@@ -54,7 +52,7 @@ class _Options(NamedTuple):
     """The options of a call, as `Calls` (_calls.pyi) takes them.
 
     Attributes:
-        prepare: prepares the call's form.
+        prepare: prepares the call.
         algorithm, cta_policy, eps: the caller's arguments.
         inputs, outputs: the names of the arguments that are arrays.
     """
@@ -77,17 +75,6 @@ class _Rows(NamedTuple):
     def launch(
         self, runtime: Runtime, shape: RowShape, algorithm: str | None, x: int, eps: float, blocks: int, *team: bytes
     ) -> Launch:
-        """Returns the launch of a kernel.
-
-        Args:
-            runtime: the device.
-            shape: how rows lie in packets.
-            algorithm: a key of NORM_KERNELS.
-            x: the address of the rows.
-            eps: the caller's argument.
-            blocks: blocks of the grid.
-            team: the kernel's first parameter, if it communicates.
-        """
         kernel = NORM_KERNELS[algorithm]
         parts = ["lines" if shape.lines else "packets", *([str(shape.blocks)] * (shape.blocks > 1))]
         name = "_".join((kernel.name, *parts, *([] if self._whole(x) else ["apart"])))
@@ -103,8 +90,8 @@ class _Rows(NamedTuple):
         return self.width * self.views["x"].dtype.itemsize
 
     def _whole(self, x: int) -> bool:
-        """Whether all rows, `x` included, are aligned to ALIGNMENT. Ranks may get different results, because the
-        packets are the same in both cases.
+        """Whether all rows, those of `x` included, are aligned to ALIGNMENT. The alignment may differ between ranks,
+        because it does not change the packets.
         """
         addresses = [x, *(view.ptr for name, view in self.views.items() if name not in ("x", "scales", "quantize"))]
         return all(number % ALIGNMENT == 0 for number in (self.row_bytes, *addresses))
@@ -161,14 +148,13 @@ def _as_epsilon(eps: Any) -> float:
 
 
 def _new(collectives: Collectives, x: ArrayView, name: str, *, float8: bool) -> Any:
-    """Returns a new array for a result."""
     if name == "scales":
         return new_like(collectives.group, x, (*x.shape[:-1], 1), as_dtype("float32"))
     return new_like(collectives.group, x, x.shape, as_dtype(FLOAT8) if float8 and name == "out" else None)
 
 
 class _Preparer:
-    """Prepares the forms of one group's calls. A group has one `_Preparer`, because `Calls` compares it by identity."""
+    """Prepares one group's calls. A group has one `_Preparer`, because `Calls` compares it by identity."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
@@ -193,7 +179,6 @@ class _Preparer:
         return collectives.prepare_form(entry, views, lambda: self._launch(rows, request, options.eps), logged=logged)
 
     def _check(self, named: dict[str, Any]) -> _Rows:
-        """Returns the views of a call's arrays. Raises ArgumentError for an array that does not fit."""
         group = self._collectives.group
         views = {name: input_view(group, array, name) for name, array in named.items()}
         x = views["x"]
@@ -227,7 +212,6 @@ class _Preparer:
         return _Rows(views, x.size // width, width)
 
     def _launch(self, rows: _Rows, request: Request, eps: float) -> Launchable:
-        """Prepares a call: one launch by packets, or an all_reduce followed by a launch that normalizes."""
         collectives, source = self._collectives, rows.views["x"]
         group, dtype, row_bytes = collectives.group, source.dtype, rows.row_bytes
         runtime, defaults = group.runtime, group.runtime.launch_defaults
@@ -240,7 +224,7 @@ class _Preparer:
             shape = packets.row_shape(rows.rows, row_bytes)
             blocks, team = packets.of_rows(shape, rows.rows, request.cta_policy)
             return rows.launch(runtime, shape, chosen, source.ptr, eps, blocks, team)
-        lines = packets is not None and len(packets.scratch) > 1  # both kernels add in the same order
+        lines = packets is not None and len(packets.scratch) > 1  # keeps the packet kernels' order of additions
         shape = RowShape.of(defaults, row_bytes, None, lines=lines)
         blocks = min(rows.rows, _NORMS_AT_ONCE * defaults.blocks)
         if alone:
@@ -252,9 +236,7 @@ class _Preparer:
 
 
 def _refuse_overlaps(views: dict[str, ArrayView]) -> None:
-    """Raises ArgumentError for arrays that share memory, unless two arrays of the rows' size are the same memory: a
-    result may be written over `x` or `residual`.
-    """
+    """Raises ArgumentError for overlapping arrays, except that a result may be the same memory as `x` or `residual`."""
     names = [*views]
     for number, name in enumerate(names):
         for other in names[:number]:

@@ -1,7 +1,7 @@
-"""The scratch memory through which the packet algorithms work, and the shape of each call.
+"""The scratch memory of the packet algorithms, and the division of each call's data among blocks and packets.
 
 Every peer's scratch memory is mapped, so the kernels need no links and no semaphores: a packet is its own signal. A
-kernel gets all of this state as one parameter (packet_team.h).
+kernel gets the scratch memory and the division as one parameter, a ProxycclPacketTeam (packet_team.h).
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ _LINE_WARP = 32  # lanes of a warp on the targets that have lines
 _LINE_THREADS, _LINE_UNITS = 8, 15  # the values in lines.h
 ALIGNMENT = 16
 """Bytes of a unit of lines, and of the widest access."""
-_MOST_SHARED_ROWS = 8  # the most rows that clusters share: on 2 H200, for 16 rows, one block per row is as fast
+_MOST_SHARED_ROWS = 8  # the most rows for which clusters share rows; for 16 rows, one block per row is as fast
 _GROUP_BYTES = 4 * 4  # four floats in shared memory for each group of a row's packets
-_MOST_SHARED_BYTES = 46 << 10  # shared memory that a block has on every target, beside the kernel's own
-_LINE_PACKETS = 2  # a thread's part of two lines takes the room of this many packets
+_MOST_SHARED_BYTES = 46 << 10  # a block has this much shared memory on every target, beside the kernel's own
+_LINE_PACKETS = 2  # a thread's part of two lines fills this many packets
 
 
 def carries_whole_lines(group: Group) -> bool:
-    """Whether this rank's runtime supports lines, and the links to all other ranks carry each line in one piece.
+    """Returns whether this rank's runtime supports lines, and the links to all other ranks carry each line in one
+    piece.
 
     Links that support atomic additions, such as NVLink, carry each line in one piece. Other links may deliver the parts
     of a line one by one.
@@ -73,7 +74,7 @@ class RowShape(Struct, frozen=True):
         lines: whether the packets are lines.
         blocks: blocks that share a row.
         threads: threads of a block.
-        share: the number of a row's chunks, which are payloads of packets, or units of lines.
+        share: the number of packets' payloads, or of units of lines, that hold a row.
         row_packets: the number of packets of a row.
         packets: the number of packets that a block handles in one epoch.
         epochs: the number of epochs that a block needs for its part of a row.
@@ -95,7 +96,7 @@ class RowShape(Struct, frozen=True):
     def of(
         cls, defaults: LaunchDefaults, row_bytes: int, scratch: PacketScratch | None, *, lines: bool, blocks: int = 1
     ) -> RowShape:
-        """Returns the shape of rows of a size.
+        """Returns the shape of rows of `row_bytes` bytes.
 
         Args:
             defaults: the runtime's launch defaults.
@@ -132,7 +133,7 @@ class PacketTeam:
 
     Attributes:
         move_bytes: the longest share that an all_gather or an all_to_all moves in packets.
-        scratch: the memory of packets, and the memory of lines if links carry lines.
+        scratch: the memory of packets; if links carry lines, a second item is the memory of lines.
     """
 
     def __init__(self, group: Group, *, whole_lines: bool) -> None:
@@ -156,7 +157,7 @@ class PacketTeam:
         return self.move(share * dtype.itemsize, policy)
 
     def move(self, share: int, policy: CtaPolicy) -> PacketLaunch:
-        """Returns the launch of a call in which ranks send each other shares of this many bytes."""
+        """Returns the launch of a call in which each rank sends `share` bytes to each other rank."""
         if len(self.scratch) == 1 or share < self._line_bytes:
             return self._packets(share)
         blocks = self.scratch[1].blocks
@@ -184,8 +185,8 @@ class PacketTeam:
         return PacketLaunch(True, blocks, threads, scratch.parameter(units, epochs, each))
 
     def row_shape(self, rows: int, row_bytes: int) -> RowShape:
-        """Returns how rows of a size lie in this team's packets. If there are few rows, the blocks of a cluster share
-        each row, so that each block has less to send and to compute.
+        """Returns the shape of `rows` rows of `row_bytes` bytes in this team's packets. If there are few rows, the
+        blocks of a cluster share each row, so that each block has less to send and to compute.
         """
         lines = len(self.scratch) > 1
         blocks = self._defaults.row_blocks if lines and rows <= _MOST_SHARED_ROWS else 1
@@ -209,8 +210,8 @@ class PacketTeam:
 
 
 class PacketScratch:
-    """Memory for packets on each rank, and the epochs of its kernels' blocks. All ranks construct a `PacketScratch`
-    together.
+    """Memory for packets on each rank, and the epoch counters of the kernels' blocks. All ranks construct a
+    `PacketScratch` together.
 
     Args:
         blocks: the most blocks of a kernel.

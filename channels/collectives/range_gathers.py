@@ -1,4 +1,4 @@
-"""Gathers several ranges of an array in place by one schedule, in which ranks synchronize once for all ranges."""
+"""Gathers several ranges of an array in place by one schedule, so that ranks synchronize only once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ranks.
 
 
 class RangeGathers:
-    """Gathers in an array that all ranks have registered. All ranks construct a `RangeGathers` together.
+    """Gathers ranges of an array that each rank has registered. All ranks construct a `RangeGathers` together.
 
     Args:
         collectives: the group's collectives.
@@ -36,14 +36,15 @@ class RangeGathers:
     def __init__(self, collectives: Collectives, view: ArrayView) -> None:
         self._collectives, self._view = collectives, view
         self._by_proxy = collectives.by_proxy()
-        self._prepare = self._form  # this object's identity tells this array from a later array at the same address
+        self._prepare = self._form  # `_prepare`'s identity distinguishes arrays that have the same address
         self._span: ScheduleSpan | None = self._by_proxy.memories.target(view.ptr, view.nbytes)
         reached = bytes([self._span is not None])
         answers = collectives.group.exchange.all_gather_bytes(reached, "gathers of ranges")
         self.are_possible = all(answer == b"\1" for answer in answers)
 
     def gather(self, ranges: Sequence[Range], stream: StreamLike) -> None:
-        """Gathers each rank's part of each range on all ranks. All ranks call this together, with the same ranges.
+        """Gathers each range, so that all ranks get the parts of all ranks. All ranks call this together, with the same
+        ranges.
 
         Raises as `Communicator.all_gather`.
         """

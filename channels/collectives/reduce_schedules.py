@@ -1,7 +1,7 @@
-"""Reductions by proxy: schedules move the data, and a small kernel reduces each piece when it has arrived.
+"""Reductions by proxy: schedules move the data, and a small kernel reduces each piece after the piece has arrived.
 
-Each rank reduces one share of the elements. The share is cut into pieces: one piece is reduced while the next is in
-flight, and in an all_reduce its result goes back to all ranks while the next piece is reduced. In a short all_reduce
+Each rank reduces one share of the elements. A share is cut into pieces, so that one piece is reduced while the next is
+in flight. In an all_reduce, a piece's result goes to all ranks while the next piece is reduced. In a short all_reduce
 the data crosses the links only once: each rank sends all its elements to every other rank, and all ranks reduce the
 same values in the same order.
 """
@@ -51,8 +51,8 @@ class _Shares(Struct, frozen=True):
 
     Attributes:
         members: the ranks that take part, in order.
-        first: number of the first member's first element.
-        stride: elements from the start of one member's share to the next.
+        first: index of the first member's first element.
+        stride: elements from the start of one member's share to the start of the next member's.
         lengths: elements of each member's share; the first member's share is the longest.
     """
 
@@ -76,9 +76,10 @@ class _Pieces:
     """The pieces of a share, and the order in which a rank sends them to its peers.
 
     If each link leads to one peer, all peers get the first piece, then all get the second, and so on. If the proxy
-    copies to one peer after the other, each peer gets a whole share, so that all ranks go on to the next peer at about
-    the same time and no two of them share a link. Only the last peer gets values in pieces, so that a piece is reduced
-    while the next piece is in flight. Only the first peer gets results in pieces, as soon as each is ready.
+    copies to one peer after the other, a peer gets its whole share at once, so that all ranks move on to the next peer
+    at about the same time and no two ranks share a link. Only the last peer then gets values in pieces, so that a piece
+    is reduced while the next piece is in flight. Only the first peer then gets results in pieces, each as soon as it is
+    ready.
 
     Args:
         longest: elements of the longest share.
@@ -97,21 +98,18 @@ class _Pieces:
         self._peers, self._in_turn = peers, in_turn
 
     def values(self) -> list[tuple[int, int, int]]:
-        """Returns the sends of values, each as a tuple of the peer, the offset, and the most elements."""
+        """Returns a tuple (peer, offset, most elements) for each send of values."""
         return [(peer, *bounds) for peer, _, bounds in self._sends(self._peers[-1:])]
 
     def results(self) -> list[tuple[int, int, int, int]]:
-        """Returns the sends of results, each as a tuple as in `values`, followed by the number of the last piece that
-        the send needs.
-        """
+        """Returns a tuple (peer, offset, most elements, number of the last piece it needs) for each send of results."""
         return [(peer, *bounds, number) for peer, number, bounds in self._sends(self._peers[:1])]
 
     def values_from(self, peer: int) -> range:
-        """Returns the pieces in which values come from a peer; a whole share comes with the first piece."""
+        """Returns the numbers of the pieces in which a peer's values arrive; a whole share arrives as piece 0."""
         return range(len(self.bounds) if not self._in_turn or peer in self._peers[:1] else 1)
 
     def results_from(self, peer: int) -> int:
-        """Returns the number of sends in which results come from a peer."""
         return len(self.bounds) if not self._in_turn or peer in self._peers[-1:] else 1
 
     def _sends(self, cut: Sequence[int]) -> list[tuple[int, int, tuple[int, int]]]:
@@ -126,9 +124,7 @@ class _Pieces:
 
 
 def prepare_reduce_scatter(by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str) -> StreamOperations:
-    """Returns the stream operations of a reduce_scatter: `source` holds as many elements for each rank as `target`
-    has.
-    """
+    """Returns the stream operations of a reduce_scatter. `source` has `target.size` elements for each rank."""
     ranks, itemsize = by_proxy.group.world_size, source.dtype.itemsize
     steps: list[Step] = []
     for begin, count in rounds(target.size, by_proxy.longest_round // (ranks * itemsize)):
@@ -142,9 +138,9 @@ def prepare_reduce_scatter(by_proxy: ByProxy, source: ArrayView, target: ArrayVi
 def all_reduce_steps(
     by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str, members: Sequence[int], divisor: int
 ) -> list[Step]:
-    """Returns a stream's steps of an all_reduce among some ranks; `target` may be `source`. All ranks of the group call
-    this together, each for the set of ranks that it belongs to, and with arrays of the same size. `divisor` is the
-    divisor of an average.
+    """Returns a stream's steps of an all_reduce among `members`; `target` may be `source`. All ranks of the group call
+    this together, with arrays of the same size. Each rank passes the members of the set that it belongs to. `divisor`
+    is the divisor of an average.
     """
     ranks, itemsize = len(members), source.dtype.itemsize
     if source.nbytes * (ranks - 1) <= by_proxy.one_crossing_bytes:
@@ -161,7 +157,7 @@ def all_reduce_steps(
 def _all_reduce_round(
     by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str, shares: _Shares, divisor: int
 ) -> list[Step]:
-    """Returns the steps of one schedule. A rank's reduced share goes from its output to its peers' outputs."""
+    """A rank sends its reduced share from its output to its peers' outputs."""
     links, memories, rank = by_proxy.links, by_proxy.memories, by_proxy.group.rank
     peers = others(by_proxy.group, shares.members)
     itemsize, nbytes = source.dtype.itemsize, sum(shares.lengths) * source.dtype.itemsize
@@ -217,10 +213,10 @@ class _Slots:
     Args:
         nbytes: the most bytes that a peer sends.
         members: the ranks that take part, in order.
-        may_be_pinned: whether short data may go through pinned memory; the senders then use pinned memory for it too.
+        may_be_pinned: whether short data goes from pinned memory to pinned memory.
 
     Attributes:
-        nbytes: size of all slots.
+        nbytes: total size of the slots.
     """
 
     def __init__(
@@ -246,11 +242,10 @@ class _Slots:
         self._kernel = self._group.runtime.shipped(kernel.file, kernel.name, dtype.name, op)
 
     def offset(self, peer: int) -> int:
-        """Returns the offset of a peer's slot in bytes; slots are in the order of ranks."""
         return (self._members.index(peer) - (peer > self._group.rank)) * self._slot_bytes
 
     def posts(self, channels: Mapping[int, int]) -> tuple[SchedulePost, ...]:
-        """Returns posts that let each peer write to its slot, by a channel to that peer."""
+        """Returns the posts that let each peer write to its slot; `channels` maps peers to channels."""
         memory, offset = self._memory.memory, self._memory.offset
         return tuple(
             SchedulePost(channels[peer], memory.id_at(peer), offset + self.offset(peer)) for peer in self._peers
@@ -267,17 +262,17 @@ class _Slots:
         transfers: int = 0,
         gated: bool = False,
     ) -> Launch:
-        """Returns the kernel that reduces each piece and resets the piece's stage. It waits for all pieces except the
-        first. With `first`, the kernel is launched when all ranks have joined, waits for the first piece too, and
-        resets the stage of the posts.
+        """Returns the launch of the kernel that reduces each piece and resets the piece's stage. The kernel waits for
+        each piece except the first. If `first` is not 0, the kernel is launched when all ranks have joined, and
+        therefore also waits for the first piece and resets the stage of the posts.
 
         Args:
-            own: this rank's elements.
-            result: the memory for the reduced elements.
+            own: the address of this rank's elements.
+            result: the address for the reduced elements.
             pieces: the offset and the most elements of each piece; piece n is stage n of the schedule.
-            first: transfers of the first stage; 0 if they are complete when the kernel is launched.
-            transfers: transfers of each other stage.
-            gated: whether the kernel opens the gate, for which the proxy's sends wait, after each piece.
+            first: number of transfers of the first stage; 0 if they are complete when the kernel is launched.
+            transfers: number of transfers of each later stage.
+            gated: whether the kernel opens the gate after each piece; the proxy's sends of results wait for the gate.
         """
         group, words, defaults = self._group, self._words, self._group.runtime.launch_defaults
         arrived = ffi.new("ProxycclArrived *")
@@ -305,7 +300,7 @@ class _Slots:
 
 
 class _Reduction:
-    """The data that a rank sends its peers to reduce, and its own part of the reduction, in one schedule.
+    """One rank's part of one schedule: the data that its peers reduce, and the share that the rank itself reduces.
 
     Attributes:
         pieces: the pieces of the longest share.
@@ -348,7 +343,6 @@ class _Reduction:
         )
 
     def receives(self) -> tuple[ScheduleReceive, ...]:
-        """Returns the receives of the peers' data, a stage for each piece."""
         channels = self._by_proxy.links.sends
         return tuple(
             ScheduleReceive(channels[peer], stage=number)
@@ -357,14 +351,14 @@ class _Reduction:
         )
 
     def reduce(self, result: int, *, posts: int, gated: bool) -> list[Step]:
-        """Returns the wait before the kernel, the kernel that reduces this rank's share, and the end of the schedule.
-        If the data is short, the kernel is launched when all ranks have joined, and waits for the data itself;
-        otherwise the stream waits for the first piece before the kernel.
+        """Returns the steps that wait, reduce this rank's share by a kernel, and end the schedule. If the data is
+        short, the kernel is launched when all ranks have joined, and waits for the data itself; otherwise the stream
+        waits for the first piece before the kernel.
 
         Args:
-            result: the memory for the reduced share.
-            posts: the posts that the schedule's sends wait for.
-            gated: whether reduced pieces are sent on.
+            result: the address for the reduced share.
+            posts: the number of posts that the schedule's sends wait for.
+            gated: whether the proxy sends reduced pieces to peers.
         """
         rank = self._by_proxy.group.rank
         own, count = self._source.ptr + self._shares.start(rank) * self._itemsize, self._shares.whole(rank)

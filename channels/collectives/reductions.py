@@ -1,6 +1,4 @@
-"""The reductions: all_reduce, by one of several algorithms; reduce, which is an all_reduce whose results most ranks
-drop; and reduce_scatter.
-"""
+"""The reductions all_reduce, reduce and reduce_scatter. A reduce is an all_reduce whose result only the root keeps."""
 
 from __future__ import annotations
 
@@ -58,7 +56,7 @@ ALL_REDUCE = _AllReduce()
 
 
 def steps_of_all_reduce(collectives: Collectives, call: Call, chosen: str) -> Sequence[Step]:
-    """Returns a stream's steps of an all_reduce by the algorithm that was chosen."""
+    """Returns a stream's steps of an all_reduce by the algorithm `chosen`."""
     group, source, target, op = collectives.group, call.source, call.target, call.op
     assert op is not None
     policy = call.request.cta_policy
@@ -176,12 +174,12 @@ def _reduces_by_schedule(collectives: Collectives, nbytes: int) -> bool:
 
 
 class _Levels(Struct, Generic[_BetweenStep], frozen=True):
-    """The levels of a hierarchy. Each share is reduced inside the node, then between the ranks with the same number on
-    all nodes, then gathered inside the node, so the data of a node crosses to the other nodes only once.
+    """The levels of a hierarchy. Each share is reduced inside the node, then between the ranks with the same local rank
+    on all nodes, then gathered inside the node, so the data of a node crosses to the other nodes only once.
 
-    Data that fits one round is reduced whole by every rank, inside the node and then between nodes. That saves a
-    crossing, which would take longer than such short data. Elements that are left over when the data is divided evenly
-    are reduced in the same way.
+    If the data fits one round, every rank reduces all of it, inside the node and then between nodes. Reducing all data
+    saves a crossing, which would take longer than the transfer of such short data. If longer data can't be divided
+    evenly, every rank also reduces all elements that are left over.
 
     Attributes:
         partial: the operator inside a node.
@@ -222,7 +220,6 @@ class _Levels(Struct, Generic[_BetweenStep], frozen=True):
         inside, _ = self.collectives.levels()
 
         def whole(begin: int) -> list[Launch | _BetweenStep]:
-            """Returns the steps that reduce the elements from `begin` on in one round."""
             count = source.size - begin
             part = _part(target, begin, count)
             return [
@@ -278,8 +275,8 @@ REDUCE = _Reduce()
 def reduce(
     collectives: Collectives, x: Any, op: str, root: int, out: Any, algorithm: str | None, stream: StreamLike
 ) -> Any:
-    """See `Communicator.reduce`. The call runs an all_reduce whose result all ranks but the root drop, because no
-    shipped kernel sends less for short arrays.
+    """See `Communicator.reduce`. Runs an all_reduce whose result only the root keeps, because no shipped kernel sends
+    less for short arrays.
     """
     group = collectives.group
     root = as_rank(group.world_size, root, "root")
@@ -299,7 +296,8 @@ class _ReduceScatter(Collective):
         return share_shape(group, source)
 
     def lent(self, launchable: Launchable) -> int:
-        # Other ranks' kernels access neither the input nor the output; proxies send from the input.
+        # Peers' kernels access neither the input nor the output. If the call is a schedule, proxies send from the
+        # input.
         return 0 if isinstance(launchable, StreamOperations) else -1
 
     def launch(self, collectives: Collectives, call: Call) -> Launchable:

@@ -1,6 +1,4 @@
-"""The callers' request for a collective's algorithm. All ranks make the same request, because the call log compares
-it.
-"""
+"""The callers' request for a collective's algorithm. All ranks make the same request; the call log checks this."""
 
 from __future__ import annotations
 
@@ -26,15 +24,15 @@ _ALGORITHMS = dict.fromkeys(name for names in ALGORITHMS_BY_COLLECTIVE.values() 
 
 
 class Request(NamedTuple):
-    """The request of the callers of one collective call.
+    """The algorithm or policy that the callers of a collective request.
 
     Attributes:
-        name: describes the other fields in words; ranks compare this name by the call log.
+        name: a text that describes the other fields; the call log compares it.
         algorithm: the algorithm that the callers chose, or the name of an execution plan; None for the library's
             choice.
         cta_policy: limits the library's choice.
-        symmetric: the callers promise that all ranks' arrays are symmetric memory. Only the choice relies on this
-            promise.
+        symmetric: whether the callers promise that all ranks' arrays are symmetric memory. The promise affects only the
+            choice of an algorithm.
     """
 
     name: str = ANY_ALGORITHM
@@ -102,7 +100,7 @@ def request_of(
         standing: the communicator's policy, for calls that name neither an algorithm nor a policy; None for "default".
 
     Raises:
-        ArgumentError: one of the caller's arguments is wrong, or two contradict each other.
+        ArgumentError: one of the caller's arguments is wrong, or two of them contradict each other.
     """
     if algorithm is not None and not isinstance(algorithm, str):
         raise ArgumentError("algorithm", f"must be a name or None, not {algorithm!r}")
@@ -123,9 +121,6 @@ def request_of(
 
 
 def _with_policy(request: Request, policy: CtaPolicy) -> Request:
-    """Returns the request with its kernels limited to few multiprocessors if the policy is "efficiency"; every
-    algorithm works with few multiprocessors.
-    """
     return request._replace(name=_efficient(request.name), cta_policy=policy) if policy == "efficiency" else request
 
 

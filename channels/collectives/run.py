@@ -1,4 +1,4 @@
-"""The path of a collective's call, and the preparation of its form."""
+"""Makes the calls of collectives, and prepares them for later calls with arrays of the same kinds."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(
 
     Args:
         op: the operator; None if the collective does not reduce.
-        root: the rank; None if the collective has no root.
+        root: the root's rank; None if the collective has no root.
         algorithm, cta_policy, symmetric, stream: as for `Communicator.all_reduce`.
 
     Returns:
@@ -99,14 +99,13 @@ def issue(
 
 
 def _readable(group: Group, given: Any, names: Sequence[str]) -> Any:
-    """Returns views of an array, or of a tuple of arrays. Raises as `readable_view`."""
     if not isinstance(given, tuple):
         return readable_view(group, given, names[0])
     return tuple(readable_view(group, each, name) for each, name in zip(given, names, strict=bool(given)))
 
 
 def preparing(collectives: Collectives, collective: Collective) -> Callable[..., Form]:
-    """Returns the function that prepares a collective's forms: the first field of the collective's `Options`."""
+    """Returns the function that prepares a collective's calls, which is the first field of `Options`."""
     found = collectives.preparing.get(collective)
     if found is None:
         made = functools.partial(_prepare, collectives, collective)
@@ -123,9 +122,7 @@ def _prepare(
     reached: bool,
     logged: bool,
 ) -> Form:
-    """Checks a call, compares it with the other ranks' calls, and prepares its form. C calls this: see `Calls`
-    (_calls.pyi).
-    """
+    """Checks a call, compares it with the other ranks' calls, and prepares it. C calls this (_calls.pyi, `Calls`)."""
     group, options = collectives.group, Options(*given)
     if collective.reduces:
         require_op(options.op)
@@ -155,16 +152,16 @@ def _prepare(
 
 
 def barrier(collectives: Collectives, stream: StreamLike, *, intra_node_only: bool = False) -> None:
-    """See `Communicator.barrier`. With `intra_node_only` only ranks of the same node wait for one another. A barrier
-    has no arrays, so this function does not use `run`.
-    """
+    """See `Communicator.barrier`."""
     group = collectives.group
     inside = as_flag(intra_node_only, "intra_node_only") and group.topology.node_count > 1
     issue(collectives, (), (), options_of_barrier(collectives, inside=inside), stream)
 
 
 def options_of_barrier(collectives: Collectives, *, inside: bool) -> tuple[Callable[..., Form], bool]:
-    """Returns the options of barriers for `Calls` (_calls.pyi): for a node's ranks if `inside`, else for all ranks."""
+    """Returns the options of barriers for `Calls` (_calls.pyi): for the node's ranks if `inside`, otherwise for all
+    ranks.
+    """
     found = collectives.preparing.get(barrier)
     if found is None:
         found = collectives.preparing.setdefault(barrier, functools.partial(_prepare_barrier, collectives))

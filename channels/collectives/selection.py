@@ -1,4 +1,4 @@
-"""The algorithm for each call: a table by size for each collective, class of element types and kind of arrays."""
+"""Chooses each call's algorithm by size. Each collective, class of element types and kind of arrays has a table."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def require_algorithm(name: str, collective: str = "all_reduce") -> None:
 
 
 def require_collective(name: str) -> str:
-    """Returns the name of a collective with several algorithms. Raises ArgumentError for any other name."""
+    """Returns `name` if the collective of that name has several algorithms. Raises ArgumentError for any other name."""
     if not isinstance(name, str) or name not in _ELEMENTS:
         raise ArgumentError("collective", f"unknown collective {name!r}; expected one of {', '.join(_ELEMENTS)}")
     return name
@@ -58,8 +58,8 @@ class Case(Message, frozen=True):
     """The calls that share a table.
 
     Attributes:
-        collective: its name.
-        elements: the class of their element types.
+        collective: the collective's name.
+        elements: the class of element types.
         symmetric: whether the callers promise symmetric arrays (`Request.symmetric`).
     """
 
@@ -92,13 +92,13 @@ class SizeTable:
     """A table of algorithms by message size. Each limit is the most bytes for which its algorithm is used.
 
     Args:
-        limits: bytes of the larger of a rank's input and output, each with an algorithm: its name, or an
-            `ExecutionPlan`.
+        limits: pairs of a limit and an algorithm's name or an `ExecutionPlan`. A limit is in bytes of the larger of a
+            rank's input and output.
         beyond: the algorithm for larger sizes.
 
     Raises:
-        ArgumentError: no collective has such an algorithm, or the limits are not pairs, not numbers of bytes, or in
-            falling order.
+        ArgumentError: no collective has such an algorithm, the limits are not pairs, or their bytes are not integers
+            from 0 on in rising order.
     """
 
     limits: tuple[tuple[int, Algorithm], ...] = ()
@@ -130,7 +130,9 @@ class SizeTable:
         return tuple(dict.fromkeys(each for each in self.algorithms if isinstance(each, ExecutionPlan)))
 
     def ranges(self) -> Iterator[tuple[int, int | None, Algorithm]]:
-        """Returns each algorithm with the least and the most bytes for which it is used; None for no limit."""
+        """Yields a tuple (least bytes, most bytes, algorithm) for each range of sizes; the last range has None as its
+        most bytes.
+        """
         least = 0
         for limit, algorithm in self.limits:
             yield least, limit, algorithm
@@ -149,11 +151,12 @@ class SizeTable:
 class Selector:
     """The tables of all cases. `Communicator.tune` replaces the defaults by measurements on the machine.
 
-    An execution plan in a table runs those calls of its sizes that it can execute. The built-in choice serves the other
-    calls: those with another operator, or with an array that the plan's chunks don't divide.
+    An execution plan in a table runs the calls in its range of sizes that the plan can execute. The default tables
+    choose the algorithm for calls with another operator, or with an array that the plan's chunks don't divide.
 
-    Raises ArgumentError unless there is exactly one table for each of `CASES`, with algorithms of its collective; also
-    for a plan that can't execute any of the calls that its table assigns to it.
+    Raises ArgumentError unless `tables` has exactly one table for each of `CASES`, whose algorithms the case's
+    collective supports. Also raises ArgumentError for a plan that can't execute any of the calls that its table assigns
+    to it.
 
     Attributes:
         tables: the table of each case.
@@ -188,10 +191,10 @@ class Selector:
         Args:
             ranks: the world size.
             runtime: "host", "cuda" or "hip".
-            levels: whether there are several nodes, all with the same number of ranks, which is more than one.
+            levels: whether there are several nodes, each with the same number of ranks, at least two.
             lines: whether long packets are lines (lines.h).
-            proxied_kernel_bytes: the largest share that kernels move to other nodes. Longer shares go by proxy, except
-                in an all_reduce with levels. If 0, kernels move shares of any size.
+            proxied_kernel_bytes: the largest share, in bytes, that kernels move to other nodes; 0 for no limit. Longer
+                shares go by proxy, except in an all_reduce with levels.
         """
         longest = proxied_kernel_bytes * ranks
         beyond = "hierarchical" if levels else "proxy" if longest else "two_shot"
@@ -207,8 +210,7 @@ class Selector:
                     if lines
                     else _by_packets(ranks, runtime, symmetric=case.symmetric, short=short)
                 )
-                # An all_reduce through pinned memory sends each share twice; between two ranks, each rank sends its
-                # whole array.
+                # On GPUs an all_reduce through pinned memory sends each share twice, so its limit is half as large.
                 reduced = longest if runtime == "host" else longest // 2
                 limits = {"two_shot": packets, "proxy": ((reduced, "two_shot"),)}.get(beyond, ())
                 tables[case] = SizeTable(limits, beyond)
@@ -230,7 +232,7 @@ class Selector:
         """Returns the algorithm of a call.
 
         Args:
-            collective: its name.
+            collective: the collective's name.
             dtype: the type of the elements.
             nbytes: size of the larger of a rank's input and output.
             symmetric: whether the callers promise symmetric arrays.
@@ -239,12 +241,12 @@ class Selector:
 
 
 def sends_through_pinned_memory(group: Group) -> bool:
-    """Whether kernels send to other nodes through pinned memory; the same on all ranks."""
+    """Returns whether kernels send to other nodes through pinned memory; the same on all ranks."""
     return group.runtime.launch_defaults.pinned_kernel_bytes > 0 and group.topology.stages_remote_pairs()
 
 
 def proxied_kernel_bytes(group: Group) -> int:
-    """Returns the longest share that kernels move, by default, through the proxy to peers on other nodes; 0 if kernels
+    """Returns the longest share, in bytes, that kernels by default move to other nodes through the proxy; 0 if kernels
     move no data to other nodes. All ranks get the same result.
     """
     defaults = group.runtime.launch_defaults
@@ -270,7 +272,6 @@ def default_selector(group: Group, *, lines: bool = False) -> Selector:
 
 
 def _require_plan(plan: ExecutionPlan, case: Case, least: int, most: int | None) -> None:
-    """Raises ArgumentError for a plan that can't execute any call of a case from `least` to `most` bytes."""
     plan.require_collective(case.collective, "tables")
     document = plan.document
     if document.max_message_size < least or (most is not None and document.min_message_size > most):
@@ -287,8 +288,9 @@ def _require_plan(plan: ExecutionPlan, case: Case, least: int, most: int | None)
 
 
 def _by_lines(ranks: int, *, symmetric: bool) -> tuple[tuple[int, str], ...]:
-    """Returns the limits for all_reduce within a node whose long packets are lines; the same for all types, because
-    these algorithms send no partial sums. The limits come from measurements on 2, 3 and 4 H200 (benchmarks/results).
+    """Returns the limits for all_reduce within a node if long packets are lines. The limits are the same for all
+    element types, because these algorithms send no partial sums. The limits come from measurements on 2, 3 and 4 H200
+    (benchmarks/results).
 
     Args:
         symmetric: whether the callers promise symmetric arrays.
@@ -306,12 +308,12 @@ def _by_packets(ranks: int, runtime: str, *, symmetric: bool, short: bool) -> tu
 
     For GPUs the limits come from measurements on 2 and 4 H200 (benchmarks/results). The data that a one-shot sends
     grows with the number of ranks, so the one-shot's limit shrinks. Recursive doubling needs no extra steps if the
-    number of ranks is a power of two. On symmetric memory a two-shot loads peers' data in place, which beats packets
-    from a smaller size on.
+    number of ranks is a power of two. On symmetric memory `two_shot` loads peers' data in place, so packets are faster
+    only up to smaller sizes.
 
     Args:
         symmetric: whether the callers promise symmetric arrays.
-        short: whether partial sums are longer than the values, so that algorithms that send them are not used.
+        short: whether partial sums are longer than the values, so that no algorithm that sends partial sums is used.
     """
     if runtime == "host" or ranks == 1:  # on the host a packet costs more than the crossing that it saves
         return ()
@@ -326,11 +328,11 @@ def _by_packets(ranks: int, runtime: str, *, symmetric: bool, short: bool) -> tu
 
 
 def invariant_algorithms(algorithms: Sequence[str], ranks: int) -> tuple[str, ...]:
-    """Returns the algorithms of all_reduce by which an element's sum has the same bits, whichever of them runs, and
-    wherever the element lies in an array of any size.
+    """Returns the all_reduce algorithms that all compute the same bits for an element, at any index of an array of any
+    size.
 
-    Within a node these algorithms add in the order of ranks. Between nodes only one algorithm qualifies, if it is among
-    `algorithms`: it adds within each node and then in the order of nodes.
+    Within a node these algorithms add in the order of ranks. Between nodes only `hierarchical` qualifies, which adds
+    within each node and then in the order of nodes.
 
     Args:
         algorithms: the algorithms that work between the ranks.
@@ -343,8 +345,8 @@ def invariant_algorithms(algorithms: Sequence[str], ranks: int) -> tuple[str, ..
 
 
 def sending_no_sums(algorithm: str, ranks: int) -> str:
-    """Returns the replacement for an algorithm that sends partial sums, for the 16-bit floats, whose sums are twice as
-    long as their values. Algorithms other than the replaced ones send original values, or rounded sums.
+    """Returns `algorithm`, or its replacement if it sends partial sums. Partial sums of 16-bit floats are twice as long
+    as the values.
     """
     if algorithm == "recursive_doubling":
         return "one_shot" if ranks == 2 else "two_shot_packets"

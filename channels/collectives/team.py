@@ -1,4 +1,4 @@
-"""A team: the scratch memory and links through which the shipped collectives work."""
+"""A team: the scratch memory and links that the shipped collectives use."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ _PROXIED_PARTS = 4
 
 
 class Links:
-    """A table of ProxycclLink (team.h), [lanes][members]. All ranks construct a `Links` together.
+    """A table of ProxycclLink (team.h), indexed by lane and member. All ranks construct a `Links` together.
 
     Args:
         memory: the scratch memory that peers write to.
         proxied: the scratch memory that proxies of peers write to.
         members: the ranks of the table's columns.
         via_proxy: members reached through the proxy; all others except this rank are mapped.
-        lanes: links to each peer.
+        lanes: number of links to each peer.
         proxied_anywhere: whether any rank of the group reaches a peer through the proxy.
 
     Attributes:
         table: the links.
-        proxy_channels: by peer, the channels of its lanes.
-        sleepers: wakes the proxy that the channels use, if it sleeps; None if there are no channels.
+        proxy_channels: maps each peer reached through the proxy to the channels of its lanes.
+        sleepers: wakes the channels' proxy if the proxy sleeps; None if there are no channels.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Links:
         return memory
 
     def close(self) -> None:
-        """Frees the semaphores' own words. Kernels of this rank must have ended."""
+        """Frees this rank's semaphores. Kernels of this rank must have ended."""
         self._semaphores.close()
 
 
@@ -118,8 +118,8 @@ class Team:
         pinned: whether data for proxies lies in pinned memory, which the proxies' CPUs copy.
         all_mapped: whether every member maps the memory of all members; then each block has its own lane.
         blocks: the most blocks of a kernel of this team.
-        packets: the state of the packet algorithms; None if the team is not all ranks, a peer is not mapped, or there
-            are more than MAX_RANKS of `packet_team`.
+        packets: the state of the packet algorithms; None if the team lacks a rank of the group, if a peer is not
+            mapped, or if there are more than `packet_team.MAX_RANKS` ranks.
     """
 
     def __init__(self, group: Group, *, members: list[int] | None = None, whole_lines: bool = False) -> None:
@@ -130,7 +130,7 @@ class Team:
             raise ResourceError(f"collectives serve at most {lib.PROXYCCL_MAX_BLOCK_THREADS} ranks, not {ranks}")
         accessible = group.topology.accessible
         via_proxy = [peer for peer in members if peer != rank and not accessible[peer]]
-        # All ranks of the team use the same grid and the same kind of lanes (team.h).
+        # Ranks exchange flags, because all ranks of a team must use the same grid and the same kind of lanes (team.h).
         flags = group.exchange.all_gather(not via_proxy, FLAG, "the first collective")
         self.all_mapped = self.all_mapped_of(ranks, [flags[peer] for peer in members])
         defaults = runtime.launch_defaults
@@ -169,7 +169,7 @@ class Team:
         team.proxied = ffi.cast("char *", proxied.ptr)
         team.exchange_bytes, team.pipeline_bytes = exchange_bytes, pipeline_bytes
         most = min(_ONE_CROSSING_BYTES, exchange_bytes // ranks // 128 * 128)
-        if self.pinned:  # the bytes that a rank sends to each peer
+        if self.pinned:  # `pinned_kernel_bytes` limits the bytes for all peers together
             most = min(most, defaults.pinned_kernel_bytes // max(1, ranks - 1))
         team.one_crossing_bytes = most if self.all_mapped or ranks > 2 else _NO_LIMIT
         team.outputs_offset, team.staging_offset, team.lanes = buffers, buffers + outputs, lanes
@@ -180,7 +180,7 @@ class Team:
 
     @staticmethod
     def all_mapped_of(ranks: int, reaching: Iterable[bool]) -> bool:
-        """Computes `all_mapped` for a team of `ranks` members; `reaching` tells for each member whether its kernels
+        """Returns `all_mapped` for a team of `ranks` members; `reaching` tells for each member whether its kernels
         reach all members.
         """
         return ranks <= lib.PROXYCCL_MAX_MAPPED_RANKS and all(reaching)
@@ -197,10 +197,10 @@ class Team:
 
         Args:
             divisor: the divisor of an average; None for the number of the team's ranks.
-            nbytes: bytes of a share, for kernels that may exchange output addresses before they send; they do so for
-                shares of at least `meeting_bytes`.
-            reached: whether the kernels of all ranks reach this rank's output; a form then has the peers' addresses of
-                the output.
+            nbytes: size of a share in bytes. If the size is at least `meeting_bytes`, ranks exchange output addresses
+                before they send.
+            reached: whether the kernels of all ranks reach this rank's output, so that the prepared call holds the
+                addresses at which peers reach the output.
         """
         return self._struct(self._call(nbytes, divisor), reached=reached)
 
@@ -223,7 +223,7 @@ class Team:
         """
         team = self._call(0, divisor)
         team.offers = self._writes_outputs and reached and loadable and count * itemsize <= self._offered_bytes
-        aligned = 16 // itemsize  # shares and pieces are aligned to 16 bytes if the array is
+        aligned = 16 // itemsize  # shares and pieces are aligned to 16 bytes if the array is aligned
         most = share = round_up(-(-count // team.world_size), aligned)
         if not self.all_mapped:  # even a message that fits in one piece is cut, so that its transfers overlap
             most = max(round_up(-(-share // _PROXIED_PARTS), aligned), _SHORTEST_PROXIED_PIECE // itemsize)
@@ -254,7 +254,7 @@ class Team:
         return ProxiedStruct.of(bytes(ffi.buffer(team)), self._links.sleepers, peers_words=peers_words)
 
     def takes_one_crossing(self, nbytes: int) -> bool:
-        """Whether `all_reduce_by_proxy` reduces this many bytes in one crossing."""
+        """Returns whether `all_reduce_by_proxy` reduces this many bytes in one crossing."""
         return nbytes <= self._team.one_crossing_bytes
 
     def _call(self, nbytes: int, divisor: int | None = None) -> ProxycclTeamPointer:

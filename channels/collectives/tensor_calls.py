@@ -42,9 +42,9 @@ class TensorCalls:
         """Returns the options of calls for `make` and `call_kept`.
 
         Args:
-            collective: its name, "barrier" included.
+            collective: the collective's name, or "barrier".
             op: the operator of a reduction.
-            root: the rank, where the collective has one.
+            root: the root's rank, if the collective has a root.
             cta_policy: as for `Communicator.all_reduce`; None for "efficiency", unless the communicator has a policy.
         """
         if collective == "barrier":
@@ -57,7 +57,7 @@ class TensorCalls:
 
         Args:
             options: the result of `options`.
-            x, out: contiguous tensors; an empty tuple for the result of a reduction that this rank drops.
+            x, out: contiguous tensors; `out` is an empty tuple if this rank drops the result of a reduction.
         """
         issue(self._collectives, x, out, options, None)
 
@@ -70,36 +70,36 @@ class TensorCalls:
         return self._collectives.standing.cta_policy is None and group.topology.node_count == 1 < group.world_size
 
     def choose_policy(self, collective: str, nbytes: int, *, beside: bool, output: Callable[[], int]) -> CtaPolicy:
-        """Returns the policy of the next call, the same on all ranks: the first rank to reach the call decides. All
-        ranks call this for the same calls, if `chooses`.
+        """Returns the policy of the next call, the same on all ranks: the first rank to reach the call decides. If
+        `chooses` is true, all ranks call this before the same calls.
 
         The choice may differ from run to run. The choice does not change results: under all policies the reductions add
         in the order of ranks. Kernels on all multiprocessors leave no room for another communicator's kernels, and
-        ranks may reach two communicators' calls in different orders. So such kernels are chosen only if no rank has
-        another communicator on its device.
+        ranks may reach two communicators' calls in different orders. So a policy with kernels on all multiprocessors is
+        chosen only if no rank has another communicator on its device.
 
         Args:
-            collective: its name.
+            collective: the collective's name.
             nbytes: size of the larger of a rank's input and output.
             beside: whether this rank's program is expected to run other kernels during the call.
-            output: tells where the output lies.
+            output: returns the output's address.
         """
         log = self._collectives.group.launches.log
         wish: CtaPolicy = "efficiency" if beside or log.shares_device else "default"
         if beside and nbytes >= _LONG_BYTES and self._may_go_by_proxy(collective, output, nbytes):
             wish = "zero"
         chosen = CTA_POLICIES[log.choose(CTA_POLICIES.index(wish))]
-        # All ranks make the parts of schedules together, so at this point no rank has made them.
+        # All ranks construct `ByProxy` together, so at this point no rank has constructed one.
         if chosen == "zero" and collective == "all_gather" and self._collectives.made_by_proxy is None:
             self._collectives.by_proxy()  # lets peers' proxies map the next output
             return "efficiency"
         return chosen
 
     def _may_go_by_proxy(self, collective: str, output: Callable[[], int], nbytes: int) -> bool:
-        """Whether a call may go by proxy if the program computes during the call. This is false while the proxies'
-        process starts, and if the algorithms' tables were measured or set. A gather goes by proxy only if peers'
-        proxies can access its output, because otherwise all results would be copied, which costs more than the proxy
-        saves.
+        """Whether a call may go by proxy if the program computes during the call. The result is False while the
+        proxies' process starts, and if the algorithms' tables were measured or set. A gather goes by proxy only if
+        peers' proxies can access its output, because otherwise all results would be copied, which costs more than the
+        proxy saves.
         """
         collectives = self._collectives
         if collectives.selector is not collectives.defaults or not collectives.group.links.proxy_is_ready:
@@ -120,9 +120,7 @@ class TensorCalls:
 
     @property
     def call_transfers(self) -> CallInC | None:
-        """The function that makes calls of transfers, `FlowCalls.call_borrowed`; None until the ranks have set up
-        transfers.
-        """
+        """`FlowCalls.call_borrowed`, which makes calls of transfers; None until the ranks have set up transfers."""
         flows = self._collectives.made_flows
         if flows is None:
             return None

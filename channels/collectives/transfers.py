@@ -33,12 +33,10 @@ from proxyccl.device.runtime import Runtime, StreamLike
 class Transfers:
     """Transfers that are issued together, at the end of the ``with`` block that collects them.
 
-    No transfer waits for another, so the order of sends and receives within the block does not matter, except with the
-    same peer: the n-th send from a rank to a peer is matched with the n-th receive of that peer from that rank. An
-    array that is received must not
-    overlap another array of the block, except if this rank sends itself an array in place. If arrays overlap, the end
-        of the block raises ArgumentError, and issues nothing. If the block raises an exception, nothing is issued. Made
-        by `Communicator.transfers`.
+    No transfer waits for another, so sends and receives may have any order within the block. But transfers from one
+    rank to another are matched in order: the n-th send with the n-th receive. A received array must not overlap another
+    array of the block, unless this rank sends the array to itself in place. If arrays overlap, the end of the block
+    raises ArgumentError, and issues nothing. If the block raises an exception, nothing is issued.
     """
 
     def __init__(self, collectives: Collectives, stream: StreamLike) -> None:
@@ -51,7 +49,7 @@ class Transfers:
         self._of: list[int] = []
 
     def send(self, x: Any, peer: int) -> None:
-        """Sends an array to a rank, which must receive the same number of bytes. The rank may be this one.
+        """Sends an array to a rank, which must receive the same number of bytes. `peer` may be this rank.
 
         Args:
             x: any contiguous array.
@@ -65,13 +63,12 @@ class Transfers:
         self._sent.append(x)
 
     def recv(self, out: Any, peer: int) -> None:
-        """Receives an array from a rank. Arguments as for `send`; the array must be writable."""
+        """Receives an array from a rank. `out` must be contiguous and writable."""
         out = self._array(out, "out", received=True)
         self._of.append(self._peer(peer))
         self._received.append(out)
 
     def _array(self, x: Any, argument: str, *, received: bool) -> Any:
-        """Returns the array itself, or a view of the array if C does not take the array."""
         self._group.failure.require_usable()
         flows = self._collectives.made_flows
         if flows is not None and flows.calls.takes(x, received):
@@ -124,7 +121,7 @@ Agree = Callable[[tuple[Any, Any]], object]
 def issue(
     collectives: Collectives, x: Any, out: Any, options: tuple[Agree | str, Any, Any], stream: StreamLike
 ) -> bool:
-    """Makes a call by one call into C. Returns False without a call if Python must check the arguments first.
+    """Makes a call in C. Returns False, without any effect, if Python must check the arguments first.
 
     Args:
         x, out, options, stream: as for `FlowCalls.call`.
@@ -338,7 +335,6 @@ def _counts(ranks: int, counts: Sequence[int], argument: str) -> list[int]:
 
 
 def _rows(view: ArrayView, counts: Sequence[int]) -> list[ArrayView]:
-    """Returns consecutive ranges of a view's rows, each as a view."""
     row = view.nbytes // view.shape[0] if view.shape and view.shape[0] else 0
     parts, at = [], view.ptr
     for count in counts:

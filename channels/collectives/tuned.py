@@ -35,7 +35,7 @@ class Machine(Message, frozen=True):
         cpu: the CPU's name.
         cores: number of the machine's cores.
         device: the name of rank 0's device, which usually implies the kind of links ("H100 PCIe").
-        nodes: ranks of each node.
+        nodes: number of ranks of each node.
         links: how many of rank 0's peers are reached by each kind of link: "mapped", or a transport's name.
         proxy: where rank 0's proxy runs: "thread", "process" or "daemon".
     """
@@ -71,7 +71,7 @@ class Machine(Message, frozen=True):
 
 
 class NamedTable(Message, frozen=True):
-    """A `SizeTable` without execution plans, in the form that files hold."""
+    """A `SizeTable` without execution plans, as files store it."""
 
     limits: tuple[tuple[Uint64, str], ...]
     beyond: str
@@ -84,18 +84,18 @@ class NamedTable(Message, frozen=True):
 
 
 class TableOfCase(Message, frozen=True):
-    """One row of a file, and of rank 0's message to the others."""
+    """One row of a tuning file, or of the message by which rank 0 sends its tables to the other ranks."""
 
     case: Case
     table: NamedTable
 
 
 class Tuned(Message, frozen=True):
-    """The contents of a file.
+    """The contents of a tuning file.
 
     Attributes:
         version: the version of the library that measured.
-        measured: the time, in UTC.
+        measured: when the tables were measured, in UTC.
         machine: the kind of machine.
         tables: one for each case.
     """
@@ -129,27 +129,27 @@ def selector_of(rows: tuple[TableOfCase, ...]) -> Selector:
 
 
 def directory() -> Path:
-    """Returns the directory of the files: ``tuning`` in the directory of compiled kernels."""
+    """Returns the directory of tuning files, which is ``tuning`` in the directory of compiled kernels."""
     return cache_dir() / "tuning"
 
 
 def path_of(machine: Machine) -> Path:
-    """Returns the path of the file for a kind of machine. The name lacks the version, so a new measurement replaces an
-    old one.
+    """Returns the path of the file for a kind of machine. The path does not depend on the library's version, so a new
+    version's measurement replaces the file.
     """
     digest = hashlib.sha256(msgspec.json.encode(machine)).hexdigest()[:20]
     return directory() / f"{digest}.json"
 
 
 def files() -> list[Path]:
-    """Returns all complete files, sorted by name. Raises OSError."""
+    """Returns the paths of all complete tuning files, sorted by name. Raises OSError."""
     where = directory()
     found = where.iterdir() if where.is_dir() else ()
     return sorted(path for path in found if path.suffix == ".json" and not path.name.startswith("."))
 
 
 def save(machine: Machine, selector: Selector) -> Path:
-    """Writes the file for a kind of machine, atomically.
+    """Writes the tuning file for a kind of machine atomically.
 
     Raises:
         OSError: the file can't be written.
@@ -174,12 +174,12 @@ def _opened(where: Path, *, make: bool = False) -> Iterator[int]:
 
 
 def read(path: Path) -> Tuned:
-    """Returns the contents of a file.
+    """Returns the contents of a tuning file.
 
     Raises:
         OSError: the file can't be read.
         UntrustedPathError: other users can change the file.
-        ProtocolError: the file is invalid, belongs to another version, or has another machine's name.
+        ProtocolError: the file is invalid, belongs to another version of the library, or has another machine's name.
     """
     with _opened(path.parent) as descriptor:
         data = read_private(descriptor, path, _CODEC.limit + 1, argument="cache")
@@ -196,7 +196,8 @@ def read(path: Path) -> Tuned:
 
 
 def load(group: Group) -> Selector | None:
-    """Returns the tables that were measured on this kind of machine, or None if there are none. Rank 0 calls this.
+    """Returns the tables that were measured on this kind of machine, or None if there are none. Only rank 0 calls this
+    function.
 
     Warns if this version can't use the file.
     """
@@ -212,7 +213,7 @@ def load(group: Group) -> Selector | None:
 
 
 def keep(group: Group, selector: Selector) -> None:
-    """Saves measured tables; called by rank 0. Warns if the tables can't be saved."""
+    """Saves measured tables, or warns if they can't be saved. Only rank 0 calls this."""
     try:
         save(Machine.of(group), selector)
     except (OSError, UntrustedPathError) as error:

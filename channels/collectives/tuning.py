@@ -37,7 +37,7 @@ _GOES_ON = Codec(bool, 16, "flag")
 _LARGEST_BY_PACKETS = 4 << 20
 """The most bytes for which packet algorithms are measured, because packets double the bytes that are sent."""
 _COLLECTIVES = {each.name: each for each in (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL, BROADCAST)}
-_SMALLEST = 10  # the smallest size's exponent of two
+_SMALLEST = 10  # the smallest size is 1 << 10 bytes
 _LARGEST = {"host": 22, "cuda": 26, "hip": 26}
 
 Times = Mapping[int, Mapping[Algorithm, float]]
@@ -45,8 +45,8 @@ Times = Mapping[int, Mapping[Algorithm, float]]
 
 
 def default_sizes(runtime: str) -> tuple[int, ...]:
-    """Returns the sizes to measure by default: 1 KiB to 4 MiB on the host runtime, to 64 MiB on GPUs, each four times
-    the last.
+    """Returns the sizes to measure by default: from 1 KiB to 4 MiB on the host runtime and to 64 MiB on GPUs, each four
+    times the previous one.
     """
     return tuple(1 << shift for shift in range(_SMALLEST, _LARGEST[runtime] + 1, 2))
 
@@ -65,14 +65,7 @@ def checked_arguments(sizes: Any, iterations: Any, seconds: Any) -> tuple[tuple[
 
 
 class _Trial(Struct):
-    """One algorithm for the calls of one case, at one size.
-
-    Attributes:
-        case: the calls.
-        algorithm: the algorithm.
-        call: makes the call.
-        seconds: the call's times on this rank.
-    """
+    """One algorithm for the calls of one case, at one size."""
 
     case: Case
     algorithm: Algorithm
@@ -95,7 +88,7 @@ class _Arrays:
             register(group, array, symmetric=True)  # waits until all peers have mapped the array
 
     def part(self, number: int, count: int, dtype: str, *, symmetric: bool) -> Array:
-        """Returns the first elements of the input (`number` 0) or of the output (1)."""
+        """Returns the first `count` elements of the input (`number` 0) or of the output (1)."""
         memory = self._pairs[symmetric][number].memory
         return Array(self._group.runtime, memory, (count,), as_dtype(dtype))
 
@@ -111,16 +104,16 @@ class _Arrays:
 def measure(
     collectives: Collectives, sizes: Sequence[int], iterations: int, seconds: float
 ) -> dict[Case, dict[int, dict[Algorithm, float]]]:
-    """Returns the time of each algorithm for each case: the median of the slowest rank's times, in seconds.
+    """Returns, by case, size and algorithm, the median over iterations of the slowest rank's time, in seconds.
 
-    When the time is up, `measure` ends after the calls in progress. The result lacks the sizes for which there was no
+    After `seconds` seconds, `measure` ends with the current iteration. The result lacks sizes for which there was no
     time, but always has the first size. All ranks call this together, and all get the same numbers. A single rank
     measures nothing, because all its algorithms are copies.
 
     Args:
-        collectives: the group's collectives. The plans in its tables are also measured, for the cases that have plans.
+        collectives: the group's collectives. The execution plans in its tables are also measured.
         sizes: the sizes to measure, in rising order; each is in bytes, of the larger of a rank's input and output.
-        iterations: calls of each algorithm at each size.
+        iterations: number of calls of each algorithm at each size.
         seconds: approximate limit of the total time.
     """
     exchange, ends = collectives.group.exchange, time.monotonic() + seconds
@@ -146,14 +139,8 @@ def measure(
 def _take_turns(
     collectives: Collectives, trials: Sequence[_Trial], iterations: int, ends: float, *, at_least: int
 ) -> bool:
-    """Times each trial `iterations` times, one trial after the other in each iteration. Returns whether rank 0's clock
-    had not passed `ends` before the iterations were complete.
-
-    Args:
-        collectives, iterations: as for `measure`.
-        trials: the calls to time.
-        ends: the time at which measuring stops.
-        at_least: iterations that are made even after that time.
+    """Times each trial `iterations` times, one trial after the other in each iteration. Returns whether all iterations
+    were complete before rank 0's clock passed `ends`.
     """
     for iteration in range(iterations + 1):
         for trial in trials:
@@ -193,7 +180,6 @@ def _trials(collectives: Collectives, arrays: _Arrays, size: int) -> Iterator[_T
 
 
 def _in_and_out(arrays: _Arrays, case: Case, share: int, ranks: int) -> tuple[Array, Array]:
-    """Returns the input and the output of a call with this many elements per share."""
     shares = {"all_gather": (1, ranks), "reduce_scatter": (ranks, 1)}.get(case.collective, (ranks, ranks))
     x, out = (
         arrays.part(number, count * share, _dtype(case).name, symmetric=case.symmetric)
@@ -239,8 +225,7 @@ def table_from(times: Times, beyond: SizeTable | None = None) -> SizeTable:
 
     Args:
         times: the measurements.
-        beyond: the table for sizes above the largest one measured; None to continue with the
-            fastest for that size.
+        beyond: the table for sizes above the largest measured size; None to use the fastest algorithm of that size.
     """
     sizes = sorted(times)
     best = [min(times[size], key=lambda name: times[size][name]) for size in sizes]
@@ -257,8 +242,8 @@ def table_from(times: Times, beyond: SizeTable | None = None) -> SizeTable:
 def selector_from(collectives: Collectives, measured: Mapping[Case, Times]) -> Selector:
     """Returns the tables that follow from measurements.
 
-    If the largest measured size is the largest of `default_sizes`, the fastest algorithm of that size also serves
-    larger sizes. Otherwise the default algorithms serve larger sizes.
+    If the largest measured size is at least the largest of `default_sizes`, its fastest algorithm also serves larger
+    sizes; otherwise the default algorithms serve larger sizes.
     """
     defaults = collectives.defaults
     if not measured:

@@ -17,7 +17,7 @@ MAX_NUMBER = 2**31 - 1
 
 def whole_number(argument: str, value: Any, least: int, most: int = MAX_NUMBER, what: str = "an integer") -> int:
     """Returns an argument as an int. Raises ArgumentError unless the argument is an integer from `least` to `most`;
-    `what` describes the expected value in the error. A bool does not count as an integer.
+    `what` describes the expected value in the error. Refuses a bool.
     """
     if type(value) is int and least <= value <= most:  # handles the common case first, because as_integer takes longer
         return value
@@ -39,7 +39,7 @@ def input_array(group: Group, x: Any, argument: str, shape: tuple[int, ...], dty
 
 
 def index_array(group: Group, x: Any, argument: str, shape: tuple[int, ...]) -> ArrayView:
-    """Returns a view of an argument as `input_array` does; the elements must be integers of 32 or 64 bits."""
+    """Returns a view of an argument, as `input_array` does, which must have elements of int32 or int64."""
     dtype = input_view(group, x, argument).dtype.name
     if dtype not in ("int32", "int64"):
         raise ArgumentError(argument, f"has element type {dtype}; expected int32 or int64")

@@ -25,7 +25,7 @@ Maker = Callable[[], Any]
 
 
 class MemoryPart:
-    """A range of memory that `kept` owns and frees; this object keeps `kept` alive."""
+    """A range of the memory of `owner`, which frees it. This object keeps `kept` alive."""
 
     def __init__(self, owner: Memory, offset: int, nbytes: int, kept: object = None) -> None:
         self._owner, self._kept = owner, kept
@@ -78,8 +78,7 @@ class LibraryArrays:
         return array
 
     def of_buffer(self, buffer: Any) -> Any:
-        """Returns an array of the bytes of a ctypes object, which lie in `buffer.memory`. The array keeps the object
-        alive."""
+        """Returns an array of the bytes of a ctypes object in `buffer.memory`. The array keeps the object alive."""
         offset, nbytes = ctypes.addressof(buffer) - buffer.memory.ptr, ctypes.sizeof(buffer)
         part = MemoryPart(buffer.memory, offset, nbytes, buffer)
         return Array(self._group.runtime, part, (nbytes,), as_dtype("uint8"))
@@ -128,7 +127,7 @@ class TorchArrays(LibraryArrays):
         return getattr(self._torch, as_dtype(dtype).name)
 
     def maker(self, shape: tuple[int, ...], strides: tuple[int, ...], native: Any) -> Maker:
-        # torch.empty() would take longer to read its arguments.
+        # torch.empty_strided() reads its arguments faster than torch.empty().
         return functools.partial(self._torch.empty_strided, shape, strides, dtype=native, device=self._device)
 
     def part(self, array: Any, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], native: Any) -> Any:
@@ -158,7 +157,7 @@ class ExpertArrays:
 
     def like(self, x: Any) -> LibraryArrays:
         """Returns the library that makes results for a caller's array: torch for its tensors, numpy for arrays of other
-        libraries on the host, else this library's own arrays.
+        libraries on the host, otherwise this library itself.
         """
         kind = type(x)
         if kind not in self._known:

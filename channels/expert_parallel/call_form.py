@@ -1,5 +1,5 @@
-"""The parts of a layer that its forms share, the errors that only the counts of rows reveal, and the base class of
-forms. A form is a call of a layer that was prepared for certain kinds of arrays.
+"""The base class of forms, and the parts of a layer that forms share. A *form* is a call of a layer that was prepared
+for certain kinds of arrays.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from proxyccl.device.stream_operations import Operation, StreamOperations
 
 @dataclass(frozen=True)
 class Arguments:
-    """The names, in error texts, of the arguments of a dispatch, a redispatch and a combine; and whether a combine
-    ignores rows after the last received one.
+    """The names of a layer's arguments in error texts. `spare_rows`: whether a combine ignores rows after the last
+    received row.
     """
 
     tokens: str = "input"
@@ -42,14 +42,14 @@ class Arguments:
 
 @dataclass(frozen=True)
 class LayerParts:
-    """The parts of a layer that its forms need. Layers with the same `ctx` may differ in the most tokens of a call."""
+    """The parts of a layer that forms need. Layers that share `ctx` may allow different numbers of tokens per call."""
 
     ctx: DispatchCombineContext
     options: LayerOptions
     arguments: Arguments = Arguments()
 
     def leading(self, rows: int) -> tuple[int, ...]:
-        """Returns the leading extents of an array with this many rows: its shape without the row's elements."""
+        """Returns the shape of an array with this many rows, without the last extent."""
         padded = self.options.padded_rows
         return (self.options.config.num_experts_per_rank, padded) if padded else (rows,)
 
@@ -67,7 +67,7 @@ class LayerParts:
         return rows, input_array(group, input[1], argument, shape, "float32")
 
     def own_desc(self, desc: Any) -> EPAllToAllLayoutDesc:
-        """Returns a caller's descriptor. Raises ArgumentError unless it describes a received dispatch of this layer."""
+        """Returns a caller's descriptor. Raises ArgumentError unless it is of a received dispatch of this layer."""
         self.ctx.require_usable()
         if not isinstance(desc, EPAllToAllLayoutDesc):
             raise ArgumentError(
@@ -88,8 +88,8 @@ class LayerParts:
         return runtime.is_capturing(stream if type(stream) is CurrentStream else runtime.stream_handle(stream))
 
     def outlives_no_graph(self, stream: StreamLike) -> bool:
-        """Whether the memory of the output may be reused when the output's arrays are gone. This is false while a graph
-        is captured, because the graph may run again later.
+        """Returns whether an output's memory may be reused when the output's arrays are gone. The result is False while
+        a graph is captured, because the graph may run again later.
         """
         return not self.options.keeps_outputs or not self.is_capturing(stream)
 
@@ -114,7 +114,7 @@ class LayerParts:
         return bad
 
     def refuse_bad(self, desc: EPAllToAllLayoutDesc) -> None:
-        """Raises the error of `learn_counts`, if any. All ranks then abandon the call, whose rows are in flight."""
+        """Raises the error of `learn_counts`, if it returns one. All ranks then abandon the call."""
         bad = self.learn_counts(desc)
         if bad is not None:
             desc.rows = 0
@@ -122,9 +122,9 @@ class LayerParts:
             raise bad
 
     def _bad_expert(self) -> ArgumentError | None:
-        """Returns the error for an invalid expert id, or None. The call checks the dispatches whose number of rows
-        became known since the last call. The error names the first invalid id of the latest dispatch that has an
-        invalid id.
+        """Returns the error for an invalid expert id, or None. Considers the dispatches whose number of rows became
+        known since the last call of this function. The error names the first invalid id of the latest dispatch that has
+        an invalid id.
         """
         received, experts = self.ctx.workspace.received_rows, self.options.all_experts
         bad_rank = int(received.bad_rank)
@@ -164,8 +164,8 @@ class LayerParts:
             )
 
     def checked(self, made: Any, stream: StreamLike) -> Any:
-        """Returns the results of a call. If the call was synchronous (a call without a stream on the host runtime),
-        runs `check_ended` first.
+        """Returns `made`, the results of a call. If the call was synchronous (a call without a stream on the host
+        runtime), runs `check_ended` first.
         """
         if stream is None and self.ctx.runtime_name == "host":
             self.check_ended()
@@ -178,8 +178,8 @@ class LayerParts:
 
     @property
     def sums_ranks_in_turn(self) -> bool:
-        """Whether no ranks are lost and a token's rank sums one row, or one partial sum, from each rank, as `order_ids`
-        needs.
+        """Whether a combine can use `order_ids`: no rank is lost, and a token's rank sums one row, or one partial sum,
+        from each rank.
         """
         experts = self.ctx.workspace.experts
         by_rank = experts.local_combine or self.options.by_rank
@@ -191,8 +191,8 @@ def address_of(pointer: Any) -> int:
 
 
 class CallForm:
-    """A call of a layer that was prepared for certain kinds of arrays. C makes each call of the form: it fills in the
-    addresses of the call's arrays, and the numbers of tokens.
+    """A form: a call of a layer that was prepared for certain kinds of arrays. For each call, C fills in the addresses
+    of the arrays and the numbers of tokens.
 
     Args:
         arrays: the arrays of the first call of the form. The library of the first array makes the results.
@@ -222,13 +222,14 @@ class CallForm:
         return calls, self._on_host, current, CurrentStream, *queued, *parts
 
     def prepared(self, launchable: Launchable, *, compared: bool = True) -> tuple[Any, ...]:
-        """Returns a launch of the call, for C (form.h). Ranks compare only a call's first launch."""
+        """Returns the parts of a launch that C needs (form.h). `compared`: whether ranks compare the call before this
+        launch.
+        """
         issue, callers = self._group.launches.issuer(launchable)
         fields = self._fields if compared else ffi.NULL
         return issue, callers, address_of(fields), address_of(launchable.prepared), (fields, launchable)
 
     def _described(self, tables: Tables) -> tuple[Any, ...]:
-        """Returns the values with which C makes the descriptors of calls."""
         return EPAllToAllLayoutDesc, NOT_RECEIVED, self._ctx, self._ctx.numbers, tables
 
     def _stream(self, x: Any, given: StreamLike) -> StreamLike:
@@ -241,14 +242,14 @@ class CallForm:
     def _queue(
         self, desc: Any, prepared: tuple[Any, Launchable], stream: StreamLike, owners: tuple[object, ...]
     ) -> None:
-        # The layer owns the memory that these kernels fill.
+        # `owners` lacks the memory that kernels before a dispatch fill, because the layer owns it.
         self._ctx.queue(*prepared, stream, desc, (*owners, self))
 
 
 def kernel_before(parts: LayerParts, *, is_pair: bool, quantizes: bool) -> tuple[list[Launch], tuple[int, ...]]:
-    """Returns a list with the launch of the kernel that packs pairs of rows and scales, or quantizes tokens, before
-    they are sent; or an empty list if no such kernel is needed. Also returns the addresses of the kernel's arguments
-    that C fills in (dispatch_form.c).
+    """Returns the launch of the kernel that packs rows and scales, or quantizes tokens, before a dispatch, as a list
+    that is empty if no such kernel is needed. Also returns the addresses of the kernel's arguments that C fills in
+    (dispatch_form.c).
     """
     ctx = parts.ctx
     if is_pair:

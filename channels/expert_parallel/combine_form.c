@@ -1,5 +1,5 @@
 /* A form of combines (a combine prepared for certain kinds of arrays), whose calls are whole or in two halves. A
- * combine is one kernel. If peers are to load rows that they can't reach, a copy to an output buffer precedes the
+ * combine is one kernel. If peers should load rows that they can't reach, a copy to an output buffer precedes the
  * kernel. */
 #include <string.h>
 
@@ -19,8 +19,8 @@ typedef struct {
   ProxycclCombine* call;
   ProxycclStreamStep* copy;
   PyObject* buffers;        /* a dict from an output buffer's address to its number; None if peers don't load rows */
-  Py_ssize_t passing;       /* the number of the buffer to which other rows are copied; 0 if there is none */
-  uintptr_t passing_at;     /* the address of that buffer */
+  Py_ssize_t passing;       /* the number of the buffer to which rows outside buffers are copied; 0 for none */
+  uintptr_t passing_at;     /* the address of buffer `passing` */
   PyObject* context;        /* the owner of descriptors */
   PyObject* new_output;     /* new_output(tokens): returns a function that makes outputs of this many tokens */
   PyObject* check_desc;     /* check_desc(desc): raises if the descriptor can't be combined */
@@ -44,8 +44,8 @@ static PyObject* new_output(Form* self, Py_ssize_t tokens, uintptr_t* at) {
   return made;
 }
 
-/* Finds the address of the caller's array for the result. Returns 1, 0 if Python must check the array, or -1 with an
- * exception of the caller's array set. */
+/* Finds the address of the caller's array for the result. Returns 1 if the array fits, 0 if Python must check the
+ * array, or -1 with an exception set. */
 static int find_output(const Form* self, Py_ssize_t tokens, PyObject* out, uintptr_t* at) {
   ListedArray listed;
   const int read = proxyccl_read_listed(proxyccl_types_of(self->form.calls), out, &listed);
@@ -92,7 +92,7 @@ static int has_extent(const ListedArray* array, Py_ssize_t extent) {
   return array->object == Py_None || array->extent == extent;
 }
 
-/* Whether the first extents of a call's arrays match the descriptor's dispatch. */
+/* Whether the first extents of a call's arrays match those of the descriptor's dispatch. */
 static int fits(const Form* self, const ListedArray* given, const Descriptor* desc) {
   const Py_ssize_t rows = self->padded_rows != 0 ? self->experts : desc->rows;
   const int spare = self->spare_rows && given[ROWS].extent > rows;
@@ -101,8 +101,8 @@ static int fits(const Form* self, const ListedArray* given, const Descriptor* de
   return right;
 }
 
-/* Fills in the arguments of a call whose result goes to target_at, and finds its launch. Returns 0, or -1 with an
- * exception set. */
+/* Fills in the arguments of a call whose result goes to target_at, and selects the call's launch. Returns 0, or -1 with
+ * an exception set. */
 static int fill(Form* self, const ListedArray* given, const Descriptor* desc, uintptr_t target_at,
                 const PreparedCall** prepared) {
   uintptr_t rows_at = given[ROWS].at;
@@ -110,7 +110,7 @@ static int fill(Form* self, const ListedArray* given, const Descriptor* desc, ui
   *prepared = &self->form.first;
   if (desc->output_buffer != 0 && self->buffers != Py_None) {
     if (number_at(self, rows_at, &buffer) != 0) return -1;
-    if (buffer == 0 && self->passing != 0) { /* because copying to a buffer takes less time than sending */
+    if (buffer == 0 && self->passing != 0) { /* copies the rows to a buffer, which is faster than sending them */
       self->copy->dst = self->passing_at, self->copy->src = rows_at;
       self->copy->bytes = (uint64_t)bytes_of(self, desc->rows);
       buffer = self->passing, rows_at = self->passing_at, *prepared = &self->after_copy;

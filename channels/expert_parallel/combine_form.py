@@ -1,4 +1,4 @@
-"""The form of a combine, whole or in two halves."""
+"""Prepares combines, whole or in two halves, for C (combine_form.c)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from proxyccl.device.stream_operations import CopyBytes, StreamOperations
 
 
 class Combine(CallForm):
-    """A combine, which is one kernel. A copy precedes the kernel if peers are to load rows from memory that they can't
-    reach. C makes the calls (combine_form.c).
+    """A form of combines, which are one kernel. If peers should load rows from memory that they can't reach, a copy to
+    an output buffer precedes the kernel.
 
     Args:
         call: "combine"; or "collect" if each row has one element of any type for each slot, and rows are neither padded
@@ -28,7 +28,7 @@ class Combine(CallForm):
             checked.
 
     Attributes:
-        form: makes the calls.
+        form: the object that makes the calls in C.
     """
 
     def __init__(
@@ -81,8 +81,6 @@ class Combine(CallForm):
         )
 
     def _check_output(self, x: Any, desc: EPAllToAllLayoutDesc, out: Any) -> tuple[Any, int]:
-        """Returns the caller's array for the result, and its address. Raises ArgumentError if the array does not
-        fit."""
         shape = (desc.num_dispatch_token_cur_rank, self._width)
         return out, output_array(self._group, out, x, "input", shape, self._token)
 
@@ -98,8 +96,8 @@ def _check_combine(
     shape: tuple[int, ...],
     dtype: str,
 ) -> int:
-    """Checks a call's arrays against the shape and type of its rows. Returns the size of an id in bytes; 0 without
-    ids.
+    """Checks a call's arrays against the shape and type of its rows. Returns the size of an id of `order_ids` in bytes;
+    0 without `order_ids`.
     """
     group, names, tokens = parts.ctx.group, parts.arguments, desc.num_dispatch_token_cur_rank
     slots = (tokens, parts.options.config.topk)

@@ -30,11 +30,11 @@ _MAX_TOKENS = 2**24  # kernels multiply the number of tokens by the number of bl
 _MAX_HIDDEN = 2**28  # kernels count a row's 16-byte words in 32 bits
 MAX_EXPERTS = 2**20  # tables have an entry for each rank, or segment, and expert
 _MAX_BYTES = 2**44  # the limit for all rows of a layer keeps every size of its workspace far below 2**64
-_COLUMN_ALIGNMENT = 4  # the unit is scales, not bytes
+_COLUMN_ALIGNMENT = 4  # in scales of 4 bytes
 
 
 def column_of(rows: int) -> int:
-    """Returns the number of scales in a column for this many rows: columns begin at multiples of 16 bytes."""
+    """Returns `rows` rounded up, so that columns with a scale for each row begin at multiples of 16 bytes."""
     return round_up(rows, _COLUMN_ALIGNMENT)
 
 
@@ -45,9 +45,9 @@ class EPConfig:
     Attributes:
         max_tokens: the most tokens of one rank in one dispatch.
         hidden: elements of a token's row.
-        topk: experts that each token chooses, 1 to 16.
-        num_experts: experts of all ranks together; a multiple of world_size. Rank r has the num_experts_per_rank
-            experts from r * num_experts_per_rank on.
+        topk: number of experts that each token chooses, 1 to 16.
+        num_experts: number of experts of all ranks together; a multiple of world_size. Rank r has the
+            num_experts_per_rank experts from r * num_experts_per_rank on.
         rank: this rank.
         world_size: number of ranks.
         local_world_size: number of ranks of a node.
@@ -106,7 +106,7 @@ class EPConfig:
         self.require_room(self.world_size * self.max_tokens, "max_tokens")
 
     def require_room(self, rows: int, argument: str) -> None:
-        """Raises ArgumentError, for `argument`, if this many rows are more than a layer can have."""
+        """Raises ArgumentError for `argument` if this many rows take more memory than a layer can have."""
         if rows * self.hidden * self.token.itemsize > _MAX_BYTES:
             raise ArgumentError(
                 argument,

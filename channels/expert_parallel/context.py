@@ -52,8 +52,8 @@ class SurvivingExperts:
     """Renumbers expert ids over the remaining ranks, and drops the ids of lost ranks' experts.
 
     Attributes:
-        ids: int32: the new ids of the dispatch in flight; only one dispatch is in flight at a time. A dropped slot gets
-            an id that drops it; an invalid id becomes -2.
+        ids: int32: the new ids of the dispatch in flight; only one dispatch is in flight at a time. The slots of lost
+            ranks' experts get an id that drops the slot; an invalid id becomes -2.
     """
 
     def __init__(self, group: Group, options: LayerOptions, grid: tuple[int, int]) -> None:
@@ -78,27 +78,25 @@ class SurvivingExperts:
 class DispatchCombineContext:
     """The buffers of an expert-parallel layer, and the launches of its dispatch and combine.
 
-    All ranks construct a `DispatchCombineContext` together, with `create`. `EPAll2AllLayer` and `DispatchCombine` are
-    built on it.
+    All ranks construct a `DispatchCombineContext` together, with `create`.
 
     Attributes:
         ep_config: sizes and types.
-        members: the ranks.
+        members: the ranks, as a communicator.
         number: the layer's number, which ranks compare in the layer's calls.
-        group: the same ranks, for the library's own modules.
+        group: the same ranks, as a `Group`.
         arrays: makes the arrays of results.
         nodes: the placement of the ranks on nodes.
         workspace: memory that peers reach.
         layout: the layout of the outputs.
         tables: the layouts of the descriptors' tables.
-        grid: the kernels' number of blocks, and of threads per block.
-        dispatch_plain, dispatch_stored: the launch of a dispatch, and of a whole dispatch to output buffers. Forms
-            `copy` them.
-        dispatch_scaled, quantize_launch: the launch of a dispatch that quantizes rows as it stores them, and of the
-            kernel that quantizes rows before a dispatch; None if not needed.
-        combines: the launches of combines, by the rows' element type. Forms `copy` them.
+        grid: the kernels' number of blocks, and number of threads per block.
+        dispatch_plain, dispatch_stored: the launch of a dispatch, and the launch of a whole dispatch to output buffers.
+        dispatch_scaled, quantize_launch: the launch of a dispatch that quantizes rows as it stores them, and the launch
+            of the kernel that quantizes rows before a dispatch; None if not needed.
+        combines: the launches of combines, by the rows' element type.
         scale_bytes: bytes of the scales of a float8 row.
-        surviving: renumbers expert ids where ranks are lost; None if no rank is lost.
+        surviving: renumbers expert ids if ranks are lost; None if no rank is lost.
         numbers: yields the dispatches' numbers.
     """
 
@@ -133,7 +131,7 @@ class DispatchCombineContext:
             self.workspace = ExpertWorkspace(group, self.nodes, shape)
         self.workspace.experts.dropping_ids = options.dropping_ids
         self.tables = TableLayouts(config, self.nodes, self.layout)
-        group.keep(self.workspace)  # a rank may finish a call and drop its layer before its peers have finished
+        group.keep(self.workspace)  # peers may still be in a call when this rank drops its layer
         self._capacity = options.capacity * config.max_tokens * config.topk
         self._output_buf: tuple[Array, Array] | None = None
         experts = ProxiedStruct.of(bytes(ffi.buffer(self.workspace.experts)), self.workspace.sleepers)
@@ -243,16 +241,16 @@ class DispatchCombineContext:
     # -- counts of dispatches ---
 
     def await_rows(self, desc: EPAllToAllLayoutDesc) -> int:
-        """Waits on the CPU until the number of rows of this dispatch is known; does not wait for the end of the
-        stream's work. Returns the number.
+        """Waits on the CPU until the number of rows of this dispatch is known, and returns the number. The stream's
+        work may still be running when this function returns.
 
         Raises:
             CommunicatorError: a peer failed.
         """
         received, ticket, group = self.workspace.received_rows, desc.number, self.group
         deadline = time.monotonic() + 2 * group.timeout
-        # On a GPU this doesn't sleep at first, because a sleep takes longer than most waits. On the host runtime it
-        # sleeps soon, because the kernels' threads need this core.
+        # On a GPU this loop doesn't sleep at first, because a sleep takes longer than most waits. On the host runtime
+        # the loop sleeps soon, because the kernels' threads need this core.
         spins, patient = 0, _SPINS if self.runtime_name == "host" else 10 * _SPINS
         while received.ticket != ticket:
             spins += 1
@@ -289,13 +287,13 @@ class DispatchCombineContext:
         others: ArrayView | None = None,
         products: ArrayView | None = None,
     ) -> None:
-        """Queues the multiplication of rows by their weights, in place. Each product of an element is rounded.
+        """Queues the multiplication of rows by their weights, in place. Each product is rounded to the rows' type.
 
         Args:
             values: [R, hidden] of the tokens' type.
             weights: float32 [R]; None for 1.
             stream: where to queue the kernel.
-            desc: the rows' dispatch, to set rows to zero that the dispatch did not fill; None to leave all rows.
+            desc: the rows' dispatch, if rows that the dispatch did not fill are to be set to zero; otherwise None.
             others: [R, hidden] of the tokens' type, for `products`; None without products.
             products: float32 [R]: receives each row's scalar product with the same row of `others`, computed before
                 the row is multiplied.

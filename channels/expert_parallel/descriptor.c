@@ -38,7 +38,7 @@ static PyObject* blocks(PyObject* object, void* Py_UNUSED(closure)) {
   return blocks;
 }
 
-/* Returns a table's array, the table's address and its `Tables`; None if the descriptor lacks the table. */
+/* Returns a table's array, entry in `Tables.places`, and `Tables`; None if the descriptor lacks the table. */
 static PyObject* find(PyObject* object, PyObject* name) {
   const Descriptor* self = (const Descriptor*)object;
   for (int i = 0; i < self->count; ++i) {

@@ -1,4 +1,4 @@
-/* The part of EPAllToAllLayoutDesc (layout.py) that forms read and write. */
+/* The part of EPAllToAllLayoutDesc (layout.py) that prepared calls in C read and write. */
 #ifndef PROXYCCL_DESCRIPTOR_H
 #define PROXYCCL_DESCRIPTOR_H
 
@@ -15,7 +15,7 @@ typedef struct TableBlock {
   PyObject *array, *tables;
   uintptr_t at;
   const uint64_t*
-      offsets; /* in the order of ProxycclExpertLayout's fields; PROXYCCL_NO_TABLE if the table is not here */
+      offsets; /* in the order of ProxycclExpertLayout's fields; PROXYCCL_NO_TABLE for a table that the array lacks */
 } TableBlock;
 
 typedef struct Descriptor {
@@ -27,9 +27,9 @@ typedef struct Descriptor {
   TableBlock blocks[PROXYCCL_DESCRIPTOR_BLOCKS];
 } Descriptor;
 
-/* Adds the type to the module. Returns 0, or -1 with an exception set. */
+/* Adds the type Descriptor to the module. Returns 0, or -1 with an exception set. */
 int proxyccl_add_descriptor(PyObject* module);
-/* Returns the object if it is a descriptor of this owner whose rows were received. Otherwise returns NULL, without an
+/* Returns `object` if it is a descriptor that `owner` made and whose rows were received; otherwise NULL without an
  * exception. */
 Descriptor* proxyccl_received(PyObject* object, PyObject* owner);
 /* Adds an array with tables to a descriptor. Returns 0, or -1 with an exception set. */

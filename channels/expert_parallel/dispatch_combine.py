@@ -31,13 +31,13 @@ class _Prepared:
 
     tokens: Any
     desc: EPAllToAllLayoutDesc
-    counts: NDArray[np.int64]  # [world_size, experts]: rows of each rank for each expert
+    counts: NDArray[np.int64]  # [world_size, experts]: rows that each rank sends to each expert
     per_expert: NDArray[np.int64]  # [experts_per_rank]: rows of each of this rank's experts
     row_weights: Any  # float32 [R], if weights were given
 
 
 class DispatchCombine:
-    """Routes tokens to experts that are spread over ranks, and combines their results.
+    """Routes tokens to experts that are spread over ranks, and combines the experts' results.
 
     Rank r holds the experts r * experts_per_rank to (r + 1) * experts_per_rank - 1. All ranks construct the object
     together and make the same calls in the same order; their numbers of tokens may differ. Rows move as in
@@ -53,18 +53,18 @@ class DispatchCombine:
         ])
         output = moe.combine(results)               # [T, 64]: the weighted sum of each token's results
 
-    Dispatch and combine are adjoint, so the same routing carries the gradients back. With dy of shape [T, hidden]
-    for the output, ``dispatch(dy, weighted=True)`` gives the gradient of the experts' results, and ``combine(dx,
-    weighted=False)`` returns the gradient of the tokens, given the gradient of the experts' inputs. The gradient of the
-    weights is ``collect((results * moe.dispatch(dy)[0]).sum(-1))``.
+    Dispatch and combine are adjoint, so the same routing carries the gradients back. If dy, [T, hidden], is the
+    gradient of the output, ``dispatch(dy, weighted=True)`` returns the gradient of the experts' results. If dx is the
+    gradient of the experts' inputs, ``combine(dx, weighted=False)`` returns the gradient of the tokens. The gradient of
+    the weights is ``collect((results * moe.dispatch(dy)[0]).sum(-1))``.
 
     Args:
         communicator: the ranks.
-        hidden: elements of a row.
+        hidden: number of elements of a row.
         max_tokens: the most tokens of one rank in one `prepare`.
-        experts_per_rank: experts of each rank.
-        topk: experts that each token chooses.
-        dtype: "float32", "float64", "float16" or "bfloat16", of tokens and rows.
+        experts_per_rank: number of experts of each rank.
+        topk: number of experts that each token chooses.
+        dtype: the type of tokens and rows: "float32", "float64", "float16" or "bfloat16".
         algorithm: "proxy" to move all data through the proxy. None to use mapped memory, and the proxy only for peers
             whose memory is not mapped.
         num_sm: the most blocks of a kernel.
@@ -125,12 +125,12 @@ class DispatchCombine:
 
     @property
     def num_experts(self) -> int:
-        """The number of experts of all ranks. If it is passed as an expert id, the slot is dropped."""
+        """The number of experts of all ranks. As an expert id, this number drops the slot."""
         return self._ctx.ep_config.num_experts
 
     @property
     def rows_sent(self) -> NDArray[np.int64]:
-        """[world_size]: the number of this rank's slots that chose an expert of each rank, including this rank."""
+        """[world_size]: for each rank, the number of this rank's slots that chose one of that rank's experts."""
         own = self._require_prepared().counts[self._ctx.ep_config.rank]
         rows: NDArray[np.int64] = own.reshape(-1, self.experts_per_rank).sum(axis=1)
         return rows
@@ -154,8 +154,8 @@ class DispatchCombine:
             [experts_per_rank]: the number of rows of each of this rank's experts. The sum of these numbers is R.
 
         Raises:
-            ArgumentError: an argument is wrong on this rank; or an expert id of any rank is out of range, which is
-                raised on all ranks and leaves the communicator usable.
+            ArgumentError: an argument is wrong on this rank; or an expert id of any rank is out of range, in which case
+                all ranks raise the error, and the communicator stays usable.
             MismatchError: another rank makes a different call.
             CommunicatorError: a peer failed; see its subclasses.
         """
@@ -178,8 +178,8 @@ class DispatchCombine:
             x: [T, hidden] of `dtype`: the rows to send by the prepared routing; None for the prepared tokens.
             weighted: multiply each row by its slot's weight, rounded once to `dtype`.
             out: at least R rows of `hidden`, of which the first R are written; None for a new array of R rows.
-            stream: where to queue the call. With None, the call waits for its end on the host runtime, and uses the
-                default stream on a GPU.
+            stream: where to queue the call. None is the default stream on a GPU; on the host runtime, None makes the
+                call wait until it is complete.
 
         Returns:
             The rows, ordered by local expert, then source rank, then token and k; and the number of rows of each
@@ -202,7 +202,7 @@ class DispatchCombine:
     def combine(self, rows: Any, *, weighted: bool = True, out: Any = None, stream: StreamLike = None) -> Any:
         """Sends the experts' rows back, and sums the rows of each token.
 
-        The rows of a token are added in the order of k, in float32 (in float64 for float64), and the sum is rounded
+        The rows of a token are added in the order of k, in float32 (float64 rows in float64), and the sum is rounded
         once. Between nodes, each node's partial sum is also rounded.
 
         Args:
@@ -227,7 +227,7 @@ class DispatchCombine:
             stream: as for `dispatch`.
 
         Returns:
-            [T, topk] of the same type; zero for dropped slots. Raises the errors of `dispatch`.
+            [T, topk] of the type of `values`; zero for dropped slots. Raises the errors of `dispatch`.
         """
         prepared, group = self._require_prepared(), self._ctx.group
         dtype = self._ctx.collected_type(input_view(group, values, "values"))

@@ -1,6 +1,6 @@
-/* A form of dispatches: a dispatch that Python prepared for certain kinds of arrays. Preparing it checked everything
- * that is the same in all calls, and chose the kernel. This code fills in the arguments that differ from call to call,
- * and issues the call. */
+/* A form of dispatches: a dispatch that Python prepared for certain kinds of arrays. Python checked everything that is
+ * the same in all calls, and chose the kernel. This code fills in the arguments that differ from call to call, and
+ * issues the call. */
 #include <string.h>
 
 #include "layer_form.h"
@@ -8,10 +8,10 @@
 
 enum { ROWS, SCALES, IDS, WEIGHTS, SCATTER, ARRAYS };
 enum { NONE_BEFORE, QUANTIZES_BEFORE, PACKS_BEFORE };
-/* How calls of the form are made. WHOLE: by one launch. HALVES: in two halves. STORED: by one launch that stores the
- * rows in an output buffer. COUNTED: by several launches, between which Python waits for the number of rows. AGAIN:
- * with the routing of an earlier dispatch. A WHOLE call returns its rows, their weights and the descriptor; the first
- * half of HALVES returns a SentCall; all other calls return the result of `proceed`. */
+/* How a form makes its calls. WHOLE uses one launch. HALVES splits a call in two halves. STORED uses one launch, which
+ * stores the rows in an output buffer. COUNTED uses several launches, between which Python waits for the number of
+ * rows. AGAIN uses the routing of an earlier dispatch. A WHOLE call returns its rows, their weights and the descriptor;
+ * the first half of HALVES returns a SentCall; all other calls return the result of `proceed`. */
 enum { WHOLE, HALVES, STORED, COUNTED, AGAIN };
 
 /* The fields are in the order of the constructor's arguments. */
@@ -21,27 +21,27 @@ typedef struct {
   Py_ssize_t topk, max_tokens;
   int grows; /* whether all ranks are notified if a rank has more than max_tokens tokens */
   ProxycclDispatch* call;
-  int before;                  /* whether a kernel before the dispatch makes the rows to send, and which kernel */
-  ProxycclCombine* quantizing; /* the arguments of the kernel before, if it quantizes tokens */
-  uint64_t* packing[2];        /* the arguments of the kernel before, if it packs float8 rows */
+  int before;                  /* which kernel, if any, makes the rows to send before the dispatch */
+  ProxycclCombine* quantizing; /* the arguments of a kernel that quantizes tokens before the dispatch */
+  uint64_t* packing[2];        /* the arguments of a kernel that packs float8 rows before the dispatch */
   uint32_t* packed_tokens;
-  const char* packed;                    /* where the kernel before stores the rows */
-  PyObject* new_lost;                    /* None if no ranks are lost; otherwise a kernel renumbers ids first: */
-  uint64_t *renumbered_ids, *lost_slots; /* that kernel's arguments: the ids, and the output of lost slots */
-  uint32_t* renumbered;                  /* that kernel's argument: the number of ids */
-  const char* kept_ids;                  /* the address of that kernel's output, the new ids */
+  const char* packed; /* the rows that a kernel makes before the dispatch */
+  PyObject* new_lost; /* new_lost(tokens): returns the maker of `lost_slots`; None if no rank is lost */
+  uint64_t *renumbered_ids, *lost_slots; /* ids and lost slots, for the kernel that renumbers ids */
+  uint32_t* renumbered;                  /* the number of ids, for the kernel that renumbers ids */
+  const char* kept_ids;                  /* the new ids, which the kernel that renumbers ids stores */
   ProxycclStreamStep* clearing;          /* fills a table of rows before rows are received; NULL if not needed */
-  int cleared;                           /* that table's index among ProxycclExpertLayout's fields */
+  int cleared;                           /* which of ProxycclExpertLayout's tables `clearing` fills */
   uint32_t phases, send_phases, receive_phases;
   /* A new descriptor gets `not_received` as its field `missing`, and `context` as its owner. */
   PyObject *descriptor_type, *not_received, *context, *numbers;
   PyObject *tables, *new_tables; /* the `Tables` of a call, and a function that makes their array */
-  const uint64_t* offsets;       /* the tables' offsets in that array */
+  const uint64_t* offsets;       /* the tables' offsets in their array */
   Py_ssize_t most_rows;          /* rows of the output; -1 if unknown when the call begins */
   int counts_rows;
   Py_ssize_t received;                           /* offset of the number of received rows in the tables */
   uint32_t scale_bytes, scale_column;            /* see ProxycclDispatch */
-  PyObject *new_rows, *new_scales, *new_weights; /* make the output's arrays; None for parts that it lacks */
+  PyObject *new_rows, *new_scales, *new_weights; /* make the output's arrays; None for parts that the output lacks */
   PyObject* begun; /* begun(like, stream, given): returns the output buffer of a call that `proceed` completes */
   /* Completes a call: proceed(desc, buffer, weights) for STORED, (desc, arrays) for COUNTED, (desc, stream, out,
    * arrays) for AGAIN, and (sent, stream) for a second half whose number of rows is not known. */
@@ -50,9 +50,9 @@ typedef struct {
   Py_ssize_t buffer_bytes, scales_offset;
 } Form;
 
-/* Fills in the tokens of the dispatch, and of a kernel that makes the rows to send. A layer that grows sends nothing if
- * there are too many tokens. `expected` is the number of tokens that the call must have; if it is negative, any number.
- * Returns whether the number of tokens is valid. */
+/* Fills in the tokens of the dispatch, and of a kernel that makes the rows to send. If a layer that `grows` gets too
+ * many tokens, it sends none. `expected` is the number of tokens that the call must have; a negative number accepts any
+ * number. Returns whether the number of tokens is valid. */
 static int fill_tokens(const Form* self, const ListedArray* given, Py_ssize_t expected) {
   const Py_ssize_t tokens = given[ROWS].extent;
   const int wanted = tokens > self->max_tokens;
@@ -122,7 +122,7 @@ static Descriptor* new_descriptor(const Form* self, const ListedArray* given, Py
   return desc;
 }
 
-/* Gives a dispatch its number, as the last step before it is issued. Returns 0, or -1 with an exception set. */
+/* Gives a dispatch its number, as the last step before the launch. Returns 0, or -1 with an exception set. */
 static int number_call(const Form* self, Descriptor* desc) {
   PyObject* number = PyIter_Next(self->numbers);
   if (number == NULL) return -1;
@@ -156,8 +156,8 @@ static void fill_output(const Form* self, const Descriptor* desc, uint32_t phase
   }
 }
 
-/* Makes a new array and finds its address. If there is no maker, returns None and the address 0; on failure, returns
- * NULL with an exception set. */
+/* Makes a new array and finds its address. Returns None and the address 0 if `maker` is None, or NULL with an exception
+ * set on failure. */
 static PyObject* new_array(const Form* self, PyObject* maker, uintptr_t* at) {
   *at = 0;
   return maker == Py_None ? Py_NewRef(Py_None) : proxyccl_new_array(&self->form, maker, 0, at);
@@ -217,7 +217,7 @@ static PyObject* issue_stored(Form* self, Descriptor* desc, PyObject* taken, Cal
   return PyObject_CallFunctionObjArgs(self->proceed, (PyObject*)desc, taken, arrays->weights, NULL);
 }
 
-/* Takes the output buffer of a call, and finds its number. Returns NULL with an exception set on failure. */
+/* Takes the output buffer of a call, and finds the buffer's number. Returns NULL with an exception set on failure. */
 static PyObject* take_buffer(const Form* self, const ListedArray* given, PyObject* stream, PyObject* of_caller,
                              Py_ssize_t* number) {
   PyObject* taken = PyObject_CallFunctionObjArgs(self->begun, given[ROWS].object, stream, of_caller, NULL);

@@ -1,7 +1,7 @@
-"""The forms of a dispatch, whole or in two halves, and of a redispatch, which uses an earlier dispatch's routing.
+"""Prepares dispatches, whole or in two halves, and redispatches, which use an earlier dispatch's routing.
 
-C makes the calls whose number of rows is known (dispatch_form.c). For calls that wait on the CPU for that number, or
-whose rows go to output buffers, C only makes the first launch.
+C makes the calls whose number of rows is known (dispatch_form.c). For calls that wait on the CPU for the number of
+rows, or whose rows go to output buffers, C makes only the first launch.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ _COPY_LATER = CopyBytes(1, 2, 1)
 
 class _Rows:
     """Makes arrays for one part of a result: the rows, their scales or their weights. `tail` is the shape of a row. If
-    a row's elements are not consecutive but each lies in a column with those of other rows, `column` is the number of
-    elements of a column.
+    the array is stored by columns, `column` is the number of elements of a column.
     """
 
     def __init__(
@@ -62,7 +61,6 @@ class _Rows:
         return array, self._arrays.address(array)
 
     def part(self, array: Any, offset: int, rows: int) -> Any:
-        """Returns rows in the memory of another array, from byte `offset` on."""
         return self._arrays.part(array, offset, self._leading(rows) + self._tail, self._strides, self._type)
 
 
@@ -71,7 +69,7 @@ class _Outputs:
     float8 with scales. Raises ArgumentError if the library can't make such arrays.
 
     Attributes:
-        rows, scales, weights: the makers of the parts of a result; None for parts that results lack.
+        rows, scales, weights: make the parts of a result; None for parts that a result lacks.
         dtype: the type of a row's elements.
     """
 
@@ -95,13 +93,11 @@ class _Outputs:
         self.weights = _Rows(parts, arrays, slots, options.config.weight) if weighted else None
 
     def makers(self, rows: int) -> tuple[Maker | None, ...]:
-        """Returns functions that make arrays of this many rows, scales and weights."""
         return tuple(None if each is None else each.maker(rows) for each in (self.rows, self.scales, self.weights))
 
     def make(self, rows: int, *, of_rows: bool = True) -> tuple[Any, Any, tuple[int, int, int]]:
-        """Returns new arrays for this many rows, as a dispatch returns them; new arrays for their weights, or None; and
-        the addresses of rows, scales and weights, 0 for those that are missing. If `of_rows` is False, makes only the
-        weights.
+        """Returns new arrays for the rows (a pair with scales), new weights or None, and the addresses of rows, scales
+        and weights, which are 0 for missing arrays. If `of_rows` is False, makes only the weights.
         """
         values, rows_at = self.rows.new(rows) if of_rows else (None, 0)
         scales, scales_at = self.scales.new(rows) if of_rows and self.scales is not None else (None, 0)
@@ -109,17 +105,19 @@ class _Outputs:
         return values if scales is None else (values, scales), weights, (rows_at, scales_at, weights_at)
 
     def rows_in(self, buffer: Any, scales_at: int, rows: int) -> Any:
-        """Returns rows as a dispatch returns them, in a buffer that has their scales at offset `scales_at`."""
+        """Returns rows, or a pair of rows and scales, in the memory of a buffer, whose scales begin at offset
+        `scales_at`.
+        """
         values = self.rows.part(buffer, 0, rows)
         return values if self.scales is None else (values, self.scales.part(buffer, scales_at, rows))
 
 
 class Dispatch(CallForm):
-    """A dispatch.
+    """A form of dispatches.
 
-    A dispatch is one launch, unless it is made in two halves or the CPU must know the number of rows before they are
-    received. Kernels before it may quantize the tokens, pack the caller's float8 rows, and renumber ids where ranks are
-    lost.
+    A dispatch is one launch, unless it is made in two halves or the CPU must know the number of rows before rows are
+    received. Kernels before the dispatch may quantize the tokens, pack the caller's float8 rows, and renumber ids if
+    ranks are lost.
 
     Args:
         x, ids, weight, scatter: the arguments of the first call of the form, which are checked.
@@ -129,7 +127,7 @@ class Dispatch(CallForm):
         prepares: whether calls only exchange the routing, as `DispatchCombine.prepare` does.
 
     Attributes:
-        form: makes the calls.
+        form: the object that makes the calls in C.
     """
 
     def __init__(
@@ -165,7 +163,7 @@ class Dispatch(CallForm):
         elif self._buffers is not None and not prepares:
             way, proceed = _STORED, self._receive_stored
         else:
-            way, proceed = _COUNTED if self._exact else _WHOLE, self._receive_exact  # a whole call never calls this
+            way, proceed = _COUNTED if self._exact else _WHOLE, self._receive_exact  # _WHOLE calls no `proceed`
         self.form = self._make_form(way, proceed, id_bytes, is_pair=is_pair, scatters=scatter is not None)
 
     def _make_form(
@@ -173,7 +171,7 @@ class Dispatch(CallForm):
     ) -> DispatchForm:
         ctx, options, buffers = self._ctx, self._parts.options, self._buffers
         config, runtime = options.config, self._group.runtime
-        # The kernel itself makes float8 rows where it stores them in output buffers.
+        # If rows go to output buffers, the dispatch kernel itself quantizes them to float8.
         scaled = ctx.dispatch_scaled if buffers is not None and not is_pair else None
         plain = ctx.dispatch_plain if buffers is None else ctx.dispatch_stored
         launch = (plain if scaled is None else scaled).copy()
@@ -185,10 +183,11 @@ class Dispatch(CallForm):
         call.id_bytes = 4 if renumbering else id_bytes
         call.row_bytes = config.hidden * self._outputs.dtype.itemsize + ctx.scale_bytes
         call.padded_rows = options.padded_rows
-        # A table must show the rows that no rank writes: those that the caller's indices leave out, and those in gaps.
+        # This table is cleared first, so that it marks the rows that no rank writes: rows that the caller's indices
+        # leave out, and rows in gaps.
         cleared = "first_rows" if scatters else "row_slots" if options.expert_alignment else None
         clear = [] if cleared is None else [SetBits(0, 0)]
-        at_first = self._rows is not None and self._at_once  # False, because the first launch receives no rows
+        at_first = self._rows is not None and self._at_once  # whether the first launch receives rows
         first = in_order(runtime, [*before, *(clear if at_first else []), launch])
         second = in_order(runtime, [*([] if at_first else clear), launch])
         clearing, step = first if at_first else second, 0
@@ -221,9 +220,8 @@ class Dispatch(CallForm):
         )
 
     def _renumbering(self, id_bytes: int) -> tuple[list[Launch], tuple[Any, ...]]:
-        """Returns a list with the launch of the kernel that renumbers ids, or an empty list if no rank is lost. Also
-        returns, for C (dispatch_form.c), a function that gives the maker of `lost_slots` for a number of tokens, and
-        the addresses of the kernel's arguments and of the new ids.
+        """Returns the launch of the kernel that renumbers ids, as a list that is empty if no rank is lost. Also returns
+        the values of this kernel's fields in dispatch_form.c.
         """
         surviving, topk = self._ctx.surviving, self._parts.options.config.topk
         if surviving is None:
@@ -233,16 +231,16 @@ class Dispatch(CallForm):
         return [launch], (lambda n: arrays.maker((n, topk), (topk, 1), truth), *filled, surviving.ids.ptr)
 
     def _receive_exact(self, desc: EPAllToAllLayoutDesc, owners: tuple[object, ...]) -> Dispatched:
-        """Counts the rows by one launch, and moves them by another when their number is known. After `prepare` the
-        second launch only finds the rows' places, because `Redispatch` sends the rows later.
+        """Counts the rows by one launch, and moves them by another when their number is known. In a `prepare`, the
+        second launch only computes the positions of rows, because a redispatch sends the rows later.
         """
         self.form.issue(desc, desc.stream, owners, True, ROUTE | GATHER | TELL, 0, _NOWHERE)
         return self._receive_counted(desc, owners, desc.stream, LAYOUT if self._prepares else SEND | RECEIVE, LAYOUT)
 
     def _take(self, _x: Any, stream: StreamLike, given: StreamLike) -> TakenBuffer:
-        """Returns the output buffer of a whole call on a stream. A layer with output buffers needs a buffer for each
-        call, because peers store the call's rows in that buffer. Raises ArgumentError if the call must wait and its
-        stream is being captured. `given` is the caller's stream, or None.
+        """Returns the output buffer of a whole call on a stream. Peers store the call's rows in the buffer. Raises
+        ArgumentError if the call must wait for its number of rows and the stream is being captured. `given` is the
+        caller's stream, or None.
         """
         self._parts.refuse_capture(stream)
         if self._buffers is None:
@@ -269,7 +267,6 @@ class Dispatch(CallForm):
         return rows, weights, desc
 
     def _receive_sent(self, sent: SentCall, stream: StreamLike) -> Dispatched:
-        """Makes the second half of a call whose number of rows was not known in the first half."""
         desc = sent.desc
         self.form.issue(desc, stream, sent.owners, False, GATHER | TELL, 0, _NOWHERE)
         return self._receive_counted(desc, sent.owners, stream, RECEIVE, RECEIVE)
@@ -311,15 +308,16 @@ class Dispatch(CallForm):
 
 
 class Redispatch(CallForm):
-    """A dispatch of other values with the routing of an earlier dispatch: `EPAll2AllLayer.redispatch`.
+    """A form of redispatches (`EPAll2AllLayer.redispatch`), which send other values with the routing of an earlier
+    dispatch.
 
     Args:
         argument: the name of `x` in errors.
         x, desc: the arguments of the first call of the form, which are checked.
-        width, dtype: elements of a row, and their type; None for the width or type of a token.
+        width, dtype: number and type of a row's elements; None for those of a token.
 
     Attributes:
-        form: makes the calls.
+        form: the object that makes the calls in C.
     """
 
     def __init__(
@@ -369,7 +367,7 @@ class Redispatch(CallForm):
         )
 
     def _send(self, desc: EPAllToAllLayoutDesc, stream: StreamLike, out: Any, owners: tuple[Any, ...]) -> Any:
-        """Sends the tokens. The first of `owners` is the array of the values. Returns the rows, in `out` if given."""
+        """Sends the values, which are in the array `owners[0]`. Returns the rows, in `out` if it is not None."""
         if out is None:
             rows, _, addresses = self._outputs.make(desc.rows)
         else:
@@ -383,9 +381,7 @@ class Redispatch(CallForm):
 
 
 def _check_dispatch(parts: LayerParts, x: Any, ids: Any, weight: Any, scatter: Any) -> tuple[bool, int]:
-    """Checks a call's arrays, and that the layer accepts the call. Returns whether `x` is a pair of rows and scales,
-    and the size of an id in bytes.
-    """
+    """Returns whether `x` is a pair of rows and scales, and the size of an id in bytes."""
     options, names, group = parts.options, parts.arguments, parts.ctx.group
     rows, scales = parts.given_rows(x, -1, names.tokens)
     most = options.most_of_call

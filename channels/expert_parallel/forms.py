@@ -1,4 +1,4 @@
-"""The calls of a layer, each a list of forms that C searches (calls/form_list.c)."""
+"""The calls of a layer. Each kind of call is a list of forms (prepared calls), which C searches (calls/form_list.c)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from proxyccl.device.runtime import StreamLike
 
 
 class Forms:
-    """The calls of one layer. Each kind of call has a list of forms, which is called with the arguments of the list's
-    `prepare`.
+    """The lists of forms of one layer. A list is called with the arguments that its `prepare` takes.
 
     Attributes:
         dispatches: two lists: dispatches whose rows are copied from an output buffer, and dispatches whose rows may
@@ -27,7 +26,7 @@ class Forms:
         sends: first halves of dispatches.
         prepares: dispatches that exchange only the routing.
         redispatches: dispatches of other values of the same tokens, to new rows or to `out`.
-        spreads: redispatches of float32 [T, topk]: each row of a token gets all of its weights.
+        spreads: redispatches of weights, float32 [T, topk]; each row gets all weights of its token.
         combines: whole combines.
         returns: first halves of combines.
     """
@@ -57,9 +56,10 @@ class Forms:
         self._collects = combines("collect")
 
     def collect(self, values: ArrayView, desc: EPAllToAllLayoutDesc, stream: StreamLike) -> Any:
-        """Returns each row's value to the row's slot: [T, topk] of the values' type, zero for slots without a row. This
-        is a combine of rows that are zero except in the slot's column. The values are [R], of the type of tokens or
-        weights. If each rank gets one row of a token, they are float32 [R, topk], and the rows of a token are summed.
+        """Sends each row's value to the row's slot, and returns [T, topk] of the values' type, zero for slots without a
+        row. The call is a combine of rows that are zero except in the slot's column. Values are [R], of the type of
+        tokens or weights. But if each rank gets one row of a token, values are float32 [R, topk], and a token's rows
+        are summed.
         """
         rows = values.owner if self._parts.options.by_rank else self._by_columns(values, desc, stream)
         return self._collects.call(rows, None, None, None, (), desc, None, stream)
@@ -80,8 +80,7 @@ class Forms:
 def _list(
     parts: LayerParts, arguments: tuple[tuple[str, int], ...], further: int, prepare: Callable[..., Any]
 ) -> FormList:
-    """Returns a list of the forms of one call; see `FormList`. `arguments` are the name and the width of each array
-    argument."""
+    """See `FormList`. `arguments` has the name and the width of each array argument."""
 
     def view(argument: int, x: Any) -> ArrayView:
         return readable_view(parts.ctx.group, x, arguments[argument][0])

@@ -38,7 +38,7 @@ _TOKENS_PER_BLOCK = 4
 _TOKENS_PER_PACKET = 64  # each token is one bit of a mask's packet
 _LINE = 128
 _LEAST_COPY = 64 << 10  # bytes; shorter copies of another process take turns with kernels
-_PIECES = 4  # kMaxPieces of experts/expert_team.h: the weights that follow a combine's row
+_PIECES = 4  # kMaxPieces of experts/expert_team.h: a combine's row has a weight for each piece
 
 
 def aligned(nbytes: int, to: int = _LINE) -> int:
@@ -46,7 +46,7 @@ def aligned(nbytes: int, to: int = _LINE) -> int:
 
 
 def blocks_for(max_tokens: int, num_sm: int) -> int:
-    """Returns the number of blocks of a kernel. It is at most the number that has work, because a block waits for all
+    """Returns the number of blocks of a kernel. There are no blocks without work, because each block waits for all
     other blocks.
     """
     return min(num_sm, -(-max_tokens // _TOKENS_PER_BLOCK))
@@ -69,13 +69,12 @@ class OutputLayout:
     """How a dispatch lays out the rows that a rank receives.
 
     Attributes:
-        chosen_per_rank: if each rank gets one row of a token, the number of experts of each rank that tokens can
-            choose; else 0. If not 0, the configuration counts each rank as one expert.
+        chosen_per_rank: with layout="rank", the number of experts of each rank, while the configuration has one expert
+            per rank; 0 with other layouts.
         padded_rows: if rows are padded, the number of rows that each expert has room for; else 0.
-        expert_alignment: each expert's rows begin at a multiple of this number, and the CPU learns each expert's number
-            of rows; 0 for neither.
-        buffers: the number of output buffers in the workspace; 0 unless there is a row for each rank, on one node whose
-            ranks reach each other.
+        expert_alignment: the multiple at which each expert's rows begin, in which case the CPU also reads each expert's
+            number of rows; 0 for rows without gaps.
+        buffers: the number of output buffers, which a workspace has only on one node whose ranks reach each other.
         buffer_rows: rows of each output buffer.
         stays: whether an output stays valid as long as the program references it (`KeptOutputs`).
     """
@@ -99,8 +98,7 @@ class WorkspaceShape:
     Attributes:
         blocks, threads: the kernels' number of blocks, and of threads per block.
         local_combine: whether each rank first sums its own rows of a token in a combine.
-        scale_bytes: bytes of the scales of a float8 row. An output buffer has room for float8 rows with scales, or for
-            tokens, whichever take more.
+        scale_bytes: bytes of the scales of a float8 row.
     """
 
     config: EPConfig
@@ -115,14 +113,14 @@ class Geometry:
     """The geometry of a workspace, the same on all ranks. The geometry is computed without a device and without peers.
 
     Args:
-        nodes, local_size: the number of the kernels' nodes, and the number of ranks of each node.
+        nodes, local_size: the number of nodes as the kernels see them, and the number of ranks of each node.
         copied: whether GPU copies move the data between nodes.
-        output_room: returns the size of an output buffer that must hold this many bytes.
+        output_room: returns the size of an output buffer for a number of bytes.
 
     Attributes:
         announces: the kind of a dispatch's announcement: "ids", "masks" or "shared_masks"; "counts" if counts are sent
             instead.
-        experts: a ProxycclExperts whose sizes and offsets are set, but not its pointers and the rank's own numbers.
+        experts: a ProxycclExperts with all sizes and offsets, but without pointers and the rank's own numbers.
         workspace_bytes: bytes of the memory that peers reach.
     """
 
@@ -154,7 +152,8 @@ class Geometry:
         e.return_segment_bytes = e.segment_tokens * (row_bytes + 4 * _PIECES)
         return_bytes = blocks * e.return_segment_bytes
         e.least_message = _LEAST_COPY if copied else 0
-        # A batch's lengthened message must end before the next batch's rows; batches differ by up to half.
+        # A message that is lengthened to `least_message` must end before the next batch's rows. Batches differ in size
+        # by up to half.
         shortest = -(-2 * e.least_message // row_bytes)
         e.batch_tokens = max(1, shortest, min(MESSAGE_BYTES // row_bytes, BATCH_TOKENS))
         e.partial_bytes = return_bytes + e.least_message
@@ -168,7 +167,7 @@ class Geometry:
         e.slots_offset = routing.take(ffi.sizeof("ProxycclExpertSlot") * slots)
         e.places_offset = routing.take(4 * e.segment_tokens)
         e.weights_offset = routing.take(e.weight_bytes * slots)
-        e.routing_bytes = max(routing.end, aligned(-(-e.least_message // e.segments)))  # a batch is sent as one message
+        e.routing_bytes = max(routing.end, aligned(-(-e.least_message // e.segments)))  # one message per batch
         e.segment_bytes = e.segment_tokens * row_bytes
         e.slab_bytes = aligned(e.segments * (e.routing_bytes + e.segment_bytes) + e.least_message)
 
@@ -202,20 +201,19 @@ class Geometry:
         """Returns the number of a dispatch's blocks that only send rows; with output buffers, the number of blocks that
         only store rows that stay on this rank.
 
-        A multiprocessor issues stores in order, so stores to its own memory would wait behind stores that wait for a
-        link. Therefore a block either sends or receives. The numbers of the two kinds of blocks are in proportion to
+        A multiprocessor issues stores in order, so stores to its own memory would wait behind stores that a link
+        delays. Therefore a block either sends or receives. The numbers of the two kinds of blocks are in proportion to
         the bytes that each kind loads and stores per token if experts are chosen evenly. A byte stored in a peer's
         memory counts as 4/3 bytes, as measured on 4 H200.
         """
         ranks, blocks = int(self.experts.local_size), int(self.experts.blocks)
-        arriving = ranks * (1 - (1 - 1 / ranks) ** config.topk)  # expected ranks with an expert of a token
+        arriving = ranks * (1 - (1 - 1 / ranks) ** config.topk)  # expected number of ranks that a token goes to
         crossing, by_rank = arriving * (1 - 1 / ranks) * 4 / 3, self.experts.chosen_per_rank != 0
         sending, receiving = 1 + crossing, arriving + (arriving if by_rank else config.topk)
         apart, others = (2 * arriving / ranks, sending) if self.experts.output_buffers else (sending, receiving)
         return max(1, round(blocks * apart / (apart + others)))
 
     def _announce(self, config: EPConfig) -> str:
-        """Decides the kind of the announcement, and its number of packets. All ranks make the same decision."""
         e, ranks = self.experts, config.world_size
         ids = -(-config.max_tokens * config.topk // lib.PROXYCCL_IDS_PER_PACKET)
         own = e.segment_tokens * config.topk

@@ -40,9 +40,8 @@ class UnderWay(Struct):
     Attributes:
         sent: the dispatch in flight; None if there is none.
         returned: the combine in flight; None if there is none.
-        end_dispatch, end_combine: a function that makes the second half of that dispatch or combine; another call of
-            its kind runs the function first. None if other calls of the kind are refused until the program makes the
-            second half.
+        end_dispatch, end_combine: functions that make the second half of `sent` or `returned`. A further dispatch or
+            combine first calls the function, or raises an error if the function is None.
     """
 
     sent: SentCall | None = None
@@ -54,79 +53,80 @@ class UnderWay(Struct):
 class EPAll2AllLayer:
     """Sends tokens to the ranks of their experts, and sums the experts' results.
 
-    Each token's row goes once to every rank of its node that has one of its experts, and once to each other node with
-    such an expert. The receiver copies the row to the rows of its experts. All ranks construct the layer together and
-    make the same calls in the same order; their numbers of tokens may differ.
+    A token's row goes once to every rank of the token's node that has one of the token's experts, and once to each
+    other node with such an expert. The receiver copies the row to the output rows of the receiver's experts. All ranks
+    construct the layer together and make the same calls in the same order; their numbers of tokens may differ.
 
     Calls are queued on the caller's stream. Without `max_recv_tokens` (the exact mode) `dispatch` waits on the CPU for
-    the number of received rows, but not for the rows. With it, `dispatch` does not wait and can be captured in a graph.
+    the number of received rows, but not for the rows. With `max_recv_tokens`, `dispatch` does not wait and can be
+    captured in a graph.
 
-    If torch records gradients and an input requires one, `dispatch`, `redispatch` and `combine` are recorded, also in
-    two halves. A call must be recorded on all ranks or on none, because the backward pass also calls the layer (in
-    whole calls). Dispatches in float8 and layout="padded" are not recorded.
+    If torch records gradients and an input requires one, `dispatch`, `redispatch` and `combine` are recorded, whether
+    whole or in two halves. A call must be recorded on all ranks or on none, because the backward pass also calls the
+    layer (in whole calls). Dispatches in float8, and calls with layout="padded", are not recorded.
 
     Args:
         ep_group: a `Communicator`, an MPI communicator or a torch process group. From an MPI communicator or a process
             group the layer makes a Communicator, which `finalize` closes.
         max_tokens: the most tokens of one rank in one dispatch.
-        hidden: elements of a token.
-        topk: experts that each token chooses, 1 to 16.
+        hidden: number of elements of a token.
+        topk: number of experts that each token chooses, 1 to 16.
         rank: this rank in the group.
-        num_tot_experts: experts of all ranks together; rank r has the r-th equal share.
-        local_world_size: ranks of a node; 1 if nodes have different numbers of ranks.
-        world_size: ranks of the group.
+        num_tot_experts: number of experts of all ranks together; rank r has the r-th equal share.
+        local_world_size: number of ranks of a node; 1 if nodes differ in size.
+        world_size: number of ranks of the group.
         dtype: the type of tokens: "bfloat16", "float16", "float32" or "float64", by name or as torch's or numpy's type.
         weight_dtype: the type of routing weights, one of the same four types.
         num_sm: the most blocks, and so the most multiprocessors, of a kernel that moves rows between ranks.
-        enable_local_combine: whether `combine` first sums a token's rows on each rank, rounded to `dtype`. This sends
-            less data, but rounds the result twice. It is possible only on one node.
+        enable_local_combine: whether `combine` first sums a token's rows on each rank, rounded to `dtype`. Sums on each
+            rank send less data, but round the result twice. This option is possible only on one node.
         use_aot: whether to use only kernels that were compiled beforehand (`proxyccl compile`).
         max_recv_tokens: the number of rows of every output; None for outputs of the exact size.
         dispatch_dtype: None to send tokens unchanged, or "float8_e4m3fn" to send them in float8: each 128 elements
             of a row share a float32 scale, and element times scale is the value. `combine` still uses `dtype`.
         scale_elements: how many elements share a scale; the last scale of a row may have fewer. Unless the number is
-            128 and divides `hidden`, the layer does not make float8 rows; callers pass pairs. Scales are any 4 bytes:
-            four packed exponents (UE8M0) for 512 elements, for example.
+            128 and divides `hidden`, the layer does not quantize tokens, and callers pass pairs of rows and scales. A
+            scale is any 4 bytes, for example four packed exponents (UE8M0) for 512 elements.
         num_scales: with dispatch_dtype: the number of scales of a row, if callers pad the scales; None for the number
             that follows from scale_elements.
-        scales_by_columns: with dispatch_dtype and layout="padded", for tensors of torch: whether scales are stored by
+        scales_by_columns: with dispatch_dtype, layout="padded" and tensors of torch: whether scales are stored by
             columns, so that the scales of an expert's consecutive rows are adjacent. Columns begin at multiples of 16
             bytes, as bulk copies (TMA) need. The shape of the scales does not change.
         grows: in the exact mode, a rank with more than max_tokens tokens makes `dispatch` raise CapacityError on all
-            ranks, with the most tokens of any rank in `needed`; the layer stays usable. Otherwise only that rank
-            raises ArgumentError.
+            ranks, with the most tokens of any rank in `needed`; the layer stays usable. Without `grows`, only that rank
+            raises an error, ArgumentError.
         layout: "expert" for a row for each slot, ordered by expert; "rank" for one row for each token that has an
             expert on this rank, ordered by source rank and token. The program then finds a row's experts in
             `desc.local_expert_ids`. "padded", for few tokens, gives each expert room for all rows that the ranks may
             send it, world_size * max_tokens; `desc.expert_rows` says how many arrived. With "padded" no call waits on
             the CPU.
         lost_ranks: the ranks that the group has lost, by their original numbers; see `shrink`. The group's rank r is
-            then the r-th of the remaining ones, and has that rank's experts. num_tot_experts counts the experts of all
-            ranks, including the lost ones. A slot that chooses an expert of a lost rank is dropped, and
-            `desc.lost_slots` marks the dropped slots.
+            then the r-th remaining rank, and has the experts that it had before. num_tot_experts includes the experts
+            of lost ranks. A slot that chooses an expert of a lost rank is dropped, and `desc.lost_slots` marks the
+            dropped slots.
         expert_alignment: with layout="expert", each expert's rows begin at a multiple of this number, so outputs have
-            gaps, whose rows are not written; `desc.row_slots` is -1 for rows in gaps. In the exact mode
+            gaps. No rank writes the rows in gaps, for which `desc.row_slots` is -1. In the exact mode
             `desc.num_tokens_per_expert` then returns the rows of each expert. None for rows without gaps.
         output_buffers: with layout="rank": the number of outputs for which the layer has memory. On one node whose
             ranks reach each other's memory, senders then store rows directly where the caller reads them. With n output
-            buffers, an output of `dispatch` stays valid until the n-th next call of `dispatch`, and ends with
-            `finalize`. `combine` loads rows that lie in that memory, such as outputs and arrays of `combine_input`;
-            others are sent. Each output takes room for max_recv_tokens rows, or world_size * max_tokens. With 0,
-            outputs are new arrays, to which rows are copied from other memory of the layer; `dispatch_recv` and
-            `redispatch` always do this. If torch records a call, its results are copied from the output's memory to new
-            arrays.
+            buffers, an output of `dispatch` stays valid during the next n - 1 calls of `dispatch`, but not after
+            `finalize`. In a `combine`, peers load the rows that lie in a buffer, such as outputs and arrays of
+            `combine_input`; other rows are sent. A buffer has room for max_recv_tokens rows, or in the exact mode for
+            world_size * max_tokens rows. With 0 output buffers, rows are copied from other memory of the layer to new
+            arrays; `dispatch_recv` and `redispatch` always do this. If torch records a call, its results are copied
+            from the buffer to new arrays.
         keeps_outputs: with output_buffers: an output of `dispatch` stays valid as long as it is referenced, like a new
             array, also in calls that torch records. A buffer is then free again when the last array in it is gone. If
-            none is free, the rows of a dispatch pass through one more buffer, and are copied to new arrays. On GPUs the
-            rows are also copied if the arrays are not torch's, if torch is older than 2.8, or if the dispatch is
-            captured in a graph or is given a stream. If rows of a combine lie in other memory, they are copied to that
-            additional buffer, and peers load them from it.
-        minus_one_drops: expert ids are as DeepEP's callers pass them: int32 or int64 with every layout, and only -1
-            drops a slot. The id num_tot_experts is then out of range.
+            no buffer is free, the rows of a dispatch pass through an additional buffer, and are copied to new arrays.
+            On GPUs the rows are also copied if the arrays are not torch's, if torch is older than 2.8, or if the
+            dispatch is captured in a graph or is given a stream. If rows of a combine lie outside the buffers, they are
+            copied to the additional buffer, from which peers load them.
+        minus_one_drops: whether expert ids are as in DeepEP: int32 or int64 with every layout, and only -1 drops a
+            slot. The id num_tot_experts is then out of range.
         capacity: see `DispatchCombineContext.create`.
 
     Attributes:
-        ep_config: sizes and types; with lost_ranks those of the remaining ranks.
+        ep_config: sizes and types, which count only the remaining ranks.
         lost_ranks: the argument, sorted.
         layout, max_recv_tokens: as given; max_recv_tokens is the number of padded rows with layout="padded".
         quantized: whether tokens are sent in float8.
@@ -182,7 +182,6 @@ class EPAll2AllLayer:
         return layer
 
     def _open(self, members: Members, options: LayerOptions, name: str = "", compared: Any = None, *names: Any) -> None:
-        """Makes the layer with the other ranks. `names` has other names of arguments for error texts."""
         with members.closed_on_error():
             name = name or f"a layer with {options.layout!r} rows ({options.config.describe()})"
             ctx = DispatchCombineContext(members, options, members.agree_on(compared or options.compared, name))
@@ -198,11 +197,11 @@ class EPAll2AllLayer:
 
     def narrowed(self, max_tokens: int) -> EPAll2AllLayer:
         """Returns a layer for calls of at most max_tokens tokens per rank; all ranks pass the same number. With
-        layout="padded" its outputs have room for that number of tokens from each rank.
+        layout="padded" the narrowed layer's outputs have room for that number of tokens from each rank.
 
         The narrowed layer shares this layer's memory, and is unusable after this layer's `finalize`. One dispatch and
         one combine can be in flight in this layer and its narrowed layers together. A descriptor can be used only with
-        the layer that made it. The layers of the latest few numbers are cached.
+        the layer that made it. The layers for the latest few values of max_tokens are cached.
 
         Args:
             max_tokens: from 1 to this layer's max_tokens.
@@ -239,19 +238,18 @@ class EPAll2AllLayer:
         self.ctx.finalize()
 
     def shrink(self, communicator: Communicator | None = None) -> EPAll2AllLayer:
-        """Returns this layer on the remaining ranks, whether or not a rank has failed. All remaining ranks call this
-        together.
+        """Returns a layer like this layer on the remaining ranks, whether or not a rank has failed. All remaining ranks
+        call this together.
 
         Experts keep their numbers, and the options stay the same. Slots that choose an expert of a lost rank are
-        dropped, and `desc.lost_slots` marks them. Tokens in flight in this layer when it failed must be dispatched
-        again.
+        dropped, and `desc.lost_slots` marks them. Tokens that were in flight in this layer must be dispatched again.
 
         Args:
             communicator: the result of `Communicator.shrink` of this layer's communicator. With None, this call shrinks
                 the communicator, and the new layer's `finalize` closes the shrunk communicator.
 
         Raises:
-            ArgumentError: `communicator` was not shrunk from another.
+            ArgumentError: `communicator` was not made by `Communicator.shrink`.
             ResourceError: no memory or channel ids are left.
             CommunicatorError: see `Communicator.shrink`.
         """
@@ -279,7 +277,7 @@ class EPAll2AllLayer:
 
         Args:
             stream: as for `Communicator.barrier`.
-            intra_node_only: wait only for the ranks of this node. All ranks of the group must still call it.
+            intra_node_only: wait only for the ranks of this node. All ranks of the group must still make this call.
         """
         self.ctx.require_usable()
         barrier(self.ctx.communicator.collectives, stream, intra_node_only=intra_node_only)
@@ -307,8 +305,8 @@ class EPAll2AllLayer:
             weight: [T, topk] of `weight_dtype`, to send with the tokens; or None. All ranks or none pass weights.
             full_scatter_indices: int32 [tokens of all ranks, topk], or None: the row of every slot. Tokens and rows are
                 numbered over all ranks, in the order of ranks. For each rank, the entries must be a permutation of the
-                rank's rows. Not with layout="rank" or "padded", or expert_alignment.
-            stream: where to queue it; as for `Communicator.all_reduce`.
+                rank's rows. This argument can't be given with layout="rank" or "padded", or with expert_alignment.
+            stream: where to queue the call; as for `Communicator.all_reduce`.
 
         Returns:
             The rows, [R, hidden]: one for each slot of this rank's experts, ordered by expert, then the source's rank,
@@ -317,15 +315,16 @@ class EPAll2AllLayer:
             With max_recv_tokens the arrays have that many rows; the first `desc.num_recv_tokens` are filled.
 
             With layout="rank" there is one row for each token that has an expert on this rank, ordered by the source's
-            rank, then token. Their weights are [R, topk], zero where `desc.local_expert_ids` is -1. With
-            layout="padded" R stands for [experts of this rank, world_size * max_tokens] in all shapes; of each expert
-            the first `desc.expert_rows` rows are filled, ordered by the source's rank, then token.
+            rank, then token. The rows' weights are [R, topk], zero where `desc.local_expert_ids` is -1. With
+            layout="padded" all shapes have [experts of this rank, world_size * max_tokens] in place of R. Of each
+            expert the first `desc.expert_rows` rows are filled, ordered by the source's rank, then token.
 
         Raises:
-            ArgumentError: an argument is wrong on this rank, and the call had no effect; or an expert id is out of
-                range on any rank: then all ranks raise this, and the layer stays usable.
+            ArgumentError: an argument is wrong on this rank, and the call had no effect; or an expert id of any rank is
+                out of range, in which case all ranks raise the error, and the layer stays usable.
             CapacityError: more rows arrived at a rank than max_recv_tokens, or with layout="padded" at an expert than
-                it has room for; see `check`. With `grows`, also if a rank has more than max_tokens tokens.
+                the expert has room for; see `check`. With `grows`, also raised if a rank has more than max_tokens
+                tokens.
             MismatchError: another rank makes a different call.
             CommunicatorError: a peer failed; see its subclasses.
         """
@@ -409,7 +408,7 @@ class EPAll2AllLayer:
             stream: as for `dispatch`.
 
         Returns:
-            The rows, in that dispatch's order; for a pair, a pair of rows and scales.
+            The rows, in the order of the earlier dispatch's rows; if `input` is a pair, a pair of rows and scales.
         """
         desc = self._parts.own_desc(ep_a2a_layout_desc)
         self._refuse_under_way()
@@ -434,10 +433,10 @@ class EPAll2AllLayer:
     ) -> Any:
         """Sends the experts' rows back, and sums the rows of each token.
 
-        On one node the sum is made in the order of k, or with layout="rank" in the order of ranks, in float32 (float64
-        for float64), and rounded once. With enable_local_combine, each rank's partial sum is rounded, and the partial
-        sums are added in the order of ranks. Between nodes, each node's partial sum is rounded, and the partial sums
-        are added in the order of nodes.
+        On one node, rows are added in the order of k, or with layout="rank" in the order of ranks. Sums are in float32
+        (float64 for rows of float64), and are rounded once. With enable_local_combine, each rank's partial sum is
+        rounded, and the partial sums are added in the order of ranks. Between nodes, each node's partial sum is
+        rounded, and the partial sums are added in the order of nodes.
 
         Args:
             input: [R, hidden] of `dtype`, in the order of the dispatch's output.
@@ -445,12 +444,13 @@ class EPAll2AllLayer:
             weights: float32 [R]: the factor of each row in the sum, such as the weights that the dispatch returned;
                 None for 1. Either all ranks pass weights, or none.
             topk_weights: float32 [T, topk], instead of `weights`: the factor of each slot of this rank's tokens,
-                which this rank applies when it sums. Only if all ranks reach each other's memory, and without
-                enable_local_combine.
-            added: up to two arrays [T, hidden] of `dtype`, with which each sum begins. These arrays get no gradients.
+                which this rank applies when it sums. This argument can be given only if all ranks reach each other's
+                memory, and without enable_local_combine.
+            added: up to two arrays [T, hidden] of `dtype`, with which each sum begins. The arrays `added` get no
+                gradients.
             order_ids: the expert ids of the dispatch. The rows that a token has on several ranks are then added in the
-                order of the token's last slot on each rank. Possible only on one node, with layout="rank" or
-                enable_local_combine, and without lost ranks.
+                order of the token's last slot on each rank. This argument can be given only on one node, with
+                layout="rank" or enable_local_combine, and without lost ranks.
             out: [T, hidden], or None for a new array.
             stream: as for `dispatch`.
 
@@ -489,9 +489,10 @@ class EPAll2AllLayer:
         return self._parts.sums_ranks_in_turn
 
     def combine_input(self, ep_a2a_layout_desc: EPAllToAllLayoutDesc) -> Any:
-        """With output_buffers, returns an array for the experts' results, [R, hidden] of `dtype`: `combine` lets peers
-        load its rows instead of sending them. Every dispatch gets the same memory, which is free again after `combine`.
-        With keeps_outputs the array stays valid, and is a new one if no buffer is free.
+        """Returns an array for the experts' results, [R, hidden] of `dtype`. With output_buffers the array lies in a
+        buffer, from which peers load rows in `combine`, so that no rows are sent. Every dispatch gets the same buffer,
+        which is free again after `combine`. But with keeps_outputs the array stays valid, and lies outside the buffers
+        if no buffer is free.
 
         Args:
             ep_a2a_layout_desc: the descriptor of the dispatch.
@@ -542,7 +543,7 @@ class EPAll2AllLayer:
                 return pending.receive(stream, out)
             rows, weights = pending.recorded
             return recorder.combine(self, lambda: pending.receive(stream), rows, weights, pending.desc)
-        except ArgumentError:  # the caller's mistake, so the call had no effect
+        except ArgumentError:  # the call had no effect, so the combine is still under way
             under_way.returned, under_way.end_combine = pending, end
             raise
 
@@ -553,7 +554,8 @@ class EPAll2AllLayer:
 
         Args:
             input: float32 [R]: the number of each row. With layout="rank" [R, topk], zero where `local_expert_ids` is
-                -1. The weights that the dispatch returned come back unchanged, except for dropped slots.
+                -1. If `input` is the weights that the dispatch returned, the result equals the dispatch's `weight`,
+                except for dropped slots.
             ep_a2a_layout_desc: the descriptor of the dispatch.
             stream: as for `dispatch`.
 
@@ -571,7 +573,7 @@ class EPAll2AllLayer:
         return self.forms.collect(values, desc, self.ctx.stream_for(stream, input))
 
     def weights_by_row(self, topk_weights: Any, ep_a2a_layout_desc: EPAllToAllLayoutDesc) -> Any:
-        """Sends the weights of this rank's slots to their rows, for a later `combine`. For torch tensors.
+        """Sends the weights of this rank's slots to their rows, for a later `combine`. Takes only torch tensors.
 
         Args:
             topk_weights: float32 [T, topk].
@@ -601,8 +603,8 @@ class EPAll2AllLayer:
 
         Raises:
             CapacityError: more rows arrived at a rank than max_recv_tokens, or with layout="padded" at an expert than
-                it has room for, because tokens chose it twice. Rows that did not fit were dropped, and count as zero in
-                `combine`. The error's `needed` is the most rows that a rank, or an expert, received.
+                the expert has room for, because tokens chose the expert twice. Rows that did not fit were dropped, and
+                `combine` adds zero for them. The error's `needed` is the most rows that a rank, or an expert, received.
             ArgumentError: an expert id was out of range, and its slot was dropped; or full_scatter_indices were not a
                 permutation, or covered fewer tokens than the ranks have. Only ranks whose rows are affected raise the
                 error about full_scatter_indices.
@@ -612,7 +614,7 @@ class EPAll2AllLayer:
 
     @property
     def sums_on_own_node(self) -> bool:
-        """Whether a token's own rank sums all of its rows, so that `combine` takes topk_weights."""
+        """Whether a token's own rank sums all rows of the token, so that `combine` takes topk_weights."""
         return self._sums_on_own_node
 
     def _refuse_returning(self) -> None:

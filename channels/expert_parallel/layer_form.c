@@ -89,8 +89,8 @@ PyObject* proxyccl_stream(LayerForm* form, PyObject* x, PyObject* given) {
   return PyErr_Occurred() != NULL ? NULL : Py_NewRef(form->latest_stream);
 }
 
-/* Whether a stream is both torch's current stream, in whose order torch reuses memory, and the dispatch's stream.
- * Returns -1 with an exception set on failure. */
+/* Returns whether a stream is both torch's current stream, in whose order torch reuses memory, and the dispatch's
+ * stream; or returns -1 with an exception set. */
 static int is_in_order(const LayerForm* form, const Descriptor* desc, PyObject* stream) {
   PyObject* const kind = form->stream_type;
   if (desc->stream == NULL || (PyObject*)Py_TYPE(stream) != kind || (PyObject*)Py_TYPE(desc->stream) != kind) return 0;

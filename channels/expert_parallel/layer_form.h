@@ -18,9 +18,9 @@ typedef struct LayerForm {
   /* Makes the second half of a call on a stream. `out`: the array for a combine's result, or None. Returns NULL with an
    * exception set on failure. */
   PyObject* (*receive)(SentCall* sent, PyObject* stream, PyObject* out);
-  PyObject* arguments;     /* the constructor's arguments: they own the objects that the form's fields borrow, */
-  PyObject* latest_stream; /* except latest_stream, a CurrentStream (launches.py) that is NULL at first, */
-  PyObject *element, *make_latest; /* and `element` and `make_latest`, which combine_form.c replaces */
+  PyObject* arguments;             /* the constructor's arguments, which own the objects that other fields borrow */
+  PyObject* latest_stream;         /* owned: a CurrentStream (launches.py) that is NULL at first */
+  PyObject *element, *make_latest; /* owned: combine_form.c replaces both */
   PyObject* calls;                 /* the group's Calls */
   int on_host;                     /* whether this is the host runtime, where calls without a stream are synchronous */
   PyObject* current;     /* current(device): returns the handle of torch's current stream; None for other libraries */
@@ -28,19 +28,20 @@ typedef struct LayerForm {
   PyObject* stream_of; /* stream_of(x, given): returns the stream of a call that does not use torch's current stream */
   PyObject* queue;     /* queue(desc, prepared, stream, owners): issues a call on the stream that stream_of returned */
   PyObject* device;
-  uint64_t* number;           /* the field of the call that holds the number of its dispatch */
+  uint64_t* number;           /* where the number of the call's dispatch is stored */
   PyObject* address;          /* returns the address of an array that the layer made; None if torch made the arrays */
-  PreparedCall first, second; /* first: a whole call or its first half; second: its other parts */
+  PreparedCall first, second; /* first: a whole call or a call's first half; second: the call's other parts */
 } LayerForm;
 
-/* The arrays of one part of a call: the caller's arrays, and the result's arrays, or NULL for missing arrays. */
+/* The arrays of one part of a call. The caller passed `given`; `rows` and `weights` are the result's. Missing arrays
+ * are NULL. */
 typedef struct CallArrays {
   const ListedArray* given;
   int count;
   PyObject *rows, *weights;
 } CallArrays;
 
-/* Each of these functions adds a type to the module. It returns 0, or -1 with an exception set. */
+/* Each of these functions adds a type to the module, and returns 0, or -1 with an exception set. */
 int proxyccl_add_sent_call(PyObject* module);
 int proxyccl_add_dispatch_form(PyObject* module);
 int proxyccl_add_combine_form(PyObject* module);

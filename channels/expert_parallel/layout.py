@@ -1,6 +1,4 @@
-"""The descriptor of one dispatch, which tells where each row came from. Combines need it, and programs can inspect
-it.
-"""
+"""The descriptor of a dispatch, which tells where each row came from. Combines need the descriptor."""
 
 from __future__ import annotations
 
@@ -35,40 +33,40 @@ class EPAllToAllLayoutDesc(Descriptor):
 
     The tables lie on the device, in arrays of the tokens' library. Three tables are only for inspection
     (`token_dst_scatter_idx`, `topk_indices_tensor`, `send_reqs_recv_tensor`) and are made on first access, which waits
-    for the dispatch, or raises ArgumentError if it was not received yet. The other tables are undefined until the
-    dispatch has ended. A row number is an index into the output of one rank. A *counterpart* is the rank of another
-    node with this rank's number within its node.
+    for the dispatch, or raises ArgumentError if the dispatch was not received yet. The other tables are undefined until
+    the dispatch has ended. A row number is an index into the output of one rank. A *counterpart* is the rank of another
+    node with the same local rank as this rank.
 
     Attributes:
         owner: the DispatchCombineContext that made the dispatch.
-        num_dispatch_token_cur_rank: T, the tokens that this rank dispatched.
+        num_dispatch_token_cur_rank: T, the number of tokens that this rank dispatched.
         counts_rows: whether kernels count the received rows in `num_recv_tokens`.
         lost_slots: bool [T, topk]: the slots that were dropped because their experts' ranks are lost; None if the layer
             has no lost ranks. In all other fields, the numbers of ranks and experts count only the remaining ranks and
             their experts.
-        chosen_rows: in the exact mode with layout="rank", or with expert_alignment: for each expert of this rank the
-            number of rows that chose it. Else None.
+        chosen_rows: in the exact mode with layout="rank" or expert_alignment, the number of rows that chose each expert
+            of this rank; otherwise None.
         output_buffer: the number, from 1, of the layer's output buffer that holds the rows; 0 if no buffer does.
         stream: the dispatch's stream.
-        num_input_tokens_per_rank: int32 [world_size]: tokens that each rank dispatched.
-        counts: int32 [world_size, num_experts]: slots of each rank for each expert.
+        num_input_tokens_per_rank: int32 [world_size]: the number of tokens that each rank dispatched.
+        counts: int32 [world_size, num_experts]: how many slots of each rank chose each expert.
         skipped_token_mapping_indices: int32 [R]: for each row, the first row of the same token on this rank, which may
             be the row itself.
         skipped_token_topk_mapping_indices: int32 [R, topk]: if r is the first row of a token on this rank, entry [r, k]
             is the row of the token's slot k, or -1 if that slot is dropped or on another rank. For other r all entries
             are -1.
-        local_expert_ids: With layout="rank", [R, topk] of the type of the expert ids: the local number of the expert of
-            each slot of the row's token. -1 if the expert is another rank's, the slot is dropped, or the row was not
-            filled. Else None.
-        source_tokens: With layout="rank" or "padded", int32 [R]: each row's token, by its number on the source rank.
-            Else None.
-        row_slots: int32 [R]: the slot, among its token's topk slots, that each row is for. With expert_alignment, rows
-            in gaps have -1 in this table, and undefined entries in the other tables.
-        slot_rows: int32 [world_size, max_tokens, topk]: this rank's row of each slot of each rank's tokens; negative if
-            the slot is dropped, belongs to another rank, or its row did not fit. Entries after a rank's last token are
-            undefined.
-        expert_rows: With layout="padded", int32 [experts of this rank]: the rows of each expert, at most its room. Else
-            None.
+        local_expert_ids: with layout="rank", [R, topk] of the type of the expert ids: the local number of the expert of
+            each slot of the row's token; -1 if the expert is another rank's, the slot is dropped, or the row was not
+            filled. None in other layouts.
+        source_tokens: with layout="rank" or "padded", int32 [R]: the number of each row's token on the source rank;
+            otherwise None.
+        row_slots: int32 [R]: the number, 0 to topk - 1, of the token's slot that each row is for. With
+            expert_alignment, rows in gaps have -1 in this table, and undefined entries in the other tables.
+        slot_rows: int32 [world_size, max_tokens, topk]: this rank's row for each slot of each rank's tokens; negative
+            if the slot is dropped or belongs to another rank, or if there was no room for the row. Entries after a
+            rank's last token are undefined.
+        expert_rows: with layout="padded", int32 [experts of this rank]: the number of rows of each expert, at most the
+            expert's room; otherwise None.
     """
 
     owner: Any
@@ -96,8 +94,8 @@ class EPAllToAllLayoutDesc(Descriptor):
             raise ArgumentError(argument, self.missing)
 
     def mark_received(self, *, refused: bool = False) -> None:
-        """Records that the kernels that fill the tables are queued; with `refused`, records that these kernels will
-        never be queued.
+        """Records that the kernels that fill the tables are queued, or with `refused`, that these kernels will never be
+        queued.
         """
         self.missing = _REFUSED if refused else None
 
@@ -112,7 +110,7 @@ class EPAllToAllLayoutDesc(Descriptor):
         return arrays.part(array, offset, shape, strides, arrays.int64 if wide else arrays.int32)
 
     def size_rows(self, rows: int) -> None:
-        """Sets the number of rows, and allocates the tables of rows if the number was not known before."""
+        """Sets the number of rows. Allocates the tables that have an entry for each row, if they don't exist yet."""
         if "first_rows" not in self.blocks[-1][2].places:
             tables = self.owner.tables.of_rows(rows, wide_ids=self.blocks[0][2].wide_ids)
             arrays = self.owner.arrays.like(self.like)
@@ -142,12 +140,12 @@ class EPAllToAllLayoutDesc(Descriptor):
         return bool(self.owner.tables.alignment > 1)
 
     def num_tokens_per_expert(self, alignment: int = 1) -> list[int]:
-        """In the exact mode with layout="rank", or with expert_alignment: the number of rows that chose each expert of
-        this rank, rounded up to a multiple of `alignment`. A program that sorts rows by expert finds each expert's
-        first row as the sum of the numbers before it.
+        """Returns the number of rows that chose each expert of this rank, rounded up to a multiple of `alignment`. A
+        program that sorts rows by expert finds each expert's first row as the sum of the preceding numbers.
 
         Raises:
-            ArgumentError: the layout or the mode differs, or the alignment is not positive.
+            ArgumentError: the layer is not in the exact mode, or has neither layout="rank" nor expert_alignment; or the
+                alignment is not positive.
         """
         if self.chosen_rows is None:
             raise ArgumentError(
@@ -172,8 +170,8 @@ class EPAllToAllLayoutDesc(Descriptor):
     @cached_property
     def token_dst_scatter_idx(self) -> Any:
         """int32 [nnodes, max_tokens, topk]: the row of each slot in the output of its expert's rank. Entry a is for the
-        tokens of the counterpart on node a: for this rank's node it has all slots, for other nodes the slots of this
-        node's experts. All other entries are -1.
+        tokens of the counterpart on node a. If a is this rank's node, the entry has all slots; otherwise it has the
+        slots of this node's experts. All other entries are -1.
         """
         self._require_rows("ep_a2a_layout_desc")
         config = self.owner.ep_config
@@ -214,8 +212,9 @@ class EPAllToAllLayoutDesc(Descriptor):
 
     @cached_property
     def send_reqs_recv_tensor(self) -> Any:
-        """None on one node. Else int32 [nnodes, 2, max_tokens]: the runs of consecutive tokens that came to this node
-        from the counterpart on node a, with first tokens in [a, 0] and ends in [a, 1]; -1 past the last run.
+        """None on one node, otherwise int32 [nnodes, 2, max_tokens]: the runs of consecutive tokens that came to this
+        node from the counterpart on node a. A run's first token is in [a, 0], and its end in [a, 1]; entries past the
+        last run are -1.
         """
         config = self.owner.ep_config
         if config.is_intra_node:
@@ -229,7 +228,6 @@ class EPAllToAllLayoutDesc(Descriptor):
         return self._upload(result)
 
     def _expert_ids(self) -> list[NDArray[np.int32]]:
-        """Returns, for each node, the expert ids of its counterpart's tokens."""
         self._require_rows("ep_a2a_layout_desc")
         ids, tokens = self._download("expert_ids"), self._download("tokens")
         per_node = []

@@ -1,5 +1,5 @@
-"""The communicator that a layer's user passes, and the nodes of its ranks. All other modules of this directory take a
-`Group`.
+"""Makes a communicator from the group that a layer's user passes, and finds the nodes of the ranks. All other modules
+of this directory take a `Group`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from proxyccl.channels.segment.error_record import raised
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy.codec import Codec
 
-# The names by which ranks compare three calls: making a layer, the exchange of numbers of tokens before that, and
-# finalizing a layer. Ranks may finalize several layers in different orders.
+# The names by which ranks compare three calls: making a layer, exchanging the numbers of tokens before a layer is made,
+# and finalizing a layer. Ranks may finalize several layers in different orders.
 NEW_LAYER, LAYER_SIZE, FINALIZE = "new_layer", "layer_size", "finalize"
 register_names(NEW_LAYER, LAYER_SIZE, FINALIZE)
 
@@ -32,7 +32,7 @@ _ARGUMENTS = Codec[dict[str, int | float | bool | str | None]](
 
 @dataclass(frozen=True)
 class Members:
-    """The ranks of a layer. An `owned` communicator was made for the layer and is closed with it."""
+    """The ranks of a layer. An `owned` communicator was made for the layer and is closed with the layer."""
 
     communicator: Communicator
     owned: bool = False
@@ -40,7 +40,8 @@ class Members:
     @classmethod
     def of(cls, ep_group: Any, config: EPConfig) -> Members:
         """Returns the ranks of a group; see `EPAll2AllLayer` for the types of groups. Raises ArgumentError if rank,
-        world_size or local_world_size are not the group's."""
+        world_size or local_world_size of `config` are not those of the group.
+        """
         owned = not isinstance(ep_group, Communicator)
         members = cls(_open(ep_group, config.local_world_size) if owned else ep_group, owned)
         with members.closed_on_error():
@@ -60,7 +61,7 @@ class Members:
 
     @contextlib.contextmanager
     def closed_on_error(self) -> Iterator[None]:
-        """Returns a context that closes a communicator that was made for the layer if the body raises an exception."""
+        """Returns a context that closes an owned communicator if the body raises an exception."""
         try:
             yield
         except BaseException as error:
@@ -69,9 +70,9 @@ class Members:
             raise
 
     def agree_on(self, arguments: Mapping[str, Any], name: str) -> int:
-        """Checks that a new layer's arguments are the same on all ranks, which call this together. All ranks raise the
-        same ArgumentError, which names the argument. `name` is the layer's name in mismatch errors. Returns the layer's
-        number, which ranks compare in the layer's calls.
+        """Checks that a new layer's arguments are the same on all ranks. All ranks call this together, and raise the
+        same ArgumentError, which names the argument that differs. `name` is the layer's name in mismatch errors.
+        Returns the layer's number, which ranks compare in the layer's calls.
         """
         number = self.group.launches.number_object(name)
         self.group.launches.agree(CollectiveCall(NEW_LAYER, of=number))
@@ -91,8 +92,8 @@ class Members:
 
 
 def node_size(group: Group) -> int:
-    """Returns the number of ranks per node, which is the same on all ranks; 1 if nodes differ in size, because every
-    rank then counts as a node.
+    """Returns the number of ranks per node. If nodes differ in size, returns 1, because every rank is then treated as a
+    separate node.
     """
     sizes = {len(members) for members in group.topology.node_members()}
     return sizes.pop() if len(sizes) == 1 else 1
@@ -112,8 +113,9 @@ def _open(ep_group: Any, local_world_size: int) -> Communicator:
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of a layer. `counterpart` uses the configuration's nodes; everything else uses the kernels' nodes,
-    where each rank may count as a node. `members` lists the ranks of each of the kernels' nodes."""
+    """The nodes of a layer. `counterpart` uses the configuration's nodes. All else uses the kernels' nodes, in which
+    each rank may be a separate node. `members` lists the ranks of each of the kernels' nodes.
+    """
 
     config: EPConfig
     topology: Topology
@@ -121,10 +123,10 @@ class Nodes:
 
     @classmethod
     def of_group(cls, group: Group, config: EPConfig, *, proxied: bool) -> Nodes:
-        """Returns the nodes of a group. All its ranks call this together.
+        """Returns the nodes of a group. All ranks of the group call this together.
 
-        Every rank counts as a separate node if ranks of a node can't access each other's memory, if nodes have
-        different numbers of ranks, or with `proxied`.
+        Every rank is treated as a separate node if ranks of a node can't access each other's memory, if nodes differ in
+        size, or if `proxied` is true.
         """
         topology = group.topology
         mapped = not proxied and all(topology.accessible[peer] for peer in topology.node_ranks)
@@ -152,18 +154,17 @@ class Nodes:
 
     @property
     def rails(self) -> list[int]:
-        """For each node, the rank whose number within that node equals this rank's number within its own node."""
+        """The rank of each node that has the same local rank as this rank."""
         return [of_node[self.local_rank] for of_node in self.members]
 
     def copied(self, group: Group) -> bool:
-        """Whether GPU copies, and not only a network device, move data between nodes. All ranks get the same answer."""
+        """Returns whether GPU copies, and not only a network device, move data between nodes; the same on all ranks."""
         if self.count == 1 or group.runtime.name == "host":
             return False
         return not group.topology.has_remote_pairs() or group.topology.stages_remote_pairs()
 
     def counterpart(self, node: int) -> int:
-        """Returns the rank of one of the configuration's nodes whose number within that node equals this rank's number
-        within its own node."""
+        """Returns the rank, on a node of the configuration, that has the same local rank as this rank."""
         members = self.topology.node_members()
         if len(members) == self.config.num_nodes:
             return members[node][self.topology.local_rank]

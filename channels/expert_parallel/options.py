@@ -1,6 +1,4 @@
-"""The options of an expert-parallel layer, checked, and the values derived from them. This module needs no device and
-no peers.
-"""
+"""Checks the options of an expert-parallel layer and derives values from them, without a device and without peers."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ from proxyccl.device.errors import ArgumentError
 FLOAT8 = "float8_e4m3fn"
 MOST_BUFFERS = 64
 """The most output buffers of a layer."""
-_SCALES_ALIGNMENT = 16  # in bytes; a row's scales begin at a multiple of this
+_SCALES_ALIGNMENT = 16  # a row's scales begin at a multiple of this many bytes
 _LAYOUTS = ("expert", "rank", "padded")
 _FLAGS = "enable_local_combine", "use_aot", "grows", "keeps_outputs", "minus_one_drops", "scales_by_columns", "proxied"
 _CONFIG_NAMES = {"token_dtype": "dtype", "num_experts": "num_tot_experts"}  # the layer's names for fields of EPConfig
@@ -43,8 +41,7 @@ class LayerOptions:
     Attributes:
         proxied: whether all rows go through the proxies.
         call_tokens: the most tokens of one rank in a call; None for max_tokens.
-        config: sizes and types, for the remaining ranks. The configuration's experts are the experts that tokens
-            choose.
+        config: sizes and types, for the remaining ranks.
     """
 
     max_tokens: int
@@ -225,12 +222,14 @@ class LayerOptions:
 
     @cached_property
     def scale_column(self) -> int:
-        """With scales_by_columns, the number of scales from one column to the next, a multiple of 16 bytes; else 0."""
+        """With scales_by_columns, the number of scales from one column's start to the next, a multiple of 4; otherwise
+        0.
+        """
         return column_of(self.padded_rows) if self.scales_by_columns else 0
 
     @cached_property
     def fixed_rows(self) -> int | None:
-        """The number of rows of every output; None for outputs of the exact size."""
+        """The number of rows of every output; None if outputs have exactly the received rows."""
         return self.config.num_experts_per_rank * self.padded_rows or self.max_recv_tokens
 
     @cached_property
@@ -244,7 +243,7 @@ class LayerOptions:
 
     @cached_property
     def scales(self) -> int:
-        """The number of scales, of 4 bytes each, of a row in float8; 0 if rows are of another type."""
+        """The number of scales of a float8 row, each of 4 bytes; 0 if rows have another type."""
         if not self.quantized:
             return 0
         return self.num_scales or -(-self.config.hidden // self.scale_elements)
@@ -266,7 +265,7 @@ class LayerOptions:
             chosen_per_rank=self.config.num_experts_per_rank if self.by_rank else 0,
             padded_rows=self.padded_rows,
             expert_alignment=self.expert_alignment or 0,
-            # One buffer more than the caller asks for: combine_input uses it, or rows pass through it.
+            # One buffer more than the caller asks for: combine_input uses the last buffer, or rows pass through it.
             buffers=self.output_buffers + 1 if self.output_buffers else 0,
             buffer_rows=self.fixed_rows or self.most_tokens,
             stays=self.keeps_outputs,

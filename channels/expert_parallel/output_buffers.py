@@ -19,8 +19,8 @@ class TakenBuffer(Struct, frozen=True):
 
     Attributes:
         number: the buffer's number, from 1; 0 if there is no buffer.
-        whole: the array in whose memory the output's arrays are made: bytes, or for torch any element type. None to
-            make new arrays.
+        whole: an array of the buffer's whole memory, of type uint8, or with torch of any type; None to make new arrays
+            for the output.
         passed: whether rows only pass through the buffer, and are then copied to the output's arrays.
     """
 
@@ -37,8 +37,8 @@ class OutputBuffers:
 
     Attributes:
         nbytes: bytes of each buffer.
-        scales_offset: where scales begin in a buffer.
-        numbers: the buffers' numbers, by their addresses.
+        scales_offset: the offset in bytes at which scales begin in a buffer.
+        numbers: maps the buffers' addresses to the buffers' numbers.
         passing: the number of the buffer that a combine may copy rows to; 0 if there is none.
     """
 
@@ -52,9 +52,9 @@ class OutputBuffers:
         self._whole: dict[tuple[int, LibraryArrays], Any] = {}
 
     def take(self, arrays: LibraryArrays, dtype: DType, *, on_current_stream: bool) -> TakenBuffer:
-        """Returns the buffer for the next output: all buffers in turn, except the last. `whole` may have the type
-        `dtype`. `on_current_stream` says that the output is made on the library's current stream, which captures no
-        graph.
+        """Returns the buffer for the next output. Outputs take all buffers except the last in turn. The result's
+        `whole` may have the type `dtype`. `on_current_stream`: whether the output is made on the library's current
+        stream, and that stream captures no graph.
         """
         number = self._next
         self._next = (number + 1) % (self._count - 1)
@@ -83,8 +83,8 @@ KEPT_OUTPUTS = 2
 
 
 def _lease_of(nbytes: int) -> Any:
-    """Returns a ctypes array type over a buffer's bytes. A library's arrays over such an object keep it alive. DLPack
-    capsules would also do so, but take ten times as long.
+    """Returns a ctypes array type for a buffer's bytes. Arrays that a library makes over an object of this type keep
+    the object alive. DLPack capsules would do the same, but take ten times as long.
     """
 
     class Lease(ctypes.c_ubyte * nbytes):  # type: ignore[misc]
@@ -97,13 +97,13 @@ def _lease_of(nbytes: int) -> Any:
 class KeptOutputs(OutputBuffers):
     """Buffers whose arrays stay valid as long as they are referenced, like new arrays.
 
-    A buffer is free again when the last array in it is gone. On the host runtime the buffer can then be reused without
-    further conditions. On a GPU, several streams may still have queued work on an array when it is freed. torch's
-    caching allocator knows these streams (`record_stream`), so it allocates the buffers, as places of a pool.
+    A buffer is free again when the last array in it is gone. On the host runtime a free buffer can be reused at once.
+    On a GPU, several streams may still have queued work on an array when it is freed. torch's caching allocator knows
+    these streams (`record_stream`), so it allocates the buffers, as places of a pool.
 
-    Rows pass through the last buffer, and are copied, if no other buffer is free, or if the end of the arrays can't be
-    observed: on a GPU for libraries other than torch and for a torch without pools, in a graph (which may run after the
-    arrays are gone), and on streams other than the current stream.
+    If no other buffer is free, rows pass through the last buffer and are copied to new arrays. Rows are also copied if
+    the layer can't observe when the arrays are gone: on a GPU with another library than torch or with a torch without
+    pools, in a graph (which may run after the arrays are gone), and on streams other than the current stream.
     """
 
     def __init__(self, runtime: BaseRuntime, memory: Memory, experts: Any) -> None:
@@ -115,7 +115,7 @@ class KeptOutputs(OutputBuffers):
         self._was_opened = False
 
     def take(self, arrays: LibraryArrays, dtype: DType, *, on_current_stream: bool) -> TakenBuffer:
-        """Returns a free buffer; if none is free, the last buffer, which rows only pass through."""
+        """Returns a free buffer, or if no buffer is free, the last buffer, which rows only pass through."""
         if self._runtime.name != "host":
             places = on_current_stream and arrays.is_torch
             return self._take_place(arrays.type_of(dtype)) if places else self._passed()

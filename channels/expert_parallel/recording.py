@@ -1,4 +1,4 @@
-"""Finds out whether an array library records a call for a backward pass. The face of that library (faces/) does the
+"""Finds out whether an array library records a call for a backward pass. The code for that library in faces/ does the
 recording.
 """
 
@@ -18,8 +18,7 @@ Dispatched = tuple[Any, Any, EPAllToAllLayoutDesc]
 
 
 class Recorder(Protocol):
-    """Makes calls of an `EPAll2AllLayer` with these inputs, and records them. The backward pass calls the same
-    `layer`."""
+    """Makes and records calls of an `EPAll2AllLayer`. The backward pass calls the same `layer`."""
 
     def is_recording(self) -> bool: ...
     def dispatch(self, layer: Any, call: Callable[[], Dispatched], tokens: Any, weights: Any) -> Dispatched: ...
@@ -47,7 +46,7 @@ def recorder_of_combine(options: LayerOptions, input: Any, weights: Any, topk_we
 
 
 def recorder_of(*inputs: Any) -> Recorder | None:
-    """Returns the recorder of a call if an input requires a gradient and its library records calls; else None."""
+    """Returns the recorder of a call, or None unless an input requires a gradient and the input's library records."""
     for x in inputs:
         if x is not None and libraries[type(x)].is_torch and x.requires_grad:
             recorder: Recorder = array_libraries.load("torch: gradients of experts")

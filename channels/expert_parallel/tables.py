@@ -30,8 +30,8 @@ class Tables(Struct, frozen=True):
 
     Attributes:
         nbytes: bytes of the array.
-        places: each table's offset in bytes, its shape, its strides, and whether its elements are int64 instead of
-            int32.
+        places: maps a table's name to the table's offset in bytes, shape, strides in elements, and whether its elements
+            are int64 instead of int32.
         offsets: the tables' offsets in bytes, in the order of the fields of ProxycclExpertLayout, for C (descriptor.h).
         address: the address of `offsets`, for callers in C.
         wide_ids: whether the caller's expert ids are int64.
@@ -70,7 +70,6 @@ def number_of(table: str | None) -> int:
 
 
 def _rounded(rows: int) -> int:
-    """Rounds a number up to the next number with at most four significant bits."""
     unit = 1 << max(0, rows.bit_length() - _LEADING_BITS)
     return round_up(rows, unit)
 
@@ -79,7 +78,7 @@ _MOST_KEPT = 64
 
 
 class TableLayouts:
-    """The tables of the descriptors of a layer, for the kernels' configuration.
+    """Computes and keeps the layouts of the tables of a layer's descriptors.
 
     Attributes:
         alignment: each expert's rows begin at a multiple of this number.
@@ -107,8 +106,8 @@ class TableLayouts:
         return self._kept[key]
 
     def of_rows(self, rows: int, *, wide_ids: bool) -> Tables:
-        """Returns the tables with an entry for each row, for a number of rows that became known later. The tables may
-        have room for a few more rows, so that few layouts serve all numbers of rows.
+        """Returns the tables with an entry for each row, for a number of rows that became known after the dispatch
+        began. The tables may have room for a few more rows, so that few layouts serve all numbers of rows.
         """
         key = _rounded(rows), wide_ids
         if key not in self._kept_of_rows:

@@ -16,14 +16,14 @@ from proxyccl.device.memory.places import own_segment_bytes
 class ExpertWorkspace:
     """One rank's workspace, and the addresses and channels by which kernels reach other ranks' workspaces. All ranks
     construct an `ExpertWorkspace` together. Ranks of a node read and write each other's workspaces. Data for another
-    node goes through the proxy, to the rank with this rank's number within that node.
+    node goes through the proxy, to the rank of that node with the same local rank as this rank.
 
     Attributes:
-        experts: the ProxycclExperts, with output buffers only on one node whose ranks reach each other.
+        experts: the ProxycclExperts, which has output buffers only on one node whose ranks reach each other.
         announces: see `Geometry`.
-        sleepers: the sleepers of the proxy that sends data to other nodes; None on one node.
+        sleepers: wakes the proxy that sends data to other nodes; None on one node.
         outputs: the output buffers, or None.
-        received_rows: the ProxycclReceivedRows in pinned memory, at its address for the CPU.
+        received_rows: a pointer for the CPU to the ProxycclReceivedRows in pinned memory.
     """
 
     def __init__(self, group: Group, nodes: Nodes, shape: WorkspaceShape) -> None:
@@ -41,7 +41,6 @@ class ExpertWorkspace:
         self._make_received_rows()
 
     def _share(self, nbytes: int) -> None:
-        """Allocates the memory that peers of this node reach, and makes the channels to the ranks of other nodes."""
         group, nodes, e = self._group, self._nodes, self.experts
         self._workspace = allocate(group, (nbytes,), "uint8")
         self._memory = memory = register(group, self._workspace)
@@ -57,8 +56,6 @@ class ExpertWorkspace:
         e.workspace = ffi.cast("char *", memory.ptr)
 
     def _make_tables(self) -> None:
-        """Makes the device's tables: the ranks' placement, the addresses of peers' workspaces, the channels, the
-        counters."""
         nodes, e, blocks = self._nodes, self.experts, self._shape.blocks
         ranks, handle = self._group.world_size, ffi.sizeof("ProxycclProxyChannel")
         tables = Areas()
@@ -100,7 +97,6 @@ class ExpertWorkspace:
         e.arrivals = ffi.cast("uint32_t *", at + arrivals_at)
 
     def _make_received_rows(self) -> None:
-        """Allocates the pinned memory where a dispatch stores its number of received rows for the CPU."""
         layout, experts = self._shape.layout, self._shape.config.num_experts_per_rank
         self._chosen_at = aligned(ffi.sizeof("ProxycclReceivedRows"))
         self._told_experts = layout.chosen_per_rank or (experts if layout.expert_alignment else 0)
@@ -113,15 +109,15 @@ class ExpertWorkspace:
 
     @property
     def chosen_rows(self) -> list[int]:
-        """Returns how many slots chose each of this rank's experts, in the dispatch that was counted last. The result
-        is valid only with layout="rank" or with expert_alignment.
+        """How many slots chose each of this rank's experts in the latest counted dispatch. The numbers are valid only
+        with layout="rank" or expert_alignment.
         """
         numbers = ffi.cast("char *", self._received_rows.host_ptr + self._chosen_at)
         return memoryview(ffi.buffer(numbers, 4 * self._told_experts)).cast("I").tolist()
 
     def close(self) -> None:
-        """Frees memory and channels. No kernel of any rank may still use them, and all proxies must have carried out
-        their triggers.
+        """Frees memory and channels. Kernels of all ranks must have ended, and all proxies must have carried out their
+        triggers.
         """
         if not self._group.failure.closed:
             free_handles(self._group, self._channels)
