@@ -70,7 +70,6 @@ _DAEMON_SECONDS = 1.0
 
 
 def _daemon() -> tuple[str, str]:
-    """Returns a text that identifies the node daemon that this process can use, and ""; without one, "" and the reason."""
     try:
         path = socket_path()
     except ArgumentError as error:

@@ -72,7 +72,7 @@ class FailureState:
         self._watcher: Watcher | None = None
         self._stopped_proxy: Callable[[], str] = str
         self._exception: CommunicatorError | None = None
-        self._lock = threading.RLock()  # reentrant: a signal handler may ask while the lock is held
+        self._lock = threading.RLock()  # reentrant: a signal handler may call `exception`
         self.cause = ""
         self.observer = Observer()
 
