@@ -280,8 +280,7 @@ class Watcher:
             return
 
     def _peer_ended(self, peer: int) -> None:
-        # A rank that has closed the communicator no longer accesses this rank's memory, so the end of its process is no
-        # failure.
+        # A rank that has closed the communicator no longer accesses this rank's memory, so its process may end.
         if self._segments[peer].presence is not Presence.LEFT:
             self._file_lost(peer)
 

@@ -34,7 +34,7 @@ _SOCKETS = frozenset({"tcp", "net", "sockets", "udp"})
 
 
 class Key(Message, frozen=True):
-    """What peers need to access a region by libfabric: the address of the region's first byte, and the region's key."""
+    """The address of a region's first byte and the key, with which peers access the region by libfabric."""
 
     region: Region
     address: Uint64
