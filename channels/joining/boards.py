@@ -26,7 +26,7 @@ class BoardBootstrap:
     round) and the sender's rank, or `BUNDLE`.
 
     Attributes:
-        where: what errors call the board; "" for nothing.
+        where: the board's name in error texts, or "".
         is_shared: whether each rank can get any message; otherwise a rank gets only messages addressed to it.
         longest_pause: the longest time between a waiting rank's polls of the board, in seconds.
     """
@@ -54,8 +54,8 @@ class BoardBootstrap:
         raise NotImplementedError
 
     def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
-        """See `Bootstrap.all_gather`. Also raises ExchangeError if rank 0's bundle is invalid, and what the board's
-        methods raise."""
+        """See `Bootstrap.all_gather`. Raises, in addition, ExchangeError if rank 0's bundle is invalid, and the errors
+        of the board's methods."""
         deadline = time.monotonic() + timeout
         with self._lock:
             number, self._round = self._round, self._round + 1
@@ -71,7 +71,7 @@ class BoardBootstrap:
             if collected:
                 self._put(number, BUNDLE, bundle(everyone), others)
                 self._remove(number - 2, BUNDLE)
-        # All ranks have reached the previous round, so they have read all messages of the round before it.
+        # All ranks have begun round number - 1, so they have read all messages of round number - 2.
         self._remove(number - 2, own)
         return everyone
 
@@ -111,8 +111,8 @@ def unbundle(data: bytes, world_size: int, where: str, rank: int) -> list[bytes]
     """Unpacks the messages of `world_size` ranks.
 
     Args:
-        where: what errors call the board.
-        rank: this rank, which errors name.
+        where: the board's name in error texts.
+        rank: this rank, for error texts.
 
     Raises:
         ExchangeError: `data` is not a bundle of `world_size` messages.

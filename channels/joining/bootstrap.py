@@ -1,6 +1,6 @@
 """Bootstraps: all-gathers of a few bytes, by which ranks find each other and set up faster connections.
 
-The protocol is small on purpose, so that any launcher can offer it. Every call has a time-out.
+The protocol is small on purpose, so that any launcher can offer it.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Bootstrap(Protocol):
     """Joins `world_size` ranks. All ranks make the same calls in the same order.
 
     To split a communicator that spans hosts, a bootstrap also needs `subset(members, key)`. Only the ranks in `members`
-    call it. It returns a bootstrap of these ranks, numbered by their indices in `members`. `key` is a number that no
-    other subset has. After a time-out the members may make the same subset again. Before that, each rank that had
-    arrived calls `withdraw()` of the old subset, if that method exists, to remove its messages, so that late ranks
-    don't read old messages. To shrink a communicator that spans hosts, a bootstrap also needs `board()`, which returns
-    a `survivors.Board` that outlives each of the ranks.
+    call `subset`. `subset` returns a bootstrap of these ranks, numbered by their indices in `members`. `key` is a
+    number that no other subset has. After a time-out the members may make the same subset again. To keep late ranks
+    from reading old messages, each rank first calls `withdraw()` of its old subset, if that method exists. To shrink a
+    communicator that spans hosts, a bootstrap also needs `board()`, which returns a `survivors.Board` that outlives
+    each of the ranks.
     """
 
     @property
@@ -52,7 +52,7 @@ class Bootstrap(Protocol):
         """Number of ranks."""
 
     def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
-        """Returns every rank's bytes, in rank order; lengths may differ.
+        """Returns every rank's bytes, in rank order. Ranks may pass different lengths.
 
         Args:
             data: this rank's bytes.
@@ -113,7 +113,7 @@ class MpiBootstrap:
         """See `Bootstrap.all_gather`.
 
         Raises:
-            PeerLostError: MPI reports that a rank died.
+            PeerLostError: MPI reports that a rank has died.
             ExchangeError: an earlier call of this rank was interrupted, so MPI would match this call with other ranks'
                 earlier calls.
         """
@@ -215,8 +215,8 @@ class _MpiPost:
 
 
 class MpiSubset(BoardBootstrap):
-    """A `Bootstrap` of some ranks of an `MpiBootstrap`. It uses point-to-point messages, because all ranks would have
-    to take part in making an MPI communicator.
+    """A `Bootstrap` of some ranks of an `MpiBootstrap`. The ranks use point-to-point messages, because to make an MPI
+    communicator for them would need all ranks.
     """
 
     where, is_shared = "MPI", False

@@ -56,7 +56,7 @@ class Exchange:
         give_up: called repeatedly while an exchange waits, until `guard` is called; it may raise to end the wait.
 
     Attributes:
-        made: the number of exchanges that this rank took part in.
+        made: the number of exchanges that this rank has begun.
     """
 
     def __init__(self, bootstrap: Bootstrap, timeout: float, give_up: Callable[[], None] = lambda: None) -> None:
@@ -77,16 +77,17 @@ class Exchange:
         self._bootstrap = bootstrap
 
     def guard(self, failure: FailureState, watcher: Watcher) -> None:
-        """From this call on, any rank's failure ends this rank's exchange. The group ends if an exchange fails, or if
-        this rank waits in an exchange although a peer has closed the communicator.
+        """From this call on, a failure of any rank makes this rank's current exchange fail. The group ends if an
+        exchange fails, or if this rank waits in an exchange although a peer has closed the communicator.
         """
         self._guard = failure, watcher
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
         """Returns a context for this rank's work between exchanges: if the work raises an error, the peers' next
-        exchange fails with this error. A failed exchange is not sent, because all ranks know of it. After `guard`, only
-        errors about exhausted resources are sent, and the group survives only if all ranks send such an error.
+        exchange fails with this error. An error of an exchange itself is not sent, because all ranks get it. After
+        `guard`, only errors about exhausted resources are sent, and the group survives only if all ranks send such an
+        error.
 
         Raises:
             ResourceError: no file descriptor is left.
@@ -155,12 +156,12 @@ class Exchange:
             ) from cause
 
     def barrier(self, purpose: str) -> None:
-        """Waits until all ranks have made this call. Raises as `all_gather`."""
+        """Waits until all ranks have made this call. Raises the errors of `all_gather`."""
         self.all_gather_bytes(b"", purpose)
 
     def all_gather_bytes(self, data: bytes, purpose: str) -> list[bytes]:
-        """Returns every rank's bytes. Raises as `all_gather`, ConcurrentCallError if another thread is in an exchange,
-        and ClosedError in a forked child process.
+        """Returns every rank's bytes. Raises the errors of `all_gather`, ConcurrentCallError if another thread is in an
+        exchange, and ClosedError in a forked child process.
         """
         if self._guard is not None:
             self._guard[0].require_own_process()

@@ -26,8 +26,8 @@ class FileBootstrap(BoardBootstrap):
     disk is full, and ExchangeError if a rank's message can't be read.
 
     Args:
-        directory: a fresh directory for each job, because ranks leave their files in it. A missing directory is
-            created, with its parents.
+        directory: a directory that no other job has used, because ranks do not remove their files. It is created, with
+            its parents, if it does not exist.
         rank: this rank's number.
         world_size: number of ranks.
 
@@ -60,12 +60,12 @@ class FileBootstrap(BoardBootstrap):
         return FileBootstrap(place, list(members).index(self.rank), len(members))
 
     def withdraw(self) -> None:
-        """See `Bootstrap`. After this, a new `FileBootstrap` of this rank may use the directory."""
+        """See `Bootstrap`. Afterwards, a new `FileBootstrap` of this rank may use the directory."""
         super().withdraw()
         self._directory.remove(f"rank-{self.rank}")
 
     def board(self) -> Board:
-        """Returns a board in the directory. See `Bootstrap`."""
+        """Returns a board whose notes are files in the directory. See `Bootstrap`."""
         return NoteBoard(self._directory, self.rank)
 
     def _put(self, number: int, of: str, data: bytes, readers: Sequence[int]) -> None:
@@ -100,10 +100,10 @@ def _close_all(descriptors: list[int]) -> None:
 
 
 class _Directory:
-    """A directory that only this user can access. This object holds it open, so that nobody can replace it.
+    """A directory that only this user can access. The directory is held open, so that nobody can replace it.
 
-    This object also holds a spare descriptor, which it closes to open a file. So a process that has run out of
-    descriptors can still report that to its peers.
+    A spare descriptor is also held open, and closed to open a file, so that a process that has run out of descriptors
+    can still report that to its peers.
 
     Raises:
         ArgumentError: the directory can't be used.

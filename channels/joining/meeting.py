@@ -1,7 +1,7 @@
 """Meetings: the steps by which ranks become a group.
 
-New ranks meet over a bootstrap. Ranks of a group that form a new group, such as the ranks that remain after a failure,
-meet in the control segments that they have mapped.
+New ranks meet over a bootstrap. If ranks of a group form a new group, for example after a failure, they meet in the
+control segments that they have mapped.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def meet(
     device: int | None = None,
 ) -> Meeting:
     """Forms a group of the ranks of a bootstrap, which all call this together. Takes the arguments and raises the
-    errors of `Communicator`. If this fails and `owns_bootstrap` is true, closes the bootstrap.
+    errors of `Communicator`. Closes the bootstrap on failure if `owns_bootstrap` is true.
     """
     exchange = Exchange(bootstrap, timeout)
     # If this rank fails, the other ranks learn of it before this rank undoes its part.
@@ -149,7 +149,8 @@ def meet(
         )
         infos = exchange.all_gather(own, RANK_INFO, "topology")
         topology = Topology.find(rank, infos, runtime)
-        # If a pair of ranks has no transport, all ranks raise an error at this point, before they map memory or wait.
+        # If a pair of ranks has no transport, all ranks raise an error here, before they map memory or wait for each
+        # other.
         topology.has_remote_pairs()
         handles = exchange.all_gather(control.memory.handle, HANDLE, "control segments")
         of_host = [peer for peer in range(world_size) if peer != rank and topology.same_host(peer)]
@@ -158,8 +159,8 @@ def meet(
             segments[peer] = ControlSegment(runtime.open_pinned(handles[peer]))
             undo.callback(segments[peer].close)
         control.introduce(segments)
-        # No rank passes this exchange, and may free its segment, before all ranks have mapped it. A rank that could not
-        # map a segment reports that in this exchange.
+        # No rank leaves this exchange before all ranks have mapped all segments, so no segment is freed too early. A
+        # rank that could not map a segment reports that in this exchange.
         job = exchange.all_gather(os.urandom(4).hex(), _NAME, "job")[0]
         if not topology.spans_hosts:
             exchange.carry_over(_mailboxes(rank, control, segments))
@@ -205,7 +206,8 @@ def meet_apart(
     mapping_of: Callable[[int], AbstractContextManager[None]],
     own: Bootstrap | None,
 ) -> Meeting:
-    """Forms a new group of some ranks of a group, numbered in the order of `members`. Only these ranks call this.
+    """Forms a new group of some ranks of a group, numbered in the order of `members`. The ranks in `members` call this
+    together.
 
     Args:
         whole: the meeting of all ranks.
@@ -216,8 +218,8 @@ def meet_apart(
         give_up: called while waiting; it raises to end the wait early.
         mapping_of: returns a context for mapping a rank's memory, in which a failure raises its cause
             (`Group.mapping_of`).
-        own: a bootstrap of the members, which stays the caller's. None to meet in the control segments, under a key of
-            the members and the number of their earlier meetings.
+        own: a bootstrap of the members, which the caller must close. With None, the members meet in their control
+            segments, under a key of the members and the number of their earlier meetings.
 
     Raises:
         WaitTimeoutError: not all members called this within `timeout`.
@@ -306,8 +308,8 @@ def _naming_as_in_whole(members: Sequence[int], give_up: Callable[[], None]) -> 
 
 @contextlib.contextmanager
 def _counted(meetings: Counter[tuple[int, ...]], ranks: tuple[int, ...], bootstrap: Bootstrap | None) -> Iterator[None]:
-    """Returns a context that counts the meeting of some ranks, unless it ends by a time-out. Because a retry then has
-    the same number, late ranks can join it.
+    """Returns a context that counts the meeting of some ranks. A meeting that ends by a time-out is not counted, so
+    that late ranks can join the retry, which has the same number.
 
     Args:
         bootstrap: the bootstrap over which the ranks meet; None if they meet in control segments.
@@ -336,14 +338,14 @@ def meet_survivors(
         topology: the topology of all ranks.
         excluded: ranks that must not be in the new group; the same on all callers.
         has_ended: returns whether a rank can no longer take part.
-        timeout: the longest wait for other ranks, in seconds. Late ranks are left out. It is also the time-out of the
-            new group.
+        timeout: the time-out of the new group, and the longest wait for other ranks, in seconds. Later ranks are
+            excluded.
 
     Raises:
         ExcludedError: this rank came too late, so the new group does not include it.
         MismatchError: another rank passed a different `excluded`.
         PeerLostError: ranks were lost in every attempt.
-        ResourceError: this rank has no file descriptor left. The other ranks continue without it.
+        ResourceError: this rank has no file descriptor left. The other ranks form the new group without this rank.
         RuntimeUnavailableError: the ranks are on several hosts, and the bootstrap has no board.
     """
     whole.runtime.activate()
@@ -420,8 +422,8 @@ def _board(whole: Meeting, topology: Topology) -> Board:
 
 
 class _Refusals:
-    """Reports to the members of a new group on one host that a member can't take part. That member writes the reason to
-    its old control segment, which the other members check while they wait.
+    """Reports to the members of a new group on one host that a member can't take part. The failed member writes the
+    reason to its old control segment, which the other members check while they wait.
     """
 
     def __init__(self, whole: Meeting, members: Sequence[int], number: int, give_up: Callable[[], None]) -> None:

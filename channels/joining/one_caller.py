@@ -1,4 +1,4 @@
-"""Refuses concurrent calls by threads of one rank, where all ranks must make the calls in the same order."""
+"""Refuses concurrent calls by threads of one rank, for calls that all ranks must make in the same order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from proxyccl.device.errors import ConcurrentCallError
 
 
 class OneCaller:
-    """A lock for such calls, which raises an error instead of waiting."""
+    """A lock whose second holder gets an error instead of waiting."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -18,7 +18,7 @@ class OneCaller:
 
     @contextlib.contextmanager
     def only(self, call: str, about: Hashable = None) -> Iterator[None]:
-        """Returns a context for one call.
+        """Returns a context that must contain the whole call.
 
         Args:
             call: the call's name, for the error.

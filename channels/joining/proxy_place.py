@@ -1,4 +1,4 @@
-"""Decides where the proxies of a communicator's ranks run. The ranks of a host use the same default."""
+"""Decides where the proxies of a communicator's ranks run. All ranks of a host use the same default."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ProxyPlace(Struct, frozen=True):
 
     Attributes:
         where: "thread" (in the rank's process), "process" (in the job's own daemon), or "daemon" (in the node daemon).
-        job_daemon: name of the job's own daemon; empty if no rank of the host uses it.
+        job_daemon: the name of the job's own daemon; "" if no rank of the host uses it.
         chosen: whether the caller or the environment chose `where`, so that it is not the default.
     """
 
@@ -81,7 +81,7 @@ class Wish(Message, frozen=True):
         where: where the caller or the environment wants the proxy to run; None without such a request.
         default: where the proxy runs without a request.
         name: a name that the rank proposes for the job's own daemon.
-        view: the `proc_view` of the rank's process. Ranks with the same value share a daemon.
+        view: the `proc_view` of the rank's process. Ranks with the same `proc_view` share a daemon.
     """
 
     host: str
@@ -119,7 +119,7 @@ def default_place(runtime: str) -> Where:
     """
     if runtime == "host":
         return "thread"
-    # These modules are imported only if needed, because importing them takes longer than the rest of the function.
+    # Imports these modules only if needed, because importing them takes longer than the rest of the function.
     from proxyccl.proxy.daemon.connection import daemon_process
     from proxyccl.proxy.daemon.protocol import socket_path
 
@@ -131,8 +131,8 @@ def default_place(runtime: str) -> Where:
 
 
 def agree(wishes: Sequence[Wish], rank: int) -> ProxyPlace:
-    """Computes, from all ranks' messages, where the proxy of rank `rank` runs. All ranks of a host without a request
-    get the same result.
+    """Computes, from all ranks' messages, where the proxy of rank `rank` runs. The result is the same for all ranks of
+    a host that request no place.
     """
     own = wishes[rank]
     of_host = [wish for wish in wishes if wish.host == own.host]
@@ -143,7 +143,7 @@ def agree(wishes: Sequence[Wish], rank: int) -> ProxyPlace:
 
 
 def choose_place(where: Where | None, runtime: str, host: str, exchange: Exchange) -> ProxyPlace:
-    """Returns where this rank's proxy runs. All ranks call this together.
+    """Returns where this rank's proxy runs. All ranks of the group call this together.
 
     Args:
         where: the result of `requested_place`.

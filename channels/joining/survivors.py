@@ -1,13 +1,13 @@
 """How the remaining ranks of a group agree on which ranks remain, even if some of them end meanwhile.
 
-An exchange would need every rank. Instead each rank leaves notes on a board that outlives the ranks, and answers
-questions on the board. The first answer to a question is final, so all ranks read the same answer. The model is
-tests/models/protocols/survivors.pml.
+Because an exchange would need every rank, each rank leaves notes and answers questions on a board that outlives the
+ranks. The first answer to a question is final, so all ranks read the same answer. tests/models/protocols/survivors.pml
+is a model of the protocol.
 
 In each attempt a rank posts that it has arrived, and waits until each other rank has arrived, has ended, or is late.
 The first rank whose wait is over answers which ranks are members. Each member maps the others' segments, posts that it
 has done so, and waits until all members have posted or a member has ended. The first member whose wait is over answers
-whether the attempt succeeded. If the attempt failed, the remaining members try again.
+whether the attempt succeeded. After a failed attempt, the remaining members try again.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Board(Protocol):
         """Returns a rank's note; None while there is no note."""
 
     def settle(self, number: int, answer: bytes) -> bytes:
-        """Answers question `number`, in at most 244 bytes, unless it has an answer. Returns the first answer, which is
-        the same on all ranks.
+        """Stores an answer of at most 244 bytes to question `number`, unless the question has an answer. Returns the
+        question's first answer, which is the same on all ranks.
         """
 
     def settled(self, number: int) -> bytes | None:
@@ -153,7 +153,7 @@ class Survivors:
         world_size: the number of ranks of the old group.
         excluded: ranks that must not be members; the same on all ranks.
         has_ended: returns whether a rank can no longer take part; once True for a rank, always True.
-        timeout: the longest wait for the other ranks, in seconds. Ranks that arrive later are excluded.
+        timeout: the longest wait for the other ranks, in seconds. Later ranks are excluded.
     """
 
     def __init__(
@@ -171,8 +171,8 @@ class Survivors:
         self._candidates = [peer for peer in range(world_size) if peer != rank and peer not in excluded]
 
     def assemble(self, attempt: int, note: bytes) -> Assembly:
-        """Posts that this rank has arrived, with a note for the members, and waits for the other ranks. Numbers of
-        attempts begin at 0. After each call, call `all_joined`.
+        """Posts that this rank has arrived, with a note for the members, and waits for the other ranks. `attempt` is
+        the number of the attempt, from 0. Call `all_joined` after each call of this.
 
         Raises:
             ExcludedError: this rank came too late, so it is not a member.

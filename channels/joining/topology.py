@@ -48,8 +48,8 @@ class RankInfo(Message, frozen=True):
         transport: the transports that the rank's caller chose, in canonical form (`encode_choice`).
         local_world_size: the number of consecutive ranks per node that the rank's caller chose; None if a node is a
             host.
-        unsupported: by remote transport, the reason why the rank's network adapter can't register its GPU's memory.
-            There is no entry if registration works or was not tested.
+        unsupported: by remote transport, the reason why the rank's network adapter can't register its GPU's memory. A
+            transport has no entry if registration works or was not tested.
         daemon_missing: the reason why the rank can't use the node daemon; empty if the rank can, or did not ask for the
             daemon.
     """
@@ -198,7 +198,7 @@ class Topology(Struct, frozen=True, dict=True):
 
     @property
     def node_ranks(self) -> list[int]:
-        """The ranks of this rank's node, in order."""
+        """The ranks of this rank's node, in ascending order."""
         return [r for r, node in enumerate(self.nodes) if node == self.nodes[self.rank]]
 
     def node_members(self) -> list[list[int]]:
@@ -214,7 +214,7 @@ class Topology(Struct, frozen=True, dict=True):
 
     @property
     def local_rank(self) -> int:
-        """This rank's number within its node."""
+        """This rank's index among the ranks of its node."""
         return self.node_ranks.index(self.rank)
 
     @property
@@ -244,9 +244,9 @@ class Topology(Struct, frozen=True, dict=True):
         return self.ranks[peer].host == self.ranks[self.rank].host
 
     def transport(self, first: int, second: int) -> str:
-        """Returns the transport between two ranks. Within a node these are copies, and between nodes the first remote
-        transport in `TRANSPORTS` that can register both ranks' memory. Between nodes of one host without RDMA adapters,
-        copies are used.
+        """Returns the transport between two ranks. The transport within a node is copies. Between nodes it is the first
+        remote transport in `TRANSPORTS` that can register both ranks' memory or, between nodes of one host without RDMA
+        adapters, copies.
 
         Raises:
             RuntimeUnavailableError: no transport connects the two ranks.
@@ -275,7 +275,8 @@ class Topology(Struct, frozen=True, dict=True):
         )
 
     def transports(self) -> dict[int, str]:
-        """Returns the transport to every other rank. Raises RuntimeUnavailableError if a rank can't be reached."""
+        """Returns, by rank, the transport to each other rank. Raises RuntimeUnavailableError if a rank can't be
+        reached."""
         return {peer: self.transport(self.rank, peer) for peer in range(self.world_size) if peer != self.rank}
 
     def has_remote_pairs(self) -> bool:
@@ -296,8 +297,9 @@ class Topology(Struct, frozen=True, dict=True):
         return frozenset(self.transport(a, b) for a, b in self._pairs_of_each_kind())
 
     def _pairs_of_each_kind(self) -> Iterator[tuple[int, int]]:
-        """Yields enough pairs of ranks to find every transport that any pair uses. Without the caller's choices few
-        pairs suffice, because a pair's transport depends only on the two ranks' hosts, nodes and abilities.
+        """Yields enough pairs of ranks to find every transport that any pair uses. Unless the caller chose transports
+        for pairs, few pairs are enough, because a pair's transport depends only on the two ranks' hosts, nodes and
+        abilities.
         """
         if self.forced:
             yield from ((a, b) for a in range(self.world_size) for b in range(a))
@@ -331,7 +333,7 @@ class Topology(Struct, frozen=True, dict=True):
 
 def _refuse_shared_context(ranks: Sequence[RankInfo]) -> None:
     # Some driver calls, such as loading a kernel, wait for all kernels of a context. If two ranks shared a context,
-    # such a call of one rank would deadlock with a kernel of the other rank that waits for it.
+    # such a call of one rank would never return while a kernel of the other rank waits for this rank.
     first: dict[tuple[str, str], int] = {}
     for rank, info in enumerate(ranks):
         other = first.setdefault((info.token, info.device_id), rank)

@@ -56,8 +56,8 @@ class Whereabouts(Message, frozen=True):
         return self.view == other.view if self.view else bool(self.process) and self.process == other.process
 
     def way(self, other: Whereabouts) -> str | None:
-        """Returns the means by which two ranks pass descriptors: "" for /proc, else the kind of socket; None without a
-        means.
+        """Returns the means by which two ranks pass descriptors: "" for /proc, else the kind of socket; None if the two
+        ranks can't pass descriptors.
         """
         if self.sees(other):
             return ""
@@ -86,7 +86,7 @@ def find_hosts(ranks: Sequence[Whereabouts]) -> list[str]:
     """Returns the name of each rank's host: the `host` of the lowest rank on that host.
 
     Raises:
-        ArgumentError: ``PROXYCCL_HOSTS`` differs between ranks. All ranks raise this error.
+        ArgumentError: ``PROXYCCL_HOSTS`` differs between ranks; raised on all ranks.
         RuntimeUnavailableError: ranks of one host share neither /proc nor a socket. All ranks raise this error, which
             names these ranks and says how to start them.
     """
@@ -115,7 +115,7 @@ def open_ways(ranks: Sequence[Whereabouts], hosts: Sequence[str], rank: int, tim
         timeout: the longest wait for an answer of the node daemon, in seconds.
 
     Returns:
-        For each such rank, the kind of socket over which the two ranks pass descriptors.
+        By rank, for each such rank of the host, the kind of socket over which it and this rank pass descriptors.
 
     Raises:
         ResourceError: there are too few descriptors or threads.

@@ -1,9 +1,9 @@
 """Keeps memory of this rank after a failure, as long as kernels of other ranks may use it (the aftermath).
 
 A rank that closes a failed communicator waits for its own kernels and its proxy to end, and then records in its control
-segment that they have ended. Until each rank of the host has recorded this or its process has ended, no allocation of
-this process is freed (device/gpu/unused_memory.py). Memory that peers can access is kept even if nothing else refers to
-it.
+segment that they have ended. No allocation of this process is freed (device/gpu/unused_memory.py) until each rank of
+the host has recorded that its kernels have ended, or its process has ended. Memory that peers can access is kept even
+if nothing else refers to it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _POLL_SECONDS, _LATE_POLL_SECONDS = 0.02, 0.5
 
 
 class Aftermath:
-    """One rank's state in the aftermath of a failure. Any thread may call its methods. If a peer does not close the
-    failed communicator within `patience` seconds, allocations that wait to be freed at that time are never freed, and
-    allocations that are released later are freed normally. Memory that peers can access is still kept until the peers
-    have ended.
+    """One rank's state in the aftermath of a failure. Any thread may call these methods. If a peer does not close the
+    failed communicator within `patience` seconds, allocations that the program has released by then are never freed,
+    and allocations that it releases later are freed normally. Memory that peers can access is kept until the peers have
+    ended.
 
     Args:
         processes: the processes of the host's other ranks.
@@ -81,12 +81,12 @@ class Aftermath:
                     self._processes[peer] = process_descriptors.acquire(self._peers[peer])
                 except ProcessLookupError:
                     del self._running[peer]
-                except (OSError, ResourceError):  # the peer may still record its end itself
+                except (OSError, ResourceError):  # without a descriptor, the peer's record still shows its end
                     continue
 
     def follow(self, kept: Iterable[object]) -> None:
-        """Keeps memory until the peers have ended, which a thread awaits if one can be started. Before this call, this
-        rank must have recorded that its kernels and its proxy have ended.
+        """Keeps memory until the peers have ended. If a thread can be started, the thread waits for that. Before this
+        call, this rank must have recorded that its kernels and its proxy have ended.
 
         Args:
             kept: owners of memory that peers can access, which are released when the peers have ended.
@@ -94,7 +94,7 @@ class Aftermath:
         with self._lock:
             self._kept += kept
             self._own = None
-        is_held()  # updates other ranks of this process, which may wait only for this rank
+        is_held()  # frees memory if other ranks of this process waited only for this rank
         if not self.over:
             try:
                 Thread(self._await_end, "proxyccl-aftermath").start()
@@ -106,8 +106,8 @@ class Aftermath:
             time.sleep(_LATE_POLL_SECONDS if self._late else _POLL_SECONDS)
 
     def holds(self) -> bool:
-        """Returns whether kernels of a peer may still run, and `patience` is not over. While this is true, no memory is
-        freed."""
+        """Returns whether kernels of a peer may still run, and `patience` is not over. While the result is True, no
+        memory is freed."""
         with self._lock:
             if self.over or (self._own is not None and not self._own.aborted):
                 return False

@@ -21,7 +21,8 @@ _OWNED = "the communicator"
 
 
 class Observer:
-    """Callbacks for a group's failures and exchanges, which write reports. This base class does nothing."""
+    """Callbacks for a group's failures and exchanges, which write reports. The methods of this base class do
+    nothing."""
 
     def failed(self) -> None:
         """The watcher's thread calls this when the group has failed."""
@@ -37,7 +38,7 @@ class Observer:
         return nullcontext()
 
     def close(self) -> None:
-        """Called when the group ends."""
+        """The group calls this when it ends."""
 
 
 def _copied(error: CommunicatorError) -> CommunicatorError:
@@ -45,7 +46,7 @@ def _copied(error: CommunicatorError) -> CommunicatorError:
     passed, and so to their arrays.
     """
     copied = copy.copy(error)
-    if error.__cause__ is not None:  # even None sets `__suppress_context__`
+    if error.__cause__ is not None:  # assigning even None sets `__suppress_context__`
         copied.__cause__ = error.__cause__
     return copied
 
@@ -133,8 +134,8 @@ class FailureState:
             raise self.exception()
 
     def exception(self) -> CommunicatorError:
-        """After a rank has failed, returns a new copy of the exception that ended the group. If this was an exception
-        of a signal handler, raises it instead.
+        """After a rank has failed, returns a new copy of the exception that ended the group. If a signal handler's
+        exception ended the group, raises that exception.
         """
         raise_interrupt()
         with self._lock:
@@ -188,8 +189,8 @@ class FailureState:
         """Ends the group because a peer's call differs from this rank's call. Returns the exception to raise.
 
         Args:
-            cause: returns a text that describes both calls. Its arguments name this rank as a subject and as a place:
-                "this rank" and "here" for this rank's error, "rank N" and "on rank N" for other ranks' errors.
+            cause: returns a text that describes both calls. The text must use the two arguments as this rank's name and
+                place: "this rank" and "here" in this rank's error, "rank N" and "on rank N" in other ranks' errors.
             field: the index in CALL_FIELDS of the argument that differs.
         """
         self.note_mismatch(peer, cause, field)
@@ -198,8 +199,8 @@ class FailureState:
     def note_mismatch(
         self, peer: int, cause: Callable[[str, str], str], field: int = CALL_FIELDS.index(DIFFERENT_CALL)
     ) -> None:
-        """Ends the group as `file_mismatch` does, but returns nothing. The watcher's thread calls this, because
-        `exception` would wait for a report that this thread writes.
+        """Ends the group as `file_mismatch` does, but returns nothing. The watcher's thread calls this instead of
+        `file_mismatch`, because `exception` waits for a report that this thread writes.
         """
         name = f"rank {self._rank}"
         self.cause, elsewhere = cause("this rank", "here"), bounded(cause(name, f"on {name}"))
@@ -258,6 +259,6 @@ class FailureState:
         self._pass_on()
 
     def _pass_on(self) -> None:
-        # While the group opens, there is no watcher, and the current exchange fails on the other ranks.
+        # While the group opens, there is no watcher: other ranks notice a failure because their exchange fails.
         if self._watcher is not None:
             self._watcher.pass_on()

@@ -1,5 +1,5 @@
-"""Sockets between ranks of different hosts, over which ranks report aborts and closing, and by which they notice when a
-peer's process ends. Ranks of the same host use shared memory for this (control.py).
+"""Sockets between ranks of different hosts, over which ranks report that they abort or close the communicator, and by
+which they notice when a peer's process ends. Ranks of the same host report aborts in shared memory (control.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from proxyccl.proxy.codec import Codec, Message, ProtocolError
 from proxyccl.proxy.hosts import host_addresses
 
 _TOKEN_BYTES = 16
-_HELLO = struct.Struct(f"<I{_TOKEN_BYTES}s")  # longer than the answer, so that an echo server's reply is invalid
+_HELLO = struct.Struct(f"<I{_TOKEN_BYTES}s")  # longer than a valid answer, so that an echo is invalid
 _INTERVAL_SECONDS = 0.1
 _WHILE_JOINING = 4
 """The number of descriptors needed in addition to those of the links: for the listener, for calls, and for querying
@@ -58,7 +58,7 @@ class _Stranger(Struct):
 
 
 class Greetings:
-    """Accepts connections, and reads from each a first message of fixed size, the hello. It reads from all connections
+    """Accepts connections, and reads from each a first message of fixed size, the hello. All connections are read
     concurrently, so a silent or slow client does not delay other clients.
 
     Args:
@@ -122,8 +122,8 @@ class Greetings:
             self._selector.register(connection, selectors.EVENT_READ, connection)
 
     def _hear(self, stranger: _Stranger) -> bool:
-        """Reads bytes from a connection, and returns whether its hello is complete. If so, the caller owns the
-        connection."""
+        """Reads bytes from a connection, and returns whether its hello is complete. If the hello is complete, the
+        caller owns the connection."""
         try:
             data = stranger.connection.recv(self._nbytes - len(stranger.received))
         except BlockingIOError:
@@ -164,9 +164,7 @@ _MESSAGE = Codec[ErrorRecord | Presence](ErrorRecord | Presence, 16 << 10, name=
 
 
 class HostLink:
-    """A connection to one rank of another host. Each rank sends when it closes the communicator, and the error record
-    if the communicator is aborted.
-    """
+    """A connection to one rank of another host. Each rank sends a message when it closes or aborts the communicator."""
 
     def __init__(self, peer: int, connection: socket.socket) -> None:
         self.peer = peer
@@ -189,9 +187,10 @@ class HostLink:
             self._socket.send(_MESSAGE.encode(message) + b"\n")
 
     def receive(self) -> ErrorRecord | Presence | str | None:
-        """Returns the peer's next message, None if no message has arrived yet, or "lost" if the connection has ended.
+        """Returns the peer's next message, None if no message has arrived yet, or "lost" after the end of the
+        connection.
 
-        Also returns "lost" after an invalid message.
+        An invalid message also makes a connection "lost".
         """
         if b"\n" not in self._received:
             try:
@@ -234,7 +233,7 @@ class Listener:
             peers: the number of ranks of other hosts.
 
         Raises:
-            ResourceError: there are too few descriptors for the connections. This is checked before `join`, in which
+            ResourceError: there are too few descriptors for the connections. `offer` checks this, because during `join`
                 this rank could not report the error to its peers.
         """
         with naming_exhaustion(f"links to {peers} ranks of other hosts"):

@@ -1,8 +1,8 @@
 """Notices when processes of a host's other ranks end.
 
 A rank that notices the end of a process tells all ranks of the host through their segments, so few ranks need to watch
-each process. Of the host's n ranks, rank r watches ranks r + 1, r + 2, r + 4, r + 8, … (modulo n). So each rank needs
-only about log2(n) descriptors, and several ranks watch each process, in case one of them is delayed.
+each process. Of the host's n ranks, rank r watches ranks r + 1, r + 2, r + 4, r + 8, … (modulo n). Each rank thus needs
+only about log2(n) descriptors, and each process has several watchers, in case one is delayed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ProcessWatch:
         self._lock = threading.Lock()  # guards `_asked`
 
     def follow(self) -> tuple[list[int], list[int], list[int]]:
-        """Replaces the watched processes whose ranks have closed the communicator.
+        """Watches other processes instead of those whose ranks have closed the communicator.
 
         Returns:
             The new descriptors, the replaced descriptors, which the caller must release, and the ranks whose processes

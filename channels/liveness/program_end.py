@@ -1,9 +1,9 @@
 """Determines whether the program failed: whether it ends by an exception or with a nonzero exit status.
 
-Python does not pass the exit status to exit handlers. So `sys.exit` and `exit` are replaced: they raise a SystemExit
-that records its status when Python reads its `code` while no frame of the program is left, because the program then
-ends. Under `python -m mpi4py`, mpi4py reports the status, whatever the program raised. A SystemExit that the program
-raises itself, without `sys.exit` and without `python -m mpi4py`, is treated as a normal end.
+Python does not pass the exit status to exit handlers. This module therefore replaces `sys.exit` and `exit` by functions
+that raise a SystemExit that records the exit status: when Python reads its `code` while no frame of the program is
+left, the program ends. Under `python -m mpi4py`, mpi4py reports the status, whatever the program raised. A SystemExit
+that the program raises itself, without `sys.exit` and without `python -m mpi4py`, is treated as a normal end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from proxyccl.channels.segment.error_record import raised
 
-_CODE: Any = SystemExit.__dict__["code"]  # the descriptor that accesses the field `code` of CPython's struct
+_CODE: Any = SystemExit.__dict__["code"]  # CPython's descriptor of the attribute `code`
 _status = 0
 
 
@@ -67,7 +67,8 @@ def _noting(leave: Callable[..., object]) -> Callable[..., NoReturn]:
 
 
 def _runs_thread() -> bool:
-    """Returns whether `threading` started this thread. A child that such a thread forked has it as the main thread."""
+    """Returns whether `threading` started this thread. This check is needed because, after a fork, the forking thread
+    is the child's main thread."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back

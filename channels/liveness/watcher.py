@@ -1,10 +1,10 @@
 """The watcher's thread, which notices when a peer's process ends (process_watch.py) or a rank of another host fails,
 and reports failures to all ranks.
 
-The thread also maps memory that peers have registered. It wakes every INTERVAL_MS while this rank makes calls, and
-otherwise every IDLE_INTERVAL_MS, so that an idle rank uses almost no CPU time. A communicator and the communicators
-that were split from it share the thread. After a failure the thread releases streams that wait for the proxy. No thread
-is started for that, because starting one fails if memory has run out.
+The thread also maps memory that peers have registered. The thread wakes every INTERVAL_MS while this rank makes calls,
+and otherwise every IDLE_INTERVAL_MS, so that an idle rank uses almost no CPU time. A communicator and the communicators
+that were split from it share the thread. After a failure the thread releases streams that wait for the proxy. A new
+thread for this purpose could not be started if memory has run out.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class WatchThread:
         try:
             watcher.look(readable)
         except MemoryError:
-            return  # `poll` returns the same events again
+            return  # `poll` will return the same events
         except Exception as error:  # the other watchers continue
             watcher.fail(error)
 
@@ -117,7 +117,7 @@ class WatchThread:
             watcher.fail(error)
 
     def end(self) -> None:
-        """Ends the thread. All of its watchers must be closed before."""
+        """Ends the thread. The thread's watchers must be closed before."""
         os.write(self._stop_write, b"x")
         self._thread.join()
         self._close_descriptors()
@@ -137,9 +137,9 @@ class Watcher:
         on_abort: called in a separate thread after an abort was reported to all ranks.
         each_turn: called each time the thread wakes, until an abort. Returns the number of calls that this rank has
             made.
-        on_error: called once, in the thread, with an unexpected error of the watcher. It must end the communicator.
-        end_waits: releases streams that wait for the proxy. It is called in the thread every RELEASING_MS, but only
-            after an abort was reported, so that a program whose stream is released sees the failure.
+        on_error: called once, in the thread, with an unexpected error of the watcher; must end the communicator.
+        end_waits: releases streams that wait for the proxy; called in the thread every RELEASING_MS, but only after an
+            abort was reported, so that a program whose stream is released sees the failure.
         parent: the watcher of the communicator that this communicator was split from. The parent's abort also ends this
             communicator, and the parent's thread runs this watcher.
         members: the ranks' numbers in the parent's communicator.
@@ -196,7 +196,7 @@ class Watcher:
         return [*self._processes.watched, *self._links]
 
     def look(self, readable: Sequence[int]) -> None:
-        """Handles events. The thread calls this each time it wakes.
+        """Handles events. The watcher's thread calls this each time it wakes.
 
         Args:
             readable: those of `descriptors` that are readable.
@@ -233,7 +233,7 @@ class Watcher:
             self._calls, self.busy_until = calls, time.monotonic() + WatchThread.BUSY_SECONDS
 
     def _follow_processes(self) -> None:
-        # If no descriptor is left, this is tried again at the next wake-up. Other ranks watch the same processes.
+        # If no descriptor is left, the next wake-up tries again. Until then, other ranks watch the same processes.
         with contextlib.suppress(ResourceError):
             new, old, lost = self._processes.follow()
             for descriptor in old:
@@ -384,14 +384,14 @@ class Watcher:
         """Stops watching for failures. If a rank has failed, waits until `on_abort` has returned."""
         with self._looking:
             unseen, self._passed_on = self._own.aborted and not self._passed_on, True
-        if unseen:  # the abort came after the thread last woke
+        if unseen:  # the abort came after the watcher's last wake-up
             self.pass_on()
             self._report()
         if self._reporting is not None:
             self._reporting.join()
 
     def close(self) -> None:
-        """Closes the watcher. Also ends the thread unless the communicator was split from another communicator."""
+        """Closes the watcher and, unless the communicator was split from another one, ends the thread."""
         self.finish()
         with self._looking:
             self._closed = True
