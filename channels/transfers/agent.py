@@ -71,9 +71,9 @@ during the reading.
 
 
 class Agent:
-    """Registers memory, and copies blocks between this memory and that of other agents.
+    """Registers memory, and transfers blocks between this memory and other agents' memory.
 
-    Agents form no group and have no ranks. They start and end at any time, and each knows only the agents that it has
+    Agents form no group and have no ranks. Agents start and end at any time, and each knows only the agents that it has
     added by `add`. Transfers are one-sided: the program that reads or writes calls the agent, and the other program
     does nothing.
 
@@ -82,13 +82,14 @@ class Agent:
 
     Args:
         name: the name by which other agents refer to this agent, of at most 1024 characters.
-        listen: the addresses of this host at which agents of other hosts can connect. None: all addresses. (): no
-            addresses, so that only agents of this host can connect.
+        listen: the addresses of this host at which agents of other hosts can connect; None for all addresses; () for
+            none, so that only agents of this host can connect.
         paths: the paths that this agent's transfers may use, from "shared_memory", "process_vm", "unix", "fabric" and
-            "tcp". None: the paths in ``PROXYCCL_TRANSFER_PATHS``, separated by commas, or if that isn't set all paths
-            ("fabric" only if there is an RDMA adapter). Connecting to a peer fails if none of the paths leads to it.
-        timeout: the longest that connecting or a call of `wait` may take, in seconds. None: ``PROXYCCL_TIMEOUT``, or if
-            that isn't set 30 s.
+            "tcp". With None, these are the paths in ``PROXYCCL_TRANSFER_PATHS``, separated by commas, or if that isn't
+            set all paths ("fabric" only if there is an RDMA adapter). Connecting to a peer fails if none of the paths
+            leads to the peer.
+        timeout: the longest that connecting or a call of `wait` may take, in seconds; None for ``PROXYCCL_TIMEOUT``, or
+            if that isn't set 30 s.
 
     Attributes:
         name: the agent's name.
@@ -238,10 +239,11 @@ class Agent:
         return region
 
     def register_regions(self, regions: Sequence[Region]) -> None:
-        """Registers all of the regions or, if one can't be registered, none. The caller must keep their memory mapped.
+        """Registers all of the regions or, if one can't be registered, none. The caller must keep the regions' memory
+        mapped.
 
         Raises:
-            ArgumentError, RuntimeUnavailableError: for the same reasons as `register`.
+            ArgumentError, RuntimeUnavailableError: a region can't be registered (see `register`).
         """
         self._register(regions, None)
 
@@ -290,10 +292,10 @@ class Agent:
             self._ledger.end(number)
 
     def deregister(self, *regions: Region) -> None:
-        """Ends the registration of all of the regions or, if one isn't registered, of none. After this returns, no
-        transfer through a socket of this agent accesses the regions, and peers on this host start no more copies of
-        them. A peer's CPU may still finish copying a piece of at most 1 MiB, and a peer's device may finish all queued
-        copies.
+        """Ends the registration of all of the regions or, if one isn't registered, of none. After `deregister` returns,
+        no transfer through a socket of this agent accesses the regions, and peers on this host start no more copies of
+        the regions. After `deregister`, a peer's CPU may still finish copying a piece of at most 1 MiB, and a peer's
+        device may finish copies that are queued.
 
         Raises:
             NotRegisteredError: a region is not registered.
@@ -320,7 +322,7 @@ class Agent:
                     self._kept.pop(region, None)
 
     def _drop_pins_of_others(self, regions: Iterable[Region]) -> None:
-        """Unpins this agent's memory that other agents of this process have pinned, because the program may now free
+        """Unpins deregistered memory that other agents of this process have pinned, because the program may now free
         it.
         """
         for reference in _agents.valuerefs():
@@ -351,8 +353,8 @@ class Agent:
 
         Args:
             regions: the regions to include; None for all.
-            place: whether to include the agent's addresses. Without addresses, a peer that has added this agent can add
-                regions, but other agents can't add this agent.
+            place: whether to include the agent's addresses. Metadata without addresses only add regions for peers that
+                have already added this agent.
 
         Raises:
             NotRegisteredError: a region is not registered.
@@ -378,8 +380,7 @@ class Agent:
         Raises:
             MetadataError: the bytes are not metadata.
             ArgumentError: the metadata are this agent's own, or not bytes.
-            UnknownAgentError: the metadata have no addresses, and this very agent (not only one of its name) was not
-                added before.
+            UnknownAgentError: the metadata have no addresses, and their agent was not added before.
             NameTakenError: another agent of this name was added; call `remove` first.
         """
         if not isinstance(metadata, bytes | bytearray | memoryview):
@@ -451,8 +452,8 @@ class Agent:
             return self._regions(self._known(name)).all
 
     def connect(self, name: str) -> Path:
-        """Connects to another agent, unless this agent is connected to it. This call is optional, because the first
-        transfer or message also connects.
+        """Connects to another agent, unless this agent is connected to it. Calling `connect` is optional, because the
+        first transfer or message also connects.
 
         Returns:
             The path of transfers between host memory of the two agents.
@@ -477,8 +478,8 @@ class Agent:
 
     def find_side(self, name: str, rows: Rows, kind: str) -> tuple[Side, int | None]:
         """Returns a snapshot of an agent's registered memory of `kind`, for `prepare_checked`, and the index of the
-        first row that is not registered, or None. Rows are (address, bytes, device). `name` may be this agent's. Raises
-        UnknownAgentError.
+        first row that is not registered, or None if all are. Rows are (address, bytes, device). `name` may be this
+        agent's name. Raises UnknownAgentError.
         """
         with self._lock:
             known = self._known(name)
@@ -542,7 +543,7 @@ class Agent:
                 self._warn_of_slow(link, peer.place.host)
                 with self._lock:
                     peer.ledger, peer.link = ledger, link
-                peer.unmap_lost()  # in case an earlier process of the peer has ended
+                peer.unmap_lost()  # an earlier process of the peer may have ended
                 if peer.removed:
                     peer.leave()
                 _LOG.info("agent %s reaches agent %s by %s", shown(self.name), shown(name), link.path)
@@ -579,7 +580,7 @@ class Agent:
                 must be registered. The blocks that are written must not overlap.
 
         Raises:
-            ArgumentError: `operation` is neither "read" nor "write", or `blocks` does not have this shape.
+            ArgumentError: `operation` is neither "read" nor "write", or `blocks` is not of shape (N, 3).
             UnknownAgentError: no such agent was added.
             NotRegisteredError: a block lies outside registered memory.
             DisconnectedError: the peer can't be reached.
@@ -598,18 +599,18 @@ class Agent:
     def _sides(self, peer: str, rows: Rows) -> tuple[Side, Side]:
         with self._lock:
             known = self._known(peer)
-            regions = self._regions(known)  # read once, because it may change at any moment
+            regions = self._regions(known)  # read only once, because the regions may change at any moment
             here = kind_of(self._own, rows[:, 0], rows[:, 2], "local", "")
             there = kind_of(regions, rows[:, 1], rows[:, 2], "remote", peer)
             return Side(self.name, None, here, self._own.view(here)), Side(peer, known, there, regions.view(there))
 
     def prepare_checked(self, writes: bool, rows: Rows, ours: Side, theirs: Side) -> Transfer:
-        """Prepares a transfer of rows for which `find_side` found both sides registered. See `prepare`.
+        """Prepares a transfer as `prepare` does, from blocks that `find_side` has found to be registered on both sides.
 
         Raises:
             UnknownAgentError: the other agent was removed, even if another agent now has its name.
             NotRegisteredError: memory of a block was deregistered since `find_side`, even if it was registered again.
-            DisconnectedError, NoPathError: for the same reasons as `prepare`.
+            DisconnectedError, NoPathError: no path leads to the peer or its memory (see `prepare`).
         """
         name, known = theirs.name, theirs.peer
         link = self._link(name, known)
@@ -636,7 +637,7 @@ class Agent:
         return self.prepare("write", peer, blocks).start(message)
 
     def wait(self, transfers: Iterable[Transfer], timeout: float | None = None) -> None:
-        """Waits until all transfers have ended.
+        """Waits until all data of the given transfers has arrived.
 
         Args:
             transfers: started transfers.
@@ -697,7 +698,8 @@ class Agent:
         """Waits until `messages` would return a message.
 
         Raises:
-            TransferTimeoutError: no message came within `timeout` seconds (None: the agent's time-out).
+            TransferTimeoutError: no message arrived within `timeout` seconds, or if that is None within the agent's
+                time-out.
             ClosedError: the agent was closed.
         """
         bounded = self.timeout if timeout is None else timeout_from(timeout)

@@ -26,7 +26,7 @@ def strided(
             default `remote_stride` equals `local_stride`.
 
     Returns:
-        uint64, shape (count, 3): local address, remote address, bytes.
+        uint64 of shape (count, 3): local address, remote address, bytes.
 
     Raises:
         ArgumentError: a number is negative, or not an integer.
@@ -44,7 +44,7 @@ def strided(
 
 
 def as_rows(blocks: Any, argument: str = "blocks") -> Rows:
-    """Converts a caller's blocks, which may be anything that numpy converts to integers of shape (N, 3), to rows.
+    """Converts a caller's blocks to rows. The caller may pass anything that numpy converts to integers of shape (N, 3).
 
     Raises:
         ArgumentError: `blocks` can't be converted, or a number is negative.

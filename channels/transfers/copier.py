@@ -65,8 +65,8 @@ class Table:
         self.host_ptr, self.ptr = memory.host_ptr + offset, memory.ptr + offset
 
     def __del__(self) -> None:
-        if hasattr(self, "_place"):  # `__init__` got memory
-            self._free.append(self._place)  # without the lock, which this thread may hold
+        if hasattr(self, "_place"):
+            self._free.append(self._place)  # takes no lock, because this thread may hold the lock
 
 
 class Stages:
@@ -94,7 +94,7 @@ class Copier:
         self._event = runtime.create_event(times=False)
         self._streams: list[Stream] = []
         self._turn = 0
-        if runtime.loads_lazily:  # loading waits for running kernels, which may wait for a transfer
+        if runtime.loads_lazily:  # loaded early, because loading waits for kernels, which may wait for a transfer
             _ = self._kernel
 
     @functools.cached_property
@@ -144,7 +144,7 @@ class Copier:
 
     def staging(self, registered: Callable[[Table], Stages] | None = None) -> tuple[ProxycclStagingPointer, object]:
         """Returns the engine's description of pinned staging buffers, and objects that must live as long as it.
-        `registered` registers the buffers with libfabric, or is None.
+        `registered`, if given, registers the buffers with libfabric.
         """
         count, nbytes = lib.PROXYCCL_STAGES, lib.PROXYCCL_STAGE_BYTES
         table = Table(self, count * nbytes)
@@ -172,7 +172,7 @@ class Copier:
 
     def take_pinned(self, size: int) -> tuple[list[Place], Place]:
         """Takes pinned memory from the pool, or allocates new memory, because pinning takes longer than a transfer.
-        `size` is a power of two. Returns the free list to which the caller must return the memory, and the memory.
+        `size` is a power of two. Returns the list to which the caller must append the memory after use, and the memory.
         """
         free = self._free.setdefault(size, [])
         with self._lock:

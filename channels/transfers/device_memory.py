@@ -26,7 +26,7 @@ from proxyccl.proxy.codec import Message
 
 
 class Share(Message, frozen=True, weakref=True):
-    """The data with which other processes of this host map a region.
+    """The handle with which other processes of this host map a region, and the device of the region.
 
     Attributes:
         place: a name of the physical device, which is the same in all processes of the machine; "host" for host memory.
@@ -85,7 +85,8 @@ class Devices:
 
     def nearest(self, share: Share) -> Copier:
         """Returns the copier for copies between host memory and a region: that of the region's own device, if it is
-        visible in this process, otherwise that of any device with peer access. Raises NoPathError if there is none.
+        visible in this process, otherwise that of any device with peer access. Raises NoPathError if no device can
+        access the region.
         """
         name = share.place.partition(":")[0]
         if name == "host":
@@ -146,12 +147,12 @@ class Reached:
             }
 
     def of(self, regions: Iterable[Region]) -> list[Share]:
-        """Returns the shares of those of the regions that have one."""
+        """Returns the shares of those regions that have one."""
         with self._lock:
             return [self._shares[region] for region in regions if region in self._shares]
 
     def share(self, region: Region) -> Share:
-        """Returns the share of a region. Raises NotSharedError if it has none."""
+        """Returns the share of a region. Raises NotSharedError if the region has none."""
         with self._lock:
             if region in self._shares:
                 return self._shares[region]
@@ -225,13 +226,13 @@ class Pinned:
         return memories, reason
 
     def drop(self, regions: Iterable[Region]) -> None:
-        """Removes regions that another agent has deregistered. Each is unpinned when no transfer uses it."""
+        """Removes regions that another agent has deregistered. Each region is unpinned when no transfer uses it."""
         with self._lock:
             for region in regions:
                 self._pinned.pop(region, None)
 
     def forget(self, regions: Iterable[Region] | None = None) -> None:
-        """Unpins the given regions, or all regions if `regions` is None. No transfer may still use them."""
+        """Unpins the given regions, or all regions if `regions` is None. No transfer may still use these regions."""
         with self._lock:
             for region in list(self._pinned) if regions is None else regions:
                 memory = self._pinned.pop(region, None)

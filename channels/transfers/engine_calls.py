@@ -34,8 +34,8 @@ def raise_status(status: int, peer: str, lost: str = "") -> None:
 
 def wait_in_slices(wait: Callable[[int], int], pending: int, seconds: float) -> int:
     """Calls `wait` until it returns another value than `pending` or `seconds` have passed, and returns its last result.
-    `wait` gets the longest time to wait in nanoseconds. In the main thread this is a short time, so that signal
-    handlers run between the calls.
+    `wait` gets the longest time to wait in nanoseconds. The main thread calls `wait` repeatedly for a short time, so
+    that signal handlers run between these calls.
     """
     deadline = time.monotonic_ns() + int(seconds * 1e9)
     longest = SLICE_MS * 1_000_000 if threading.current_thread() is threading.main_thread() else int(seconds * 1e9)

@@ -14,7 +14,7 @@ class TransferError(ProxyCCLError):
 
 
 class DisconnectedError(TransferError):
-    """The peer's process has ended, the peer was closed, or it can't be reached."""
+    """The peer's process has ended, or the peer was closed or can't be reached."""
 
 
 class NoPathError(TransferError):
@@ -22,7 +22,7 @@ class NoPathError(TransferError):
 
 
 class UnknownAgentError(TransferError, LookupError):
-    """No agent of this name was added, or it was removed."""
+    """No agent of this name was added, or the agent was removed."""
 
 
 class NotRegisteredError(TransferError, LookupError):
@@ -30,7 +30,7 @@ class NotRegisteredError(TransferError, LookupError):
 
 
 class FreedMemoryError(TransferError):
-    """A block's memory was freed by its owner, although it is still registered."""
+    """A block's memory is still registered, but its owner has freed it."""
 
 
 class NameTakenError(TransferError):

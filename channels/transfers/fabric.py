@@ -101,7 +101,7 @@ class AgentFabric:
         self._lock = threading.Lock()
         self._registered: dict[Region, Registration] = {}
         self._ended: deque[tuple[Registration, object]] = deque()  # registrations of unused stages
-        self._unreached: dict[int, str] = {}  # by device, the reason why the provider can't reach its memory
+        self._unreached: dict[int, str] = {}  # by device, why the provider can't access its memory
         parts, offer = self.endpoint.parts, self.endpoint.offer
         named = {name: getattr(parts, name) for name in ("endpoint", "queue", "fabric", "peers", "descriptor")}
         limits = {"depth": self.endpoint.depth, "max_message": offer.max_message}
@@ -113,7 +113,7 @@ class AgentFabric:
         return self.endpoint.offer.provider
 
     def reaches(self, address: bytes) -> bool:
-        """Whether a peer has an endpoint of the same provider."""
+        """Returns whether a peer has an endpoint of the same provider."""
         try:
             theirs = ADDRESS.decode(address, "the peer") if address else None
         except ProtocolError:
@@ -167,8 +167,9 @@ class AgentFabric:
             "key": made.key,
             "base": made.address,
         }
-        # The finalizer only queues the registration for release, because its thread may hold any lock. It also keeps
-        # the memory from being reused before that, because a late write of a peer may still arrive in it.
+        # The finalizer only queues the registration for release, because its thread may hold any lock. The finalizer
+        # also keeps the memory from being reused before the release, because a late write of a peer may still arrive in
+        # this memory.
         forks.finalizer(stages, self._ended.append, (made, table))
         return stages
 
@@ -215,9 +216,9 @@ class AgentFabric:
 
 
 def open_fabric(asked: bool) -> tuple[AgentFabric | None, str]:
-    """Opens an endpoint with the options of ``PROXYCCL_FABRIC_…``. Unless `asked`, requires an RDMA adapter and a
-    provider for it. Returns the endpoint and "", or None and the reason why libfabric can't use the adapters, or None
-    and "" if there are no adapters.
+    """Opens an endpoint with the options of ``PROXYCCL_FABRIC_…``. Unless `asked` is true, this requires an RDMA
+    adapter and a libfabric provider for the adapter. Returns the endpoint and "", or None and the reason why libfabric
+    can't use the adapters, or None and "" if there are no adapters.
 
     Raises:
         ArgumentError, ResourceError, RuntimeUnavailableError: `asked` is true, but no endpoint can be opened.

@@ -37,7 +37,7 @@ def shared_empty(shape: int | tuple[int, ...], dtype: DTypeLike = np.uint8) -> N
 
 
 def mapped_memory(regions: Iterable[Region]) -> dict[Region, SharedMemory]:
-    """Returns, for each region in memory that ProxyCCL allocated, this memory."""
+    """Returns, for each region that lies in memory allocated by ProxyCCL, the whole allocation."""
     found = ((region, find_range(region.address, region.nbytes)) for region in regions if region.nbytes)
     return {region: memory for region, memory in found if memory is not None}
 

@@ -30,8 +30,9 @@ class Ledger:
     """The ledger of an agent of this process, or of a peer whose ledger this process has mapped to read it.
 
     The index of a registration's word is number % len(words). While the memory is registered, the word is the number.
-    If the memory was freed before `end`, the word is the number's complement. After `end`, the word has another value.
-    Word 0 counts the registrations that have ended, so while word 0 does not change, valid registrations stay valid.
+    If the memory was freed before `end`, the word is the number's complement. After `end`, the word is neither the
+    number nor its complement. Word 0 counts the registrations that have ended, so while word 0 does not change, valid
+    registrations stay valid.
 
     Only one thread at a time may call `begin` or `end`.
 
@@ -49,11 +50,11 @@ class Ledger:
         self._unused: list[int] = []
         self._births = itertools.count(1)
         self._watched: dict[int, weakref.finalize[..., Any]] = {}
-        forks.finalizer(self, _unwatch, self._watched)  # these finalizers may outlive the agent
+        forks.finalizer(self, _unwatch, self._watched)  # the finalizers in `_watched` may outlive the agent
 
     @classmethod
     def make(cls) -> Ledger:
-        """Makes a new ledger. Raises ResourceError if it can't be allocated."""
+        """Makes a new ledger. Raises ResourceError if the ledger can't be allocated."""
         return cls(SharedMemory.allocate(_NBYTES))
 
     @classmethod

@@ -19,8 +19,8 @@ _event = -1
 
 
 def event_of_losses(task: Callable[[], object]) -> int:
-    """Makes a thread call `task`, a method that it references weakly, after any link is lost. Returns an eventfd that
-    the engine signals when a link is lost. Raises ResourceError.
+    """Returns an eventfd, which the engine must signal when a link is lost. A thread then calls `task`, a method that
+    it references weakly. Raises ResourceError.
     """
     global _event  # noqa: PLW0603
     with _lock:

@@ -42,12 +42,12 @@ class Place(Message, frozen=True):
 
 
 class Metadata(Message, frozen=True):
-    """An agent's metadata: how to connect to it, some of its regions, or both.
+    """An agent's metadata: how to connect to the agent, some of its regions, or both.
 
     Attributes:
         name: the agent's name, which other agents may also use after this one has ended.
         token: random bytes that identify the agent and name its Unix socket.
-        place: how to connect to the agent; None to only add regions.
+        place: the addresses with which peers connect to the agent; None in metadata that only add regions.
         regions, registrations: registered regions, and the number of each region's registration.
         shares, keys: the handles by which processes of the host map the regions, and the regions' libfabric keys.
     """

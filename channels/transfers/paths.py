@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _TCP_OPTIONS = {
     # Disables Nagle's algorithm, which would delay an answer until the previous one is acknowledged, up to 40 ms later.
     (socket.IPPROTO_TCP, socket.TCP_NODELAY): 1,
-    # Keep-alives detect a host that has lost power or its network.
+    # Keep-alives detect a host that has lost its power or network.
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): 5,
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL): 5,
@@ -98,7 +98,8 @@ def staged_path(link: Path, kinds: tuple[str, str], reason: str = "") -> Path:
 
 
 class Link:
-    """A link that this agent opened. The engine frees it when this object and all transfers over the link are gone.
+    """A link that this agent opened. The engine frees the link when this object and all transfers over the link are
+    gone.
 
     Args:
         agent, secret: the engine's handle of this agent, and the other agent's secret.
@@ -106,7 +107,7 @@ class Link:
         connection: the socket, whose ownership passes to the engine.
         process: a pidfd of the other agent's process, whose ownership passes to the engine; -1 without one.
         pid: the other agent's process, if the kernel copies from and to it; otherwise 0.
-        path: how the data moves.
+        path: the path of data over the link.
         carrier: the kind of socket, "unix" or "tcp".
         address: the address of this agent's libfabric endpoint; b"" if there is none.
     """
@@ -151,7 +152,7 @@ class Link:
         raise_status(lib.proxyccl_link_tell(self.handle, message, len(message)), self.peer, self.lost)
 
     def end(self) -> None:
-        """Closes the link. Active transfers over it end as lost."""
+        """Closes the link. Active transfers over the link end as lost."""
         lib.proxyccl_link_end(self.handle)
 
 
@@ -210,7 +211,7 @@ def _set_options(connection: socket.socket) -> None:
 
 def allowed_paths(names: Sequence[str] | None) -> tuple[frozenset[str], bool]:
     """Returns the allowed paths: `names`, or if that is None the paths in ``PROXYCCL_TRANSFER_PATHS``, or if that isn't
-    set all paths. Also returns whether `names` or the variable named them.
+    set all paths. The second result is whether `names` or the variable named the paths.
 
     Raises:
         ArgumentError: the list is empty, or a name is not that of a path.
@@ -353,8 +354,8 @@ def _choose(
 
 
 def _why_not_copied(pid: int, token: bytes, place: Place, carrier: str) -> str:
-    """Returns the reason why the kernel can't copy from and to the peer's process; "" if it can. If Yama restricts such
-    copies to parent processes, asks the peer over its Unix socket to permit them.
+    """Returns the reason why the kernel can't copy from and to the peer's process; "" if it can. If Yama restricts the
+    kernel's copies to parent processes, asks the peer over its Unix socket to permit copies.
     """
     if pid <= 0:
         return "its process is not visible in this PID namespace"
@@ -371,8 +372,8 @@ def _why_not_copied(pid: int, token: bytes, place: Place, carrier: str) -> str:
 
 
 def _ask_to_copy(token: bytes, place: Place) -> int:
-    """Asks the peer to permit this process to copy, and returns 0 or an errno. Uses a separate connection, because on
-    the link a late answer would be mistaken for the answer to a frame.
+    """Asks the peer to permit this process to copy, and returns 0 or an errno. Uses its own connection, because on the
+    link a late answer would be mistaken for the answer to a frame.
     """
     connection = _by_unix(token, time.monotonic() + _ANSWER_MS / 1000, [])
     if connection is None:

@@ -22,15 +22,15 @@ _LONGEST_SECONDS = 30.0
 
 
 class Peer:
-    """Another agent, as its metadata describe it."""
+    """An agent that this agent has added, its regions, and the link to it."""
 
     def __init__(self, token: bytes, place: Place) -> None:
         self.token, self.place = token, place
         self.regions = Regions()
-        self.ledger: Ledger | None = None  # None before connecting, or if the peer is on another host
+        self.ledger: Ledger | None = None
         self._ended = -1  # `Ledger.count` at the last check
         self.link: Link | None = None
-        self.connecting = threading.Lock()  # held by the thread that connects
+        self.connecting = threading.Lock()  # held while a thread connects to the peer
         self.removed = False
         self.reached = Reached()
         self.keys = Keys()
@@ -50,7 +50,7 @@ class Peer:
 
     def know(self, message: Metadata) -> None:
         """Adds the regions of metadata, with their shares and keys. Removes the shares and keys of known regions that
-        overlap them, because the peer may have freed that memory.
+        overlap the added regions, because the peer may have freed their memory.
         """
         stale = {
             region
@@ -96,7 +96,7 @@ class Peer:
         """Closes the link and all transfers, and then unmaps the peer's memory.
 
         Raises:
-            ActiveError: requests of a transfer to libfabric have not completed. All other transfers are closed.
+            ActiveError: requests of a transfer to libfabric have not completed. All other transfers have been closed.
         """
         if self.link is not None:
             self.link.end()

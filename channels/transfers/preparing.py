@@ -82,7 +82,7 @@ def kind_of(regions: Regions, addresses: Rows, nbytes: Rows, side: str, peer: st
 
 class Pair(Struct, frozen=True, eq=False):
     """The two sides of a transfer. `link` and `known` are None for a transfer within the agent. `rows` are (local
-    address, remote address, bytes) of registered blocks that aren't empty. `kinds` and `holders` are the kinds of
+    address, remote address, bytes) of registered blocks. No block is empty. `kinds` and `holders` are the kinds of
     memory and the regions that contain the blocks: (local, remote)."""
 
     link: Link | None
@@ -98,7 +98,7 @@ class Pair(Struct, frozen=True, eq=False):
         return VRAM in self.kinds
 
     @property
-    def is_apart(self) -> bool:  # on another host, or treated so
+    def is_apart(self) -> bool:  # the peer is on another host, or treated as such
         return self.link is not None and self.link.carrier == "tcp" and not self.link.pid
 
     @property
@@ -107,7 +107,7 @@ class Pair(Struct, frozen=True, eq=False):
 
 
 class Preparer(Struct, eq=False):
-    """Makes the transfers of one agent, by the allowed paths in `paths`. Any thread may call its methods."""
+    """Makes the transfers of one agent, by the allowed paths in `paths`. Any thread may call a preparer's methods."""
 
     _name: str
     _handle: ProxycclAgentPointer
@@ -139,8 +139,8 @@ class Preparer(Struct, eq=False):
             reason = made or reason
         raise NoPathError(reason)
 
-    # Each of the following methods implements one path. It returns a transfer, or the reason why the path can't be
-    # used, or "" if the path is for other kinds of memory. `reason` is the reason why faster paths can't be used.
+    # Each of the following methods implements one path. The method returns a transfer, or the reason why the path can't
+    # be used, or "" if the path is for other kinds of memory. `reason` is the reason why faster paths can't be used.
 
     def _by_mapping(self, pair: Pair, reason: str) -> Transfer | str:
         """The path "shared_memory": this process maps the peer's host memory, and the CPU copies."""
@@ -214,7 +214,7 @@ class Preparer(Struct, eq=False):
         return self._of_blocks(pair, path, lib.proxyccl_transfer_create, staging, pid, copier=copier, kept=staged)
 
     def _on_device(self, pair: Pair, reason: str) -> Transfer | str:
-        """The path where a device of this process can access both sides' memory, and copies."""
+        """The path where a device of this process copies, because it can access both sides' memory."""
         link, known, rows, kinds = pair.link, pair.known, pair.rows, pair.kinds
         if not pair.of_devices or pair.is_apart or (kinds[1] == DRAM and not pair.is_in_process):
             return ""

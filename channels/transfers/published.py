@@ -1,7 +1,7 @@
 """Publishes each agent's links and their paths in a small file, from which `proxyccl info` and `top` find agents.
 
-The files are in the directory of the proxies' files. If an agent's process is killed, its file remains until a reader
-removes it.
+The agents' files are in the same directory as the proxies' files. If an agent's process is killed, the agent's file
+remains until a reader removes it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _SEEN = Codec(AgentSeen, 16 << 20)
 
 
 class Published:
-    """An agent's file. If writing the file fails, this is only logged. Any thread may call these methods.
+    """An agent's file. A failure to write the file is only logged. Any thread may call the methods of this class.
 
     Attributes:
         log: the shared memory with the agent's records of transfers, a ProxycclTransferLog.

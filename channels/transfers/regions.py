@@ -30,7 +30,7 @@ class Region(Message, frozen=True):
     Attributes:
         address, nbytes: the first address, and the size in bytes.
         device: for device memory, the device's number in the owner's process; for host memory, any number that the
-            owner chooses. Regions with different numbers are different.
+            owner chooses. Two regions with different device numbers are different regions.
         kind: the kind of memory: "dram" or "vram".
         label: the owner's name for the region.
     """
@@ -64,7 +64,7 @@ def is_range(region: Region) -> bool:
 
 
 def is_unicode(text: str) -> bool:
-    """Returns whether UTF-8 can encode a text, which must not contain surrogates."""
+    """Returns whether UTF-8 can encode a text, because it contains no surrogates."""
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
@@ -97,8 +97,8 @@ class Regions:
         return self._numbers.get(region, 0)
 
     def add(self, regions: Sequence[Region], numbers: Sequence[int]) -> None:
-        """Adds regions, with the numbers of their registrations. A region that is present must then be removed once
-        more."""
+        """Adds regions, with the numbers of their registrations. A region that was added n times stays present until it
+        was removed n times."""
         for region, number in zip(regions, numbers, strict=True):
             self._counts[region] = self._counts.get(region, 0) + 1
             self._numbers[region] = number
@@ -187,7 +187,7 @@ class _Table:
         self.regions: NDArray[np.object_] = np.empty(0, object)
 
     def put(self, numbers: Mapping[Region, int]) -> None:
-        """Adds those of the regions that are absent, and sets the numbers of all of them."""
+        """Adds those given regions that are absent, and sets the numbers of all given regions."""
         new, places, again = [], [], {}
         for region, number in sorted(numbers.items(), key=lambda each: _order(each[0])):
             place, is_there = self._find(region)
@@ -244,8 +244,8 @@ class View:
     def __init__(self, starts: Rows, ends: Rows, numbers: Rows, regions: NDArray[np.object_]) -> None:
         self.starts = np.ascontiguousarray(starts)
         self.ends = np.maximum.accumulate(ends)
-        # These are the regions that no other region contains. If any region contains a block, it lies in the last of
-        # these regions that starts at or before it.
+        # `chosen` selects the regions that no other region contains. If a block lies in any region, it lies in the last
+        # chosen region that starts at or before the block.
         chosen = np.append(True, ends[1:] > self.ends[:-1])[: len(ends)]
         self._starts, self._numbers, self._regions = self.starts[chosen], numbers[chosen], regions[chosen]
 
@@ -270,8 +270,8 @@ class View:
             return [], np.empty((0, 2), np.uint64)
         at = self._starts.searchsorted(addresses, "right") - 1
         a_block = np.zeros(len(self._starts), np.uint64)
-        a_block[at[::-1]] = addresses[::-1]  # keeps the first block of each region
-        (used,) = a_block.nonzero()  # no block has the address 0
+        a_block[at[::-1]] = addresses[::-1]  # keeps each region's first block
+        (used,) = a_block.nonzero()
         rows = np.empty((len(used), 2), np.uint64)
         rows[:, 0], rows[:, 1] = self._numbers[used], a_block[used]
         return self._regions[used].tolist(), rows
@@ -292,8 +292,8 @@ def _order(region: Region) -> tuple[int, int]:
 
 
 def outermost(regions: Iterable[Region]) -> list[Region]:
-    """Returns the regions that no other region contains, sorted by address. If any region contains a block, it lies in
-    the last of these regions that starts at or before it.
+    """Returns the regions that no other region contains, sorted by address. If a block lies in any region, it lies in
+    the last returned region that starts at or before the block.
     """
     chosen: list[Region] = []
     for region in sorted(regions, key=_order):

@@ -1,8 +1,9 @@
-"""Orders a transfer that no device copies with the work of a stream: the stream writes one word, and waits for another.
+"""Makes a transfer that no device copies wait for a stream's earlier work, and the stream's later work for the
+transfer: the stream writes one word, and waits for another.
 
-Both words are in pinned memory. The agent's thread, or a caller that waits, begins the transfer when it sees the first
-word, and stores the second word at the transfer's end. After its wait, the stream writes the first word again. Only
-then can the words be reused, because the stream may reach the words after the transfer was canceled.
+The words are in pinned memory. The agent's thread, or a caller that waits, begins the transfer when it sees the first
+word, and stores the second word at the transfer's end. After its wait, the stream writes the first word again. The
+words can't be reused earlier, because the stream may still reach them after the transfer was canceled.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Turn:
             lib.proxyccl_transfer_cancel(transfer, 0)
             raise
         if status:
-            words[0], words[1] = _PASSED, 1  # the stream does not use these words
+            words[0], words[1] = _PASSED, 1  # the stream will not use these words
         return status
 
 
@@ -76,7 +77,7 @@ def _words(table: Table) -> Any:
 
 def _is_passed(table: Table) -> bool:
     words = _words(table)
-    return bool(words[0] == _PASSED and words[1])  # also the second, because the driver may have refused only the wait
+    return bool(words[0] == _PASSED and words[1])  # the driver may have refused only the wait
 
 
 def require_no_capture(runtime: BaseRuntime, stream: StreamLike) -> int:

@@ -22,7 +22,7 @@ class TracedTransfer(Struct, frozen=True):
         peer, path: the peer's name, and the name of the path.
         writes: whether the transfer wrote to the peer, rather than read.
         nbytes, blocks: the transfer's total bytes, and its number of blocks.
-        posted_ns, ended_ns: when it was started and when it ended, in ns of CLOCK_MONOTONIC.
+        posted_ns, ended_ns: the times when the transfer was started and when it ended, in ns of CLOCK_MONOTONIC.
         end: how the transfer ended, such as "done" or "canceled".
     """
 
@@ -72,7 +72,7 @@ class AgentTracer:
         self._log.until = max(self._log.until, time.monotonic_ns() + int(seconds * 1e9))
 
     def fetch(self) -> None:
-        """Fetches new records. Call it often, because an agent keeps only its last 4,095 records."""
+        """Fetches new records. Call `fetch` often, because an agent keeps only its last 4,095 records."""
         lost = ffi.new("uint64_t *")
         while True:
             count = lib.proxyccl_transfer_log_read(self._log, self._next, self._records, _ROOM, lost)

@@ -82,7 +82,7 @@ _FABRIC_ERRORS = 256
 
 
 class Times(Struct, frozen=True):
-    """Times of a transfer's last start, in ns of `time.monotonic_ns`. A time that has not come yet is 0.
+    """Times of a transfer's last start, in ns of `time.monotonic_ns`. A time that the transfer has not reached is 0.
 
     Attributes:
         posted: when `start` was called.
@@ -150,8 +150,8 @@ class Transfer:
         Args:
             message: a message that the peer receives after all data; None to send no message.
             stream: a device's stream. The transfer begins after the stream's earlier work, and the stream's later work
-                waits until the transfer has ended or failed. If a device copies, this must be a stream of that device.
-                With None, the transfer is not ordered with any stream.
+                waits until the transfer has ended or failed. If a device copies, `stream` must be a stream of that
+                device. If `stream` is None, the transfer does not wait for any stream.
 
         Raises:
             ActiveError: the transfer is active.
@@ -177,7 +177,7 @@ class Transfer:
 
     @property
     def state(self) -> State:
-        """The transfer's state. Reading it does not raise an error even if the transfer has failed."""
+        """The transfer's state. Reading the state does not raise an error even if the transfer has failed."""
         return _STATES[lib.proxyccl_transfer_state(self._open())]
 
     def done(self) -> bool:
@@ -195,7 +195,7 @@ class Transfer:
         """Waits until all data has arrived.
 
         Args:
-            timeout: the longest wait in seconds. None: ``PROXYCCL_TIMEOUT``, or if that isn't set 30 s.
+            timeout: the longest wait in seconds; None for ``PROXYCCL_TIMEOUT``, or if that isn't set 30 s.
 
         Raises:
             TransferTimeoutError: the transfer is still active.
@@ -217,12 +217,12 @@ class Transfer:
         """Cancels the transfer if it is active. When this returns, the transfer no longer accesses local memory.
 
         Args:
-            timeout: the longest wait for requests to libfabric, which can't be canceled, in seconds. None:
+            timeout: the longest wait, in seconds, for requests to libfabric, which can't be canceled; None for
                 ``PROXYCCL_TIMEOUT``, or if that isn't set 30 s.
 
         Raises:
             ActiveError: some requests have not completed, and may still write. The transfer ends as canceled when the
-                last one completes. You may call `cancel` again to wait for that.
+                last request completes. Call `cancel` again to wait for this end.
         """
         handle = self._open()
         bounded = timeout_from(timeout)
@@ -234,8 +234,7 @@ class Transfer:
             )
 
     def close(self, timeout: float | None = None) -> None:
-        """Cancels the transfer if it is active, after which it can't be used. Has the arguments and errors of
-        `cancel`."""
+        """Cancels the transfer if it is active, and makes it unusable. Has the arguments and errors of `cancel`."""
         if not self._closed:
             self.cancel(timeout)
             self._closed = True
@@ -296,7 +295,7 @@ def has_ended(transfer: Transfer, seconds: float) -> bool:
 
 def set_guard(transfer: Transfer, remote: bool, ledger: Ledger, rows: Rows) -> None:
     """Makes a transfer check registrations of its local or remote side. `rows` are (number of a registration in the
-    ledger, address of a block in its region). Call this before the first start."""
+    ledger, address of a block in its region). Call `set_guard` before the first start."""
     kept = np.ascontiguousarray(rows)
     transfer._kept.append((ledger, kept))
     pointer = ffi.cast("uint64_t *", kept.ctypes.data)

@@ -21,7 +21,7 @@ class Card(Message, frozen=True):
         metadata: the metadata of the holder's agent.
         holder: a random number that identifies the holder, because a later agent may have the same name.
         version_address: the address of two 64-bit words in the holder's memory. The first word is the version that
-            others may read now, or 0 for none. The second is `holder`, or 0 after the holder was closed.
+            others may read now, or 0 for none. The second word is `holder`, or 0 after the holder was closed.
         parts: the holder's parts of tensors.
         groups: for each group, the index in `parts` of its first part.
     """
@@ -35,7 +35,7 @@ class Card(Message, frozen=True):
 
 
 class Join(Message, frozen=True, tag="join"):
-    """Asks a holder to tell the sender when it offers a version, and to wait until the sender has read it. `metadata`
+    """Asks a holder to tell the sender of each offered version, and to wait until the sender has read it. `metadata`
     are those of the sender's agent, and `holder` is the sender's number.
     """
 
@@ -48,7 +48,7 @@ class Offered(Message, frozen=True, tag="offered"):
 
 
 class HasRead(Message, frozen=True, tag="read"):
-    """Tells a holder that the sender, whose number is `holder`, has read this version from it."""
+    """Tells a holder that the sender, whose number is `holder`, has read this version from the holder."""
 
     version: Uint64
     holder: Uint64

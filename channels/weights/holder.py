@@ -34,15 +34,15 @@ class Holder:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._parts: list[Part] = []
-        self._groups = [0]  # the index of each group's first part
+        self._groups = [0]  # for each group, the index of its first part
         self._regions: dict[tuple[int, int], Region] = {}
         self._number = int.from_bytes(os.urandom(8), "little") | 1
         self._words = np.array([0, self._number], np.uint64)
         self._version = self._words[:1]
         self._version_region = agent.register(self._words)
-        self._readers: dict[str, int] = {}  # by name, the version that each reader has read
-        self._numbers: dict[str, int] = {}  # by name, each reader's number (`Card.holder`)
-        self._ended: dict[str, tuple[str, float]] = {}  # by name, why and since when a link is lost
+        self._readers: dict[str, int] = {}  # by name of a reader, the version that it has read
+        self._numbers: dict[str, int] = {}  # by name of a reader, its `Card.holder`
+        self._ended: dict[str, tuple[str, float]] = {}  # by name of a reader, why and since when its link is lost
 
     def __repr__(self) -> str:
         nbytes = sum(part.nbytes for part in self._parts)
@@ -165,8 +165,8 @@ class Holder:
         """Handles messages until `met` returns true.
 
         Raises:
-            TransferTimeoutError: `deadline`, in seconds of `time.monotonic`, has passed. The error's text is that of
-                `expected`.
+            TransferTimeoutError: `deadline`, in seconds of `time.monotonic`, has passed. The error contains the text
+                that `expected` returns.
         """
         self._take_messages()
         while not met():

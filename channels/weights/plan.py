@@ -45,17 +45,17 @@ Held = Mapping[str, Sequence[Part]]
 def plan(sources: Held, targets: Held, nodes: Mapping[str, Hashable] | None = None) -> dict[str, list[Read]]:
     """Plans how targets get their parts of tensors from sources.
 
-    If several sources have a part, each sends an equal share. If some of these sources are on the target's node, only
-    they send. If several targets of a node need a part, each reads an equal share from the sources, and the other
-    targets read this share from that target.
+    If several sources have a part, each sends an equal share of the part. If some of these sources are on the target's
+    node, only the sources on this node send. If several targets of a node need a part, each reads an equal share of the
+    part from sources, and the remaining shares from the other targets.
 
     Args:
-        sources, targets: the parts of each holder, by its name. A name must not be in both. The parts of a target may
-            belong to several shardings, and parts of one holder may contain the same elements.
+        sources, targets: the parts of each holder, by its name. A name must not be in both mappings. The parts of a
+            target may belong to several shardings, and parts of one holder may contain the same elements.
         nodes: the node of each holder, by its name. A holder without an entry is alone on its node.
 
     Returns:
-        For each target, by its name, its reads: at most one from each source and one from each other target.
+        The reads of each target, by the target's name. A target has at most one read from each other holder.
 
     Raises:
         ArgumentError: no source has a part, or shapes or element types differ.
@@ -88,7 +88,7 @@ class _Planner:
         self._nodes, self._chosen = nodes, chosen
         self._sent: Counter[str] = Counter()
         self._received: Counter[str] = Counter()
-        self._cells: dict[tuple[object, ...], list[_Cell]] = {}  # by layout, because a model's layers repeat shapes
+        self._cells: dict[tuple[object, ...], list[_Cell]] = {}  # by the parts' layout
         # The blocks are grouped by pair of parts, because blocks of different parts, which may be registered
         # separately, must not be joined.
         self.links: dict[tuple[str, str, bool], dict[tuple[int, int], list[Rows]]] = {}
@@ -209,8 +209,8 @@ def _cut(box: Box, itemsize: int, pieces: int) -> Iterator[Box]:
 
 
 def _blocks(box: Box, here: Part, there: Part) -> Rows:
-    """Returns the blocks of a box, as rows of (address in `here`, address in `there`, bytes). Both parts contain the
-    box."""
+    """Returns the blocks of a box, as rows of (address in `here`, address in `there`, bytes). Each of the two parts
+    contains the box."""
     nbytes, dim = here.itemsize, len(box.shape)
     while dim and (box.shape[dim - 1] == 1 or here.strides[dim - 1] == there.strides[dim - 1] == nbytes):
         dim -= 1

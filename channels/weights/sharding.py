@@ -45,7 +45,7 @@ class Sharding:
     Args:
         shape: the shape of the whole tensor.
         mesh: the holders (names of agents, or ranks), as nested sequences in row-major order. Each holder must occur
-            once.
+            exactly once.
         placements: a `Replicate` or `Shard` for each axis of the mesh. If several axes divide the same dimension, the
             first axis divides it first.
 
@@ -53,7 +53,7 @@ class Sharding:
         holders: the holders, in the mesh's order.
 
     Raises:
-        ArgumentError: an argument is invalid, or they do not match.
+        ArgumentError: an argument is invalid, or the arguments do not match.
     """
 
     def __init__(self, shape: Sequence[int], mesh: Any, placements: Sequence[Replicate | Shard]) -> None:

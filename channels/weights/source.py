@@ -14,8 +14,8 @@ from proxyccl.device.arguments.integers import as_integer
 class WeightSource(Holder):
     """Offers versions of weights, which targets read from this source's memory.
 
-    Targets may read a version during `offer` and `offered`. At other times the program may change the weights, because
-    a target that still reads them then discards the version, and waits for the next one.
+    Targets may read a version during `offer` and `offered`. At other times the program may change the weights: a target
+    that is still reading then discards the version, and waits for the next one.
 
     Args:
         agent: the source's agent. The program must not call `messages` of this agent.
@@ -45,8 +45,8 @@ class WeightSource(Holder):
             The names of the targets that have read the version.
 
         Raises:
-            DisconnectedError: the target whose name is `peer` has ended. The other targets have read the version, and
-                the source can offer another version.
+            DisconnectedError: the target whose name is `peer` has ended. The remaining targets have read the version,
+                and the source can offer another version.
             TransferTimeoutError: the targets that the error names did not read the version within `timeout`.
         """
         deadline = deadline_of(self._agent, timeout)

@@ -27,14 +27,15 @@ _WORDS = 2
 
 
 class Group(Struct):
-    """The transfers of one group of parts: `direct` from sources, and then `relayed` from other targets."""
+    """The transfers of one group of parts: `direct` transfers from sources, and then `relayed` transfers from other
+    targets."""
 
     direct: list[Transfer]
     relayed: list[Transfer]
 
 
 class Connected:
-    """The prepared reads of a target. Its agent must have added the agents of all cards.
+    """The prepared reads of a target. The target's agent must have added the agents of all cards.
 
     Attributes:
         groups: the transfers of each group.
@@ -170,8 +171,8 @@ class WeightTarget(Holder):
             sources: the cards of all sources.
             peers: the cards of other targets with which this target shares its reads. The other targets must connect to
                 the same sources, with this target among their peers. Of the targets on one host, only one reads each
-                piece from a source, and the others read the piece from that target. So all of them must receive each
-                version.
+                piece from a source, and the others read the piece from that target, so all of the targets must receive
+                each version.
 
         Raises:
             ArgumentError: no source has a part of this target, shapes or element types differ between holders, or a
@@ -209,7 +210,7 @@ class WeightTarget(Holder):
                 callback uses the parts on a device, it must queue that work on `stream`.
 
         Returns:
-            The version that was read. All sources have been told so.
+            The version that this target has read, and has reported to all sources.
 
         Raises:
             NotStartedError: the target is not connected.
@@ -272,13 +273,13 @@ class WeightTarget(Holder):
         stream: StreamLike,
         each: Callable[[int], object] | None,
     ) -> bool:
-        """Reads a version. Returns False if a source stopped offering it during the reads."""
+        """Reads a version. Returns False if a source stopped offering the version during the reads."""
         for number, group in enumerate(connected.groups):
             connected.move(group.direct, deadline, stream)
             if connected.versions(connected.sources, deadline) != {version}:
                 return False
             if connected.peers or connected.readers:
-                # This number differs from those of the other groups, because groups may share memory.
+                # `shared` differs between groups, because groups may share memory.
                 shared = 1 + (version * len(connected.groups) + number) % (2**63 - 1)
                 self._pass_on(connected, group, shared, deadline, stream)
             if each is not None:
@@ -297,7 +298,7 @@ class WeightTarget(Holder):
             return all(read == number for read in self._readers.values())
 
         self._take_messages()
-        self._readers = dict.fromkeys(self._readers, 0)  # an earlier attempt may have used the same number
+        self._readers = dict.fromkeys(self._readers, 0)  # an earlier attempt may have used this number
         self._open(number)
         try:
             whole = False
