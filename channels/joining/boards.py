@@ -71,7 +71,7 @@ class BoardBootstrap:
             if collected:
                 self._put(number, BUNDLE, bundle(everyone), others)
                 self._remove(number - 2, BUNDLE)
-        # All ranks have begun round number - 1, so they have read all messages of round number - 2.
+        # All ranks have begun round `number - 1`, so they have read all messages of round `number - 2`.
         self._remove(number - 2, own)
         return everyone
 

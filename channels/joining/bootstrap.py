@@ -215,8 +215,8 @@ class _MpiPost:
 
 
 class MpiSubset(BoardBootstrap):
-    """A `Bootstrap` of some ranks of an `MpiBootstrap`. The ranks use point-to-point messages, because to make an MPI
-    communicator for them would need all ranks.
+    """A `Bootstrap` of some ranks of an `MpiBootstrap`. The ranks use point-to-point messages, because making an MPI
+    communicator would need all ranks of the `MpiBootstrap`.
     """
 
     where, is_shared = "MPI", False

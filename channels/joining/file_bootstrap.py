@@ -26,15 +26,15 @@ class FileBootstrap(BoardBootstrap):
     disk is full, and ExchangeError if a rank's message can't be read.
 
     Args:
-        directory: a directory that no other job has used, because ranks do not remove their files. It is created, with
-            its parents, if it does not exist.
+        directory: a directory that no other job has used, because ranks do not remove their files. A missing directory
+            is created, with its parents.
         rank: this rank's number.
         world_size: number of ranks.
 
     Raises:
         ArgumentError: `rank` is not below `world_size`, the directory can't be used, or a rank with this number has
             used it before.
-        ResourceError: there are too few descriptors.
+        ResourceError: no file descriptor is left.
         UntrustedPathError: the directory belongs to another user, or other users can read it, or it is a link.
     """
 
@@ -107,7 +107,7 @@ class _Directory:
 
     Raises:
         ArgumentError: the directory can't be used.
-        ResourceError: there are too few descriptors.
+        ResourceError: no file descriptor is left.
         UntrustedPathError: the directory belongs to another user, or other users can read it, or it is a link.
     """
 

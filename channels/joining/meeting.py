@@ -116,8 +116,8 @@ def meet(
     timeout: float,
     device: int | None = None,
 ) -> Meeting:
-    """Forms a group of the ranks of a bootstrap, which all call this together. Takes the arguments and raises the
-    errors of `Communicator`. Closes the bootstrap on failure if `owns_bootstrap` is true.
+    """Forms a group of all ranks of a bootstrap. All of these ranks call `meet` together. Takes the arguments and
+    raises the errors of `Communicator`. Closes the bootstrap on failure if `owns_bootstrap` is true.
     """
     exchange = Exchange(bootstrap, timeout)
     # If this rank fails, the other ranks learn of it before this rank undoes its part.
@@ -206,8 +206,8 @@ def meet_apart(
     mapping_of: Callable[[int], AbstractContextManager[None]],
     own: Bootstrap | None,
 ) -> Meeting:
-    """Forms a new group of some ranks of a group, numbered in the order of `members`. The ranks in `members` call this
-    together.
+    """Forms a new group of some ranks of a group, numbered in the order of `members`. The ranks in `members` call
+    `meet_apart` together.
 
     Args:
         whole: the meeting of all ranks.
@@ -331,15 +331,15 @@ def meet_survivors(
     whole: Meeting, topology: Topology, excluded: Collection[int], has_ended: Callable[[int], bool], timeout: float
 ) -> Meeting:
     """Forms a new group of the remaining ranks of a group, in the order of their numbers. Each remaining rank calls
-    this once.
+    `meet_survivors` once.
 
     Args:
         whole: the meeting of all ranks.
         topology: the topology of all ranks.
         excluded: ranks that must not be in the new group; the same on all callers.
         has_ended: returns whether a rank can no longer take part.
-        timeout: the time-out of the new group, and the longest wait for other ranks, in seconds. Later ranks are
-            excluded.
+        timeout: the time-out of the new group, and the longest wait for other ranks, in seconds. Ranks that come later
+            are excluded.
 
     Raises:
         ExcludedError: this rank came too late, so the new group does not include it.
@@ -396,7 +396,7 @@ def meet_survivors(
 
 def link_hosts(topology: Topology, exchange: Exchange) -> dict[int, HostLink]:
     """Connects this rank to the ranks of other hosts, and returns the connections by rank. All ranks of a group call
-    this together."""
+    `link_hosts` together."""
     others = [peer for peer in range(topology.world_size) if not topology.same_host(peer)]
     if not others:
         return {}

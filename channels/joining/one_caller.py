@@ -10,7 +10,7 @@ from proxyccl.device.errors import ConcurrentCallError
 
 
 class OneCaller:
-    """A lock whose second holder gets an error instead of waiting."""
+    """A lock that raises an error, instead of waiting, if another thread holds it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -18,7 +18,7 @@ class OneCaller:
 
     @contextlib.contextmanager
     def only(self, call: str, about: Hashable = None) -> Iterator[None]:
-        """Returns a context that must contain the whole call.
+        """Returns a context in which the caller must make the whole call.
 
         Args:
             call: the call's name, for the error.

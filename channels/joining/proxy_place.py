@@ -143,7 +143,7 @@ def agree(wishes: Sequence[Wish], rank: int) -> ProxyPlace:
 
 
 def choose_place(where: Where | None, runtime: str, host: str, exchange: Exchange) -> ProxyPlace:
-    """Returns where this rank's proxy runs. All ranks of the group call this together.
+    """Returns where this rank's proxy runs. All ranks of the group call `choose_place` together.
 
     Args:
         where: the result of `requested_place`.

@@ -130,7 +130,7 @@ assert _Subject.OUTCOME.of(MOST_ATTEMPTS - 1) < MOST_DECISIONS
 
 
 class Assembly(Struct, frozen=True):
-    """Ranks that form a new group, if each of them can map the others' segments.
+    """The ranks that will form a new group, if each of them can map the others' segments.
 
     Attributes:
         attempt: the number of the attempt to form a group, from 0.
@@ -153,7 +153,7 @@ class Survivors:
         world_size: the number of ranks of the old group.
         excluded: ranks that must not be members; the same on all ranks.
         has_ended: returns whether a rank can no longer take part; once True for a rank, always True.
-        timeout: the longest wait for the other ranks, in seconds. Later ranks are excluded.
+        timeout: the longest wait for the other ranks, in seconds. Ranks that come later are excluded.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class Survivors:
 
     def assemble(self, attempt: int, note: bytes) -> Assembly:
         """Posts that this rank has arrived, with a note for the members, and waits for the other ranks. `attempt` is
-        the number of the attempt, from 0. Call `all_joined` after each call of this.
+        the number of the attempt, from 0. Call `all_joined` after each call of `assemble`.
 
         Raises:
             ExcludedError: this rank came too late, so it is not a member.
@@ -185,7 +185,7 @@ class Survivors:
 
         def all_came() -> bool:
             for peer in sorted(missing):
-                ended = self._has_ended(peer)  # before `read`: the peer may arrive and then end
+                ended = self._has_ended(peer)  # read first, because the peer may arrive and then end
                 if board.read(peer, _Subject.ARRIVED.of(attempt)) is not None:
                     theirs = board.read(peer, _Subject.EXCLUDED.of(attempt)) or b""
                     if theirs != self._excluded:

@@ -198,7 +198,7 @@ class Topology(Struct, frozen=True, dict=True):
 
     @property
     def node_ranks(self) -> list[int]:
-        """The ranks of this rank's node, in ascending order."""
+        """The ranks of this rank's node, including this rank, in ascending order."""
         return [r for r, node in enumerate(self.nodes) if node == self.nodes[self.rank]]
 
     def node_members(self) -> list[list[int]]:
@@ -244,9 +244,9 @@ class Topology(Struct, frozen=True, dict=True):
         return self.ranks[peer].host == self.ranks[self.rank].host
 
     def transport(self, first: int, second: int) -> str:
-        """Returns the transport between two ranks. The transport within a node is copies. Between nodes it is the first
-        remote transport in `TRANSPORTS` that can register both ranks' memory or, between nodes of one host without RDMA
-        adapters, copies.
+        """Returns the transport between two ranks. Within a node, the transport is that for copies. Between nodes, it
+        is the first remote transport in `TRANSPORTS` that can register both ranks' memory. Between nodes of one host
+        without RDMA adapters, it is also that for copies.
 
         Raises:
             RuntimeUnavailableError: no transport connects the two ranks.
@@ -397,7 +397,8 @@ def _require_same_choice(ranks: Sequence[RankInfo], option: str) -> None:
 
 
 def chosen_local_world_size(choice: int | None, world_size: int) -> int | None:
-    """Returns the number of ranks per node: `choice`, else ``PROXYCCL_LOCAL_WORLD_SIZE``, else None.
+    """Returns the number of ranks per node, which is `choice`, or if that is None ``PROXYCCL_LOCAL_WORLD_SIZE``.
+    Returns None if neither is given.
 
     Raises:
         ArgumentError: the number does not divide the number of ranks, or the variable is not a positive integer.

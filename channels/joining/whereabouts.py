@@ -115,10 +115,11 @@ def open_ways(ranks: Sequence[Whereabouts], hosts: Sequence[str], rank: int, tim
         timeout: the longest wait for an answer of the node daemon, in seconds.
 
     Returns:
-        By rank, for each such rank of the host, the kind of socket over which it and this rank pass descriptors.
+        By rank, for each rank of the host whose descriptors can't be opened in /proc, the kind of socket for
+        descriptors.
 
     Raises:
-        ResourceError: there are too few descriptors or threads.
+        ResourceError: no file descriptor or thread is left.
         RuntimeUnavailableError: no socket can be made in the directory of sockets, or the node daemon does not answer.
     """
     of_host = [peer for peer, host in enumerate(hosts) if host == hosts[rank]]

@@ -25,10 +25,10 @@ _POLL_SECONDS, _LATE_POLL_SECONDS = 0.02, 0.5
 
 
 class Aftermath:
-    """One rank's state in the aftermath of a failure. Any thread may call these methods. If a peer does not close the
-    failed communicator within `patience` seconds, allocations that the program has released by then are never freed,
-    and allocations that it releases later are freed normally. Memory that peers can access is kept until the peers have
-    ended.
+    """One rank's state in the aftermath of a failure. Any thread may call the methods of this class. If a peer does not
+    close the failed communicator within `patience` seconds, allocations that the program has released by then are never
+    freed, and allocations that it releases later are freed normally. Memory that peers can access is kept until the
+    peers have ended.
 
     Args:
         processes: the processes of the host's other ranks.
@@ -85,8 +85,8 @@ class Aftermath:
                     continue
 
     def follow(self, kept: Iterable[object]) -> None:
-        """Keeps memory until the peers have ended. If a thread can be started, the thread waits for that. Before this
-        call, this rank must have recorded that its kernels and its proxy have ended.
+        """Keeps memory until the peers have ended. A thread waits for their end, if a thread can be started. Before
+        this call, this rank must have recorded that its kernels and its proxy have ended.
 
         Args:
             kept: owners of memory that peers can access, which are released when the peers have ended.
@@ -94,7 +94,7 @@ class Aftermath:
         with self._lock:
             self._kept += kept
             self._own = None
-        is_held()  # frees memory if other ranks of this process waited only for this rank
+        is_held()  # lets other ranks of this process notice that this rank has ended
         if not self.over:
             try:
                 Thread(self._await_end, "proxyccl-aftermath").start()

@@ -1,4 +1,4 @@
-"""The state of a rank's group: whether the rank can still use the group and, if not, the exception that tells why."""
+"""The state of a rank's group: whether the rank can still use the group and, if not, the exception with the reason."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ class Observer:
     nothing."""
 
     def failed(self) -> None:
-        """The watcher's thread calls this when the group has failed."""
+        """The watcher's thread calls this method when the group has failed."""
 
     def asked(self) -> None:
-        """The watcher's thread calls this when a peer has asked this process for a report. Must not block."""
+        """The watcher's thread calls this method, which must not block, when a peer has asked this process for a
+        report."""
 
     def annotate(self, error: BaseException) -> None:
         """Adds the path of the written report to an exception that is about to be raised."""
@@ -38,7 +39,7 @@ class Observer:
         return nullcontext()
 
     def close(self) -> None:
-        """The group calls this when it ends."""
+        """The group calls this method when the group ends."""
 
 
 def _copied(error: CommunicatorError) -> CommunicatorError:

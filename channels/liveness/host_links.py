@@ -164,7 +164,8 @@ _MESSAGE = Codec[ErrorRecord | Presence](ErrorRecord | Presence, 16 << 10, name=
 
 
 class HostLink:
-    """A connection to one rank of another host. Each rank sends a message when it closes or aborts the communicator."""
+    """A connection to one rank of another host. Over it, each rank reports when it closes or aborts the
+    communicator."""
 
     def __init__(self, peer: int, connection: socket.socket) -> None:
         self.peer = peer
@@ -190,7 +191,7 @@ class HostLink:
         """Returns the peer's next message, None if no message has arrived yet, or "lost" after the end of the
         connection.
 
-        An invalid message also makes a connection "lost".
+        After an invalid message, the result is also "lost".
         """
         if b"\n" not in self._received:
             try:
@@ -215,8 +216,8 @@ class HostLink:
 
 
 class Listener:
-    """Connects a rank to the ranks of other hosts. All ranks exchange the results of `offer` before they call
-    `join`."""
+    """Connects a rank to the ranks of other hosts. Before a rank calls `join`, all ranks must have exchanged the
+    results of `offer`."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

@@ -49,8 +49,8 @@ class _ProgramExit(SystemExit):
 
 
 def _noting(leave: Callable[..., object]) -> Callable[..., NoReturn]:
-    """Wraps a function that raises SystemExit, so that it raises `_ProgramExit`. Other threads than the main thread
-    still raise SystemExit, because it ends only the thread.
+    """Wraps a function that raises SystemExit, so that it raises `_ProgramExit`. In threads other than the main thread,
+    SystemExit is still raised, because there it ends only the thread.
     """
 
     @functools.wraps(leave)
@@ -67,8 +67,8 @@ def _noting(leave: Callable[..., object]) -> Callable[..., NoReturn]:
 
 
 def _runs_thread() -> bool:
-    """Returns whether `threading` started this thread. This check is needed because, after a fork, the forking thread
-    is the child's main thread."""
+    """Returns whether `threading` started this thread. `threading.main_thread` does not tell this in a forked child,
+    where the thread that forked is the main thread."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back

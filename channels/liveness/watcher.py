@@ -3,8 +3,8 @@ and reports failures to all ranks.
 
 The thread also maps memory that peers have registered. The thread wakes every INTERVAL_MS while this rank makes calls,
 and otherwise every IDLE_INTERVAL_MS, so that an idle rank uses almost no CPU time. A communicator and the communicators
-that were split from it share the thread. After a failure the thread releases streams that wait for the proxy. A new
-thread for this purpose could not be started if memory has run out.
+that were split from it share the thread. After a failure the thread releases streams that wait for the proxy. This
+existing thread does so because, once memory has run out, no thread can be started.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class WatchThread:
         try:
             watcher.look(readable)
         except MemoryError:
-            return  # `poll` will return the same events
+            return  # retried: `poll` returns the same events again
         except Exception as error:  # the other watchers continue
             watcher.fail(error)
 
@@ -117,7 +117,7 @@ class WatchThread:
             watcher.fail(error)
 
     def end(self) -> None:
-        """Ends the thread. The thread's watchers must be closed before."""
+        """Ends the thread. All watchers of the thread must be closed before."""
         os.write(self._stop_write, b"x")
         self._thread.join()
         self._close_descriptors()
@@ -196,7 +196,7 @@ class Watcher:
         return [*self._processes.watched, *self._links]
 
     def look(self, readable: Sequence[int]) -> None:
-        """Handles events. The watcher's thread calls this each time it wakes.
+        """Handles events. The watcher's thread calls `look` each time it wakes.
 
         Args:
             readable: those of `descriptors` that are readable.

@@ -97,7 +97,7 @@ class Agent:
 
     Raises:
         ArgumentError: a name, address, path or time-out is invalid.
-        ResourceError: there are too few descriptors or threads.
+        ResourceError: no file descriptor or thread is left.
         RuntimeUnavailableError: `paths` names "fabric", but libfabric can't be used.
     """
 

@@ -66,7 +66,7 @@ class Table:
 
     def __del__(self) -> None:
         if hasattr(self, "_place"):
-            self._free.append(self._place)  # takes no lock, because this thread may hold the lock
+            self._free.append(self._place)  # without the lock, which this thread may already hold
 
 
 class Stages:
@@ -131,7 +131,7 @@ class Copier:
         return copies, by, (copies, by_engine, launch, table, word)
 
     def _launch(self, rows: Rows) -> tuple[Launch, Table]:
-        on_host = self.runtime.name == "host"  # on the host, each thread of the kernel acts as a warp
+        on_host = self.runtime.name == "host"  # on the host runtime, each thread of the kernel acts as a warp
         blocks, threads = (1, 1) if on_host else (min(_BLOCKS, self.runtime.launch_defaults.blocks), _THREADS)
         warps = 1 if on_host else blocks * threads // _WARP
         share = int(rows[:, 2].sum()) // warps

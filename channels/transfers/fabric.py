@@ -216,9 +216,9 @@ class AgentFabric:
 
 
 def open_fabric(asked: bool) -> tuple[AgentFabric | None, str]:
-    """Opens an endpoint with the options of ``PROXYCCL_FABRIC_…``. Unless `asked` is true, this requires an RDMA
-    adapter and a libfabric provider for the adapter. Returns the endpoint and "", or None and the reason why libfabric
-    can't use the adapters, or None and "" if there are no adapters.
+    """Opens an endpoint with the options of ``PROXYCCL_FABRIC_…``. If `asked` is false, opens an endpoint only by a
+    libfabric provider for RDMA adapters of this machine. Returns the endpoint and "", or None and the reason why
+    libfabric can't use the adapters, or None and "" if there are no adapters.
 
     Raises:
         ArgumentError, ResourceError, RuntimeUnavailableError: `asked` is true, but no endpoint can be opened.

@@ -167,7 +167,7 @@ def open_listeners(token: bytes, addresses: Sequence[str] | None) -> tuple[list[
 
     Raises:
         ArgumentError: this host can't listen at an address.
-        ResourceError: there are too few descriptors.
+        ResourceError: no file descriptor is left.
     """
     if addresses is not None and (isinstance(addresses, str) or not all(isinstance(each, str) for each in addresses)):
         raise ArgumentError("listen", f"must be a list of addresses, not {addresses!r}")
@@ -250,7 +250,7 @@ def connect(
 
     Raises:
         DisconnectedError: the agent did not answer within `timeout`, or no allowed path leads to it.
-        ResourceError: there are too few descriptors.
+        ResourceError: no file descriptor is left.
         ClosedError: this agent was closed.
     """
     deadline = time.monotonic() + timeout

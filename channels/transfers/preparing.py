@@ -98,7 +98,7 @@ class Pair(Struct, frozen=True, eq=False):
         return VRAM in self.kinds
 
     @property
-    def is_apart(self) -> bool:  # the peer is on another host, or treated as such
+    def is_apart(self) -> bool:  # whether the peer is treated as one on another host
         return self.link is not None and self.link.carrier == "tcp" and not self.link.pid
 
     @property

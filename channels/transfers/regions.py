@@ -64,7 +64,7 @@ def is_range(region: Region) -> bool:
 
 
 def is_unicode(text: str) -> bool:
-    """Returns whether UTF-8 can encode a text, because it contains no surrogates."""
+    """Returns whether UTF-8 can encode a text: whether it contains no surrogates."""
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
@@ -97,8 +97,8 @@ class Regions:
         return self._numbers.get(region, 0)
 
     def add(self, regions: Sequence[Region], numbers: Sequence[int]) -> None:
-        """Adds regions, with the numbers of their registrations. A region that was added n times stays present until it
-        was removed n times."""
+        """Adds regions, with the numbers of their registrations. A region that was added *n* times must be removed *n*
+        times."""
         for region, number in zip(regions, numbers, strict=True):
             self._counts[region] = self._counts.get(region, 0) + 1
             self._numbers[region] = number
@@ -187,7 +187,7 @@ class _Table:
         self.regions: NDArray[np.object_] = np.empty(0, object)
 
     def put(self, numbers: Mapping[Region, int]) -> None:
-        """Adds those given regions that are absent, and sets the numbers of all given regions."""
+        """Adds the regions that are absent, and sets the number of each region in `numbers`."""
         new, places, again = [], [], {}
         for region, number in sorted(numbers.items(), key=lambda each: _order(each[0])):
             place, is_there = self._find(region)

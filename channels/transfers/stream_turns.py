@@ -1,9 +1,9 @@
-"""Makes a transfer that no device copies wait for a stream's earlier work, and the stream's later work for the
-transfer: the stream writes one word, and waits for another.
+"""Orders transfers that no device copies with a stream's work. A transfer waits until the stream writes one word, and
+the stream then waits for another word.
 
-The words are in pinned memory. The agent's thread, or a caller that waits, begins the transfer when it sees the first
+Both words are in pinned memory. The agent's thread, or a caller that waits, begins the transfer when it sees the first
 word, and stores the second word at the transfer's end. After its wait, the stream writes the first word again. The
-words can't be reused earlier, because the stream may still reach them after the transfer was canceled.
+words can't be reused before this second write, because a stream may reach them after the transfer was canceled.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ _FABRIC_ERRORS = 256
 
 
 class Times(Struct, frozen=True):
-    """Times of a transfer's last start, in ns of `time.monotonic_ns`. A time that the transfer has not reached is 0.
+    """Times of a transfer's last start, in ns of `time.monotonic_ns`. A time is 0 if the transfer has not got that far.
 
     Attributes:
         posted: when `start` was called.

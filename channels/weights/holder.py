@@ -41,7 +41,7 @@ class Holder:
         self._version = self._words[:1]
         self._version_region = agent.register(self._words)
         self._readers: dict[str, int] = {}  # by name of a reader, the version that it has read
-        self._numbers: dict[str, int] = {}  # by name of a reader, its `Card.holder`
+        self._numbers: dict[str, int] = {}  # by name of a reader, its number (`Card.holder`)
         self._ended: dict[str, tuple[str, float]] = {}  # by name of a reader, why and since when its link is lost
 
     def __repr__(self) -> str:

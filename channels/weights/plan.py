@@ -209,8 +209,8 @@ def _cut(box: Box, itemsize: int, pieces: int) -> Iterator[Box]:
 
 
 def _blocks(box: Box, here: Part, there: Part) -> Rows:
-    """Returns the blocks of a box, as rows of (address in `here`, address in `there`, bytes). Each of the two parts
-    contains the box."""
+    """Returns the blocks of a box, as rows of (address in `here`, address in `there`, bytes). The box must lie within
+    `here` and within `there`."""
     nbytes, dim = here.itemsize, len(box.shape)
     while dim and (box.shape[dim - 1] == 1 or here.strides[dim - 1] == there.strides[dim - 1] == nbytes):
         dim -= 1

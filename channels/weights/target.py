@@ -169,8 +169,8 @@ class WeightTarget(Holder):
 
         Args:
             sources: the cards of all sources.
-            peers: the cards of other targets with which this target shares its reads. The other targets must connect to
-                the same sources, with this target among their peers. Of the targets on one host, only one reads each
+            peers: the cards of other targets with which this target shares its reads. These other targets must connect
+                to the same sources, with this target among their peers. Of the targets on one host, only one reads each
                 piece from a source, and the others read the piece from that target, so all of the targets must receive
                 each version.
 
@@ -305,7 +305,7 @@ class WeightTarget(Holder):
             while not whole:
                 self._wait(peers_have_theirs, deadline, lambda: f"{connected.peers} did not read their shares")
                 connected.move(group.relayed, deadline, stream)
-                whole = peers_have_theirs()  # if false, a peer may have overwritten its share meanwhile
+                whole = peers_have_theirs()  # if False, a peer may have overwritten its share meanwhile
             for peer in connected.peers:
                 self._agent.notify(peer, MESSAGE.encode(HasRead(number, self._number)))
             self._wait(peers_have_mine, deadline, lambda: f"{list(self._readers)} did not read this target's share")
