@@ -1,1 +1,1 @@
-"""How ranks find each other: bootstraps, hosts, and the meeting that makes a group."""
+"""Joining: bootstraps and exchanges, by which ranks find each other and become a group."""

@@ -1,8 +1,8 @@
-"""All-gathers over a board, which may be files, a store, MPI messages or the memory of threads.
+"""All-gathers over a board: storage in which ranks put and get messages, such as files, a torch store, MPI or a dict.
 
 In each round a rank puts its message on the board and gets the other ranks' messages. If each of n ranks got n
-messages, the number of requests would be quadratic. From COLLECTED_FROM ranks on, the first rank gets all messages and
-offers them as one bundle: 3 n requests in all. With fewer ranks the bundle would only add a step.
+messages, the number of requests would be quadratic. From COLLECTED_FROM ranks on, rank 0 therefore gets all messages
+and offers them as one bundle, which takes 3 n requests. With fewer ranks the bundle would cost more than it saves.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ BUNDLE = "all"
 
 
 class BoardBootstrap:
-    """A `Bootstrap` over a board, where a rank leaves each message under the number of the round and the rank's number
-    or `BUNDLE`. Subclasses implement the board.
+    """A `Bootstrap` over a board, which subclasses implement. A message's key is the number of the all-gather (the
+    round) and the sender's rank, or `BUNDLE`.
 
     Attributes:
-        where: the board in words; "" to omit it in errors.
+        where: the board's name in error texts, or "".
         is_shared: whether each rank can get any message; otherwise a rank gets only messages addressed to it.
-        longest_pause: the longest time between two polls of a waiting rank, in seconds.
+        longest_pause: the longest time between a waiting rank's polls of the board, in seconds.
     """
 
     where = ""
@@ -42,12 +42,11 @@ class BoardBootstrap:
         self._lock = threading.Lock()
 
     def _put(self, number: int, of: str, data: bytes, readers: Sequence[int]) -> None:
-        """Leaves a message of this rank, without waiting for readers."""
+        """Puts a message of this rank on the board, without waiting for readers."""
         raise NotImplementedError
 
     def _get(self, number: int, names: Sequence[str]) -> dict[str, bytes]:
-        """Returns those of the named messages of a round that have arrived; may return none of them while one is
-        missing."""
+        """Returns, by name, the messages of round `number` that have arrived; while one is missing, may return none."""
         raise NotImplementedError
 
     def _remove(self, number: int, of: str) -> None:
@@ -55,8 +54,8 @@ class BoardBootstrap:
         raise NotImplementedError
 
     def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
-        """See `Bootstrap.all_gather`. In addition, raises the board's errors, and ExchangeError for an invalid
-        bundle."""
+        """See `Bootstrap.all_gather`. Raises, in addition, ExchangeError if rank 0's bundle is invalid, and the errors
+        of the board's methods."""
         deadline = time.monotonic() + timeout
         with self._lock:
             number, self._round = self._round, self._round + 1
@@ -72,7 +71,7 @@ class BoardBootstrap:
             if collected:
                 self._put(number, BUNDLE, bundle(everyone), others)
                 self._remove(number - 2, BUNDLE)
-        # All ranks have reached the previous round, so they have read all messages of the round before it.
+        # All ranks have begun round `number - 1`, so they have read all messages of round `number - 2`.
         self._remove(number - 2, own)
         return everyone
 
@@ -112,13 +111,11 @@ def unbundle(data: bytes, world_size: int, where: str, rank: int) -> list[bytes]
     """Unpacks the messages of `world_size` ranks.
 
     Args:
-        data: the bundle.
-        world_size: the number of ranks.
-        where: where the bundle was found, for errors.
-        rank: this rank, for errors.
+        where: the board's name in error texts.
+        rank: this rank, for error texts.
 
     Raises:
-        ExchangeError: the data is not a bundle of this many messages.
+        ExchangeError: `data` is not a bundle of `world_size` messages.
     """
     begin = 8 * world_size
     lengths = struct.unpack_from(f"<{world_size}Q", data) if len(data) >= begin else ()

@@ -1,6 +1,6 @@
-"""Bootstraps: all-gathers of a few bytes, with which ranks find each other and set up the fast paths.
+"""Bootstraps: all-gathers of a few bytes, by which ranks find each other and set up faster connections.
 
-The protocol is small on purpose, so that any launcher can offer it. Every call has a time-out.
+The protocol is small on purpose, so that any launcher can offer it.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _abandoned: list[tuple[Any, object]] = []
 class Bootstrap(Protocol):
     """Joins `world_size` ranks. All ranks make the same calls in the same order.
 
-    A bootstrap that can also join some of its ranks has `subset(members, key)`, which only these members call. It
-    returns the bootstrap of the members, numbered by their places in the list. `key` is a number that no other subset
-    has. After a time-out the members may make the same subset again. Before that, each rank that had arrived takes back
-    its messages by calling `withdraw()` of the old subset, if that method exists, so that late ranks wait for new
-    messages. Splitting a communicator of several hosts needs `subset`. Shrinking such a communicator also needs
-    `board()`, which returns a `survivors.Board` that outlives each of the ranks.
+    To split a communicator that spans hosts, a bootstrap also needs `subset(members, key)`. Only the ranks in `members`
+    call `subset`. `subset` returns a bootstrap of these ranks, numbered by their indices in `members`. `key` is a
+    number that no other subset has. After a time-out the members may make the same subset again. To keep late ranks
+    from reading old messages, each rank first calls `withdraw()` of its old subset, if that method exists. To shrink a
+    communicator that spans hosts, a bootstrap also needs `board()`, which returns a `survivors.Board` that outlives
+    each of the ranks.
     """
 
     @property
@@ -52,15 +52,15 @@ class Bootstrap(Protocol):
         """Number of ranks."""
 
     def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
-        """Returns every rank's bytes, in rank order; lengths may differ.
+        """Returns every rank's bytes, in rank order. Ranks may pass different lengths.
 
         Args:
             data: this rank's bytes.
-            timeout: seconds.
+            timeout: the longest wait, in seconds.
             give_up: called while waiting; it raises to end the wait early.
 
         Raises:
-            WaitTimeoutError: not all ranks arrived within the time.
+            WaitTimeoutError: not all ranks called this within `timeout`.
         """
 
     def close(self) -> None:
@@ -68,11 +68,11 @@ class Bootstrap(Protocol):
 
 
 def require_place(rank: object, world_size: object) -> tuple[int, int]:
-    """Returns a rank's number and the number of ranks as plain integers; numpy's integers are accepted.
+    """Converts a rank's number and the number of ranks, which may be numpy's integers, to plain integers.
 
     Raises:
-        ArgumentError: an argument is not an integer, `world_size` is not from 1 to `MOST_RANKS`, or `rank` is not below
-            it.
+        ArgumentError: an argument is not an integer, `world_size` is not from 1 to `MOST_RANKS`, or `rank` is not from
+            0 to `world_size - 1`.
     """
     expected = f"must be an integer from 1 to {MOST_RANKS}"
     size = as_integer(world_size, "world_size", expected, 1, MOST_RANKS)
@@ -88,17 +88,17 @@ def require_mpi(comm: Any) -> None:
 
 
 class MpiBootstrap:
-    """Ranks of an MPI communicator, by default of `MPI.COMM_WORLD`.
+    """A `Bootstrap` of the ranks of an MPI communicator, by default `MPI.COMM_WORLD`.
 
-    It uses a duplicate of the communicator, so its messages never mix with the program's messages. The first
-    `all_gather` makes the duplicate, within that call's time-out.
+    The first `all_gather` duplicates the MPI communicator, so that the bootstrap's messages never mix with the
+    program's messages.
     """
 
     def __init__(self, comm: Any = None) -> None:
         from mpi4py import MPI
 
         require_mpi(comm)
-        if hasattr(MPI, "_set_abort_status"):  # mpi4py has the function that its runner uses
+        if hasattr(MPI, "_set_abort_status"):  # whether `python -m mpi4py` can pass on an exit status
             watch_mpi(MPI)
         parent = MPI.COMM_WORLD if comm is None else comm
         self._mpi = MPI
@@ -113,9 +113,9 @@ class MpiBootstrap:
         """See `Bootstrap.all_gather`.
 
         Raises:
-            PeerLostError: MPI reports that a rank died.
-            ExchangeError: an earlier call was abandoned, so MPI would match this call with the other ranks' earlier
-                call.
+            PeerLostError: MPI reports that a rank has died.
+            ExchangeError: an earlier call of this rank was interrupted, so MPI would match this call with other ranks'
+                earlier calls.
         """
         if self._out_of_step:
             raise ExchangeError(
@@ -162,20 +162,19 @@ class MpiBootstrap:
         )
 
     def subset(self, members: Sequence[int], key: int) -> MpiSubset:
-        """Returns the bootstrap of some ranks (see `Bootstrap`). Before the subset exchanges messages, this bootstrap
-        must have done an `all_gather`, because the first one makes the MPI communicator that carries them."""
+        """Returns the bootstrap of some ranks (see `Bootstrap`). Call `all_gather` of this bootstrap before that of the
+        subset, because the first `all_gather` makes the MPI communicator that the subset's messages use."""
         return MpiSubset(self._post, members, key)
 
     def close(self) -> None:
-        """Frees the duplicate, unless MPI is already gone or a call on it was abandoned."""
+        """Frees the duplicated MPI communicator, unless MPI is finalised or an interrupted `all_gather` may still use
+        it."""
         if self._comm is not None and not self._out_of_step and not self._mpi.Is_finalized():
             self._comm.Free()
             self._comm = None
 
 
 class _MpiPost:
-    """Sends messages between two ranks of an `MpiBootstrap`. Each message belongs to one round of one subset."""
-
     HEADER = struct.Struct("<QQ")
     _TAG = 1
     _WITHDRAWN = 2**64 - 1
@@ -184,7 +183,7 @@ class _MpiPost:
     def __init__(self, bootstrap: MpiBootstrap) -> None:
         self._bootstrap = bootstrap
         self._lock = threading.Lock()
-        self._came: dict[tuple[int, int, int], bytes] = {}  # not taken yet; by sender, key and round
+        self._came: dict[tuple[int, int, int], bytes] = {}  # received messages, by sender, key and round
         self._sent: list[Any] = []
 
     @property
@@ -216,8 +215,8 @@ class _MpiPost:
 
 
 class MpiSubset(BoardBootstrap):
-    """Some ranks of an `MpiBootstrap`. They send each other messages, because making an MPI communicator for them would
-    need all ranks.
+    """A `Bootstrap` of some ranks of an `MpiBootstrap`. The ranks use point-to-point messages, because making an MPI
+    communicator would need all ranks of the `MpiBootstrap`.
     """
 
     where, is_shared = "MPI", False
@@ -236,7 +235,7 @@ class MpiSubset(BoardBootstrap):
         return {name: data for name, data in taken.items() if data is not None}
 
     def _remove(self, number: int, of: str) -> None:
-        """Does nothing: a message is gone when its reader has taken it."""
+        """Does nothing, because receiving an MPI message removes it."""
 
     def withdraw(self) -> None:
         for peer in self._others:
@@ -244,7 +243,7 @@ class MpiSubset(BoardBootstrap):
 
 
 class ThreadBootstrap(BoardBootstrap):
-    """Ranks that are threads of one process. `ThreadBootstrap.create(world_size)` makes the bootstraps of all ranks."""
+    """A `Bootstrap` of ranks that are threads of one process, made by `ThreadBootstrap.create(world_size)`."""
 
     def __init__(self, messages: dict[tuple[int, str], bytes], rank: int, world_size: int) -> None:
         super().__init__(rank, world_size)
@@ -268,7 +267,7 @@ class ThreadBootstrap(BoardBootstrap):
 
 
 def of_process_group(group: Any = None) -> Bootstrap:
-    """Returns a bootstrap of the ranks of a torch process group (None: the world)."""
+    """Returns a bootstrap of the ranks of a torch process group; None stands for torch's default group."""
     made: Bootstrap = array_libraries.load("torch: bootstrap").TorchBootstrap(group)
     return made
 
@@ -283,12 +282,10 @@ _SIZES = {
 
 
 def _traces_of_others() -> str:
-    """Describes the launcher that started this process and others that may be ranks; "" if no launcher did."""
     for launcher, name in _SIZES.items():
         size = os.environ.get(name, "")
         if size.isdecimal() and int(size) > 1:
             return f"{launcher} started {size} processes ({name})"
-    # Processes that multiprocessing starts have imported multiprocessing.
     multiprocessing = sys.modules.get("multiprocessing.process")
     if multiprocessing is not None and multiprocessing.parent_process() is not None:
         return "multiprocessing started this process"
@@ -306,21 +303,22 @@ def _warn_of_one_rank(others: str) -> None:
 
 
 def library_of_group(value: Any) -> str | None:
-    """Returns the library of a caller's group of ranks, "torch" or "mpi4py"; None for any other object.
+    """Returns "torch" for a torch process group, "mpi4py" for an MPI communicator, and None for any other object.
 
-    It checks all base classes, because before torch 2.15 each backend in Python is a process group with its own class.
+    Checks all base classes, because before torch 2.15 each backend written in Python has its own class of process
+    group.
     """
     packages = {base.__module__.split(".")[0] for base in type(value).__mro__}
     return next((name for name in ("torch", "mpi4py") if name in packages), None)
 
 
 def as_bootstrap(value: Any) -> tuple[Bootstrap, bool]:
-    """Makes a bootstrap from a caller's argument.
+    """Converts a caller's argument to a bootstrap.
 
-    The argument is a `Bootstrap`, an MPI communicator, a torch process group, or None for MPI's world.
+    The argument is a `Bootstrap`, an MPI communicator, a torch process group, or None for `MPI.COMM_WORLD`.
 
     Returns:
-        The bootstrap, and whether this function made it, so that the caller must close it.
+        The bootstrap, and whether the caller must close it because this function made it.
     """
     if value is None:
         bootstrap = MpiBootstrap()

@@ -1,7 +1,7 @@
 """Exchanges: all-gathers of values, over the bootstrap, or over mailboxes if all ranks share a host.
 
-Exchanges only set things up; no collective and no transfer waits for an exchange. Each message names its purpose, so if
-ranks' programs differ, the first exchange that differs raises an error. A received message is checked before use.
+Ranks use exchanges only to set up memory and connections, so no collective and no transfer waits for one. Each message
+names its purpose, so ranks whose programs make different exchanges get an error at once.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ _RAN_OUT = (ResourceError, OSError, MemoryError)
 
 
 class Exchange:
-    """The exchanges of one rank. All ranks make the same exchanges in the same order.
+    """All-gathers between the ranks of a group, which all ranks make in the same order.
 
     Args:
-        bootstrap: carries the exchanges.
+        bootstrap: transfers the messages.
         timeout: the longest that an exchange may take, in seconds.
-        give_up: called while waiting until the group is open; it raises to end the wait early.
+        give_up: called repeatedly while an exchange waits, until `guard` is called; it may raise to end the wait.
 
     Attributes:
-        made: the number of exchanges that this rank took part in.
+        made: the number of exchanges that this rank has begun.
     """
 
     def __init__(self, bootstrap: Bootstrap, timeout: float, give_up: Callable[[], None] = lambda: None) -> None:
@@ -73,24 +73,24 @@ class Exchange:
         self.made = 0
 
     def carry_over(self, bootstrap: Bootstrap) -> None:
-        """Moves all further exchanges to another bootstrap; all ranks do so."""
+        """Makes later exchanges use another bootstrap; all ranks call this together."""
         self._bootstrap = bootstrap
 
     def guard(self, failure: FailureState, watcher: Watcher) -> None:
-        """From now on, a rank's failure ends the exchange in progress, and the group ends if an exchange fails or is
-        still waited for by this rank when a peer has closed the communicator.
+        """From this call on, a failure of any rank makes this rank's current exchange fail. The group ends if an
+        exchange fails, or if this rank waits in an exchange although a peer has closed the communicator.
         """
         self._guard = failure, watcher
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """Returns a context for this rank's work between exchanges: if the work fails, the peers' next exchange fails
-        with the reason. If an exchange itself failed, nothing is sent, because all ranks know of that. Once the group
-        is open, only an error about exhausted resources is sent, and the group continues only if all ranks send such an
+        """Returns a context for this rank's work between exchanges: if the work raises an error, the peers' next
+        exchange fails with this error. An error of an exchange itself is not sent, because all ranks get it. After
+        `guard`, only errors about exhausted resources are sent, and the group survives only if all ranks send such an
         error.
 
         Raises:
-            ResourceError: there are too few descriptors.
+            ResourceError: no file descriptor is left.
         """
         self._inside += 1
         try:
@@ -110,14 +110,14 @@ class Exchange:
         self._ended = True
 
     def _tell(self, error: Exception) -> None:
-        # If the group has ended, its end has already told the peers of the failure.
+        # If the group has ended, the peers know of the failure already.
         if self._ended or (self._guard is not None and self._guard[0].inherited):
             return
         reason = f"{type(error).__name__}: {error}"
         longest = _TELLING_SECONDS if self._guard is None else _TELLING_OPEN_SECONDS
         everyone: list[bytes] = []
         self.made += 1
-        with contextlib.suppress(ProxyCCLError, OSError):  # peers that don't get this notice the absence
+        with contextlib.suppress(ProxyCCLError, OSError):  # a peer that gets no message notices that by its time-out
             message = _FAILED + reason.encode()[:_LONGEST_REASON]
             everyone = self._bootstrap.all_gather(message, min(self.timeout, longest), self._give_up_wait)
         in_step = bool(everyone) and all(theirs.startswith(_FAILED) for theirs in everyone)
@@ -136,12 +136,12 @@ class Exchange:
         Args:
             value: this rank's value.
             codec: encodes values of this type.
-            purpose: what the exchange is for, in words; the same on all ranks.
+            purpose: the exchange's purpose in words, which must be the same on all ranks.
 
         Raises:
             WaitTimeoutError: not all ranks arrived within the time-out.
-            MismatchError: a rank calls with another purpose, or has left.
-            ExchangeError: a rank's message is not a value of this type; the error names the rank.
+            MismatchError: a peer calls this with another purpose, or has closed the communicator.
+            ExchangeError: `codec` can't decode a rank's message; the error names the rank.
             CommunicatorError: a rank has failed.
         """
         everyone = self.all_gather_bytes(codec.encode(value), purpose)
@@ -156,12 +156,12 @@ class Exchange:
             ) from cause
 
     def barrier(self, purpose: str) -> None:
-        """Waits until all ranks have made this call. Raises as `all_gather`."""
+        """Waits until all ranks have made this call. Raises the errors of `all_gather`."""
         self.all_gather_bytes(b"", purpose)
 
     def all_gather_bytes(self, data: bytes, purpose: str) -> list[bytes]:
-        """Returns every rank's bytes. Raises as `all_gather`, ConcurrentCallError if another thread is in an exchange,
-        and ClosedError in a forked child process.
+        """Returns every rank's bytes. Raises the errors of `all_gather`, ConcurrentCallError if another thread is in an
+        exchange, and ClosedError in a forked child process.
         """
         if self._guard is not None:
             self._guard[0].require_own_process()
@@ -175,7 +175,7 @@ class Exchange:
                     self._require_purpose(everyone, purpose, tag)
             except CommunicatorError as error:
                 raise_in_place_of(error, self._file(error))
-            except BaseException as error:  # a signal handler's; this rank is now out of step
+            except BaseException as error:  # raised by a signal handler; later exchanges would not match the peers'
                 if self._guard is not None:
                     self._guard[0].abort(f"{purpose} was interrupted by {type(error).__name__}")
                 raise
@@ -205,9 +205,6 @@ class Exchange:
             raise self._mismatch(peer, purpose, None)
 
     def _mismatch(self, peer: int, purpose: str, there: str | None) -> CommunicatorError:
-        """Returns the error for a peer that is in the exchange `there`, or, if `there` is None, has closed the
-        communicator."""
-
         def cause(this_rank: str, here: str) -> str:
             if there is None:
                 return f"{this_rank} calls {purpose!r}, and rank {peer} has closed the communicator"

@@ -1,4 +1,4 @@
-"""A bootstrap of ranks that see a common directory; it needs neither a launcher nor a server."""
+"""A bootstrap over a common directory, which needs neither a launcher nor a server."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from proxyccl.device.process.private_directories import open_private, read_priva
 class FileBootstrap(BoardBootstrap):
     """A `Bootstrap` over a directory, on a local file system or on one that the hosts share.
 
-    The ranks' files must stay private, because they include the secret of the links between hosts. So only this user
-    may have access to the directory. `all_gather` raises ResourceError if this rank's message can't be written, for
-    example because the disk is full, and ExchangeError if a rank's message can't be read.
+    Only this user may have access to the directory, because the files contain the secret that authenticates the sockets
+    between hosts. `all_gather` raises ResourceError if this rank's message can't be written, for example because the
+    disk is full, and ExchangeError if a rank's message can't be read.
 
     Args:
-        directory: a fresh directory for each job, because ranks leave their files in it. A missing directory is
-            created, with its parents.
+        directory: a directory that no other job has used, because ranks do not remove their files. A missing directory
+            is created, with its parents.
         rank: this rank's number.
         world_size: number of ranks.
 
     Raises:
-        ArgumentError: the rank is not one of `world_size`, the directory can't be used, or another rank or job with
-            this rank's number has used it.
-        ResourceError: there are too few descriptors.
+        ArgumentError: `rank` is not below `world_size`, the directory can't be used, or a rank with this number has
+            used it before.
+        ResourceError: no file descriptor is left.
         UntrustedPathError: the directory belongs to another user, or other users can read it, or it is a link.
     """
 
@@ -60,12 +60,12 @@ class FileBootstrap(BoardBootstrap):
         return FileBootstrap(place, list(members).index(self.rank), len(members))
 
     def withdraw(self) -> None:
-        """See `Bootstrap`. Afterwards another `FileBootstrap` of this rank may use the directory."""
+        """See `Bootstrap`. Afterwards, a new `FileBootstrap` of this rank may use the directory."""
         super().withdraw()
         self._directory.remove(f"rank-{self.rank}")
 
     def board(self) -> Board:
-        """Returns a board in the directory. See `Bootstrap`."""
+        """Returns a board whose notes are files in the directory. See `Bootstrap`."""
         return NoteBoard(self._directory, self.rank)
 
     def _put(self, number: int, of: str, data: bytes, readers: Sequence[int]) -> None:
@@ -100,14 +100,14 @@ def _close_all(descriptors: list[int]) -> None:
 
 
 class _Directory:
-    """A directory that only this user can access. It is held open, so that nobody can replace it.
+    """A directory that only this user can access. The directory is held open, so that nobody can replace it.
 
-    It holds a spare descriptor, which it closes while a file is open. So a rank that has run out of descriptors can
-    still report that to its peers.
+    A spare descriptor is also held open, and closed to open a file, so that a process that has run out of descriptors
+    can still report that to its peers.
 
     Raises:
         ArgumentError: the directory can't be used.
-        ResourceError: there are too few descriptors.
+        ResourceError: no file descriptor is left.
         UntrustedPathError: the directory belongs to another user, or other users can read it, or it is a link.
     """
 
@@ -131,14 +131,14 @@ class _Directory:
         return str(self.path)
 
     def read(self, name: str) -> bytes | None:
-        """Returns a file's contents; None if the file does not exist. Raises OSError and UntrustedPathError."""
+        """Returns a file's contents; None if the file does not exist."""
         with self._room(), contextlib.suppress(FileNotFoundError):
             return read_private(self._descriptor, self.path / name, secret=True)
         return None
 
     def write_once(self, name: str, data: bytes) -> bool:
-        """Makes a file atomically with all of its contents, also on network file systems. Returns False if the file
-        exists.
+        """Creates a file that has all of its contents as soon as it is visible, also on network file systems. Returns
+        False if the file exists.
 
         Raises ResourceError.
         """
@@ -165,13 +165,12 @@ class _Directory:
 
     @contextlib.contextmanager
     def _room(self) -> Iterator[None]:
-        """Returns a context in which this thread may open one file."""
         with self._lock:
             if len(self._held) > 1:
                 os.close(self._held.pop())
             try:
                 yield
             finally:
-                # This fails if another thread has taken the descriptor; a later call may reserve one again.
+                # If this fails because another thread has taken the freed descriptor, a later call tries again.
                 with contextlib.suppress(OSError):
                     self._held.append(os.dup(self._descriptor))

@@ -1,7 +1,7 @@
-"""Meetings: how ranks become a group.
+"""Meetings: the steps by which ranks become a group.
 
-New ranks meet over a bootstrap. Ranks that leave a group to form another meet in the control segments that they have
-mapped, and so do the remaining ranks when others have failed.
+New ranks meet over a bootstrap. If ranks of a group form a new group, for example after a failure, they meet in the
+control segments that they have mapped.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _PART = Codec[tuple[list[int], str]](tuple[list[int], str], 1 << 20, name="split
 
 
 class Options(Struct, frozen=True):
-    """The options that a rank's caller chose (see `Communicator`), which the rank keeps if the group grows."""
+    """The options that the caller passed to `Communicator`. A rank keeps them in a group made by `grow`."""
 
     proxy: ProxyOptions
     transports: TransportOptions
@@ -75,20 +75,20 @@ class Meeting(Struct, frozen=True):
 
     Attributes:
         runtime: this rank's runtime.
-        exchange: exchanges between all ranks.
+        exchange: all-gathers between all ranks.
         control: this rank's control segment.
         segments: the mapped segments of the host's other ranks.
-        processes: by rank, the processes of the host's other ranks, except this process; empty for a part of a group.
-        topology: the placement of the ranks.
+        processes: by rank, the other processes of this host; empty for a group made by `split`.
+        topology: the ranks' hosts, nodes and transports.
         job: the group's name, the same on all ranks.
         place: where this rank's proxy runs.
         options: the caller's options.
         bootstrap: the bootstrap over which the ranks met.
-        owns_bootstrap: whether the bootstrap is closed with the group.
-        ways: by rank, the kind of socket over which that rank and this rank pass descriptors of memory. It has only
-            ranks of this host whose descriptors this rank can't open in /proc.
-        crosses_namespaces: whether `ways` has ranks, or this rank's daemon is in another PID namespace.
-        members: for a group made from another group, its ranks' numbers in that group.
+        owns_bootstrap: whether closing the group closes the bootstrap.
+        ways: for each rank of this host whose descriptors this rank can't open in /proc, the kind of socket over which
+            the two ranks pass descriptors.
+        crosses_namespaces: whether `ways` is not empty, or this rank's daemon is in another PID namespace.
+        members: if the group was made from an old group, its ranks' numbers in the old group.
     """
 
     runtime: Runtime
@@ -116,8 +116,8 @@ def meet(
     timeout: float,
     device: int | None = None,
 ) -> Meeting:
-    """Makes the ranks of a bootstrap a group; all of these ranks call this together. Arguments and errors as for
-    `Communicator`. With `owns_bootstrap`, the bootstrap is closed if the meeting fails.
+    """Forms a group of all ranks of a bootstrap. All of these ranks call `meet` together. Takes the arguments and
+    raises the errors of `Communicator`. Closes the bootstrap on failure if `owns_bootstrap` is true.
     """
     exchange = Exchange(bootstrap, timeout)
     # If this rank fails, the other ranks learn of it before this rank undoes its part.
@@ -149,7 +149,8 @@ def meet(
         )
         infos = exchange.all_gather(own, RANK_INFO, "topology")
         topology = Topology.find(rank, infos, runtime)
-        # If a pair has no transport, all ranks raise before one waits for another or maps its memory.
+        # If a pair of ranks has no transport, all ranks raise an error here, before they map memory or wait for each
+        # other.
         topology.has_remote_pairs()
         handles = exchange.all_gather(control.memory.handle, HANDLE, "control segments")
         of_host = [peer for peer in range(world_size) if peer != rank and topology.same_host(peer)]
@@ -158,8 +159,8 @@ def meet(
             segments[peer] = ControlSegment(runtime.open_pinned(handles[peer]))
             undo.callback(segments[peer].close)
         control.introduce(segments)
-        # All ranks map all segments before any rank continues, so no segment can be gone. A rank that could not map a
-        # segment says so over the bootstrap.
+        # No rank leaves this exchange before all ranks have mapped all segments, so no segment is freed too early. A
+        # rank that could not map a segment reports that in this exchange.
         job = exchange.all_gather(os.urandom(4).hex(), _NAME, "job")[0]
         if not topology.spans_hosts:
             exchange.carry_over(_mailboxes(rank, control, segments))
@@ -187,7 +188,7 @@ def _processes(topology: Topology, segments: Mapping[int, ControlSegment]) -> di
 
 
 def regroup(whole: Meeting, bootstrap: Bootstrap, timeout: float, *, owns_bootstrap: bool) -> Meeting:
-    """Makes the ranks of a bootstrap a group, to which this rank brings its old group's runtime and options. See
+    """Forms a group of the ranks of a bootstrap, in which this rank keeps the runtime and options of its old group. See
     `meet`."""
     topology = whole.topology
     transport, of_node = topology.forced_for_all or topology.forced, topology.ranks[topology.rank].local_world_size
@@ -205,26 +206,27 @@ def meet_apart(
     mapping_of: Callable[[int], AbstractContextManager[None]],
     own: Bootstrap | None,
 ) -> Meeting:
-    """Lets some ranks of a group form another group, in the order of `members`. Only the members call this.
+    """Forms a new group of some ranks of a group, numbered in the order of `members`. The ranks in `members` call
+    `meet_apart` together.
 
     Args:
         whole: the meeting of all ranks.
         topology: the topology of all ranks.
-        members: the ranks, including this one; the same list on all members.
-        meetings: by list of members, how often these ranks have met without `own`; this call adds its own meeting.
+        members: the ranks of the new group; the same list on all of them.
+        meetings: by list of ranks, how often these ranks have called this without `own`; this function counts the call.
         timeout: the longest that each wait of the new group may take, in seconds.
         give_up: called while waiting; it raises to end the wait early.
-        mapping_of: a context for mapping a rank's memory, which raises the cause of a failure (`Group.mapping_of`).
-        own: a bootstrap of the members, in their order, which distinguishes this meeting from others of the same ranks;
-            the caller keeps the bootstrap. With None, the ranks and the count of their earlier meetings identify the
-            meeting.
+        mapping_of: returns a context for mapping a rank's memory, in which a failure raises its cause
+            (`Group.mapping_of`).
+        own: a bootstrap of the members, which the caller must close. With None, the members meet in their control
+            segments, under a key of the members and the number of their earlier meetings.
 
     Raises:
-        WaitTimeoutError: not all members arrived within the time.
+        WaitTimeoutError: not all members called this within `timeout`.
         AbortedError: a member can't take part.
-        ResourceError: this rank can't take part, because there are too few descriptors.
+        ResourceError: this rank has no file descriptor left.
         MismatchError: members passed different lists.
-        RuntimeUnavailableError: the members are on several hosts, and the bootstrap can't join some ranks alone.
+        RuntimeUnavailableError: the members are on several hosts, and the bootstrap has no `subset`.
     """
     whole.runtime.activate()
     part = topology.part(members)
@@ -263,7 +265,7 @@ def meet_apart(
         if bootstrap is None:
             bootstrap = _mailboxes(part.rank, control, segments)
             exchange = Exchange(bootstrap, timeout, refusals.check)
-        # All members have mapped all segments, so the invitation can be withdrawn, and no segment can be gone.
+        # After this exchange all members have mapped all segments, so the invitation can be withdrawn.
         with _naming_as_in_whole(members, give_up):
             answers = exchange.all_gather((list(members), os.urandom(4).hex()), _PART, "split")
         for peer, (theirs, _) in enumerate(answers):
@@ -297,23 +299,20 @@ def meet_apart(
 
 @contextlib.contextmanager
 def _naming_as_in_whole(members: Sequence[int], give_up: Callable[[], None]) -> Iterator[None]:
-    """Returns a context for an exchange of a part, in which errors name ranks by their numbers in the whole group."""
     try:
         yield
     except CommunicatorError as error:
-        give_up()  # raises the whole group's failure, which already has the whole group's numbers
+        give_up()  # if the whole group failed, raises its error, which has that group's numbers
         raise_in_place_of(error, renumbered(error, members))
 
 
 @contextlib.contextmanager
 def _counted(meetings: Counter[tuple[int, ...]], ranks: tuple[int, ...], bootstrap: Bootstrap | None) -> Iterator[None]:
-    """Returns a context for a meeting of some ranks, which counts the meeting if all of them have met, or learn that a
-    rank can't take part. After a time-out the meeting is not counted, so late ranks can join the next attempt, which
-    has the same number.
+    """Returns a context that counts the meeting of some ranks. A meeting that ends by a time-out is not counted, so
+    that late ranks can join the retry, which has the same number.
 
     Args:
-        meetings, ranks: the counter, and the ranks that meet, which are its key.
-        bootstrap: the bootstrap over which the ranks meet; None on one host.
+        bootstrap: the bootstrap over which the ranks meet; None if they meet in control segments.
     """
     try:
         yield
@@ -331,21 +330,22 @@ def _counted(meetings: Counter[tuple[int, ...]], ranks: tuple[int, ...], bootstr
 def meet_survivors(
     whole: Meeting, topology: Topology, excluded: Collection[int], has_ended: Callable[[int], bool], timeout: float
 ) -> Meeting:
-    """Lets the remaining ranks of a group form a group, in their order. Only these ranks call this, once.
+    """Forms a new group of the remaining ranks of a group, in the order of their numbers. Each remaining rank calls
+    `meet_survivors` once.
 
     Args:
         whole: the meeting of all ranks.
         topology: the topology of all ranks.
-        excluded: ranks to leave out, whether or not they remain; the same on all callers.
-        has_ended: whether a rank can no longer take part.
-        timeout: the longest wait for another rank, after which the others continue without it, and the longest wait of
-            the new group; in seconds.
+        excluded: ranks that must not be in the new group; the same on all callers.
+        has_ended: returns whether a rank can no longer take part.
+        timeout: the time-out of the new group, and the longest wait for other ranks, in seconds. Ranks that come later
+            are excluded.
 
     Raises:
-        ExcludedError: the others continue without this rank.
-        MismatchError: a rank excludes different ranks.
+        ExcludedError: this rank came too late, so the new group does not include it.
+        MismatchError: another rank passed a different `excluded`.
         PeerLostError: ranks were lost in every attempt.
-        ResourceError: there are too few descriptors. The other ranks continue when they notice that this rank has left.
+        ResourceError: this rank has no file descriptor left. The other ranks form the new group without this rank.
         RuntimeUnavailableError: the ranks are on several hosts, and the bootstrap has no board.
     """
     whole.runtime.activate()
@@ -365,9 +365,9 @@ def meet_survivors(
                         segments[peer] = ControlSegment(whole.runtime.open_pinned(handle))
                         undo.callback(segments[peer].close)
                 joined = True
-            except ResourceError:  # this rank itself failed, so the others continue without it
+            except ResourceError:  # this rank failed; the others continue without it
                 raise
-            except ProxyCCLError:  # a member has ended since all joined
+            except ProxyCCLError:  # a member has ended since `assemble`
                 joined = False
             if not survivors.all_joined(assembly, joined=joined):
                 continue
@@ -395,7 +395,8 @@ def meet_survivors(
 
 
 def link_hosts(topology: Topology, exchange: Exchange) -> dict[int, HostLink]:
-    """Returns this rank's links to the ranks of other hosts, by rank. All ranks of a group call this together."""
+    """Connects this rank to the ranks of other hosts, and returns the connections by rank. All ranks of a group call
+    `link_hosts` together."""
     others = [peer for peer in range(topology.world_size) if not topology.same_host(peer)]
     if not others:
         return {}
@@ -421,11 +422,8 @@ def _board(whole: Meeting, topology: Topology) -> Board:
 
 
 class _Refusals:
-    """Tells members of a part on one host that a member can't take part. The failing member leaves the reason in its
-    rendezvous, which the other members check while they wait.
-
-    Args:
-        whole, members, number, give_up: as for `meet_apart`.
+    """Reports to the members of a new group on one host that a member can't take part. The failed member writes the
+    reason to its old control segment, which the other members check while they wait.
     """
 
     def __init__(self, whole: Meeting, members: Sequence[int], number: int, give_up: Callable[[], None]) -> None:
@@ -435,11 +433,11 @@ class _Refusals:
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """Returns a context for this rank's part of the split: if it fails, the other members get the reason, unless
-        they know it already.
+        """Returns a context for this rank's part of the split: if it fails, the other members raise an error with the
+        reason.
 
         Raises:
-            ResourceError: there are too few descriptors.
+            ResourceError: no file descriptor is left.
         """
         try:
             with naming_exhaustion("this rank's part of the split"):
@@ -451,7 +449,6 @@ class _Refusals:
             raise
 
     def check(self) -> None:
-        """Raises what `give_up` raises, and AbortedError if a member can't take part."""
         self._give_up()
         for member in self._others:
             reason = self._whole.segments[member].rendezvous.find(self._key)
@@ -464,8 +461,6 @@ class _Refusals:
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """Returns a context for mapping a member's segment. If the segment is gone because the member can't take part,
-        raises the reason."""
         try:
             yield
         except ArgumentError:
@@ -476,7 +471,8 @@ class _Refusals:
 def _find_handles(
     whole: Meeting, members: Sequence[int], key: int, timeout: float, give_up: Callable[[], None]
 ) -> dict[int, bytes]:
-    """Returns, by number among the members, the handle of the segment that each other member offers under the key."""
+    """Waits for the other members' invitations under `key`, and returns their segments' handles, by index in
+    `members`."""
     own = whole.exchange.rank
     missing = {peer: number for number, peer in enumerate(members) if peer != own}
     handles: dict[int, bytes] = {}

@@ -1,6 +1,4 @@
-"""Calls that only one thread of a rank may make at a time, because all ranks make these calls together, in the same
-order.
-"""
+"""Refuses concurrent calls by threads of one rank, for calls that all ranks must make in the same order."""
 
 from __future__ import annotations
 
@@ -12,22 +10,22 @@ from proxyccl.device.errors import ConcurrentCallError
 
 
 class OneCaller:
-    """Refuses a call while another thread is in a call about the same subject."""
+    """A lock that raises an error, instead of waiting, if another thread holds it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._callers: dict[Hashable, str] = {}  # by subject, the name of the thread in a call
+        self._callers: dict[Hashable, str] = {}  # the calling thread's name, by `about`
 
     @contextlib.contextmanager
     def only(self, call: str, about: Hashable = None) -> Iterator[None]:
-        """Returns a context in which the call runs.
+        """Returns a context in which the caller must make the whole call.
 
         Args:
-            call: the call's name.
-            about: the call's subject: calls about different subjects may run concurrently.
+            call: the call's name, for the error.
+            about: what the call works on; calls with different values may run concurrently.
 
         Raises:
-            ConcurrentCallError: another thread is in a call about the same subject.
+            ConcurrentCallError: another thread is in a call with the same `about`.
         """
         with self._lock:
             caller = self._callers.get(about)

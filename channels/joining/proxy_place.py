@@ -1,6 +1,4 @@
-"""Where the proxies of a communicator's ranks run, and with which rings and threads. The ranks of a host decide
-together where their proxies run.
-"""
+"""Decides where the proxies of a communicator's ranks run. All ranks of a host use the same default."""
 
 from __future__ import annotations
 
@@ -34,8 +32,8 @@ class ProxyPlace(Struct, frozen=True):
 
     Attributes:
         where: "thread" (in the rank's process), "process" (in the job's own daemon), or "daemon" (in the node daemon).
-        job_daemon: name of the job's own daemon; empty if no rank of the host uses it.
-        chosen: whether the caller or the environment named the place; otherwise it is the default.
+        job_daemon: the name of the job's own daemon; "" if no rank of the host uses it.
+        chosen: whether the caller or the environment chose `where`, so that it is not the default.
     """
 
     where: Where
@@ -44,7 +42,7 @@ class ProxyPlace(Struct, frozen=True):
 
 
 class ProxyOptions(Struct, frozen=True):
-    """The requested place of a rank's proxy, and its rings and threads. See `Communicator`."""
+    """The options that a caller passed to `Communicator` for a rank's proxy."""
 
     where: Where | None
     fifos: int | str
@@ -56,7 +54,7 @@ class ProxyOptions(Struct, frozen=True):
     def __post_init__(self) -> None:
         require_rings(self.threads if self._by_peer else self.fifos, self.threads)
         require_ring_size(self.fifo_size)
-        for name in ("fifos", "threads", "fifo_size"):  # messages to a daemon can encode only Python's integers
+        for name in ("fifos", "threads", "fifo_size"):  # messages to a daemon can't encode numpy's integers
             if (number := find_integer(getattr(self, name))) is not None:
                 structs.force_setattr(self, name, number)
 
@@ -65,7 +63,7 @@ class ProxyOptions(Struct, frozen=True):
         return isinstance(self.fifos, str) and self.fifos == "peer"
 
     def rings(self, world_size: int) -> dict[str, Any]:
-        """Returns the options that set the rings and threads of the proxy of a communicator of this size."""
+        """Returns the options for the rings and threads of a proxy, for a communicator of `world_size` ranks."""
         fifos = min(MAX_RINGS, max(self.threads, world_size)) if self._by_peer else self.fifos
         return {
             "fifos": fifos,
@@ -76,14 +74,14 @@ class ProxyOptions(Struct, frozen=True):
 
 
 class Wish(Message, frozen=True):
-    """A rank's message to the others about its proxy.
+    """A rank's message to the other ranks about its proxy.
 
     Attributes:
         host: the rank's host.
-        where: the place that the caller or the environment requests, or None.
-        default: the place that the rank would choose.
-        name: the rank's proposal for the name of the job's own daemon.
-        view: the `proc_view` of the rank's process, because each container has its own daemon.
+        where: where the caller or the environment wants the proxy to run; None without such a request.
+        default: where the proxy runs without a request.
+        name: a name that the rank proposes for the job's own daemon.
+        view: the `proc_view` of the rank's process. Ranks with the same `proc_view` share a daemon.
     """
 
     host: str
@@ -97,10 +95,10 @@ _WISH = Codec(Wish, 4096, "proxy")
 
 
 def requested_place(argument: str | None) -> Where | None:
-    """Returns the place that the caller or ``PROXYCCL_PROXY`` names; None if neither names one.
+    """Returns where the caller or else ``PROXYCCL_PROXY`` wants the proxy to run; None without such a request.
 
     Raises:
-        ArgumentError: the named place does not exist.
+        ArgumentError: the value is not one of `PLACES`.
     """
     name = "proxy"
     if argument is None:
@@ -114,14 +112,14 @@ def requested_place(argument: str | None) -> Where | None:
 
 
 def default_place(runtime: str) -> Where:
-    """Returns the default place of a proxy, as far as this rank can tell.
+    """Returns where this rank's proxy runs by default.
 
     Args:
         runtime: the name of the rank's runtime.
     """
     if runtime == "host":
         return "thread"
-    # Imported only if it is needed, because the import takes longer than the rest of this function.
+    # Imports these modules only if needed, because importing them takes longer than the rest of the function.
     from proxyccl.proxy.daemon.connection import daemon_process
     from proxyccl.proxy.daemon.protocol import socket_path
 
@@ -133,8 +131,8 @@ def default_place(runtime: str) -> Where:
 
 
 def agree(wishes: Sequence[Wish], rank: int) -> ProxyPlace:
-    """Returns the place of a rank's proxy, from all ranks' messages; the same for all ranks of a host that request no
-    place.
+    """Computes, from all ranks' messages, where the proxy of rank `rank` runs. The result is the same for all ranks of
+    a host that request no place.
     """
     own = wishes[rank]
     of_host = [wish for wish in wishes if wish.host == own.host]
@@ -145,13 +143,12 @@ def agree(wishes: Sequence[Wish], rank: int) -> ProxyPlace:
 
 
 def choose_place(where: Where | None, runtime: str, host: str, exchange: Exchange) -> ProxyPlace:
-    """Returns where this rank's proxy runs. All ranks call this together.
+    """Returns where this rank's proxy runs. All ranks of the group call `choose_place` together.
 
     Args:
         where: the result of `requested_place`.
         runtime: the name of the rank's runtime.
-        host: the name that the ranks agree on for this rank's host.
-        exchange: the exchange between all ranks.
+        host: the name of this rank's host, which is the same on all ranks of the host.
     """
     from proxyccl.proxy.daemon.job import new_name
 

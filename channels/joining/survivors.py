@@ -1,15 +1,13 @@
-"""Survivors: how the remaining ranks of a group agree on which ranks remain, although any of them may end while they do
-so.
+"""How the remaining ranks of a group agree on which ranks remain, even if some of them end meanwhile.
 
-The remaining ranks can't use exchanges, which need every rank. They leave notes on a board that outlives them, and
-settle questions on the board: the first answer to a question stands for all ranks. So all ranks that get an answer get
-the same answer, and all these ranks agree on whether a rank is a survivor. tests/models/protocols/survivors.pml is the
-model.
+Because an exchange would need every rank, each rank leaves notes and answers questions on a board that outlives the
+ranks. The first answer to a question is final, so all ranks read the same answer. tests/models/protocols/survivors.pml
+is a model of the protocol.
 
 In each attempt a rank posts that it has arrived, and waits until each other rank has arrived, has ended, or is late.
-The first rank that has finished waiting decides the members. Each member maps the others' segments, posts that it has
-done so, and waits until all members have posted or a member has ended. The first member that has finished waiting
-decides whether the attempt succeeded. If the attempt failed, the remaining members try again.
+The first rank whose wait is over answers which ranks are members. Each member maps the others' segments, posts that it
+has done so, and waits until all members have posted or a member has ended. The first member whose wait is over answers
+whether the attempt succeeded. After a failed attempt, the remaining members try again.
 """
 
 from __future__ import annotations
@@ -32,31 +30,31 @@ _SUCCEEDED, _FAILED = b"succeeded", b"failed"
 
 
 class Board(Protocol):
-    """A place where ranks leave numbered notes and settle numbered questions. The board outlives each of the ranks."""
+    """Storage that outlives each of the ranks, where ranks leave numbered notes and answer numbered questions."""
 
     def post(self, number: int, note: bytes) -> None:
-        """Leaves a permanent note by this rank, of at most 244 bytes."""
+        """Stores a note of this rank, of at most 244 bytes, which is never removed."""
 
     def read(self, rank: int, number: int) -> bytes | None:
-        """Returns a rank's note; None if it does not exist yet."""
+        """Returns a rank's note; None while there is no note."""
 
     def settle(self, number: int, answer: bytes) -> bytes:
-        """Answers a question, in at most 244 bytes, unless the question already has an answer. Returns the answer that
-        stands, the first one, which all ranks get.
+        """Stores an answer of at most 244 bytes to question `number`, unless the question has an answer. Returns the
+        question's first answer, which is the same on all ranks.
         """
 
     def settled(self, number: int) -> bytes | None:
-        """Returns the answer to a question; None if it does not exist yet."""
+        """Returns the first answer to a question; None while there is no answer."""
 
 
 class NotePlace(Protocol):
-    """A store of small texts by name, which outlives each of the ranks."""
+    """A key-value store that outlives each of the ranks."""
 
     def write_once(self, name: str, data: bytes) -> object:
-        """Stores a text, unless that name has a text."""
+        """Stores a value under a name, unless the name has a value."""
 
     def read(self, name: str) -> bytes | None:
-        """Returns the text of a name; None if the name has no text."""
+        """Returns the value of a name; None if there is none."""
 
 
 class NoteBoard:
@@ -86,7 +84,7 @@ class SegmentBoard:
 
     Args:
         rank: this rank.
-        rendezvous: the rendezvous of all ranks, by rank.
+        rendezvous: the `Rendezvous` in each rank's control segment, by rank.
     """
 
     def __init__(self, rank: int, rendezvous: Mapping[int, Rendezvous]) -> None:
@@ -101,8 +99,8 @@ class SegmentBoard:
         return self._rendezvous[rank].find(key_of("survivors", "note", number))
 
     def settle(self, number: int, answer: bytes) -> bytes:
-        """See `Board`. Each rank's answer is in its own segment, and a word in rank 0's segment names the rank whose
-        answer stands."""
+        """See `Board`. Each rank's answer is in its own segment, and a word in rank 0's segment names the rank that
+        answered first."""
         self._own.invite(key_of("survivors", "answer", number), answer)
         return self._answer(self._first.decide(number, self._rank + 1), number)
 
@@ -132,13 +130,13 @@ assert _Subject.OUTCOME.of(MOST_ATTEMPTS - 1) < MOST_DECISIONS
 
 
 class Assembly(Struct, frozen=True):
-    """Ranks that have agreed to continue together, if all of them can join.
+    """The ranks that will form a new group, if each of them can map the others' segments.
 
     Attributes:
-        attempt: the attempt's number, from 0.
-        members: the ranks' numbers in the group, in order.
-        notes: each member's note.
-        token: a text that is the same on all members, and differs between attempts.
+        attempt: the number of the attempt to form a group, from 0.
+        members: the ranks' numbers in the old group, in ascending order.
+        notes: each member's note from `assemble`.
+        token: a random text in hexadecimal, the same on all members.
     """
 
     attempt: int
@@ -148,15 +146,14 @@ class Assembly(Struct, frozen=True):
 
 
 class Survivors:
-    """One rank's part in the agreement.
+    """One rank's part in the protocol of this module.
 
     Args:
-        board: the group's board.
         rank: this rank.
-        world_size: the group's number of ranks.
-        excluded: ranks that must not be members; the same on all participants.
-        has_ended: returns whether a rank can no longer take part, and once that is true, always True.
-        timeout: the longest wait for the other ranks, in seconds. Ranks that arrive later are excluded.
+        world_size: the number of ranks of the old group.
+        excluded: ranks that must not be members; the same on all ranks.
+        has_ended: returns whether a rank can no longer take part; once True for a rank, always True.
+        timeout: the longest wait for the other ranks, in seconds. Ranks that come later are excluded.
     """
 
     def __init__(
@@ -174,12 +171,12 @@ class Survivors:
         self._candidates = [peer for peer in range(world_size) if peer != rank and peer not in excluded]
 
     def assemble(self, attempt: int, note: bytes) -> Assembly:
-        """Posts this rank's arrival, with a note, and waits for the others. The first attempt is 0; each call must be
-        followed by `all_joined`.
+        """Posts that this rank has arrived, with a note for the members, and waits for the other ranks. `attempt` is
+        the number of the attempt, from 0. Call `all_joined` after each call of `assemble`.
 
         Raises:
-            ExcludedError: the others continue without this rank.
-            MismatchError: a rank excludes different ranks.
+            ExcludedError: this rank came too late, so it is not a member.
+            MismatchError: another rank's `excluded` differs.
         """
         board, question = self._board, _Subject.MEMBERS.of(attempt)
         board.post(_Subject.EXCLUDED.of(attempt), self._excluded)
@@ -188,7 +185,7 @@ class Survivors:
 
         def all_came() -> bool:
             for peer in sorted(missing):
-                ended = self._has_ended(peer)  # checked first: the peer may arrive and end between the two checks
+                ended = self._has_ended(peer)  # read first, because the peer may arrive and then end
                 if board.read(peer, _Subject.ARRIVED.of(attempt)) is not None:
                     theirs = board.read(peer, _Subject.EXCLUDED.of(attempt)) or b""
                     if theirs != self._excluded:
@@ -216,11 +213,11 @@ class Survivors:
         return Assembly(attempt, members, notes, answer[:_TOKEN_BYTES].hex())
 
     def all_joined(self, assembly: Assembly, *, joined: bool) -> bool:
-        """Waits for the other members. Returns True on all members if all have joined, else False on all.
+        """Waits for the other members, and returns whether all could join. The result is the same on all members.
 
         Args:
             assembly: the result of `assemble`.
-            joined: whether this rank can reach all members.
+            joined: whether this rank has mapped all members' segments.
         """
         board, subject = self._board, _Subject.JOINED.of(assembly.attempt)
         question = _Subject.OUTCOME.of(assembly.attempt)
@@ -244,7 +241,6 @@ class Survivors:
 
 
 def _encode(ranks: Collection[int]) -> bytes:
-    """Encodes a set of ranks, with one bit per rank."""
     bits = sum(1 << rank for rank in ranks)
     return bits.to_bytes((bits.bit_length() + 7) // 8, "little")
 

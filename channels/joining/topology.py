@@ -1,5 +1,5 @@
-"""The placement of ranks: which ranks share a host, which of them count as one node, and how a rank reaches another
-rank's memory."""
+"""Computes which ranks share a host, which ranks form a node, and by which transport each pair of ranks is
+connected."""
 
 from __future__ import annotations
 
@@ -37,18 +37,19 @@ chooses.
 
 
 class RankInfo(Message, frozen=True):
-    """A rank's description of itself for the others.
+    """A rank's message to the other ranks about its process, device and transports.
 
     Attributes:
         started: start time of the rank's process (`proxyccl.proxy.processes.start_of`).
-        view: the `proc_view` of the rank's process, in which `pid` is the process's number.
+        view: the `proc_view` of the rank's process: the namespaces in which `pid` is valid.
         token: the token of the rank's process (`proxyccl.device.process.forks.Process`), in hexadecimal.
         cores: the cores that the rank may run on (`encode_cores`).
-        missing: by remote transport, the requirements that the rank lacks, in words; "" if it lacks none.
+        missing: by remote transport, what the rank lacks to use the transport, in words; "" if nothing is missing.
         transport: the transports that the rank's caller chose, in canonical form (`encode_choice`).
-        local_world_size: the number of consecutive ranks that the rank's caller counts as a node; None for real hosts.
-        unsupported: by remote transport, the reason why the rank's network device can't register its device's memory;
-            without an entry if registration works or was not tested.
+        local_world_size: the number of consecutive ranks per node that the rank's caller chose; None if a node is a
+            host.
+        unsupported: by remote transport, the reason why the rank's network adapter can't register its GPU's memory. A
+            transport has no entry if registration works or was not tested.
         daemon_missing: the reason why the rank can't use the node daemon; empty if the rank can, or did not ask for the
             daemon.
     """
@@ -69,7 +70,7 @@ class RankInfo(Message, frozen=True):
 
     @classmethod
     def own(cls, runtime: Runtime) -> RankInfo:
-        """Describes this process on this machine, without its caller's choices."""
+        """Returns the message of this process, without the fields that the caller's options determine."""
         pid = os.getpid()
         return cls(
             host_name(),
@@ -84,16 +85,16 @@ class RankInfo(Message, frozen=True):
 
     @property
     def process(self) -> PeerProcess:
-        """The rank's process, as other processes of its host name it."""
+        """The rank's process, by which other processes of its host identify it."""
         return PeerProcess(self.pid, self.view, bytes.fromhex(self.token), self.started)
 
     def missing_for(self, transport: str) -> str:
-        """Returns the rank's missing requirements for a remote transport; empty if nothing is missing."""
+        """Returns what the rank lacks to use a remote transport; "" if nothing is missing."""
         return self.missing.get(transport, "not asked for")
 
     @property
     def abilities(self) -> tuple[tuple[bool, bool], ...]:
-        """For each transport, whether the rank lacks a requirement, and whether its device's memory can't be
+        """For each transport, whether the rank lacks something to use it, and whether its GPU's memory can't be
         registered.
         """
         return tuple((bool(self.missing_for(name)), bool(self.unsupported.get(name))) for name in TRANSPORTS)
@@ -104,17 +105,17 @@ _CHOICE = Codec[str | list[tuple[int, int, str]]](str | list[tuple[int, int, str
 
 
 class Topology(Struct, frozen=True, dict=True):
-    """The ranks of a communicator, as seen from one rank.
+    """The hosts, nodes and transports of a communicator's ranks, as seen from one rank.
 
     Attributes:
-        rank: the rank that the topology is seen from.
-        ranks: all ranks.
-        nodes: for each rank the number of its node. Nodes are hosts, or groups of consecutive ranks where
-            ``PROXYCCL_LOCAL_WORLD_SIZE`` rehearses several nodes on one machine.
-        accessible: for each rank, whether this rank's kernels can access that rank's memory: both ranks are on one
-            node, and their devices are peers.
+        rank: this rank.
+        ranks: every rank's message.
+        nodes: for each rank the number of its node. A node is a host or, with ``PROXYCCL_LOCAL_WORLD_SIZE``, a group of
+            consecutive ranks.
+        accessible: for each rank, whether this rank's kernels can access that rank's memory, because both ranks are on
+            one node and their devices have peer access.
         forced: by pair of ranks (the lower rank first), the transport that the caller chose.
-        forced_for_all: the transport that the caller chose for all pairs; empty without such a choice.
+        forced_for_all: the transport that the caller chose for all pairs; "" if the caller chose none.
     """
 
     rank: int
@@ -126,12 +127,12 @@ class Topology(Struct, frozen=True, dict=True):
 
     @classmethod
     def find(cls, rank: int, ranks: Sequence[RankInfo], runtime: Runtime) -> Topology:
-        """Computes the topology from all ranks' descriptions.
+        """Computes the topology from all ranks' messages.
 
         Raises:
             ArgumentError: ranks use different runtimes or chose different transports or sizes of nodes, or ranks of one
                 process use the same GPU.
-            RuntimeUnavailableError: a rank's proxy was to run in the node daemon, and can't.
+            RuntimeUnavailableError: a rank's caller asked for the node daemon, which that rank can't use.
         """
         for peer, info in enumerate(ranks):
             if info.daemon_missing:
@@ -162,9 +163,7 @@ class Topology(Struct, frozen=True, dict=True):
         return cls(rank, tuple(ranks), nodes, accessible, forced, forced_for_all)
 
     def require_accessible(self, peers: Sequence[int], argument: str) -> None:
-        """Raises ArgumentError, with each rank and the reason, if this rank's kernels can't access the memory of some
-        ranks.
-        """
+        """Raises ArgumentError if this rank's kernels can't access the memory of a rank in `peers`."""
         apart = [f"rank {peer}, {self._why_apart(peer)}" for peer in peers if not self.accessible[peer]]
         if apart:
             raise ArgumentError(
@@ -181,7 +180,7 @@ class Topology(Struct, frozen=True, dict=True):
         return f"whose device {self.ranks[peer].device_id} is not a peer of {self.ranks[self.rank].device_id}"
 
     def part(self, members: Sequence[int]) -> Topology:
-        """Returns the topology of some ranks, including this rank, numbered by their places in the list."""
+        """Returns the topology of the ranks in `members`, which are renumbered by their indices in `members`."""
         number = {member: i for i, member in enumerate(members)}
         pairs = {pair: name for pair, name in self.forced.items() if set(pair) <= number.keys()}
         return Topology(
@@ -199,7 +198,7 @@ class Topology(Struct, frozen=True, dict=True):
 
     @property
     def node_ranks(self) -> list[int]:
-        """The ranks of this rank's node, in order."""
+        """The ranks of this rank's node, including this rank, in ascending order."""
         return [r for r, node in enumerate(self.nodes) if node == self.nodes[self.rank]]
 
     def node_members(self) -> list[list[int]]:
@@ -209,18 +208,18 @@ class Topology(Struct, frozen=True, dict=True):
         return list(members.values())
 
     def has_levels(self) -> bool:
-        """Whether there are several nodes, all with the same number of ranks, which is more than one."""
+        """Whether there are several nodes, each with the same number of ranks, and that number is at least 2."""
         sizes = {len(members) for members in self.node_members()}
         return self.node_count > 1 and len(sizes) == 1 and sizes != {1}
 
     @property
     def local_rank(self) -> int:
-        """This rank's number within its node."""
+        """This rank's index among the ranks of its node."""
         return self.node_ranks.index(self.rank)
 
     @property
     def local_world_size(self) -> int:
-        """Number of ranks of this node."""
+        """The number of ranks of this rank's node."""
         return len(self.node_ranks)
 
     @property
@@ -229,13 +228,11 @@ class Topology(Struct, frozen=True, dict=True):
 
     @property
     def spans_hosts(self) -> bool:
-        """Whether the ranks are on several hosts; all ranks get the same answer."""
+        """Whether the ranks are on several hosts."""
         return len({info.host for info in self.ranks}) > 1
 
     def may_touch(self, first: int, second: int) -> bool:
-        """Whether kernels of one rank may access the other rank's memory: both are on one node and their devices are
-        peers. Whether devices are peers is only known for pairs that include this rank.
-        """
+        """Returns whether both ranks are on one node and, if one is this rank, their devices have peer access."""
         if first == self.rank:
             return self.accessible[second]
         if second == self.rank:
@@ -243,15 +240,13 @@ class Topology(Struct, frozen=True, dict=True):
         return self.nodes[first] == self.nodes[second] and self.ranks[first].host == self.ranks[second].host
 
     def same_host(self, peer: int) -> bool:
-        """Whether the peer runs under the same operating system kernel, even if the peer counts as part of another
-        node.
-        """
+        """Returns whether the peer is on this rank's host, even if `local_world_size` puts it in another node."""
         return self.ranks[peer].host == self.ranks[self.rank].host
 
     def transport(self, first: int, second: int) -> str:
-        """Returns the transport between two ranks: copies within a node; between nodes the first remote transport of
-        the table whose devices can register both ranks' memory. Nodes that are rehearsed on one host without RDMA
-        devices also use copies.
+        """Returns the transport between two ranks. Within a node, the transport is that for copies. Between nodes, it
+        is the first remote transport in `TRANSPORTS` that can register both ranks' memory. Between nodes of one host
+        without RDMA adapters, it is also that for copies.
 
         Raises:
             RuntimeUnavailableError: no transport connects the two ranks.
@@ -280,17 +275,19 @@ class Topology(Struct, frozen=True, dict=True):
         )
 
     def transports(self) -> dict[int, str]:
-        """Returns the transport to every other rank. Raises RuntimeUnavailableError if a rank can't be reached."""
+        """Returns, by rank, the transport to each other rank. Raises RuntimeUnavailableError if a rank can't be
+        reached."""
         return {peer: self.transport(self.rank, peer) for peer in range(self.world_size) if peer != self.rank}
 
     def has_remote_pairs(self) -> bool:
-        """Returns whether any two ranks need a remote transport, the same on all ranks. Raises RuntimeUnavailableError
-        on all ranks if a rank lacks a remote transport.
+        """Returns whether any pair of ranks uses a remote transport. Raises RuntimeUnavailableError on all ranks if a
+        pair has no transport.
         """
         return any(TRANSPORTS[transport].is_remote for transport in self.all_transports)
 
     def stages_remote_pairs(self) -> bool:
-        """Returns whether there are remote pairs and all remote pairs stage their data, the same on all ranks."""
+        """Returns whether some pairs use remote transports, and all of these transports copy data through staging
+        buffers."""
         remote = [functions for name in self.all_transports if (functions := TRANSPORTS[name].remote) is not None]
         return bool(remote) and all(functions.stages for functions in remote)
 
@@ -300,23 +297,23 @@ class Topology(Struct, frozen=True, dict=True):
         return frozenset(self.transport(a, b) for a, b in self._pairs_of_each_kind())
 
     def _pairs_of_each_kind(self) -> Iterator[tuple[int, int]]:
-        """Yields pairs of ranks that together use every transport that any pair uses. If the caller chose transports
-        for some pairs, yields all pairs. Otherwise few pairs suffice, because a pair's transport depends only on the
-        two ranks' hosts, nodes and abilities.
+        """Yields enough pairs of ranks to find every transport that any pair uses. Unless the caller chose transports
+        for pairs, few pairs are enough, because a pair's transport depends only on the two ranks' hosts, nodes and
+        abilities.
         """
         if self.forced:
             yield from ((a, b) for a in range(self.world_size) for b in range(a))
             return
         first_of_node: dict[int, int] = {}
         beside: tuple[int, int] | None = None
-        on_host: dict[str, dict[object, dict[int, int]]] = {}  # by host, abilities and node: the first rank
+        on_host: dict[str, dict[object, dict[int, int]]] = {}  # the first rank, by host, abilities and node
         for rank, (info, node) in enumerate(zip(self.ranks, self.nodes, strict=True)):
             first = first_of_node.setdefault(node, rank)
             beside = (rank, first) if beside is None and rank != first else beside
             _keep_two(on_host.setdefault(info.host, {}).setdefault(info.abilities, {}), node, rank)
         if beside is not None:
             yield beside
-        on_hosts: dict[object, dict[str, dict[int, int]]] = {}  # by abilities, host and node: the first rank
+        on_hosts: dict[object, dict[str, dict[int, int]]] = {}  # the first rank, by abilities, host and node
         for host, by_abilities in on_host.items():
             yield from _pairs_of(by_abilities.values())
             for abilities, ranks in by_abilities.items():
@@ -324,7 +321,7 @@ class Topology(Struct, frozen=True, dict=True):
         yield from _pairs_of(ranks for by_host in on_hosts.values() for ranks in by_host.values())
 
     def with_unsupported_reasons(self, unsupported: Sequence[Mapping[str, str]]) -> Topology:
-        """Returns a copy of this topology in which every rank's `RankInfo.unsupported` is filled in."""
+        """Returns a copy of this topology with the given `RankInfo.unsupported` for each rank."""
         ranks = tuple(
             replace(info, unsupported=dict(reasons)) for info, reasons in zip(self.ranks, unsupported, strict=True)
         )
@@ -336,7 +333,7 @@ class Topology(Struct, frozen=True, dict=True):
 
 def _refuse_shared_context(ranks: Sequence[RankInfo]) -> None:
     # Some driver calls, such as loading a kernel, wait for all kernels of a context. If two ranks shared a context,
-    # such a call would not return while the other rank's kernel waits for this rank's kernel.
+    # such a call of one rank would never return while a kernel of the other rank waits for this rank.
     first: dict[tuple[str, str], int] = {}
     for rank, info in enumerate(ranks):
         other = first.setdefault((info.token, info.device_id), rank)
@@ -353,21 +350,17 @@ V = TypeVar("V")
 
 
 def _keep_two(kept: dict[P, V], place: P, value: V) -> None:
-    """Keeps the first value of each key, for at most two keys. Two suffice to form a pair of different keys with any
-    key, because at least one of them differs from it.
-    """
     if len(kept) < 2:
         kept.setdefault(place, value)
 
 
 def _pairs_of(ranks: Iterable[Mapping[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yields all pairs of the ranks that are values of the mappings, the higher rank first."""
     yield from itertools.combinations(sorted((rank for each in ranks for rank in each.values()), reverse=True), 2)
 
 
 def encode_choice(choice: TransportChoice, world_size: int) -> str:
-    """Encodes a choice of transports in a canonical form that ranks compare. If `choice` is None,
-    ``PROXYCCL_TRANSPORT`` is the choice.
+    """Encodes a choice of transports, so that equal choices have equal texts. If `choice` is None, encodes
+    ``PROXYCCL_TRANSPORT``.
 
     Raises:
         ArgumentError: a transport or a pair of ranks is invalid.
@@ -404,8 +397,8 @@ def _require_same_choice(ranks: Sequence[RankInfo], option: str) -> None:
 
 
 def chosen_local_world_size(choice: int | None, world_size: int) -> int | None:
-    """Returns the number of consecutive ranks that count as a node: the caller's number, else
-    ``PROXYCCL_LOCAL_WORLD_SIZE``, else None.
+    """Returns the number of ranks per node, which is `choice`, or if that is None ``PROXYCCL_LOCAL_WORLD_SIZE``.
+    Returns None if neither is given.
 
     Raises:
         ArgumentError: the number does not divide the number of ranks, or the variable is not a positive integer.

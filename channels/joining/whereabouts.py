@@ -1,7 +1,7 @@
-"""Each rank's host, and how the ranks of a host reach each other's memory.
+"""Finds each rank's host, and how the ranks of a host pass each other descriptors of memory.
 
-A process maps another process's memory by a file descriptor. Processes of one PID namespace open each other's
-descriptors in /proc; containers pass descriptors over a socket that both see.
+Processes of one PID namespace open each other's descriptors in /proc. Processes in different containers pass
+descriptors over a Unix socket that both can reach.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from proxyccl.proxy.hosts import host_name, same_host, told_apart_by
 
 
 class Whereabouts(Message, frozen=True):
-    """A rank's place among hosts and namespaces.
+    """A rank's message about its host and namespaces.
 
     Attributes:
         host: the result of `host_name`.
         view: the result of `proc_view`.
         process: the token of the rank's process, in hexadecimal.
-        sockets: for each kind of socket that the rank can use, the best first, a text that is equal on ranks that see
-            the same sockets ("kind details").
-        lacking: why the rank can't use sockets of the other kinds, in words.
+        sockets: for each kind of socket that the rank can use, the best first, a text "kind details", which is equal on
+            ranks that can reach each other by such a socket.
+        lacking: for each other kind, the reason why the rank can't use it.
     """
 
     host: str
@@ -52,12 +52,12 @@ class Whereabouts(Message, frozen=True):
         )
 
     def sees(self, other: Whereabouts) -> bool:
-        """Whether the two ranks may open each other's descriptors in /proc, or share a process."""
+        """Returns whether the two ranks can open each other's descriptors in /proc, or are in one process."""
         return self.view == other.view if self.view else bool(self.process) and self.process == other.process
 
     def way(self, other: Whereabouts) -> str | None:
-        """Returns how descriptors get from one rank to the other: "" for /proc, else the kind of socket; None if the
-        two ranks can't pass descriptors.
+        """Returns the means by which two ranks pass descriptors: "" for /proc, else the kind of socket; None if the two
+        ranks can't pass descriptors.
         """
         if self.sees(other):
             return ""
@@ -70,9 +70,6 @@ _DAEMON_SECONDS = 1.0
 
 
 def _daemon() -> tuple[str, str]:
-    """Returns a text that is equal for processes that use the same node daemon, or "" and the reason why this process
-    uses no daemon.
-    """
     try:
         path = socket_path()
     except ArgumentError as error:
@@ -86,10 +83,10 @@ def _daemon() -> tuple[str, str]:
 
 
 def find_hosts(ranks: Sequence[Whereabouts]) -> list[str]:
-    """Returns, by rank, the name of the rank's host, which is the host name of the first rank on that host.
+    """Returns the name of each rank's host: the `host` of the lowest rank on that host.
 
     Raises:
-        ArgumentError: ``PROXYCCL_HOSTS`` differs between ranks; all ranks raise this.
+        ArgumentError: ``PROXYCCL_HOSTS`` differs between ranks; raised on all ranks.
         RuntimeUnavailableError: ranks of one host share neither /proc nor a socket. All ranks raise this error, which
             names these ranks and says how to start them.
     """
@@ -109,20 +106,20 @@ def _require_one_choice(choices: Sequence[str]) -> None:
 
 
 def open_ways(ranks: Sequence[Whereabouts], hosts: Sequence[str], rank: int, timeout: float) -> dict[int, str]:
-    """Prepares this process to pass descriptors to ranks of its host that can't open them in /proc, and to fetch
-    theirs.
+    """Prepares this process to exchange descriptors with ranks of its host that can't open them in /proc.
 
     Args:
-        ranks: all ranks.
-        hosts: the ranks' hosts (`find_hosts`).
+        ranks: every rank's message.
+        hosts: the result of `find_hosts`.
         rank: this rank.
         timeout: the longest wait for an answer of the node daemon, in seconds.
 
     Returns:
-        By rank, the kind of socket over which that rank and this rank pass each other descriptors.
+        By rank, for each rank of the host whose descriptors can't be opened in /proc, the kind of socket for
+        descriptors.
 
     Raises:
-        ResourceError: there are too few descriptors or threads.
+        ResourceError: no file descriptor or thread is left.
         RuntimeUnavailableError: no socket can be made in the directory of sockets, or the node daemon does not answer.
     """
     of_host = [peer for peer, host in enumerate(hosts) if host == hosts[rank]]

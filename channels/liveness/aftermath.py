@@ -1,8 +1,9 @@
-"""The time after a failure in which kernels of other ranks may still run, and use memory of this rank.
+"""Keeps memory of this rank after a failure, as long as kernels of other ranks may use it (the aftermath).
 
-A rank that closes a failed communicator waits for its own kernels and its proxy, and records their end in its control
-segment. Until each rank of the host has recorded this or its process has ended, no allocation of this process is freed
-(device/gpu/unused_memory.py), and memory that peers reach is kept even if nothing else refers to it.
+A rank that closes a failed communicator waits for its own kernels and its proxy to end, and then records in its control
+segment that they have ended. No allocation of this process is freed (device/gpu/unused_memory.py) until each rank of
+the host has recorded that its kernels have ended, or its process has ended. Memory that peers can access is kept even
+if nothing else refers to it.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ _POLL_SECONDS, _LATE_POLL_SECONDS = 0.02, 0.5
 
 
 class Aftermath:
-    """One rank's state in the aftermath of a failure. Any thread of the process may query it. Memory is held only for
-    the time `patience`, because a rank that never closes its failed communicator would otherwise keep all memory from
-    being freed. Memory that is held when the time is over is never freed; memory released later is freed normally.
-    Memory that peers reach is still kept until the peers have ended.
+    """One rank's state in the aftermath of a failure. Any thread may call the methods of this class. If a peer does not
+    close the failed communicator within `patience` seconds, allocations that the program has released by then are never
+    freed, and allocations that it releases later are freed normally. Memory that peers can access is kept until the
+    peers have ended.
 
     Args:
         processes: the processes of the host's other ranks.
-        patience: returns the seconds for which memory is held, from the first query after a failure.
+        patience: returns how many seconds after a failure to wait for the peers.
 
     Attributes:
-        over: whether the aftermath has ended, so that no peer reaches this rank's memory.
+        over: whether all peers have ended, so that none accesses this rank's memory.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Aftermath:
         patience: Callable[[], float],
     ) -> None:
         self._rank = rank
-        self._own: ControlSegment | None = own  # None once this rank has ended
+        self._own: ControlSegment | None = own  # None after `follow`
         self._running = dict(segments)
         self._peers = {peer: process for peer, process in processes.items() if not process.is_here}
         self._patience = patience
@@ -57,11 +58,11 @@ class Aftermath:
         self._lock = threading.RLock()  # reentrant: garbage collection may free memory anywhere
 
     def begin(self) -> None:
-        """Starts watching: from now on, a failure of the group keeps memory from being freed."""
+        """From this call on, a failure of the group prevents this process from freeing memory."""
         add_hold(self)
 
     def end(self) -> None:
-        """Ends the watch, because the group has ended without a failure."""
+        """Undoes `begin`, because the group has ended without a failure."""
         with self._lock:
             self._end()
 
@@ -71,8 +72,8 @@ class Aftermath:
                 self._kept += kept
 
     def watch_processes(self) -> None:
-        """Starts noticing when peers' processes end. Call this while the watcher still has the descriptors of these
-        processes open.
+        """Opens descriptors of the peers' processes, to notice when they end. Call this before the watcher closes its
+        descriptors.
         """
         with self._lock:
             for peer in self._running.keys() & self._peers.keys():
@@ -80,20 +81,20 @@ class Aftermath:
                     self._processes[peer] = process_descriptors.acquire(self._peers[peer])
                 except ProcessLookupError:
                     del self._running[peer]
-                except (OSError, ResourceError):  # without a descriptor, only the peer's own record counts
+                except (OSError, ResourceError):  # without a descriptor, the peer's record still shows its end
                     continue
 
     def follow(self, kept: Iterable[object]) -> None:
-        """Starts to wait for the end of a failure's aftermath, in a thread if one can be started. Before, this rank's
-        kernels and proxy must have ended, and the rank must have recorded that.
+        """Keeps memory until the peers have ended. A thread waits for their end, if a thread can be started. Before
+        this call, this rank must have recorded that its kernels and its proxy have ended.
 
         Args:
-            kept: memory that peers reach; it is released when also the peers have ended.
+            kept: owners of memory that peers can access, which are released when the peers have ended.
         """
         with self._lock:
             self._kept += kept
             self._own = None
-        is_held()  # other ranks of this process may wait only for this rank's end
+        is_held()  # lets other ranks of this process notice that this rank has ended
         if not self.over:
             try:
                 Thread(self._await_end, "proxyccl-aftermath").start()
@@ -101,11 +102,12 @@ class Aftermath:
                 _logger.warning("rank %d: memory that peers reach is released at the next free: %s", self._rank, error)
 
     def _await_end(self) -> None:
-        while self.holds() or not self.over:  # after `patience` no memory is held, but peers may reach kept memory
+        while self.holds() or not self.over:  # after `patience`, `holds` is False while peers still run
             time.sleep(_LATE_POLL_SECONDS if self._late else _POLL_SECONDS)
 
     def holds(self) -> bool:
-        """Whether kernels of a peer may still run, and `patience` is not over."""
+        """Returns whether kernels of a peer may still run, and `patience` is not over. While the result is True, no
+        memory is freed."""
         with self._lock:
             if self.over or (self._own is not None and not self._own.aborted):
                 return False
@@ -122,7 +124,6 @@ class Aftermath:
             return not self._late
 
     def _look(self) -> None:
-        """Removes peers that have closed the group or whose processes have exited."""
         for peer, segment in list(self._running.items()):
             ended = segment.presence in (Presence.LEFT, Presence.STOPPED)
             if not ended and peer in self._processes:

@@ -1,5 +1,4 @@
-"""The failure state of a rank's group: whether the group can still be used, and otherwise the exception that gives the
-reason."""
+"""The state of a rank's group: whether the rank can still use the group and, if not, the exception with the reason."""
 
 from __future__ import annotations
 
@@ -22,39 +21,39 @@ _OWNED = "the communicator"
 
 
 class Observer:
-    """An observer of a group's failures and exchanges, to report them. This base class does nothing."""
+    """Callbacks for a group's failures and exchanges, which write reports. The methods of this base class do
+    nothing."""
 
     def failed(self) -> None:
-        """Called in the watcher's thread when the group has failed."""
+        """The watcher's thread calls this method when the group has failed."""
 
     def asked(self) -> None:
-        """Called in the watcher's thread when a peer has asked this process for reports. Does not wait."""
+        """The watcher's thread calls this method, which must not block, when a peer has asked this process for a
+        report."""
 
     def annotate(self, error: BaseException) -> None:
-        """Adds the report's path to a failure's exception."""
+        """Adds the path of the written report to an exception that is about to be raised."""
 
     def exchanging(self, purpose: str) -> AbstractContextManager[None]:
-        """Returns a context for an exchange of the bootstrap, which a report then shows. A failed exchange stays
-        recorded."""
+        """Returns a context for an exchange, which reports show while it runs and after it has failed."""
         return nullcontext()
 
     def close(self) -> None:
-        """Called when the group ends."""
+        """The group calls this method when the group ends."""
 
 
 def _copied(error: CommunicatorError) -> CommunicatorError:
-    """Copies an exception before it is kept or raised, because an exception that is raised refers to the frames that it
-    passes, and to their arrays.
+    """Copies an exception before it is stored or raised, because a raised exception refers to the frames that it has
+    passed, and so to their arrays.
     """
     copied = copy.copy(error)
-    if error.__cause__ is not None:  # None would hide the exception that is handled where the copy is raised
+    if error.__cause__ is not None:  # assigning even None sets `__suppress_context__`
         copied.__cause__ = error.__cause__
     return copied
 
 
 class FailureState:
-    """The state of a rank's group: first opening, then open, then closed; and, from the first failure of any rank on,
-    failed.
+    """The state of a rank's group: opening, open or closed, and whether any rank has failed.
 
     Args:
         control: the rank's control segment, whose abort word is set if a rank has failed.
@@ -62,8 +61,8 @@ class FailureState:
 
     Attributes:
         state: "opening", "open" or "closed".
-        cause: details of this rank's own failure, in words, for this rank's exception.
-        observer: notified of failures; does nothing until `open`.
+        cause: a text about this rank's own failure, for the exception on this rank.
+        observer: the callbacks for failures, which do nothing before `watch`.
     """
 
     def __init__(self, rank: int, control: ControlSegment, parent: FailureState | None = None) -> None:
@@ -75,7 +74,7 @@ class FailureState:
         self._watcher: Watcher | None = None
         self._stopped_proxy: Callable[[], str] = str
         self._exception: CommunicatorError | None = None
-        self._lock = threading.RLock()  # reentrant: a signal handler may ask while the lock is held
+        self._lock = threading.RLock()  # reentrant: a signal handler may call `exception`
         self.cause = ""
         self.observer = Observer()
 
@@ -83,27 +82,26 @@ class FailureState:
         return self.state
 
     def watch(self, watcher: Watcher, observer: Observer, stopped_proxy: Callable[[], str]) -> None:
-        """Starts passing failures on to the peers and reporting them.
+        """Opens the group: from this call on, the watcher sends failures to the peers, and the observer reports them.
 
         Args:
-            watcher: passes failures on.
-            observer: reports them.
-            stopped_proxy: returns a description if the process of this rank's proxy is stopped; otherwise "".
+            stopped_proxy: returns a text that describes this rank's proxy process if the process is stopped, otherwise
+                "".
         """
         self._watcher, self.observer, self._stopped_proxy = watcher, observer, stopped_proxy
         self.state = "open"
 
     def close(self) -> None:
-        """Closes the group: every later call raises ClosedError, which in a forked child names the fork."""
+        """Closes the group: from this call on, `require_usable` raises ClosedError."""
         self.state = "closed"
 
     def require_own_process(self) -> None:
-        """In a forked child process, raises a ClosedError that says so."""
+        """Raises ClosedError if this process is a forked child of the process that made the group."""
         self._process.require(_OWNED)
 
     @property
     def inherited(self) -> bool:
-        """Whether this process is a forked child, so that the group belongs to its parent process."""
+        """Whether this process is a forked child of the process that made the group."""
         return not self._process.is_here
 
     @property
@@ -120,15 +118,16 @@ class FailureState:
         return self._control.aborted
 
     def check(self) -> None:
-        """Raises the exception that ended the group, if a rank has failed, and ClosedError in a forked child
-        process."""
+        """If a rank has failed, raises the exception that ended the group. In a forked child process, raises
+        ClosedError."""
         if not self._process.is_here:
             self.require_own_process()
         if self.state != "closed" and self._control.aborted:
             raise self.exception()
 
     def require_usable(self) -> None:
-        """Raises ClosedError if the group is closed, and the exception that ended the group if a rank has failed."""
+        """If the group is closed, raises ClosedError. If a rank has failed, raises the exception that ended the
+        group."""
         if self.state == "closed":
             self.require_own_process()
             raise ClosedError("the communicator is closed")
@@ -136,7 +135,7 @@ class FailureState:
             raise self.exception()
 
     def exception(self) -> CommunicatorError:
-        """Returns a new copy of the exception that ended the group. A rank must have failed. If a signal handler's
+        """After a rank has failed, returns a new copy of the exception that ended the group. If a signal handler's
         exception ended the group, raises that exception.
         """
         raise_interrupt()
@@ -151,21 +150,20 @@ class FailureState:
         return error
 
     def _of_parent(self) -> CommunicatorError | None:
-        """Returns the parent communicator's exception, if the parent's end ended this group and this process knows the
-        exception; otherwise None."""
         if self._parent is None or self._control.record().code != lib.PROXYCCL_ERROR_PARENT:
             return None
         return self._parent.exception() if self._parent.aborted else None
 
     def find_cause(self) -> None:
-        """Determines the cause right after a failure, from state that may be gone when the exception is raised."""
+        """Determines the exception right after a failure, because the proxy may no longer be stopped when the exception
+        is raised."""
         with self._lock:
             if self._exception is None and self._control.record().code == lib.PROXYCCL_ERROR_TIMEOUT:
                 self._exception = self._of_stopped_proxy(exception_from(self._control.record(), self._rank, self.cause))
 
     def _of_stopped_proxy(self, error: CommunicatorError) -> CommunicatorError:
-        """Returns the exception to raise for an error: a ProxyLostError if it is a time-out and this rank's proxy is
-        stopped, because kernels then wait for the proxy or for a rank that waits for it; otherwise the error itself.
+        """Returns `error` or, if it is a time-out and this rank's proxy is stopped, a ProxyLostError, because the
+        stopped proxy is the likely reason for the time-out.
         """
         if not isinstance(error, WaitTimeoutError) or not (stopped := self._stopped_proxy()):
             return error
@@ -182,20 +180,18 @@ class FailureState:
             self._pass_on()
 
     def file_lost_context(self, status: int) -> None:
-        """Ends the group because an error destroyed this rank's context on its GPU. `status` is the status that the
-        driver returned."""
+        """Ends the group because an error destroyed this rank's GPU context. `status` is the driver's error code."""
         if self.state == "open":
             self._control.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_CONTEXT_LOST, self._rank, status=status))
 
     def file_mismatch(
         self, peer: int, cause: Callable[[str, str], str], field: int = CALL_FIELDS.index(DIFFERENT_CALL)
     ) -> CommunicatorError:
-        """Ends the group because a peer's call differs from this rank's. Returns the exception to raise.
+        """Ends the group because a peer's call differs from this rank's call. Returns the exception to raise.
 
         Args:
-            cause: returns the two ranks' calls in words, given this rank's name as a subject and as a place. The words
-                are "this rank" and "here" for this rank's error, and "rank N" and "on rank N" for the errors of other
-                ranks.
+            cause: returns a text that describes both calls. The text must use the two arguments as this rank's name and
+                place: "this rank" and "here" in this rank's error, "rank N" and "on rank N" in other ranks' errors.
             field: the index in CALL_FIELDS of the argument that differs.
         """
         self.note_mismatch(peer, cause, field)
@@ -204,8 +200,8 @@ class FailureState:
     def note_mismatch(
         self, peer: int, cause: Callable[[str, str], str], field: int = CALL_FIELDS.index(DIFFERENT_CALL)
     ) -> None:
-        """Does what `file_mismatch` does, without returning the exception: `exception` would wait for a report that the
-        calling thread, the watcher's, writes.
+        """Ends the group as `file_mismatch` does, but returns nothing. The watcher's thread calls this instead of
+        `file_mismatch`, because `exception` waits for a report that this thread writes.
         """
         name = f"rank {self._rank}"
         self.cause, elsewhere = cause("this rank", "here"), bounded(cause(name, f"on {name}"))
@@ -214,9 +210,10 @@ class FailureState:
         )
 
     def file_exchange_failure(self, error: CommunicatorError) -> CommunicatorError:
-        """Ends the group because an exchange of the bootstrap failed on this rank, unless a rank has failed already.
+        """Ends the group because an exchange failed on this rank. Does nothing if a rank has failed already.
 
-        Returns the exception to raise: a ProxyLostError if a stopped proxy explains why ranks did not arrive.
+        Returns the exception to raise: `error` or, if it is a time-out and this rank's proxy is stopped, a
+        ProxyLostError.
         """
         if self._control.aborted:
             return self._of_stopped_proxy(error)
@@ -263,6 +260,6 @@ class FailureState:
         self._pass_on()
 
     def _pass_on(self) -> None:
-        # While the group opens, there is no watcher: other ranks learn of a failure by the exchange in progress.
+        # While the group opens, there is no watcher: other ranks notice a failure because their exchange fails.
         if self._watcher is not None:
             self._watcher.pass_on()

@@ -1,5 +1,5 @@
-"""Sockets between ranks of different hosts, by which a rank learns that a communicator was ended, or that a process is
-gone. Ranks of the same host learn this from shared memory (control.py).
+"""Sockets between ranks of different hosts, over which ranks report that they abort or close the communicator, and by
+which they notice when a peer's process ends. Ranks of the same host report aborts in shared memory (control.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from proxyccl.proxy.codec import Codec, Message, ProtocolError
 from proxyccl.proxy.hosts import host_addresses
 
 _TOKEN_BYTES = 16
-_HELLO = struct.Struct(f"<I{_TOKEN_BYTES}s")  # longer than the answer, so that an echo is not a valid answer
+_HELLO = struct.Struct(f"<I{_TOKEN_BYTES}s")  # longer than a valid answer, so that an echo is invalid
 _INTERVAL_SECONDS = 0.1
 _WHILE_JOINING = 4
 """The number of descriptors needed in addition to those of the links: for the listener, for calls, and for querying
@@ -46,7 +46,7 @@ MOST_GREETED = 256
 """The most connections whose hello is awaited at the same time; a further connection replaces the one that has been
 silent for longest.
 """
-_MOST_ACCEPTED = 64  # connections accepted per call, so that a flood does not keep deadlines from being checked
+_MOST_ACCEPTED = 64  # connections accepted before deadlines are checked again
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _GONE = (errno.ECONNABORTED, errno.EPROTO)
 
@@ -58,12 +58,12 @@ class _Stranger(Struct):
 
 
 class Greetings:
-    """Accepts connections, and returns the connections that have sent their hello. All callers of a socket are served
-    concurrently, so a silent or slow caller does not hold up others.
+    """Accepts connections, and reads from each a first message of fixed size, the hello. All connections are read
+    concurrently, so a silent or slow client does not delay other clients.
 
     Args:
-        listener: the listening socket, which is made non-blocking. The caller closes the socket.
-        nbytes: size of a hello.
+        listener: the listening socket, which this object makes non-blocking, and the caller closes.
+        nbytes: the size of a hello in bytes.
     """
 
     def __init__(self, listener: socket.socket, nbytes: int) -> None:
@@ -75,14 +75,15 @@ class Greetings:
         self._strangers: dict[socket.socket, _Stranger] = {}  # connections in the order of arrival
 
     def wait(self, seconds: float) -> list[tuple[socket.socket, bytes]]:
-        """Returns the connections that have sent a complete hello, each with its hello. The connections are
-        non-blocking, and the caller closes them.
+        """Returns each connection that has sent a complete hello since the last call, with its hello. The connections
+        are non-blocking, and the caller closes them.
 
         Args:
-            seconds: how long to wait for any event.
+            seconds: the longest wait for a new connection or data.
 
         Raises:
-            OSError: no descriptor is left for a connection, and there is no silent connection to close instead.
+            OSError: no descriptor is left to accept a connection, and no connection without a hello can be closed to
+                free one.
         """
         greeted = []
         for key, _ in self._selector.select(seconds):
@@ -121,7 +122,8 @@ class Greetings:
             self._selector.register(connection, selectors.EVENT_READ, connection)
 
     def _hear(self, stranger: _Stranger) -> bool:
-        """Reads further bytes. Returns whether the hello is complete; the caller then owns the connection."""
+        """Reads bytes from a connection, and returns whether its hello is complete. If the hello is complete, the
+        caller owns the connection."""
         try:
             data = stranger.connection.recv(self._nbytes - len(stranger.received))
         except BlockingIOError:
@@ -150,7 +152,7 @@ class Greetings:
 
 
 class Offer(Message, frozen=True):
-    """The address where a rank listens, and the secret by which callers identify themselves."""
+    """A rank's message with the addresses at which it listens, and the secret that a connecting rank must send."""
 
     addresses: Annotated[list[str], Meta(max_length=256)]
     port: Annotated[int, Meta(ge=1, le=65535)]
@@ -162,16 +164,15 @@ _MESSAGE = Codec[ErrorRecord | Presence](ErrorRecord | Presence, 16 << 10, name=
 
 
 class HostLink:
-    """A connection to one rank of another host. It carries the ranks' presence, and the reason for the communicator's
-    end.
-    """
+    """A connection to one rank of another host. Over it, each rank reports when it closes or aborts the
+    communicator."""
 
     def __init__(self, peer: int, connection: socket.socket) -> None:
         self.peer = peer
         self._socket = connection
         self._socket.setblocking(False)
         forks.keep_from_children(connection)
-        for option, value in _KEEP_ALIVE.items():  # because a host that lost power or its network stays silent
+        for option, value in _KEEP_ALIVE.items():  # to notice a host that lost power or its network
             self._socket.setsockopt(*option, value)
         self._received = b""
 
@@ -179,17 +180,18 @@ class HostLink:
         return self._socket.fileno()
 
     def send(self, message: ErrorRecord | Presence) -> None:
-        """Sends the record of an abort, or whether this rank may still access the peer's memory. Never blocks.
+        """Sends the error record of an abort, or this rank's new `Presence`. Never blocks.
 
-        If the peer can't be reached, either it has ended, or its own time-out tells it.
+        Ignores errors, because an unreachable peer has ended or notices the failure by its own time-out.
         """
         with contextlib.suppress(OSError):
             self._socket.send(_MESSAGE.encode(message) + b"\n")
 
     def receive(self) -> ErrorRecord | Presence | str | None:
-        """Returns the peer's next message, "lost" if no message can come, or None if no message has come yet.
+        """Returns the peer's next message, None if no message has arrived yet, or "lost" after the end of the
+        connection.
 
-        A peer that sends an invalid message is lost.
+        After an invalid message, the result is also "lost".
         """
         if b"\n" not in self._received:
             try:
@@ -208,13 +210,14 @@ class HostLink:
             return "lost"
 
     def close(self) -> None:
-        """Tells the peer that this rank has left, and closes the connection."""
+        """Sends `Presence.LEFT` to the peer, and closes the connection."""
         self.send(Presence.LEFT)
         self._socket.close()
 
 
 class Listener:
-    """Joins a rank to the ranks of other hosts. All ranks exchange their `offer` before `join`."""
+    """Connects a rank to the ranks of other hosts. Before a rank calls `join`, all ranks must have exchanged the
+    results of `offer`."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -225,24 +228,24 @@ class Listener:
             self._socket = socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=dual)
 
     def offer(self, peers: int) -> Offer:
-        """Returns this rank's addresses and secret for the other ranks.
+        """Returns the message with this rank's addresses and secret, which the other ranks need for `join`.
 
         Args:
-            peers: the number of ranks to link to.
+            peers: the number of ranks of other hosts.
 
         Raises:
-            ResourceError: there are too few descriptors for the links. This is checked before peers wait for this
-                rank's calls, because after that they can't be told.
+            ResourceError: there are too few descriptors for the connections. `offer` checks this, because during `join`
+                this rank could not report the error to its peers.
         """
         with naming_exhaustion(f"links to {peers} ranks of other hosts"):
             require_descriptors(peers + _WHILE_JOINING)
         return Offer(host_addresses(), self._socket.getsockname()[1], self._token)
 
     def join(self, peers: list[int], offers: list[Offer], timeout: float) -> dict[int, HostLink]:
-        """Connects to ranks of other hosts: this rank calls lower ranks, and higher ranks call this rank.
+        """Connects to ranks of other hosts. This rank connects to lower ranks, and accepts connections of higher ranks.
 
         Raises:
-            PeerLostError: a peer can't be reached, or did not call in time.
+            PeerLostError: this rank could not connect to a peer, or a peer did not connect within `timeout`.
         """
         deadline = time.monotonic() + timeout
         links: dict[int, HostLink] = {}
@@ -269,8 +272,7 @@ class Listener:
         return links
 
     def _call(self, peer: int, offer: Offer, deadline: float) -> HostLink:
-        # Calls all addresses concurrently, because some may be unreachable, or lead to another host with the same
-        # address.
+        # Connects to all addresses concurrently, because some may be unreachable, or belong to another host.
         failures = dict.fromkeys(offer.addresses, "no answer")
         to_call, next_calls = list(offer.addresses), 0.0
         with selectors.DefaultSelector() as calls, contextlib.ExitStack() as undo:
@@ -284,7 +286,7 @@ class Listener:
                 for key, _ in calls.select(_INTERVAL_SECONDS):
                     connection, address = key.data
                     try:
-                        if key.events == selectors.EVENT_WRITE:  # connected, or failed: the send shows which
+                        if key.events == selectors.EVENT_WRITE:  # if connecting failed, `send` raises
                             connection.send(_HELLO.pack(self._rank, offer.token))
                             calls.modify(connection, selectors.EVENT_READ, key.data)
                             continue
@@ -307,13 +309,11 @@ class Listener:
         )
 
     def _answered(self, connection: socket.socket, hello: bytes, awaited: set[int]) -> int | None:
-        """If the caller is a rank that this rank waits for, answers the call and returns the caller's number; otherwise
-        returns None."""
         caller, token = _HELLO.unpack(hello)
         if caller not in awaited or not compare_digest(token, self._token):
             return None
         try:
-            connection.sendall(self._token)  # can't block, because nothing was sent on it before
+            connection.sendall(self._token)  # can't block, because the send buffer is empty
         except OSError:
             return None
         return int(caller)
@@ -323,7 +323,7 @@ class Listener:
 
 
 def _begin_call(calls: selectors.BaseSelector, address: str, port: int) -> int:
-    """Begins a non-blocking connect. Returns 0, or the errno if the connect can't begin."""
+    """Starts a non-blocking connect. Returns 0, or the errno of an immediate failure."""
     try:
         connection = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     except OSError as error:

@@ -1,8 +1,8 @@
-"""Notices when processes of a host's other ranks end. Each rank watches only a few processes.
+"""Notices when processes of a host's other ranks end.
 
-A rank that notices an end tells all ranks of the host through their segments. So each process needs only a few
-watchers. A rank watches the ranks that are 1, 2, 4, 8, … places after it, so that a rank's number of descriptors grows
-only logarithmically, and a process is still watched if one watcher's thread is held up.
+A rank that notices the end of a process tells all ranks of the host through their segments, so few ranks need to watch
+each process. Of the host's n ranks, rank r watches ranks r + 1, r + 2, r + 4, r + 8, … (modulo n). Each rank thus needs
+only about log2(n) descriptors, and each process has several watchers, in case one is delayed.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from proxyccl.device.memory.descriptors import naming_exhaustion
 
 
 class ProcessWatch:
-    """A rank's watch of other processes (see the module). One thread at a time calls `follow`.
+    """The descriptors of the processes that one rank watches. Only one thread at a time may call `follow`.
 
     Args:
         processes: the processes of the host's other ranks, by rank.
-        has_left: returns whether a rank has left. The process of such a rank may end in any way, and no longer watches
+        has_left: returns whether a rank has closed the communicator, so that its process may end and no longer watches
             others.
 
     Attributes:
-        watched: the ranks whose processes are watched, by descriptor, which becomes readable when the process ends.
+        watched: by descriptor, the rank whose process is watched. A descriptor becomes readable when the process ends.
     """
 
     def __init__(self, rank: int, processes: Mapping[int, PeerProcess], has_left: Callable[[int], bool]) -> None:
@@ -37,14 +37,14 @@ class ProcessWatch:
         self._lock = threading.Lock()  # guards `_asked`
 
     def follow(self) -> tuple[list[int], list[int], list[int]]:
-        """Watches other processes in place of processes whose ranks have left.
+        """Watches other processes instead of those whose ranks have closed the communicator.
 
         Returns:
-            The descriptors to watch from now on; the descriptors that are no longer watched, which the caller releases;
-            and the ranks to watch whose processes turned out to have ended.
+            The new descriptors, the replaced descriptors, which the caller must release, and the ranks whose processes
+            had ended before they could be watched.
 
         Raises:
-            ResourceError: no descriptor is left, or the system forbids pidfds. Earlier descriptors are still watched.
+            ResourceError: no descriptor is left, or the system forbids pidfds. `watched` is then unchanged.
         """
         if self.watched and not any(self._has_left(peer) for peer in self.watched.values()):
             return [], [], []
@@ -68,9 +68,6 @@ class ProcessWatch:
         return list(new), old, lost
 
     def _wanted(self) -> set[int]:
-        """Returns, for each of the places 1, 2, 4, … after this rank's, the first rank from that place on that has not
-        left.
-        """
         present = [peer for peer in self._order if not self._has_left(peer)]
         if not present:
             return set()
@@ -84,12 +81,11 @@ class ProcessWatch:
             return process_descriptors.acquire(self.processes[peer])
 
     def descriptor_of(self, peer: int) -> int:
-        """Returns a descriptor of a rank's process, watched or not, which is valid until `close`. Any thread may call
-        this.
+        """Returns a descriptor of any rank's process, which is valid until `close`. Any thread may call this.
 
         Raises:
             ProcessLookupError: the process has ended.
-            ResourceError: as for `follow`.
+            ResourceError: no descriptor is left, or the system forbids pidfds.
         """
         with self._lock:
             if peer not in self._asked:

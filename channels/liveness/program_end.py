@@ -1,10 +1,9 @@
-"""Whether the program ends by a failure: by an exception, or by an exit with a nonzero status.
+"""Determines whether the program failed: whether it ends by an exception or with a nonzero exit status.
 
-Python does not pass the status to exit handlers. So `sys.exit` and `exit` are replaced to raise a SystemExit that notes
-when it has left the program: Python then asks the exception for its code while no frame of the program is left.
-If mpi4py's runner runs the program, the runner reports how the program ended, whatever was raised. A SystemExit raised
-without `sys.exit` and without that runner is not noticed: peers see a normal end, and their later calls are refused,
-because this rank makes none.
+Python does not pass the exit status to exit handlers. This module therefore replaces `sys.exit` and `exit` by functions
+that raise a SystemExit that records the exit status: when Python reads its `code` while no frame of the program is
+left, the program ends. Under `python -m mpi4py`, mpi4py reports the status, whatever the program raised. A SystemExit
+that the program raises itself, without `sys.exit` and without `python -m mpi4py`, is treated as a normal end.
 """
 
 from __future__ import annotations
@@ -17,25 +16,25 @@ from typing import Any, NoReturn
 
 from proxyccl.channels.segment.error_record import raised
 
-_CODE: Any = SystemExit.__dict__["code"]  # Python's descriptor of the C struct's field `code`
+_CODE: Any = SystemExit.__dict__["code"]  # CPython's descriptor of the attribute `code`
 _status = 0
 
 
 def failure() -> str:
-    """Returns in words how the ended program failed; "" if it did not fail."""
+    """Returns a text that says how the program failed; "" if it did not fail."""
     if (error := getattr(sys, "last_value", None)) is not None:
         return raised(error)
     return f"its program exited with status {_status}" if _status else ""
 
 
 def _note(code: object) -> None:
-    """Records how the program ended: `code` is as for `sys.exit`."""
+    """Records the exit status; `code` is the argument of `sys.exit`."""
     global _status  # noqa: PLW0603  a program ends once
     _status = code if isinstance(code, int) else int(code is not None)
 
 
 class _ProgramExit(SystemExit):
-    """A SystemExit that notes how the program ends."""
+    """A SystemExit that records its status when it ends the program."""
 
     @property
     def code(self) -> Any:
@@ -50,8 +49,8 @@ class _ProgramExit(SystemExit):
 
 
 def _noting(leave: Callable[..., object]) -> Callable[..., NoReturn]:
-    """Wraps a function that raises SystemExit, so that the exception notes the program's end. In threads other than the
-    main thread, the exception only ends the thread, as usual.
+    """Wraps a function that raises SystemExit, so that it raises `_ProgramExit`. In threads other than the main thread,
+    SystemExit is still raised, because there it ends only the thread.
     """
 
     @functools.wraps(leave)
@@ -68,7 +67,8 @@ def _noting(leave: Callable[..., object]) -> Callable[..., NoReturn]:
 
 
 def _runs_thread() -> bool:
-    """Whether the caller is a thread of `threading`. In a forked child, the thread that forked is the main thread."""
+    """Returns whether `threading` started this thread. `threading.main_thread` does not tell this in a forked child,
+    where the thread that forked is the main thread."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
@@ -77,7 +77,7 @@ def _runs_thread() -> bool:
 
 @functools.cache
 def watch() -> None:
-    """From now on, notes how the program ends."""
+    """Replaces `sys.exit` and `exit`, so that `failure` knows the exit status."""
     sys.exit = _noting(sys.exit)
     if (site := sys.modules.get("_sitebuiltins")) is not None:  # the module that defines `exit` and `quit`
         site.Quitter.__call__ = _noting(site.Quitter.__call__)
@@ -85,7 +85,7 @@ def watch() -> None:
 
 @functools.cache
 def watch_mpi(mpi: Any) -> None:
-    """Does what `watch` does, for programs that mpi4py's runner runs. `mpi` is the module mpi4py.MPI."""
+    """Makes `failure` know the exit status of a program run by `python -m mpi4py`. `mpi` is the module mpi4py.MPI."""
     tell = mpi._set_abort_status
 
     def note(status: int) -> None:

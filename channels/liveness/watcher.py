@@ -1,10 +1,10 @@
 """The watcher's thread, which notices when a peer's process ends (process_watch.py) or a rank of another host fails,
-and passes failures on.
+and reports failures to all ranks.
 
-The thread also maps memory that peers announce, within INTERVAL_MS while this rank makes calls, and otherwise within
-IDLE_INTERVAL_MS, so that a rank without work costs no measurable CPU time. A communicator and the communicators that
-were split from it share the thread. After a failure the thread releases streams that wait for the proxy. Failures are
-handled in this existing thread, because no other thread can be started once memory has run out.
+The thread also maps memory that peers have registered. The thread wakes every INTERVAL_MS while this rank makes calls,
+and otherwise every IDLE_INTERVAL_MS, so that an idle rank uses almost no CPU time. A communicator and the communicators
+that were split from it share the thread. After a failure the thread releases streams that wait for the proxy. This
+existing thread does so because, once memory has run out, no thread can be started.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _logger = logging.getLogger("proxyccl")
 
 
 class WatchThread:
-    """The thread of a communicator and of the communicators that were split from it. The thread runs each of their
-    watchers in turn, and otherwise sleeps in poll().
+    """The thread that runs the watchers of a communicator and of the communicators that were split from it. Between
+    runs it sleeps in poll().
 
     Raises:
         ResourceError: there is no memory for a thread.
@@ -41,7 +41,7 @@ class WatchThread:
 
     INTERVAL_MS = 20
     IDLE_INTERVAL_MS = 200
-    BUSY_SECONDS = 1.0  # how long after a call the thread runs every INTERVAL_MS
+    BUSY_SECONDS = 1.0  # after a call, the thread wakes every INTERVAL_MS for this time
     RELEASING_MS = 1
 
     def __init__(self, name: str) -> None:
@@ -60,14 +60,15 @@ class WatchThread:
             raise
 
     def add(self, watcher: Watcher) -> None:
-        """Runs a watcher from now on at every turn, and as soon as one of its descriptors becomes readable."""
+        """From this call on, runs a watcher each time the thread wakes, and as soon as a descriptor of the watcher is
+        readable."""
         with self._lock:
             self._watchers.append(watcher)
         for descriptor in watcher.descriptors:
             self.watch(watcher, descriptor)
 
     def watch(self, watcher: Watcher, descriptor: int) -> None:
-        """From now on, runs a watcher also as soon as this descriptor becomes readable."""
+        """Makes the thread also wake as soon as this descriptor of the watcher is readable."""
         with self._lock:
             self._by_descriptor[descriptor] = watcher
             self._poll.register(descriptor, select.POLLIN)
@@ -105,8 +106,8 @@ class WatchThread:
         try:
             watcher.look(readable)
         except MemoryError:
-            return  # the next turn sees the same events, and tries again
-        except Exception as error:  # the error ends this watcher's communicator, and the others continue
+            return  # retried: `poll` returns the same events again
+        except Exception as error:  # the other watchers continue
             watcher.fail(error)
 
     def _fail(self, error: BaseException) -> None:
@@ -116,7 +117,7 @@ class WatchThread:
             watcher.fail(error)
 
     def end(self) -> None:
-        """Ends the thread, whose watchers must be closed."""
+        """Ends the thread. All watchers of the thread must be closed before."""
         os.write(self._stop_write, b"x")
         self._thread.join()
         self._close_descriptors()
@@ -127,18 +128,18 @@ class WatchThread:
 
 
 class Watcher:
-    """Watches the peers of a rank: some processes of its host by their descriptors, the ranks of other hosts by their
-    links.
+    """Watches the peers of a rank: processes of its host by their pidfds, and ranks of other hosts by sockets (links).
 
     Args:
         segments: the segments of the host's other ranks.
-        processes: the processes of these ranks, except this process; empty if there is a parent, which watches them.
-        links: the links to the ranks of other hosts; the watcher closes the links.
-        on_abort: called in a separate thread after the abort was passed on.
-        each_turn: called in the thread at each turn, until the abort. Returns the number of calls that this rank made.
-        on_error: called once, in the thread, with an error that prevents watching; it must end the communicator.
-        end_waits: releases streams that wait for the proxy. Called in the thread every RELEASING_MS once the abort was
-            passed on, so that a caller that checks after a stream's wait sees the failure.
+        processes: the processes of these ranks, except this process; empty if `parent` watches them.
+        links: the connections to the ranks of other hosts, which the watcher closes.
+        on_abort: called in a separate thread after an abort was reported to all ranks.
+        each_turn: called each time the thread wakes, until an abort. Returns the number of calls that this rank has
+            made.
+        on_error: called once, in the thread, with an unexpected error of the watcher; must end the communicator.
+        end_waits: releases streams that wait for the proxy; called in the thread every RELEASING_MS, but only after an
+            abort was reported, so that a program whose stream is released sees the failure.
         parent: the watcher of the communicator that this communicator was split from. The parent's abort also ends this
             communicator, and the parent's thread runs this watcher.
         members: the ranks' numbers in the parent's communicator.
@@ -181,7 +182,7 @@ class Watcher:
             raise
         self._ended.update(self._lost)
         self._parent, self._members = parent, members
-        self._looking = threading.Lock()  # held by the thread that takes the peers' messages
+        self._looking = threading.Lock()  # held while a thread reads messages from the links
         self._passed_on = self._closed = False
         self._reporting: Thread | None = None
         self.releasing = False
@@ -195,10 +196,10 @@ class Watcher:
         return [*self._processes.watched, *self._links]
 
     def look(self, readable: Sequence[int]) -> None:
-        """Checks for events; called at each turn of the thread.
+        """Handles events. The watcher's thread calls `look` each time it wakes.
 
         Args:
-            readable: the descriptors of `descriptors` that are readable.
+            readable: those of `descriptors` that are readable.
         """
         with self._looking:
             if self._closed:
@@ -232,7 +233,7 @@ class Watcher:
             self._calls, self.busy_until = calls, time.monotonic() + WatchThread.BUSY_SECONDS
 
     def _follow_processes(self) -> None:
-        # If no descriptor is left, the next turn tries again. Until then, other ranks watch the same processes.
+        # If no descriptor is left, the next wake-up tries again. Until then, other ranks watch the same processes.
         with contextlib.suppress(ResourceError):
             new, old, lost = self._processes.follow()
             for descriptor in old:
@@ -244,8 +245,8 @@ class Watcher:
                 self._peer_ended(peer)
 
     def _report(self) -> None:
-        # `on_abort` may take long, so it runs in its own thread: the other watchers of the thread need not wait for it,
-        # and failures are still passed on.
+        # `on_abort` may take long, so it runs in its own thread, in order not to delay the other watchers of this
+        # thread.
         with contextlib.suppress(ResourceError, MemoryError):
             thread = Thread(self._on_abort, f"proxyccl-abort-{self._rank}")
             thread.start()
@@ -264,7 +265,7 @@ class Watcher:
 
     def _receive(self, descriptor: int) -> None:
         peer, link = self._links[descriptor]
-        if self._remote_presence[peer] is Presence.LEFT:  # `check_for_end` has already read the message
+        if self._remote_presence[peer] is Presence.LEFT:  # `check_for_end` has already read the last message
             return
         while (message := link.receive()) is not None:
             if isinstance(message, Presence):
@@ -279,7 +280,7 @@ class Watcher:
             return
 
     def _peer_ended(self, peer: int) -> None:
-        # A rank that left no longer accesses this rank's memory, so its process may end in any way.
+        # A rank that has closed the communicator no longer accesses this rank's memory, so its process may end.
         if self._segments[peer].presence is not Presence.LEFT:
             self._file_lost(peer)
 
@@ -288,12 +289,12 @@ class Watcher:
         self._own.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_PEER_LOST, self._rank, peer))
 
     def check_for_end(self, peer: int) -> None:
-        """Files the loss of a peer if the peer's process or its link from another host ends, or begins to end, within
-        ENDING_MS.
+        """Ends the communicator with a PeerLostError if the peer's process ends, or its connection from another host
+        closes, within ENDING_MS.
 
-        This is called when this rank could not reach the peer: the operating system tears down a dying process's files,
-        verbs objects and libfabric connections before it makes the process's descriptor readable, and
-        possibly before it closes the link.
+        Call this when this rank could not reach the peer, because the operating system closes a dying process's files,
+        verbs objects and libfabric connections before the process's pidfd becomes readable, and maybe before it closes
+        the link.
         """
         if self._parent is not None:
             if not self._parent._own.aborted:
@@ -312,7 +313,8 @@ class Watcher:
                         self._take(descriptor)
 
     def has_ended(self, peer: int) -> bool:
-        """Whether a peer can no longer take part: its process has ended, its link is lost, or it has left."""
+        """Returns whether a peer can no longer take part, because its process has ended, its link is lost, or it has
+        closed the communicator."""
         if peer not in self._ended and self._can_tell_end(peer):
             self._ended.add(peer)
         return peer in self._ended
@@ -320,7 +322,7 @@ class Watcher:
     def _can_tell_end(self, peer: int) -> bool:
         for rank, link in self._links.values():
             if rank == peer:
-                with self._looking:  # after an abort, the watcher's thread no longer reads
+                with self._looking:  # after an abort, the watcher's thread no longer reads from links
                     while self._own.aborted and (message := link.receive()) is not None:
                         if isinstance(message, Presence):
                             self._remote_presence[peer] = message
@@ -333,8 +335,8 @@ class Watcher:
         return self._parent is not None and self._parent.has_ended(self._members[peer])
 
     def _process_ends(self, peer: int, milliseconds: int = 0) -> bool:
-        """Returns whether a peer's process has ended or, if `milliseconds` is not 0, whether it ends or begins to end
-        within that time. Returns False if this rank can't tell, because ranks that watch the peer will notice its end.
+        """Returns whether a peer's process has ended, or begins to end within `milliseconds`. Returns False if this
+        rank can't tell, because other ranks watch the process.
         """
         try:
             ended = _is_readable(self._processes.descriptor_of(peer), milliseconds)
@@ -345,8 +347,8 @@ class Watcher:
             return False
 
     def pass_on(self) -> None:
-        """Sends the record of this rank's failure to all other ranks. If another rank told this rank of the failure,
-        the ranks of the host are told again, because the other rank may have been killed before it told all of them.
+        """Sends this rank's error record to all other ranks, even if the failure came from another rank, which may have
+        been killed before it reached all ranks.
         """
         record = self._own.record()
         self._own.raise_abort(record)
@@ -354,8 +356,8 @@ class Watcher:
             link.send(record)
 
     def announce(self, presence: Presence, exchanges: int = 0) -> None:
-        """Tells all peers whether this rank may still access their memory; with LEFT, also tells the number of
-        exchanges that this rank made.
+        """Tells all peers whether this rank may still access their memory. With LEFT, `exchanges` is the number of
+        exchanges that this rank has made.
         """
         self._own.set_presence(presence, exchanges)
         for _, link in self._links.values():
@@ -367,28 +369,29 @@ class Watcher:
         return self._remote_presence[peer]
 
     def left_before(self, exchange: int) -> int | None:
-        """Returns a peer of this host that left before this exchange (numbered from 1), or None if no peer did."""
+        """Returns a peer of this host that closed the communicator before the exchange of this number (from 1); None if
+        no peer did."""
         for peer, segment in self._segments.items():
             if segment.presence is Presence.LEFT and segment.exchanges < exchange:
                 return peer
         return None
 
     def end_waits(self) -> None:
-        """From now on until `close`, releases streams that wait for the proxy, because the proxy no longer does."""
+        """Makes the thread release streams that wait for the proxy, until `close`, because the proxy has ended."""
         self.releasing = True
 
     def finish(self) -> None:
         """Stops watching for failures. If a rank has failed, waits until `on_abort` has returned."""
         with self._looking:
             unseen, self._passed_on = self._own.aborted and not self._passed_on, True
-        if unseen:  # the abort came after the thread's last turn
+        if unseen:  # the abort came after the watcher's last wake-up
             self.pass_on()
             self._report()
         if self._reporting is not None:
             self._reporting.join()
 
     def close(self) -> None:
-        """Closes the watcher. The watcher of a communicator that was not split from another also ends the thread."""
+        """Closes the watcher and, unless the communicator was split from another one, ends the thread."""
         self.finish()
         with self._looking:
             self._closed = True

@@ -1,1 +1,1 @@
-"""Agents, which come and go, and transfers between their memory. Agents do not form a group."""
+"""Agents, which form no group, and transfers between their memory."""

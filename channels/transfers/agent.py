@@ -1,4 +1,4 @@
-"""An agent: registered memory that other agents read and write by address, and transfers to and from other agents'
+"""Agents: register memory that other agents may read and write by address, and transfer data to and from other agents'
 memory.
 """
 
@@ -71,23 +71,25 @@ during the reading.
 
 
 class Agent:
-    """Registers memory, and moves blocks between it and the memory of other agents.
+    """Registers memory, and transfers blocks between this memory and other agents' memory.
 
-    There is no group and no rank: agents start and end at any time, and know the agents that they `add`. Only the side
-        that reads or writes acts; the other side's program takes no part.
+    Agents form no group and have no ranks. Agents start and end at any time, and each knows only the agents that it has
+    added by `add`. Transfers are one-sided: the program that reads or writes calls the agent, and the other program
+    does nothing.
 
-    Every method may be called by any thread at any time. Use the agent as a context manager, or call `close`. A forked
-    child must make its own agent.
+    Any thread may call any method. Use the agent as a context manager, or call `close`. A forked child must make its
+    own agent.
 
     Args:
-        name: the name by which other agents know this one and see it in messages. At most 1024 characters.
-        listen: this host's addresses at which other hosts may reach the agent; None: all addresses; (): none, so only
-            agents of this host can connect.
-        paths: the paths that this agent's transfers may take, any of "shared_memory", "process_vm", "unix", "fabric"
-            and "tcp". None: those in ``PROXYCCL_TRANSFER_PATHS``, separated by commas, or all if it isn't set ("fabric"
-            only if there is an adapter for RDMA). A peer that none of the paths reaches is refused.
-        timeout: the longest that opening a connection and `wait` may take, in seconds; None: ``PROXYCCL_TIMEOUT``, else
-            30.
+        name: the name by which other agents refer to this agent, of at most 1024 characters.
+        listen: the addresses of this host at which agents of other hosts can connect; None for all addresses; () for
+            none, so that only agents of this host can connect.
+        paths: the paths that this agent's transfers may use, from "shared_memory", "process_vm", "unix", "fabric" and
+            "tcp". With None, these are the paths in ``PROXYCCL_TRANSFER_PATHS``, separated by commas, or if that isn't
+            set all paths ("fabric" only if there is an RDMA adapter). Connecting to a peer fails if none of the paths
+            leads to the peer.
+        timeout: the longest that connecting or a call of `wait` may take, in seconds; None for ``PROXYCCL_TIMEOUT``, or
+            if that isn't set 30 s.
 
     Attributes:
         name: the agent's name.
@@ -95,8 +97,8 @@ class Agent:
 
     Raises:
         ArgumentError: a name, address, path or time-out is invalid.
-        ResourceError: there are too few descriptors or threads.
-        RuntimeUnavailableError: "fabric" was named, and libfabric can't be used.
+        ResourceError: no file descriptor or thread is left.
+        RuntimeUnavailableError: `paths` names "fabric", but libfabric can't be used.
     """
 
     def __init__(
@@ -117,7 +119,7 @@ class Agent:
         self.timeout = timeout_from(timeout)
         allowed, named = allowed_paths(paths)
         self._lock = threading.RLock()
-        self._closing = threading.RLock()  # reentrant: a signal handler may also close
+        self._closing = threading.RLock()  # reentrant: a signal handler may call `close`
         self._own = Regions()
         self._peers: dict[str, Peer] = {}
         self._kept: dict[Region, list[object]] = {}
@@ -147,7 +149,7 @@ class Agent:
         self._handle: ProxycclAgentPointer = handle
         forks.finalizer(self, _release, handle, served)
         _agents[id(self)] = self
-        forks.finalizer(self, self._published.withdraw).atexit = True  # runs if the program does not close the agent
+        forks.finalizer(self, self._published.withdraw).atexit = True  # runs at exit if the agent is open
         self._published.write(())
         wants = FABRIC in allowed and (named or len(listeners) > 1)
         self._fabric, self._no_fabric = open_fabric(named) if wants else (None, "")
@@ -174,8 +176,8 @@ class Agent:
         self.close()
 
     def close(self) -> None:
-        """Closes the agent: ends its links on both sides, and cancels its active transfers. If two threads call it, the
-        second call returns when the first call has ended.
+        """Closes the agent: closes its links, and cancels its active transfers. If two threads call this, both return
+        when the agent is closed.
         """
         self._process.require("the agent")
         with self._closing:
@@ -200,12 +202,11 @@ class Agent:
         """Registers memory, which other agents may then read and write, and which this agent's transfers may use.
 
         Args:
-            memory: an array of the host or of a GPU, contiguous in C order and writable, or an array made by ProxyCCL;
-                or (address, bytes) of memory that the caller keeps mapped. The agent keeps an array alive until it is
-                deregistered.
-            label: a name by which other agents find the region.
-            device: only if `memory` is (address, bytes): for device memory the device's number, for host memory a
-                number for the caller's own use.
+            memory: a writable, C-contiguous array in host or GPU memory, an array made by ProxyCCL, or (address, bytes)
+                of memory that the caller keeps mapped. The agent keeps an array alive until it is deregistered.
+            label: a name by which other agents can find the region.
+            device: only if `memory` is (address, bytes): the device's number or, for host memory, any number that the
+                caller chooses.
             kind: only if `memory` is (address, bytes): "dram" or None for host memory, "vram" for device memory.
 
         Raises:
@@ -238,10 +239,11 @@ class Agent:
         return region
 
     def register_regions(self, regions: Sequence[Region]) -> None:
-        """Registers regions, all or none of them. The caller must keep their memory mapped.
+        """Registers all of the regions or, if one can't be registered, none. The caller must keep the regions' memory
+        mapped.
 
         Raises:
-            ArgumentError, RuntimeUnavailableError: as `register`.
+            ArgumentError, RuntimeUnavailableError: a region can't be registered (see `register`).
         """
         self._register(regions, None)
 
@@ -268,9 +270,6 @@ class Agent:
             self._publish()
 
     def _begin(self, regions: Sequence[Region], mapped: Mapping[Region, SharedMemory]) -> None:
-        """Assigns registration numbers to all regions, or to none. A region gets the number of an equal registered
-        region whose memory was not freed.
-        """
         numbers: dict[Region, int] = {}
         begun, ended = [], []
         try:
@@ -293,10 +292,10 @@ class Agent:
             self._ledger.end(number)
 
     def deregister(self, *regions: Region) -> None:
-        """Ends the registration of regions, all or none of them. When this returns, no socket of this agent accesses
-        the regions, and transfers of peers on this host that use the regions neither begin nor copy further pieces. A
-        piece, of at most 1 MiB, that a peer's CPU copies at that moment may still arrive, and so may data that a peer's
-        device copies.
+        """Ends the registration of all of the regions or, if one isn't registered, of none. After `deregister` returns,
+        no transfer through a socket of this agent accesses the regions, and peers on this host start no more copies of
+        the regions. After `deregister`, a peer's CPU may still finish copying a piece of at most 1 MiB, and a peer's
+        device may finish copies that are queued.
 
         Raises:
             NotRegisteredError: a region is not registered.
@@ -323,8 +322,8 @@ class Agent:
                     self._kept.pop(region, None)
 
     def _drop_pins_of_others(self, regions: Iterable[Region]) -> None:
-        """Unpins this agent's memory where other agents of this process have pinned it, because the program may free it
-        next.
+        """Unpins deregistered memory that other agents of this process have pinned, because the program may now free
+        it.
         """
         for reference in _agents.valuerefs():
             agent = reference()
@@ -333,12 +332,11 @@ class Agent:
 
     @property
     def regions(self) -> list[Region]:
-        """The registered regions, in order."""
+        """The registered regions, in the order of registration."""
         with self._lock:
             return list(self._own.all)
 
     def _publish(self) -> None:
-        """Tells the engine which memory peers may access through sockets."""
         for serving in (None, *self._serving):
             starts, ends = self._own.ranges() if serving is None else self._own.ranges(VRAM, serving.runtime.device)
             both = np.concatenate((starts, ends))
@@ -350,13 +348,13 @@ class Agent:
     # Other agents
 
     def metadata(self, regions: Iterable[Region] | None = None, *, place: bool = True) -> bytes:
-        """Returns this agent's metadata, for another agent's `add`. Anyone who has the metadata may read and write this
-        agent's memory.
+        """Returns this agent's metadata, which other agents pass to `add`. Anyone who has the metadata may read and
+        write this agent's memory.
 
         Args:
-            regions: the regions to include; None: all.
-            place: whether to include the agent's addresses. Metadata without addresses only add regions to an agent
-                that a peer already knows.
+            regions: the regions to include; None for all.
+            place: whether to include the agent's addresses. Metadata without addresses only add regions for peers that
+                have already added this agent.
 
         Raises:
             NotRegisteredError: a region is not registered.
@@ -374,17 +372,16 @@ class Agent:
             return METADATA.encode(said)
 
     def add(self, metadata: bytes) -> str:
-        """Adds another agent, or adds to its known regions. Nothing is sent.
+        """Adds another agent, or more regions of an agent that was added. Does not communicate.
 
         Returns:
-            Its name.
+            The agent's name.
 
         Raises:
             MetadataError: the bytes are not metadata.
             ArgumentError: the metadata are this agent's own, or not bytes.
-            UnknownAgentError: the metadata have no addresses, and their agent was not added, although another of its
-                name may be.
-            NameTakenError: another agent of this name was added. `remove` it first.
+            UnknownAgentError: the metadata have no addresses, and their agent was not added before.
+            NameTakenError: another agent of this name was added; call `remove` first.
         """
         if not isinstance(metadata, bytes | bytearray | memoryview):
             raise ArgumentError("metadata", f"must be bytes, not {type(metadata).__name__}")
@@ -405,18 +402,16 @@ class Agent:
         return message.name
 
     def remove(self, name: str) -> None:
-        """Forgets another agent, and ends the link to it. Active transfers with it are lost.
+        """Forgets another agent, and closes the link to it. Active transfers with this agent end as lost.
 
         Raises:
             UnknownAgentError: no such agent was added.
-            ActiveError: the agent was forgotten, but a transfer's requests to libfabric are still outstanding, and may
-                write.
+            ActiveError: the agent was removed, but requests of a transfer to libfabric have not completed, so they may
+                still write.
         """
         self._remove(name, None)
 
     def _remove(self, name: str, token: bytes | None) -> None:
-        """Removes the agent of this name. If `token` is given, does nothing unless the agent is known and has this
-        token."""
         with self._lock:
             self._require_open()
             peer = self._peers.get(name)
@@ -432,11 +427,11 @@ class Agent:
             self._fabric.endpoint.remove(peer.number)
 
     def remove_agent_of(self, metadata: bytes) -> None:
-        """Removes the agent whose metadata these are, if it is known; a later agent of the same name stays.
+        """Removes the agent that made these metadata, if it was added. Does not remove another agent of the same name.
 
         Raises:
             MetadataError: the bytes are not metadata.
-            ActiveError: as `remove`.
+            ActiveError: the agent was removed, but requests of a transfer to libfabric have not completed.
         """
         message = METADATA.decode(metadata, "an agent")
         self._remove(message.name, message.token)
@@ -448,7 +443,7 @@ class Agent:
             return list(self._peers)
 
     def regions_of(self, name: str) -> list[Region]:
-        """Returns the known regions of another agent's memory; given this agent's name, its own regions.
+        """Returns the known regions of another agent or, if `name` is this agent's name, this agent's regions.
 
         Raises:
             UnknownAgentError: no such agent was added.
@@ -457,10 +452,11 @@ class Agent:
             return self._regions(self._known(name)).all
 
     def connect(self, name: str) -> Path:
-        """Connects to another agent, unless a link exists. Without this call the first transfer or message connects.
+        """Connects to another agent, unless this agent is connected to it. Calling `connect` is optional, because the
+        first transfer or message also connects.
 
         Returns:
-            The path by which data moves between the two agents.
+            The path of transfers between host memory of the two agents.
 
         Raises:
             UnknownAgentError: no such agent was added.
@@ -470,7 +466,7 @@ class Agent:
         return Path("self") if link is None else link.path
 
     def lost(self, name: str) -> str:
-        """Returns why the link to another agent was lost; "" while the link works, or before it is opened.
+        """Returns the reason why the link to another agent was lost; "" if it works or was not opened yet.
 
         Raises:
             UnknownAgentError: no such agent was added.
@@ -481,10 +477,9 @@ class Agent:
         return "" if link is None else link.lost
 
     def find_side(self, name: str, rows: Rows, kind: str) -> tuple[Side, int | None]:
-        """Returns two values. The first is the memory of `kind` that an agent has registered now, for
-        `prepare_checked`. The second is the index of the first block that is not known to be registered, or None if all
-        blocks are registered. `name` may be this agent's own. Rows are (address, bytes, device). Raises
-        UnknownAgentError.
+        """Returns a snapshot of an agent's registered memory of `kind`, for `prepare_checked`, and the index of the
+        first row that is not registered, or None if all are. Rows are (address, bytes, device). `name` may be this
+        agent's name. Raises UnknownAgentError.
         """
         with self._lock:
             known = self._known(name)
@@ -504,13 +499,11 @@ class Agent:
         return peer
 
     def _known(self, name: str) -> Peer | None:
-        """Returns the added agent of this name, or None if the name is this agent's own."""
         with self._lock:
             self._require_open()
             return None if name == self.name else self._peer(name)
 
     def _regions(self, peer: Peer | None) -> Regions:
-        """Returns the known registered regions of a peer, or this agent's own regions if `peer` is None."""
         if peer is None:
             return self._own
         if ended := peer.forget_ended():
@@ -518,7 +511,8 @@ class Agent:
         return peer.regions
 
     def _link(self, name: str, peer: Peer | None) -> Link | None:
-        """Returns the link to a peer, which it opens if there is none; None if `peer` is None, this agent itself.
+        """Returns the link to a peer, opening it if necessary. Returns None if `peer` is None, which stands for this
+        agent.
 
         Raises:
             UnknownAgentError: the agent was removed, even if another agent now has its name.
@@ -549,7 +543,7 @@ class Agent:
                 self._warn_of_slow(link, peer.place.host)
                 with self._lock:
                     peer.ledger, peer.link = ledger, link
-                peer.unmap_lost()  # in case an earlier process of the peer has ended
+                peer.unmap_lost()  # an earlier process of the peer may have ended
                 if peer.removed:
                     peer.leave()
                 _LOG.info("agent %s reaches agent %s by %s", shown(self.name), shown(name), link.path)
@@ -557,14 +551,12 @@ class Agent:
         return peer.link
 
     def _unmap_lost(self) -> None:
-        """Unmaps the memory of agents whose links are lost. Called by a thread of the library."""
         with self._lock:
             peers = list(self._peers.values())
         for peer in peers:
             peer.unmap_lost()
 
     def _publish_links(self) -> None:
-        """Publishes the path of each link for `proxyccl info` and `top`."""
         with self._lock:
             links = [(name, peer.link.path) for name, peer in self._peers.items() if peer.link is not None]
         self._published.write(links)
@@ -579,48 +571,46 @@ class Agent:
     # Transfers
 
     def prepare(self, operation: str, peer: str, blocks: Any) -> Transfer:
-        """Prepares a transfer, which can be started repeatedly.
+        """Prepares a transfer, which can be started any number of times.
 
         Args:
-            operation: "read", from the peer's memory, or "write".
+            operation: "read" to copy from the peer's memory, "write" to copy to the peer's memory.
             peer: the other agent's name, or this agent's own.
-            blocks: shape (N, 3) of integers: local address, remote address, bytes. Each block lies in registered
-                memory on both sides. Blocks must not overlap on the side that is written.
+            blocks: integers of shape (N, 3): local address, remote address, bytes. Both address ranges of each block
+                must be registered. The blocks that are written must not overlap.
 
         Raises:
-            ArgumentError: the operation is neither "read" nor "write", or `blocks` is not such an array.
+            ArgumentError: `operation` is neither "read" nor "write", or `blocks` is not of shape (N, 3).
             UnknownAgentError: no such agent was added.
             NotRegisteredError: a block lies outside registered memory.
             DisconnectedError: the peer can't be reached.
-            NoPathError: no device of this process reaches both sides, and no socket leads to the peer.
+            NoPathError: no device of this process can access both sides' memory, and no socket connects to the peer.
         """
         if operation not in ("read", "write"):
             raise ArgumentError("operation", f'must be "read" or "write", not {operation!r}')
         rows = as_rows(blocks)
         known = self._known(peer)
         sides = self._sides(peer, rows)
-        if known is not None and known.link is None:  # only a link tells which regions the peer has deregistered
+        if known is not None and known.link is None:  # without a link, deregistered regions of the peer aren't known
             self._link(peer, known)
             sides = self._sides(peer, rows)
         return self.prepare_checked(operation == "write", rows, *sides)
 
     def _sides(self, peer: str, rows: Rows) -> tuple[Side, Side]:
-        """Returns the local and the remote side of blocks. Raises ArgumentError, UnknownAgentError, NotRegisteredError
-        as `prepare`."""
         with self._lock:
             known = self._known(peer)
-            regions = self._regions(known)  # read once, because the peer may end a registration at any moment
+            regions = self._regions(known)  # read only once, because the regions may change at any moment
             here = kind_of(self._own, rows[:, 0], rows[:, 2], "local", "")
             there = kind_of(regions, rows[:, 1], rows[:, 2], "remote", peer)
             return Side(self.name, None, here, self._own.view(here)), Side(peer, known, there, regions.view(there))
 
     def prepare_checked(self, writes: bool, rows: Rows, ours: Side, theirs: Side) -> Transfer:
-        """Prepares a transfer like `prepare`, of rows whose blocks `find_side` has found registered on both sides.
+        """Prepares a transfer as `prepare` does, from blocks that `find_side` has found to be registered on both sides.
 
         Raises:
             UnknownAgentError: the other agent was removed, even if another agent now has its name.
-            NotRegisteredError: memory was deregistered, or registered anew, since `find_side`.
-            DisconnectedError, NoPathError: as `prepare`.
+            NotRegisteredError: memory of a block was deregistered since `find_side`, even if it was registered again.
+            DisconnectedError, NoPathError: no path leads to the peer or its memory (see `prepare`).
         """
         name, known = theirs.name, theirs.peer
         link = self._link(name, known)
@@ -637,21 +627,21 @@ class Agent:
         return set_label(transfer, self._published.label(name, transfer.path.name))
 
     def read(self, peer: str, blocks: Any, *, message: bytes | None = None) -> Transfer:
-        """Starts to read blocks of another agent's memory. Arguments and errors as for `prepare` and
+        """Starts to read blocks of another agent's memory. Has the arguments and errors of `prepare` and
         `Transfer.start`."""
         return self.prepare("read", peer, blocks).start(message)
 
     def write(self, peer: str, blocks: Any, *, message: bytes | None = None) -> Transfer:
-        """Starts to write blocks to another agent's memory. Arguments and errors as for `prepare` and
+        """Starts to write blocks to another agent's memory. Has the arguments and errors of `prepare` and
         `Transfer.start`."""
         return self.prepare("write", peer, blocks).start(message)
 
     def wait(self, transfers: Iterable[Transfer], timeout: float | None = None) -> None:
-        """Waits until the data of all transfers is in place.
+        """Waits until all data of the given transfers has arrived.
 
         Args:
             transfers: started transfers.
-            timeout: seconds for all of them together; None: the agent's time-out.
+            timeout: the longest wait for all transfers together, in seconds; None: the agent's time-out.
 
         Raises:
             TransferTimeoutError: a transfer is still active.
@@ -668,11 +658,11 @@ class Agent:
     # Messages
 
     def notify(self, peer: str, message: bytes) -> None:
-        """Sends a message to another agent, or to this agent by its own name. Messages of one sender keep their order.
+        """Sends a message to another agent, or to this agent itself. Messages of one sender arrive in order.
 
         Args:
-            peer: the receiver's name.
-            message: up to 256 MiB.
+            peer: the name of the receiving agent, which may be this agent.
+            message: at most 256 MiB.
 
         Raises:
             UnknownAgentError: no such agent was added.
@@ -686,8 +676,8 @@ class Agent:
             link.tell(message)
 
     def messages(self) -> list[tuple[str, bytes]]:
-        """Takes and returns the messages that have arrived: (sender's name, message), in order. A transfer's message
-        arrives after its data.
+        """Returns the messages that have arrived since the last call, in order, as (sender's name, message). A
+        transfer's message arrives after the transfer's data.
         """
         self._process.require("the agent")
         taken: list[tuple[str, bytes]] = []
@@ -705,10 +695,11 @@ class Agent:
         return taken
 
     def wait_for_message(self, timeout: float | None = None) -> None:
-        """Waits until a message can be taken by `messages`.
+        """Waits until `messages` would return a message.
 
         Raises:
-            TransferTimeoutError: no message came within `timeout` seconds (None: the agent's time-out).
+            TransferTimeoutError: no message arrived within `timeout` seconds, or if that is None within the agent's
+                time-out.
             ClosedError: the agent was closed.
         """
         bounded = self.timeout if timeout is None else timeout_from(timeout)
@@ -731,9 +722,6 @@ def _release(handle: ProxycclAgentPointer, served: list[object]) -> None:
 
 
 def _open_ledger(place: Place) -> tuple[Ledger | None, str]:
-    """Returns the ledger of an agent of this host; or None and the reason why it can't be mapped, "" for an agent of
-    another host.
-    """
     if place.host != boot_id():
         return None, ""
     try:
@@ -747,8 +735,8 @@ def _unknown(name: str) -> UnknownAgentError:
 
 
 def _forget() -> None:
-    """In a forked child, closes the child's copies of descriptors, so that peers notice the parent's end while the
-    child runs on.
+    """Closes a forked child's copies of descriptors, so that peers notice the parent's end even if the child is still
+    running.
     """
     for agent in _agents.values():
         lib.proxyccl_agent_forget(agent._handle)

@@ -16,17 +16,17 @@ Rows = NDArray[np.uint64]
 def strided(
     local: int, remote: int, nbytes: int, count: int, local_stride: int, remote_stride: int | None = None
 ) -> Rows:
-    """Returns blocks at equal distances, for `Agent.read` and `Agent.write`.
+    """Returns equally spaced blocks of equal size, for `Agent.read` and `Agent.write`.
 
     Args:
         local, remote: the local and the remote address of the first block.
-        nbytes: bytes of each block.
+        nbytes: the size of each block in bytes.
         count: the number of blocks.
-        local_stride, remote_stride: bytes from the start of one block to the start of the next, on each side; by
-            default, `remote_stride` equals `local_stride`.
+        local_stride, remote_stride: bytes from the start of one block to the start of the next, on each side. By
+            default `remote_stride` equals `local_stride`.
 
     Returns:
-        uint64, shape (count, 3): local address, remote address, bytes.
+        uint64 of shape (count, 3): local address, remote address, bytes.
 
     Raises:
         ArgumentError: a number is negative, or not an integer.
@@ -44,17 +44,16 @@ def strided(
 
 
 def as_rows(blocks: Any, argument: str = "blocks") -> Rows:
-    """Returns a caller's blocks as rows. The caller may pass anything from which numpy makes an array of N rows of
-    three integers.
+    """Converts a caller's blocks to rows. The caller may pass anything that numpy converts to integers of shape (N, 3).
 
     Raises:
-        ArgumentError: the blocks are something else, or a number is negative.
+        ArgumentError: `blocks` can't be converted, or a number is negative.
     """
     if isinstance(blocks, np.ndarray) and blocks.dtype == np.uint64 and blocks.ndim == 2 and blocks.shape[1] == 3:
         return blocks
     try:
         rows = np.asarray(blocks)
-    except ValueError as error:  # rows of different lengths
+    except ValueError as error:  # numpy raises this for rows of different lengths
         raise ArgumentError(argument, f"expected rows of three integers: {error}") from None
     if rows.size == 0:
         rows = rows.reshape(0, 3).astype(np.uint64)
@@ -68,8 +67,8 @@ def as_rows(blocks: Any, argument: str = "blocks") -> Rows:
 
 
 def joined(rows: Rows) -> Rows:
-    """Joins rows of (local, remote, bytes, …): drops empty blocks, and merges blocks that are adjacent on both sides
-    and have the same further numbers.
+    """Drops empty rows of (local, remote, bytes, …), and merges consecutive rows that are adjacent on both sides and
+    equal in the further columns.
     """
     rows = rows[rows[:, 2] > 0]
     if len(rows) > 1:
@@ -84,7 +83,7 @@ def joined(rows: Rows) -> Rows:
 
 
 def sides(rows: Rows) -> tuple[Rows, Rows]:
-    """Returns the two lists that the engine takes: (address, bytes) of the local side and of the remote side of the
-    joined rows."""
+    """Joins rows, and returns the engine's two arguments: (address, bytes) of the local side, and of the remote
+    side."""
     rows = joined(rows)
     return np.ascontiguousarray(rows[:, ::2]), np.ascontiguousarray(rows[:, 1:])

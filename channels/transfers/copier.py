@@ -1,4 +1,4 @@
-"""Copies blocks by a device: by its copy engine, or by a kernel if there are many short blocks."""
+"""Copies blocks by a device's copy engine or, if there are many short blocks, by a kernel."""
 
 from __future__ import annotations
 
@@ -49,35 +49,34 @@ Place = tuple[PinnedMemory, int]
 
 
 class Table:
-    """Pinned memory borrowed from a copier, to which it is returned when nothing refers to it. The contents are
-    undefined.
+    """Uninitialised pinned memory from a copier's pool, which gets the memory back when nothing refers to this object.
 
     Attributes:
         nbytes: the requested size; the memory may be larger.
-        host_ptr, ptr: the memory's address for the CPU, and for the device.
+        host_ptr, ptr: the addresses at which the CPU and the device access the memory.
     """
 
     def __init__(self, copier: Copier, nbytes: int) -> None:
         self.nbytes = nbytes
-        # Each piece has separate cache lines, because the device and the CPU write words at any time.
+        # Each piece has its own cache lines, because the device and the CPU may write at the same time.
         size = max(_LINE, 1 << (nbytes - 1).bit_length())
         self._free, self._place = copier.take_pinned(size)
         memory, offset = self._place
         self.host_ptr, self.ptr = memory.host_ptr + offset, memory.ptr + offset
 
     def __del__(self) -> None:
-        if hasattr(self, "_place"):  # the constructor has taken memory
-            self._free.append(self._place)  # no lock: a finalizer may run in a thread that holds it
+        if hasattr(self, "_place"):
+            self._free.append(self._place)  # without the lock, which this thread may already hold
 
 
 class Stages:
-    """A table that is registered with libfabric: `fields` of a ProxycclStaging."""
+    """Pinned memory that is registered with libfabric, as fields of the engine's ProxycclStaging."""
 
     fields: dict[str, int]
 
 
 class Copier:
-    """Plans the copies of one device. Any thread may use it.
+    """Prepares copies that one device makes. Any thread may use it.
 
     Attributes:
         runtime: the device's runtime.
@@ -95,7 +94,7 @@ class Copier:
         self._event = runtime.create_event(times=False)
         self._streams: list[Stream] = []
         self._turn = 0
-        if runtime.loads_lazily:  # loading waits for kernels, which may wait for a transfer
+        if runtime.loads_lazily:  # loaded early, because loading waits for kernels, which may wait for a transfer
             _ = self._kernel
 
     @functools.cached_property
@@ -103,9 +102,9 @@ class Copier:
         return self.runtime.shipped("copy_blocks.h", "copy_blocks")
 
     def plan(self, rows: Rows, *, kernels_reach: bool) -> tuple[ProxycclDeviceCopiesPointer, str, object]:
-        """Plans copies of rows of (target, source, bytes), in device addresses. `kernels_reach` is False if some memory
-        is unpinned host memory, on which a kernel would fault. Returns the engine's description of the copies, the name
-        of what copies (such as "copy engine"), and the objects that the description refers to.
+        """Prepares copies from rows of (target, source, bytes), in device addresses. `kernels_reach` is False if some
+        memory is unpinned host memory, on which a kernel would fault. Returns the engine's description of the copies, a
+        text such as "copy engine and kernel", and the objects that the description refers to.
         """
         short = (rows[:, 2] < _LONG_BYTES) & kernels_reach
         if np.count_nonzero(short) <= _FEW:
@@ -132,8 +131,7 @@ class Copier:
         return copies, by, (copies, by_engine, launch, table, word)
 
     def _launch(self, rows: Rows) -> tuple[Launch, Table]:
-        """Prepares a kernel for short blocks, which are cut so that every warp has work."""
-        on_host = self.runtime.name == "host"  # on the host, each thread of the kernel acts as a warp
+        on_host = self.runtime.name == "host"  # on the host runtime, each thread of the kernel acts as a warp
         blocks, threads = (1, 1) if on_host else (min(_BLOCKS, self.runtime.launch_defaults.blocks), _THREADS)
         warps = 1 if on_host else blocks * threads // _WARP
         share = int(rows[:, 2].sum()) // warps
@@ -145,8 +143,8 @@ class Copier:
         return self._kernel.prepare(blocks, threads, table.ptr, len(pieces)), table
 
     def staging(self, registered: Callable[[Table], Stages] | None = None) -> tuple[ProxycclStagingPointer, object]:
-        """Returns pinned memory that stages copies to or from another process's memory, and objects to keep as long as
-        it. `registered` registers the memory with the agent's libfabric endpoint, if there is one.
+        """Returns the engine's description of pinned staging buffers, and objects that must live as long as it.
+        `registered`, if given, registers the buffers with libfabric.
         """
         count, nbytes = lib.PROXYCCL_STAGES, lib.PROXYCCL_STAGE_BYTES
         table = Table(self, count * nbytes)
@@ -173,9 +171,8 @@ class Copier:
             return self._streams[self._turn % len(self._streams)]
 
     def take_pinned(self, size: int) -> tuple[list[Place], Place]:
-        """Takes returned pinned memory, or allocates new memory. Memory is reused because pinning takes longer than a
-        transfer. The size is a power of two. Returns the list of free memory to which the memory goes back after use,
-        and the memory.
+        """Takes pinned memory from the pool, or allocates new memory, because pinning takes longer than a transfer.
+        `size` is a power of two. Returns the list to which the caller must append the memory after use, and the memory.
         """
         free = self._free.setdefault(size, [])
         with self._lock:

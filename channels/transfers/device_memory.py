@@ -1,4 +1,4 @@
-"""Shared memory: shares an agent's memory with processes of its host, and maps other agents' memory."""
+"""Shares an agent's memory with other processes of its host, and maps other agents' memory."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ from proxyccl.proxy.codec import Message
 
 
 class Share(Message, frozen=True, weakref=True):
-    """The data with which other processes of this host map a region.
+    """The handle with which other processes of this host map a region, and the device of the region.
 
     Attributes:
-        region: the region.
-        place: names the physical device, the same in every process of the machine; "host" for the host's memory.
-        handle: a handle of the runtime or of `SharedMemory`.
+        place: a name of the physical device, which is the same in all processes of the machine; "host" for host memory.
+        handle: a memory handle, of the device's runtime or of `SharedMemory`.
     """
 
     region: Region
@@ -40,13 +39,12 @@ class Share(Message, frozen=True, weakref=True):
 
 
 def runtime_name() -> str:
-    """Returns the name of the runtime of devices that have only a number: ``PROXYCCL_RUNTIME``, else the machine's
-    runtime."""
+    """Returns the name of the default runtime: ``PROXYCCL_RUNTIME``, else the runtime found on this machine."""
     return os.environ.get("PROXYCCL_RUNTIME") or find_runtime()
 
 
 class Devices:
-    """The devices of this process that an agent's transfers use, each opened when it is first needed.
+    """The copiers of the devices that an agent's transfers use, each made at its first use.
 
     Any thread may use it.
     """
@@ -56,7 +54,8 @@ class Devices:
         self._copiers: dict[tuple[str, int], Copier] = {}
 
     def copier(self, device: int, name: str | None = None, runtime: Runtime | None = None) -> Copier:
-        """Returns the copier of a device, given by its number in this process, of the named or the default runtime.
+        """Returns the copier of the device with this number in this process, of `runtime`, of the runtime `name`, or of
+        the default runtime.
 
         Raises:
             ArgumentError: there is no such device.
@@ -72,12 +71,12 @@ class Devices:
             return found
 
     def of(self, share: Share) -> Copier:
-        """Returns the copier of the device that a region of this process belongs to."""
+        """Returns the copier of the device of a region that this process owns."""
         return self.copier(share.region.device, share.place.partition(":")[0])
 
     def of_stream(self, stream: StreamLike) -> Copier:
-        """Returns the copier of a stream's device: the device that the stream names, as torch's streams do; otherwise
-        the device that the agent used first. Errors as for `copier`.
+        """Returns the copier of the stream's device, if the stream has a `device_index`, as torch's streams do;
+        otherwise that of the device that the agent used first. Raises the errors of `copier`.
         """
         named = getattr(stream, "device_index", None)
         with self._lock:
@@ -85,8 +84,9 @@ class Devices:
         return self.copier(*(used[::-1] if named is None else (int(named), used[0])))
 
     def nearest(self, share: Share) -> Copier:
-        """Returns the copier of the device that copies between host memory and a region: the region's own device if
-        this process sees it, otherwise a device that reaches the region. Raises NoPathError if there is none.
+        """Returns the copier for copies between host memory and a region: that of the region's own device, if it is
+        visible in this process, otherwise that of any device with peer access. Raises NoPathError if no device can
+        access the region.
         """
         name = share.place.partition(":")[0]
         if name == "host":
@@ -101,10 +101,10 @@ class Devices:
         raise NoPathError(f"no device of this process reaches {share.place}")
 
     def share(self, region: Region, runtime: Runtime | None = None) -> Share:
-        """Shares a region with other processes, until nothing refers to the result.
+        """Exports a region for other processes, until nothing refers to the result.
 
         Raises:
-            ArgumentError: the region is not memory of the device, or can't be shared.
+            ArgumentError: the region is not memory of its device, or can't be exported.
             RuntimeUnavailableError: the machine does not offer the runtime.
         """
         runtime = runtime or self.copier(region.device).runtime
@@ -112,20 +112,20 @@ class Devices:
         if owner != region.device:
             raise ArgumentError("memory", f"{region.address:#x} is not memory of {runtime.name} device {region.device}")
         self.copier(region.device, runtime=runtime)
-        serve()  # lets agents in other PID namespaces map it
+        serve()  # lets agents in other PID namespaces map the region
         share = Share(region, runtime.device_id, runtime.export(region.address, region.nbytes))
         forks.finalizer(share, runtime.end_export, share.handle)
         return share
 
 
 class NotSharedError(NoPathError):
-    """The region can't be mapped, because it is private, was deregistered, or was replaced by another region."""
+    """The region can't be mapped, because its owner did not share it or deregistered it, or another region replaced
+    it."""
 
 
 class Reached:
-    """One agent's memory that this process can map: host memory that ProxyCCL allocated, and device memory. A region is
-    mapped at its first use. Device memory is mapped in the context of the copying device, because only there do copies
-    run at the link's speed.
+    """One agent's shared regions, which this process maps at their first use. Device memory is mapped in the context of
+    the device that copies, because copies in another context are slower than the link.
 
     Any thread may use it.
     """
@@ -136,8 +136,8 @@ class Reached:
         self._mapped: dict[tuple[Share, Copier | None], Memory | SharedMemory] = {}
 
     def add(self, shares: Iterable[Share], replaced: Iterable[Region] = ()) -> None:
-        """Forgets the shares of replaced regions, then adds shares. A region that was registered again has a new
-        handle. Memory that was mapped by a former share stays mapped while transfers use it."""
+        """Removes the shares of the regions in `replaced`, then adds shares. A region that was registered again has a
+        new share; memory mapped by the old share stays mapped while transfers use it."""
         with self._lock:
             for region in replaced:
                 self._shares.pop(region, None)
@@ -147,12 +147,12 @@ class Reached:
             }
 
     def of(self, regions: Iterable[Region]) -> list[Share]:
-        """Returns the shares of those regions that are shared."""
+        """Returns the shares of those regions that have one."""
         with self._lock:
             return [self._shares[region] for region in regions if region in self._shares]
 
     def share(self, region: Region) -> Share:
-        """Returns the share of a region. Raises NotSharedError."""
+        """Returns the share of a region. Raises NotSharedError if the region has none."""
         with self._lock:
             if region in self._shares:
                 return self._shares[region]
@@ -161,14 +161,14 @@ class Reached:
     def map(
         self, copier: Copier | None, addresses: Rows, holders: Sequence[Region]
     ) -> tuple[Rows, list[Memory | SharedMemory], str]:
-        """Maps the regions that hold blocks (`View.holders`), for a device or, if `copier` is None, for the CPU.
+        """Maps the regions that contain blocks (`View.holders`), for a device or, if `copier` is None, for the CPU.
 
         Returns:
-            The addresses at which the device reaches the blocks; the mapped memory that the blocks lie in; and how this
-            memory is shared, such as "IPC".
+            The addresses of the blocks in the mapped memory, the objects that keep this memory mapped, and how it was
+            shared, such as "IPC".
 
         Raises:
-            NotSharedError: a region is not shared.
+            NotSharedError: a region has no share.
             NoPathError: a region can't be mapped.
         """
         with self._lock:
@@ -193,7 +193,7 @@ class Reached:
         return opened
 
     def close(self) -> None:
-        """Unmaps everything permanently. No transfer may still use the memory."""
+        """Unmaps all memory, which no transfer may still use."""
         with self._lock:
             for memory in self._mapped.values():
                 memory.close()
@@ -201,14 +201,14 @@ class Reached:
 
 
 class Pinned:
-    """An agent's host memory that transfers with devices use. A region is pinned at its first use."""
+    """An agent's regions of host memory that devices copy from or to. A region is pinned at its first use."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pinned: dict[Region, Memory | None] = {}
 
     def pin(self, copier: Copier, regions: Iterable[Region]) -> tuple[list[Memory], str]:
-        """Returns the pinned memory of regions; and the reason why some of it can't be pinned, or "" if all of it is
+        """Pins regions. Returns the pinned memory, and the reason why a region can't be pinned, or "" if all are
         pinned.
         """
         memories, reason = [], ""
@@ -226,13 +226,13 @@ class Pinned:
         return memories, reason
 
     def drop(self, regions: Iterable[Region]) -> None:
-        """Forgets regions that another agent has deregistered. A region stays pinned while a transfer uses it."""
+        """Removes regions that another agent has deregistered. Each region is unpinned when no transfer uses it."""
         with self._lock:
             for region in regions:
                 self._pinned.pop(region, None)
 
     def forget(self, regions: Iterable[Region] | None = None) -> None:
-        """Unpins regions, or all if `regions` is None. No transfer may still use them."""
+        """Unpins the given regions, or all regions if `regions` is None. No transfer may still use these regions."""
         with self._lock:
             for region in list(self._pinned) if regions is None else regions:
                 memory = self._pinned.pop(region, None)

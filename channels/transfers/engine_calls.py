@@ -1,4 +1,4 @@
-"""Functions for all calls of the engine: errors for their statuses, and waits during which signal handlers can run."""
+"""Converts the C engine's error codes to exceptions, and lets signal handlers run while the engine waits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from proxyccl.proxy._transfers import lib
 
 
 def raise_status(status: int, peer: str, lost: str = "") -> None:
-    """Raises the error for an errno; `lost` is why the link to the peer is lost, or "" if it isn't."""
+    """Raises the exception for an errno, or nothing for 0. `lost` is the reason why the link to the peer was lost, if
+    it was."""
     if status == 0:
         return
     if status == errno.EBUSY:
@@ -32,8 +33,9 @@ def raise_status(status: int, peer: str, lost: str = "") -> None:
 
 
 def wait_in_slices(wait: Callable[[int], int], pending: int, seconds: float) -> int:
-    """Calls `wait`, which waits in C for a number of nanoseconds, until it returns something else than `pending` or the
-    time is over. The main thread returns to Python from time to time, so that signal handlers run.
+    """Calls `wait` until it returns another value than `pending` or `seconds` have passed, and returns its last result.
+    `wait` gets the longest time to wait in nanoseconds. The main thread calls `wait` repeatedly for a short time, so
+    that signal handlers run between these calls.
     """
     deadline = time.monotonic_ns() + int(seconds * 1e9)
     longest = SLICE_MS * 1_000_000 if threading.current_thread() is threading.main_thread() else int(seconds * 1e9)

@@ -6,7 +6,7 @@ from proxyccl.device.errors import ProtocolError, ProxyCCLError
 
 
 class TransferError(ProxyCCLError):
-    """A transfer failed, or can't begin. `peer` is the other agent's name, "" if no other agent is involved."""
+    """A transfer failed, or can't be started. `peer` is the other agent's name, or "" if there is none."""
 
     def __init__(self, message: str, peer: str = "") -> None:
         super().__init__(message)
@@ -14,27 +14,27 @@ class TransferError(ProxyCCLError):
 
 
 class DisconnectedError(TransferError):
-    """The peer has ended, has closed its agent, or can't be reached. A later agent may take its name."""
+    """The peer's process has ended, or the peer was closed or can't be reached."""
 
 
 class NoPathError(TransferError):
-    """No path moves data between these kinds of memory, or between these devices and hosts."""
+    """None of the allowed paths can transfer data between the two sides' memory."""
 
 
 class UnknownAgentError(TransferError, LookupError):
-    """No agent of this name was added, or it was removed."""
+    """No agent of this name was added, or the agent was removed."""
 
 
 class NotRegisteredError(TransferError, LookupError):
-    """A block does not lie within memory that its agent has registered."""
+    """A block does not lie within registered memory of its agent."""
 
 
 class FreedMemoryError(TransferError):
-    """A block's memory is registered, but no longer mapped: the owner freed the memory before deregistering it."""
+    """A block's memory is still registered, but its owner has freed it."""
 
 
 class NameTakenError(TransferError):
-    """Another agent of this name was added, and has not been removed."""
+    """An agent of this name was added, and must be removed first."""
 
 
 class NotStartedError(TransferError):
@@ -42,7 +42,7 @@ class NotStartedError(TransferError):
 
 
 class ActiveError(TransferError):
-    """The transfer is still active, so it can't be started again."""
+    """The transfer is still active, so it can't be started, or could not be canceled in time."""
 
 
 class CanceledError(TransferError):
@@ -50,7 +50,7 @@ class CanceledError(TransferError):
 
 
 class TransferTimeoutError(TransferError, TimeoutError):
-    """A wait reached its time-out. The operation that it waited for goes on."""
+    """A wait reached its time-out. The transfer continues."""
 
 
 class MetadataError(ProtocolError):

@@ -1,4 +1,4 @@
-"""An agent's endpoint of libfabric: registered memory that peers on other hosts read and write by their adapters."""
+"""An agent's libfabric endpoint, through which peers on other hosts read and write registered memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SOCKETS = frozenset({"tcp", "net", "sockets", "udp"})
 
 
 class Key(Message, frozen=True):
-    """The names of a region in peers' requests to libfabric: the address of its first byte, and its key."""
+    """The address of a region's first byte and the key, with which peers access the region by libfabric."""
 
     region: Region
     address: Uint64
@@ -50,7 +50,7 @@ class Keys:
         self._sorted: tuple[Rows, Rows] | None = None
 
     def add(self, keys: Iterable[Key], replaced: Iterable[Region] = ()) -> None:
-        """Forgets the keys of replaced regions, then adds keys."""
+        """Removes the keys of the regions in `replaced`, then adds keys."""
         with self._lock:
             for region in replaced:
                 self._keys.pop(region, None)
@@ -58,7 +58,7 @@ class Keys:
             self._sorted = None
 
     def find(self, addresses: Rows, nbytes: Rows) -> tuple[Rows, Rows] | None:
-        """Returns the request addresses and the keys of blocks; None if a block is in no region with a key."""
+        """Returns each block's address for requests and its key, or None if a block lies in no region with a key."""
         with self._lock:
             if self._sorted is None:
                 chosen = [self._keys[region] for region in outermost(self._keys)]
@@ -75,16 +75,15 @@ class Keys:
 
 
 class AgentFabric:
-    """The endpoint of one agent. Any thread may use it.
+    """The libfabric endpoint of one agent. Any thread may use it.
 
     Attributes:
-        endpoint: libfabric's endpoint.
-        address: the endpoint's address for peers.
-        raw: the address as libfabric encodes it.
+        address: the endpoint's address, encoded for the metadata.
+        raw: the endpoint's address as libfabric encodes it.
 
     Args:
         options: the provider and its settings.
-        devices: whether the provider should reach memory of devices, if it can.
+        devices: whether to prefer a provider that can access device memory.
 
     Raises:
         ArgumentError, ResourceError, RuntimeUnavailableError: the endpoint can't be opened.
@@ -101,8 +100,8 @@ class AgentFabric:
         self.raw = ADDRESS.decode(self.address, "this agent").address
         self._lock = threading.Lock()
         self._registered: dict[Region, Registration] = {}
-        self._ended: deque[tuple[Registration, object]] = deque()  # registrations of stages that are no longer in use
-        self._unreached: dict[int, str] = {}  # by device, the reason why the provider can't reach its memory
+        self._ended: deque[tuple[Registration, object]] = deque()  # registrations of unused stages
+        self._unreached: dict[int, str] = {}  # by device, why the provider can't access its memory
         parts, offer = self.endpoint.parts, self.endpoint.offer
         named = {name: getattr(parts, name) for name in ("endpoint", "queue", "fabric", "peers", "descriptor")}
         limits = {"depth": self.endpoint.depth, "max_message": offer.max_message}
@@ -110,11 +109,11 @@ class AgentFabric:
 
     @property
     def provider(self) -> str:
-        """Libfabric's name of the provider."""
+        """The name of the libfabric provider."""
         return self.endpoint.offer.provider
 
     def reaches(self, address: bytes) -> bool:
-        """Whether a peer has an endpoint of the same provider."""
+        """Returns whether a peer has an endpoint of the same provider."""
         try:
             theirs = ADDRESS.decode(address, "the peer") if address else None
         except ProtocolError:
@@ -123,8 +122,9 @@ class AgentFabric:
         return theirs is not None and (theirs.provider, theirs.format) == (mine.provider, mine.address_format)
 
     def register(self, regions: Iterable[Region], runtimes: Mapping[Region, Runtime]) -> None:
-        """Registers regions that aren't registered yet, except those of devices that the provider does not reach.
-        `runtimes` are the runtimes of the regions in device memory. Errors as for `FabricEndpoint.register`.
+        """Registers those regions that aren't registered yet, except regions in device memory that the provider can't
+        access. `runtimes` has the runtime of each region in device memory. Raises the errors of
+        `FabricEndpoint.register`.
         """
         with self._lock:
             for region in regions:
@@ -140,9 +140,6 @@ class AgentFabric:
                 self._registered[region] = made
 
     def _register(self, region: Region, runtime: Runtime | None) -> Registration:
-        """Registers a region. Raises the errors of `RegistrationCache.register_of`, and RuntimeUnavailableError for
-        memory that the driver does not know.
-        """
         if runtime is None:
             return self.endpoint.register(region.address, region.nbytes)
         if runtime.name != "host" and runtime.pointer_device(region.address) is None:
@@ -150,7 +147,7 @@ class AgentFabric:
         return self.endpoint.register_of(runtime, self._options.gpu_writes, region.address, region.nbytes)
 
     def deregister(self, regions: Iterable[Region]) -> None:
-        """Deregisters the regions, skipping unregistered ones."""
+        """Deregisters those of the regions that are registered."""
         self._release_ended()
         with self._lock:
             for region in regions:
@@ -159,7 +156,7 @@ class AgentFabric:
                     self.endpoint.release(made)
 
     def stages(self, table: Table) -> Stages:
-        """Registers memory that stages copies of device memory, until nothing refers to the result. Errors as for
+        """Registers pinned staging buffers, until nothing refers to the result. Raises the errors of
         `FabricEndpoint.register`.
         """
         self._release_ended()
@@ -170,8 +167,9 @@ class AgentFabric:
             "key": made.key,
             "base": made.address,
         }
-        # A finalizer releases nothing itself, because its thread may hold any lock. The table is not reused before the
-        # registration is released, because a peer's late write may still land there.
+        # The finalizer only queues the registration for release, because its thread may hold any lock. The finalizer
+        # also keeps the memory from being reused before the release, because a late write of a peer may still arrive in
+        # this memory.
         forks.finalizer(stages, self._ended.append, (made, table))
         return stages
 
@@ -186,14 +184,15 @@ class AgentFabric:
         return [Key(region, made.address, made.key) for region, made in found]
 
     def requests(self, rows: Rows, holders: Sequence[Region], theirs: Keys) -> Rows:
-        """Makes the requests for rows of (local address, remote address, bytes), whose local blocks `holders` hold.
+        """Makes libfabric requests from rows of (local address, remote address, bytes). `holders` are the regions that
+        contain the local blocks.
 
         Returns:
-            shape (N, 6): local address, remote address as requests name it, bytes, local descriptor, remote key, remote
-            address.
+            uint64 of shape (N, 6): local address, remote address for libfabric, bytes, local descriptor, remote key,
+            remote address.
 
         Raises:
-            NoPathError: some memory of either side is not registered with libfabric.
+            NoPathError: memory of a block is not registered with libfabric, on this side or the peer's.
         """
         with self._lock:
             here = [self._registered[region] for region in holders if region in self._registered]
@@ -205,24 +204,24 @@ class AgentFabric:
             raise NoPathError(
                 f"some of {side} memory is not registered with libfabric" + (f" ({unreached})" if unreached else "")
             )
-        shift = there[0] - rows[:, 1]  # constant for the blocks of a region
+        shift = there[0] - rows[:, 1]  # equal for all blocks of a region
         merged = joined(np.column_stack((rows, descriptors[holder_of(rows[:, 0], holders)], there[1], shift)))
         columns = (merged[:, 0], merged[:, 1] + merged[:, 5], *merged[:, 2:5].T, merged[:, 1])
         return np.column_stack(columns)
 
     def close(self) -> None:
-        """Closes the endpoint. The endpoint must no longer be in use."""
+        """Closes the endpoint, which no transfer may still use."""
         self.deregister(list(self._registered))
         self.endpoint.close()
 
 
 def open_fabric(asked: bool) -> tuple[AgentFabric | None, str]:
-    """Opens an endpoint, with the options of ``PROXYCCL_FABRIC_…``, if this machine has a suitable adapter; if `asked`,
-    by any provider. Otherwise returns None and the reason why libfabric can't use this machine's adapters, or "" if
-    there are no adapters.
+    """Opens an endpoint with the options of ``PROXYCCL_FABRIC_…``. If `asked` is false, opens an endpoint only by a
+    libfabric provider for RDMA adapters of this machine. Returns the endpoint and "", or None and the reason why
+    libfabric can't use the adapters, or None and "" if there are no adapters.
 
     Raises:
-        ArgumentError, ResourceError, RuntimeUnavailableError: `asked`, and the endpoint can't be opened.
+        ArgumentError, ResourceError, RuntimeUnavailableError: `asked` is true, but no endpoint can be opened.
     """
     if not asked and not (_ADAPTERS.is_dir() and os.listdir(_ADAPTERS)):
         return None, ""

@@ -1,4 +1,4 @@
-"""Host memory that other processes of the host can map, because ProxyCCL has allocated it."""
+"""Allocates and shares host memory that other processes of the host can map."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _PLACE = "host"
 
 
 def shared_empty(shape: int | tuple[int, ...], dtype: DTypeLike = np.uint8) -> NDArray[Any]:
-    """Allocates an array of zeros in host memory. Once the array is registered, agents of other processes of the host
-    can map it, so that copies need neither system calls nor the kernel's permission.
+    """Allocates an array of zeros in host memory. If the array is registered, agents in other processes of the host map
+    it, so their CPUs copy without system calls.
 
     Args:
-        shape: the array's shape, or the number of its elements.
+        shape: the array's shape, or its number of elements.
         dtype: a numpy type without Python objects.
 
     Raises:
@@ -37,14 +37,14 @@ def shared_empty(shape: int | tuple[int, ...], dtype: DTypeLike = np.uint8) -> N
 
 
 def mapped_memory(regions: Iterable[Region]) -> dict[Region, SharedMemory]:
-    """Returns the memory, allocated by ProxyCCL, that each region lies in; regions in other memory are left out."""
+    """Returns, for each region that lies in memory allocated by ProxyCCL, the whole allocation."""
     found = ((region, find_range(region.address, region.nbytes)) for region in regions if region.nbytes)
     return {region: memory for region, memory in found if memory is not None}
 
 
 def shares_of(mapped: Mapping[Region, SharedMemory]) -> list[Share]:
-    """Returns shares of those regions of `mapped_memory` that are host memory, which other processes can map."""
+    """Returns shares of the regions in host memory among those that `mapped_memory` returned."""
     shares = [Share(region, _PLACE, memory.handle) for region, memory in mapped.items() if region.kind == DRAM]
     if shares:
-        serve()  # lets agents in other PID namespaces map them
+        serve()  # lets agents in other PID namespaces map the regions
     return shares

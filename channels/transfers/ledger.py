@@ -1,7 +1,7 @@
-"""An agent's registrations, in memory that peers on the same host map, so that they can check them while they copy.
+"""An agent's ledger: its registrations, in memory that peers on the same host map to check them while they copy.
 
-The number of a registration is never used again. So memory that is registered later at the same address, even as an
-equal region, is not taken for the former memory.
+The number of a registration is never used again, so it identifies memory even if other memory is registered later at
+the same address.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ if TYPE_CHECKING:
     from proxyccl.proxy._transfers import Uint64Pointer
 
 _WORDS: int = lib.PROXYCCL_LEDGER_WORDS
-_NBYTES = _WORDS * 8  # pages of words that were never used take no memory
+_NBYTES = _WORDS * 8  # unused pages take no memory
 
 
 class Ledger:
-    """The ledger of an agent of this process, which writes it, or of a peer, whose ledger this process maps.
+    """The ledger of an agent of this process, or of a peer whose ledger this process has mapped to read it.
 
-    The word of a registration, number % words, is the number while the memory is registered, and the number's
-    complement if the memory was freed first. After `end` the word has some other value. Word 0 counts the registrations
-    that have ended: while word 0 does not change, all registrations remain valid.
+    The index of a registration's word is number % len(words). While the memory is registered, the word is the number.
+    If the memory was freed before `end`, the word is the number's complement. After `end`, the word is neither the
+    number nor its complement. Word 0 counts the registrations that have ended, so while word 0 does not change, valid
+    registrations stay valid.
 
-    The callers of `begin` and `end` take turns.
+    Only one thread at a time may call `begin` or `end`.
 
     Attributes:
-        words: all words, uint64.
+        words: the ledger's words, as a uint64 array.
         pointer: the address of the words, for the engine.
     """
 
@@ -49,16 +50,16 @@ class Ledger:
         self._unused: list[int] = []
         self._births = itertools.count(1)
         self._watched: dict[int, weakref.finalize[..., Any]] = {}
-        forks.finalizer(self, _unwatch, self._watched)  # finalizers of the watched memory may outlive the agent
+        forks.finalizer(self, _unwatch, self._watched)  # the finalizers in `_watched` may outlive the agent
 
     @classmethod
     def make(cls) -> Ledger:
-        """Makes a new ledger. Raises ResourceError as `SharedMemory.allocate`."""
+        """Makes a new ledger. Raises ResourceError if the ledger can't be allocated."""
         return cls(SharedMemory.allocate(_NBYTES))
 
     @classmethod
     def open(cls, handle: bytes) -> Ledger:
-        """Maps a peer's ledger by its handle. Raises ArgumentError or ResourceError if that is impossible."""
+        """Maps a peer's ledger by its handle. Raises ArgumentError or ResourceError if the ledger can't be mapped."""
         memory = SharedMemory.open(handle)
         if memory.nbytes != _NBYTES:
             memory.close()
@@ -76,13 +77,12 @@ class Ledger:
         return int(lib.proxyccl_ledger_count(self.pointer))
 
     def holds(self, number: int) -> bool:
-        """Whether a registration is valid: it has not ended, and its memory was not freed."""
+        """Returns whether a registration has not ended and its memory was not freed."""
         return bool(number) and int(self.words[number % _WORDS]) == number
 
     def begin(self, pages: object = None) -> int:
-        """Begins a registration, and returns its number. If `pages` is an object that lives as long as the memory is
-        mapped, the object's end records that the memory was freed. Raises ResourceError if there are too many
-        registrations.
+        """Begins a registration, and returns its number. When the object `pages`, if given, is garbage-collected, the
+        ledger records that the memory was freed. Raises ResourceError if there are too many registrations.
         """
         slot = self._unused.pop() if self._unused else next(self._next)
         if slot >= _WORDS:
@@ -103,7 +103,7 @@ class Ledger:
         self._unused.append(number % _WORDS)
 
     def close(self) -> None:
-        """Closes the descriptor of the ledger's memory, which stays mapped for transfers that still read it."""
+        """Closes the ledger's descriptor. The memory stays mapped while transfers still read it."""
         self._memory.close()
 
 
@@ -113,5 +113,5 @@ def _unwatch(watched: dict[int, weakref.finalize[..., Any]]) -> None:
 
 
 def _freed(end: Any, pointer: Uint64Pointer, number: int, _mapped: object) -> None:
-    """Records that the memory was freed. Garbage collection calls this in any thread, which may hold any lock."""
+    """Records that the memory was freed. Garbage collection calls this in any thread, so it must not take a lock."""
     end(pointer, number, True)

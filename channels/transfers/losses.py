@@ -1,4 +1,5 @@
-"""Unmaps the memory of lost peers, even if no thread of the program uses the agent that mapped it."""
+"""Runs a thread that unmaps the memory of lost peers, because the program may no longer call the agent that mapped
+it."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ _event = -1
 
 
 def event_of_losses(task: Callable[[], object]) -> int:
-    """Returns the process's eventfd, which the engine signals when a link is lost. A thread then calls all tasks, which
-    are weakly referenced methods of agents. Raises ResourceError.
+    """Returns an eventfd. When the engine signals the eventfd, because a link is lost, a thread calls `task`, a method
+    that this module references weakly. Raises ResourceError.
     """
     global _event  # noqa: PLW0603
     with _lock:
@@ -50,7 +51,6 @@ def _run(event: int) -> None:
 
 
 def _forget() -> None:
-    """Starts afresh in a forked child, which has neither the thread nor agents."""
     global _event  # noqa: PLW0603
     if _event >= 0:
         os.close(_event)

@@ -1,6 +1,4 @@
-"""An agent's metadata: the bytes by which other agents find this agent and its memory. Anyone who has the metadata may
-read and write this memory.
-"""
+"""An agent's metadata: the bytes with which other agents can connect to this agent, and read and write its memory."""
 
 from __future__ import annotations
 
@@ -17,19 +15,19 @@ from proxyccl.proxy._transfers import lib
 from proxyccl.proxy.codec import Codec, Message, Uint64
 
 LONGEST_NAME = 1024
-_LIMIT = 64 << 20  # bytes, enough for some hundred thousand regions
+_LIMIT = 64 << 20  # bytes; enough for several 100,000 regions
 _TOKEN = Meta(min_length=lib.PROXYCCL_SECRET_BYTES, max_length=lib.PROXYCCL_SECRET_BYTES)
 
 
 class Place(Message, frozen=True):
-    """Where an agent listens.
+    """The addresses and the secret with which peers connect to an agent.
 
     Attributes:
-        host: the boot id of its machine.
+        host: the boot id of the agent's machine.
         process: the id of the agent's process in its PID namespace.
         addresses: (address, port) pairs for other hosts.
-        secret: the bytes that the agent expects on a link.
-        secret_address: address of the secret in its process.
+        secret: the bytes that a peer must send first.
+        secret_address: the address of the secret in the agent's process.
         fabric: the address of the agent's libfabric endpoint; b"" if it has none.
         ledger: the handle of the agent's ledger.
     """
@@ -44,14 +42,14 @@ class Place(Message, frozen=True):
 
 
 class Metadata(Message, frozen=True):
-    """The description that an agent sends of itself: its place, some of its regions, or both.
+    """An agent's metadata: how to connect to the agent, some of its regions, or both.
 
     Attributes:
-        name: the agent's name, which a later agent may have, too.
-        token: a text that no other agent has; it names the agent's Unix socket.
-        place: where the agent listens; None if the message leaves that out.
-        regions, registrations: the agent's memory, and the number of each region's registration.
-        shares, keys: how processes of the agent's host map the regions, and the regions' libfabric keys.
+        name: the agent's name, which other agents may also use after this one has ended.
+        token: random bytes that identify the agent and name its Unix socket.
+        place: the addresses with which peers connect to the agent; None in metadata that only add regions.
+        regions, registrations: registered regions, and the number of each region's registration.
+        shares, keys: the handles by which processes of the host map the regions, and the regions' libfabric keys.
     """
 
     format: Literal["proxyccl-agent-2"]
@@ -78,6 +76,6 @@ METADATA = Codec(Metadata, _LIMIT, "metadata of an agent", MetadataError)
 
 
 def host_of(metadata: bytes) -> str:
-    """Returns the boot id of an agent's machine; "" if the metadata have no place. Raises MetadataError."""
+    """Returns the boot id of an agent's machine; "" if the metadata do not contain it. Raises MetadataError."""
     place = METADATA.decode(metadata, "an agent").place
     return "" if place is None else place.host

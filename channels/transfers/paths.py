@@ -1,4 +1,4 @@
-"""The paths of data between two agents, and the socket that carries everything else."""
+"""Chooses the path of data between two agents, and opens the socket for their other messages."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ if TYPE_CHECKING:
     from proxyccl.proxy._transfers import ProxycclAgentPointer, ProxycclLinkPointer
 
 _TCP_OPTIONS = {
-    # Disables Nagle's algorithm: otherwise an answer would wait for the acknowledgement of the previous answer, which
-    # the other side delays by 40 ms.
+    # Disables Nagle's algorithm, which would delay an answer until the previous one is acknowledged, up to 40 ms later.
     (socket.IPPROTO_TCP, socket.TCP_NODELAY): 1,
-    # Keep-alives detect a host that lost its power or its network, because such a host stays silent.
+    # Keep-alives detect a host that has lost its power or network.
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): 5,
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL): 5,
@@ -59,13 +58,13 @@ _ALL = (SHARED, "process_vm", "unix", FABRIC, "tcp")
 
 
 class Path(Struct, frozen=True):
-    """How data moves to and from a peer.
+    """The mechanism that transfers data to and from a peer.
 
     Attributes:
         name: "self" (within the agent), "shared_memory" (the CPU copies), "process_vm" (the kernel copies), "unix" or
-            "tcp" (through the socket), "fabric (…)" (by the named provider of libfabric, see `fabric_path`), or a path
-            of device memory, which `device_path` or `staged_path` names.
-        reason: why a faster path between agents of one host can't be used; "" if no faster one exists or is allowed.
+            "tcp" (through the socket), "fabric (PROVIDER)" (by libfabric), or for device memory a name that
+            `device_path` or `staged_path` makes.
+        reason: the reason why a faster path can't be used; "" if no faster path exists or is allowed.
     """
 
     name: str
@@ -76,25 +75,22 @@ class Path(Struct, frozen=True):
 
 
 def device_path(by: str, ways: Iterable[str], unpinned: str = "") -> Path:
-    """Returns the path of a transfer that a device copies, such as "copy engine (IPC)". `by` names what copies, and
-    `ways` how it reaches memory of other processes and of the host. `unpinned` is the reason why the driver copies by
-    way of its own buffers; "" if it doesn't.
+    """Returns the path of a transfer that a device copies, such as "copy engine (IPC)". `by` is what copies, and `ways`
+    is how it accesses memory of other processes and of the host. `unpinned` is the reason why the driver must copy
+    through its own buffers; "" if it copies directly.
     """
     named = sorted({way for way in ways if way} | ({"staged by the driver"} if unpinned else set()))
     return Path(f"{by} ({', '.join(named)})" if named else by, unpinned)
 
 
 def fabric_path(provider: str, *, of_devices: bool = False) -> str:
-    """Returns the name of the path by a provider of libfabric; `of_devices` tells whether the transfer is of device
-    memory.
-    """
+    """Returns the name of the path by a libfabric provider. `of_devices` says whether either side is device memory."""
     return f"{FABRIC} ({provider}{', device memory' if of_devices else ''})"
 
 
 def staged_path(link: Path, kinds: tuple[str, str], reason: str = "") -> Path:
-    """Returns the path of device memory, on one side or both, that is staged and sent through a link, such as "copy
-    engine and tcp, staged". Each device copies to and from pinned memory on its own side. `reason` tells why no device
-    reaches both sides.
+    """Returns the path of a transfer whose devices copy to and from pinned memory, which is sent over a link, such as
+    "copy engine and tcp, staged". `reason` says why no device can access both sides' memory.
     """
     steps = ["copy engine"] * (kinds[0] == VRAM) + [link.name] + ["copy engine"] * (kinds[1] == VRAM)
     by = " and ".join((", ".join(steps[:-1]), steps[-1]))
@@ -102,17 +98,18 @@ def staged_path(link: Path, kinds: tuple[str, str], reason: str = "") -> Path:
 
 
 class Link:
-    """A link that this agent opened. The engine frees the link when neither this object nor a transfer refers to it.
+    """A link that this agent opened. The engine frees the link when this object and all transfers over the link are
+    gone.
 
     Args:
         agent, secret: the engine's handle of this agent, and the other agent's secret.
         peer: the other agent's name.
-        connection: the socket, which the engine takes over.
-        process: a pidfd of the other agent's process, which the engine also takes over, or -1.
-        pid: the process that the kernel copies from and to; 0 if the kernel does not copy.
-        path: how the data moves.
+        connection: the socket, whose ownership passes to the engine.
+        process: a pidfd of the other agent's process, whose ownership passes to the engine; -1 without one.
+        pid: the other agent's process, if the kernel copies from and to it; otherwise 0.
+        path: the path of data over the link.
         carrier: the kind of socket, "unix" or "tcp".
-        address: the address of this agent's libfabric endpoint, which the peer will use; b"" if there is none.
+        address: the address of this agent's libfabric endpoint; b"" if there is none.
     """
 
     def __init__(
@@ -140,44 +137,43 @@ class Link:
 
     @property
     def lost(self) -> str:
-        """Why the link can't carry data; "" while it works."""
+        """The reason why the link was lost; "" while it works."""
         reason = lib.proxyccl_link_lost(self.handle)
         return ffi.string(reason).decode() if reason else ""
 
     def look(self) -> str:
-        """Returns `lost`, but polls the socket first, so that a disconnect is noticed immediately."""
+        """Polls the socket for a disconnect, and returns `lost`."""
         lib.proxyccl_link_look(self.handle)
         return self.lost
 
     def tell(self, message: bytes) -> None:
-        """Sends a message. Errors as for `Agent.notify`, and TransferError if the peer takes no messages."""
+        """Sends a message. Raises the errors of `Agent.notify`, and TransferError if too many bytes are waiting to be
+        sent."""
         raise_status(lib.proxyccl_link_tell(self.handle, message, len(message)), self.peer, self.lost)
 
     def end(self) -> None:
-        """Ends the link. Its active transfers are lost."""
+        """Closes the link. Active transfers over the link end as lost."""
         lib.proxyccl_link_end(self.handle)
 
 
 def unix_address(token: bytes) -> bytes:
-    """Returns the address of an agent's Unix socket. The name is abstract, so it leaves no file, and only metadata
-    contain it.
-    """
+    """Returns the abstract address of an agent's Unix socket."""
     return b"\0proxyccl-agent-" + token.hex().encode()
 
 
 def open_listeners(token: bytes, addresses: Sequence[str] | None) -> tuple[list[socket.socket], list[tuple[str, int]]]:
-    """Makes listening sockets: a Unix socket that `token` names, and TCP sockets at `addresses` of this host (None: all
-    that other hosts may reach). Returns the sockets, and (address, port) of each TCP socket.
+    """Makes listening sockets: the Unix socket of `token`, and TCP sockets at these addresses of this host (None: all
+    addresses). Returns the sockets, and the (address, port) pairs of the TCP sockets.
 
     Raises:
-        ArgumentError: this host does not have such an address.
-        ResourceError: there are too few descriptors.
+        ArgumentError: this host can't listen at an address.
+        ResourceError: no file descriptor is left.
     """
     if addresses is not None and (isinstance(addresses, str) or not all(isinstance(each, str) for each in addresses)):
         raise ArgumentError("listen", f"must be a list of addresses, not {addresses!r}")
     try:
         return _listen(token, addresses)
-    # ValueError and TypeError are raised for characters that no address has.
+    # An address with invalid characters raises ValueError or TypeError.
     except (OSError, ValueError, TypeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ArgumentError("listen", f"this host can't listen at {addresses!r}: {reason}") from None
@@ -214,11 +210,11 @@ def _set_options(connection: socket.socket) -> None:
 
 
 def allowed_paths(names: Sequence[str] | None) -> tuple[frozenset[str], bool]:
-    """Returns the paths that data may take between agents, and whether any were named: `names`, or if that is None the
-    paths in ``PROXYCCL_TRANSFER_PATHS``, or if that isn't set all.
+    """Returns the allowed paths: `names`, or if that is None the paths in ``PROXYCCL_TRANSFER_PATHS``, or if that isn't
+    set all paths. The second result is whether `names` or the variable named the paths.
 
     Raises:
-        ArgumentError: no path is named, or a name is not that of a path.
+        ArgumentError: the list is empty, or a name is not that of a path.
     """
     argument = "paths"
     if names is None:
@@ -241,19 +237,20 @@ def connect(
     fabric: AgentFabric | None,
     reason: str,
 ) -> Link:
-    """Connects to an agent: by its Unix socket if it is on this host, else by TCP.
+    """Connects to an agent: by its Unix socket if possible, else by TCP.
 
     Args:
         agent: the engine's handle of this agent.
         peer, token, place: the other agent's name, token and place.
-        allowed: the paths that data may take.
-        timeout: seconds.
+        allowed: the allowed paths.
+        timeout: the longest that connecting may take, in seconds.
         fabric: this agent's libfabric endpoint, if the peer has one of the same provider.
-        reason: why this process can't check the peer's registrations, so that the kernel may not copy; "" if it can.
+        reason: the reason why this process can't check the peer's registrations, which excludes copies by the kernel;
+            "" if it can check them.
 
     Raises:
-        DisconnectedError: the agent does not answer within the time, or no allowed path leads to it.
-        ResourceError: there are too few descriptors.
+        DisconnectedError: the agent did not answer within `timeout`, or no allowed path leads to it.
+        ResourceError: no file descriptor is left.
         ClosedError: this agent was closed.
     """
     deadline = time.monotonic() + timeout
@@ -319,8 +316,8 @@ def _choose(
     failures: list[str],
     fabric: AgentFabric | None,
 ) -> Link | None:
-    """Chooses the best path over a connection, which is closed if no path is allowed. Agents on one host without a
-    common network namespace exchange messages over TCP; the kernel may still copy their data.
+    """Chooses the best allowed path over a connection; without one, closes the connection and returns None. Agents on
+    one host without a common network namespace use TCP for messages, but the kernel may still copy their data.
     """
     here = place.host == boot_id()
     with contextlib.ExitStack() as undo:
@@ -331,7 +328,7 @@ def _choose(
                 connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             )
         if pid > 0:
-            # The socket alone would not show the peer's end while a forked child of the peer has a copy of it.
+            # The socket does not show the peer's end while a forked child of the peer has a copy of the socket.
             with contextlib.suppress(ProcessLookupError, OSError):
                 process = os.pidfd_open(pid)
                 undo.callback(os.close, process)
@@ -342,7 +339,7 @@ def _choose(
         by_fabric = fabric is not None and FABRIC in allowed and (carrier == "tcp" or carrier not in allowed)
         if not copied and not by_fabric and carrier not in allowed:
             return None
-        if not copied and carrier == "tcp" and process >= 0:  # in this namespace the number may be another process's
+        if not copied and carrier == "tcp" and process >= 0:  # `pid` may be another process in this namespace
             os.close(process)
             process = -1
         connection.setblocking(False)
@@ -357,8 +354,8 @@ def _choose(
 
 
 def _why_not_copied(pid: int, token: bytes, place: Place, carrier: str) -> str:
-    """Returns why the kernel can't copy from and to the peer's process; "" if it can. If Yama restricts such copies to
-    parents, asks the peer to permit them, provided that its Unix socket can be reached.
+    """Returns the reason why the kernel can't copy from and to the peer's process; "" if it can. If Yama restricts the
+    kernel's copies to parent processes, asks the peer over its Unix socket to permit copies.
     """
     if pid <= 0:
         return "its process is not visible in this PID namespace"
@@ -375,8 +372,8 @@ def _why_not_copied(pid: int, token: bytes, place: Place, carrier: str) -> str:
 
 
 def _ask_to_copy(token: bytes, place: Place) -> int:
-    """Asks the peer to let this process copy. Returns 0 or an errno. The question uses a separate connection, because
-    on the link's connection a late answer would be mistaken for the answer to a frame.
+    """Asks the peer to permit this process to copy, and returns 0 or an errno. Uses its own connection, because on the
+    link a late answer would be mistaken for the answer to a frame.
     """
     connection = _by_unix(token, time.monotonic() + _ANSWER_MS / 1000, [])
     if connection is None:
@@ -386,7 +383,7 @@ def _ask_to_copy(token: bytes, place: Place) -> int:
 
 
 def _read_secret(pid: int, place: Place) -> tuple[int, bytes]:
-    """Reads the peer's secret from its process. Returns (0, the bytes read), or an errno and meaningless bytes."""
+    """Reads the peer's secret from its process. Returns 0 and the secret, or an errno and undefined bytes."""
     seen = ffi.new("char[]", lib.PROXYCCL_SECRET_BYTES)
     error = lib.proxyccl_process_read(pid, place.secret_address, seen, len(seen))
     return error, bytes(ffi.buffer(seen))

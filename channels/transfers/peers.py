@@ -1,4 +1,4 @@
-"""Another agent, as its metadata describe it, and what this process holds for it, such as its link."""
+"""The state that an agent keeps for each agent that it has added."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _LONGEST_SECONDS = 30.0
 
 
 class Peer:
-    """Another agent, as its metadata describe it."""
+    """An agent that this agent has added, its regions, and the link to it."""
 
     def __init__(self, token: bytes, place: Place) -> None:
         self.token, self.place = token, place
         self.regions = Regions()
-        self.ledger: Ledger | None = None  # the ledger of a connected agent of this host
-        self._ended = -1  # the ledger's count at the last check
+        self.ledger: Ledger | None = None
+        self._ended = -1  # `Ledger.count` at the last check
         self.link: Link | None = None
-        self.connecting = threading.Lock()  # one thread connects, and the others wait for it
+        self.connecting = threading.Lock()  # held while a thread connects to the peer
         self.removed = False
         self.reached = Reached()
         self.keys = Keys()
@@ -39,8 +39,7 @@ class Peer:
         self._to_close: weakref.WeakSet[Transfer] = weakref.WeakSet()
 
     def keep(self, transfer: Transfer) -> Transfer:
-        """Registers a transfer, to be closed before the peer's memory is unmapped or its address forgotten. Returns the
-        transfer."""
+        """Returns `transfer`, which will be closed before the peer's memory is unmapped or its address is removed."""
         with self._lock:
             self._to_close.add(transfer)
         return transfer
@@ -50,13 +49,13 @@ class Peer:
             return list(self._to_close)
 
     def know(self, message: Metadata) -> None:
-        """Adopts the regions of metadata, with their shares and keys. A region replaces older regions at the same
-        addresses, whose memory may have been freed.
+        """Adds the regions of metadata, with their shares and keys. Removes the shares and keys of known regions that
+        overlap the added regions, because the peer may have freed their memory.
         """
         stale = {
             region
             for region, number in zip(message.regions, message.registrations, strict=True)
-            if number < self.regions.number(region)  # these metadata are older than those already known
+            if number < self.regions.number(region)  # the known metadata are newer
         }
         regions = [region for region in message.regions if region not in stale]
         shares = [share for share in message.shares if share.region not in stale]
@@ -67,8 +66,8 @@ class Peer:
         self._ended = -1
 
     def forget_ended(self) -> list[Region]:
-        """Forgets the regions that an agent of this host has deregistered, and returns them. Those that are mapped stay
-        mapped only while transfers use them.
+        """If the peer is on this host, removes the regions that it has deregistered, and returns them. Regions that are
+        mapped stay mapped while transfers use them.
         """
         ledger = self.ledger
         if ledger is None:
@@ -84,9 +83,8 @@ class Peer:
         return ended
 
     def unmap_lost(self) -> None:
-        """Unmaps the peer's memory if its link is lost: no transfer that uses it begins again. This frees the memory of
-        a killed process. If a transfer that uses the memory is still active after 30 s, the memory stays mapped until
-        `leave`.
+        """Unmaps the peer's memory if its link is lost, because otherwise the memory of a killed process would not be
+        freed. If a transfer of the peer is still active after 30 s, the memory stays mapped until `leave`.
         """
         if self.link is None or not self.link.lost:
             return
@@ -95,10 +93,10 @@ class Peer:
             self.reached.close()
 
     def leave(self) -> None:
-        """Ends the link, and then unmaps the peer's memory.
+        """Closes the link and all transfers, and then unmaps the peer's memory.
 
         Raises:
-            ActiveError: a transfer by libfabric has not ended; all other transfers have.
+            ActiveError: requests of a transfer to libfabric have not completed. All other transfers have been closed.
         """
         if self.link is not None:
             self.link.end()

@@ -1,5 +1,4 @@
-"""Chooses a transfer's path by the kinds of the two sides' memory and by what can access it. `_PATHS` lists the
-paths."""
+"""Chooses the path of each transfer, from those in `_PATHS`, and makes the transfer."""
 
 from __future__ import annotations
 
@@ -29,13 +28,12 @@ if TYPE_CHECKING:
 
 
 class Side(Struct, frozen=True, eq=False):
-    """A snapshot of one agent's registered memory of one kind, taken when blocks were found in it.
+    """A snapshot of one agent's registered memory of one kind, in which a caller has found blocks.
 
     Attributes:
         name: the agent's name.
-        peer: the agent; None for this agent.
-        kind: the kind of memory.
-        view: the regions.
+        peer: the agent if it is another agent; None for this agent.
+        kind: `DRAM` or `VRAM`.
     """
 
     name: str
@@ -44,8 +42,8 @@ class Side(Struct, frozen=True, eq=False):
     view: View
 
     def holders(self, addresses: Rows, now: Regions) -> tuple[list[Region], Rows]:
-        """Returns `View.holders` of blocks. Raises NotRegisteredError if a region has been deregistered since the
-        snapshot, even if `now`, the agent's current regions, has it again.
+        """Returns `View.holders` of blocks. Raises NotRegisteredError if one of these regions was deregistered after
+        the snapshot, even if it was registered again. `now` has the agent's current regions.
         """
         regions, rows = self.view.holders(addresses)
         if now.view(self.kind) is not self.view:
@@ -57,8 +55,8 @@ class Side(Struct, frozen=True, eq=False):
 
 
 def kind_of(regions: Regions, addresses: Rows, nbytes: Rows, side: str, peer: str) -> str:
-    """Returns the kind of memory that all blocks of one side belong to. Error messages name `side`, "local" or
-    "remote", and `peer`, the other agent's name or "" for the local side.
+    """Returns the kind of memory of all blocks of one side. `side` is "local" or "remote" and `peer` the other agent's
+    name or "", for error messages.
 
     Raises:
         ArgumentError: some blocks are in device memory and some in host memory.
@@ -83,10 +81,9 @@ def kind_of(regions: Regions, addresses: Rows, nbytes: Rows, side: str, peer: st
 
 
 class Pair(Struct, frozen=True, eq=False):
-    """The two sides of a transfer. `link` and `known` are the link to the peer and the peer, or None for a transfer
-    within the agent; `peer` is the peer's name; `writes` tells whether data moves to the peer. `rows` are (local
-    address, remote address, bytes) of registered blocks that aren't empty. `kinds` and `holders` are the kinds of
-    memory and the regions that hold the blocks, each of the local and of the remote side."""
+    """The two sides of a transfer. `link` and `known` are None for a transfer within the agent. `rows` are (local
+    address, remote address, bytes) of registered blocks. No block is empty. `kinds` and `holders` are the kinds of
+    memory and the regions that contain the blocks: (local, remote)."""
 
     link: Link | None
     known: Peer | None
@@ -101,7 +98,7 @@ class Pair(Struct, frozen=True, eq=False):
         return VRAM in self.kinds
 
     @property
-    def is_apart(self) -> bool:  # the peer is on another host, or is treated as if it were
+    def is_apart(self) -> bool:  # whether the peer is treated as one on another host
         return self.link is not None and self.link.carrier == "tcp" and not self.link.pid
 
     @property
@@ -110,7 +107,7 @@ class Pair(Struct, frozen=True, eq=False):
 
 
 class Preparer(Struct, eq=False):
-    """Makes the transfers of one agent, which use only the paths in `paths`. Any thread may call a Preparer."""
+    """Makes the transfers of one agent, by the allowed paths in `paths`. Any thread may call a preparer's methods."""
 
     _name: str
     _handle: ProxycclAgentPointer
@@ -122,17 +119,17 @@ class Preparer(Struct, eq=False):
     _warned: set[str] = set()
 
     def warn_once(self, what: str, reason: str, stacklevel: int = 6) -> None:
-        """Warns of a slower path, unless `reason` is empty or this agent has warned of it before."""
+        """Warns that a slower path is used, unless `reason` is empty or this agent has warned of it before."""
         if reason and reason not in self._warned:
             self._warned.add(reason)
             warnings.warn(f"agent {self._name} {what}: {reason}", RuntimeWarning, stacklevel=stacklevel)
 
     def prepare(self, pair: Pair) -> Transfer:
-        """Makes a transfer by the best path.
+        """Makes a transfer by the fastest usable path.
 
         Raises:
-            DisconnectedError: the peer has gone.
-            NoPathError: no device of this process reaches both sides, and no socket leads to the peer.
+            DisconnectedError: the link to the peer was lost.
+            NoPathError: no device of this process can access both sides' memory, and no socket connects to the peer.
         """
         reason = ""
         for path in _PATHS:
@@ -142,15 +139,15 @@ class Preparer(Struct, eq=False):
             reason = made or reason
         raise NoPathError(reason)
 
-    # Each of the following methods stands for a path. It returns a transfer, or the reason why the path can't carry the
-    # pair, or "" if the path is for other kinds of pairs. `reason` is why faster paths can't carry the pair.
+    # Each of the following methods implements one path. The method returns a transfer, or the reason why the path can't
+    # be used, or "" if the path is for other kinds of memory. `reason` is the reason why faster paths can't be used.
 
     def _by_mapping(self, pair: Pair, reason: str) -> Transfer | str:
-        """Path "shared_memory": the CPU copies to and from the peer's host memory, which this process maps."""
+        """The path "shared_memory": this process maps the peer's host memory, and the CPU copies."""
         known = pair.known
         if pair.of_devices or SHARED not in self.paths or known is None or known.ledger is None:
             return ""
-        if not known.reached.of(pair.holders[1][:1]):  # the usual case, because most memory is private
+        if not known.reached.of(pair.holders[1][:1]):  # the usual case, because most memory isn't shared
             return ""
         try:
             mapped, memories, _ = known.reached.map(None, pair.rows[:, 1], pair.holders[1])
@@ -164,7 +161,7 @@ class Preparer(Struct, eq=False):
         return known.keep(made)
 
     def _by_fabric(self, pair: Pair, reason: str) -> Transfer | str:
-        """Path by libfabric: the adapters of both hosts access the blocks directly."""
+        """The path by libfabric, where the hosts' adapters access the blocks directly."""
         known = pair.known
         if self._fabric is None or known is None or known.number is None or pair.link is None:
             return ""
@@ -180,15 +177,15 @@ class Preparer(Struct, eq=False):
         return known.keep(self._made(pair, handle, path, sides(pair.rows), kept=requests))
 
     def _staged_by_fabric(self, pair: Pair, reason: str) -> Transfer | str:
-        """Path by libfabric with stages: both sides stage the data in pinned memory, and the peer's adapter moves it
-        between the stages."""
+        """The path by libfabric with staging: each side copies between its device and pinned memory, and the peer's
+        adapter copies between the two sides' pinned memory."""
         fabric, known = self._fabric, pair.known
         if fabric is None or known is None or known.number is None or not pair.is_apart or pair.kinds[1] != VRAM:
             return ""
         if pair.kinds[0] == VRAM:
             copier, pair = self._mapped_here(pair)
         else:
-            copier = self._devices.copier(0, "host")  # the host runtime, whose CPU fills and empties the stages
+            copier = self._devices.copier(0, "host")  # the CPU copies to and from the stages
         self.warn_once("stages memory of devices through pinned memory", reason)
         path = staged_path(Path(fabric_path(fabric.provider)), pair.kinds, reason)
         staging, staged = copier.staging(fabric.stages)
@@ -196,7 +193,8 @@ class Preparer(Struct, eq=False):
         return known.keep(self._of_blocks(pair, path, create, staging, 1, copier=copier, kept=staged))
 
     def _by_kernel(self, pair: Pair, reason: str) -> Transfer | str:
-        """Paths "process_vm" and "self": the kernel copies between two processes, or the CPU within the agent."""
+        """The paths "process_vm", where the kernel copies between processes, and "self", where the CPU copies within
+        the agent."""
         link = pair.link
         if pair.of_devices or reason or (link is not None and not link.pid):
             return reason
@@ -204,8 +202,8 @@ class Preparer(Struct, eq=False):
         return self._of_blocks(pair, path, lib.proxyccl_transfer_create, ffi.NULL, pid)
 
     def _staged_by_kernel(self, pair: Pair, reason: str) -> Transfer | str:
-        """Path "copy engine and process_vm": data between this process's device memory and another process's host
-        memory is staged."""
+        """The path "copy engine and process_vm", between this process's device memory and another process's host
+        memory, by way of pinned memory."""
         pid = 0 if pair.link is None or pair.is_in_process else pair.link.pid
         if not pid or pair.kinds != (VRAM, DRAM):
             return ""
@@ -216,7 +214,7 @@ class Preparer(Struct, eq=False):
         return self._of_blocks(pair, path, lib.proxyccl_transfer_create, staging, pid, copier=copier, kept=staged)
 
     def _on_device(self, pair: Pair, reason: str) -> Transfer | str:
-        """Path of a device of this process that reaches the memory of both sides, and copies it."""
+        """The path where a device of this process copies, because it can access both sides' memory."""
         link, known, rows, kinds = pair.link, pair.known, pair.rows, pair.kinds
         if not pair.of_devices or pair.is_apart or (kinds[1] == DRAM and not pair.is_in_process):
             return ""
@@ -262,7 +260,7 @@ class Preparer(Struct, eq=False):
         return made if known is None else known.keep(made)
 
     def _by_socket(self, pair: Pair, reason: str) -> Transfer | str:
-        """Path through the link's socket; device memory of this side is staged in pinned memory."""
+        """The path through the link's socket. Local device memory is copied by way of pinned memory."""
         link = pair.link
         if link is None:
             return ""
@@ -285,14 +283,13 @@ class Preparer(Struct, eq=False):
         return self._devices.of(self._reached.share(pair.holders[0][0]))
 
     def _mapped_here(self, pair: Pair) -> tuple[Copier, Pair]:
-        """Returns the copier of the local blocks' device, and the pair with the addresses at which the device reaches
-        these blocks."""
+        """Returns the copier of the local blocks' device, and a copy of `pair` with the blocks' addresses on this
+        device."""
         copier, mapped = self._local_copier(pair), pair.rows.copy()
         mapped[:, 0], _, _ = self._reached.map(copier, mapped[:, 0], pair.holders[0])
         return copier, replace(pair, rows=mapped)
 
     def _of_blocks(self, pair: Pair, path: Path, create: Callable[..., Any], *options: object, **how: Any) -> Transfer:
-        """Makes a transfer by a function of the engine, from the pair's blocks and further options."""
         lists = local, remote = sides(pair.rows)
         addresses = (ffi.cast("uint64_t *", each.ctypes.data) for each in lists)
         blocks = ffi.new("ProxycclBlocks *", [pair.writes, *addresses, len(local)])

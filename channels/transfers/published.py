@@ -1,6 +1,7 @@
-"""How `proxyccl info` and `top` find agents: each publishes a small file with its links and their paths.
+"""Publishes each agent's links and their paths in a small file, from which `proxyccl info` and `top` find agents.
 
-The files lie beside those of proxies. An agent that is killed leaves its file, which the next reader removes.
+The agents' files are in the same directory as the proxies' files. If an agent's process is killed, the agent's file
+remains until a reader removes it.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ _LOG = logging.getLogger("proxyccl.transfer")
 
 
 class LinkSeen(Message, frozen=True):
-    """A link that an agent opened, and the path of its data."""
+    """The peer of a link that an agent opened, and the link's path."""
 
     peer: str
     path: str
 
 
 class AgentSeen(OfProcess, frozen=True):
-    """An agent of this machine.
+    """The published description of an agent of this machine.
 
     Attributes:
         name: the agent's name.
-        program: the program that it belongs to.
-        links: the links that it opened.
-        labels: the peer and the path that each number in records of transfers stands for.
+        program: the file name of the agent's program.
+        links: the links that the agent opened.
+        labels: peers and paths, which records of transfers refer to by their indices in this list.
         log: the handle of the memory that holds these records.
     """
 
@@ -54,7 +55,7 @@ class AgentSeen(OfProcess, frozen=True):
 
     @property
     def reaches(self) -> str:
-        """The agent's peers and the path to each, as text."""
+        """A text with the agent's peers and the path to each peer."""
         return ", ".join(f"{link.peer} by {link.path}" for link in self.links) or "no peer so far"
 
 
@@ -62,11 +63,10 @@ _SEEN = Codec(AgentSeen, 16 << 20)
 
 
 class Published:
-    """An agent's file. A failure to write the file is only logged, because the agent works without it. Any thread may
-    use it.
+    """An agent's file. A failure to write the file is only logged. Any thread may call the methods of this class.
 
     Attributes:
-        log: the memory with its records of transfers, a ProxycclTransferLog.
+        log: the shared memory with the agent's records of transfers, a ProxycclTransferLog.
     """
 
     def __init__(self, name: str) -> None:
@@ -80,13 +80,13 @@ class Published:
         self._failed = False
 
     def write(self, links: Iterable[tuple[str, DataPath]]) -> None:
-        """Publishes the agent's links."""
+        """Writes the agent's links to its file."""
         with self._lock:
             self._links = [LinkSeen(peer, str(path)) for peer, path in links]
         self._write()
 
     def label(self, peer: str, path: str) -> int:
-        """Returns the number that stands for a peer and a path in records of transfers."""
+        """Returns the index in `AgentSeen.labels` of a peer and a path, and publishes it if it is new."""
         with self._lock:
             number = self._labels.get((peer, path))
             if number is not None:
@@ -101,7 +101,7 @@ class Published:
         program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
         with self._lock:
             labels = [LinkSeen(*label) for label in self._labels]
-            try:  # OSError, because no descriptor may be left to read /proc
+            try:  # `this_process` reads /proc, for which no descriptor may be left
                 seen = AgentSeen(*this_process(), self._name, program, self._links, labels, self.log.handle)
                 self._path = write(self._file, _SEEN.encode(seen))
             except (OSError, ArgumentError, ProtocolError) as error:
@@ -117,18 +117,17 @@ class Published:
 
 
 def find_agents() -> list[AgentSeen]:
-    """Returns the agents of this user on this machine, by name. Removes files of processes that ended.
+    """Returns this user's agents on this machine, sorted by name, and removes the files of ended processes.
 
     Raises:
-        ArgumentError: the directory of publications is not this user's own.
+        ArgumentError: the directory of the files belongs to another user.
     """
     agents = [seen for _, seen in find_running(_SUFFIX, _SEEN)]
     return sorted(agents, key=lambda seen: (seen.name, seen.pid))
 
 
 def agents_text() -> str:
-    """Returns a line for each agent of this user, with its peers and the path to each of them; "" if there is no
-    agent."""
+    """Returns a line of text for each agent of this user, with its peers and their paths; "" if there is no agent."""
     return "\n".join(
         shown(f"agent {seen.name}: reaches {seen.reaches}; process {seen.pid}, {seen.program}")
         for seen in find_agents()

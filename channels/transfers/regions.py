@@ -28,9 +28,9 @@ class Region(Message, frozen=True):
     """A range of registered memory.
 
     Attributes:
-        address, nbytes: the range.
-        device: for device memory, the device's number in the owner's process; otherwise a number that the owner
-            chooses. It is part of the region's identity.
+        address, nbytes: the first address, and the size in bytes.
+        device: for device memory, the device's number in the owner's process; for host memory, any number that the
+            owner chooses. Two regions with different device numbers are different regions.
         kind: the kind of memory: "dram" or "vram".
         label: the owner's name for the region.
     """
@@ -59,20 +59,20 @@ def require_valid(region: Region) -> None:
 
 
 def is_range(region: Region) -> bool:
-    """Whether the range can be memory of a process."""
+    """Returns whether the range can be memory of a process."""
     return region.address + region.nbytes < _END
 
 
 def is_unicode(text: str) -> bool:
-    """Whether UTF-8 can encode a text: it can't encode surrogates, which stand for undecodable bytes."""
+    """Returns whether UTF-8 can encode a text: whether it contains no surrogates."""
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 class Regions:
     """The regions of an agent. Regions may overlap, and a region may be registered more than once.
 
-    A block counts as registered if one region holds all of it. Each region has the number of its latest registration
-    (`Ledger`). If there are many regions, adding or removing a few of them costs only copies of arrays.
+    A block is registered if it lies within one region. Each region has the number of its latest registration
+    (`Ledger`). Adding or removing regions costs only a few copies of numpy arrays, even if there are many regions.
     """
 
     def __init__(self) -> None:
@@ -97,16 +97,16 @@ class Regions:
         return self._numbers.get(region, 0)
 
     def add(self, regions: Sequence[Region], numbers: Sequence[int]) -> None:
-        """Adds regions, with the numbers of their registrations. A region that is already present counts as registered
-        once more."""
+        """Adds regions, with the numbers of their registrations. A region that was added *n* times must be removed *n*
+        times."""
         for region, number in zip(regions, numbers, strict=True):
             self._counts[region] = self._counts.get(region, 0) + 1
             self._numbers[region] = number
         self._change(regions)
 
     def know(self, regions: Sequence[Region], numbers: Sequence[int]) -> None:
-        """Adds regions of another agent. If a region is already known, the later of its registrations counts, because
-        metadata may arrive out of order.
+        """Adds regions of another agent. If a region is known, keeps the later registration's number, because metadata
+        may arrive out of order.
         """
         for region, number in zip(regions, numbers, strict=True):
             self._counts[region] = 1
@@ -114,8 +114,8 @@ class Regions:
         self._change(regions)
 
     def remove(self, regions: Iterable[Region]) -> list[Region] | None:
-        """Removes one registration of each region. Returns the regions whose last registration this was; if a region is
-        absent, removes nothing and returns None.
+        """Removes one registration of each region, and returns the regions that have none left. If a region is absent,
+        removes nothing and returns None.
         """
         counts: dict[Region, int] = {}
         for region in regions:
@@ -129,7 +129,7 @@ class Regions:
         return gone
 
     def forget(self, regions: Sequence[Region]) -> None:
-        """Removes regions, which must be present, with all of their registrations."""
+        """Removes all registrations of the given regions, which must be present."""
         self._table.remove(regions)
         self._views.clear()
         for region in regions:
@@ -140,16 +140,16 @@ class Regions:
         self._views.clear()
 
     def view(self, kind: str = DRAM, device: int | None = None) -> View:
-        """Returns the current regions of one kind, of all devices or only of `device`."""
+        """Returns a snapshot of the regions of one kind, for `device` or, if that is None, for all devices."""
         view = self._views.get((kind, device))
         if view is None:
             view = self._views[kind, device] = self._table.view(kind, device)
         return view
 
     def ranges(self, kind: str = DRAM, device: int | None = None) -> tuple[Rows, Rows]:
-        """Returns the first addresses and the ends of the ranges of memory that the regions cover, in ascending order.
-        Regions that touch are one range: adjacent blocks are sent as one block, whatever regions they belong to. Takes
-        the arguments of `view`.
+        """Returns the start and end addresses of the ranges that the regions cover, in ascending order. Adjacent
+        regions make one range, because adjacent blocks are sent as one block even if they lie in different regions.
+        Takes the arguments of `view`.
         """
         view = self.view(kind, device)
         starts, ends = view.starts, view.ends
@@ -166,12 +166,12 @@ class Regions:
             starts = np.array([other.address for other in chosen], np.uint64)
             ends = np.maximum.accumulate(np.array([_end(other) for other in chosen], np.uint64))
             table = self._table
-            at = np.searchsorted(starts, table.ends) - 1  # the last of the others that starts before a region's end
+            at = np.searchsorted(starts, table.ends) - 1  # the last in `chosen` that starts before each region's end
             found = set(table.regions[(at >= 0) & (ends[at] > table.starts)])
         return found
 
     def ended(self, words: Rows) -> list[Region]:
-        """Returns the regions that were deregistered, according to the words of their ledger (`Ledger.words`)."""
+        """Returns the regions that were deregistered, according to their ledger's words (`Ledger.words`)."""
         numbers = self._table.numbers
         now = words[numbers % np.uint64(len(words))]
         ended: list[Region] = self._table.regions[(now != numbers) & (now != ~numbers)].tolist()
@@ -179,7 +179,7 @@ class Regions:
 
 
 class _Table:
-    """Regions in the order of their addresses; of regions that start at the same address, the longest is first."""
+    """Regions sorted by their addresses. If regions start at the same address, the longest is first."""
 
     def __init__(self) -> None:
         self.are_vram = np.empty(0, bool)
@@ -187,7 +187,7 @@ class _Table:
         self.regions: NDArray[np.object_] = np.empty(0, object)
 
     def put(self, numbers: Mapping[Region, int]) -> None:
-        """Adds the regions that are absent, and sets the numbers of all given regions."""
+        """Adds the regions that are absent, and sets the number of each region in `numbers`."""
         new, places, again = [], [], {}
         for region, number in sorted(numbers.items(), key=lambda each: _order(each[0])):
             place, is_there = self._find(region)
@@ -211,15 +211,12 @@ class _Table:
             self.are_vram = np.insert(self.are_vram, places, [region.kind == VRAM for region in objects])
 
     def remove(self, regions: Iterable[Region]) -> None:
-        """Removes regions, which must be present."""
         left = np.ones(len(self.starts), bool)
         left[[self._find(region)[0] for region in regions]] = False
         self.starts, self.ends, self.are_vram = self.starts[left], self.ends[left], self.are_vram[left]
         self.devices, self.numbers, self.regions = self.devices[left], self.numbers[left], self.regions[left]
 
     def _find(self, region: Region) -> tuple[int, bool]:
-        """Returns the index of a region and True if the region is present, else the index at which to insert it and
-        False."""
         place = int(np.searchsorted(self.starts, np.uint64(region.address)))
         while place < len(self.starts) and self.starts[place] == region.address:
             if self.regions[place] == region:
@@ -241,19 +238,19 @@ class View:
 
     Attributes:
         starts: the first addresses of the regions, in ascending order.
-        ends: for each region, the highest end of all regions up to this one.
+        ends: for each region, the highest end of this region and all before it.
     """
 
     def __init__(self, starts: Rows, ends: Rows, numbers: Rows, regions: NDArray[np.object_]) -> None:
         self.starts = np.ascontiguousarray(starts)
         self.ends = np.maximum.accumulate(ends)
-        # The regions that no other region contains. If any region holds a block, then the last of these regions that
-        # starts at or before the block does.
+        # `chosen` selects the regions that no other region contains. If a block lies in any region, it lies in the last
+        # chosen region that starts at or before the block.
         chosen = np.append(True, ends[1:] > self.ends[:-1])[: len(ends)]
         self._starts, self._numbers, self._regions = self.starts[chosen], numbers[chosen], regions[chosen]
 
     def find_outside(self, addresses: Rows, nbytes: Rows) -> int | None:
-        """Returns the index of the first block that no region holds; None if each block lies in a region."""
+        """Returns the index of the first block that no region contains; None if regions contain all blocks."""
         if not len(self.starts):
             return 0 if len(addresses) else None
         at = np.searchsorted(self.starts, addresses, "right") - 1
@@ -262,25 +259,26 @@ class View:
         return int(outside.argmax()) if outside.any() else None
 
     def holders(self, addresses: Rows) -> tuple[list[Region], Rows]:
-        """Returns the regions that hold the given blocks; if a block lies in several regions, the outermost of them.
-        Each block must lie in some region.
+        """Returns the regions that contain the given blocks. If several regions contain a block, the outermost one is
+        used. Each block must lie in a region.
 
         Returns:
-            The regions, and for each region a row of (number of its registration, address of a block in it).
+            The regions, and for each region a row: the number of its registration, and the address of a block in the
+            region.
         """
         if not len(addresses):
             return [], np.empty((0, 2), np.uint64)
         at = self._starts.searchsorted(addresses, "right") - 1
         a_block = np.zeros(len(self._starts), np.uint64)
-        a_block[at[::-1]] = addresses[::-1]  # if a region holds several blocks, the first of them
-        (used,) = a_block.nonzero()  # no memory has the address 0
+        a_block[at[::-1]] = addresses[::-1]  # keeps each region's first block
+        (used,) = a_block.nonzero()
         rows = np.empty((len(used), 2), np.uint64)
         rows[:, 0], rows[:, 1] = self._numbers[used], a_block[used]
         return self._regions[used].tolist(), rows
 
 
 def holder_of(addresses: Rows, holders: Sequence[Region]) -> NDArray[np.intp]:
-    """Returns for each block the index of the region that holds it, among those of `View.holders`."""
+    """Returns for each block the index in `holders` (see `View.holders`) of the region that contains it."""
     starts = np.array([region.address for region in holders], np.uint64)
     return np.searchsorted(starts, addresses, "right") - 1
 
@@ -294,8 +292,8 @@ def _order(region: Region) -> tuple[int, int]:
 
 
 def outermost(regions: Iterable[Region]) -> list[Region]:
-    """Returns the regions that no other region contains, by address. If any region holds a block, then the last of
-    these regions that starts at or before the block does.
+    """Returns the regions that no other region contains, sorted by address. If a block lies in any region, it lies in
+    the last returned region that starts at or before the block.
     """
     chosen: list[Region] = []
     for region in sorted(regions, key=_order):

@@ -1,9 +1,9 @@
-"""Gives a transfer that no device copies its place in the order of a stream: the stream writes one word, and waits for
-another.
+"""Orders transfers that no device copies with a stream's work. A transfer waits until the stream writes one word, and
+the stream then waits for another word.
 
 Both words are in pinned memory. The agent's thread, or a caller that waits, begins the transfer when it sees the first
-word, and stores the second word at the transfer's end. Then the stream writes the first word again. Until then the
-words can't be reused, even if the transfer has ended, because a canceled transfer may end before its stream reaches it.
+word, and stores the second word at the transfer's end. After its wait, the stream writes the first word again. The
+words can't be reused before this second write, because a stream may reach them after the transfer was canceled.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _unpassed: deque[Table] = deque()
 
 
 class Turn:
-    """The words of one start of a transfer.
+    """The two words for one start of a transfer.
 
     Args:
         copier: the copier of the stream's device.
@@ -45,10 +45,10 @@ class Turn:
         forks.finalizer(self, _leave, self._table)
 
     def start(self, transfer: ProxycclTransferPointer, message: Any, nbytes: int, stream: int) -> int:
-        """Makes the stream start the transfer and wait for the transfer's end. Returns the engine's status.
+        """Makes the stream start the transfer and wait for its end. Returns 0 or an errno.
 
         Raises:
-            KernelError: the driver refused the stream's operations; the transfer is canceled, as after any exception.
+            KernelError: the driver refused the stream's operations. After any exception, the transfer is canceled.
         """
         words, ptr = _words(self._table), self._table.ptr
         operations = StreamOperations(
@@ -62,7 +62,7 @@ class Turn:
             lib.proxyccl_transfer_cancel(transfer, 0)
             raise
         if status:
-            words[0], words[1] = _PASSED, 1  # the stream never used these words
+            words[0], words[1] = _PASSED, 1  # the stream will not use these words
         return status
 
 
@@ -77,11 +77,11 @@ def _words(table: Table) -> Any:
 
 def _is_passed(table: Table) -> bool:
     words = _words(table)
-    return bool(words[0] == _PASSED and words[1])  # checks both, because the driver may have refused only the wait
+    return bool(words[0] == _PASSED and words[1])  # the driver may have refused only the wait
 
 
 def require_no_capture(runtime: BaseRuntime, stream: StreamLike) -> int:
-    """Returns the handle of a stream.
+    """Returns the handle of a stream that is not being captured.
 
     Raises:
         ArgumentError: `stream` is not a stream, or is being captured into a graph.

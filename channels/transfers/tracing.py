@@ -1,4 +1,4 @@
-"""Records of agents' transfers, for `proxyccl trace`."""
+"""Reads the records of agents' transfers for `proxyccl trace`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class TracedTransfer(Struct, frozen=True):
     """A transfer that ended while it was traced.
 
     Attributes:
-        peer, path: as for `Transfer`.
-        writes: whether data moved to the peer.
-        nbytes, blocks: totals.
-        posted_ns, ended_ns: times of CLOCK_MONOTONIC.
+        peer, path: the peer's name, and the name of the path.
+        writes: whether the transfer wrote to the peer, rather than read.
+        nbytes, blocks: the transfer's total bytes, and its number of blocks.
+        posted_ns, ended_ns: the times when the transfer was started and when it ended, in ns of CLOCK_MONOTONIC.
         end: how the transfer ended, such as "done" or "canceled".
     """
 
@@ -41,8 +41,8 @@ class AgentTrace(Struct, frozen=True):
 
     Attributes:
         agent: the agent.
-        transfers: the transfers in the order of their ends.
-        lost: the number of records that were overwritten before they were fetched.
+        transfers: the transfers, in the order in which they ended.
+        lost: the number of records that the agent overwrote before the tracer read them.
     """
 
     agent: AgentSeen
@@ -51,14 +51,14 @@ class AgentTrace(Struct, frozen=True):
 
 
 class AgentTracer:
-    """Traces one agent for some seconds. Only one thread may use a tracer; several tracers may trace the same agent.
+    """Traces the transfers of one agent. Only one thread may use a tracer. Several tracers may trace the same agent.
 
     Args:
         agent: the agent.
-        seconds: how long the agent records transfers.
+        seconds: how long the agent records its transfers.
 
     Raises:
-        ArgumentError: the agent has ended, or can't be reached from this container.
+        ArgumentError: the agent has ended, or this container can't map its records.
     """
 
     def __init__(self, agent: AgentSeen, seconds: float) -> None:
@@ -72,7 +72,7 @@ class AgentTracer:
         self._log.until = max(self._log.until, time.monotonic_ns() + int(seconds * 1e9))
 
     def fetch(self) -> None:
-        """Fetches new records. Call it often, because an agent keeps only its last 4,095 records."""
+        """Fetches new records. Call `fetch` often, because an agent keeps only its last 4,095 records."""
         lost = ffi.new("uint64_t *")
         while True:
             count = lib.proxyccl_transfer_log_read(self._log, self._next, self._records, _ROOM, lost)
@@ -86,9 +86,9 @@ class AgentTracer:
                 return
 
     def stop(self) -> AgentTrace:
-        """Ends the recording."""
+        """Returns the recorded transfers, and closes the tracer."""
         self.fetch()
-        # reads the file again, because the agent may have new peers and paths
+        # Reads the agent's file again, because the agent may have new peers and paths.
         now = [each for each in find_agents() if (each.pid, each.log) == (self._agent.pid, self._agent.log)]
         agent = now[0] if now else self._agent
         names = {number: (label.peer, label.path) for number, label in enumerate(agent.labels)}

@@ -1,4 +1,4 @@
-"""A transfer between two agents."""
+"""Transfers between two agents."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ _FABRIC_ERRORS = 256
 
 
 class Times(Struct, frozen=True):
-    """Times of a transfer's last start, in ns of `time.monotonic_ns`; 0 if not reached yet.
+    """Times of a transfer's last start, in ns of `time.monotonic_ns`. A time is 0 if the transfer has not got that far.
 
     Attributes:
         posted: when `start` was called.
@@ -96,17 +96,17 @@ class Times(Struct, frozen=True):
 
 
 class Transfer:
-    """Blocks to read from a peer's memory, or to write to it. Made by `Agent.prepare`; may be started many times.
+    """Blocks to read from or write to a peer's memory. `Agent.prepare` makes a transfer, which can be started many
+    times.
 
-    Any thread may use it. A transfer keeps alive the peer's link and the arrays that describe the blocks, but not the
-    memory of the blocks.
+    Any thread may use it. A transfer keeps the peer's link alive, but not the memory of the blocks.
 
     Attributes:
         peer: the other agent's name.
-        writes: whether data moves to the peer.
-        blocks: the number of blocks after adjacent blocks were joined.
-        nbytes: total bytes.
-        path: how the data moves.
+        writes: whether the transfer writes to the peer's memory, rather than reads it.
+        blocks: the number of blocks, where adjacent blocks count as one.
+        nbytes: the total size of the blocks in bytes.
+        path: the path that the transfer uses.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Transfer:
         self._closed = False
         self._process = forks.here()
         self._kept: list[object] = [None, lists, copier, kept]
-        # A finalizer keeps the lists, which the engine reads, until no thread can still be in a call with the handle.
+        # The finalizer keeps the lists that the engine reads alive as long as any thread may use the handle.
         forks.finalizer(self, _release, handle, self._kept)
 
     def __repr__(self) -> str:
@@ -145,18 +145,18 @@ class Transfer:
         return f"Transfer({self.nbytes} bytes {direction} {self.peer} by {self.path.name}, {state})"
 
     def start(self, message: bytes | None = None, *, stream: StreamLike = None) -> Self:
-        """Starts the transfer, and returns immediately. A short transfer may have ended by then.
+        """Starts the transfer, and returns without waiting for its end.
 
         Args:
-            message: sent to the peer when all data has arrived; None for no message.
+            message: a message that the peer receives after all data; None to send no message.
             stream: a device's stream. The transfer begins after the stream's earlier work, and the stream's later work
-                waits until the transfer has ended, also if it failed. If a device copies, the stream must be of that
-                device. None: the transfer is not ordered with any stream.
+                waits until the transfer has ended or failed. If a device copies, `stream` must be a stream of that
+                device. If `stream` is None, the transfer does not wait for any stream.
 
         Raises:
             ActiveError: the transfer is active.
             ArgumentError: the message is longer than 256 MiB, or the stream is invalid or being captured into a graph.
-            ClosedError: the transfer was closed, or belongs to another process.
+            ClosedError: the transfer was closed, or this process is a forked child.
         """
         handle = self._open()
         data, nbytes = ffi.NULL if message is None else message, len(message) if message else 0
@@ -177,31 +177,31 @@ class Transfer:
 
     @property
     def state(self) -> State:
-        """The transfer's state. Also for a failed transfer, reading it does not raise."""
+        """The transfer's state. Reading the state does not raise an error even if the transfer has failed."""
         return _STATES[lib.proxyccl_transfer_state(self._open())]
 
     def done(self) -> bool:
-        """Whether the transfer has ended with its data in place. On the path "process_vm" this call may copy a piece.
+        """Returns whether all data has arrived. On the path "process_vm" this call may itself copy a piece.
 
         Raises:
             NotStartedError: the transfer was never started.
-            DisconnectedError, NotRegisteredError, FreedMemoryError, CanceledError, TransferError: the transfer ended in
-                another way.
+            DisconnectedError, NotRegisteredError, FreedMemoryError, CanceledError, TransferError: the transfer failed
+                or was canceled.
         """
         state = lib.proxyccl_transfer_help(self._open())
         return state == _DONE or self._outcome(_STATES[state])
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits until the transfer's data is in place.
+        """Waits until all data has arrived.
 
         Args:
-            timeout: seconds; None: ``PROXYCCL_TIMEOUT``, else 30.
+            timeout: the longest wait in seconds; None for ``PROXYCCL_TIMEOUT``, or if that isn't set 30 s.
 
         Raises:
             TransferTimeoutError: the transfer is still active.
             NotStartedError: the transfer was never started.
-            DisconnectedError, NotRegisteredError, FreedMemoryError, CanceledError, TransferError: the transfer ended in
-                another way.
+            DisconnectedError, NotRegisteredError, FreedMemoryError, CanceledError, TransferError: the transfer failed
+                or was canceled.
         """
         if self._outcome(self.state):
             return
@@ -217,12 +217,12 @@ class Transfer:
         """Cancels the transfer if it is active. When this returns, the transfer no longer accesses local memory.
 
         Args:
-            timeout: seconds to wait for the end of requests to libfabric, which can't be taken back; None:
-                ``PROXYCCL_TIMEOUT``, else 30.
+            timeout: the longest wait, in seconds, for requests to libfabric, which can't be canceled; None for
+                ``PROXYCCL_TIMEOUT``, or if that isn't set 30 s.
 
         Raises:
-            ActiveError: some requests have not ended, and may still write. The transfer can be canceled again, and ends
-                as canceled after its last request.
+            ActiveError: some requests have not completed, and may still write. The transfer ends as canceled when the
+                last request completes. Call `cancel` again to wait for this end.
         """
         handle = self._open()
         bounded = timeout_from(timeout)
@@ -234,7 +234,7 @@ class Transfer:
             )
 
     def close(self, timeout: float | None = None) -> None:
-        """Cancels the transfer if it is active, and refuses further use. Arguments and errors as for `cancel`."""
+        """Cancels the transfer if it is active, and makes it unusable. Has the arguments and errors of `cancel`."""
         if not self._closed:
             self.cancel(timeout)
             self._closed = True
@@ -276,7 +276,6 @@ class Transfer:
         raise TransferError(f"the transfer with agent {self.peer} by {self.path.name} failed: {reason}", self.peer)
 
     def _raise_fault(self) -> None:
-        """If the transfer failed because memory could not be accessed, raises the error for that."""
         fault = ffi.new("ProxycclFault *")
         lib.proxyccl_transfer_fault(self._open(), fault)
         if fault.kind in _FAULTS:
@@ -286,8 +285,8 @@ class Transfer:
 
 
 def has_ended(transfer: Transfer, seconds: float) -> bool:
-    """Waits up to `seconds` until a transfer is not active. Returns whether it is inactive, which means that nothing
-    accesses its memory. Only threads of the library call this.
+    """Waits up to `seconds` until a transfer is not active, and returns whether it is inactive, so that nothing
+    accesses its memory. Only threads of the library may call this.
     """
     if transfer._closed:
         return True
@@ -295,8 +294,8 @@ def has_ended(transfer: Transfer, seconds: float) -> bool:
 
 
 def set_guard(transfer: Transfer, remote: bool, ledger: Ledger, rows: Rows) -> None:
-    """Makes a transfer that was never started depend on registrations of one side. `rows` are (number of a registration
-    in the ledger, address of a block in its memory)."""
+    """Makes a transfer check registrations of its local or remote side. `rows` are (number of a registration in the
+    ledger, address of a block in its region). Call `set_guard` before the first start."""
     kept = np.ascontiguousarray(rows)
     transfer._kept.append((ledger, kept))
     pointer = ffi.cast("uint64_t *", kept.ctypes.data)
@@ -304,7 +303,7 @@ def set_guard(transfer: Transfer, remote: bool, ledger: Ledger, rows: Rows) -> N
 
 
 def set_label(transfer: Transfer, number: int) -> Transfer:
-    """Sets the number by which records name a transfer's peer and path."""
+    """Sets the number that stands for the peer and the path in a transfer's records (`AgentSeen.labels`)."""
     lib.proxyccl_transfer_set_label(transfer._open(), number)
     return transfer
 

@@ -1,1 +1,1 @@
-"""Weights of a model: plans from one sharding to another, carried out by agents. See DESIGN.md."""
+"""Transfers a model's weights from one sharding to another, by agents. See DESIGN.md."""

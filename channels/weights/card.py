@@ -1,4 +1,4 @@
-"""The bytes that describe a holder, and the messages between holders."""
+"""The cards that describe holders, and the messages between holders."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _METADATA = Meta(max_length=64 << 20)
 
 
 class Card(Message, frozen=True):
-    """The description of a holder that other holders connect with.
+    """The description of a holder, with which other holders connect to it.
 
     Attributes:
         metadata: the metadata of the holder's agent.
-        holder: a number that no other holder has, including later holders of an agent of this name.
-        version_address: the address of two 64-bit words. The first is the version that others may read now, or 0 for
-            none; the second is `holder`, or 0 once the holder is closed.
+        holder: a random number that identifies the holder, because a later agent may have the same name.
+        version_address: the address of two 64-bit words in the holder's memory. The first word is the version that
+            others may read now, or 0 for none. The second word is `holder`, or 0 after the holder was closed.
         parts: the holder's parts of tensors.
-        groups: the index of each group's first part.
+        groups: for each group, the index in `parts` of its first part.
     """
 
     format: Literal["proxyccl-weights-2"]
@@ -35,8 +35,8 @@ class Card(Message, frozen=True):
 
 
 class Join(Message, frozen=True, tag="join"):
-    """Asks a holder to announce its versions, and to wait until the sender has read them. `metadata` are the metadata
-    of the sender's agent, `holder` is the sender's number.
+    """Asks a holder to tell the sender of each offered version, and to wait until the sender has read it. `metadata`
+    are those of the sender's agent, and `holder` is the sender's number.
     """
 
     metadata: Annotated[bytes, _METADATA]
@@ -44,18 +44,18 @@ class Join(Message, frozen=True, tag="join"):
 
 
 class Offered(Message, frozen=True, tag="offered"):
-    """Tells a reader to read the sender's version word again."""
+    """Tells a target to read the sender's version word again."""
 
 
 class HasRead(Message, frozen=True, tag="read"):
-    """Tells a holder that the sender, whose number is `holder`, has read the receiver's parts of this version."""
+    """Tells a holder that the sender, whose number is `holder`, has read this version from the holder."""
 
     version: Uint64
     holder: Uint64
 
 
 class Leave(Message, frozen=True, tag="leave"):
-    """Tells a holder that the sender, whose number is `holder`, will not read further versions."""
+    """Tells a holder that the sender, whose number is `holder`, will read no more versions."""
 
     holder: Uint64
 
@@ -67,10 +67,10 @@ MESSAGE: Codec[Join | Offered | HasRead | Leave] = Codec(
 
 
 def tensors_of(cards: Iterable[bytes]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Returns the tensors that holders have parts of: (shape, name of the element type) by name, in the cards' order.
+    """Returns (shape, name of the element type), by name, for all tensors in the cards.
 
     Raises:
-        MetadataError: bytes are not a card.
+        MetadataError: an element of `cards` is not a card.
     """
     parts = (part for card in cards for part in CARD.decode(card, "a holder of weights").parts)
     return {part.tensor: (part.size, part.dtype) for part in parts}

@@ -1,4 +1,4 @@
-"""A holder of weights: an agent, its parts of tensors, and the version that others may read."""
+"""Holders of weights: an agent, its parts of tensors, and the version that others may read."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from proxyccl.device.arrays.array import as_view
 from proxyccl.device.errors import ArgumentError
 
 _SLICE = 0.05
-"""Seconds between checks of the links, because a lost link does not wake a thread that waits for messages."""
+"""Seconds between a waiting thread's checks of its links, because a lost link does not wake it."""
 _LAST_MESSAGE_SECONDS = 0.5
-"""How long after the end of the link to a reader its last message may still arrive, because the reader sends over
-another link."""
+"""Seconds for which a reader's last message may still arrive after the link to the reader was lost, because the reader
+sends over its own link."""
 
 
 class Holder:
-    """The common part of sources and targets. See `WeightSource` and `WeightTarget`."""
+    """The base class of `WeightSource` and `WeightTarget`."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._parts: list[Part] = []
-        self._groups = [0]  # the index of each group's first part
+        self._groups = [0]  # for each group, the index of its first part
         self._regions: dict[tuple[int, int], Region] = {}
         self._number = int.from_bytes(os.urandom(8), "little") | 1
         self._words = np.array([0, self._number], np.uint64)
         self._version = self._words[:1]
         self._version_region = agent.register(self._words)
-        self._readers: dict[str, int] = {}  # the version that each reader has read, by name
-        self._numbers: dict[str, int] = {}  # each reader's number, which tells it from a later holder of the same name
-        self._ended: dict[str, tuple[str, float]] = {}  # why and since when each reader's link has ended, by name
+        self._readers: dict[str, int] = {}  # by name of a reader, the version that it has read
+        self._numbers: dict[str, int] = {}  # by name of a reader, its number (`Card.holder`)
+        self._ended: dict[str, tuple[str, float]] = {}  # by name of a reader, why and since when its link is lost
 
     def __repr__(self) -> str:
         nbytes = sum(part.nbytes for part in self._parts)
@@ -58,20 +58,21 @@ class Holder:
         size: Sequence[int] | None = None,
         within: Any = (),
     ) -> None:
-        """Adds memory that holds a tensor, or a part of it, and registers it with the agent.
+        """Adds an array that contains a tensor or a part of it, and registers the array with the agent.
 
         Args:
-            tensor: the tensor's name, the same in all sources and targets.
-            array: contiguous memory of the host or of a GPU; or a DTensor of torch, whose local part is added. FSDP's
-                parameters are DTensors.
-            sharding: how the tensor is divided among agents, by their names. It determines `start` and `size`.
-            start: the index of the part's first element in each dimension of the tensor.
-            size: shape of the whole tensor. With neither `size` nor `sharding`, the part is the whole tensor.
-            within: the slices of the array that hold the part; (): the whole array. To add a fused array, call `add`
-                once for each of its tensors.
+            tensor: the tensor's name, which must be the same in all sources and targets.
+            array: a contiguous array in host or GPU memory, or a torch DTensor, such as FSDP's parameters, whose local
+                part is added.
+            sharding: a sharding of the tensor among agents' names, instead of `start` and `size`.
+            start: the index in the tensor of the part's first element, for each dimension.
+            size: the shape of the whole tensor. Without `size` and `sharding`, the part is the whole tensor.
+            within: a tuple of slices that select the part in the array; () for the whole array. To add a fused array,
+                call `add` once for each of its tensors.
 
         Raises:
-            ArgumentError: shapes do not fit together, or the array can't be registered.
+            ArgumentError: the part does not lie within the tensor or does not match `sharding`, or the array can't be
+                registered.
         """
         if hasattr(array, "placements") and hasattr(array, "device_mesh"):
             if sharding is not None or start is not None or size is not None:
@@ -92,16 +93,16 @@ class Holder:
         self._parts.append(part)
 
     def card(self) -> bytes:
-        """Returns this holder's card, which describes its agent and parts to readers. Anyone who has the card may read
-        and write this agent's registered memory. Call `add` for all parts first.
+        """Returns this holder's card, with which others connect to it. Anyone who has the card may read and write this
+        agent's registered memory. Call `add` for all parts before.
         """
         address = self._version_region.address
         metadata = self._agent.metadata()
         return CARD.encode(Card("proxyccl-weights-2", metadata, self._number, address, self._parts, self._groups))
 
     def close(self) -> None:
-        """Ends the registration of all parts. The agent stays open. Targets that still read from this holder get an
-        error, and must connect with the card of a new source, even of the same agent.
+        """Deregisters all parts, but leaves the agent open. Targets that still read from this holder get an error, and
+        must connect with the card of a new source, even if it uses the same agent.
         """
         self._words[:] = 0
         self._agent.deregister(self._version_region, *self._regions.values())
@@ -109,7 +110,6 @@ class Holder:
         self._parts.clear()
 
     def _open(self, version: int) -> None:
-        """Publishes that others may now read a version from this holder."""
         self._version[0] = version
         for name in list(self._readers):
             self._tell(name)
@@ -139,7 +139,7 @@ class Holder:
                     self._ended.pop(sender, None)
 
     def _meet(self, metadata: bytes) -> str:
-        """Adds another agent. If another agent of that name is known, it has ended, and is replaced."""
+        """Adds another agent, in place of any known agent of that name, which must have ended."""
         try:
             return self._agent.add(metadata)
         except NameTakenError as error:
@@ -147,8 +147,8 @@ class Holder:
             return self._agent.add(metadata)
 
     def _lost_readers(self) -> dict[str, str]:
-        """Forgets readers whose links ended _LAST_MESSAGE_SECONDS ago, and returns, by reader's name, why its link
-        ended."""
+        """Removes readers whose links were lost _LAST_MESSAGE_SECONDS ago, and returns the reason of each loss by
+        reader's name."""
         now = time.monotonic()
         for name in self._readers:
             if reason := self._agent.lost(name):
@@ -162,22 +162,23 @@ class Holder:
         return lost
 
     def _wait(self, met: Callable[[], bool], deadline: float, expected: Callable[[], str]) -> None:
-        """Takes messages until `met` returns true.
+        """Handles messages until `met` returns true.
 
         Raises:
-            TransferTimeoutError: the deadline, by `time.monotonic`, has passed. The text of `expected` says what did
-                not happen.
+            TransferTimeoutError: `deadline`, in seconds of `time.monotonic`, has passed. The error contains the text
+                that `expected` returns.
         """
         self._take_messages()
         while not met():
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TransferTimeoutError(f"agent {self._agent.name}: {expected()} within the time")
-            with contextlib.suppress(TransferTimeoutError):  # `met` may depend on links and others' memory
+            with contextlib.suppress(TransferTimeoutError):  # `met` may change without a message
                 self._agent.wait_for_message(min(left, _SLICE))
             self._take_messages()
 
 
 def deadline_of(agent: Agent, timeout: float | None) -> float:
-    """Returns the deadline of a wait, by `time.monotonic`; if `timeout` is None, the agent's time-out applies."""
+    """Returns the deadline of a wait in seconds of `time.monotonic`. If `timeout` is None, uses the agent's
+    time-out."""
     return time.monotonic() + (agent.timeout if timeout is None else timeout_from(timeout))

@@ -1,4 +1,4 @@
-"""The parts of tensors that a holder has in its memory."""
+"""Parts of tensors in a holder's memory."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _Numbers = Annotated[tuple[Uint64, ...], Meta(max_length=64)]
 
 
 class Part(Message, frozen=True):
-    """A box of a tensor in a holder's memory.
+    """A box-shaped part of a tensor, and its place in a holder's memory.
 
     Attributes:
         tensor: the tensor's name.
         dtype: the name of the tensor's element type.
-        itemsize: bytes of an element.
-        size: shape of the whole tensor.
-        start, shape: the box, in elements of the tensor.
-        address: address of the box's first element, in the holder's memory.
-        strides: bytes from one element to the next in each dimension.
+        itemsize: the size of an element in bytes.
+        size: the shape of the whole tensor.
+        start, shape: the index of the part's first element in the tensor, and the part's shape.
+        address: the address of the part's first element.
+        strides: for each dimension, the bytes from one element to the next.
     """
 
     tensor: Annotated[str, Meta(max_length=4096)]
@@ -46,12 +46,12 @@ class Part(Message, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the part's elements."""
+        """The total size of the part's elements in bytes."""
         return math.prod(self.shape) * self.itemsize
 
     @property
     def end(self) -> tuple[int, ...]:
-        """The index after the part's last element in each dimension."""
+        """For each dimension, the index in the tensor after the part's last element."""
         return tuple(begin + extent for begin, extent in zip(self.start, self.shape, strict=True))
 
 
@@ -62,7 +62,7 @@ def part_of(
     size: Sequence[int] | None = None,
     within: Any = (),
 ) -> Part:
-    """Returns the part of a tensor that an array holds. Takes the arguments of `Holder.add`."""
+    """Describes the part of a tensor in an array. Takes the arguments of `Holder.add`."""
     if (start is None) != (size is None):
         raise ArgumentError("size", "expected both start and size, or neither")
     slices = within if isinstance(within, tuple) else (within,)

@@ -1,4 +1,4 @@
-"""Plans: the blocks that each target reads, so that each byte moves once over each link. Nothing moves here."""
+"""Plans: the blocks that each target reads, so that each byte is sent once to each node."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from proxyccl.channels.weights.sharding import Box
 from proxyccl.device.errors import ArgumentError
 
 _SHORTEST = 64 << 10
-"""The least bytes of a piece; smaller boxes are not cut to balance the work."""
+"""The smallest size of a piece in bytes."""
 
 
 class Read(Struct, frozen=True):
-    """The blocks that one holder reads from another.
+    """The blocks that a target reads from one other holder.
 
     Attributes:
         peer: the holder to read from.
-        relayed: whether the peer is a target, which must read the blocks first.
-        blocks: uint64, shape (N, 3): local address, address at the peer, bytes.
+        relayed: whether the peer is another target, which must read the blocks from a source first.
+        blocks: uint64 of shape (N, 3): local address, address at the peer, bytes.
     """
 
     peer: str
@@ -45,17 +45,17 @@ Held = Mapping[str, Sequence[Part]]
 def plan(sources: Held, targets: Held, nodes: Mapping[str, Hashable] | None = None) -> dict[str, list[Read]]:
     """Plans how targets get their parts of tensors from sources.
 
-    If several sources have a part, each serves an equal share; if some of them are on the target's node, only these
-    serve it. If several targets of a node need a part, each of them reads an equal share from a source, and the other
-    targets read that share from this target.
+    If several sources have a part, each sends an equal share of the part. If some of these sources are on the target's
+    node, only the sources on this node send. If several targets of a node need a part, each reads an equal share of the
+    part from sources, and the remaining shares from the other targets.
 
     Args:
-        sources, targets: the parts of each holder, by its name. No name is in both. A target may have parts of any
-            number of shardings; several parts of one holder may hold the same elements.
-        nodes: the node of each holder. A holder without an entry is alone on its node.
+        sources, targets: the parts of each holder, by its name. A name must not be in both mappings. The parts of a
+            target may belong to several shardings, and parts of one holder may contain the same elements.
+        nodes: the node of each holder, by its name. A holder without an entry is alone on its node.
 
     Returns:
-        The reads of each target, by its name: at most one from each source and one from each other target.
+        The reads of each target, by the target's name. A target has at most one read from each other holder.
 
     Raises:
         ArgumentError: no source has a part, or shapes or element types differ.
@@ -64,7 +64,7 @@ def plan(sources: Held, targets: Held, nodes: Mapping[str, Hashable] | None = No
 
 
 def plan_one(target: str, sources: Held, targets: Held, nodes: Mapping[str, Hashable]) -> tuple[list[Read], set[str]]:
-    """Returns one target's reads in `plan`, and the names of the targets that read from it."""
+    """Plans as `plan` does, and returns the reads of one target, and the names of the targets that read from it."""
     planner = _Planner(sources, targets, nodes, {target})
     return planner.reads[target], {reader for reader, peer, _ in planner.links if peer == target}
 
@@ -75,11 +75,11 @@ class _Candidate(NamedTuple):
 
 
 class _Planner:
-    """Makes a plan, and lists the blocks of the chosen targets.
+    """Makes a plan, and computes the blocks of the targets in `chosen`.
 
     Attributes:
-        links: for each read, in order, (target, peer, whether the read is relayed), and its blocks.
-        reads: the reads of each chosen target.
+        links: the blocks of each read, by (target, peer, whether the read is relayed).
+        reads: for each target in `chosen`, its reads.
     """
 
     def __init__(self, sources: Held, targets: Held, nodes: Mapping[str, Hashable], chosen: set[str]) -> None:
@@ -88,9 +88,9 @@ class _Planner:
         self._nodes, self._chosen = nodes, chosen
         self._sent: Counter[str] = Counter()
         self._received: Counter[str] = Counter()
-        self._cells: dict[tuple[object, ...], list[_Cell]] = {}  # kept, because layers of a model have the same shapes
-        # The blocks are kept by pair of parts, because memory is registered by parts and a block must lie within one
-        # part on either side.
+        self._cells: dict[tuple[object, ...], list[_Cell]] = {}  # by the parts' layout
+        # The blocks are grouped by pair of parts, because blocks of different parts, which may be registered
+        # separately, must not be joined.
         self.links: dict[tuple[str, str, bool], dict[tuple[int, int], list[Rows]]] = {}
         held = _by_tensor(sources)
         for tensor, wanted in _by_tensor(targets).items():
@@ -115,7 +115,6 @@ class _Planner:
             self._share(box, [held[index] for index in having], [wanted[index] for index in wanting])
 
     def _share(self, box: Box, having: list[_Candidate], wanting: list[_Candidate]) -> None:
-        """Divides a box among the holders that have all of it and the holders that want all of it."""
         first_part: dict[str, Part] = {}
         for holder, part in having:
             first_part.setdefault(holder, part)
@@ -171,14 +170,14 @@ class _Cell(NamedTuple):
 
 
 def _cells(parts: Sequence[Part], held: int) -> Iterator[_Cell]:
-    """Yields the boxes that a target wants and that no part's boundary cuts, each with the indices of the parts that
-    contain it.
+    """Divides a tensor at all parts' boundaries, and yields each box that a target needs, with the indices of the
+    sources' and the targets' parts that contain it.
 
     Args:
         parts: the sources' parts, then the targets' parts.
-        held: the number of the sources' parts.
+        held: the number of sources' parts.
     """
-    edges, inside = [], np.ones((1, len(parts)), np.bool_)  # for each cell so far, the parts that contain it
+    edges, inside = [], np.ones((1, len(parts)), np.bool_)  # for each cell, the parts that contain it
     for dim in range(len(parts[0].size)):
         begin, end = (np.array([getattr(part, side)[dim] for part in parts]) for side in ("start", "end"))
         cuts = np.unique(np.concatenate((begin, end)))
@@ -195,7 +194,7 @@ def _cells(parts: Sequence[Part], held: int) -> Iterator[_Cell]:
 
 
 def _cut(box: Box, itemsize: int, pieces: int) -> Iterator[Box]:
-    """Cuts a box into at most `pieces` pieces of about equal size, along the first dimension that is long enough."""
+    """Cuts a box into at most `pieces` pieces of about equal size, along the first dimension with enough elements."""
     pieces = min(pieces, math.prod(box.shape) * itemsize // _SHORTEST)
     dim = next((dim for dim, extent in enumerate(box.shape) if extent >= pieces), None)
     if pieces <= 1 or dim is None:
@@ -210,7 +209,8 @@ def _cut(box: Box, itemsize: int, pieces: int) -> Iterator[Box]:
 
 
 def _blocks(box: Box, here: Part, there: Part) -> Rows:
-    """Returns the blocks that copy a box between two parts that contain it."""
+    """Returns the blocks of a box, as rows of (address in `here`, address in `there`, bytes). The box must lie within
+    `here` and within `there`."""
     nbytes, dim = here.itemsize, len(box.shape)
     while dim and (box.shape[dim - 1] == 1 or here.strides[dim - 1] == there.strides[dim - 1] == nbytes):
         dim -= 1

@@ -1,4 +1,4 @@
-"""How a tensor is divided among holders. The conventions are those of torch's DTensor."""
+"""Shardings: how a tensor is divided among holders, by the conventions of torch's DTensor."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class Replicate(Struct, frozen=True):
 
 
 class Shard(Struct, frozen=True):
-    """The holders along a mesh axis divide a dimension like `torch.chunk`: into parts of ceil(n / holders) elements;
-    the last parts may have fewer.
+    """The holders along a mesh axis divide a dimension of n elements as `torch.chunk` does: each gets ceil(n / holders)
+    elements, but the last ones may get fewer or none.
 
     Attributes:
-        dim: the tensor's dimension, from 0.
+        dim: the index of the tensor's dimension, from 0.
     """
 
     dim: int
 
 
 class Box(Struct, frozen=True):
-    """A part of a tensor.
+    """A box-shaped part of a tensor.
 
     Attributes:
         start: the index of the part's first element in each dimension.
@@ -44,15 +44,16 @@ class Sharding:
 
     Args:
         shape: the shape of the whole tensor.
-        mesh: the holders (names of agents, or ranks) as nested sequences in row-major order. Each holder occurs once.
-        placements: one `Replicate` or `Shard` for each axis of the mesh. If several axes divide one dimension, the
-            first of them divides it first.
+        mesh: the holders (names of agents, or ranks), as nested sequences in row-major order. Each holder must occur
+            exactly once.
+        placements: a `Replicate` or `Shard` for each axis of the mesh. If several axes divide the same dimension, the
+            first axis divides it first.
 
     Attributes:
         holders: the holders, in the mesh's order.
 
     Raises:
-        ArgumentError: the arguments do not fit together.
+        ArgumentError: an argument is invalid, or the arguments do not match.
     """
 
     def __init__(self, shape: Sequence[int], mesh: Any, placements: Sequence[Replicate | Shard]) -> None:
@@ -80,7 +81,7 @@ class Sharding:
         return f"Sharding({self.shape}, {self._mesh_shape} holders, {list(self.placements)})"
 
     def box(self, holder: Hashable) -> Box:
-        """Returns the part of a holder, which may be empty: some extents of its shape are then 0.
+        """Returns a holder's part of the tensor. If the part is empty, its shape contains 0.
 
         Raises:
             ArgumentError: the mesh does not have this holder.

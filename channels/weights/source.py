@@ -12,13 +12,13 @@ from proxyccl.device.arguments.integers import as_integer
 
 
 class WeightSource(Holder):
-    """Offers versions of weights, which targets read from the source's memory.
+    """Offers versions of weights, which targets read from this source's memory.
 
-    A version may be read while it is offered. Outside of `offer` and `offered` the program may change the weights: a
-    target that still reads notices this, and waits for the next version.
+    Targets may read a version during `offer` and `offered`. At other times the program may change the weights: a target
+    that is still reading then discards the version, and waits for the next one.
 
     Args:
-        agent: the source's agent. Nothing else may take this agent's messages.
+        agent: the source's agent. The program must not call `messages` of this agent.
     """
 
     def __init__(self, agent: Agent) -> None:
@@ -26,27 +26,28 @@ class WeightSource(Holder):
 
     @property
     def targets(self) -> list[str]:
-        """The names of the targets that read from this source, as far as it knows."""
+        """The names of the targets that have connected to this source."""
         self._take_messages()
         return list(self._readers)
 
     def offer(self, version: int, *, targets: int = 0, timeout: float | None = None) -> list[str]:
-        """Offers a version, and returns when all known targets have read it.
+        """Offers a version, and returns when all connected targets have read it.
 
-        All work on the weights must have ended, also on the device. Every source must offer the same versions.
+        Before this call, all work that writes to the weights must have ended, including work on a device. All sources
+        must offer the same versions.
 
         Args:
-            version: the version's number, from 1 on. Each number identifies one state of the weights.
-            targets: the least number of targets that must have read the version. Targets may join during the wait.
-            timeout: seconds; None: the agent's time-out.
+            version: the version's number, at least 1, which identifies one state of the weights.
+            targets: the number of targets to wait for at least, including those that connect during the wait.
+            timeout: the longest wait in seconds; None: the agent's time-out.
 
         Returns:
             The names of the targets that have read the version.
 
         Raises:
-            DisconnectedError: a target, whose name is `peer`, ended. The other targets have read the version, and the
-                source is ready for the next one.
-            TransferTimeoutError: targets, which the error names, did not read the version within the time.
+            DisconnectedError: the target whose name is `peer` has ended. The remaining targets have read the version,
+                and the source can offer another version.
+            TransferTimeoutError: the targets that the error names did not read the version within `timeout`.
         """
         deadline = deadline_of(self._agent, timeout)
         lost: dict[str, str] = {}
@@ -72,12 +73,12 @@ class WeightSource(Holder):
 
     @contextlib.contextmanager
     def offered(self, version: int) -> Iterator[None]:
-        """Offers a version during the `with` block. The program must know by other means when the targets have read the
-        version, and then leave the block.
+        """Offers a version during a `with` block. The program must leave the block when it knows, by its own means,
+        that the targets have read the version.
 
         Raises:
-            ArgumentError: the version is not an integer from 1 on.
-            TransferError: another version is being offered.
+            ArgumentError: `version` is not an integer of at least 1.
+            TransferError: this source is offering another version.
         """
         as_integer(version, "version", "must be an integer from 1 on", 1, 2**63 - 1)
         if self._version[0]:

@@ -23,27 +23,26 @@ from proxyccl.device.base_runtime import StreamLike
 from proxyccl.device.errors import ArgumentError
 
 _WORDS = 2
-"""A version, and the number of its holder (`Card.version_address`)."""
+"""The number of words at `Card.version_address`."""
 
 
 class Group(Struct):
-    """The transfers of one group of parts: `direct` from sources, and `relayed` from other targets, once these have
-    read their shares."""
+    """The transfers of one group of parts: `direct` transfers from sources, and then `relayed` transfers from other
+    targets."""
 
     direct: list[Transfer]
     relayed: list[Transfer]
 
 
 class Connected:
-    """The reads of a target, whose agent has added the agents of all cards. The target and its peers all compute the
-    same plan.
+    """The prepared reads of a target. The target's agent must have added the agents of all cards.
 
     Attributes:
         groups: the transfers of each group.
-        sources: names of all sources, including those that this target reads nothing from: the target reports its reads
-            to all sources, so that all sources count the same targets.
-        peers: names of the targets that this one reads from.
-        readers: by name, the numbers of the peers that read from this target.
+        sources: the names of all sources, even those from which this target reads no parts, because all sources wait
+            for the same targets.
+        peers: the names of the targets from which this target reads.
+        readers: by name, the number of each peer that reads from this target.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class Connected:
         cards = {**sources, **peers}
         nodes = {name: host_of(card.metadata) for name, card in cards.items()}
         nodes[agent.name] = host_of(agent.metadata(()))
-        has = {name: sources[name].parts for name in sorted(sources)}  # sorted, so that all peers make the same plan
+        has = {name: sources[name].parts for name in sorted(sources)}  # sorted, so that peers compute the same plan
         theirs = {name: grouped(card.parts, card.groups) for name, card in peers.items()}
         for name, each in theirs.items():
             if len(each) != len(groups):
@@ -87,8 +86,8 @@ class Connected:
         ]
 
     def versions(self, names: Iterable[str], deadline: float) -> set[int]:
-        """Returns the set of versions that the named holders offer now, where 0 means that a holder offers none. Raises
-        DisconnectedError, TransferTimeoutError."""
+        """Reads the version words of the named holders, and returns the set of versions that they offer now. The set
+        contains 0 if a holder offers none. Raises DisconnectedError, TransferTimeoutError."""
         chosen = {name: self._index[name] for name in names}
         try:
             self.move([self._looks[index] for index in chosen.values()], deadline)
@@ -100,8 +99,8 @@ class Connected:
         return set(self._words[list(chosen.values()), 0].tolist())
 
     def move(self, transfers: Sequence[Transfer], deadline: float, stream: StreamLike = None) -> None:
-        """Carries out transfers concurrently. When this returns or raises, no transfer accesses memory any longer.
-        Errors as for `Agent.wait`."""
+        """Makes transfers concurrently, and waits for them. Raises the errors of `Agent.wait`, but only after all
+        transfers have ended."""
         try:
             for transfer in transfers:
                 transfer.start(stream=stream)
@@ -124,17 +123,17 @@ def _closed(name: str) -> DisconnectedError:
 
 
 def grouped(parts: Sequence[Part], groups: Sequence[int]) -> list[Sequence[Part]]:
-    """Returns the parts of each group, given the index of each group's first part."""
+    """Returns the parts of each group. `groups` has the index of each group's first part."""
     return [parts[first:last] for first, last in itertools.pairwise((*groups, len(parts)))]
 
 
 class Received(Struct, frozen=True):
-    """Weights that have arrived.
+    """A version of the weights that a target has read.
 
     Attributes:
-        version: the weights' version.
-        nbytes: bytes that this target read.
-        seconds: the time from the start of the first read to the end of the last read.
+        version: the version's number.
+        nbytes: the number of bytes that this target read.
+        seconds: the time from the start of the first read to the end of the last one, in seconds.
     """
 
     version: int
@@ -143,10 +142,10 @@ class Received(Struct, frozen=True):
 
 
 class WeightTarget(Holder):
-    """Reads versions of weights into its memory.
+    """Reads versions of weights from sources into this target's memory.
 
     Args:
-        agent: the target's agent. Nothing else may take this agent's messages.
+        agent: the target's agent. The program must not call `messages` of this agent.
     """
 
     def __init__(self, agent: Agent) -> None:
@@ -156,29 +155,30 @@ class WeightTarget(Holder):
 
     @property
     def nbytes(self) -> int:
-        """The bytes that each version moves to this target; 0 before `connect`."""
+        """The number of bytes that this target reads for each version; 0 before `connect`."""
         return 0 if self._connected is None else self._connected.nbytes
 
     def next_group(self) -> None:
-        """Begins a new group of parts, to which later calls of `add` belong. Groups are read one after another, and
-        `receive` calls `each` between them, so parts of different groups may share memory."""
+        """Begins a new group, to which later calls of `add` add parts. `receive` reads groups one after another, and
+        calls `each` after each group, so parts of different groups may share memory."""
         self._groups.append(len(self._parts))
 
     def connect(self, sources: Iterable[bytes], *, peers: Iterable[bytes] = ()) -> None:
-        """Plans and prepares the reads, and joins the sources. Call `add` for all parts before. Call this again when a
-        holder has ended and another one has replaced it.
+        """Connects to the sources, and plans and prepares the reads. Call `add` for all parts before. If a source or
+        peer ends and another one replaces it, call this again.
 
         Args:
-            sources: cards of all sources.
-            peers: cards of other targets, which connect to the same sources and have this target's card. If several of
-                these targets are on one host, one of them reads each piece from a source, and the others read it from
-                that target. So all of them must receive each version.
+            sources: the cards of all sources.
+            peers: the cards of other targets with which this target shares its reads. These other targets must connect
+                to the same sources, with this target among their peers. Of the targets on one host, only one reads each
+                piece from a source, and the others read the piece from that target, so all of the targets must receive
+                each version.
 
         Raises:
-            ArgumentError: no source has a part, shapes or element types differ, or peers have different numbers of
-                groups.
-            MetadataError: bytes are not a card.
-            DisconnectedError: a holder, whose name is `peer`, can't be reached.
+            ArgumentError: no source has a part of this target, shapes or element types differ between holders, or a
+                peer has another number of groups.
+            MetadataError: an element of `sources` or `peers` is not a card.
+            DisconnectedError: the holder whose name is `peer` can't be reached.
         """
         self._disconnect()
         theirs, others = self._meet_all(sources), self._meet_all(peers)
@@ -199,24 +199,24 @@ class WeightTarget(Holder):
         stream: StreamLike = None,
         each: Callable[[int], object] | None = None,
     ) -> Received:
-        """Waits until the sources offer a version, and reads it.
+        """Waits until all sources offer a version, and reads it.
 
         Args:
-            version: the version to read; None: the next version that differs from the last one received.
+            version: the version to read; None: the next version that is not the one received last.
             timeout: the longest that the whole call may take, in seconds; None: the agent's time-out.
-            stream: a stream of the parts' device: the reads follow the stream's queued work, and its later work follows
-                the reads.
-            each: called with the number of each group when its data is in place, before the next group is read. If it
-                works on a device, it must queue that work on `stream`.
+            stream: a stream of the parts' device. The reads begin after the stream's earlier work, and its later work
+                waits for the reads.
+            each: called after each group was read, with the group's index, and before the next group is read. If the
+                callback uses the parts on a device, it must queue that work on `stream`.
 
         Returns:
-            The version that has arrived; all sources were told of its arrival.
+            The version that this target has read, and has reported to all sources.
 
         Raises:
             NotStartedError: the target is not connected.
-            DisconnectedError: a source or a peer, whose name is `peer`, has ended or was closed. The weights may be of
-                two versions.
-            TransferTimeoutError: not all sources offered the version, or the reads did not end, within the time.
+            DisconnectedError: the source or peer whose name is `peer` has ended or was closed. The parts may contain
+                data of two versions.
+            TransferTimeoutError: not all sources offered the version, or the reads did not end, within `timeout`.
         """
         connected = self._connected
         if connected is None:
@@ -232,7 +232,7 @@ class WeightTarget(Holder):
                 return Received(found, connected.nbytes, time.perf_counter() - begin)
 
     def close(self) -> None:
-        """Leaves the sources, and ends the registration of all parts. The agent stays open."""
+        """Disconnects from the sources, and deregisters all parts, but leaves the agent open."""
         self._disconnect()
         super().close()
 
@@ -245,7 +245,7 @@ class WeightTarget(Holder):
             connected, self._connected = self._connected, None
             connected.close()
             for source in connected.sources:
-                with contextlib.suppress(DisconnectedError):  # the source has ended
+                with contextlib.suppress(DisconnectedError):  # a source that has ended
                     self._agent.notify(source, MESSAGE.encode(Leave(self._number)))
         self._last = 0
 
@@ -273,13 +273,13 @@ class WeightTarget(Holder):
         stream: StreamLike,
         each: Callable[[int], object] | None,
     ) -> bool:
-        """Reads a version. Returns False if a source withdrew it during the reads."""
+        """Reads a version. Returns False if a source stopped offering the version during the reads."""
         for number, group in enumerate(connected.groups):
             connected.move(group.direct, deadline, stream)
             if connected.versions(connected.sources, deadline) != {version}:
                 return False
             if connected.peers or connected.readers:
-                # Groups may share memory, so this number, which fits in a word, differs from those of earlier groups.
+                # `shared` differs between groups, because groups may share memory.
                 shared = 1 + (version * len(connected.groups) + number) % (2**63 - 1)
                 self._pass_on(connected, group, shared, deadline, stream)
             if each is not None:
@@ -289,8 +289,6 @@ class WeightTarget(Holder):
         return True
 
     def _pass_on(self, connected: Connected, group: Group, number: int, deadline: float, stream: StreamLike) -> None:
-        """Lets peers read the parts of a group that this target has read, and reads the remaining parts from peers."""
-
         def peers_have_theirs() -> bool:
             return connected.versions(connected.peers, deadline) <= {number}
 
@@ -300,14 +298,14 @@ class WeightTarget(Holder):
             return all(read == number for read in self._readers.values())
 
         self._take_messages()
-        self._readers = dict.fromkeys(self._readers, 0)  # reset, because an earlier attempt used the same number
+        self._readers = dict.fromkeys(self._readers, 0)  # an earlier attempt may have used this number
         self._open(number)
         try:
             whole = False
             while not whole:
                 self._wait(peers_have_theirs, deadline, lambda: f"{connected.peers} did not read their shares")
                 connected.move(group.relayed, deadline, stream)
-                whole = peers_have_theirs()  # if false, a peer gave up and may have overwritten its share
+                whole = peers_have_theirs()  # if False, a peer may have overwritten its share meanwhile
             for peer in connected.peers:
                 self._agent.notify(peer, MESSAGE.encode(HasRead(number, self._number)))
             self._wait(peers_have_mine, deadline, lambda: f"{list(self._readers)} did not read this target's share")
