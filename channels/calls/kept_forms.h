@@ -24,7 +24,7 @@ typedef struct Signature {
 
 typedef struct KeptForms {
   struct Entry* chains[PROXYCCL_FORM_CHAINS];
-  struct Entry *oldest, *newest; /* list in the order of last use */
+  struct Entry *oldest, *newest; /* ends of the list in the order of last use */
   Py_ssize_t count;
 } KeptForms;
 
@@ -34,7 +34,7 @@ int proxyccl_relate(Signature* signature, size_t rank);
 void proxyccl_hash_signature(Signature* signature);
 /* Returns the form for a hashed signature as a new reference; NULL if no form is kept. */
 CallForm* proxyccl_find_form(KeptForms* forms, const Signature* signature);
-/* Keeps a form; if its launch names memory by proxies' ids, the form is found only for the same addresses. If too many
+/* Keeps a form, which is found only for the same addresses if its launch holds proxies' ids of memory. If too many
  * forms are kept, drops the least recently used form. Returns 0, or -1 with an exception. */
 int proxyccl_keep_form(KeptForms* forms, const Signature* signature, CallForm* form);
 /* Drops the forms that are bound to memory in a range. */

@@ -12,13 +12,14 @@ enum {
 };
 
 typedef struct ReachedRange {
-  long number; /* identifies the range when its owner changes or removes it */
+  long number; /* identifies the range in later changes */
   uintptr_t start, end;
   unsigned reached;
-  uintptr_t* bases; /* by rank, the address of `start` for that rank's kernels; NULL unless all ranks reach it */
+  uintptr_t*
+      bases; /* for each rank, the address of `start` for its kernels; NULL unless all ranks' kernels reach the range */
   int (*holds)(const void*, uint64_t start,
-               uint64_t end); /* holds(guard, …): whether the range still lies in the allocations that were announced */
-  const void* guard;          /* NULL if the memory is not freed while it is announced */
+               uint64_t end); /* holds(guard, …) returns whether the range still lies in the announced allocations */
+  const void* guard;          /* NULL if the owner can't free the memory while it is announced */
   PyObject* kept;             /* an object that must live as long as the guard */
 } ReachedRange;
 
