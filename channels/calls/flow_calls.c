@@ -15,8 +15,7 @@
 #include "stream_order.h"
 
 enum { FEW_MOVES = 32 };
-static const uintptr_t NO_STREAM =
-    UINTPTR_MAX; /* instead of a stream whose handle may later belong to another stream */
+static const uintptr_t NO_STREAM = UINTPTR_MAX; /* replaces a stream whose handle may be reused */
 
 /* Data that this rank sends (`target` is 0), receives (`source` is 0), or copies within itself. */
 typedef struct Move {

@@ -15,8 +15,7 @@ typedef struct ReachedRange {
   long number; /* identifies the range in later changes */
   uintptr_t start, end;
   unsigned reached;
-  uintptr_t*
-      bases; /* for each rank, the address of `start` for its kernels; NULL unless all ranks' kernels reach the range */
+  uintptr_t* bases; /* the address of `start` for each rank's kernels; NULL unless all of them reach the range */
   int (*holds)(const void*, uint64_t start,
                uint64_t end); /* holds(guard, …) returns whether the range still lies in the announced allocations */
   const void* guard;          /* NULL if the owner can't free the memory while it is announced */

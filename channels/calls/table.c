@@ -384,8 +384,7 @@ static PyObject* want(PyObject* object, PyObject* arguments) {
   PyObject* before = self->lend;
   self->lend = Py_NewRef(lend);
   Py_XDECREF(before);
-  if (self->wanted_count == MOST_WANTED)
-    self->wanted_count = 0; /* the entries have been unused for long, so drop all */
+  if (self->wanted_count == MOST_WANTED) self->wanted_count = 0; /* all entries are old */
   self->wanted[self->wanted_count++] = (Note){(uintptr_t)at, (size_t)bytes};
   Py_RETURN_NONE;
 }
