@@ -353,8 +353,7 @@ class Group:
 
     @contextlib.contextmanager
     def mapping_of(self, peer: int) -> Iterator[None]:
-        """Wraps mapping a peer's memory: if the memory is gone because the peer has failed, raises the peer's failure.
-        """
+        """Wraps mapping a peer's memory. If the memory is gone because the peer has failed, raises that failure."""
         try:
             yield
         except ArgumentError:

@@ -1,1 +1,1 @@
-"""Execution plans: Execution plans: collectives as MSCCL++'s JSON programs."""
+"""Execution plans: collectives as MSCCL++'s JSON programs."""

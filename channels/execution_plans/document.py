@@ -50,8 +50,7 @@ class IterationContext(Message, frozen=True):
 
 
 class Op(Message, frozen=True):
-    """An operation of a threadblock. `name` determines which fields the operation has; only switches use the last four.
-    """
+    """An operation of a threadblock. Its `name` determines its fields; only switches use the last four."""
 
     name: str
     channel_type: ChannelType = "none"

@@ -104,8 +104,7 @@ class _Buffer:
         self.memory: RegisteredMemory | None = None
 
     def reserve(self, nbytes: int) -> bool:
-        """Replaces the buffer if it is smaller than `nbytes`, on all ranks together. Returns whether it was replaced.
-        """
+        """Replaces a buffer that is smaller than `nbytes`, on all ranks together. Returns whether it did."""
         if self.memory is not None and nbytes <= self.memory.nbytes:
             return False
         room = 1 << max(12, (nbytes - 1).bit_length())
@@ -281,7 +280,7 @@ class _Resources:
             self._ports.__getitem__,
             self._semaphores.__getitem__,
         )
-        program = plan.programs[own] or ((),)  # a rank without threadblocks runs an empty block, which counts executions
+        program = plan.programs[own] or ((),)  # an empty block counts executions on a rank without threadblocks
         raw, tables = writer.tables(program)
         return self._upload(raw), tables
 

@@ -213,8 +213,7 @@ class ExecutionPlan:
 
     @functools.cached_property
     def touched(self) -> list[dict[int, Place]]:
-        """For each rank, the peers whose memory its kernels access, with the place of the first operation that does so.
-        """
+        """For each rank, the peers whose memory its kernels access, and the place of the first operation on it."""
         found: list[dict[int, Place]] = [{} for _ in range(self.world_size)]
         for rank in range(self.world_size):
             for operation, _ in self.operations(rank):

@@ -35,8 +35,7 @@ BUFFERS: dict[BufferName, str] = {"i": "input", "o": "output", "s": "scratch mem
 
 
 class Place(Struct, frozen=True):
-    """The place of an operation in a plan, for error messages. A pipeline is numbered before the operations inside it.
-    """
+    """The place of an operation in a plan, for error messages. A pipeline comes before the operations inside it."""
 
     rank: int
     threadblock: int
