@@ -1,4 +1,4 @@
-"""A rank's links to peers on other hosts: its endpoint for each peer, and the peers' endpoints."""
+"""Connects a rank to peers on other hosts: exchanges the endpoints of each pair of ranks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from proxyccl.proxy.transports.table import TRANSPORTS
 
 
 class _Answer(Message, frozen=True):
-    """A rank's message to the others while remote links are brought up.
+    """A rank's message to the other ranks during the set-up of remote links.
 
     Attributes:
-        failure: the reason why this rank can't continue; empty if this rank can continue.
+        failure: the reason why this rank can't continue; empty if it can.
         unsupported_reasons: by transport, the reason why the network device can't register the GPU's memory; empty if
             it can.
-        wanted: the peers to which this rank needs an endpoint and has none.
-        endpoints: this rank's new endpoints; an endpoint that several peers share is listed once.
+        wanted: the peers for which this rank still needs an endpoint.
+        endpoints: this rank's new endpoints, each listed once even if several peers share it.
         for_peers: by peer, the index in `endpoints` of the endpoint for that peer.
     """
 
