@@ -114,7 +114,7 @@ class RemoteLinks:
                 self._theirs[peer] = theirs
             return _Answer()
 
-        self._together(connect)  # waits for all ranks, because a queue pair must be ready to receive before its peer sends
+        self._together(connect)  # a queue pair must be ready to receive before its peer sends
 
     def _together(self, step: Callable[[], _Answer]) -> list[_Answer]:
         """Runs a step on this rank, and exchanges the results with all ranks. If the step fails on any rank, all ranks

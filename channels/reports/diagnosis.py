@@ -260,10 +260,9 @@ class _WaitGraph:
         return findings
 
     def _failures(self, findings: Sequence[Finding]) -> list[Finding]:
-        """Returns findings of errors that explain by themselves why a communicator ended; a single report by any rank
-        is enough.
+        """Returns findings of errors that explain by themselves why a communicator failed.
 
-        Time-outs are left out, because they explain nothing, and lost processes, because they are separate findings.
+        Time-outs explain nothing, and lost processes are separate findings, so both are omitted.
         """
         explained = {"WaitTimeoutError", "PeerLostError", "AbortedError"}
         if any(finding.kind == "mismatch" for finding in findings):

@@ -53,7 +53,7 @@ def expect(group: Group) -> None:
     now, own = time.monotonic(), group.topology.ranks[group.rank]
     with _lock:
         _awaited[:] = [awaited for awaited in _awaited if awaited.deadline > now]
-        for peer, info in enumerate(group.topology.ranks):  # including ranks that have left, whose processes wait for their peers
+        for peer, info in enumerate(group.topology.ranks):  # also ranks that have left but still run
             if info.token != own.token:
                 process = Member(info.host, info.pid, info.started, info.view)
                 seconds = _SECONDS if process.is_visible else _ELSEWHERE_SECONDS
