@@ -106,7 +106,7 @@ class ScheduleMemories:
         defaults = group.runtime.launch_defaults
         staged_bytes = defaults.staged_pinned_bytes * (group.world_size - 1)
         self.pinned_bytes = staged_bytes if self.staged_together else defaults.pinned_bytes
-        own_box = group.world_size > 1 and not self.staged_together  # all ranks are on one host, and so have the same driver
+        own_box = group.world_size > 1 and not self.staged_together  # ranks of one host have the same driver
         self.own_box_bytes = defaults.own_box_bytes * (group.world_size - 1) if own_box else 0
         # The next rank's box is mapped now, because nothing can be mapped while a graph is captured.
         self._box = allocate(group, self.own_box_bytes, "uint8") if self.own_box_bytes else None
