@@ -103,8 +103,8 @@ def rows_of_all(group: Group, source: ArrayView) -> tuple[int, ...]:
 
 
 def share_shape(group: Group, source: ArrayView) -> tuple[int, ...]:
-    """Returns the shape of one rank's share of `x`. Raises ArgumentError if the first dimension of `x` does not divide
-    evenly.
+    """Returns the shape of one rank's share of `x`. Raises ArgumentError if the first dimension of `x` is not a
+    multiple of the number of ranks.
     """
     ranks = group.world_size
     if not source.shape or source.shape[0] % ranks:

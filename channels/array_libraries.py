@@ -1,7 +1,7 @@
 """Imports modules that depend on an array library when calls first need them.
 
-The public package registers the name of each module, so the core imports no array library itself. A module is found by
-the name of its part, such as "torch: untraced".
+The public package registers the name of each module, so the core imports no array library itself. Each module supplies
+one part, which has a name such as "torch: untraced".
 """
 
 from __future__ import annotations

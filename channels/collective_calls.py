@@ -413,8 +413,8 @@ class CollectiveCalls:
         that each plan takes. All ranks call this together, with the same arguments, while nothing else runs.
 
         Args:
-            sizes: array sizes in bytes, in rising order; None for 1 KiB to 64 MiB, or to 4 MiB on the host runtime.
-                Arrays above the last size keep the default algorithms if that size is below this default maximum.
+            sizes: array sizes in bytes, in rising order; None for 1 KiB to 64 MiB, or to 4 MiB on the host runtime. If
+                the last size is below this default maximum, larger arrays keep the default algorithms.
             iterations: calls of each algorithm at each size; algorithms are compared by the median of the slowest
                 rank's times.
             seconds: the approximate limit of the total time. When the time is over, the remaining sizes are skipped.
@@ -424,7 +424,7 @@ class CollectiveCalls:
                 program loads itself.
 
         Returns:
-            The tables. To use them later, all ranks set ``communicator.collectives.selector = tables``.
+            The tables. To use the tables later, all ranks set ``communicator.collectives.selector = tables``.
 
         Raises:
             ArgumentError: an argument is wrong.

@@ -74,7 +74,7 @@ class Communicator(CollectiveCalls):
     one thread of a rank at a time may make these calls. Once `prepare_transfers` has returned, other threads may
     `send`, `recv` and use `transfers` at the same time.
 
-    Use it as a context manager, or call `close`.
+    Use a communicator as a context manager, or call `close`.
 
     Args:
         bootstrap: a `Bootstrap`, an MPI communicator or a torch process group; None for MPI's world.
@@ -217,7 +217,7 @@ class Communicator(CollectiveCalls):
         Raises:
             ArgumentError: the ranks are not different ranks of this communicator, or this rank is not among them; or
                 the bootstrap does not join exactly the members.
-            MismatchError: members gave different lists.
+            MismatchError: members passed different `ranks`.
             WaitTimeoutError: not all members arrived within the time. This communicator stays usable.
             ResourceError: this process has too few file descriptors left. This communicator stays usable on all
                 members; the other members get an AbortedError.
@@ -250,9 +250,9 @@ class Communicator(CollectiveCalls):
 
         The call waits for the work that the ranks have queued on their devices. If this communicator has failed, the
         call closes it; otherwise this communicator stays usable, and closing it does not affect the new one. The new
-        communicator keeps the device, compiled kernels, and the mappings of the other ranks' memory. It uses arrays of
-        `empty` in place, and registered arrays too if all ranks share a host; registering an array again needs no new
-        mapping. Channels must be made anew, because a failure leaves their counts undefined.
+        communicator keeps the device, compiled kernels, and the mappings of the other ranks' memory, and uses arrays of
+        `empty` in place. It also uses registered arrays in place if all ranks share a host; registering an array again
+        needs no new mapping. Channels must be made anew, because a failure leaves their counts undefined.
 
         Args:
             exclude: ranks to leave out; the same on all callers.
@@ -312,7 +312,7 @@ class Communicator(CollectiveCalls):
             bootstrap: a bootstrap of all ranks, old and new, in the order of their new numbers; as for the constructor.
             timeout: bound of every wait, in seconds; None for this communicator's.
 
-        Raises as the constructor, and the error that ended this communicator.
+        Raises the errors of the constructor, and the failure of this communicator.
         """
         self._group.failure.require_usable()
         bounded = self.timeout if timeout is None else timeout_from(timeout)
@@ -363,9 +363,9 @@ class Communicator(CollectiveCalls):
     def calls(self) -> CallCounts:
         """The numbers of calls of this communicator: collectives, barriers and calls of experts' layers.
 
-        A call is prepared if it is the first call with its options, element types and shapes. Later such calls, even
-        with new arrays, reuse the prepared form. For experts' calls, shapes that differ only in the number of tokens
-        count as equal.
+        A call is prepared if it is the first call with its options, element types and shapes. Later calls with the same
+        properties, even with new arrays, reuse the prepared form. For experts' calls, shapes that differ only in the
+        number of tokens count as equal.
         """
         calls = self._group.launches.calls
         return CallCounts(calls.made, calls.prepared)
@@ -437,7 +437,7 @@ class Communicator(CollectiveCalls):
     # -- memory and channels ---
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Array:
-        """Allocates an array in device memory. Its contents are undefined.
+        """Allocates an array with undefined contents in device memory.
 
         Collectives read and write the array directly, without staging; see `register`. ProxyChannels and SmChannels can
         use it once it is registered.
@@ -548,8 +548,8 @@ class Communicator(CollectiveCalls):
         collective.
 
         Args:
-            handler: called with each `Trigger`; later triggers of the same ring wait for it. An exception ends the
-                communicator with a HandlerError.
+            handler: called with each `Trigger`; later triggers of the same ring wait for it. If it raises an exception,
+                the communicator fails with a HandlerError.
 
         Raises:
             ArgumentError: the handler can't be called.
@@ -627,7 +627,7 @@ class Communicator(CollectiveCalls):
         self._group.synchronize(stream)
 
     def check(self) -> None:
-        """Raises the exception that ended the communicator, if one has."""
+        """Raises the communicator's failure, if it has failed."""
         self._group.failure.check()
 
     def abort(self, reason: str = "") -> None:
@@ -655,7 +655,7 @@ class Communicator(CollectiveCalls):
     def drain(self) -> None:
         """Waits until this rank's proxy has carried out all triggers of kernels that have ended.
 
-        If the communicator ends first, raises the error that ended it.
+        If the communicator fails first, raises its failure.
         """
         self._group.links.drain()
 

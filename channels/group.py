@@ -56,14 +56,14 @@ class Shared(Protocol):
     """An owner of memory that peers' kernels or proxies access."""
 
     def close(self) -> None:
-        """Frees the memory. All ranks must have stopped using it."""
+        """Frees the memory, which no rank may use any longer."""
 
 
 class StreamWaits(Protocol):
     """Words in this rank's memory for which its streams wait, and which no proxy writes."""
 
     def look_for_timeouts(self, now: float) -> None:
-        """Ends the communicator if a stream has waited for too long; `now` is a time of `time.monotonic`."""
+        """Aborts the communicator if a stream has waited for too long; `now` is a time of `time.monotonic`."""
 
     def release_streams(self) -> None:
         """Sets the words so that no stream waits for them, now or later."""
@@ -201,7 +201,7 @@ class Group:
             return Group(meeting, mapped=self._mapped)
 
     def _stop_work(self) -> None:
-        """Waits for this rank's kernels and proxy. After a failure, also makes its proxy stop, so that this rank no
+        """Waits for this rank's kernels and proxy. After a failure, also stops this rank's proxy, so that this rank no
         longer accesses its peers' memory.
         """
         self._end_kernels()
@@ -418,8 +418,7 @@ class Group:
         aborts the group on all ranks; a later call of `close` does the rest.
 
         Args:
-            reason: the reason that peers get if they must stop without closing the group themselves; empty if they
-                close the group too.
+            reason: if not empty, the call aborts the group on all ranks with this reason.
             wait: whether to wait for the peers; otherwise a thread waits.
 
         Raises:
@@ -486,7 +485,7 @@ class Group:
                 self._close_for_use()
 
     def has_left(self, peer: int | None) -> bool:
-        """Whether a peer (None: any peer) has closed the communicator, and so makes no further calls."""
+        """Returns whether a peer (None: any peer) has closed the communicator, and so makes no further calls."""
         peers = range(self.world_size) if peer is None else [peer]
         with self._closing:  # keeps the peers' segments from being freed during the loop
             if self._released:

@@ -109,15 +109,15 @@ C = TypeVar("C", bound=Channel)
 
 
 class NoChannelError(ArgumentError, KeyError):
-    """Raised if a `ChannelSet` has no channel to a rank. It is also a KeyError, which other mappings raise for a
-    missing key.
+    """Raised if a `ChannelSet` has no channel to a rank. The class is also a KeyError, as mappings raise for a missing
+    key.
     """
 
     __str__ = Exception.__str__  # KeyError.__str__ would quote the message
 
 
 class ChannelSet(Sequence[C], Generic[C]):
-    """Channels in the order of their peers' ranks.
+    """Channels to peers, in the requested order of the peers.
 
     A kernel takes the set as a pointer to an array of device handles.
 

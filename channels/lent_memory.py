@@ -6,7 +6,7 @@ and nothing is lent while memory is scarce.
 
 Calls only note arrays that peers can't access. The watcher's thread counts the notes, and announces and withdraws
 memory, which the peers' watchers map and unmap. Memory is exported only inside a call, which keeps the array alive; at
-other times its owner may unmap it at any moment.
+other times the owner may unmap the memory at any moment.
 """
 
 from __future__ import annotations

@@ -231,7 +231,7 @@ class RegisteredMemory:
 
     @functools.cached_property
     def digest(self) -> int:
-        """A number that identifies this registration's ranges of all ranks; it is the same on all ranks."""
+        """A number that identifies the ranges that the ranks have registered together; the same on all ranks."""
         ranges = msgspec.json.encode([(offer.nbytes, offer.handle, offer.exposed) for offer in self._offers])
         return int.from_bytes(hashlib.blake2b(ranges, digest_size=7).digest(), "little")
 

@@ -140,8 +140,8 @@ class PeerLinks:
         )
 
     def _addresses(self) -> list[DaemonAddress]:
-        """Returns the addresses of daemons, of which the first that sees this rank's device runs the proxy. If a
-        launcher confines a rank and its children to one device, this is a daemon of that rank.
+        """Returns the addresses of daemons. The first daemon that sees this rank's device runs the proxy: the rank's
+        own, if a launcher has confined the rank and its children to one device.
         """
         node: list[DaemonAddress] = [NodeDaemon(socket_path())] if self.place.where == "daemon" else []
         if node and self.place.chosen:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _CHANNEL_IDS = Codec[dict[int, list[int]]](dict[int, list[int]], 1 << 20, name="channel ids")
 _LINE = 128
-_SPINS = 2000  # polls of a word without pauses before the thread sleeps between polls
+_SPINS = 2000  # number of polls without a pause, before the thread sleeps between polls
 _MOST = (1 << 64) - 1
 
 
@@ -47,7 +47,7 @@ class ProxyChannel(_RingChannel):
     """A channel to one peer; its device side is proxyccl::ProxyChannelDeviceHandle.
 
     The program can signal and wait on the CPU too, because host memory counts the peer's signals. On one channel,
-    either only kernels or only the CPU may wait, because each counts the signals that it has consumed.
+    either only kernels or only the CPU may wait, because both count their consumed signals separately.
 
     Attributes:
         id: channel id in this rank's proxy.
@@ -127,7 +127,7 @@ class ProxyChannel(_RingChannel):
         )
 
     def poll(self) -> bool:
-        """Consumes the peer's next signal on the CPU if it has arrived. Returns whether it had."""
+        """Consumes the peer's next signal on the CPU if it has arrived. Returns whether it consumed a signal."""
         self._group.failure.require_usable()
         arrived = self._signalled() > self._consumed
         self._consumed += arrived

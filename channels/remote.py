@@ -154,7 +154,7 @@ class RemoteLinks:
 
     @property
     def context(self) -> RemoteContext:
-        """The open devices. Raises ClosedError if none are open."""
+        """The open devices. Raises ClosedError if no device is open."""
         if self._context is None:
             raise ClosedError("no network device is open")
         return self._context

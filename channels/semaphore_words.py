@@ -93,7 +93,7 @@ class SemaphoreWords:
         dropped = list(take_each(self._dropped))
         offer = WordsOffer(part.block.handle, part.offset, self._next, dropped)
         offers = self._exchange.all_gather(offer, _OFFER, "sm_channels")
-        # The proposals differ if an earlier call failed on some ranks, so that only the others counted it.
+        # The proposals differ if an earlier call failed on some ranks, so that only the other ranks counted that call.
         number = max(offer.number for offer in offers)
         self._next = number + 1
         self._parts[number], part.ranks = part, len(offers)

@@ -139,7 +139,7 @@ def _note_end(symmetric: weakref.ref[SymmetricMemory], announced: Announced) -> 
 
 
 class SymmetricArrayMemory:
-    """Memory of `Communicator.empty`. After its withdrawal, it is freed when no peer maps it."""
+    """Memory of `Communicator.empty`, which is freed once it is withdrawn and all peers have unmapped it."""
 
     def __init__(self, memory: Memory, symmetric: SymmetricMemory, announced: Announced) -> None:
         self.ptr, self.nbytes = memory.ptr, memory.nbytes
@@ -292,7 +292,7 @@ class SymmetricMemory:
         if replies is not None and UNREACHED not in replies:
             bases = [announced.start if rank == self._rank else replies.pop(0) for rank in range(self._world_size)]
         at_peers = self.memories_at_peers(announced) if announced.lent and announced.for_proxies else {}
-        proxies = NAMED_BY_PROXIES  # for other memory than lent memory, calls wait for replies
+        proxies = NAMED_BY_PROXIES  # calls wait for replies, except for lent memory
         if at_peers is not None and (at_peers or not announced.lent) and NO_MEMORY not in at_peers.values():
             proxies |= RECEIVED_BY_PROXIES
         if replies is not None and at_peers is not None:
@@ -375,7 +375,7 @@ class SymmetricMemory:
 
     def let_go_withdrawn(self) -> bool:
         """Drops the references to withdrawn memory that all peers have unmapped, so that it is freed. Returns whether
-        there was any.
+        it dropped any.
         """
         with self._lock:
             done = [entry for entry in list(self._withdrawn) if self._replies(entry) is not None]

@@ -32,7 +32,7 @@ def timeout_from(value: float | None) -> float:
 
 
 def as_seconds(value: Any, argument: str, expected: str, *, may_be_none: bool = False) -> float:
-    """Returns `value` as a time in seconds. It must be above 0, or at least 0 if `may_be_none`.
+    """Returns `value` as a time in seconds. The value must be above 0, or at least 0 if `may_be_none`.
 
     Raises:
         ArgumentError: the value is not a valid number, or above `LONGEST_TIME`. `expected` describes valid values in

@@ -15,10 +15,11 @@ _LOOK_SECONDS = 0.25
 
 
 class VainWaits:
-    """Ends a group if this rank waits for peers that will make no more calls. The watcher's thread calls `look`.
+    """Makes a group fail if this rank waits for peers that will make no more calls. The watcher's thread calls `look`.
 
-    The call log reveals waits of collectives. Transfers are not logged, so a wait for a transfer is bounded by
-    `linger`, and only when the group is closed, because before a peer may compute for long before its next transfer.
+    The call log reveals waits of collectives. Transfers are not logged, so `linger` bounds a wait for a transfer, but
+    only while the group is being closed: earlier, the wait may be for a peer that computes for long before its next
+    transfer.
 
     Attributes:
         makes_transfers: whether the program makes transfers between pairs of ranks.
@@ -33,7 +34,7 @@ class VainWaits:
         self._next_look = 0.0
 
     def begin(self) -> None:
-        """Records that the group waits for its work before it closes, until `end`."""
+        """Records that the closing group waits for its work, until `end` is called."""
         self._leaving = True
 
     def end(self) -> None:
@@ -47,7 +48,7 @@ class VainWaits:
             self._work_ends_by = now + self._linger
 
     def look(self, now: float, all_have_left: Callable[[], bool]) -> None:
-        """Ends the group if this rank waits for peers that will make no more calls."""
+        """Makes the group fail if this rank waits for peers that will make no more calls."""
         if self._leaving and self.makes_transfers and self._work_ends_by == math.inf and all_have_left():
             self.bound_transfers(now)
         if now > self._work_ends_by:

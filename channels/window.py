@@ -1,7 +1,7 @@
 """Windows: streams access an array of another rank one-sidedly, without a kernel.
 
 A put or a get is a copy by a copy engine on the caller's stream. To signal, the stream writes a count to a word of the
-peer after the copy; to wait, the peer's stream waits for this word. None of these occupies a multiprocessor.
+peer after the copy; to wait, the peer's stream waits for this word. Copies, signals and waits occupy no multiprocessor.
 
 The words are in each rank's pinned memory, so the CPU can release waiting streams when a rank has failed. A waiting
 stream also stores the expected count to another word, so the CPU notices a stream that waits too long.

@@ -247,7 +247,7 @@ static uint32_t take_event(FlowCalls* self) {
   return ++self->event_count;
 }
 
-/* Returns whether the group is open; 0 possibly with an exception. */
+/* Returns 1 if the group is open; else 0, possibly with an exception. */
 static int is_open(const FlowCalls* self) {
   PyObject* state = PyObject_GetAttr(self->failure, state_name);
   const int open = state != NULL && (state == open_name || PyUnicode_Compare(state, open_name) == 0);

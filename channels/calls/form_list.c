@@ -54,7 +54,7 @@ static int read_or_view(const FormList* self, Py_ssize_t argument, PyObject* x, 
   const ArrayTypes* const types = proxyccl_types_of(self->calls);
   int read = proxyccl_read_listed(types, x, listed);
   if (read != 0) return read;
-  const int known = PyDict_Contains(types->tensors, (PyObject*)Py_TYPE(x)); /* -1 if the type has no hash */
+  const int known = PyDict_Contains(types->tensors, (PyObject*)Py_TYPE(x)); /* -1 if the type is unhashable */
   if (known < 0) PyErr_Clear();
   PyObject* view = PyObject_CallFunction(self->view, "nO", argument, x);
   if (view == NULL) return -1;

@@ -12,7 +12,7 @@ enum { PROXYCCL_EMPTY = 64 };
 /* One array of a call. If the caller passed None, `kind` and all numbers are 0. */
 typedef struct ListedArray {
   PyObject* object;  /* a borrowed reference to the caller's object */
-  GivenArray array;  /* its kind has 0 as first extent and alignment, in which arrays of one form may differ */
+  GivenArray array;  /* its kind has first extent 0 and alignment 0, because a form takes any of both */
   Py_ssize_t extent; /* the first extent */
   uintptr_t at;      /* PROXYCCL_EMPTY for an array without elements */
 } ListedArray;

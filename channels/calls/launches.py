@@ -41,7 +41,7 @@ _NUMBERS = (int, CurrentStream)
 
 
 def array_types(runtime: Runtime) -> tuple[type, type, dict[type, object], tuple[str, int], int]:
-    """Returns the types of arrays that C reads, as `Calls` takes them."""
+    """Returns the argument of `Calls` with the types of arrays that C reads."""
     device = -1 if runtime.name == "host" else runtime.device
     return Array, ArrayView, libraries.tensor_types, (runtime.name, runtime.device), device
 

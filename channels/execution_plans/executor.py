@@ -89,7 +89,7 @@ class ExecutionPlans:
         return resources.prepare(source, target, given)
 
     def close(self) -> None:
-        """Frees the plans' resources. No kernel of any rank may still use them."""
+        """Frees the plans' resources, which no kernel of any rank may still use."""
         for resources in self._resources.values():
             resources.close()
         self._resources.clear()
@@ -104,7 +104,7 @@ class _Buffer:
         self.memory: RegisteredMemory | None = None
 
     def reserve(self, nbytes: int) -> bool:
-        """Replaces a buffer that is smaller than `nbytes`, on all ranks together. Returns whether it did."""
+        """If the buffer is smaller than `nbytes`, replaces it on all ranks together and returns True."""
         if self.memory is not None and nbytes <= self.memory.nbytes:
             return False
         room = 1 << max(12, (nbytes - 1).bit_length())
@@ -135,7 +135,7 @@ class _Resources:
         for buffer in _ARRAYS:
             if buffer in plan.reached:
                 self._buffers[buffer] = _Buffer(group)
-        if plan.in_place and len(self._buffers) > 1:  # they are one array
+        if plan.in_place and len(self._buffers) > 1:  # input and output are one array
             self._buffers["i"] = self._buffers["o"] = next(b for name, b in self._buffers.items() if name != "s")
         self._buffers["s"].reserve(1)
         self._sizes: dict[_Key, _Sized] = {}

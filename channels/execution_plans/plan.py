@@ -213,7 +213,7 @@ class ExecutionPlan:
 
     @functools.cached_property
     def touched(self) -> list[dict[int, Place]]:
-        """For each rank, the peers whose memory its kernels access, and the place of the first operation on it."""
+        """For each rank, the peers whose memory its kernels access, and the first operation that does so."""
         found: list[dict[int, Place]] = [{} for _ in range(self.world_size)]
         for rank in range(self.world_size):
             for operation, _ in self.operations(rank):
@@ -236,7 +236,7 @@ class ExecutionPlan:
 
     @functools.cached_property
     def reached(self) -> set[BufferName]:
-        """Which of input ("i") and output ("o") peers' kernels or proxies access."""
+        """Those of the buffers "i" (input) and "o" (output) that peers' kernels or proxies access."""
         return {
             each.buffer
             for rank in range(self.world_size)

@@ -58,7 +58,7 @@ class Range(Struct, frozen=True):
 
 
 class ChannelEnd(Struct, frozen=True):
-    """A rank's end of a channel. `number` is its index among the rank's channels of this type to the peer."""
+    """A rank's end of a channel. `number` is the channel's index among the rank's channels of this type to the peer."""
 
     type: ChannelType
     peer: int

@@ -1,4 +1,4 @@
-"""Makes a rank's report. This code must never block, whatever hangs, and must not disturb the program.
+"""Makes a rank's report. This code must never block, even if everything else hangs, and must not disturb the program.
 
 The report omits values that can't be read, and lists the reasons.
 """

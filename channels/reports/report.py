@@ -87,7 +87,7 @@ class Call(Message, frozen=True):
 
 
 class ProxiedChannel(Message, frozen=True):
-    """A channel through the proxy.
+    """A channel whose triggers the proxy handles.
 
     Attributes:
         id: channel id.

@@ -108,7 +108,7 @@ class ScheduleMemories:
         self.pinned_bytes = staged_bytes if self.staged_together else defaults.pinned_bytes
         own_box = group.world_size > 1 and not self.staged_together  # ranks of one host have the same driver
         self.own_box_bytes = defaults.own_box_bytes * (group.world_size - 1) if own_box else 0
-        # The next rank's box is mapped now, because nothing can be mapped while a graph is captured.
+        # The next rank's box is mapped now, because a graph capture may be the first to use the box.
         self._box = allocate(group, self.own_box_bytes, "uint8") if self.own_box_bytes else None
         self._own_box = _at_next(group, self._box)
         self._stages: dict[Side, list[Array]] = {}
@@ -159,7 +159,7 @@ class ScheduleMemories:
         return [CopyBytes(self._own_box, src, nbytes), CopyBytes(dst, self._own_box, nbytes)]
 
     def found_or_staged(self, found: ScheduleSpan | None, side: Side, nbytes: int) -> ScheduleSpan:
-        """Returns `found`, the result of `source` or `target`, or staging memory of `nbytes` if it is None.
+        """Returns `found`, the result of `source` or `target`; or staging memory of `nbytes` if `found` is None.
 
         If `staged_together`, all ranks call this together. Raises the errors of `stage`.
         """
@@ -195,7 +195,7 @@ class ScheduleMemories:
         return span
 
     def close(self) -> None:
-        """Frees the memory that this object allocated. No schedule of any rank may still use it."""
+        """Frees the memory that this object allocated, which no schedule of any rank may still use."""
         for stages in self._stages.values():
             for stage in stages:
                 stage.free()
@@ -242,8 +242,8 @@ class ScheduleMemories:
         return ScheduleSpan(_AnnouncedMemory(own, at_peers), ptr - announced.start, ptr)
 
     def _memories_at_peers(self, announced: Announced) -> dict[int, int]:
-        """Waits until peers' proxies have mapped the memory. The peers' watchers reply, or calls that wait like this
-        one, so two ranks that wait for each other can't deadlock.
+        """Waits until peers' proxies have mapped the memory. The peers' watchers reply, and so do peers that wait in
+        this function, so ranks that wait for each other can't deadlock.
         """
         symmetric, failure = self._group.symmetric, self._group.failure
         deadline = time.monotonic() + self._group.timeout

@@ -20,7 +20,7 @@ from proxyccl.device.stream_operations import CopyBytes, StreamOperations, WaitV
 from proxyccl.proxy.schedule import Schedule, ScheduleReceive, ScheduleSend
 
 _MOST_PREPARED = 1024
-_COPY = 1  # index of the copy among a receive's operations: one group on words, the copy, another group on words
+_COPY = 1  # index of the copy in a receive's operations, in which adjacent operations on words are one
 
 
 class _Flow:
@@ -48,7 +48,7 @@ class RingSlots:
 
     Args:
         group: at least two ranks; the group must not be used for anything else. The slots live until the group ends.
-        slot_bytes: most bytes of a send.
+        slot_bytes: the greatest size of a send in bytes.
         slots: the number of sends to a neighbour that need not wait for a receive.
 
     Attributes:

@@ -70,9 +70,7 @@ class ScheduleRings:
         return ring
 
     def _remove_dropped(self) -> None:
-        """Removes dropped schedules. It waits for all schedules that were started, so it runs only once many are
-        dropped.
-        """
+        """Removes dropped schedules once there are many, because the removal waits for all started schedules."""
         last = self._group.launches.last_stream
         if len(self._dropped) < _MOST_DROPPED or last is None or self._group.runtime.is_capturing(last):
             return

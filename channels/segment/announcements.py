@@ -64,7 +64,9 @@ class Announcements:
         lib.proxyccl_announce_to_proxies(self._table, entry)
 
     def changed(self) -> list[tuple[int, Announcement]]:
-        """For a peer: returns the entries that have changed since `handle`, except entries that are being written."""
+        """For a peer: returns the entries that have changed since `handle` marked them, except entries that are being
+        written.
+        """
         found, copy, entry = [], self._copy, 0
         while (entry := lib.proxyccl_announcement_changed(self._table, entry, self._handled)) < ENTRIES:
             version = lib.proxyccl_announcement_read(self._table, entry, copy)

@@ -71,7 +71,7 @@ def acquire(process: PeerProcess) -> int:
     """
     with _lock:
         descriptor = _of_process.get(process)
-        if descriptor is None or has_ended(descriptor):  # another process may have the same number
+        if descriptor is None or has_ended(descriptor):  # the number may belong to another process
             descriptor = _of_process[process] = _open(process)
         _users[descriptor] = _users.get(descriptor, 0) + 1
         return descriptor
