@@ -408,9 +408,9 @@ class CollectiveCalls:
     ) -> Selector:
         """Measures the algorithms of all collectives, and uses the fastest for each kind of call from then on.
 
-        It measures the algorithms of kernels and of proxies, with symmetric and with other arrays, and in float32 and
-        bfloat16 if the element type matters. It also measures the execution plans in the current tables, at the sizes
-        that each plan takes. All ranks call this together, with the same arguments, while nothing else runs.
+        The call measures the algorithms of kernels and of proxies, with symmetric and with other arrays, and in float32
+        and bfloat16 if the element type matters. It also measures the execution plans in the current tables, at the
+        sizes that each plan takes. All ranks call this together, with the same arguments, while nothing else runs.
 
         Args:
             sizes: array sizes in bytes, in rising order; None for 1 KiB to 64 MiB, or to 4 MiB on the host runtime. If

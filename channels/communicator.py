@@ -251,7 +251,7 @@ class Communicator(CollectiveCalls):
         The call waits for the work that the ranks have queued on their devices. If this communicator has failed, the
         call closes it; otherwise this communicator stays usable, and closing it does not affect the new one. The new
         communicator keeps the device, compiled kernels, and the mappings of the other ranks' memory, and uses arrays of
-        `empty` in place. It also uses registered arrays in place if all ranks share a host; registering an array again
+        `empty` in place. Registered arrays are also used in place if all ranks share a host; registering an array again
         needs no new mapping. Channels must be made anew, because a failure leaves their counts undefined.
 
         Args:
@@ -449,14 +449,14 @@ class Communicator(CollectiveCalls):
         return allocate(self._group, shape, dtype, symmetric=True)
 
     def register(self, array: Any) -> RegisteredMemory:
-        """Registers an array so that peers can reach it.
+        """Registers an array so that peers can access it.
 
         All ranks call this together, each with its own array; sizes may differ. Collectives then use the array, and
         slices of it at any offset, in place, if all ranks' arrays are registered or made by `empty`. Otherwise
         collectives copy the array through scratch memory.
 
-        All peers can reach memory that `empty` returns. On the host runtime all other arrays are private to their
-        process: they can be the source of a put, but a peer that tries to reach such an array gets an error that names
+        All peers can access memory that `empty` returns. On the host runtime all other arrays are private to their
+        process: they can be the source of a put, but a peer that tries to access such an array gets an error that names
         the reason.
 
         The array is kept alive until `deregister`. Until then, do not free its memory by other means, such as hipFree
@@ -476,8 +476,8 @@ class Communicator(CollectiveCalls):
         """Ends the registration of an array, or of a result of `register`. Not collective.
 
         Neither queued work nor a graph that will be replayed may still use the array as registered memory. The array
-        may be freed afterwards. If ranks reach one another by a remote transport, all ranks must deregister between the
-        same two collectives, because the call also removes the peers' arrays from this rank's proxy.
+        may be freed afterwards. If any ranks use a remote transport, all ranks must deregister between the same two
+        collectives, because the call also removes the peers' arrays from this rank's proxy.
 
         Raises:
             ArgumentError: the array is not registered.
@@ -485,7 +485,7 @@ class Communicator(CollectiveCalls):
         deregister(self._group, array)
 
     def memory_pool(self) -> AbstractContextManager[Any]:
-        """Makes torch allocate tensors in memory that peers reach. Not collective.
+        """Makes torch allocate tensors in memory that peers can access. Not collective.
 
         Tensors that this thread allocates in the ``with`` block, on the communicator's device, and their slices, are
         registered for as long as they live. Collectives use these tensors in place if all ranks' arrays are registered.
@@ -675,7 +675,7 @@ class Communicator(CollectiveCalls):
 
         Args:
             wait: whether to wait for the other ranks to close the communicator. If False, a thread frees the memory
-                that the other ranks reach once all ranks have closed the communicator.
+                that other ranks may access once all ranks have closed the communicator.
 
         Raises:
             WaitTimeoutError: a rank did not close the communicator within the time-out.

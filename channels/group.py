@@ -88,11 +88,11 @@ class Group:
         links: this rank's proxy, and its connections.
         mappings: the memory of peers that this process has mapped.
         stream_waits: objects that own words for which streams of this rank wait, and which no proxy writes.
-        vain_waits: ends the group if this rank waits for peers that make no more calls.
+        vain_waits: makes the group fail if this rank waits for peers that make no more calls.
         inventory: the channels and semaphores in use.
         semaphore_words: the words that peers' kernels signal.
-        symmetric: this rank's arrays that peers' kernels reach.
-        lent_memory: memory of other allocators that peers reach.
+        symmetric: this rank's arrays that peers' kernels can access.
+        lent_memory: memory of other allocators that peers can access.
         kept: the memory that `keep` keeps alive, the oldest first.
     """
 
@@ -361,11 +361,11 @@ class Group:
             self.failure.check()
             raise
 
-    # -- memory that peers reach ---
+    # -- memory that peers access ---
 
     def keep(self, shared: Shared) -> None:
-        """Keeps memory alive until the group ends or `let_go` is called, because peers may still access memory that
-        this rank has dropped.
+        """Keeps memory alive until the group is released or `let_go` is called, because peers may still access memory
+        that this rank has dropped.
         """
         self.kept.append(shared)
 

@@ -39,7 +39,7 @@ class LentMemory:
     """The memory that one rank lends to the peers of a group.
 
     Attributes:
-        limit: the greatest number of bytes to lend; None for a share of the device's memory. Its default is
+        limit: the greatest number of bytes to lend; None for a share of the device's memory. The default is
             ``PROXYCCL_LEND_BYTES``.
     """
 

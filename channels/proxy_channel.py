@@ -244,7 +244,7 @@ def free_handles(group: Group, channels: dict[int, list[ProxyChannel]]) -> None:
 class HandlerChannel(_RingChannel):
     """A channel whose triggers a Python function of this rank handles; the channel's peer is the rank itself.
 
-    Its device side is proxyccl::ProxyChannelDeviceHandle: `custom` passes three numbers to the function, which also
+    The device side is proxyccl::ProxyChannelDeviceHandle: `custom` passes three numbers to the function, which also
     defines the meaning of put, signal and flush.
     """
 

@@ -74,7 +74,7 @@ class SmSemaphores:
         ]
 
     def close(self) -> None:
-        """Frees this rank's own words. This rank's kernels must have stopped using them."""
+        """Frees this rank's own words, which this rank's kernels must have stopped using."""
         self._local.close()
 
 

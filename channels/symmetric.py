@@ -56,7 +56,7 @@ class Announced(Struct):
         for_proxies: whether peers' proxies were asked to add the range.
         lent: whether the library announced the range unasked (lent_memory.py); calls by proxy then do not wait for the
             peers' replies.
-        known: how peers reach the range, as last passed to `Calls`.
+        known: how peers can access the range, as last passed to `Calls`.
         heirs: the other groups that announce the range until this group withdraws it, with their announcements.
     """
 
@@ -286,7 +286,7 @@ class SymmetricMemory:
         return announced
 
     def _tell_calls(self, announced: Announced) -> None:
-        """Updates `Calls` on how peers reach a range."""
+        """Updates a range's entry in the table of `Calls`."""
         replies = self._replies(announced.entry)
         bases = None
         if replies is not None and UNREACHED not in replies:

@@ -22,7 +22,7 @@ typedef struct ArrayKind {
   Py_ssize_t dimensions, shape[PROXYCCL_MOST_DIMENSIONS];
   uint32_t alignment; /* the address modulo 16 */
   uint16_t readonly;
-  uint16_t reach;                       /* how peers reach the array (reach.h) */
+  uint16_t reach;                       /* how peers can access the array (reach.h) */
   char format[PROXYCCL_LONGEST_FORMAT]; /* a buffer's format or DLPack's type, padded with zeros */
 } ArrayKind;
 
@@ -33,7 +33,7 @@ typedef struct GivenArray {
   Py_buffer buffer; /* held until `proxyccl_release_array`; `obj` is NULL for arrays without buffers */
 } GivenArray;
 
-/* These functions take or drop the references that a kept kind holds. */
+/* Take or drop the references that a kept kind holds. */
 static inline void proxyccl_keep_kind(const ArrayKind* kind) {
   Py_XINCREF((PyObject*)kind->type);
   Py_XINCREF(kind->element);

@@ -15,7 +15,7 @@
 #include "stream_order.h"
 
 enum { FEW_MOVES = 32 };
-static const uintptr_t NO_STREAM = UINTPTR_MAX; /* replaces a stream whose handle may be reused */
+static const uintptr_t NO_STREAM = UINTPTR_MAX; /* recorded instead of a handle that may be reused */
 
 /* Data that this rank sends (`target` is 0), receives (`source` is 0), or copies within itself. */
 typedef struct Move {
@@ -125,7 +125,7 @@ static int are_apart(const Moves* moves) {
     if (move->target != 0) used[count++] = (Used){move->target, move->target + move->bytes, 1};
   }
   qsort(used, count, sizeof *used, compare_used);
-  uintptr_t sent_to = 0, received_to = 0; /* ends of the sent and the received ranges so far */
+  uintptr_t sent_to = 0, received_to = 0; /* the greatest end of the sent and of the received ranges so far */
   int apart = 1;
   for (size_t i = 0; i < count && apart; ++i) {
     apart = used[i].begin >= received_to && (!used[i].received || used[i].begin >= sent_to);

@@ -41,7 +41,7 @@ typedef struct CallForm {
 } CallForm;
 
 /* Fills in the addresses of a call's arrays. The caller holds the lock of the group's launches. `output`: the range
- * that holds the last array, if kernels of all ranks reach it; else NULL. */
+ * that holds the last array, if kernels of all ranks can access it; else NULL. */
 void proxyccl_fill_form(const CallForm* form, const GivenArray* arrays, size_t count, const ReachedRange* output);
 int proxyccl_is_form(PyObject* object);
 /* Adds the type Form to the module. Returns 0, or -1 with an exception. */

@@ -21,7 +21,7 @@ typedef struct FormList {
   Listed listed[MOST_FORMS]; /* the oldest first */
 } FormList;
 
-/* Drops the references of an entry. This may run Python code, so the entry is removed from the list before. */
+/* Drops the references of an entry that was removed from the list, because dropping them may run Python code. */
 static void release(Listed listed) {
   for (int i = 0; i < PROXYCCL_MOST_GIVEN; ++i) proxyccl_drop_kind(&listed.kinds[i]);
   Py_XDECREF(listed.form);
@@ -48,8 +48,8 @@ int proxyccl_read_listed(const ArrayTypes* types, PyObject* x, ListedArray* list
   return 1;
 }
 
-/* Reads an array, or Python's view of it. Returns 1; 0 if neither the array nor the view can be read; -1 with an
- * exception. */
+/* Reads an array; if C can't, reads the view that Python makes of the array. Returns 1; 0 if neither the array nor the
+ * view can be read; -1 with an exception. */
 static int read_or_view(const FormList* self, Py_ssize_t argument, PyObject* x, ListedArray* listed) {
   const ArrayTypes* const types = proxyccl_types_of(self->calls);
   int read = proxyccl_read_listed(types, x, listed);

@@ -24,11 +24,11 @@ typedef struct Signature {
 
 typedef struct KeptForms {
   struct Entry* chains[PROXYCCL_FORM_CHAINS];
-  struct Entry *oldest, *newest; /* ends of the list in the order of last use */
+  struct Entry *oldest, *newest; /* the first and the last entry in the order of last use */
   Py_ssize_t count;
 } KeptForms;
 
-/* Stores how the arrays overlap, for a group's `rank`. Returns 1 if two arrays are OVERLAPPING, else 0. */
+/* Computes the member `relations` of a signature for this rank. Returns 1 if two arrays are OVERLAPPING, else 0. */
 int proxyccl_relate(Signature* signature, size_t rank);
 /* Computes the member `hash` of a signature from the other members. */
 void proxyccl_hash_signature(Signature* signature);

@@ -158,8 +158,8 @@ class Launches:
     def issue(self, call: Any, launch: Launchable, stream: StreamLike, owners: tuple[object, ...] = ()) -> None:
         """Compares and launches a call like `agree` and `launch`; the call's fields are encoded (`encode_fields`).
 
-        One call into C compares, launches, and waits if the call is synchronous. NULL fields mean that the ranks
-        already agreed on the call.
+        One call into C compares, launches, and waits if the call is synchronous. A NULL `call` means that the ranks
+        have already agreed on the call.
         """
         issue = self.log.issue if isinstance(launch, Launch) else self.log.ring
         with self._lock:

@@ -1,10 +1,10 @@
 /* Makes every call of a group: finds the form by the call's signature, or lets Python prepare it; fills in the arrays'
  * addresses; and has the engine log, compare and launch the call.
  *
- * This is in C because between two calls of a rank, other ranks fill the core's caches and branch predictors; with them
- * cold, the interpreter takes several times as long as in a tight loop.
+ * The code is in C because between two calls of a rank, other ranks fill the core's caches and branch predictors; with
+ * them cold, the interpreter takes several times as long as in a tight loop.
  *
- * It reads Python objects, so it uses CPython's limited API instead of cffi.
+ * The code reads Python objects, so it uses CPython's limited API instead of cffi.
  */
 #include "calls.h"
 #include "kept_forms.h"
@@ -14,7 +14,7 @@
 enum { LEAST_LENT_BYTES = 1 << 20, MOST_NOTES = 256, MOST_WANTED = 16 };
 enum { MOST_OPTIONS = 10 };
 
-/* Records an array that peers do not reach, although the call would access it directly if they did. */
+/* Records an array that the call could use in place if peers could access the array. */
 typedef struct Note {
   uintptr_t at;
   size_t bytes;
@@ -121,8 +121,8 @@ typedef struct Making {
   int kept_alone, logged;
 } Making;
 
-/* Stores how peers reach the arrays, in the call and in its signature. Returns the range of the output that all kernels
- * reach, or NULL if there is none. */
+/* Stores in the call and its signature how peers can access the arrays. Returns the output's range that all kernels can
+ * access, or NULL. */
 static const ReachedRange* look_up_reach(const Calls* self, Making* call) {
   const ReachedRange* last = NULL;
   for (size_t i = 0; i < call->signature.count; ++i) {
@@ -133,8 +133,8 @@ static const ReachedRange* look_up_reach(const Calls* self, Making* call) {
   return PyTuple_Check(call->out) ? NULL : last;
 }
 
-/* Prepares a form in Python, without the lock, and keeps it. `reached`: whether kernels of all ranks reach the output.
- * Returns 0, or -1 with an exception. */
+/* Prepares a form in Python, without the lock, and keeps it. `reached`: whether kernels of all ranks can access the
+ * output. Returns 0, or -1 with an exception. */
 static int prepare(Calls* self, Making* call, int reached) {
   const size_t count = call->signature.count;
   const uint64_t changes = self->changes; /* to detect changes during the preparation, which may miss them */
@@ -164,8 +164,8 @@ static int still_fits(const Making* call, const ArrayKind* before, const Reached
   return call->form->peers_words == NULL || output != NULL;
 }
 
-/* Notes the array to announce to peers if calls use it often; passes a wanted array to `lend`. This runs after the call
- * was issued and its arrays are kept, because it may fail. Returns 0, or -1 with an exception. */
+/* Notes the array to announce to peers if calls use it often; passes a wanted array to `lend`. The caller has issued
+ * the call and keeps its arrays, because this function may fail. Returns 0, or -1 with an exception. */
 static int note_lent(Calls* self, const Making* call) {
   if (call->form->lent < 0) return 0;
   const size_t last = call->signature.count - 1, lent = (size_t)call->form->lent;

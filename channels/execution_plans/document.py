@@ -50,7 +50,7 @@ class IterationContext(Message, frozen=True):
 
 
 class Op(Message, frozen=True):
-    """An operation of a threadblock. Its `name` determines its fields; only switches use the last four."""
+    """An operation of a threadblock. The `name` determines the other fields; only switches use the last four."""
 
     name: str
     channel_type: ChannelType = "none"
@@ -71,14 +71,14 @@ class Op(Message, frozen=True):
 
 
 class ThreadblockChannels(Message, frozen=True):
-    """The channels that a threadblock uses. Its operations name a channel by the index in `channel_ids`."""
+    """The channels that a threadblock uses. An operation names a channel by the index in `channel_ids`."""
 
     channel_type: ChannelType
     channel_ids: tuple[Uint32, ...]
 
 
 class RemoteBufferRefs(Message, frozen=True):
-    """The remote buffers that a threadblock accesses over channels of one type. Its operations name a buffer by the
+    """The remote buffers that a threadblock accesses over channels of one type. An operation names a buffer by the
     index in `remote_buffer_ids`.
     """
 

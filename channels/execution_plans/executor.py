@@ -245,7 +245,7 @@ class _Resources:
         return round_up(nbytes, _LINE)
 
     def _share(self, rank: int, buffer: BufferName, source: ArrayView, target: ArrayView) -> int:
-        """Returns the offset of a rank's input or output in the buffer that peers reach.
+        """Returns the offset of a rank's input or output in the buffer that peers access.
 
         In place, the smaller of input and output is the rank's share of the larger, as in MSCCL++.
         """

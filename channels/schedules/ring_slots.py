@@ -47,7 +47,8 @@ class RingSlots:
     the caller's stream only until the data is in this rank's slot.
 
     Args:
-        group: at least two ranks; the group must not be used for anything else. The slots live until the group ends.
+        group: at least two ranks; the group must not be used for anything else. The slots live until the group is
+            released.
         slot_bytes: the greatest size of a send in bytes.
         slots: the number of sends to a neighbour that need not wait for a receive.
 

@@ -117,7 +117,7 @@ class CallLog:
 
 
 def calls_in(segment: ControlSegment, count: int) -> list[tuple[int, tuple[int, ...]]]:
-    """Returns the last calls of a segment's rank, like `recent`. Calls that the rank overwrites meanwhile are
+    """Returns the last calls of a segment's rank, like `recent`. Calls that the rank overwrites during the reading are
     missing.
     """
     last = sum(counts_in(segment).values())

@@ -34,8 +34,8 @@ class PeerProcess(Struct, frozen=True):
         pid: the process's number in its PID namespace.
         view: its `proc_view`.
         token: 16 bytes that no other process has.
-        started: the process's start time (`start_of`), None if unknown. It distinguishes the process from a later
-            process with the same number.
+        started: the process's start time (`start_of`), None if unknown. The start time distinguishes the process from a
+            later process with the same number.
     """
 
     pid: int
