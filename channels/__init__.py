@@ -1,2 +1,1 @@
-"""Joining ranks: bootstrap, topology, memory that peers reach, channels, the communicator and everything built on
-it."""
+"""Joins ranks: bootstrap, topology, shared memory, channels, the communicator, and everything that is built on it."""

@@ -37,8 +37,8 @@ def input_view(group: Group, x: Any, argument: str) -> ArrayView:
 
 
 def readable_view(group: Group, x: Any, argument: str) -> ArrayView:
-    """Returns a view that C can read, for an array that C can't read, such as an array of another library or of many
-    dimensions. Raises as `input_view`.
+    """Returns a view that C can read of an array that C can't read itself, such as an array of another library or of
+    many dimensions. Raises the same errors as `input_view`.
     """
     runtime, view = group.runtime, input_view(group, x, argument)
     has_many = len(view.shape) > MOST_DIMENSIONS
@@ -47,7 +47,7 @@ def readable_view(group: Group, x: Any, argument: str) -> ArrayView:
 
 
 def flat_view(group: Group, x: Any, argument: str, *, in_bytes: bool) -> ArrayView:
-    """Returns `input_view` of an array as one dimension; with `in_bytes` as bytes, whatever the element type."""
+    """Returns a one-dimensional view of an array; with `in_bytes`, a view of its bytes for any element type."""
     if in_bytes and libraries[type(x)].is_torch:
         x = from_torch(x, argument, in_bytes=True)
     view = input_view(group, x, argument)
@@ -58,10 +58,10 @@ def flat_view(group: Group, x: Any, argument: str, *, in_bytes: bool) -> ArrayVi
 def output_view(
     group: Group, out: Any, x: Any, source: ArrayView, shape: tuple[int, ...] | None
 ) -> tuple[Any, ArrayView]:
-    """Returns the array that the caller gets back, and its view: `out`, which may be `x`, or a new array.
+    """Returns the array that the caller gets back, and its view. The array is `out`, or a new array if `out` is None.
 
     Args:
-        out, x: the caller's arrays.
+        out, x: the caller's arrays, which may be the same.
         source: the view of `x`.
         shape: shape of the result; None if `out` may have any shape.
 
@@ -85,8 +85,8 @@ def require_writable(view: ArrayView, argument: str) -> None:
 
 
 def new_like(group: Group, source: ArrayView, shape: tuple[int, ...], dtype: DType | None = None) -> Any:
-    """Allocates an array for a result: a torch tensor if the argument is one, a numpy array for arrays of the host,
-    else an array as `Communicator.empty` returns. `dtype` None means the element type of `source`.
+    """Allocates an array for a result: a torch tensor if `source` views one; a numpy array on the host runtime, unless
+    `source` views an `Array`; else an `Array`. `dtype` None means the element type of `source`.
     """
     made, owner = dtype or source.dtype, source.owner
     require_room(shape, made)
@@ -103,8 +103,8 @@ def rows_of_all(group: Group, source: ArrayView) -> tuple[int, ...]:
 
 
 def share_shape(group: Group, source: ArrayView) -> tuple[int, ...]:
-    """Returns the shape of one rank's share of `x`. Raises ArgumentError if the first dimension of `x` does not divide
-    evenly.
+    """Returns the shape of one rank's share of `x`. Raises ArgumentError if the first dimension of `x` is not a
+    multiple of the number of ranks.
     """
     ranks = group.world_size
     if not source.shape or source.shape[0] % ranks:
@@ -119,8 +119,8 @@ def overlap(a: ArrayView, b: ArrayView) -> bool:
 
 
 def refuse_partial_overlap(rank: int, source: ArrayView, target: ArrayView) -> None:
-    """Raises ArgumentError if input and output overlap in part. An overlap is allowed as in an in-place call: both
-    begin at the same address, or the smaller is this rank's share of the larger.
+    """Raises ArgumentError if input and output overlap, except as in an in-place call: both begin at the same address,
+    or the smaller is this rank's share of the larger.
     """
     part, whole = (target, source) if target.nbytes < source.nbytes else (source, target)
     share = rank * part.nbytes if part.nbytes < whole.nbytes else 0

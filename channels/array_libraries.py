@@ -1,6 +1,7 @@
-"""The modules that depend on an array library, so that the core need not import any array library.
+"""Imports modules that depend on an array library when calls first need them.
 
-The public package provides the name of each part's module. A part is imported when a call first needs it.
+The public package registers the name of each module, so the core imports no array library itself. Each module supplies
+one part, which has a name such as "torch: untraced".
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ _opaque: set[type] = set()
 
 
 def provide(part: str, module: str) -> None:
-    """Registers the name of a part's module, without importing the module."""
+    """Registers the module of a part without importing it."""
     _modules[part] = module
 
 
 def load(part: str) -> Any:
-    """Returns the module of a part, imported on first use. The caller defines a Protocol class for the functions that
-    it expects in the module.
+    """Returns the module of a part; imports it on first use. The caller defines a Protocol class for the functions that
+    it calls.
 
     Raises:
         KeyError: no module was registered for the part.

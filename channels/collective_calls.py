@@ -1,4 +1,4 @@
-"""The calls of a communicator that all ranks make together, and transfers between pairs of ranks."""
+"""The public calls of a communicator for collectives, execution plans, and transfers between pairs of ranks."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ class CollectiveCalls:
     ) -> Any:
         """Reduces `x` over all ranks; every rank gets the same bits. A NaN in the result has no sign and no payload.
 
-        With an execution plan, the plan fixes the order in which each rank combines, so bits may differ between ranks.
+        An execution plan may combine the values in a different order on each rank, so that bits differ between ranks.
 
         Args:
-            x: float16, bfloat16, float32, float64, or integers of 8 to 64 bits, signed or not, of any contiguous shape,
-                which may differ between ranks; the same count and type on all ranks.
+            x: a contiguous array of float16, bfloat16, float32, float64, or signed or unsigned integers of 8 to 64
+                bits; of the same number and type of elements on all ranks, but of any shape.
             op: "sum", "prod", "min", "max" or "avg"; of integers also "band", "bor" and "bxor", which combine bits.
                 16-bit floats are accumulated in float32, also between nodes, so only the result must be in their range.
                 Integers wrap around; their average truncates.
             out: where the result goes; None for in place.
             algorithm: "one_shot", "recursive_doubling", "two_shot_packets", "two_shot", "ring" or "proxy"; across nodes
-                with equal numbers of ranks also "hierarchical". None chooses, by size and element type. Or an
-                `ExecutionPlan` for this collective and operator.
+                with equal numbers of ranks also "hierarchical". None chooses by size and element type. An
+                `ExecutionPlan` for this collective and operator is also accepted.
             cta_policy: "zero" leaves the multiprocessors to the program: the proxies move the data, and only a
                 reduction runs a kernel, with few blocks. "efficiency" limits kernels to few blocks, whatever the
-                algorithm. "default" chooses from all algorithms. None for the communicator's policy. All ranks pass the
-                same value.
-            symmetric: promises that the arrays of all ranks are symmetric memory (`empty`, `register`), on which the
-                choice of an algorithm may rely; results are correct either way. All ranks pass the same value.
+                algorithm. "default" chooses from all algorithms. None uses the communicator's policy. All ranks pass
+                the same value.
+            symmetric: promises that the arrays of all ranks are symmetric memory (`empty`, `register`), so that faster
+                algorithms may be chosen; results are correct even if they are not. All ranks pass the same value.
             stream: where to queue the call: a stream of any library, or its handle, which must live until the next
                 call. With None, the call on the host runtime returns when it is complete; on a GPU it is queued on the
                 current stream of the library that owns `x` (torch, CuPy), else on the calling thread's default stream.
@@ -86,14 +86,14 @@ class CollectiveCalls:
         cta_policy: str | None = None,
         stream: StreamLike = None,
     ) -> NormedRows:
-        """Adds the ranks' rows and a residual, and normalizes each row: RMSNorm, as between the layers of a decoder.
-        All ranks call this together, with the same residual and weight.
+        """Adds the ranks' rows and a residual, and normalizes each row by RMSNorm. All ranks call this together, with
+        the same residual and weight.
 
-        The result `residual` is the sum of the ranks' `x`, with the bits of `all_reduce`, plus `residual`, rounded to
-        the element type. The result `out` is ``residual / sqrt(mean(residual**2) + eps) * weight``, where the mean is a
-        row's mean, computed in float32 and rounded once. A row's bits do not depend on the other rows, unless measured
-        tables mix algorithms, which `invariant` rules out. Within a node, the call is one launch if rows are multiples
-        of 16 bytes.
+        The result `residual` is the sum of the ranks' `x`, with the same bits as from `all_reduce`, plus `residual`,
+        rounded to the element type. The result `out` is ``residual / sqrt(mean(residual**2) + eps) * weight`` with the
+        mean of each row, computed in float32 and rounded once. A row's bits may depend on the number of rows only if
+        `tune` has chosen algorithms that add in different orders, which `invariant` prevents. Within a node, the call
+        is one launch if rows are multiples of 16 bytes.
 
         Args:
             x: this rank's rows: a contiguous array [..., width] of float16 or bfloat16, of at most eight dimensions and
@@ -101,20 +101,21 @@ class CollectiveCalls:
             residual: an array like `x`; None to add nothing.
             weight: an array [width] of the type of `x`; None to add without normalizing.
             eps: added to the mean of squares.
-            out: where `out` goes: an array like `x`, or with `quantize` of float8_e4m3fn; it may be `x` or `residual`.
-                None for a new array.
-            residual_out: where `residual` goes: an array like `x`; it may be `x` or `residual`. None for a new array.
-            scales: where the scales go: an array [..., 1] of float32. None for a new array.
-            quantize: "float8" for a scale of each row, a 448th of the row's greatest magnitude, which is returned in
-                `scales`; an array of one float32 for a given scale of all rows. `out` is then the normalized row
-                divided by its scale, and saturates at 448. None to round to the type of `x`.
+            out: where `out` goes: an array like `x`, of float8_e4m3fn with `quantize`; may be `x` or `residual`; None
+                for a new array.
+            residual_out: where `residual` goes: an array like `x`; may be `x` or `residual`; None for a new array.
+            scales: where the scales go: an array [..., 1] of float32; None for a new array.
+            quantize: "float8" for one scale per row, returned in `scales`: the row's greatest magnitude divided by 448;
+                or an array of one float32, the scale of all rows. In both cases `out` is the normalized row divided by
+                its scale, and saturates at 448. None rounds to the type of `x`.
             algorithm, cta_policy: as for `all_reduce`. With "one_shot" and "two_shot_packets" the call is one launch;
                 with other algorithms it is an all_reduce, followed by a launch that normalizes the rows, even under the
                 policy "zero".
             stream: as for `all_reduce`.
 
         Returns:
-            `out`, `residual` and `scales`; `out` is None without `weight`, and `scales` without `quantize="float8"`.
+            `out`, `residual` and `scales`. `out` is None without `weight`; `scales` is None without
+                `quantize="float8"`.
 
         Raises the errors of `all_reduce`; and ArgumentError for an array of a wrong shape or type, for arrays that
         overlap in part, and for options that contradict each other.
@@ -152,7 +153,7 @@ class CollectiveCalls:
                 (rank + 1) * n.
             op: as for `all_reduce`.
             out: shape [n, …]; None for a new array.
-            algorithm: "kernels", or "proxy" to have the proxies move the data. None chooses. Or an `ExecutionPlan`.
+            algorithm: "kernels", "proxy" to have the proxies move the data, or an `ExecutionPlan`; None chooses.
             cta_policy, symmetric, stream: as for `all_reduce`.
 
         Returns:
@@ -175,7 +176,7 @@ class CollectiveCalls:
         Args:
             x: shape [n, …], the same on all ranks; any element type.
             out: shape [world_size * n, …]; None for a new array. `x` may be this rank's rows of `out`.
-            algorithm: "kernels", or "proxy" to have the proxies move the data. None chooses. Or an `ExecutionPlan`.
+            algorithm: "kernels", "proxy" to have the proxies move the data, or an `ExecutionPlan`; None chooses.
             cta_policy, symmetric, stream: as for `all_reduce`.
 
         Returns:
@@ -197,8 +198,8 @@ class CollectiveCalls:
 
         Args:
             x: shape [world_size * n, …], the same on all ranks; any element type.
-            out: the same shape; None for a new array. It may be `x`.
-            algorithm: "kernels", or "proxy" to have the proxies move the data. None chooses. Or an `ExecutionPlan`.
+            out: an array of the same shape, which may be `x`; None for a new array.
+            algorithm: "kernels", "proxy" to have the proxies move the data, or an `ExecutionPlan`; None chooses.
             cta_policy, symmetric, stream: as for `all_reduce`.
 
         Returns:
@@ -223,7 +224,7 @@ class CollectiveCalls:
             x: the same shape and type on all ranks.
             root: the rank whose values all ranks get.
             out: where the values go; None for in place.
-            algorithm: "kernels", or "proxy" to have the proxies move the data. None chooses.
+            algorithm: "kernels", or "proxy" to have the proxies move the data; None chooses.
             cta_policy, symmetric, stream: as for `all_reduce`.
 
         Returns:
@@ -241,10 +242,10 @@ class CollectiveCalls:
         algorithm: str | None = None,
         stream: StreamLike = None,
     ) -> Any:
-        """Reduces `x` over all ranks; rank `root` gets the result. It costs as much as `all_reduce`.
+        """Reduces `x` over all ranks; rank `root` gets the result. The call costs as much as `all_reduce`.
 
         Args:
-            x: as for `all_reduce`. It is not changed on ranks other than `root`.
+            x: as for `all_reduce`; it is not changed on ranks other than `root`.
             op: as for `all_reduce`.
             root: the rank that gets the result.
             out: where the result goes, only on `root`; None for in place.
@@ -252,7 +253,7 @@ class CollectiveCalls:
             stream: as for `all_reduce`.
 
         Returns:
-            `out`, or `x`, on `root`; None on the others. Raises as `all_reduce`.
+            On `root`, `out` if given, else `x`; None on other ranks. Raises as `all_reduce`.
         """
         return reduce(self._collectives, x, op, root, out, algorithm, stream)
 
@@ -262,12 +263,12 @@ class CollectiveCalls:
         Args:
             x: shape [n, …], the same on all ranks; any element type.
             root: the rank that gets the result.
-            out: shape [world_size * n, …], only on `root`; None for a new array. On `root`, `x` may be its own rows of
+            out: shape [world_size * n, …], only on `root`; None for a new array. On `root`, `x` may be `root`'s rows of
                 `out`.
             stream: as for `all_reduce`.
 
         Returns:
-            `out`, or the new array, on `root`; None on the others. Raises as `all_reduce`.
+            On `root`, `out` or the new array; None on other ranks. Raises as `all_reduce`.
         """
         return gather(self._collectives, x, root, out, stream)
 
@@ -277,7 +278,8 @@ class CollectiveCalls:
         Args:
             x: shape [world_size * n, …], only on `root`; any element type.
             root: the rank whose array is distributed.
-            out: shape [n, …], the same on all ranks. None for a new array. On `root`, `out` may be its own rows of `x`.
+            out: shape [n, …], the same on all ranks; None for a new array. On `root`, `out` may be `root`'s rows of
+                `x`.
             stream: as for `all_reduce`.
 
         Returns:
@@ -299,8 +301,8 @@ class CollectiveCalls:
         Args:
             x: shape [sum(send_counts), …]; any element type. The dimensions after the first are the same on all ranks.
             send_counts: for each rank, the number of rows that this rank sends to that rank.
-            recv_counts: for each rank, the number of rows that the rank sends to this rank, as in that rank's
-                ``send_counts``.
+            recv_counts: for each rank, the number of rows that this rank receives from that rank; the same number as in
+                that rank's ``send_counts``.
             out: shape [sum(recv_counts), …]; None for a new array.
             stream: as for `all_reduce`.
 
@@ -313,19 +315,19 @@ class CollectiveCalls:
     # -- programs of collectives ---
 
     def execute(self, plan: Any, x: Any, *, out: Any = None, stream: StreamLike = None) -> Any:
-        """Executes a plan written by MSCCL++'s language. All ranks call this together, with the same plan.
+        """Executes a plan that MSCCL++'s DSL has written. All ranks call this together, with the same plan.
 
-        The first execution, and an execution of a larger size than before, makes channels and scratch memory, and waits
-        for all ranks to do so. A graph can capture only a call that was executed before.
+        The first execution, and each execution of a larger size than all before, makes channels and scratch memory, and
+        waits for all ranks. A graph can capture a call only after the same call was executed once.
 
         Args:
             plan: an `ExecutionPlan`, or an argument of `ExecutionPlan.load`. Load a plan once if you use it often.
-            x: the input: a contiguous array of `input_chunks` equal chunks, whose bytes are multiples of the plan's
-                alignment; the same count and type on all ranks. If the plan reduces, the element type is one of
-                `all_reduce`'s types; otherwise any. An array that peers reach is copied to or from the plan's own
-                memory, unless all ranks pass results of `register`.
-            out: the output, of `output_chunks` such chunks. None for a new array, or for `x` if the plan works in
-                place on an array of that size. A plan that works in place also accepts an array other than `x`.
+            x: the input: a contiguous array of `input_chunks` equal chunks, whose sizes in bytes are multiples of the
+                plan's alignment; the same count and type on all ranks. A plan that reduces takes the element types of
+                `all_reduce`; other plans take any. If the plan has peers access an array, the call copies the array to
+                or from the plan's own memory, unless all ranks pass results of `register`.
+            out: the output, an array of `output_chunks` such chunks. None means `x` if the plan works in place and `x`
+                has that size, else a new array. A plan that works in place also accepts an array other than `x`.
             stream: as for `all_reduce`.
 
         Returns:
@@ -346,8 +348,8 @@ class CollectiveCalls:
 
         Without this call, the first `send`, `recv` or `transfers` sets up the transfers, and waits for all ranks. Call
         this first if not all ranks take part in the first transfer, or if transfers and collectives run in different
-        threads: if two threads of a rank wait for all ranks at the same time, the communicator ends, or one of the
-        threads gets ConcurrentCallError.
+        threads: if two threads of a rank wait for all ranks at the same time, the communicator fails, or one of the
+        threads raises ConcurrentCallError.
         """
         self._group.failure.require_usable()
         if self._group.world_size > 1:
@@ -358,8 +360,8 @@ class CollectiveCalls:
 
         Data that does not fit into the peer's scratch memory (some hundred KiB) waits for the peer's `recv`.
 
-        An empty array sends and receives nothing. If only one side's array is empty, no error is raised, and the other
-        side's transfer is matched with the next transfer of the pair.
+        A transfer of an empty array does nothing. If only one rank's array is empty, no error is raised, and the other
+        rank's transfer is matched with the pair's next transfer.
 
         Args:
             x: any contiguous array, with the number of bytes that the peer receives.
@@ -406,23 +408,23 @@ class CollectiveCalls:
     ) -> Selector:
         """Measures the algorithms of all collectives, and uses the fastest for each kind of call from then on.
 
-        It measures the algorithms of kernels and of proxies, with symmetric and with other arrays; in float32 and
-        bfloat16 if the element type matters; and the execution plans in the current tables, each with arrays of the
-        sizes that the plan takes. All ranks call this together, with the same arguments, while nothing else runs.
+        The call measures the algorithms of kernels and of proxies, with symmetric and with other arrays, and in float32
+        and bfloat16 if the element type matters. It also measures the execution plans in the current tables, at the
+        sizes that each plan takes. All ranks call this together, with the same arguments, while nothing else runs.
 
         Args:
-            sizes: bytes to measure, in rising order; None for 1 KiB to 64 MiB, or to 4 MiB on the host runtime. If the
-                last size is below this default maximum, arrays above the last size keep the default algorithms.
+            sizes: array sizes in bytes, in rising order; None for 1 KiB to 64 MiB, or to 4 MiB on the host runtime. If
+                the last size is below this default maximum, larger arrays keep the default algorithms.
             iterations: calls of each algorithm at each size; algorithms are compared by the median of the slowest
                 rank's times.
-            seconds: the approximate limit of the total time. Sizes that are left when the time is over are skipped.
+            seconds: the approximate limit of the total time. When the time is over, the remaining sizes are skipped.
             save: whether rank 0 keeps the tables on disk, next to the compiled kernels. Communicators of the same
                 number of ranks on the same kind of machine then start with these tables, until another version of the
                 library is installed. `proxyccl info` shows the tables. Saved tables omit execution plans, which a
                 program loads itself.
 
         Returns:
-            The tables. To use them later, all ranks set ``communicator.collectives.selector = tables``.
+            The tables. To use the tables later, all ranks set ``communicator.collectives.selector = tables``.
 
         Raises:
             ArgumentError: an argument is wrong.

@@ -1,4 +1,4 @@
-"""The communicator: ranks that can reach each other's memory, and all calls on them."""
+"""`Communicator`: a group of ranks that can access each other's memory, with all public calls."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Communicator(CollectiveCalls):
     one thread of a rank at a time may make these calls. Once `prepare_transfers` has returned, other threads may
     `send`, `recv` and use `transfers` at the same time.
 
-    Use it as a context manager, or call `close`.
+    Use a communicator as a context manager, or call `close`.
 
     Args:
         bootstrap: a `Bootstrap`, an MPI communicator or a torch process group; None for MPI's world.
@@ -85,8 +85,8 @@ class Communicator(CollectiveCalls):
         timeout: bound of every wait, in seconds; None for ``PROXYCCL_TIMEOUT``, else 30.
         local_world_size: count this many consecutive ranks as a node; the same on all ranks. None for
             ``PROXYCCL_LOCAL_WORLD_SIZE``, else real hosts.
-        fifos: the number of rings of this rank's proxy; or "peer" for one ring for each peer, up to 64. A channel whose
-            peer is slow holds back the channels of its ring.
+        fifos: the number of rings of this rank's proxy; or "peer" for one ring for each peer, up to 64. A slow peer
+            delays all channels that share its ring.
         proxy_threads: the number of threads that take triggers from the rings.
         fifo_size: the number of slots in each ring, a power of two.
         idle: the policy of an idle proxy, wherever the proxy runs; a thread that serves several proxies uses the most
@@ -99,12 +99,12 @@ class Communicator(CollectiveCalls):
             ``CUDA_MODULE_LOADING=EAGER``; without this setting the library warns when the proxy is first used.
         proxy_cores: cores that the proxy's threads may run on: numbers and ranges such as "0-3,8", "node:1" for the
             cores of NUMA node 1, "near" for those of the NUMA node next to the device; None for any core. The job's own
-            daemon uses the cores of the rank that starts it; the node daemon has its own setting.
+            daemon uses the setting of the rank that starts the daemon; the node daemon has its own setting.
         transport: the transport of ProxyChannels: "copy", "verbs" (RDMA), "staged" (RDMA through pinned memory),
             "fabric" (libfabric) or "staged_fabric" (libfabric through pinned memory) for all pairs of ranks, or a dict
             with some pairs, such as {(0, 1): "verbs"}; the same on all ranks. None for ``PROXYCCL_TRANSPORT``, else
-            "copy" within a node and, between nodes, "verbs", or "fabric" between hosts without RDMA; "staged" or
-            "staged_fabric" if a rank's network device can't register its GPU's memory.
+            "copy" within a node, and between nodes "verbs", or "fabric" without RDMA; "staged" or "staged_fabric" if a
+            rank's network device can't register its GPU's memory.
         rdma: the RDMA device and its settings; None for those in ``PROXYCCL_RDMA_*``, else the defaults of
             `RdmaOptions`.
         fabric: libfabric's provider, interface and settings; None for those in ``PROXYCCL_FABRIC_*``, else the defaults
@@ -114,11 +114,11 @@ class Communicator(CollectiveCalls):
             program: kernels have few blocks. "default" chooses the algorithm that is fastest on an idle device. The
             same on all ranks. None for ``PROXYCCL_CTA_POLICY``, else "default".
         invariant: whether the bits of each element that `all_reduce`, `reduce` or `reduce_scatter` returns depend only
-            on the ranks' values of this element and on the group, and not on the array's size, the element's place in
-            it, or the algorithm. The library then uses only algorithms that add in the same order, and refuses the
-            others. The same on all ranks. None for ``PROXYCCL_INVARIANT``, else False.
-        linger: seconds that the process waits at its end, silently, for ranks that have not closed the
-            communicator; None for `timeout`, after which a report names the missing ranks.
+            on the ranks' values of this element and on the group, and not on the array's size, the element's index, or
+            the algorithm. If True, the library uses only algorithms that add in the same order, and refuses other
+            algorithms. The same on all ranks. None for ``PROXYCCL_INVARIANT``, else False.
+        linger: seconds that the exiting process waits, without a report, for ranks that have not closed the
+            communicator. None waits for `timeout`, and then reports the missing ranks.
 
     Raises:
         ArgumentError: an argument is wrong, or ranks disagree on the runtime, the nodes, the transports, the policy or
@@ -201,23 +201,23 @@ class Communicator(CollectiveCalls):
         """Returns a communicator of some of the ranks, which call this together; the other ranks need not.
 
         The new communicator shares this one's runtime, process watches and mappings, and needs no bootstrap if the
-        ranks share a host. If this communicator is closed or aborted, or fails, the new communicator ends too; the end
-        of the new one does not affect this one.
+        ranks share a host. If this communicator fails, is closed or is aborted, the new communicator fails too, but not
+        vice versa.
 
         Args:
-            ranks: numbers in this communicator, including this rank's; the same list on all members. A rank's place in
+            ranks: numbers in this communicator, including this rank's; the same list on all members. A rank's index in
                 the list is its number in the new communicator.
             timeout: bound of this call and of the new communicator's waits, in seconds; None for this communicator's.
             bootstrap: a `Bootstrap` of the members, in the order of their new numbers, which the caller keeps open.
                 Threads that split the same ranks concurrently, or in a different order than on other ranks, need a
-                separate bootstrap for each split. None to meet through this communicator, in one thread of a rank at a
-                time.
+                separate bootstrap for each split. None joins the members through this communicator, in one thread of a
+                rank at a time.
             invariant: as for the constructor, but with None the new communicator has this communicator's setting.
 
         Raises:
             ArgumentError: the ranks are not different ranks of this communicator, or this rank is not among them; or
                 the bootstrap does not join exactly the members.
-            MismatchError: members gave different lists.
+            MismatchError: members passed different `ranks`.
             WaitTimeoutError: not all members arrived within the time. This communicator stays usable.
             ResourceError: this process has too few file descriptors left. This communicator stays usable on all
                 members; the other members get an AbortedError.
@@ -244,15 +244,15 @@ class Communicator(CollectiveCalls):
         """Returns a communicator of the remaining ranks, after a failure or without one. All remaining ranks call this,
         once.
 
-        A rank remains unless its process has ended, it has closed this communicator, or it is excluded. A rank that
-        does not arrive within the time-out is excluded too, and this communicator has then failed. The ranks agree on
+        A rank remains unless its process has ended, it has closed this communicator, or `exclude` names it. If a rank
+        does not arrive within the time-out, it does not remain either, and this communicator fails. The ranks agree on
         the remaining ranks even if some of these fail during the call, and the remaining ranks keep their order.
 
         The call waits for the work that the ranks have queued on their devices. If this communicator has failed, the
-        call closes it; otherwise this communicator stays usable, and its end does not end the new one. The device,
-        compiled kernels, and the mappings of the other ranks' memory are kept. Arrays of `empty` are still used in
-        place, and so are registered arrays if all ranks share a host; registering an array again needs no new mapping.
-        Channels must be made anew, because a failure leaves their counts undefined.
+        call closes it; otherwise this communicator stays usable, and closing it does not affect the new one. The new
+        communicator keeps the device, compiled kernels, and the mappings of the other ranks' memory, and uses arrays of
+        `empty` in place. Registered arrays are also used in place if all ranks share a host; registering an array again
+        needs no new mapping. Channels must be made anew, because a failure leaves their counts undefined.
 
         Args:
             exclude: ranks to leave out; the same on all callers.
@@ -281,7 +281,7 @@ class Communicator(CollectiveCalls):
         shrunk = object.__new__(Communicator)
         try:
             shrunk._take(self._group.shrink(frozenset(excluded), bounded), self._collectives.standing)
-        except ResourceError as error:  # the others continue without this rank when they notice that it has left
+        except ResourceError as error:  # the other ranks notice that this rank has left, and continue without it
             self._group.failure.abort(f"shrink: {error}")
             self._group.close()
             raise
@@ -305,14 +305,14 @@ class Communicator(CollectiveCalls):
 
         The ranks of this communicator call this; new processes construct a `Communicator` with their bootstrap, and
         with the same options. If `transport` is given for some pairs of ranks, it is given on all ranks, with the
-        ranks' new numbers. This communicator stays usable, and its end does not end the new one. The device, compiled
-        kernels, options and mappings are kept, and arrays of `empty` are used in place, as with `shrink`.
+        ranks' new numbers. This communicator stays usable, and closing it does not affect the new one. The new
+        communicator keeps the device, compiled kernels, options and mappings, and uses arrays of `empty` in place.
 
         Args:
             bootstrap: a bootstrap of all ranks, old and new, in the order of their new numbers; as for the constructor.
             timeout: bound of every wait, in seconds; None for this communicator's.
 
-        Raises as the constructor, and the error that ended this communicator.
+        Raises the errors of the constructor, and the failure of this communicator.
         """
         self._group.failure.require_usable()
         bounded = self.timeout if timeout is None else timeout_from(timeout)
@@ -361,18 +361,18 @@ class Communicator(CollectiveCalls):
 
     @property
     def calls(self) -> CallCounts:
-        """The numbers of this communicator's collective calls and of experts' layers' calls, including barriers.
+        """The numbers of calls of this communicator: collectives, barriers and calls of experts' layers.
 
-        A call is prepared if it is the first call with its options, element types and shapes. Later such calls, even
-        with new arrays, reuse the prepared form. For experts' calls, shapes that differ only in the number of tokens
-        count as equal.
+        A call is prepared if it is the first call with its options, element types and shapes. Later calls with the same
+        properties, even with new arrays, reuse the prepared form. For experts' calls, shapes that differ only in the
+        number of tokens count as equal.
         """
         calls = self._group.launches.calls
         return CallCounts(calls.made, calls.prepared)
 
     @property
     def tensor_calls(self) -> TensorCalls:
-        """The calls with torch's tensors, for torch's backend."""
+        """The collectives of torch tensors that torch's backend calls."""
         return TensorCalls(self._collectives)
 
     @property
@@ -402,7 +402,7 @@ class Communicator(CollectiveCalls):
 
     @property
     def topology(self) -> Topology:
-        """The placement of the ranks."""
+        """The ranks' hosts, nodes and devices."""
         return self._group.topology
 
     @property
@@ -426,7 +426,7 @@ class Communicator(CollectiveCalls):
 
     @property
     def proxy_if_started(self) -> Proxy | None:
-        """This rank's proxy, if anything has used it."""
+        """This rank's proxy; None before its first use."""
         return self._group.links.proxy_if_started
 
     @property
@@ -437,7 +437,7 @@ class Communicator(CollectiveCalls):
     # -- memory and channels ---
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Array:
-        """Allocates an array in device memory. Its contents are undefined.
+        """Allocates an array with undefined contents in device memory.
 
         Collectives read and write the array directly, without staging; see `register`. ProxyChannels and SmChannels can
         use it once it is registered.
@@ -449,19 +449,19 @@ class Communicator(CollectiveCalls):
         return allocate(self._group, shape, dtype, symmetric=True)
 
     def register(self, array: Any) -> RegisteredMemory:
-        """Registers an array so that peers can reach it.
+        """Registers an array so that peers can access it.
 
         All ranks call this together, each with its own array; sizes may differ. Collectives then use the array, and
         slices of it at any offset, in place, if all ranks' arrays are registered or made by `empty`. Otherwise
         collectives copy the array through scratch memory.
 
-        All peers can reach memory that `empty` returns. On the host runtime all other arrays are private to their
-        process: they can be the source of a put, but a peer that tries to reach such an array gets an error that names
+        All peers can access memory that `empty` returns. On the host runtime all other arrays are private to their
+        process: they can be the source of a put, but a peer that tries to access such an array gets an error that names
         the reason.
 
-        The array is kept alive until `deregister`. Do not free its memory before that by other means, such as
-        hipFree or a tensor's ``untyped_storage().resize_(0)``. Collectives detect a freed array, and do not confuse a
-        new array at its address with the registered one. Channels do not detect a freed array.
+        The array is kept alive until `deregister`. Until then, do not free its memory by other means, such as hipFree
+        or a tensor's ``untyped_storage().resize_(0)``. Collectives detect a freed array, and do not confuse a new array
+        at its address with the registered one. Channels do not detect a freed array.
 
         Raises:
             ArgumentError: the argument is not an array, has no memory, or is on another device; or it is a result of
@@ -475,10 +475,9 @@ class Communicator(CollectiveCalls):
     def deregister(self, array: Any) -> None:
         """Ends the registration of an array, or of a result of `register`. Not collective.
 
-        When this is called, neither queued work nor graphs that will be replayed may still use the array as registered
-        memory. The array may be freed afterwards. If ranks reach one another by a remote transport, all ranks must
-        deregister between the same two collectives, because the call also removes the peers' arrays from this rank's
-        proxy.
+        Neither queued work nor a graph that will be replayed may still use the array as registered memory. The array
+        may be freed afterwards. If any ranks use a remote transport, all ranks must deregister between the same two
+        collectives, because the call also removes the peers' arrays from this rank's proxy.
 
         Raises:
             ArgumentError: the array is not registered.
@@ -486,16 +485,15 @@ class Communicator(CollectiveCalls):
         deregister(self._group, array)
 
     def memory_pool(self) -> AbstractContextManager[Any]:
-        """Makes torch allocate tensors in memory that peers reach. Not collective.
+        """Makes torch allocate tensors in memory that peers can access. Not collective.
 
-        Tensors that this thread allocates in the ``with`` block, on the communicator's device, count as registered for
-        as long as they live, and so do their slices. Collectives use them in place if all ranks' arrays are registered
-        or count as registered. Until the peers have mapped a new tensor's memory, calls with the tensor may copy it
-        through scratch memory.
+        Tensors that this thread allocates in the ``with`` block, on the communicator's device, and their slices, are
+        registered for as long as they live. Collectives use these tensors in place if all ranks' arrays are registered.
+        Until the peers have mapped a new tensor's memory, calls with the tensor may copy it through scratch memory.
 
-        The pool belongs to the device. It lives as long as a communicator that has used it. Later blocks, including
-        those of other communicators, reuse memory that a tensor frees. torch returns memory to the driver when the pool
-        is destroyed; remaining tensors keep their memory. Outside of the block, capture a graph into the pool with
+        The pool belongs to the device, and lives as long as any communicator that has used it. Later blocks, also of
+        other communicators, reuse memory that a tensor frees. When the pool is destroyed, torch returns its memory to
+        the driver, except for the memory of live tensors. Outside of the block, capture a graph into the pool with
         ``torch.cuda.graph(graph, pool=pool.id)``.
 
         Returns:
@@ -550,8 +548,8 @@ class Communicator(CollectiveCalls):
         collective.
 
         Args:
-            handler: called with each `Trigger`; later triggers of the same ring wait for it. An exception ends the
-                communicator with a HandlerError.
+            handler: called with each `Trigger`; later triggers of the same ring wait for it. If it raises an exception,
+                the communicator fails with a HandlerError.
 
         Raises:
             ArgumentError: the handler can't be called.
@@ -566,7 +564,7 @@ class Communicator(CollectiveCalls):
         All ranks call this together, each with its own array; sizes may differ. See `Window`.
 
         Args:
-            array: as for `register`, in memory that peers map: of `empty` or `shared_empty`, or of a GPU.
+            array: as for `register`, in memory that peers can map: from `empty` or `shared_empty`, or on a GPU.
 
         Raises:
             ArgumentError: as `register`; also on all ranks, if any rank's array is in memory that peers can't map.
@@ -585,7 +583,7 @@ class Communicator(CollectiveCalls):
     ) -> Any:
         """Compiles kernels from source text.
 
-        It includes ``"proxyccl/proxyccl.h"`` and defines ``extern "C" __global__ void`` functions.
+        The text includes ``"proxyccl/proxyccl.h"`` and defines ``extern "C" __global__ void`` functions.
 
         Args:
             source: the text.
@@ -629,11 +627,11 @@ class Communicator(CollectiveCalls):
         self._group.synchronize(stream)
 
     def check(self) -> None:
-        """Raises the exception that ended the communicator, if one has."""
+        """Raises the communicator's failure, if it has failed."""
         self._group.failure.check()
 
     def abort(self, reason: str = "") -> None:
-        """Ends the communicator on all ranks: their waits raise an AbortedError. Does not wait."""
+        """Aborts the communicator on all ranks, whose waits raise an AbortedError. Does not wait."""
         self._group.failure.abort(reason)
 
     def all_gather_bytes(self, data: bytes, purpose: str = "all_gather_bytes") -> list[bytes]:
@@ -642,7 +640,7 @@ class Communicator(CollectiveCalls):
 
         Args:
             data: this rank's bytes; lengths may differ.
-            purpose: what the exchange is for, in words; the same on all ranks.
+            purpose: describes the exchange in words; the same on all ranks.
 
         Raises:
             ArgumentError: `data` is not bytes, or `purpose` is not a string.
@@ -657,7 +655,7 @@ class Communicator(CollectiveCalls):
     def drain(self) -> None:
         """Waits until this rank's proxy has carried out all triggers of kernels that have ended.
 
-        If the communicator ends first, raises the error that ended it.
+        If the communicator fails first, raises its failure.
         """
         self._group.links.drain()
 
@@ -670,14 +668,14 @@ class Communicator(CollectiveCalls):
     # -- end ---
 
     def close(self, *, wait: bool = True) -> None:
-        """Ends the communicator. Further calls do nothing.
+        """Closes the communicator. Further calls of `close` do nothing.
 
-        All ranks call this. The call waits for work in flight; after a failure it does not wait for other ranks. Ranks
-        may close several communicators in different orders.
+        All ranks call this. The call waits for queued work, and, unless the communicator has failed, for the other
+        ranks. Ranks may close several communicators in different orders.
 
         Args:
             wait: whether to wait for the other ranks to close the communicator. If False, a thread frees the memory
-                that the other ranks reach once all ranks have closed the communicator.
+                that other ranks may access once all ranks have closed the communicator.
 
         Raises:
             WaitTimeoutError: a rank did not close the communicator within the time-out.

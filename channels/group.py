@@ -1,6 +1,4 @@
-"""The group: one rank's view of the ranks of a communicator, and the base of all modules in this directory that need
-ranks.
-"""
+"""`Group`: one rank of a communicator, on which the other modules of this directory build."""
 
 from __future__ import annotations
 
@@ -55,27 +53,26 @@ _LOOK_SECONDS = 0.25
 
 
 class Shared(Protocol):
-    """An owner of memory that peers' kernels or proxies reach."""
+    """An owner of memory that peers' kernels or proxies access."""
 
     def close(self) -> None:
-        """Frees the memory. All ranks must have stopped using it."""
+        """Frees the memory, which no rank may use any longer."""
 
 
 class StreamWaits(Protocol):
-    """Words in this rank's memory that its streams wait for and that no proxy writes."""
+    """Words in this rank's memory for which its streams wait, and which no proxy writes."""
 
     def look_for_timeouts(self, now: float) -> None:
-        """Ends the communicator if a stream has waited for too long; `now` is a time of `time.monotonic`."""
+        """Aborts the communicator if a stream has waited for too long; `now` is a time of `time.monotonic`."""
 
     def release_streams(self) -> None:
-        """Releases all streams that wait for these words, now and later."""
+        """Sets the words so that no stream waits for them, now or later."""
 
 
 class Group:
     """One rank of a communicator.
 
-    All ranks make their groups together, then `open` them. Every part of a communicator works on a group; the
-    communicator itself adds the calls that users make.
+    All ranks make their groups together, then `open` them. A `Communicator` holds a group, and adds the public methods.
 
     Attributes:
         rank, world_size: this rank's number, and the number of ranks.
@@ -83,18 +80,19 @@ class Group:
         thread: number of the thread that made the group.
         topology: the placement of the ranks.
         runtime, exchange, control, job, ways, members: as for `Meeting`.
-        linger: how long the process waits for peers at its end, in seconds; None for the time-out.
-        parent: the group from which this group was split, and with which it ends; None if this group was not split.
+        linger: how long the exiting process waits for peers, in seconds; None for the time-out.
+        parent: the group from which this group was split; its end also ends this group. None if this group was not
+            split.
         failure: whether the group can still be used.
         launches: orders this rank's launches.
         links: this rank's proxy, and its connections.
         mappings: the memory of peers that this process has mapped.
         stream_waits: objects that own words for which streams of this rank wait, and which no proxy writes.
-        vain_waits: ends the group if this rank waits for peers that make no more calls.
+        vain_waits: makes the group fail if this rank waits for peers that make no more calls.
         inventory: the channels and semaphores in use.
         semaphore_words: the words that peers' kernels signal.
-        symmetric: this rank's arrays that peers' kernels reach.
-        lent_memory: memory of other allocators that peers reach.
+        symmetric: this rank's arrays that peers' kernels can access.
+        lent_memory: memory of other allocators that peers can access.
         kept: the memory that `keep` keeps alive, the oldest first.
     """
 
@@ -109,7 +107,7 @@ class Group:
 
     def _begin(self, meeting: Meeting, parent: Group | None, mapped: HandleCache | None) -> None:
         self._closing = threading.RLock()
-        self._released = True  # stays True until all fields that `discard` frees are set
+        self._released = True  # so that `discard` frees nothing before all its fields are set
         self._meeting = meeting
         self.parent = parent
         self._shrunk = ""  # what to do instead of another `shrink`
@@ -156,11 +154,11 @@ class Group:
         self._host_links = link_hosts(self.topology, exchange)
 
     def split(self, members: Sequence[int], timeout: float, bootstrap: Bootstrap | None) -> Group:
-        """Makes a group of some ranks of this group, numbered by their places in the list. Only these ranks call this,
-        then `open` the new group.
+        """Makes a group of `members`, numbered by their index in the list. Only these ranks call this, then `open` the
+        new group.
 
-        The new group ends with this group. Raises the errors of `meet_apart`; and ConcurrentCallError if another thread
-        splits the same ranks, unless each has a `bootstrap` of the members.
+        The end of this group also ends the new group. Raises the errors of `meet_apart`; and ConcurrentCallError if
+        another thread splits the same ranks, unless each has a `bootstrap` of the members.
         """
         check = self.failure.require_usable
         alone = self._one_caller.only("split", tuple(sorted(members)))
@@ -174,7 +172,7 @@ class Group:
         """Makes a group of the remaining ranks. Only these ranks call this, once, then `open` the new group, which
         outlives this group.
 
-        If a rank came too late, this group ends, because it would wait for that rank again.
+        If a rank comes too late, this group fails, because its later calls would wait for that rank again.
 
         Raises as `meet_survivors`, and ClosedError if this rank has called `shrink` before.
         """
@@ -186,7 +184,7 @@ class Group:
         try:
             with naming_exhaustion("this rank's part of the communicator"):
                 meeting = meet_survivors(self._meeting, self.topology, excluded, self._watcher.has_ended, timeout)
-        except ProxyCCLError as error:  # some ranks may have agreed, and the other ranks' notes stay on the board
+        except ProxyCCLError as error:  # a retry would find the failed attempt's notes on the board
             self._shrunk = f"that failed ({type(error).__name__}): make a new Communicator over a bootstrap"
             raise
         for peer in set(range(self.world_size)) - {*meeting.members, *excluded}:
@@ -203,8 +201,8 @@ class Group:
             return Group(meeting, mapped=self._mapped)
 
     def _stop_work(self) -> None:
-        """Ends this rank's use of its peers' memory. When the call returns, this rank's queued work is complete, or
-        will never complete.
+        """Waits for this rank's kernels and proxy. After a failure, also stops this rank's proxy, so that this rank no
+        longer accesses its peers' memory.
         """
         self._end_kernels()
         with contextlib.suppress(CommunicatorError):
@@ -215,9 +213,7 @@ class Group:
                 self.control.set_presence(Presence.STOPPED)
 
     def _end_kernels(self) -> None:
-        """Waits until this rank's kernels have ended. If the group has failed or is closed, no further kernels
-        begin.
-        """
+        """Waits until this rank's kernels have ended."""
         self.launches.wait_for_launchers()
         try:
             self.runtime.synchronize()
@@ -225,10 +221,11 @@ class Group:
             _logger.warning("rank %d: a kernel failed, as the end of its communicator found: %s", self.rank, error)
 
     def open(self, observer: Observer) -> None:
-        """Opens the group: from now on failures are noticed, passed on and reported. If `open` raises an error, the
-        caller calls `discard`.
+        """Opens the group: begins to detect failures, to tell the peers about them, and to report them. If `open`
+        raises an error, the caller calls `discard`.
         """
-        # No kernel waits for a peer before all ranks have opened, because `Collectives.start` exchanges once more.
+        # `Collectives.start` exchanges once more, so no kernel waits for a peer before all ranks have opened their
+        # groups.
         try:
             self._begin_watching(observer)
         except BaseException:
@@ -237,14 +234,14 @@ class Group:
         with open_lock:
             orphan = self.parent is not None and self.parent.failure.closed
             if not orphan:
-                device = self.runtime.device_id  # the device on which kernels of these groups may wait for peers
+                device = self.runtime.device_id
                 waiting = [g for g in (*open_groups, self) if g.world_size > 1 and g.runtime.device_id == device]
                 for group in waiting if len(waiting) > 1 and self.world_size > 1 else ():
                     group.launches.log.share_device()
                 open_groups.append(self)
                 if self.parent is not None:
                     self.parent._children.append(self)
-        if self.parent is None:  # groups that are split from this group find the daemon started
+        if self.parent is None:  # groups split from this group use its daemon
             self.links.start_early()
         if orphan:
             self.failure.abort("the communicator that it was split from was closed")
@@ -299,14 +296,12 @@ class Group:
         self._published = self._publish()
 
     def _look_at_context(self, now: float) -> None:
-        """Ends the group if an error destroyed this process's context on its GPU, which the driver reports only when
-        queried. The query uses the default stream of launches.
-        """
+        """Queries the driver whether an error has destroyed this process's GPU context; if so, the group fails."""
         if self.parent is None and now >= self._next_context_look:
             self._next_context_look = now + _LOOK_SECONDS
             try:
                 self.launches.default_stream.query()
-            except DriverError as error:  # at the process's end the driver returns other errors
+            except DriverError as error:  # `_file` ignores the errors that the driver returns while the process exits
                 self._file(error)
 
     def _publish(self) -> Published:
@@ -326,11 +321,11 @@ class Group:
 
     @property
     def schedules_need_registration(self) -> bool:
-        """Whether schedules name only memory that all ranks have registered together (schedules/memory.py)."""
+        """Whether schedules use only memory that all ranks have registered together (schedules/memory.py)."""
         return self.topology.has_remote_pairs() or not self.symmetric.offered
 
     def set_timeout(self, seconds: float) -> None:
-        """Changes the bound of this rank's later waits. Raises ClosedError in a fork's child."""
+        """Sets the time-out of this rank's later waits. Raises ClosedError in a forked child."""
         self.failure.require_own_process()
         self.timeout = self.exchange.timeout = seconds
         self.control.set_timeout(seconds)
@@ -338,7 +333,7 @@ class Group:
     def synchronize(self, stream: StreamLike = None) -> None:
         """Waits for a stream (None: for all streams), and raises errors of the stream's work or of the group."""
         if self.failure.closed:
-            self.failure.check()  # refuses a fork's child
+            self.failure.check()  # raises an error in a forked child
         try:
             if stream is not None:
                 self.runtime.synchronize_stream(stream)
@@ -352,15 +347,13 @@ class Group:
         self.failure.check()
 
     def _file(self, error: KernelError) -> None:
-        """Ends the group if an error has destroyed this rank's context."""
+        """Makes the group fail if an error has destroyed this rank's context."""
         if isinstance(error, DriverError) and error.status in LOST_CONTEXT:
             self.failure.file_lost_context(error.status)
 
     @contextlib.contextmanager
     def mapping_of(self, peer: int) -> Iterator[None]:
-        """A context for mapping a peer's memory: if the memory is gone because the peer has failed, raises the
-        failure.
-        """
+        """Wraps mapping a peer's memory. If the memory is gone because the peer has failed, raises that failure."""
         try:
             yield
         except ArgumentError:
@@ -368,35 +361,35 @@ class Group:
             self.failure.check()
             raise
 
-    # -- memory that peers reach ---
+    # -- memory that peers access ---
 
     def keep(self, shared: Shared) -> None:
-        """Keeps memory alive until the group ends or `let_go` is called, because peers may access the memory after its
-        user has dropped it.
+        """Keeps memory alive until the group is released or `let_go` is called, because peers may still access memory
+        that this rank has dropped.
         """
         self.kept.append(shared)
 
     def let_go(self, shared: Shared, *owned: object) -> None:
-        """Undoes `keep`. After a failure, the memory is kept until no kernel of a peer can access it.
+        """Undoes `keep`. After a failure, the memory stays alive until no kernel of a peer can access it.
 
         Args:
             shared: the argument of `keep`.
-            owned: the resources that `shared` releases itself.
+            owned: resources of `shared` to keep alive with it.
         """
         self.kept.remove(shared)
         if self.failure.aborted:
             self._aftermath.keep(shared, *owned)
 
     def request_reports(self) -> None:
-        """Asks the other ranks of this host to write their reports, as they do on a signal."""
+        """Asks the other ranks of this host to write their reports."""
         for segment in self._segments.values():
             segment.request_report()
 
     # -- the end ---
 
     def discard(self) -> None:
-        """Frees a group that could not be made or opened. The peers must have been notified before. No kernel may have
-        been launched on the group.
+        """Frees a group that could not be made or opened. The caller must have notified the peers, and launched no
+        kernel.
         """
         with self._closing:
             if self._released:
@@ -417,26 +410,25 @@ class Group:
                 self._end_pins()
 
     def close(self, *, reason: str = "", wait: bool = True) -> None:
-        """Ends the group, and the groups that were split from it. Further calls do nothing.
+        """Closes the group and the groups that were split from it. Further calls do nothing.
 
-        Memory that peers reach is freed once the peers have closed the communicator. The call waits for them; but if a
-        peer waits for the end of another communicator, a thread waits instead. So ranks may close communicators in
-        different orders. After a failure the call does not wait. If a signal handler that interrupts a wait calls
-        `close`, the call only aborts the group on all ranks; a later call of `close` does the rest.
+        Memory that peers access is freed once they have closed the communicator. The call waits for the peers unless
+        the group has failed. If the missing peers are closing other communicators, a thread waits instead, so ranks may
+        close communicators in different orders. If a signal handler that interrupts a wait calls `close`, the call only
+        aborts the group on all ranks; a later call of `close` does the rest.
 
         Args:
-            reason: the reason that peers get if they must stop without closing the group themselves; empty if they
-                close the group too.
+            reason: if not empty, the call aborts the group on all ranks with this reason.
             wait: whether to wait for the peers; otherwise a thread waits.
 
         Raises:
             WaitTimeoutError: a peer did not close the group within the time-out.
             CommunicatorError: a rank failed during the call.
         """
-        if in_handler():  # the interrupted code will continue to use the memory that would be freed
+        if in_handler():  # the interrupted code will continue to use the group's memory
             self.failure.abort("a signal handler closed the communicator")
             return
-        if self.failure.closed:  # checked without the lock, which in a fork's child may be held forever
+        if self.failure.closed:  # checked without the lock, which a forked child may inherit locked
             return
         with self._closing:
             if self.failure.closed:
@@ -459,9 +451,11 @@ class Group:
                 self._release_later()
 
     def leave(self, reason: str = "") -> bool:
-        """Ends this rank's work and tells the peers. Returns False if the group failed before or during this call."""
+        """Waits for this rank's work, and announces to the peers that this rank leaves. Returns False if the group
+        failed before or during this call.
+        """
         children = list(self._children)
-        for each in (self, *children):  # all groups first: a wait for one group waits for all work on the device
+        for each in (self, *children):  # before any wait, because a wait for one group waits for all work on the device
             each.vain_waits.begin()
         for child in children:
             child._leave_with_parent(reason)
@@ -484,16 +478,14 @@ class Group:
         return True
 
     def _leave_with_parent(self, reason: str) -> None:
-        """Announces that this rank leaves this group, before it leaves the group that this group was split from; the
-        latter's release then also releases this group.
-        """
+        """Leaves this group before its parent, whose release also releases this group."""
         with self._closing:
             if not self.failure.closed:
                 self.leave(reason)
                 self._close_for_use()
 
     def has_left(self, peer: int | None) -> bool:
-        """Whether a peer, or with None any peer, has closed the communicator, so that it makes no further calls."""
+        """Returns whether a peer (None: any peer) has closed the communicator, and so makes no further calls."""
         peers = range(self.world_size) if peer is None else [peer]
         with self._closing:  # keeps the peers' segments from being freed during the loop
             if self._released:
@@ -505,9 +497,7 @@ class Group:
         return {peer: presence for peer, presence in peers.items() if presence is not Presence.LEFT}
 
     def _wait_for_peers(self) -> bool:
-        """Waits until all peers have left. Returns False if the missing peers wait for the end of other
-        communicators.
-        """
+        """Waits until all peers have left. Returns False if the missing peers are closing other communicators."""
         deadline = time.monotonic() + self.timeout
         waiting_elsewhere_since: float | None = None
         with self._announced_elsewhere():
@@ -527,9 +517,7 @@ class Group:
 
     @contextlib.contextmanager
     def _announced_elsewhere(self) -> Iterator[None]:
-        """Returns a context in which this thread waits for the end of this group. The context announces the wait to the
-        peers of this thread's other groups.
-        """
+        """Tells the peers of this thread's other groups that this thread is closing another group."""
         with open_lock:
             others = [
                 other
@@ -545,8 +533,8 @@ class Group:
                 other._watcher.announce(Presence.PRESENT)
 
     def late(self, peer: int, operation: str, what: str, timeout: float) -> CommunicatorError:
-        """Ends the group with a time-out error that names the peer, and what the peer did not do in time. Returns the
-        exception.
+        """Makes the group fail with a time-out error that names the peer, and the action that it did not take in time.
+        Returns the exception.
         """
         late = WaitTimeoutError(
             f"{operation}: rank {peer} did not {what} within {timeout:g} s",
@@ -584,8 +572,8 @@ class Group:
                 open_groups.remove(self)
 
     def release(self, *, healthy: bool) -> None:
-        """Frees the group's resources; further calls do nothing. If `healthy` is False or a rank has failed, memory
-        that peers may still access is kept as after a failure.
+        """Frees the group's resources; further calls do nothing. If `healthy` is False or a rank has failed, keeps
+        memory that peers may still access.
         """
         try:
             with self._closing:
@@ -593,7 +581,7 @@ class Group:
                     self._released = True
                     healthy = healthy and not self.failure.aborted
                     self._close_for_use()
-                    for child in list(self._children):  # including a child that was just released
+                    for child in list(self._children):
                         child.release(healthy=healthy)
                     try:
                         self._free(healthy=healthy)
@@ -601,7 +589,7 @@ class Group:
                         self._end_pins()
         finally:
             if self.parent is not None:
-                with open_lock, contextlib.suppress(ValueError):  # the group is absent if it was released before
+                with open_lock, contextlib.suppress(ValueError):
                     self.parent._children.remove(self)
 
     def _free(self, *, healthy: bool) -> None:
@@ -628,7 +616,7 @@ class Group:
         if healthy:
             self._aftermath.end()
         else:  # a peer's kernel may still write to this rank's memory
-            # Now that this rank reaches no memory, ranks that shrink the communicator don't wait for this rank.
+            # This rank accesses no memory any longer, so ranks that shrink the communicator need not wait for it.
             self.control.set_presence(Presence.LEFT)
             self._aftermath.follow(reached)
             self.kept.clear()

@@ -1,5 +1,5 @@
-"""Objects that kernels take as arguments: channels, sets of channels, and single semaphores and rings; and the
-inventory of a rank's channels.
+"""Kernel arguments: channels, sets of channels, and single semaphores and rings. Also the inventory of a rank's
+channels for reports.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class DeviceHandle:
-    """A part of a channel that a kernel takes by value: the channel's semaphore, or the ring that it pushes to.
+    """A part of a channel, its semaphore or its ring, which a kernel takes by value.
 
     Attributes:
         handle_kind: the handle's ProxycclHandleKind, which a kernel's parameter must have.
         device_handle: the struct that the kernel sees, as bytes.
-        sleepers: wakes the proxy that takes triggers from the ring, if it sleeps; None for a semaphore.
+        sleepers: wakes the proxy that takes triggers from the ring; None for a semaphore.
     """
 
     def __init__(self, kind: int, handle: bytes, kept: object, sleepers: Sleepers | None = None) -> None:
@@ -36,7 +36,7 @@ class DeviceHandle:
 
 
 class HandleArray:
-    """Device handles in device memory, as a kernel's pointer argument.
+    """An array of device handles in device memory, which a kernel takes as a pointer.
 
     Attributes:
         handle_kind: the ProxycclHandleKind of the handles, which a kernel's parameter must have.
@@ -68,7 +68,7 @@ class Channel:
         peer: the rank at the other end.
         device_pointer: the handle's address in device memory, for kernels that take a pointer; 0 if device memory holds
             no copy of the handle.
-        sleepers: wakes the proxy that takes the channel's triggers, if it sleeps; None if the channel has no triggers.
+        sleepers: wakes the proxy that takes the channel's triggers; None if the channel has no triggers.
     """
 
     handle_kind: ClassVar[int]
@@ -82,7 +82,7 @@ class Channel:
         self._kept: tuple[object, ...] = ()
 
     def keep(self, kept: tuple[object, ...]) -> None:
-        """Keeps the handle's memory alive: a channel may outlive the set that it was made with."""
+        """Keeps objects alive with this channel, which may outlive its `ChannelSet`."""
         self._kept = kept
 
     @property
@@ -109,17 +109,17 @@ C = TypeVar("C", bound=Channel)
 
 
 class NoChannelError(ArgumentError, KeyError):
-    """The set of channels has no channel to this rank. The class is also a KeyError, because other mappings raise that
-    for a missing key.
+    """Raised if a `ChannelSet` has no channel to a rank. The class is also a KeyError, as mappings raise for a missing
+    key.
     """
 
     __str__ = Exception.__str__  # KeyError.__str__ would quote the message
 
 
 class ChannelSet(Sequence[C], Generic[C]):
-    """Channels in the order of their peers' ranks.
+    """Channels to peers, in the requested order of the peers.
 
-    As a kernel's pointer argument it is the array of their device handles.
+    A kernel takes the set as a pointer to an array of device handles.
 
     Attributes:
         kind: the class of the channels.
@@ -149,7 +149,7 @@ class ChannelSet(Sequence[C], Generic[C]):
         return len(self._channels)
 
     def to(self, peer: int) -> C:
-        """Returns the channel to a rank. Raises NoChannelError, an ArgumentError and a KeyError, if there is none."""
+        """Returns the channel to a rank. Raises NoChannelError if there is none."""
         number = find_integer(peer)
         if number is None or number not in self._by_peer:
             raise NoChannelError("peer", f"no channel leads to rank {peer!r}; expected one of {self.peers}")
@@ -157,7 +157,7 @@ class ChannelSet(Sequence[C], Generic[C]):
 
     @property
     def peers(self) -> list[int]:
-        """The ranks at the other ends of the channels, in the channels' order."""
+        """The channels' peers, in the order of the channels."""
         return [channel.peer for channel in self._channels]
 
     @property
@@ -167,12 +167,12 @@ class ChannelSet(Sequence[C], Generic[C]):
 
     @property
     def device_pointer(self) -> int:
-        """Address of the array of device handles, 0 if there are no channels."""
+        """The address of the array of device handles; 0 if there are no channels."""
         return self._handles.device_pointer
 
     @functools.cached_property
     def semaphores(self) -> HandleArray:
-        """The channels' semaphores in their order, for a kernel with a pointer to semaphores."""
+        """The semaphores in the order of the channels, for a kernel that takes a pointer to semaphores."""
         handles = [channel.semaphore.device_handle for channel in self._channels]
         return HandleArray(self._runtime, self.kind.semaphore_kind, handles, self._kept)
 
@@ -181,22 +181,20 @@ class ChannelSet(Sequence[C], Generic[C]):
 
 
 class DeviceSemaphores(Protocol):
-    """Semaphores whose words lie in device memory."""
+    """Semaphores with words in device memory, which reports read."""
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """Returns the addresses and sizes of the words, for `decode`."""
+        """The addresses and sizes of the words that `decode` takes."""
 
     def decode(self, words: bytes) -> Sequence[tuple[int, int, int, int, int]]:
-        """Decodes the bytes that lie at `ranges`. Returns, for each semaphore, the peer, the semaphore's number, and
-        the counts of signals that arrived, were waited for, and were sent.
+        """Decodes the bytes at `ranges`. Returns for each semaphore: the peer, the semaphore's number, and the numbers
+        of signals that arrived, that were waited for, and that were sent.
         """
 
 
 class Inventory:
-    """The channels and semaphores that a rank of a communicator uses, for its reports. Dropped channels and semaphores
-    are not listed.
-    """
+    """The live channels and semaphores of a rank, for its reports."""
 
     def __init__(self) -> None:
         self._channels: weakref.WeakValueDictionary[int, Channel] = weakref.WeakValueDictionary()

@@ -1,12 +1,12 @@
-"""Lent memory: if calls often use an array of another allocator, such as torch's, the memory is announced to the peers.
+"""Lends memory: announces to the peers an unregistered array, such as torch's, that calls use often.
 
-The program did not register this memory. The memory's owner may free it at any time; then the announcement is withdrawn
-(symmetric.py), and the peers unmap the memory. The driver keeps the memory occupied until all peers have unmapped it.
-So only a part of the device's memory is lent, and nothing is lent while memory is scarce.
+The memory's owner may free it at any time; then `SymmetricMemory` withdraws the announcement, and the peers unmap the
+memory. Freed memory is not available until all peers have unmapped it. So only a part of the device's memory is lent,
+and nothing is lent while memory is scarce.
 
-Calls only note the arrays that peers do not reach. The watcher's thread counts the notes, announces and withdraws, and
-the peers' watchers map. Memory is exported only inside a call, which keeps the array alive during the export; outside
-of a call the owner may unmap the memory at any moment.
+Calls only note arrays that peers can't access. The watcher's thread counts the notes, and announces and withdraws
+memory, which the peers' watchers map and unmap. Memory is exported only inside a call, which keeps the array alive; at
+other times the owner may unmap the memory at any moment.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class LentMemory:
     """The memory that one rank lends to the peers of a group.
 
     Attributes:
-        limit: the most bytes to lend; 0 to lend nothing. By default ``PROXYCCL_LEND_BYTES``, else a share of the
-            device's memory.
+        limit: the greatest number of bytes to lend; None for a share of the device's memory. The default is
+            ``PROXYCCL_LEND_BYTES``.
     """
 
     def __init__(self, runtime: Runtime, symmetric: SymmetricMemory, calls: Calls) -> None:
         self._runtime, self._symmetric, self._calls = runtime, symmetric, calls
         self.limit = limit_of_environment()
-        self._met: Counter[Met] = Counter()  # uses in this window
+        self._met: Counter[Met] = Counter()  # number of uses in this window
         self._window_ends = 0.0
         self._often: dict[int, int] = {}  # by address, the required number of uses if it differs from _OFTEN
         self._exported: deque[Export] = deque()
@@ -57,8 +57,8 @@ class LentMemory:
         return self.limit != 0 and self._symmetric.offered
 
     def update(self) -> None:
-        """Counts the arrays that calls have noted, and announces memory that was exported. The watcher's thread calls
-        this.
+        """Announces exported memory, and has the next calls export the arrays that were noted often. The watcher's
+        thread calls this.
         """
         for exported in take_each(self._exported):
             self._symmetric.lend(exported)
@@ -80,12 +80,12 @@ class LentMemory:
                 self._calls.want(*met, self._export)
 
     def close(self) -> None:
-        """Drops exported memory that is not announced. The watcher must have ended."""
+        """Drops exported memory that was not announced. The watcher must have stopped."""
         for exported in take_each(self._exported):
             self._runtime.end_export(exported.handle)
 
     def is_received_in(self, ptr: int, nbytes: int) -> bool:
-        """Whether the peers' proxies write to an array in place."""
+        """Returns whether the peers' proxies write to an array in place."""
         return bool(self._calls.reach_of(ptr, nbytes) & RECEIVED_BY_PROXIES)
 
     def _export(self, ptr: int, nbytes: int) -> None:
@@ -105,8 +105,8 @@ class LentMemory:
 
 
 def limit_of_environment() -> int | None:
-    """The number of bytes in ``PROXYCCL_LEND_BYTES``; None if the variable is not set. Raises ArgumentError for any
-    other value.
+    """Returns the number of bytes in ``PROXYCCL_LEND_BYTES``; None if the variable is not set. Raises ArgumentError for
+    any other text.
     """
     text = os.environ.get(_VARIABLE)
     if not text:

@@ -1,4 +1,4 @@
-"""Memory that peers reach: registration, and the exchange of handles."""
+"""Registers memory for access by peers, and exchanges its handles."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class _Offer(Message, frozen=True):
 
     Attributes:
         handle: the handle by which ranks of the same host map the memory; empty if the memory can't be shared.
-        unshared_reason: the reason why the memory can't be shared; empty if the memory can be shared or has no bytes.
+        unshared_reason: the reason why the memory can't be shared; empty if it can, or has no bytes.
         exposed: by remote transport, the address and the key by which peers access the memory.
-        unsupported_reasons: by remote transport, the reason why the transport can't reach the memory.
+        unsupported_reasons: by remote transport, the reason why the transport can't access the memory.
     """
 
     nbytes: Uint64
@@ -64,9 +64,7 @@ def require_room(shape: tuple[int, ...], dtype: DType) -> None:
 
 
 def allocate(group: Group, shape: int | Sequence[int], dtype: Any, *, symmetric: bool = False) -> Array:
-    """Allocates an array in device memory, which peers' kernels may reach if it is symmetric. See
-    `Communicator.empty`.
-    """
+    """Allocates an array in device memory; peers' kernels can access a symmetric array. See `Communicator.empty`."""
     group.failure.require_usable()
     given = find_extents(shape)
     found = None if given is None else [find_integer(n) for n in given]
@@ -91,8 +89,8 @@ def register(
 
     Args:
         symmetric: whether collectives use the array in place.
-        reserved: whether the array may take memory ids that are reserved for memory that schedules must have.
-        argument: the caller's name for the array, for messages.
+        reserved: whether the array may take the memory ids that are reserved for the library's own memory.
+        argument: the array's name in error messages.
     """
     group.failure.require_usable()
     if isinstance(array, RegisteredMemory):
@@ -122,8 +120,8 @@ def deregister(group: Group, array: Any) -> None:
 class RegisteredMemory:
     """A range of memory on every rank, made by `Communicator.register`, which all ranks call together.
 
-    The registration and its array live until `close`, or until the communicator ends, because peers may access the
-    array even if this rank drops its references.
+    The registration keeps the array alive until `close`, or until the communicator is closed, because peers may access
+    the array even if this rank drops its references.
 
     Attributes:
         ptr: address of this rank's range.
@@ -148,10 +146,10 @@ class RegisteredMemory:
         self._remote_ids: dict[int, int] = {}
         self._opened: dict[int, Memory] = {}
         self._id: int | None = None
-        self._transport_ids: dict[str, int] = {}  # ids of this rank's range, by transport
+        self._transport_ids: dict[str, int] = {}  # by transport, the id of this rank's range
         self._ids_at_peers: dict[int, int] = {}
         self._schedule_ids = 0
-        self._number = -1 - next(_numbers)  # the range's number in `Calls`; announcements have the numbers from 0 on
+        self._number = -1 - next(_numbers)  # the range's number in `Calls`: negative, unlike an announcement's
         self._closed = False
         self._allocations = group.runtime.allocations(view.ptr, view.nbytes)
         self.ptr = view.ptr
@@ -159,7 +157,9 @@ class RegisteredMemory:
 
     @classmethod
     def exchange(cls, group: Group, view: ArrayView, symmetric: bool, *, reserved: bool = False) -> RegisteredMemory:
-        """Registers the view and tells all ranks. Memory that can't be shared can still be the source of a put."""
+        """Registers the array of a view, and exchanges offers with all ranks. Memory that can't be shared can still be
+        the source of a put.
+        """
         handle, unshared_reason = b"", ""
         exposed: dict[str, ExposedMemory] = {}
         unsupported_reasons: dict[str, str] = {}
@@ -192,9 +192,8 @@ class RegisteredMemory:
         return memory
 
     def _tell_ids(self, reserved: bool) -> None:
-        """Tells the peers the ids of their ranges in this rank's proxy. All ranks call this together. A range takes one
-        id in the proxy of each peer. Ranges may take only a part of a proxy's ids; if these ids are used up, schedules
-        use other memory.
+        """Adds the peers' ranges to this rank's proxy, and sends the peers their ids. All ranks call this together.
+        Only a part of a proxy's ids is for such ranges; if these ids are used up, schedules stage the data.
         """
         group = self._group
         peers = [peer for peer in range(group.world_size) if peer != group.rank]
@@ -204,7 +203,7 @@ class RegisteredMemory:
             self._schedule_ids = 0 if reserved else wanted
             group.links.schedule_ids += self._schedule_ids
             for peer in peers:
-                with contextlib.suppress(ArgumentError):  # can't be reached; the peer's schedules then use other memory
+                with contextlib.suppress(ArgumentError):  # without an id, the peer's schedules stage the data
                     ids[peer] = self.peer_id(peer)
         answers = group.exchange.all_gather(ids, _IDS, "register: memory ids")
         self._ids_at_peers = {peer: answers[peer][group.rank] for peer in peers if group.rank in answers[peer]}
@@ -214,11 +213,11 @@ class RegisteredMemory:
 
     @property
     def is_for_schedules(self) -> bool:
-        """Whether schedules may name this rank's range, because all peers' proxies have ids for it (`id_at`)."""
+        """Whether schedules may use this rank's range: all peers' proxies have ids for it (`id_at`)."""
         return bool(self.nbytes) and len(self._ids_at_peers) == self._group.world_size - 1
 
     def id_at(self, peer: int) -> int:
-        """Returns the first memory id of this rank's range in a peer's proxy, if `is_for_schedules`."""
+        """Returns the first memory id of this rank's range in a peer's proxy. Requires `is_for_schedules`."""
         return self._ids_at_peers[peer]
 
     def __repr__(self) -> str:
@@ -232,7 +231,7 @@ class RegisteredMemory:
 
     @functools.cached_property
     def digest(self) -> int:
-        """A number that identifies the ranges of all ranks, and is the same on all ranks."""
+        """A number that identifies the ranges that the ranks have registered together; the same on all ranks."""
         ranges = msgspec.json.encode([(offer.nbytes, offer.handle, offer.exposed) for offer in self._offers])
         return int.from_bytes(hashlib.blake2b(ranges, digest_size=7).digest(), "little")
 
@@ -252,7 +251,9 @@ class RegisteredMemory:
         return self._id
 
     def require_shared(self, argument: str) -> None:
-        """Raises ArgumentError, on all ranks, if other processes can't map some rank's range."""
+        """Raises ArgumentError if any rank's range can't be mapped by other processes. All ranks raise the same
+        error.
+        """
         for rank, offer in enumerate(self._offers):
             if offer.unshared_reason and len(self._offers) > 1:
                 raise ArgumentError(argument, f"rank {rank} can't share its memory: {offer.unshared_reason}")
@@ -264,14 +265,12 @@ class RegisteredMemory:
 
     @property
     def _key(self) -> int:
-        """The local key of memory id `id`: that of the first transport that has a local key and uses the range's local
-        address.
-        """
+        """The local key for `id`: the key of the first transport that has one and uses the range's local address."""
         return next((memory.local_key for memory in self._exposed.values() if memory.copied and memory.local_key), 0)
 
     def source_id(self, peer: int) -> int:
-        """Returns the first memory id of this rank's range for triggers to a peer. The result is `id`, unless the
-        transport to the peer uses a different address or key for the range.
+        """Returns the first memory id of this rank's range for triggers to a peer: `id`, unless the transport to the
+        peer uses a different address or key for the range.
         """
         if peer == self._group.rank:
             return self.id
@@ -291,11 +290,11 @@ class RegisteredMemory:
         return self._transport_ids[transport]
 
     def peer_nbytes(self, peer: int) -> int:
-        """The size of a rank's range in bytes. Raises ArgumentError for a peer that is not a rank."""
+        """Returns the size of a rank's range in bytes. Raises ArgumentError for a peer that is not a rank."""
         return self._offers[as_rank(self._group.world_size, peer, "peer")].nbytes
 
     def peer_id(self, peer: int) -> int:
-        """The first memory id of a peer's range, for triggers to that peer.
+        """Returns the first memory id of a peer's range, for triggers to that peer.
 
         Raises:
             ArgumentError: the peer's memory can't be shared.
@@ -310,9 +309,7 @@ class RegisteredMemory:
         return self._remote_ids[peer]
 
     def _add(self, peer: int) -> int:
-        """Registers a peer's range with this rank's proxy, with the handle or the address and key that the transport to
-        the peer needs.
-        """
+        """Adds a peer's range to this rank's proxy: by its handle, or for a remote transport by its address and key."""
         links, offer = self._group.links, self._offers[peer]
         proxy, transport = links.proxy, links.transport(peer)
         remote = TRANSPORTS[transport].remote
@@ -327,7 +324,7 @@ class RegisteredMemory:
         return proxy.add_remote_memory(address, offer.nbytes, key)
 
     def peer_ptr(self, peer: int) -> int:
-        """Returns the address at which this rank's kernels reach a peer's range.
+        """Returns the address at which this rank's kernels access a peer's range.
 
         Raises:
             ArgumentError: the peer's memory can't be shared, or this rank's kernels can't access it.
@@ -343,7 +340,7 @@ class RegisteredMemory:
         self._require_open()
         if peer not in self._opened:
             handle = self._handle(peer)
-            self._group.failure.check()  # a failed peer's memory may still be mappable, but will soon be gone
+            self._group.failure.check()  # a failed peer's memory may still be mappable for a moment
             with self._group.mapping_of(peer):
                 self._opened[peer] = self._group.mappings.acquire(handle)
         return self._opened[peer]
@@ -365,7 +362,7 @@ class RegisteredMemory:
 
     @property
     def closed(self) -> bool:
-        """Whether the registration has ended."""
+        """Whether the registration is closed."""
         return self._closed
 
     def _require_open(self) -> None:
@@ -375,12 +372,12 @@ class RegisteredMemory:
     def close(self) -> None:
         """Ends the registration and frees its memory ids. Kernels and triggers must no longer use the memory.
 
-        Peers' memory stays mapped for a while, in case the peers register it again.
+        Peers' memory stays mapped for a while, because peers may register it again.
         """
         if self._closed or self._group.failure.inherited:
             return
         self._closed = True
-        if not self._group.failure.closed:  # discards the calls that name the ids: other memory may get them
+        if not self._group.failure.closed:  # discards prepared calls with the ids, which other memory may get
             self._group.launches.calls.unset_reached(self._number)
             self._group.launches.calls.forget(self.ptr, self.ptr + self.nbytes)
         self._group.links.schedule_ids -= self._schedule_ids

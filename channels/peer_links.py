@@ -1,4 +1,4 @@
-"""The links of a rank: its proxy, and the proxy's connection to each peer."""
+"""Starts a rank's proxy, and makes the proxy's connection to each peer."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ class PeerLinks:
         meeting: the ranks.
         failure: notified when the proxy fails.
         description: the proxy's description for observers.
-        whole: the links of the group from which this group was split; None for a group that was not split.
+        whole: the links of the parent of a split group; None for other groups.
 
     Attributes:
         place: where the proxy runs.
         topology: the placement of the ranks; complete after `bring_up`.
-        host_ranks: number of ranks of this host, including ranks that are not members of a split group.
-        container_ranks: number of the `host_ranks` that are in this rank's container.
+        host_ranks: number of this host's ranks; for a split group, of the parent's ranks.
+        container_ranks: how many of the `host_ranks` are in this rank's container.
         remote: this rank's links to other hosts.
-        schedule_ids: the number of the proxy's memory ids that peers' registered ranges take for schedules.
+        schedule_ids: how many of the proxy's memory ids are for peers' registered ranges in schedules.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class PeerLinks:
         devices = {info.device_id for info in self._of_host()}
         own = self._runtime.device_id
         self._daemon = ChosenDaemon(self._addresses, self._runtime.name, own, sorted(devices - {own}))
-        self._connections: dict[tuple[int, bool], Connection] = {}  # by peer, and for private memory
+        self._connections: dict[tuple[int, bool], Connection] = {}  # by peer, and whether for private memory
         self._transports: dict[int, str] = {}
         self.schedule_ids = 0
         self.host_ranks: int = len(self._of_host()) if whole is None else whole.host_ranks
@@ -80,7 +80,7 @@ class PeerLinks:
         self.remote = RemoteLinks(meeting, lambda: self.proxy, share)
 
     def bring_up(self) -> None:
-        """Opens the devices of remote links, if any two ranks need them. All ranks call this together."""
+        """Opens the devices of remote transports, if any two ranks need one. All ranks call this together."""
         if self.topology.has_remote_pairs():
             reasons = self.remote.probe(self.topology.transports())
             self.topology = self.topology.with_unsupported_reasons(reasons)
@@ -88,7 +88,7 @@ class PeerLinks:
         self._transports = self.topology.transports()
 
     def prepare(self, peers: Collection[int]) -> None:
-        """Makes the endpoints that connections to these peers need. All ranks call this together, before `connection`.
+        """Makes the endpoints for connections to these peers. All ranks call this together, before `connection`.
 
         Raises as `RemoteLinks.connect_endpoints`.
         """
@@ -102,7 +102,7 @@ class PeerLinks:
 
     @property
     def proxy_is_ready(self) -> bool:
-        """Whether `proxy` can be used without waiting for a process to start."""
+        """Whether `proxy` returns without waiting for a process to start."""
         whole = self._whole
         return self._proxy is not None or (self._daemon.is_ready and (whole is None or whole.proxy_is_ready))
 
@@ -140,8 +140,8 @@ class PeerLinks:
         )
 
     def _addresses(self) -> list[DaemonAddress]:
-        """Returns the addresses of daemons that may run the proxy; the first daemon that sees this rank's device runs
-        it. A launcher may confine a rank and its child processes to one device; that rank then starts its own daemon.
+        """Returns the addresses of daemons. The first daemon that sees this rank's device runs the proxy: the rank's
+        own, if a launcher has confined the rank and its children to one device.
         """
         node: list[DaemonAddress] = [NodeDaemon(socket_path())] if self.place.where == "daemon" else []
         if node and self.place.chosen:
@@ -151,11 +151,10 @@ class PeerLinks:
 
     @property
     def proxy_if_started(self) -> Proxy | None:
-        """The proxy, if anything has used it."""
+        """The proxy; None before its first use."""
         return self._proxy
 
     def _common(self) -> dict[str, Any]:
-        """Returns the arguments that a proxy of this process and a client of a daemon both take."""
         return {
             **self._options.rings(self._exchange.world_size),
             "shared_offset": ControlSegment.service_offset,
@@ -173,7 +172,7 @@ class PeerLinks:
         return [info for rank, info in enumerate(self.topology.ranks) if self.topology.same_host(rank)]
 
     def _of_container(self) -> list[RankInfo]:
-        """Returns the ranks of this host that see each other's processes, and so share a CPU quota and a job's own
+        """Returns the ranks of this host in the same PID namespace, which share a CPU quota and the job's own
         daemon.
         """
         own = self.topology.ranks[self.topology.rank].view
@@ -189,22 +188,22 @@ class PeerLinks:
         )
 
     def _host_cores(self, of_host: Sequence[RankInfo]) -> set[int]:
-        """Returns the cores that any of the host's ranks may run on; for ranks in other PID namespaces, the cores that
-        they reported when they joined.
+        """Returns the cores that any of these ranks may run on; a rank in another PID namespace has reported its cores
+        when joining.
         """
         return set().union(
             *(cores_of(info.pid) if info.process.is_visible else decode_cores(info.cores) for info in of_host)
         )
 
     def _idle(self) -> IdlePolicy:
-        """Returns the idle policy of a proxy in this process: the caller's policy, else a policy chosen by the cores of
-        the host's ranks.
+        """Returns the idle policy of a proxy in this process: the caller's, else one chosen by the cores of the host's
+        ranks.
         """
         if self._options.idle is not None:
             return self._options.idle
         of_host, threads = self._of_host(), self._options.threads
         cores = self._host_cores(of_host).union(self._cores() or ())
-        confined = len(cores_of(os.getpid())) > threads  # otherwise threads run on all cores (workers.py)
+        confined = len(cores_of(os.getpid())) > threads  # otherwise the proxy's threads run on all cores (workers.py)
         beside = len(self._of_container())
         return choose_idle(
             len(cores) if confined else os.cpu_count() or 1,
@@ -215,8 +214,8 @@ class PeerLinks:
 
     @property
     def _takes_private(self) -> bool:
-        """Whether copies from memory that no other process can map need a separate connection; False if the caller
-        requested a node daemon, which refuses such memory.
+        """Whether copies from memory that other processes can't map get a separate connection. A requested node daemon
+        refuses such memory instead.
         """
         return self.place.where == "process" or (self.place.where == "daemon" and not self.place.chosen)
 
@@ -229,7 +228,7 @@ class PeerLinks:
 
         Args:
             peer: the rank at the connection's other end.
-            private: whether its channels copy from memory that no other process can map.
+            private: whether the connection's channels copy from memory that no other process can map.
         """
         transport = self.transport(peer)
         remote = TRANSPORTS[transport].is_remote
@@ -243,9 +242,7 @@ class PeerLinks:
         return self._connections[key]
 
     def semaphore(self, peer: int, channel: int) -> int:
-        """Returns the address, for the transport to a peer, of the word that counts the signals to the peer's
-        channel.
-        """
+        """Returns the address at which the transport to a peer increments the signal count of the peer's channel."""
         if peer == self._exchange.rank:
             return self._control.semaphore_host(channel)
         if TRANSPORTS[self._transports[peer]].is_remote:
@@ -253,8 +250,8 @@ class PeerLinks:
         return self._segments[peer].semaphore_host(channel)
 
     def semaphore_handle(self, peer: int, channel: int) -> HandleProvider:
-        """Returns the handle by which a proxy in another process maps the word of `semaphore`, if the word is in memory
-        of this host.
+        """Returns a function that returns the handle by which a proxy in another process maps the word of `semaphore`;
+        b"" if the word is on another host.
         """
         if peer == self._exchange.rank:
             return functools.partial(self._control.semaphore_handle, channel)
@@ -264,7 +261,7 @@ class PeerLinks:
         """Waits until the proxy has carried out all triggers of kernels that have ended.
 
         Raises:
-            CommunicatorError: the group ended first.
+            CommunicatorError: the group failed first.
             WaitTimeoutError: triggers were not carried out within the time-out.
         """
         timeout = self._exchange.timeout
@@ -273,15 +270,15 @@ class PeerLinks:
             raise WaitTimeoutError(f"the proxy did not carry out all triggers within {timeout:g} s")
 
     def drain_for_peers(self) -> None:
-        """Waits until the proxy has completed this rank's transfers to other hosts, in which the peers' proxies or
-        network devices take part.
+        """Waits until the proxy has completed this rank's transfers to other hosts, which need the peers' proxies or
+        network devices.
         """
         if self._proxy is not None and self.remote.used:
             self._proxy.drain(self._exchange.timeout, lambda: self._failure.aborted)
 
     def close(self) -> bool:
-        """Ends the proxy and the remote links. Returns False if a handler still runs; its thread then still uses the
-        memory, which must not be freed.
+        """Closes the proxy and the remote links. Returns False if a handler still runs, so that its thread still uses
+        memory, which the caller must not free.
         """
         if self._proxy is not None and not self._proxy.close(self._exchange.timeout):
             return False

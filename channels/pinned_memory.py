@@ -1,4 +1,4 @@
-"""Pinned memory of each rank, which the proxies' CPUs copy faster than a copy engine would start."""
+"""Pinned memory of each rank, for messages that a CPU copies in less time than a copy engine needs to start."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class PinnedRange:
         self._ids: dict[int, int] = {}
 
     def source_id(self, peer: int) -> int:
-        """Returns the id of this rank's memory in this rank's proxy; triggers to any peer may use it."""
+        """Returns the id of this rank's memory in this rank's proxy, for triggers to any peer."""
         if self._own_id is None:
             self._own_id = self._group.links.proxy.add_pinned_memory(self._memory)
         return self._own_id

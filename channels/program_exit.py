@@ -1,4 +1,4 @@
-"""Handling of groups that are open when the program or a fork's child ends."""
+"""Closes groups that are open when the program exits, and drops groups in forked children."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _POLL_SECONDS = 0.0005
 
 
 def _close_groups(failure: str) -> None:
-    """Ends the groups that the program left open, in whatever order the ranks made them.
+    """Closes the groups that the program left open, which the ranks may have made in different orders.
 
-    A program that ends normally ends together with its peers, which may still need this rank's memory. A program that
-    ends by an exception, or with a nonzero status, tells the peers to stop, with the reason `failure` ("" for a normal
-    end).
+    If `failure` is "", the program exits normally, so it waits for its peers, which may still need this rank's memory.
+    Otherwise an exception or a nonzero status ends the program, and the peers' calls raise an error with the reason
+    `failure`.
     """
     with open_lock:
-        groups = [group for group in open_groups if group.parent is None]  # split groups end with their parents
+        groups = [group for group in open_groups if group.parent is None]  # split groups leave with their parents
         everyone = list(open_groups)
     left = []
     ended = time.monotonic()
@@ -41,8 +41,8 @@ def _close_groups(failure: str) -> None:
 
 
 def _await_peers(group: Group, deadline: float) -> None:
-    """Waits for the peers to close the group, then releases the group. If a peer does not close it in time, a report
-    names the peer, because at this point no caller can catch an error.
+    """Waits for the peers to close the group, then releases the group. If a peer does not close it in time, names the
+    peer in a report, because no caller is left to catch an error.
     """
     while (present := group.peers_present()) and not group.failure.aborted:
         if time.monotonic() > deadline:
@@ -54,7 +54,7 @@ def _await_peers(group: Group, deadline: float) -> None:
 
 
 def watch() -> None:
-    """Notes from now on how the program ends."""
+    """Begins to watch how the program ends."""
     program_end.watch()
 
 
@@ -65,9 +65,7 @@ def _end() -> None:
 
 
 def _leave_to_parent() -> None:
-    """Drops all groups in a fork's child, because the parent process keeps using them. Sends, frees and waits for
-    nothing.
-    """
+    """Drops all groups in a forked child without any other effect, because the parent process keeps using them."""
     for group in open_groups:
         group.failure.close()
         group.launches.recheck_next_call()

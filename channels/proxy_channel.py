@@ -1,4 +1,4 @@
-"""ProxyChannel: a kernel pushes triggers, the proxy moves the data."""
+"""`ProxyChannel`: kernels push triggers, and the proxy moves the data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _CHANNEL_IDS = Codec[dict[int, list[int]]](dict[int, list[int]], 1 << 20, name="channel ids")
 _LINE = 128
-_SPINS = 2000  # polls of a word before the thread pauses between them
+_SPINS = 2000  # number of polls without a pause, before the thread sleeps between polls
 _MOST = (1 << 64) - 1
 
 
@@ -37,7 +37,7 @@ class _RingChannel(Channel):
 
     @property
     def fifo(self) -> DeviceHandle:
-        """The ring that the channel pushes to, for a kernel that takes a `proxyccl::Fifo` or
+        """The ring to which kernels push the channel's triggers, for a kernel that takes a `proxyccl::Fifo` or
         `mscclpp::FifoDeviceHandle`.
         """
         return DeviceHandle(lib.PROXYCCL_HANDLE_FIFO, self._part("fifo"), self, self.sleepers)
@@ -46,14 +46,14 @@ class _RingChannel(Channel):
 class ProxyChannel(_RingChannel):
     """A channel to one peer; its device side is proxyccl::ProxyChannelDeviceHandle.
 
-    The CPU's program can signal and wait too: the peer's signals are counted in host memory. On one channel, only
-    kernels or only the CPU may wait, because kernels and the CPU each count the signals that they have consumed.
+    The program can signal and wait on the CPU too, because host memory counts the peer's signals. On one channel,
+    either only kernels or only the CPU may wait, because both count their consumed signals separately.
 
     Attributes:
         id: channel id in this rank's proxy.
         transport: the name of the channel's transport.
-        peer_channel: id of the peer's channel that receives the signals; None if the peer has none.
-        expected_pointer: where, in device memory, kernels count the signals that they have waited for.
+        peer_channel: id of the peer's channel that receives this channel's signals; None if the peer has none.
+        expected_pointer: the device address of the number of signals that kernels have waited for.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ProxyChannel(_RingChannel):
     def signal(self, value: int | None = None, *, stream: StreamLike = None) -> None:
         """Signals the peer after all work queued on the stream, and after the data of all earlier puts on the channel.
 
-        A kernel of one thread sends the signal. The peer's kernels or its CPU wait for it.
+        A kernel of one thread sends the signal. The peer's kernels or the peer's CPU wait for the signal.
 
         Args:
             value: raises the peer's count of signals to this value, which must be above the count; None to add one.
@@ -98,10 +98,11 @@ class ProxyChannel(_RingChannel):
 
     @property
     def completed(self) -> int:
-        """One more than the ticket up to which all operations on this channel are complete (a number from 0).
+        """The first ticket that may be incomplete: all this channel's operations with lower tickets are complete.
 
-        A ticket is the number of the operation's trigger in the ring; the call of a kernel that pushes the trigger
-        returns it. The source of a complete put may be overwritten, and the data of a complete get is in local memory.
+        A ticket is the number of an operation's trigger in the ring, from 0; the kernel's call that pushes the trigger
+        returns the ticket. After completion, the source of a put may be overwritten, and the data of a get is in local
+        memory.
 
         Raises:
             CommunicatorError: the communicator has failed; see its subclasses.
@@ -111,13 +112,13 @@ class ProxyChannel(_RingChannel):
 
     def wait_complete(self, ticket: int) -> None:
         """Waits on the CPU until the operation with this ticket and all earlier operations on this channel are
-        complete. The call may be made before the kernel that pushes the operation has ended, or even before its launch.
+        complete. The kernel that pushes the operation may still be running, or may be launched later.
 
         Raises:
             ArgumentError: the ticket is not a number from 0 to 2**64 - 2.
-            WaitTimeoutError: the operation is not complete within the communicator's time-out, which ends the
-                communicator.
-            CommunicatorError: the communicator failed meanwhile; see its subclasses.
+            WaitTimeoutError: the operation was not complete within the communicator's time-out; the communicator has
+                failed.
+            CommunicatorError: the communicator failed during the wait; see its subclasses.
         """
         ticket = as_integer(ticket, "ticket", f"must be a number from 0 to {_MOST - 1}", 0, _MOST - 1)
         self._group.failure.require_usable()
@@ -126,9 +127,7 @@ class ProxyChannel(_RingChannel):
         )
 
     def poll(self) -> bool:
-        """Consumes the peer's next signal on the CPU if the signal has arrived. Returns whether the signal had
-        arrived.
-        """
+        """Consumes the peer's next signal on the CPU if it has arrived. Returns whether it consumed a signal."""
         self._group.failure.require_usable()
         arrived = self._signalled() > self._consumed
         self._consumed += arrived
@@ -139,15 +138,15 @@ class ProxyChannel(_RingChannel):
         self.wait_until(self._consumed + 1)
 
     def wait_until(self, value: int) -> None:
-        """Waits on the CPU until the peer's signals have reached `value`, and consumes these signals. Then the CPU may
-        read data that the peer put into host memory before the signal, and kernels launched later may read data that
-        the peer put elsewhere.
+        """Waits on the CPU until the peer's signals have reached `value`, and consumes these signals. Afterwards the
+        CPU may read data that the peer put into host memory before the signals, and kernels launched afterwards may
+        also read data in device memory.
 
         Raises:
             ArgumentError: the value is not a count.
-            WaitTimeoutError: the signals did not arrive within the communicator's time-out, which ends the
-                communicator.
-            CommunicatorError: the communicator failed meanwhile; see its subclasses.
+            WaitTimeoutError: the signals did not arrive within the communicator's time-out; the communicator has
+                failed.
+            CommunicatorError: the communicator failed during the wait; see its subclasses.
         """
         value = as_integer(value, "value", f"must be a count from 0 to {_MOST}", 0, _MOST)
         self._group.failure.require_usable()
@@ -202,8 +201,7 @@ def connect_handles(
     service = group.links.proxy
     group.links.prepare(peers)
     opened = {peer: (dst.peer_id(peer), group.links.connection(peer, private=src.private)) for peer in peers}
-    # The peer's proxy signals the word that belongs to this rank's channel id, so all ids are allocated before ranks
-    # exchange them.
+    # All ids are allocated before the exchange, because the peer's proxy signals the word of this rank's channel id.
     ids: dict[int, list[int]] = {peer: [] for peer in peers}
     for peer in peers:
         for _ in range(count):
@@ -234,8 +232,8 @@ def connect_handles(
 
 
 def free_handles(group: Group, channels: dict[int, list[ProxyChannel]]) -> None:
-    """Frees the ids of channels. No rank may still use the channels, and all proxies must have carried out their
-    triggers.
+    """Frees the ids of channels. All proxies must have carried out the channels' triggers, and no rank may push
+    more.
     """
     for peer, of_peer in channels.items():
         for channel in of_peer:
@@ -244,10 +242,10 @@ def free_handles(group: Group, channels: dict[int, list[ProxyChannel]]) -> None:
 
 
 class HandlerChannel(_RingChannel):
-    """A channel whose triggers go to a Python function of this rank; its peer is the rank itself.
+    """A channel whose triggers a Python function of this rank handles; the channel's peer is the rank itself.
 
-    Its device side is proxyccl::ProxyChannelDeviceHandle: `custom` passes three numbers, and put, signal and flush
-    reach the handler too, which decides their meaning.
+    The device side is proxyccl::ProxyChannelDeviceHandle: `custom` passes three numbers to the function, which also
+    defines the meaning of put, signal and flush.
     """
 
     def __init__(self, group: Group, handler: Handler) -> None:

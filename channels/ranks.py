@@ -1,4 +1,4 @@
-"""The ranks that a caller names."""
+"""Checks the ranks that a caller passes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ def as_rank(world_size: int, rank: Any, argument: str) -> int:
 
 
 def as_ranks(world_size: int, ranks: Any, argument: str) -> list[int]:
-    """Returns the different ranks that a caller names, in the caller's order. Raises ArgumentError for anything
-    else.
-    """
+    """Returns the ranks as a list, in the caller's order. Raises ArgumentError unless they are different ranks."""
     given = find_items(ranks)
     if given is None:
         raise ArgumentError(argument, f"expected ranks, not {ranks!r}")

@@ -1,4 +1,4 @@
-"""A rank's links to peers on other hosts: its endpoint for each peer, and the peers' endpoints."""
+"""Connects a rank to peers on other hosts: exchanges the endpoints of each pair of ranks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from proxyccl.proxy.transports.table import TRANSPORTS
 
 
 class _Answer(Message, frozen=True):
-    """A rank's message to the others while remote links are brought up.
+    """A rank's message to the other ranks during the set-up of remote links.
 
     Attributes:
-        failure: the reason why this rank can't continue; empty if this rank can continue.
+        failure: the reason why this rank can't continue; empty if it can.
         unsupported_reasons: by transport, the reason why the network device can't register the GPU's memory; empty if
             it can.
-        wanted: the peers to which this rank needs an endpoint and has none.
-        endpoints: this rank's new endpoints; an endpoint that several peers share is listed once.
+        wanted: the peers for which this rank still needs an endpoint.
+        endpoints: this rank's new endpoints, each listed once even if several peers share it.
         for_peers: by peer, the index in `endpoints` of the endpoint for that peer.
     """
 
@@ -41,8 +41,8 @@ _ANSWER = Codec(_Answer, 16 << 20, "remote set-up answer")
 
 
 class RemoteLinks:
-    """Brings up remote links: `probe`, then `connect_endpoints` for the peers that are used. If any two ranks need
-    remote links, all ranks call both methods.
+    """Sets up remote links: first `probe`, then `connect_endpoints` for the peers that are used. If any two ranks need
+    remote links, all ranks call both methods together.
 
     Args:
         meeting: the ranks.
@@ -65,11 +65,11 @@ class RemoteLinks:
         """Opens the transports' devices, and checks whether they can register this rank's device memory.
 
         Args:
-            transports: the transport to each peer whose transport is known.
+            transports: by peer, the transport, as far as known.
 
         Returns:
-            For each rank a dict that gives, by transport, the reason why the rank's network device can't register
-            device memory; the reason is empty if it can, or need not.
+            For each rank, by transport, the reason why the rank's network device can't register device memory; "" if it
+            can, or need not.
 
         Raises:
             ArgumentError: an option names a device that does not exist.
@@ -87,8 +87,8 @@ class RemoteLinks:
 
     def connect_endpoints(self, peers: Collection[int]) -> None:
         """Makes the missing endpoints for some peers on other hosts, and pinned memory if transfers are staged. All
-        ranks call this together, each with the peers that it will use. A peer that this rank names makes its endpoint
-        even if it does not name this rank.
+        ranks call this together, each with the peers that it will use. If only one rank of a pair names the other, both
+        make their endpoints.
 
         Raises:
             ArgumentError: a peer's answer is invalid.
@@ -114,7 +114,7 @@ class RemoteLinks:
                 self._theirs[peer] = theirs
             return _Answer()
 
-        self._together(connect)  # no rank sends to a queue pair that is not ready to receive
+        self._together(connect)  # a queue pair must be ready to receive before its peer sends
 
     def _together(self, step: Callable[[], _Answer]) -> list[_Answer]:
         """Runs a step on this rank, and exchanges the results with all ranks. If the step fails on any rank, all ranks
@@ -154,7 +154,7 @@ class RemoteLinks:
 
     @property
     def context(self) -> RemoteContext:
-        """The open devices. Raises ClosedError if no devices are open."""
+        """The open devices. Raises ClosedError if no device is open."""
         if self._context is None:
             raise ClosedError("no network device is open")
         return self._context
@@ -174,7 +174,7 @@ class RemoteLinks:
 
     @property
     def transports(self) -> list[str]:
-        """The remote transports that are in use, in the order of the table of transports."""
+        """The remote transports in use, in the order of `TRANSPORTS`."""
         return _remote_transports(self.by_peer) if self._context is not None else []
 
     @property
@@ -182,9 +182,7 @@ class RemoteLinks:
         return self._context is not None
 
     def queue_pairs(self, peer: int) -> tuple[int, int]:
-        """Returns the numbers of the queue pairs that connect this rank and a peer over verbs: this rank's, then the
-        peer's.
-        """
+        """Returns the queue pair numbers of this rank and of a peer for their connection over verbs."""
         from proxyccl.proxy.verbs.address import EndpointAddress
 
         own, theirs = (EndpointAddress.decode(ends[peer].endpoint).qp_number for ends in (self._own, self._theirs))
@@ -195,11 +193,11 @@ class RemoteLinks:
             self._context.withdraw(memory)
 
     def semaphore(self, peer: int, channel: int) -> int:
-        """Returns the address, on the peer, of the word that signals to the peer's channel increment."""
+        """Returns the address on the peer of the word that counts signals to the peer's channel."""
         return self._theirs[peer].segment + self._control.semaphore_offset(channel)
 
     def close(self) -> None:
-        """Frees endpoints, registrations and the device. The proxy must have ended."""
+        """Frees endpoints, registrations and the device. The proxy must be closed."""
         if self._context is not None:
             self._context.close()
             self._context = None

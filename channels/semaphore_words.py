@@ -1,4 +1,4 @@
-"""Words in device memory that peers' kernels signal. The words are parts of few allocations, each of which a peer maps
+"""Words in device memory that peers' kernels signal. A few allocations hold all words, and a peer maps each allocation
 once.
 """
 
@@ -23,13 +23,13 @@ _BLOCK = 64 << 10
 
 
 class WordsOffer(Message, frozen=True):
-    """A rank's description of its words for an object, such as a set of channels, that all ranks are making together.
+    """A rank's description of its words for an object that all ranks make together, such as a set of channels.
 
     Attributes:
         handle: handle of the memory that holds the words.
         offset: offset of the first word in that memory.
-        number: the number that this rank expects the words to have.
-        dropped: numbers of words that this rank has dropped since its last offer.
+        number: this rank's proposal for the words' number; the ranks take the greatest proposal.
+        dropped: the numbers of the words that this rank has dropped since its last offer.
     """
 
     handle: bytes
@@ -50,7 +50,7 @@ class _Part(Struct):
     block: _Block
     offset: int
     nbytes: int
-    ranks: int = 0  # ranks that have not dropped the words' user
+    ranks: int = 0  # number of ranks that still use the words
 
     @property
     def ptr(self) -> int:
@@ -60,12 +60,12 @@ class _Part(Struct):
 class SemaphoreWords:
     """This rank's words, and the words of its peers.
 
-    Words are reused once every rank has dropped the semaphores for which the words were made; until then a peer may
-    still signal them. The offers that ranks exchange for new words also tell which words a rank has dropped.
+    A rank reuses words only after all ranks have dropped their semaphores with these words, because until then a peer
+    may signal. An offer of new words also lists the words that the offering rank has dropped.
 
     Args:
         mappings: maps the memory of peers, which stays mapped until `mappings` is closed.
-        keep: keeps this rank's memory until the ranks have ended.
+        keep: keeps this rank's memory until the group is released.
     """
 
     def __init__(
@@ -79,21 +79,21 @@ class SemaphoreWords:
         self._theirs: dict[bytes, Memory] = {}
         self._next = 0
         self._parts: dict[int, _Part] = {}  # words in use, by number
-        self._dropped: deque[int] = deque()  # numbers of dropped words that the other ranks don't know yet
+        self._dropped: deque[int] = deque()  # numbers of words that were dropped since the last offer
         self._lock = threading.Lock()
 
     def make(self, nbytes: int, user: object) -> tuple[int, list[WordsOffer]]:
-        """Returns the address of zeroed words of this rank, and the offers of all ranks, which make this call together.
+        """Returns the address of zeroed words of this rank, and all ranks' offers. All ranks call this together.
 
-        This rank uses its words and its peers' words until `user` is garbage-collected. Kernels that were launched with
-        `user` must have ended before that. Raises as `Exchange.all_gather`.
+        The words are in use until `user` is garbage-collected; before that, all kernels that were launched with `user`
+        must have ended. Raises as `Exchange.all_gather`.
         """
         with self._lock:
             part = self._take(nbytes)
         dropped = list(take_each(self._dropped))
         offer = WordsOffer(part.block.handle, part.offset, self._next, dropped)
         offers = self._exchange.all_gather(offer, _OFFER, "sm_channels")
-        # If an earlier call failed on some ranks, only the other ranks may have counted that call.
+        # The proposals differ if an earlier call failed on some ranks, so that only the other ranks counted that call.
         number = max(offer.number for offer in offers)
         self._next = number + 1
         self._parts[number], part.ranks = part, len(offers)
@@ -103,7 +103,7 @@ class SemaphoreWords:
         return part.ptr, offers
 
     def at_peer(self, offer: WordsOffer) -> int:
-        """Returns the address of a peer's words for this rank's kernels. Raises as `HandleCache.acquire`."""
+        """Returns the address at which this rank's kernels access a peer's words. Raises as `HandleCache.acquire`."""
         if offer.handle not in self._theirs:
             self._theirs[offer.handle] = self._mappings.acquire(offer.handle)
         return self._theirs[offer.handle].ptr + offer.offset

@@ -1,4 +1,4 @@
-"""SmChannel: kernels touch a peer's mapped memory with their own loads and stores."""
+"""`SmChannel`: kernels access a peer's mapped memory by their own loads and stores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from proxyccl.channels.memory import RegisteredMemory
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.runtime import Runtime
 
-_LINE = 128  # each word has its own cache line, so that writers and pollers of different peers don't share lines
+_LINE = 128  # one cache line per word, so that accesses for different peers don't share lines
 
 
 class SmChannel(Channel):
@@ -21,10 +21,10 @@ class SmChannel(Channel):
 
 
 class SmSemaphores:
-    """`DeviceSemaphores` between this rank and each mapped peer, this rank included: `count` semaphores for each peer.
+    """`DeviceSemaphores`: `count` semaphores between this rank and each mapped peer, including this rank itself.
 
-    All ranks construct an `SmSemaphores` together. From this rank's offer, each peer computes the address of the word
-    that it signals on this rank, so one exchange serves any number of semaphores.
+    All ranks construct an `SmSemaphores` together. One exchange is enough for any number of semaphores, because each
+    peer computes the addresses of the words that it signals from this rank's offer.
 
     Args:
         group: the ranks.
@@ -49,7 +49,7 @@ class SmSemaphores:
         group.inventory.add_semaphores(self)
 
     def fill(self, semaphore: object, peer: int, index: int = 0) -> None:
-        """Fills a ProxycclSemaphore: number `index` of the semaphores to `peer`."""
+        """Fills in a ProxycclSemaphore: semaphore `index` to `peer`."""
         mine = (index * self._ranks + self._places[peer]) * _LINE
         theirs = (index * self._ranks + self._places[self._rank]) * _LINE
 
@@ -74,7 +74,7 @@ class SmSemaphores:
         ]
 
     def close(self) -> None:
-        """Frees this rank's own words. This rank's kernels must have stopped using them."""
+        """Frees this rank's own words, which this rank's kernels must have stopped using."""
         self._local.close()
 
 
@@ -87,7 +87,7 @@ def connect(
 ) -> ChannelSet[SmChannel]:
     """Connects channels to `peers`; all ranks call this together. See `Communicator.sm_channels`."""
     group.topology.require_accessible(peers, "peers")
-    pointers = {peer: dst.peer_ptr(peer) for peer in peers}  # refuses unreachable peers before ranks exchange anything
+    pointers = {peer: dst.peer_ptr(peer) for peer in peers}  # refuses inaccessible peers before the exchange
     with group.exchange.telling():
         semaphores = SmSemaphores(group, 1)
     channels = []

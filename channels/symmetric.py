@@ -1,11 +1,11 @@
-"""Symmetric memory: arrays that the kernels of all peers reach, so that collectives use them in place.
+"""Symmetric memory: arrays that the kernels of all peers can access, so that collectives use them in place.
 
-A rank announces an array. Each peer maps the array, and replies with the address at which the peer's kernels reach it.
-An array is symmetric once all peers have replied. No rank waits for the replies: the kernels of a collective tell each
-other whether and at which addresses peers reach their outputs, so all ranks decide on the same data (team.h).
+A rank announces an array. Each peer maps the array, and replies with the address of its mapping. An array is symmetric
+once all peers have replied. No rank waits for the replies: the kernels of a collective exchange the addresses at which
+peers can access their outputs, so all ranks make the same choice (team.h).
 
 Memory that this module keeps alive is freed only after its withdrawal. Memory of other allocators may be freed at any
-time, and a new allocation may get its address. So the peers' replies are used only while the address belongs to the
+time, and its address given to a new allocation. So a rank uses the peers' replies only while the address belongs to the
 announced allocation.
 """
 
@@ -38,7 +38,7 @@ from proxyccl.proxy.daemon.client import Proxy
 from proxyccl.proxy.tables import windows_of
 from proxyccl.proxy.trigger import MAX_MEMORIES
 
-_RESERVED_ENTRIES = 64  # more than the number of stages, which are three kinds with one size for each power of two
+_RESERVED_ENTRIES = 64  # more than the number of staging buffers: three kinds, each with one size per power of two
 
 
 class Announced(Struct):
@@ -48,16 +48,16 @@ class Announced(Struct):
         entry: the range's number in the table.
         start, end: the range's addresses.
         handle: the exported handle by which peers map the range.
-        guard: checks that the range still lies in the allocations that held it when it was exported.
+        guard: checks that the range still lies in the allocations that were exported.
         memory: an object that keeps the range from being freed until no peer maps it; None if the owner may free the
             range at any time.
         users: the number of `announce` calls that have not been withdrawn.
         proxy_memory: the range's first id in this rank's proxy; None without an id.
         for_proxies: whether peers' proxies were asked to add the range.
-        lent: whether the library announced the range without a request of the program (lent_memory.py); calls by proxy
-            then do not wait for the peers' replies.
-        known: how peers reach the range, as last passed to `Calls`.
-        heirs: the announcements of the same range to other groups, until this group withdraws the range.
+        lent: whether the library announced the range unasked (lent_memory.py); calls by proxy then do not wait for the
+            peers' replies.
+        known: how peers can access the range, as last passed to `Calls`.
+        heirs: the other groups that announce the range until this group withdraws it, with their announcements.
     """
 
     entry: int
@@ -84,17 +84,17 @@ class Announced(Struct):
 
     @property
     def has_ids(self) -> bool:
-        """Whether the range has ids in a proxy, or peers were asked to assign ids."""
+        """Whether a proxy has ids for the range, or peers were asked to assign ids."""
         return self.for_proxies or self.proxy_memory is not None
 
 
 class Export(Struct, frozen=True):
-    """A range that was exported while its owner kept it.
+    """A range of memory that was exported.
 
     Attributes:
         ptr, nbytes: address and size.
         handle: the handle by which peers map the range.
-        guard: checks that the range still lies in the allocations that held it.
+        guard: checks that the range still lies in the allocations that were exported.
     """
 
     ptr: int
@@ -107,11 +107,11 @@ class _Handled(Struct):
     """The state of a peer's entry on this rank.
 
     Attributes:
-        version: the version that was handled.
-        handle: the handle of the mapped memory; no bytes if nothing is mapped.
+        version: the entry's version that was handled last.
+        handle: the handle of the mapped memory; b"" if nothing is mapped.
         mapped: the mapped memory.
         memory: the memory's first id in this rank's proxy; None before it has an id.
-        told: whether this rank has sent the peer the id, or the message that no id is available.
+        told: whether this rank has sent the peer the id or NO_MEMORY.
     """
 
     version: int = 0
@@ -122,12 +122,12 @@ class _Handled(Struct):
 
 
 def _note_end(symmetric: weakref.ref[SymmetricMemory], announced: Announced) -> None:
-    """Leaves the withdrawal of a range to the next update of its group.
+    """Makes the next update of a range's group withdraw the range.
 
-    It does nothing else, because Python may collect garbage in a thread that holds any lock, or that waits for the node
+    This finalizer takes no lock, because Python may collect garbage in a thread that holds a lock or waits for the node
     daemon.
 
-    An array does not keep its group alive, because the traceback of a failed group's exception may keep the array. If
+    The reference to the group is weak, because the traceback of a failed group's exception may keep the array alive. If
     the group is gone, only the groups that inherited the range are notified.
     """
     alive = symmetric()
@@ -139,7 +139,7 @@ def _note_end(symmetric: weakref.ref[SymmetricMemory], announced: Announced) -> 
 
 
 class SymmetricArrayMemory:
-    """Memory of `Communicator.empty`, which is freed once it is withdrawn and no peer maps it."""
+    """Memory of `Communicator.empty`, which is freed once it is withdrawn and all peers have unmapped it."""
 
     def __init__(self, memory: Memory, symmetric: SymmetricMemory, announced: Announced) -> None:
         self.ptr, self.nbytes = memory.ptr, memory.nbytes
@@ -165,12 +165,11 @@ class SymmetricMemory:
     Args:
         meeting: the ranks.
         mappings: maps the memory of peers.
-        calls: the calls of the group, which learn how peers reach the memory.
+        calls: the calls of the group, whose table of ranges this object updates.
 
     Attributes:
-        offered: whether all ranks learn of this rank's announcements: true if the ranks share a host and there are at
-            most MOST_RANKS.
-        freed: addresses of lent ranges that their owners have freed; the reader removes the addresses that it reads.
+        offered: whether this rank's announcements reach all ranks: the ranks share a host, and are at most MOST_RANKS.
+        freed: a queue of the addresses of lent ranges that their owners have freed.
     """
 
     def __init__(self, meeting: Meeting, mappings: HandleCache, calls: Calls) -> None:
@@ -189,7 +188,7 @@ class SymmetricMemory:
         ] = {}  # ranges for which replies of peers, or of their proxies, are missing
         self._free = list(range(ENTRIES - 1, -1, -1))
         self._withdrawn: dict[int, object] = {}  # withdrawn memory, by entry; released when all peers have unmapped it
-        self._ended: deque[Announced] = deque()  # ranges of arrays that were garbage-collected; needs no lock
+        self._ended: deque[Announced] = deque()  # ranges of collected arrays; needs no lock
         self._pool: MemoryPool | None = None
         self._pool_changes = -1  # the pool's change count when it was last handled
         self._following = threading.Lock()  # guards `_segments`
@@ -199,13 +198,13 @@ class SymmetricMemory:
         self._mapping = threading.Lock()  # guards `_seen` and `_handled`
         self._proxy: Proxy | None = None
         self._seen = dict.fromkeys(peers, 0)  # the change count of each peer's table when last handled
-        self._handled: dict[tuple[int, int], _Handled] = {}  # handled entries, by peer and entry number
+        self._handled: dict[tuple[int, int], _Handled] = {}  # by peer and entry number
 
     def allocate(self, nbytes: int, *, reserved: bool = False) -> Memory:
         """Returns device memory, and announces it unless the table is full or peers can't map the memory.
 
         Args:
-            reserved: whether to allow an entry reserved for memory that must be announced.
+            reserved: whether to allow one of the entries that are reserved for staging memory.
 
         Raises:
             ResourceError: the device has no room.
@@ -239,7 +238,7 @@ class SymmetricMemory:
             with self._lock:
                 if known.users:
                     known.users += 1
-                    known.lent = False  # the program registered the range, so the program's calls may wait
+                    known.lent = False  # the program asked for it, so calls may wait for replies
                     if known.memory is None:
                         known.memory = memory
                     self._tell_calls(known)
@@ -248,11 +247,11 @@ class SymmetricMemory:
         return None if exported is None else self._announce(exported, memory, reserved=reserved)
 
     def export(self, ptr: int, nbytes: int) -> Export | None:
-        """Exports a range that its owner keeps during the call. Returns None if peers can't map the range."""
+        """Exports a range, which must not be freed during the call. Returns None if peers can't map the range."""
         allocations = self._runtime.allocations(ptr, nbytes)
         try:
             handle = self._runtime.export(ptr, nbytes)
-        except ProxyCCLError:  # private memory, which calls stage
+        except ProxyCCLError:  # peers can't map it
             return None
         if len(handle) <= LONGEST_HANDLE:
             return Export(ptr, nbytes, handle, AllocationGuard(self._runtime.calls, allocations))
@@ -260,9 +259,7 @@ class SymmetricMemory:
         return None
 
     def lend(self, exported: Export) -> None:
-        """Announces a range that the program has not registered, unless it is announced or has changed since its
-        export.
-        """
+        """Announces an exported range unless it has been announced or freed since the export."""
         if self._is_unchanged(exported) and self.find(exported.ptr, exported.nbytes) is None:
             self._announce(exported, lent=True)
         else:
@@ -289,13 +286,13 @@ class SymmetricMemory:
         return announced
 
     def _tell_calls(self, announced: Announced) -> None:
-        """Updates `Calls` on how peers reach a range."""
+        """Updates a range's entry in the table of `Calls`."""
         replies = self._replies(announced.entry)
         bases = None
         if replies is not None and UNREACHED not in replies:
             bases = [announced.start if rank == self._rank else replies.pop(0) for rank in range(self._world_size)]
         at_peers = self.memories_at_peers(announced) if announced.lent and announced.for_proxies else {}
-        proxies = NAMED_BY_PROXIES  # for memory that is not lent, calls wait until peers' proxies have it
+        proxies = NAMED_BY_PROXIES  # calls wait for replies, except for lent memory
         if at_peers is not None and (at_peers or not announced.lent) and NO_MEMORY not in at_peers.values():
             proxies |= RECEIVED_BY_PROXIES
         if replies is not None and at_peers is not None:
@@ -330,7 +327,7 @@ class SymmetricMemory:
             self._remove_from_proxy(announced)
 
     def note_end(self, announced: Announced) -> bool:
-        """Makes the next update withdraw a range. Takes no lock. Returns False if the group is closed."""
+        """Makes the next update withdraw a range. Takes no lock. Returns False if this object is closed."""
         if self._closed:
             return False
         self._ended.append(announced)
@@ -342,10 +339,8 @@ class SymmetricMemory:
             self.withdraw(ended)
 
     def inherit(self, other: SymmetricMemory) -> None:
-        """Announces the ranges of another group of this rank, until that group withdraws them, and follows that group's
-        pool.
-        """
-        other.withdraw_ended()  # needed because a failed group gets no further updates
+        """Announces the ranges and the pool of another group of this rank until that group withdraws them."""
+        other.withdraw_ended()  # a failed group gets no further updates
         with other._lock:
             of_pool = {id(segment) for segment in other._segments.values()}
             ranges = [each for each in other._announced.values() if id(each) not in of_pool and not each.lent]
@@ -358,7 +353,7 @@ class SymmetricMemory:
             self.follow(other._pool)
 
     def _forget(self, announced: Announced) -> None:
-        """Withdraws a range for all its users, because its owner has freed it."""
+        """Withdraws a range that its owner has freed, regardless of `users`."""
         with self._lock:
             if self._closed or not announced.users:
                 return
@@ -379,8 +374,8 @@ class SymmetricMemory:
         announced.memory = None
 
     def let_go_withdrawn(self) -> bool:
-        """Drops the references to withdrawn memory that no peer maps any longer, so that the runtime frees it. Returns
-        whether any memory was released.
+        """Drops the references to withdrawn memory that all peers have unmapped, so that it is freed. Returns whether
+        it dropped any.
         """
         with self._lock:
             done = [entry for entry in list(self._withdrawn) if self._replies(entry) is not None]
@@ -395,7 +390,7 @@ class SymmetricMemory:
             return [announced.nbytes for announced in self._announced.values() if announced.lent]
 
     def _withdraw_freed(self) -> None:
-        """Withdraws ranges that their owners have freed, since the memory stays occupied until peers unmap it."""
+        """Withdraws ranges that their owners have freed, because the driver can't reuse memory that peers map."""
         with self._lock:
             ranges = [announced for announced in self._announced.values() if announced.memory is None]
         for announced in ranges:
@@ -405,7 +400,7 @@ class SymmetricMemory:
     # -- this rank's memory for proxies ---
 
     def serve(self, proxy: Proxy) -> None:
-        """Registers memory that peers offer with this rank's proxy from now on."""
+        """Makes updates add memory that peers announce to this rank's proxy."""
         with self._mapping:
             self._proxy = proxy
             self._seen = dict.fromkeys(self._peers, 0)
@@ -418,8 +413,8 @@ class SymmetricMemory:
                     self._unsettled[announced.entry] = announced
 
     def may_have_memory_ids(self, announced: Announced) -> bool:
-        """Whether a range has ids in proxies, or may take some. All ranks' optional ranges take at most half of a
-        proxy's ids, and lent ranges at most a quarter, so that memory that must have ids gets them.
+        """Returns whether a range has ids in proxies, or may take some. All ranks' arrays take at most half of a
+        proxy's ids, and lent ranges at most a quarter; the other ids are for staging memory.
         """
         with self._lock:
             others = sum(other.ids for other in self._announced.values() if other.has_ids)
@@ -438,10 +433,9 @@ class SymmetricMemory:
             return announced.proxy_memory
 
     def memories_at_peers(self, announced: Announced) -> dict[int, int] | None:
-        """Returns, by peer, the first id of this rank's range in the peer's proxy, once all peers have replied. Before
-        that it returns None.
+        """Returns, by peer, the first id of this rank's range in the peer's proxy; None until all peers have replied.
 
-        If the peer's proxy can't add the range, the id is NO_MEMORY. All ranks must have called `serve`.
+        The id is NO_MEMORY if the peer's proxy can't add the range. All ranks must have called `serve`.
         """
         with self._lock:
             self._ask_proxies(announced)
@@ -455,7 +449,7 @@ class SymmetricMemory:
             self._own.announce_to_proxies(announced.entry)
 
     def _offer_to_proxies(self, announced: Announced) -> None:
-        """Asks the peers' proxies to add a range before a call needs it, because the call will not wait."""
+        """Announces a range to peers' proxies before a call needs it, because calls do not wait for lent memory."""
         if self.may_have_memory_ids(announced):
             self._ask_proxies(announced)
 
@@ -476,14 +470,13 @@ class SymmetricMemory:
         return self._own.replies(entry, [self._numbers[peer] for peer in sorted(self._peers)])
 
     def _remove_from_proxy(self, announced: Announced) -> None:
-        """Gives the ids of a withdrawn range back to the proxy."""
         if announced.proxy_memory is not None and self._proxy is not None:
             self._proxy.remove_memory(announced.proxy_memory, announced.nbytes)
 
     # -- this rank's memory that another library allocates ---
 
     def follow(self, pool: MemoryPool) -> None:
-        """Announces a pool's segments from now on, as they are allocated, and withdraws them when they are freed."""
+        """Makes updates announce a pool's segments when they are allocated, and withdraw them when they are freed."""
         self._pool = pool
         self._follow_pool(pool)
 
@@ -512,12 +505,11 @@ class SymmetricMemory:
 
     def update(self, *, wait: bool = False) -> None:
         """Maps memory that peers have announced, unmaps memory that they have withdrawn, and replies. Also releases
-        memory that peers have unmapped, withdraws ranges that their owners have freed, and announces and withdraws the
-        segments of the pool that `follow` named.
+        memory that peers have unmapped, withdraws ranges that were freed, and announces and withdraws segments of the
+        pool of `follow`.
 
         Args:
-            wait: whether to wait for another thread that is updating; if False and another thread is updating, the call
-                returns immediately.
+            wait: whether to wait if another thread is updating; otherwise the call returns immediately.
         """
         self.withdraw_ended()
         if self._withdrawn:
@@ -543,8 +535,8 @@ class SymmetricMemory:
         changes = table.changes
         if changes == self._seen[peer]:
             return
-        # An entry that is being written counts as a change once it is complete. Withdrawn memory is unmapped first: a
-        # driver may refuse to map memory that took its place.
+        # Withdrawn memory is unmapped first, because a driver may refuse to map memory that has been allocated at its
+        # address.
         for entry, announcement in sorted(table.changed(), key=lambda found: bool(found[1].handle)):
             handled = self._handled.setdefault((peer, entry), _Handled())
             if announcement.version != handled.version:
@@ -569,11 +561,11 @@ class SymmetricMemory:
     def _add_to_proxy(self, proxy: Proxy, handle: bytes, handled: _Handled) -> int:
         """Returns the first id of a peer's memory in this rank's proxy, or NO_MEMORY."""
         try:
-            if handled.mapped is None:  # kernels can't reach the memory, but copies may
+            if handled.mapped is None:  # kernels can't access the memory, but copies may
                 handled.mapped, handled.handle = self._mappings.acquire(handle), handle
             mapped = handled.mapped
             handled.memory = proxy.add_memory(mapped.ptr, mapped.nbytes, handle=lambda: handle)
-        except ProxyCCLError:  # on NO_MEMORY the owner uses other memory
+        except ProxyCCLError:  # the owner then stages the data
             return NO_MEMORY
         return handled.memory
 
@@ -589,14 +581,14 @@ class SymmetricMemory:
         return handled.mapped.ptr
 
     def memories(self) -> list[object]:
-        """Returns this rank's memory that must stay allocated because peers' kernels may reach it."""
+        """Returns this rank's memory that must stay allocated because peers' kernels may access it."""
         with self._lock:
             announced = [each.memory for each in self._announced.values()]
             return [memory for memory in (*announced, *self._withdrawn.values()) if memory is not None]
 
     def close(self) -> None:
-        """Unmaps the peers' memory. Kernels of this rank must no longer use it; this rank's memory is freed with its
-        last reference.
+        """Stops updates, and drops the references to this rank's memory. No kernel of this rank may use peers' memory
+        any longer.
         """
         with self._following, self._mapping, self._lock:
             self._closed = True

@@ -1,4 +1,4 @@
-"""Times that callers pass, and the bound of a wait."""
+"""Checks times and time-outs that callers pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEFAULT_TIMEOUT = 30.0
 
 
 def timeout_from(value: float | None) -> float:
-    """Returns a time-out in seconds: `value`; for None the value of ``PROXYCCL_TIMEOUT``, else the default.
+    """Returns `value` as a time-out in seconds. None means ``PROXYCCL_TIMEOUT`` if set, else the default.
 
     Raises:
         ArgumentError: the value is not a positive number of seconds.
@@ -32,10 +32,11 @@ def timeout_from(value: float | None) -> float:
 
 
 def as_seconds(value: Any, argument: str, expected: str, *, may_be_none: bool = False) -> float:
-    """Checks a time in seconds that a caller passes: it must be above 0, or at least 0 if zero is allowed.
+    """Returns `value` as a time in seconds. The value must be above 0, or at least 0 if `may_be_none`.
 
     Raises:
-        ArgumentError: the value is not a valid number, or above `LONGEST_TIME`. `expected` describes the valid values.
+        ArgumentError: the value is not a valid number, or above `LONGEST_TIME`. `expected` describes valid values in
+            the error.
     """
     known = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not known or not 0 <= value <= LONGEST_TIME or (value == 0 and not may_be_none):

@@ -1,6 +1,4 @@
-"""Detects waits for peers that make no more calls, because they have closed the communicator or their program has
-ended.
-"""
+"""Detects waits for peers that make no more calls, because they have closed the communicator or their program exits."""
 
 from __future__ import annotations
 
@@ -17,13 +15,14 @@ _LOOK_SECONDS = 0.25
 
 
 class VainWaits:
-    """Ends a group if this rank waits for peers that will make no more calls. The watcher's thread calls `look`.
+    """Makes a group fail if this rank waits for peers that will make no more calls. The watcher's thread calls `look`.
 
-    The call log shows waits of collectives. Transfers are not logged, so a wait of transfers is bounded by `linger`,
-    and only at the group's end, because before that the wait may be for a peer's long computation.
+    The call log reveals waits of collectives. Transfers are not logged, so `linger` bounds a wait for a transfer, but
+    only while the group is being closed: earlier, the wait may be for a peer that computes for long before its next
+    transfer.
 
     Attributes:
-        makes_transfers: whether the program makes transfers, which the call log lacks.
+        makes_transfers: whether the program makes transfers between pairs of ranks.
     """
 
     def __init__(self, meeting: Meeting, failure: FailureState, launches: Launches) -> None:
@@ -35,21 +34,21 @@ class VainWaits:
         self._next_look = 0.0
 
     def begin(self) -> None:
-        """Records that the group is at its end, and waits for its work until `end`."""
+        """Records that the closing group waits for its work, until `end` is called."""
         self._leaving = True
 
     def end(self) -> None:
         self._leaving, self._work_ends_by = False, math.inf
 
     def bound_transfers(self, now: float) -> None:
-        """Limits the remaining wait for transfers to `linger` seconds. This is called when the program has ended,
-        because a transfer may wait for a peer that also waits at its program's end.
+        """Limits the remaining wait for transfers to `linger` seconds, because the peer of a transfer may wait in the
+        same way while its program exits.
         """
         if self.makes_transfers and self._linger is not None:
             self._work_ends_by = now + self._linger
 
     def look(self, now: float, all_have_left: Callable[[], bool]) -> None:
-        """Ends the group if this rank waits for peers that will make no more calls."""
+        """Makes the group fail if this rank waits for peers that will make no more calls."""
         if self._leaving and self.makes_transfers and self._work_ends_by == math.inf and all_have_left():
             self.bound_transfers(now)
         if now > self._work_ends_by:
@@ -61,7 +60,7 @@ class VainWaits:
 
     def _compare_calls(self) -> None:
         calls = sum(counts_in(self._meeting.control).values())
-        for peer, segment in self._meeting.segments.items():  # a peer announces that it has left after its last call
+        for peer, segment in self._meeting.segments.items():  # a peer sets LEFT after its last call
             if segment.presence is Presence.LEFT and calls > sum(counts_in(segment).values()):
                 self._note(peer)
                 return

@@ -1,11 +1,10 @@
-"""Windows: one-sided access to an array of every rank, by streams and without a kernel.
+"""Windows: streams access an array of another rank one-sidedly, without a kernel.
 
-A put or a get is a copy by the copy engine on the caller's stream. A signal is a word that the stream writes after the
-copy, and a wait makes the peer's stream wait for this word. Neither the copies nor the signals and waits occupy a
-multiprocessor.
+A put or a get is a copy by a copy engine on the caller's stream. To signal, the stream writes a count to a word of the
+peer after the copy; to wait, the peer's stream waits for this word. Copies, signals and waits occupy no multiprocessor.
 
-The words that peers write are in each rank's pinned memory. So the CPU can release waiting streams when a rank has
-failed, and notices a stream that waits too long, because the stream stores the count that it waits for to another word.
+The words are in each rank's pinned memory, so the CPU can release waiting streams when a rank has failed. A waiting
+stream also stores the expected count to another word, so the CPU notices a stream that waits too long.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ _RELEASED = (1 << 63) - 1
 
 
 class Window:
-    """One-sided access to an array of every rank; made by `Communicator.window`.
+    """One-sided access to an array of every rank. `Communicator.window` makes it.
 
-    A rank's calls take effect in their order, on any streams. Each peer's signals are counted separately. Only signals
-    order the calls of different ranks.
+    A rank's calls take effect in the order of the calls, even on different streams. Each peer's signals are counted
+    separately. Calls of different ranks are ordered only by signals.
 
     Args:
         group: the ranks.
@@ -54,8 +53,8 @@ class Window:
                 self._memory.close()
             raise
         ranks = group.world_size
-        # For each rank two words: the count of signals that the rank has sent, written by the rank, and the count that
-        # this rank's streams wait for.
+        # Two words per rank: the count of signals, which the rank writes, and the count for which this rank's streams
+        # wait.
         self._words = group.runtime.allocate_pinned(2 * ranks * _WORD)
         self._values = ffi.cast("uint64_t *", self._words.host_ptr)
         self._sent, self._awaited = [0] * ranks, [0] * ranks
@@ -84,13 +83,13 @@ class Window:
 
         Args:
             x: any contiguous array on this rank's device.
-            peer: a rank whose memory this rank's device reaches; may be this rank.
-            offset: bytes from the beginning of the peer's array.
+            peer: a rank whose memory this rank's device can access; may be this rank.
+            offset: the offset in the peer's array, in bytes.
             signal: whether to signal the peer after the copy; see `signal`.
             stream: as for `all_reduce`.
 
         Raises:
-            ArgumentError: an argument is wrong, or kernels and copies of this rank don't reach the peer's memory.
+            ArgumentError: an argument is wrong, or this rank's device can't access the peer's memory.
             CommunicatorError: a rank failed; see its subclasses.
         """
         view, theirs = self._ranges(x, "x", peer, offset)
@@ -98,9 +97,7 @@ class Window:
         self._issue(operations, peer, signal, stream, x)
 
     def get(self, out: Any, peer: int, *, offset: int = 0, stream: StreamLike = None) -> Any:
-        """Copies a part of a peer's array into `out`, on the stream, and returns `out`. Arguments and errors as for
-        `put`.
-        """
+        """Copies a part of a peer's array to `out`, on the stream. Returns `out`. Arguments and errors as for `put`."""
         view, theirs = self._ranges(out, "out", peer, offset)
         if not view.writable:
             raise ArgumentError("out", "the array is read-only")
@@ -108,7 +105,8 @@ class Window:
         return out
 
     def signal(self, peer: int, *, stream: StreamLike = None) -> None:
-        """Signals a peer, on the stream. When the signal has arrived, the peer sees all of this rank's earlier puts.
+        """Signals a peer, on the stream. A peer's stream that has waited for the signal sees all of this rank's earlier
+        puts.
 
         Args:
             peer: as for `put`.
@@ -119,10 +117,9 @@ class Window:
         self._issue([], peer, True, stream, self._memory.array)
 
     def wait_signal(self, peer: int, *, count: int = 1, stream: StreamLike = None) -> None:
-        """Makes the stream wait for further signals of a peer.
+        """Makes the stream wait for the next `count` signals of a peer.
 
-        If the signals do not arrive within the communicator's time-out, counted from the start of the stream's wait,
-        this rank ends the communicator.
+        The communicator fails if the signals do not arrive within its time-out, which begins with the stream's wait.
 
         Args:
             peer: as for `put`.
@@ -167,14 +164,14 @@ class Window:
             raise ArgumentError("stream", "is being captured into a graph, which can't count signals")
 
     def _word(self, rank: int) -> int:
-        """Returns the address of the word at a rank that counts this rank's signals."""
+        """Returns the address of the word of `rank` that counts this rank's signals."""
         if rank == self._group.rank:
             return self._words.ptr + rank * _WORD
         self._group.topology.require_accessible([rank], "peer")
         return self._peers[rank].ptr + self._group.rank * _WORD
 
     def _ranges(self, x: Any, argument: str, peer: int, offset: int) -> tuple[ArrayView, int]:
-        """Returns the view of this rank's array, and the local address of the peer's range."""
+        """Returns the view of `x`, and the address at which this device accesses the peer's range."""
         self._require_open()
         view = as_view(x, argument, gpu=self._runtime.name)
         if view.device[0] != self._runtime.name:
@@ -196,10 +193,10 @@ class Window:
         if self._closed:
             raise ClosedError("the window is closed")
 
-    # The group's watching thread
+    # -- called by the watcher's thread ---
 
     def look_for_timeouts(self, now: float) -> None:
-        """Ends the communicator if a stream has waited for longer than its time-out."""
+        """Aborts the communicator if a stream has waited longer than the time-out."""
         ranks = self._group.world_size
         for rank in range(ranks):
             count, wanted = self._values[rank], self._values[ranks + rank]
@@ -215,12 +212,12 @@ class Window:
                 return
 
     def release_streams(self) -> None:
-        """Releases all streams that wait for signals, now and later."""
+        """Sets the words so that no stream waits for signals, now or later."""
         for rank in range(self._group.world_size):
             self._values[rank] = _RELEASED
 
     def close(self) -> None:
-        """Closes the window, but not its array's registration. The words live as long as streams use them."""
+        """Closes the window; its array stays registered. The words live until no stream uses them."""
         if self._closed or self._group.failure.inherited:
             return
         self._closed = True

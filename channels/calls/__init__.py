@@ -1,1 +1,1 @@
-"""The path of every call: finds or prepares the call's form, fills it in, logs the call and launches it."""
+"""Makes every call: finds or prepares the call's form, fills in the addresses, logs the call and launches it."""

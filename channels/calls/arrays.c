@@ -40,7 +40,7 @@ void proxyccl_clear_array_types(ArrayTypes* self) { OF_TYPES(PROXYCCL_CLEAR) }
 
 static PyObject* call(PyObject* x, int name) { return PyObject_CallMethodObjArgs(x, names[name], NULL); }
 
-/* Converts a Python number to a C number, and drops the reference to it. Returns -1 with an exception if `found` is
+/* Converts a Python number to a C number and releases the Python number. Returns -1 with an exception if `found` is
  * NULL. */
 static Py_ssize_t number(PyObject* found) {
   const Py_ssize_t value = found == NULL ? -1 : PyLong_AsSsize_t(found);
@@ -54,14 +54,14 @@ static uintptr_t address(PyObject* found) {
   return PyErr_Occurred() != NULL ? 0 : value;
 }
 
-/* Whether `found` is True or False, as expected. */
+/* Releases `found`, and returns whether it was `expected`, which is True or False. */
 static int is(PyObject* found, PyObject* expected) {
   Py_XDECREF(found); /* True and False are never freed */
   return found == expected;
 }
 
-/* Reads a tensor's dtype and shape, and computes its size. Returns 1, or 0 if C can't read them; an exception may then
- * be set, as for symbolic shapes. */
+/* Reads a tensor's dtype and shape, and computes its size. Returns 1; or 0 if C can't read them, possibly with an
+ * exception, for example for symbolic shapes. */
 static int read_elements(PyObject* x, GivenArray* array) {
   ArrayKind* kind = &array->kind;
   PyObject* shape = PyObject_GetAttr(x, names[NAME_shape]);
@@ -81,8 +81,8 @@ static int read_elements(PyObject* x, GivenArray* array) {
   return itemsize > 0;
 }
 
-/* Whether a tensor's storage holds its elements. If the storage was freed, the address of a view of it is only the
- * view's offset; it may also have been made smaller. */
+/* Returns whether a tensor's storage holds all the tensor's elements. The program may have shrunk the storage, or have
+ * freed it, so that the tensor's address is only an offset. */
 static int has_memory(PyObject* x, const GivenArray* array) {
   PyObject* storage = call(x, NAME_untyped_storage);
   const Py_ssize_t held = storage == NULL ? -1 : number(call(storage, NAME_nbytes));
@@ -91,7 +91,7 @@ static int has_memory(PyObject* x, const GivenArray* array) {
   return first != 0 && first <= array->at && array->at + array->bytes <= first + (size_t)held;
 }
 
-/* DLPack's C interface, of which torch has had version 1.3 since 2.10 (github.com/dmlc/dlpack, dlpack.h). */
+/* DLPack's C interface, version 1.3 (github.com/dmlc/dlpack, dlpack.h), which torch supports since 2.10. */
 typedef struct DlTensor {
   void* data;
   int32_t device_type, device;
@@ -134,7 +134,7 @@ static int read_tensor(const ArrayTypes* types, PyObject* x, PyObject* exchange,
   memcpy(kind->format, &tensor.code, offsetof(DlTensor, shape) - offsetof(DlTensor, code));
   array->at = (uintptr_t)tensor.data + tensor.offset, array->bytes = count * tensor.lanes * tensor.bits / 8;
   if (count != 0 && !is_contiguous(&tensor)) return 0;
-  /* torch has integers of fewer bits, which DLPack calls integers of 8 bits. */
+  /* DLPack describes torch's integers of fewer bits as 8-bit integers, so the dtype must tell them apart. */
   if (tensor.code <= DL_UNSIGNED && tensor.bits == 8 &&
       (kind->element = PyObject_GetAttr(x, names[NAME_dtype])) == NULL)
     return 0;
@@ -201,5 +201,5 @@ int proxyccl_read_array(const ArrayTypes* types, PyObject* x, GivenArray* array)
 void proxyccl_release_array(GivenArray* array) {
   Py_CLEAR(array->kind.element);
   Py_CLEAR(array->kind.runtime);
-  PyBuffer_Release(&array->buffer); /* this does nothing if there is no object */
+  PyBuffer_Release(&array->buffer);
 }

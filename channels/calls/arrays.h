@@ -9,12 +9,12 @@ enum { PROXYCCL_MOST_DIMENSIONS = 8, PROXYCCL_LONGEST_FORMAT = 8 };
 /* The types that `proxyccl_read_array` takes, in addition to types that support the buffer protocol. */
 typedef struct ArrayTypes {
   PyTypeObject *array, *view; /* Array and ArrayView (device/arrays) */
-  PyObject* place;            /* the `device` of views */
+  PyObject* place;            /* the `device` that views must have */
   PyObject* tensors;          /* a dict: from a type of torch's tensors to the capsule of its DLPack functions */
   Py_ssize_t device;          /* the number of the tensors' GPU; -1 for the CPU */
 } ArrayTypes;
 
-/* The properties of an array on which a form depends. Without padding, because kinds are compared by memcmp. */
+/* The properties of an array on which a form depends. The struct has no padding, because memcmp compares kinds. */
 typedef struct ArrayKind {
   PyTypeObject* type;
   PyObject* element; /* the dtype of an Array, an ArrayView or a tensor of small integers; or NULL */
@@ -22,18 +22,18 @@ typedef struct ArrayKind {
   Py_ssize_t dimensions, shape[PROXYCCL_MOST_DIMENSIONS];
   uint32_t alignment; /* the address modulo 16 */
   uint16_t readonly;
-  uint16_t reach;                       /* how peers reach the array (reach.h) */
-  char format[PROXYCCL_LONGEST_FORMAT]; /* without `element`: a buffer's format or DLPack's type, then zeros */
+  uint16_t reach;                       /* how peers can access the array (reach.h) */
+  char format[PROXYCCL_LONGEST_FORMAT]; /* a buffer's format or DLPack's type, padded with zeros */
 } ArrayKind;
 
 typedef struct GivenArray {
   ArrayKind kind;
   uintptr_t at;
   size_t bytes;
-  Py_buffer buffer; /* held until `proxyccl_release_array`; its object is NULL for arrays without buffers */
+  Py_buffer buffer; /* held until `proxyccl_release_array`; `obj` is NULL for arrays without buffers */
 } GivenArray;
 
-/* These functions take or drop the references of a kind that is kept. */
+/* Take or drop the references that a kept kind holds. */
 static inline void proxyccl_keep_kind(const ArrayKind* kind) {
   Py_XINCREF((PyObject*)kind->type);
   Py_XINCREF(kind->element);
@@ -55,8 +55,8 @@ int proxyccl_name_array_attributes(void);
 int proxyccl_read_array_types(PyObject* given, ArrayTypes* types);
 int proxyccl_visit_array_types(const ArrayTypes* types, visitproc visit, void* arg);
 void proxyccl_clear_array_types(ArrayTypes* types);
-/* Reads an array whose memory holds its elements in order. Returns 1 with references to release; 0 if C can't read the
- * array, so that `as_view` must read or refuse it; or -1 with an exception that the program raised (python_errors.h).
+/* Reads a C-contiguous array. Returns 1 with references to release; 0 if C can't read the array, so that `as_view` must
+ * read or refuse it; or -1 with an exception that the program raised (python_errors.h).
  */
 int proxyccl_read_array(const ArrayTypes* types, PyObject* x, GivenArray* array);
 void proxyccl_release_array(GivenArray* array);

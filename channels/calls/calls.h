@@ -10,8 +10,7 @@ int proxyccl_add_calls(PyObject* module);
 int proxyccl_require_calls(PyObject* object);
 /* Returns the types of arrays that a Calls object takes. */
 const ArrayTypes* proxyccl_types_of(PyObject* calls);
-/* Adds to the group's counts a call that was made without the table of forms, or a form that was prepared for such a
- * call. */
+/* Counts calls that were made without the table of forms, and forms that were prepared for such calls. */
 void proxyccl_count(PyObject* calls, int made, int prepared);
 /* Issues a call on a stream (NULL: the stream of the latest call), after the group's earlier calls. Returns 1 if the
  * call was issued; 0, with nothing done, if Python must issue the call; -1 with an exception. */

@@ -1,10 +1,9 @@
-/* A call's arrays and options are turned into *moves*, and the moves are compared with one another. Under the lock, the
- * moves are put in the order of launches, and each launch is filled in and issued. After the call, only an event
- * remains.
+/* Turns a call's arrays and options into *moves*, which must not overlap. Under the lock, sorts the moves into
+ * launches, and fills in and issues each launch.
  *
- A flow is one direction between a pair of ranks. A launch follows the last launch of each of its flows, by an event
- after that launch. It does not wait for all work of the earlier launch's stream: that could deadlock, because later
- work of that stream may wait for the peer. */
+ * A flow is one direction between a pair of ranks. A launch waits for the event that was recorded after the latest
+ * launch of each of its flows. Waiting for the whole stream of the earlier launch could deadlock, because later work of
+ * that stream may wait for the peer. */
 #include "flow_calls.h"
 
 #include <stdlib.h>
@@ -16,7 +15,7 @@
 #include "stream_order.h"
 
 enum { FEW_MOVES = 32 };
-static const uintptr_t NO_STREAM = UINTPTR_MAX; /* for a stream whose handle may later belong to another stream */
+static const uintptr_t NO_STREAM = UINTPTR_MAX; /* recorded instead of a handle that may be reused */
 
 /* Data that this rank sends (`target` is 0), receives (`source` is 0), or copies within itself. */
 typedef struct Move {
@@ -34,14 +33,14 @@ typedef struct Moves {
 
 /* Describes the latest launch of a flow. */
 typedef struct LastOfFlow {
-  uint32_t event;   /* number, from 1, of the event after the launch; 0 if there was no launch */
+  uint32_t event;   /* number, from 1, of the event recorded after the launch; 0 if there was no launch */
   uintptr_t stream; /* the stream of the launch, or NO_STREAM */
-  int captured;     /* whether the launch was captured into a graph, outside of which nothing can wait for the event */
+  int captured;     /* whether a graph captured the launch; nothing outside the graph can wait for the event */
 } LastOfFlow;
 
 typedef struct Event {
   uintptr_t handle;
-  uint32_t flows; /* the number of flows whose latest launch this event follows; 0: the event can be reused */
+  uint32_t flows; /* the number of flows whose latest launch recorded this event; 0: the event can be reused */
 } Event;
 
 typedef struct FlowCalls {
@@ -56,10 +55,10 @@ typedef struct FlowCalls {
   uint64_t bytes_per_lane;
   const ProxycclStreamOrder* streams;
   const ProxycclControl* control;
-  uintptr_t thread_stream; /* the handle that names a different stream in each thread; NO_STREAM if there is none */
-  LastOfFlow* last;        /* by flow: index 2 * peer if this rank receives, 2 * peer + 1 if this rank sends */
+  uintptr_t thread_stream; /* the handle of the per-thread default stream; NO_STREAM if there is none */
+  LastOfFlow* last;        /* indexed by flow: 2 * peer for receiving, 2 * peer + 1 for sending */
   uint32_t* turns;         /* for each flow, the number of its moves so far; used while moves are ordered */
-  Event* events;           /* one event for each flow, and one more, suffice */
+  Event* events;           /* at most one per flow, and one for the call being issued */
   uint32_t event_count;
 } FlowCalls;
 
@@ -126,7 +125,7 @@ static int are_apart(const Moves* moves) {
     if (move->target != 0) used[count++] = (Used){move->target, move->target + move->bytes, 1};
   }
   qsort(used, count, sizeof *used, compare_used);
-  uintptr_t sent_to = 0, received_to = 0; /* ends of the sent and the received ranges so far */
+  uintptr_t sent_to = 0, received_to = 0; /* the greatest end of the sent and of the received ranges so far */
   int apart = 1;
   for (size_t i = 0; i < count && apart; ++i) {
     apart = used[i].begin >= received_to && (!used[i].received || used[i].begin >= sent_to);
@@ -143,8 +142,8 @@ static int compare_moves(const void* a, const void* b) {
 }
 
 /* Sorts moves into the order of launches, with the lock held: first the first move of each flow, then the second move
- * of each flow, and so on; among these, moves to and from the nearest ranks come first. So the launches of a collective
- * on different ranks match. */
+ * of each flow, and so on; within each of these, by the distance between the ranks. So the launches of a collective on
+ * different ranks match. */
 static void order_moves(FlowCalls* self, Moves* moves) {
   const uint32_t rank = self->flows->rank, ranks = self->flows->world_size;
   int in_order = 1;
@@ -161,7 +160,7 @@ static void order_moves(FlowCalls* self, Moves* moves) {
 
 /* -- issuing, with the lock held --- */
 
-/* Fills in the launch of the next moves. Returns the number of moves in the launch. */
+/* Fills in a launch with the next moves. Returns the number of moves in the launch. */
 static size_t fill(const FlowCalls* self, const Move* moves, size_t count) {
   ProxycclFlows* flows = self->flows;
   size_t filled = 0;
@@ -186,11 +185,11 @@ static size_t fill(const FlowCalls* self, const Move* moves, size_t count) {
   return filled;
 }
 
-/* Makes a stream wait for the latest launch of each of the flows, if that launch was on another stream. Returns the
- * driver's status.
+/* For each move, makes a stream wait for the latest launch of the move's flow if that was on another stream. Returns
+ * the driver's status.
  *
- * A stream that is being captured into a graph can't wait for a stream that is not being captured; the program must
- * order the launches of its graphs itself. */
+ * A stream that is being captured into a graph can't wait for a stream that is not, so the program must order the
+ * launches of its graphs itself. */
 static int follow_earlier(const FlowCalls* self, const Moves* moves, uintptr_t stream, int captured) {
   uint32_t waited = 0;
   for (size_t i = 0; i < moves->count; ++i) {
@@ -215,13 +214,14 @@ static void note_launch(FlowCalls* self, const Moves* moves, uint32_t event, uin
 }
 
 /* Issues ordered moves, and records an event after them. `named`: whether the program named the stream, so that its
- * handle stays valid. Returns the driver's status, PROXYCCL_OTHER_CONTEXT without effect, or PROXYCCL_CALL_ABORTED. */
+ * handle stays valid. Returns the driver's status; PROXYCCL_OTHER_CONTEXT, with nothing done; or PROXYCCL_CALL_ABORTED
+ * after a failure. */
 static int issue(FlowCalls* self, const Moves* moves, uint32_t event, uintptr_t stream, int named) {
   if (!proxyccl_order_is_current(self->streams)) return PROXYCCL_OTHER_CONTEXT;
   const int captured = proxyccl_stream_captures(self->streams, stream);
   int status = follow_earlier(self, moves, stream, captured);
   if (status != 0) return status;
-  /* This is checked immediately before the driver call, because a kernel that begins after a failure must not use
+  /* The failure is checked immediately before the launch, because a kernel that begins after a failure must not use
    * memory that a peer may have freed. */
   if (failure_is_told(self->control)) return PROXYCCL_CALL_ABORTED;
   for (size_t done = 0; done < moves->count && status == 0;) {
@@ -247,7 +247,7 @@ static uint32_t take_event(FlowCalls* self) {
   return ++self->event_count;
 }
 
-/* Whether the group is open; if not, an exception may be set. */
+/* Returns 1 if the group is open; else 0, possibly with an exception. */
 static int is_open(const FlowCalls* self) {
   PyObject* state = PyObject_GetAttr(self->failure, state_name);
   const int open = state != NULL && (state == open_name || PyUnicode_Compare(state, open_name) == 0);
@@ -265,7 +265,7 @@ static int issue_without_gil(FlowCalls* self, const Moves* moves, uint32_t event
 
 /* Returns 0, or -1 with an exception. */
 static int issue_here(FlowCalls* self, Moves* moves, uintptr_t stream, int named) {
-  if (!is_open(self)) { /* C checks the abort word itself */
+  if (!is_open(self)) { /* `issue` reads the abort word */
     PyObject* usable = PyObject_CallMethod(self->failure, "require_usable", NULL);
     Py_XDECREF(usable);
   }
@@ -308,8 +308,8 @@ static int issue_and_wait(FlowCalls* self, Moves* moves) {
   return issued;
 }
 
-/* Stores a stream's handle. `own`: whether the library chose the stream. A stream that the program chose may be refused
- * if it is invalid. Returns 0, or -1 with an exception. */
+/* Stores a stream's handle. `own`: whether the library chose the stream; if not, an invalid stream is refused. Returns
+ * 0, or -1 with an exception. */
 static int find_handle(const FlowCalls* self, PyObject* stream, int own, uintptr_t* handle) {
   PyObject* found = (own && PyLong_Check(stream)) || Py_TYPE(stream) == self->current_stream
                         ? Py_NewRef(stream)
@@ -319,8 +319,9 @@ static int find_handle(const FlowCalls* self, PyObject* stream, int own, uintptr
   return PyErr_Occurred() != NULL ? -1 : 0;
 }
 
-/* Issues a call's moves. `owners` are kept until the stream has passed the moves; if NULL, the caller keeps them.
- * `agree` compares the call with the other ranks' calls; NULL for no comparison. Returns 0, or -1 with an exception. */
+/* Issues a call's moves. `owners`: objects to keep until the stream has completed the moves; NULL if the caller keeps
+ * them. `agree`: compares the call with the other ranks' calls; NULL for no comparison. Returns 0, or -1 with an
+ * exception. */
 static int issue_call(FlowCalls* self, Moves* moves, PyObject* stream, PyObject* owners, PyObject* agree) {
   const int waits = stream == Py_None && self->types.device < 0;
   uintptr_t handle = 0;
@@ -331,7 +332,8 @@ static int issue_call(FlowCalls* self, Moves* moves, PyObject* stream, PyObject*
     if (agreed == NULL) return -1;
   }
   if (waits) return issue_and_wait(self, moves);
-  /* Only a number names a stream for good: a stream object may be closed, and another stream may get its handle. */
+  /* A stream object may be closed and its handle reused, so only a stream that is passed as a number keeps its
+   * handle. */
   if (issue_locked(self, moves, handle, PyLong_Check(stream)) != 0) return -1;
   if (owners == NULL || Py_TYPE(stream) == self->current_stream) return 0;
   PyObject* kept = PyObject_CallFunction(self->keep, "OOK", owners, stream, (unsigned long long)handle);
@@ -346,7 +348,7 @@ typedef struct Side {
   PyObject* arrays; /* one array, or a list or tuple of arrays */
   PyObject* ranks;  /* see FlowCalls.call in _calls.pyi */
   int receives;
-  GivenArray array; /* set for a single array; it is released, except for a reference to its element type */
+  GivenArray array; /* set for a single array; only its reference to the element type is held */
   int is_split;     /* 1: the array's rows are sent to all ranks, or received from all ranks */
 } Side;
 
@@ -366,15 +368,15 @@ static int is_text(PyObject* object, const char* text) {
   return PyUnicode_Check(object) && PyUnicode_CompareWithASCIIString(object, text) == 0;
 }
 
-/* Whether a buffer has an element type that every call takes, in this machine's byte order. */
+/* Returns whether a buffer's element type is one that every call takes, in this machine's byte order. */
 static int has_known_format(const ArrayKind* kind) {
   const char* format = kind->format;
   if (format[0] == 'Z') return (format[1] == 'f' || format[1] == 'd') && format[2] == 0;
   return format[0] != 0 && format[1] == 0 && strchr("?bBhHiIlLqQefd", format[0]) != NULL;
 }
 
-/* Reads an array that needs no other check. Returns 1, with a reference to the element type; 0 if C can't read the
- * array, or -1 with an exception that the program raised. */
+/* Reads and checks an array. Returns 1, with a reference to the element type; 0 if Python must read or refuse the
+ * array; or -1 with an exception that the program raised. */
 static int read_array(const FlowCalls* self, PyObject* x, int receives, GivenArray* array) {
   const int read = proxyccl_read_array(&self->types, x, array);
   if (read <= 0) return read;
@@ -391,7 +393,7 @@ static int read_array(const FlowCalls* self, PyObject* x, int receives, GivenArr
   return usable;
 }
 
-/* Converts the number of a rank, or of rows. Returns -1 for any other object; an exception may be set. */
+/* Returns a number from 0 to `end` - 1; -1 for any other object, possibly with an exception. */
 static Py_ssize_t count_in(PyObject* number, Py_ssize_t end) {
   if (number == NULL || !PyLong_CheckExact(number)) return -1;
   const Py_ssize_t count = PyLong_AsSsize_t(number);
@@ -401,8 +403,8 @@ static Py_ssize_t count_in(PyObject* number, Py_ssize_t end) {
 /* The moves of a call while they are read. */
 typedef struct Reading {
   Moves moves;
-  Moves own;       /* halves of copies within this rank: first all sending halves, then all receiving halves */
-  size_t sent_own; /* the number of sending halves */
+  Moves own;       /* copies within this rank, in halves: first all sending halves, then all receiving halves */
+  size_t sent_own; /* the number of sending halves in `own` */
 } Reading;
 
 /* Adds the move of an array's bytes to or from a rank. Returns 1, or -1 with an exception. */
@@ -415,7 +417,7 @@ static int add_part(const FlowCalls* self, const Side* side, size_t rank, uintpt
   return append(&reading->own, &part) == 0 ? 1 : -1;
 }
 
-/* Adds the copies within this rank. Returns 1; 0 if their halves do not match; -1 with an exception. */
+/* Joins the halves of copies within this rank. Returns 1; 0 if the halves do not match; -1 with an exception. */
 static int pair_own(Reading* reading) {
   const size_t count = reading->sent_own;
   if (reading->own.count != 2 * count) return 0;
@@ -429,8 +431,8 @@ static int pair_own(Reading* reading) {
   return 1;
 }
 
-/* Adds a move for each rank's rows of an array: an equal number of rows for each rank, or the numbers in the list
- * `ranks`. Returns 1, 0 or -1 as `add_side`. */
+/* Adds a move for each rank's rows of an array: an equal number of rows per rank, or the numbers in the list `ranks`.
+ * Returns the same values as `add_side`. */
 static int add_rows(const FlowCalls* self, const Side* side, Reading* reading) {
   const size_t ranks = self->flows->world_size;
   const GivenArray* array = &side->array;
@@ -481,7 +483,7 @@ static int add_list(const FlowCalls* self, Side* side, Reading* reading) {
   return 1;
 }
 
-/* Adds the moves of one side. Returns 1; 0 if Python must handle them; -1 with an exception. */
+/* Adds the moves of one side. Returns 1; 0 if Python must handle the arguments; -1 with an exception. */
 static int add_side(const FlowCalls* self, Side* side, Reading* reading) {
   if (is_sequence(side->arrays)) return add_list(self, side, reading);
   const int read = read_array(self, side->arrays, side->receives, &side->array);
@@ -505,11 +507,11 @@ static int overlap(const GivenArray* a, const GivenArray* b) {
 
 static int is_empty_list(PyObject* arrays) { return is_sequence(arrays) && size_of(arrays) == 0; }
 
-/* Whether the two sides match. If rows are split, both sides must have rows of the same shape and type; an array that
- * is sent to all ranks must be received in arrays of the same type. */
+/* Returns whether the two sides match. If rows are split, both sides must have rows of the same shape and type; an
+ * array that is sent to all ranks must be received in arrays of the same type. */
 static int sides_fit(const Side* x, const Side* out) {
   const ArrayKind *sent = &x->array.kind, *received = &out->array.kind;
-  if (sent->type == NULL || received->type == NULL) /* if a side is a list of arrays */
+  if (sent->type == NULL || received->type == NULL) /* a list of arrays of different types */
     return !is_text(x->ranks, "all");
   if (!x->is_split && !out->is_split && !is_text(x->ranks, "all")) return 1;
   if (is_sequence(x->arrays)) return 1;
@@ -520,7 +522,7 @@ static int sides_fit(const Side* x, const Side* out) {
   for (Py_ssize_t i = 1; i < sent->dimensions; ++i)
     if (sent->shape[i] != received->shape[i]) return 0;
   return !(x->is_split && out->is_split &&
-           overlap(&x->array, &out->array)); /* Python handles in-place calls with splits */
+           overlap(&x->array, &out->array)); /* Python handles in-place calls that split rows */
 }
 
 /* Reads a call's moves. Returns 1; 0 if Python must handle the arguments; -1 with an exception. */
@@ -533,7 +535,7 @@ static int read_moves(const FlowCalls* self, Side* x, Side* out, Reading* readin
   return reading->moves.count == 0 ? 0 : are_apart(&reading->moves);
 }
 
-/* Makes a call from Python's arguments. Returns 1; 0 if Python must handle them; -1 with an exception. */
+/* Makes a call. Returns 1; 0 if Python must handle the arguments; -1 with an exception. */
 static int make_call(FlowCalls* self, PyObject* const* given, int keeps) {
   if (self->acquire == NULL || !is_open(self)) return proxyccl_clear_exception();
   PyObject* const options = given[2];

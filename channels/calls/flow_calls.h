@@ -1,5 +1,5 @@
-/* The transfers between pairs of ranks of one group (channels/collectives/DESIGN.md): each call's arguments are read
- * from Python objects, the call is cut into launches, and these are issued in the order of their flows.
+/* Makes the transfers between pairs of ranks of one group (channels/collectives/DESIGN.md): reads the arguments from
+ * Python objects, cuts each call into launches, and issues the launches in the order of their flows.
  */
 #ifndef PROXYCCL_FLOW_CALLS_H
 #define PROXYCCL_FLOW_CALLS_H

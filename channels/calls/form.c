@@ -15,7 +15,7 @@ void proxyccl_fill_form(const CallForm* form, const GivenArray* arrays, size_t c
     form->peers_words[rank] = rank == form->rank ? at : output->bases[rank] + (at - output->start);
 }
 
-/* Reads a list of tuples of `width` numbers. Returns memory to free, or NULL with an exception. */
+/* Reads a list of tuples of `width` numbers. Returns memory that the caller frees, or NULL with an exception. */
 static unsigned long long* read_rows(PyObject* list, size_t width, size_t* count) {
   const Py_ssize_t rows = PyList_Size(list);
   if (rows < 0) return NULL;

@@ -31,26 +31,27 @@ typedef struct CallForm {
   PreparedCall prepared; /* `launch` is NULL if nothing is to be launched */
   Relocation* relocations;
   size_t relocation_count;
-  uintptr_t* peers_words; /* by rank, the words that hold the output's address in that rank's address space; or NULL */
+  uintptr_t* peers_words; /* for each rank, a word for the address at which its kernels access the output; or NULL */
   size_t ranks, rank;
-  AddressRange* ranges; /* the form is dropped when the memory in these ranges changes */
+  AddressRange* ranges; /* memory whose withdrawal drops the form */
   size_t range_count;
-  Py_ssize_t lent;  /* index of the array that peers should reach if the program uses it often; -1 for none */
-  int names_memory; /* 1: the launch names memory by proxies' ids, so the form fits only the same addresses */
+  Py_ssize_t lent;  /* index of the array to announce to peers if calls use it often; -1 for none */
+  int names_memory; /* 1: the launch holds the proxies' ids of memory, so the form is valid only for the same addresses
+                     */
 } CallForm;
 
-/* Fills in the addresses of a call's arrays, with the lock of its group held. `output` is the range in which kernels of
- * all ranks reach the last array, or NULL. */
+/* Fills in the addresses of a call's arrays. The caller holds the lock of the group's launches. `output`: the range
+ * that holds the last array, if kernels of all ranks can access it; else NULL. */
 void proxyccl_fill_form(const CallForm* form, const GivenArray* arrays, size_t count, const ReachedRange* output);
 int proxyccl_is_form(PyObject* object);
 /* Adds the type Form to the module. Returns 0, or -1 with an exception. */
 int proxyccl_add_form(PyObject* module);
 
-/* Calls a Python function without arguments that releases a lock. If an exception is set before, it stays set. Returns
- * `result`, or -1 with an exception. */
-int proxyccl_leave_lock(PyObject* release, int result);
-/* Enters the context that a function returns. Returns the context for `proxyccl_leave_context`, or NULL with an
+/* Calls `release`, a Python function, and keeps an exception that is already set. Returns `result`, or -1 with an
  * exception. */
+int proxyccl_leave_lock(PyObject* release, int result);
+/* Calls a Python function, and enters the context manager that the function returns. Returns the manager for
+ * `proxyccl_leave_context`, or NULL with an exception. */
 PyObject* proxyccl_enter_context(PyObject* make);
 /* Returns 0, or -1 with an exception. */
 int proxyccl_leave_context(PyObject* context);

@@ -8,7 +8,7 @@ enum { MOST_FORMS = 16 }; /* a new form beyond this number replaces the oldest *
 
 typedef struct Listed {
   PyObject* form;
-  ArrayKind kinds[PROXYCCL_MOST_GIVEN]; /* these kinds hold references */
+  ArrayKind kinds[PROXYCCL_MOST_GIVEN];
 } Listed;
 
 /* See FormList in _calls.pyi. */
@@ -21,13 +21,13 @@ typedef struct FormList {
   Listed listed[MOST_FORMS]; /* the oldest first */
 } FormList;
 
-/* Drops the references of an entry that was removed from the list. Dropping references may run Python code. */
+/* Drops the references of an entry that was removed from the list, because dropping them may run Python code. */
 static void release(Listed listed) {
   for (int i = 0; i < PROXYCCL_MOST_GIVEN; ++i) proxyccl_drop_kind(&listed.kinds[i]);
   Py_XDECREF(listed.form);
 }
 
-/* Whether an address is a multiple of the size of its elements. */
+/* Returns whether an array's address is a multiple of its element size. */
 static int is_aligned(const GivenArray* array) {
   size_t count = 1;
   for (Py_ssize_t i = 0; i < array->kind.dimensions; ++i) count *= (size_t)array->kind.shape[i];
@@ -48,17 +48,17 @@ int proxyccl_read_listed(const ArrayTypes* types, PyObject* x, ListedArray* list
   return 1;
 }
 
-/* Reads an array, or Python's view of it. Returns 1; 0 if neither the array nor the view can be read; -1 with an
- * exception. */
+/* Reads an array; if C can't, reads the view that Python makes of the array. Returns 1; 0 if neither the array nor the
+ * view can be read; -1 with an exception. */
 static int read_or_view(const FormList* self, Py_ssize_t argument, PyObject* x, ListedArray* listed) {
   const ArrayTypes* const types = proxyccl_types_of(self->calls);
   int read = proxyccl_read_listed(types, x, listed);
   if (read != 0) return read;
-  const int known = PyDict_Contains(types->tensors, (PyObject*)Py_TYPE(x)); /* -1 if the type has no hash */
+  const int known = PyDict_Contains(types->tensors, (PyObject*)Py_TYPE(x)); /* -1 if the type is unhashable */
   if (known < 0) PyErr_Clear();
   PyObject* view = PyObject_CallFunction(self->view, "nO", argument, x);
   if (view == NULL) return -1;
-  if (known == 0 && PyDict_Contains(types->tensors, (PyObject*)Py_TYPE(x)) > 0) /* `view` has registered the type */
+  if (known == 0 && PyDict_Contains(types->tensors, (PyObject*)Py_TYPE(x)) > 0) /* `view` has added the type */
     read = proxyccl_read_listed(types, x, listed);
   if (read == 0 && (read = proxyccl_read_listed(types, view, listed)) > 0)
     listed->object = x, listed->array.kind.type = Py_TYPE(x);
@@ -66,7 +66,8 @@ static int read_or_view(const FormList* self, Py_ssize_t argument, PyObject* x, 
   return read;
 }
 
-/* Whether an argument of this width accepts this tuple of arrays. */
+/* Returns whether a tuple has a valid number of arrays: at most `width`, or exactly -`width` if negative; none may be
+ * None. */
 static int is_wide(PyObject* tuple, Py_ssize_t width) {
   const Py_ssize_t count = PyTuple_Size(tuple);
   for (Py_ssize_t i = 0; i < count; ++i)
@@ -74,7 +75,8 @@ static int is_wide(PyObject* tuple, Py_ssize_t width) {
   return width < 0 ? count == -width : count <= width;
 }
 
-/* Reads the arrays, and stores their `count`. Returns 1; 0 if Python must refuse them, -1 with an exception. */
+/* Reads a call's arrays, and stores their `count`. Returns 1; 0 if Python must refuse the arrays; -1 with an
+ * exception. */
 static int read_all(const FormList* self, PyObject* const* arguments, ListedArray* given, int* count) {
   for (Py_ssize_t i = 0; i < PyTuple_Size(self->widths); ++i) {
     const Py_ssize_t width = PyLong_AsSsize_t(PyTuple_GetItem(self->widths, i));

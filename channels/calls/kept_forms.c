@@ -14,7 +14,7 @@ typedef struct Entry {
   PyObject* options;
   uint64_t relations;
   int by_address; /* 1: the form may be used only for the same addresses of arrays */
-  CallForm* form; /* NULL: forms with this signature are bound, and are found by signature and addresses */
+  CallForm* form; /* NULL: forms with this signature are bound to addresses, which also identify them */
   size_t count;
   KeptArray arrays[];
 } Entry;
@@ -38,13 +38,13 @@ int proxyccl_relate(Signature* signature, size_t rank) {
   return overlap;
 }
 
-/* Whether an option is compared by value. True and 1 differ. */
+/* Returns whether an option is compared by value. A bool is compared by identity, so True and 1 differ. */
 static int has_value(PyObject* option) {
   return PyUnicode_CheckExact(option) || PyLong_CheckExact(option) || PyFloat_CheckExact(option) ||
          PyTuple_CheckExact(option);
 }
 
-/* Whether options of two calls are equal: the same object, or equal values of one type. */
+/* Returns whether options of two calls are equal: the same object, or equal values of one type. */
 static int same_option(PyObject* a, PyObject* b) {
   if (a == b) return 1;
   if (Py_TYPE(a) != Py_TYPE(b) || !has_value(a)) return 0;

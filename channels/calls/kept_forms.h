@@ -24,17 +24,17 @@ typedef struct Signature {
 
 typedef struct KeptForms {
   struct Entry* chains[PROXYCCL_FORM_CHAINS];
-  struct Entry *oldest, *newest; /* list in the order of last use */
+  struct Entry *oldest, *newest; /* the first and the last entry in the order of last use */
   Py_ssize_t count;
 } KeptForms;
 
-/* Stores how the arrays overlap, for a group's `rank`. Returns 1 if two arrays are OVERLAPPING, else 0. */
+/* Computes the member `relations` of a signature for this rank. Returns 1 if two arrays are OVERLAPPING, else 0. */
 int proxyccl_relate(Signature* signature, size_t rank);
 /* Computes the member `hash` of a signature from the other members. */
 void proxyccl_hash_signature(Signature* signature);
 /* Returns the form for a hashed signature as a new reference; NULL if no form is kept. */
 CallForm* proxyccl_find_form(KeptForms* forms, const Signature* signature);
-/* Keeps a form; if its launch names memory by proxies' ids, the form is found only for the same addresses. If too many
+/* Keeps a form, which is found only for the same addresses if its launch holds proxies' ids of memory. If too many
  * forms are kept, drops the least recently used form. Returns 0, or -1 with an exception. */
 int proxyccl_keep_form(KeptForms* forms, const Signature* signature, CallForm* form);
 /* Drops the forms that are bound to memory in a range. */

@@ -1,8 +1,7 @@
 """Orders a group's launches: collectives run one after the other, whatever their streams.
 
-Collectives of a group share scratch memory, so they never run at the same time: a launch waits for the last launch if
-that was on a different stream. The fields that must agree between ranks are compared through the call log before the
-launch.
+Collectives of a group share scratch memory, so they never run at the same time: a launch on a different stream than the
+last launch waits for it. Before a launch, the call log compares the fields that must agree between ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _NUMBERS = (int, CurrentStream)
 
 
 def array_types(runtime: Runtime) -> tuple[type, type, dict[type, object], tuple[str, int], int]:
-    """Returns the types of arrays that C reads, as `Calls` takes them."""
+    """Returns the argument of `Calls` with the types of arrays that C reads."""
     device = -1 if runtime.name == "host" else runtime.device
     return Array, ArrayView, libraries.tensor_types, (runtime.name, runtime.device), device
 
@@ -59,7 +58,7 @@ class Launches:
         log: the log of this rank's calls.
         locks: the locks that threads hold while they check whether the group has failed and then launch.
         default_stream: on the host runtime, the stream of calls that name no stream.
-        calls: issues every call, by the form of an earlier call if there is one.
+        calls: issues every call; reuses the form of an earlier call of the same signature.
     """
 
     def __init__(self, runtime: Runtime, failure: FailureState, log: CallLog, rank: int, ranks: int) -> None:
@@ -101,11 +100,11 @@ class Launches:
         return found
 
     def number_object(self, name: str) -> int:
-        """Returns the number of an object that all ranks make together, in the same order. The call log compares the
-        calls of this object separately from other calls (`CollectiveCall.of`).
+        """Returns a number for an object that all ranks make together, in the same order. The call log compares the
+        object's calls separately from other calls (`CollectiveCall.of`).
 
         Args:
-            name: the object's name, which errors about mismatches show, followed by "#" and the number.
+            name: the object's name in errors about mismatches, where "#" and the number follow it.
         """
         with self._lock:
             self._objects.append(f"{name} #{len(self._objects) + 1}")
@@ -114,8 +113,8 @@ class Launches:
     def agree(self, call: CollectiveCall) -> tuple[int, ...]:
         """Logs a call and compares it with the peers' calls. Returns the call's encoded fields.
 
-        If the calls differ, the rank that makes its call later notices it. No collective can complete before the ranks'
-        calls have been compared, because each collective needs every rank.
+        If two ranks' calls differ, the rank that calls later raises the error. No collective completes before all
+        ranks' calls were compared, because each collective needs every rank.
 
         Raises:
             MismatchError: a peer made a different call.
@@ -136,14 +135,14 @@ class Launches:
     ) -> None:
         """Launches on a stream, after the group's earlier launches on any stream.
 
-        Without a stream, the call waits for its end on the host runtime, because numpy arrays have no streams. With a
-        stream, `kept` stay alive until the stream has passed the launch, and so do `owners`, unless the stream is a
+        On the host runtime without a stream, waits for the launch's end, because numpy arrays have no streams. With a
+        stream, keeps `kept` alive until the stream has completed the launch; `owners` too, unless the stream is a
         `CurrentStream`.
         """
         with self._lock:
             handle = self._handle_of(stream)
-            # This is checked immediately before the driver call: since the ranks agreed on the call, loading a module
-            # may have taken long, and kernels that begin after a failure must not use memory that peers may then free.
+            # The failure state is checked again here, because loading a module may have taken long since the ranks
+            # agreed. A kernel that begins after a failure must not use memory that peers may have freed.
             self._failure.require_usable()
             launchable(handle)
         if stream is None and self._on_host:
@@ -157,15 +156,15 @@ class Launches:
             self._runtime.in_flight.add(owners, stream, handle)
 
     def issue(self, call: Any, launch: Launchable, stream: StreamLike, owners: tuple[object, ...] = ()) -> None:
-        """Compares and launches a call whose fields are encoded (`encode_fields`), as `agree` and `launch` do.
+        """Compares and launches a call like `agree` and `launch`; the call's fields are encoded (`encode_fields`).
 
-        One call into C does both, and waits for the call's end if the call is synchronous. NULL fields
-        mean that the ranks already agreed on the call.
+        One call into C compares, launches, and waits if the call is synchronous. A NULL `call` means that the ranks
+        have already agreed on the call.
         """
         issue = self.log.issue if isinstance(launch, Launch) else self.log.ring
         with self._lock:
             if self._failure.state != "open":
-                self._failure.require_usable()  # C checks the abort word itself
+                self._failure.require_usable()  # C reads the abort word itself
             handle = self._handle_of(stream)
             status = issue(call, launch.prepared, handle)
             if status == lib.PROXYCCL_OTHER_CONTEXT:
@@ -190,8 +189,8 @@ class Launches:
             fields: the fields to compare with the other ranks.
             launch: the launchable, prepared for the arrays `views`; None if the call launches nothing.
             views: the call's arrays. Later calls may use other arrays with the same signature.
-            ranges: (start, end) of memory other than the arrays. If any of it is withdrawn, the form is dropped.
-            lent: the index of the array that peers should reach if the program uses it often; -1 for none.
+            ranges: (start, end) of memory other than the arrays, whose withdrawal drops the form.
+            lent: the index of the array to announce to peers if calls use it often; -1 for none.
         """
         call = encode_fields(fields)
         operations = isinstance(launch, StreamOperations)
@@ -206,12 +205,12 @@ class Launches:
             (words, self._ranks, self._rank),
             list(ranges),
             lent,
-            operations,  # whether the launch is a schedule, which names memory by proxies' ids
+            operations,  # whether the launch is a schedule, which holds proxies' ids of memory
         )
 
     def issuer(self, launch: Launchable) -> tuple[int, int]:
-        """Returns two addresses for C: of the function that issues a launchable as `issue` does, and of the function's
-        first argument.
+        """Returns the addresses of the C function that issues a launchable like `issue`, and of that function's first
+        argument.
         """
         return self.log.addresses(operations=not isinstance(launch, Launch))
 
@@ -219,7 +218,7 @@ class Launches:
     def last_stream(self) -> int | None:
         """The handle of a stream that is ordered after the latest launch; None before the first launch.
 
-        A program that passes a stream by number must keep the stream until the next call.
+        A program that passes a stream by number must keep that stream open until the next call.
         """
         self._see_turns()
         last = self._last
@@ -234,8 +233,8 @@ class Launches:
         return [(number, describe_call(fields)) for number, fields in self.log.recent(count)]
 
     def wait_for_launchers(self) -> None:
-        """Waits until no thread is between its check of the group and its launch. So if the group has failed or is
-        closed, no thread launches after this call.
+        """Waits until no thread is between checking the group and launching. After a failure or `close`, no thread
+        launches once this call has returned.
         """
         for lock in self.locks:
             with lock:
@@ -250,9 +249,7 @@ class Launches:
         forget(self._default_handle)
 
     def _refuse(self, status: int, kept: tuple[Any, ...]) -> None:
-        """Raises the error for a nonzero status of a call. `kept` begins with the call's fields and the call's
-        launchable.
-        """
+        """Raises the error for a call's nonzero status. `kept` begins with the call's fields and its launchable."""
         call, launch, *_ = kept
         if status > 0:
             assert launch is not None
@@ -298,9 +295,7 @@ class Launches:
         return self._failure.file_mismatch(peer, cause, field)
 
     def _object_of(self, fields: tuple[int, ...]) -> str:
-        """Returns a text that describes the object of a call, to follow the call's name; "" for calls of the
-        communicator.
-        """
+        """Returns " of " and the name of a call's object; "" for calls of the communicator."""
         number = fields[OBJECT_FIELD]
         return f" of {self._objects[number - 1]}" if 0 < number <= len(self._objects) else ""
 
@@ -319,7 +314,7 @@ class Launches:
         return self._next_stream(stream)
 
     def _see_turns(self) -> None:
-        """Reads on which stream C issued the latest call, because C may have changed the stream without Python."""
+        """Updates the stream of the latest call, which C may have issued without Python."""
         if not self._on_host and (turned := self.calls.stream) is not None and turned != self._last:
             self._last = self._last_stream_owner = turned
 
@@ -338,8 +333,8 @@ class Launches:
             self._last, self._last_stream_owner = named, stream
         elif type(stream) is not int or not isinstance(self._last_stream_owner, OwnedStream):
             self._last_stream_owner = stream
-        # A program that names a stream by number keeps the stream open. A stream object might be closed, and another
-        # stream might get its handle.
+        # C may use a handle again only if the program passed it as a number, and so keeps the stream open. A stream
+        # object may be closed, and another stream may get its handle.
         is_number = not self._on_host and isinstance(self._last_stream_owner, int) and named == handle
         self.calls.set_stream(handle if on_default or is_number else None)
         if self._failure.closed:  # the group was closed after this call's check

@@ -29,7 +29,7 @@ void proxyccl_unset_reached(Reach* reach, long number) {
     if (reach->ranges[i].number != number) continue;
     ReachedRange removed = reach->ranges[i];
     reach->ranges[i] = reach->ranges[--reach->count];
-    release(&removed); /* the references are dropped last, because this may run Python code */
+    release(&removed); /* references are dropped last, because dropping them may run Python code */
     return;
   }
 }

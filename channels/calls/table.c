@@ -1,10 +1,10 @@
-/* Makes every call of a group: finds the form by the call's signature, or lets Python prepare it; fills in the
- * addresses of the call's arrays; and logs, compares and launches the call by one call of the engine.
+/* Makes every call of a group: finds the form by the call's signature, or lets Python prepare it; fills in the arrays'
+ * addresses; and has the engine log, compare and launch the call.
  *
- * This is in C because ranks take turns on the cores: at a rank's next call, other ranks have filled the caches and
- * branch predictors, so that the interpreter would take several times as long as in a tight loop.
+ * The code is in C because between two calls of a rank, other ranks fill the core's caches and branch predictors; with
+ * them cold, the interpreter takes several times as long as in a tight loop.
  *
- * This is an extension that uses CPython's limited API, not cffi, because it looks into Python objects.
+ * The code reads Python objects, so it uses CPython's limited API instead of cffi.
  */
 #include "calls.h"
 #include "kept_forms.h"
@@ -14,7 +14,7 @@
 enum { LEAST_LENT_BYTES = 1 << 20, MOST_NOTES = 256, MOST_WANTED = 16 };
 enum { MOST_OPTIONS = 10 };
 
-/* Records an array that peers do not reach, although the call would access it directly if they did. */
+/* Records an array that the call could use in place if peers could access the array. */
 typedef struct Note {
   uintptr_t at;
   size_t bytes;
@@ -26,7 +26,7 @@ typedef struct Calls {
   size_t rank;
   PyTypeObject* current_stream;
   PyObject *acquire, *release, *refuse, *turn, *context, *keep;
-  int direct;       /* 1 if a call on `stream` needs no `turn` */
+  int direct;       /* 1 if C may issue a call on `stream` without calling `turn` */
   uintptr_t stream; /* the stream of the latest call */
   int on_host;
   const ProxycclStreamOrder* order; /* the functions that order streams; NULL: `turn` orders streams */
@@ -37,7 +37,7 @@ typedef struct Calls {
   unsigned long long made, prepared;
   Note notes[MOST_NOTES]; /* notes since the last take_notes; when full, new notes are dropped */
   size_t note_count;
-  Note wanted[MOST_WANTED]; /* arrays that are passed to `lend` in their next call */
+  Note wanted[MOST_WANTED]; /* the next call with one of these arrays passes it to `lend` */
   size_t wanted_count;
   PyObject* lend;
 } Calls;
@@ -51,8 +51,8 @@ static int call_turn(Calls* self, PyObject* stream, uintptr_t* handle) {
   return PyErr_Occurred() != NULL ? -1 : 0;
 }
 
-/* Orders a call's stream after the latest call, and stores the stream's handle; the lock is held. Returns 0, or -1 with
- * an exception. */
+/* Orders a call's stream after the latest call, and stores the stream's handle. The caller holds the lock. Returns 0,
+ * or -1 with an exception. */
 static int turn_to(Calls* self, PyObject* stream, uintptr_t* handle) {
   if (stream == Py_None && self->on_host && self->direct) {
     *handle = self->stream;
@@ -76,7 +76,7 @@ static int turn_to(Calls* self, PyObject* stream, uintptr_t* handle) {
 
 /* -- issuing --- */
 
-/* Issues a call, with the lock held. A call that was `logged` is only launched. Returns the driver's status, or a
+/* Issues a call, with the lock held; if it was `logged` before, only launches it. Returns the driver's status, or a
  * status of calls.h. */
 static int issue(const PreparedCall* prepared, int logged, uintptr_t stream) {
   int status;
@@ -121,8 +121,8 @@ typedef struct Making {
   int kept_alone, logged;
 } Making;
 
-/* Stores how peers reach the arrays, in the call and in its signature. Returns the range of the output that all kernels
- * reach, or NULL if there is none. */
+/* Stores in the call and its signature how peers can access the arrays. Returns the output's range that all kernels can
+ * access, or NULL. */
 static const ReachedRange* look_up_reach(const Calls* self, Making* call) {
   const ReachedRange* last = NULL;
   for (size_t i = 0; i < call->signature.count; ++i) {
@@ -133,11 +133,11 @@ static const ReachedRange* look_up_reach(const Calls* self, Making* call) {
   return PyTuple_Check(call->out) ? NULL : last;
 }
 
-/* Prepares a form in Python, without the lock, and keeps it. `reached` tells whether kernels of all ranks reach the
+/* Prepares a form in Python, without the lock, and keeps it. `reached`: whether kernels of all ranks can access the
  * output. Returns 0, or -1 with an exception. */
 static int prepare(Calls* self, Making* call, int reached) {
   const size_t count = call->signature.count;
-  const uint64_t changes = self->changes; /* read before the preparation, which may miss changes made while it runs */
+  const uint64_t changes = self->changes; /* to detect changes during the preparation, which may miss them */
   PyObject* made = PyObject_CallFunctionObjArgs(PyTuple_GetItem(call->options, 0), call->x, call->out, call->options,
                                                 reached ? Py_True : Py_False, call->logged ? Py_True : Py_False, NULL);
   if (made == NULL) return -1;
@@ -156,17 +156,16 @@ static int prepare(Calls* self, Making* call, int reached) {
   return changes == self->changes ? proxyccl_keep_form(&self->forms, &call->signature, call->form) : 0;
 }
 
-/* Whether a form that was prepared without the lock can still be used: how peers reach the arrays may have changed
- * since. */
+/* Returns whether a form that was prepared without the lock is still valid: during the preparation, arrays may have
+ * become unreachable for peers. */
 static int still_fits(const Making* call, const ArrayKind* before, const ReachedRange* output) {
   for (size_t i = 0; i < call->signature.count; ++i)
     if (before[i].reach & ~call->arrays[i].kind.reach) return 0;
   return call->form->peers_words == NULL || output != NULL;
 }
 
-/* Notes the array that peers should reach if the program uses it often; if it is wanted, passes it to `lend`. This runs
- * after the call was issued, so that the arrays are kept as long as the stream needs them even if this fails. Returns
- * 0, or -1 with an exception. */
+/* Notes the array to announce to peers if calls use it often; passes a wanted array to `lend`. The caller has issued
+ * the call and keeps its arrays, because this function may fail. Returns 0, or -1 with an exception. */
 static int note_lent(Calls* self, const Making* call) {
   if (call->form->lent < 0) return 0;
   const size_t last = call->signature.count - 1, lent = (size_t)call->form->lent;
@@ -175,7 +174,7 @@ static int note_lent(Calls* self, const Making* call) {
   for (size_t i = 0; i < self->wanted_count; ++i) {
     if (self->wanted[i].at != array->at || self->wanted[i].bytes != array->bytes) continue;
     self->wanted[i] = self->wanted[--self->wanted_count];
-    PyObject* lend = Py_NewRef(self->lend); /* during the call, `want` may replace self->lend */
+    PyObject* lend = Py_NewRef(self->lend); /* `want` may replace self->lend while it runs */
     PyObject* lent = PyObject_CallFunction(lend, "KK", (unsigned long long)array->at, (unsigned long long)array->bytes);
     Py_DECREF(lend);
     Py_XDECREF(lent);
@@ -185,8 +184,8 @@ static int note_lent(Calls* self, const Making* call) {
   return 0;
 }
 
-/* Finds or prepares the form, and issues the call. Returns 1; 0 if no form is kept and the caller wants none prepared;
- * -1 with an exception. */
+/* Finds or prepares the form, and issues the call. Returns 1; 0 if no form is kept and `kept_alone` is set; -1 with an
+ * exception. */
 static int find_and_issue(Calls* self, Making* call) {
   if (take_lock(self) != 0) return -1;
   if (turn_to(self, call->stream, &call->handle) != 0) return proxyccl_leave_lock(self->release, -1);
@@ -260,7 +259,7 @@ static int make_call(Calls* self, Making* call) {
   return made;
 }
 
-/* Begins a call with x, out, options and a stream. It leaves the large arrays of `call` uninitialized. */
+/* Initializes a call from its four arguments, except for the large arrays in `call`. */
 static void begin(Making* call, PyObject* const* arguments, int kept_alone) {
   call->x = arguments[0], call->out = arguments[1], call->options = arguments[2], call->stream = arguments[3];
   call->form = NULL, call->logged = 0, call->kept_alone = kept_alone;
@@ -385,7 +384,7 @@ static PyObject* want(PyObject* object, PyObject* arguments) {
   PyObject* before = self->lend;
   self->lend = Py_NewRef(lend);
   Py_XDECREF(before);
-  if (self->wanted_count == MOST_WANTED) self->wanted_count = 0; /* no entry was used for long: forgets all */
+  if (self->wanted_count == MOST_WANTED) self->wanted_count = 0; /* all entries are old */
   self->wanted[self->wanted_count++] = (Note){(uintptr_t)at, (size_t)bytes};
   Py_RETURN_NONE;
 }

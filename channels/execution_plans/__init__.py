@@ -1,1 +1,1 @@
-"""Execution plans: MSCCL++'s JSON programs of collectives."""
+"""Execution plans: collectives as MSCCL++'s JSON programs."""

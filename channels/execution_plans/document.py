@@ -1,5 +1,4 @@
-"""The JSON of an execution plan, as MSCCL++'s language has written it since 2025. This module reads the fields, and
-other modules interpret them.
+"""The JSON of an execution plan, as MSCCL++'s language has written it since 2025.
 
 A plan with an unknown field is refused, because the field might change the plan's meaning.
 """
@@ -19,10 +18,10 @@ Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 
 
 class Chunks(Message, frozen=True):
-    """Consecutive chunks of a buffer: `type` names a buffer of this rank, `buffer_id` a buffer of a peer.
+    """Consecutive chunks of a buffer of this rank (`type`) or of a peer (`buffer_id`).
 
     Attributes:
-        index: the first chunk.
+        index: the number of the first chunk.
         size: the number of chunks.
         type: a buffer of this rank.
         buffer_id: index into the threadblock's references to remote buffers.
@@ -37,23 +36,21 @@ class Chunks(Message, frozen=True):
 
 
 class ThreadblockGroup(Message, frozen=True):
-    """The part of an operation's bytes that a threadblock works on: part number `tb_id` of `tbg_size` parts."""
+    """A threadblock's part of an operation's bytes: part number `tb_id` of `tbg_size` equal parts."""
 
     tb_id: Uint32
     tbg_size: Positive
 
 
 class IterationContext(Message, frozen=True):
-    """How a pipeline iterates over its chunks: `unit_size` bytes at a time."""
+    """The range of a pipeline: `num_chunks` chunks in iterations of `unit_size` bytes."""
 
     unit_size: Positive
     num_chunks: Positive
 
 
 class Op(Message, frozen=True):
-    """An operation of a threadblock. The fields of an operation depend on `name`; only switches use the last four
-    fields.
-    """
+    """An operation of a threadblock. The `name` determines the other fields; only switches use the last four."""
 
     name: str
     channel_type: ChannelType = "none"
@@ -74,17 +71,15 @@ class Op(Message, frozen=True):
 
 
 class ThreadblockChannels(Message, frozen=True):
-    """The rank's channels that a threadblock uses. The threadblock's operations name a channel by its index in this
-    list.
-    """
+    """The channels that a threadblock uses. An operation names a channel by the index in `channel_ids`."""
 
     channel_type: ChannelType
     channel_ids: tuple[Uint32, ...]
 
 
 class RemoteBufferRefs(Message, frozen=True):
-    """The rank's remote buffers that a threadblock uses by channels of one type. Operations name a buffer by its index
-    in this list.
+    """The remote buffers that a threadblock accesses over channels of one type. An operation names a buffer by the
+    index in `remote_buffer_ids`.
     """
 
     access_channel_type: ChannelType
@@ -141,13 +136,13 @@ class Document(Message, frozen=True):
     """A plan for all ranks.
 
     Attributes:
-        collective: the plan's collective, as its author names it, such as "allreduce" or "allgather".
+        collective: the author's name for the collective, such as "allreduce" or "allgather".
         protocol: "LL" if scratch memory holds packets.
         inplace: whether input and output are one array.
         reuse_resources: an option of MSCCL++ for scratch memory, which ProxyCCL ignores.
         use_double_scratch_buffer: whether executions alternate between the halves of the scratch memory.
         buffer_alignment: the bytes to which parts of chunks are aligned.
-        min_message_size, max_message_size: the range of message sizes in bytes that the plan is meant for.
+        min_message_size, max_message_size: the range of message sizes, in bytes, that the plan accepts.
     """
 
     name: str

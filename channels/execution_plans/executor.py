@@ -1,8 +1,8 @@
-"""Executes plans: makes a plan's resources on this rank, and its launches.
+"""Executes plans: makes a plan's resources on this rank, and launches the plan's kernel.
 
-All ranks make a plan's channels, barriers and counters together at its first execution, and its scratch memory when a
-larger size comes. All ranks make these resources in the same call, because the call log has compared the plan and the
-size before.
+All ranks make a plan's channels, barriers and counters together at its first execution, and larger scratch memory
+together at the first execution that needs it. The call log compares the plan and the size before, so all ranks do this
+in the same call.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from proxyccl.device.stream_operations import CopyBytes, StreamOperations
 
 LEAST_THREADS = 32
 _LINE = 128
-_BARRIER_BYTES = 8  # the size of a DeviceSyncer, in bytes
+_BARRIER_BYTES = 8  # the size of a DeviceSyncer
 Reached = dict[BufferName, RegisteredMemory]
 _ARRAYS: dict[BufferName, int] = {"i": 0, "o": 1}
 _ARRAY_POINTERS = tuple(ffi.offsetof("ProxycclExecution", name) for name in ("input", "output"))
@@ -46,8 +46,7 @@ class ExecutionPlans:
     """The plans that one group has executed.
 
     Args:
-        forget: called when a plan's memory has moved; it must discard the results of earlier `prepare` calls, which
-            must no longer be launched.
+        forget: called when a plan's memory has moved; must discard the results of earlier `prepare` calls.
     """
 
     def __init__(self, group: Group, forget: Callable[[], None]) -> None:
@@ -57,8 +56,8 @@ class ExecutionPlans:
         group.keep(self)
 
     def require_executable(self, plan: ExecutionPlan) -> None:
-        """Raises ArgumentError for a plan that is for another number of ranks, or whose kernels access memory that they
-        can't reach: on another node, or of a device that is not a peer.
+        """Raises ArgumentError for a plan for another number of ranks, or whose kernels would access memory on another
+        node or on a device that the kernels' device can't access.
         """
         if plan.digest in self._resources:
             return
@@ -74,7 +73,7 @@ class ExecutionPlans:
                     )
 
     def prepare(self, plan: ExecutionPlan, source: ArrayView, target: ArrayView, given: Reached) -> Launchable:
-        """Prepares a plan for arrays that do not overlap, or that overlap as in an in-place call. All ranks call this
+        """Prepares a plan for arrays that are disjoint, or that overlap as in an in-place call. All ranks call this
         together.
 
         Args:
@@ -90,23 +89,22 @@ class ExecutionPlans:
         return resources.prepare(source, target, given)
 
     def close(self) -> None:
-        """Frees the plans' resources. No kernel of any rank may still use them."""
+        """Frees the plans' resources, which no kernel of any rank may still use."""
         for resources in self._resources.values():
             resources.close()
         self._resources.clear()
 
 
 class _Buffer:
-    """A buffer of this rank and its peers that can grow: the input ("i"), the output ("o") or scratch memory ("s")."""
+    """A growing buffer on each rank: the input ("i"), the output ("o") or scratch memory ("s")."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self.arrays: list[Array] = []  # earlier, smaller arrays are kept, because peers may still use them
+        self.arrays: list[Array] = []  # includes replaced arrays, which peers may still use
         self.memory: RegisteredMemory | None = None
 
     def reserve(self, nbytes: int) -> bool:
-        """Enlarges the buffer if it has fewer bytes; all ranks call this together. Returns whether the buffer has
-        moved."""
+        """If the buffer is smaller than `nbytes`, replaces it on all ranks together and returns True."""
         if self.memory is not None and nbytes <= self.memory.nbytes:
             return False
         room = 1 << max(12, (nbytes - 1).bit_length())
@@ -187,8 +185,8 @@ class _Resources:
         return self._upload(b"".join(raw))
 
     def _start_words(self) -> tuple[Memory, int, int]:
-        """Returns the initial contents of counters, barriers and semaphores, and the offsets at which the barriers and
-        the semaphores begin.
+        """Returns memory with the counters, barriers and semaphores, and the offsets of the barriers and of the
+        semaphores.
         """
         counters = ffi.sizeof("ProxycclExecutionCounters")
         numbers = [
@@ -229,25 +227,25 @@ class _Resources:
         reached = {**self._registered(), **given}
         sized = self._sizes.get(key)
         if sized is None:
-            # Queued work and graphs no longer use the tables of an array that was deregistered.
+            # No work or graph may use a deregistered array, so its tables can be freed.
             for old in [old for old in self._sizes if any(memory.closed for _, memory in old[1])]:
                 del self._sizes[old]
             sized = self._sizes[key] = self._tables(source, target, reached)
         before, own_in, own_out, after = self._places(source, target, reached)
-        dtype = source.dtype if plan.combinations else DTYPES["uint8"]  # if nothing is combined, bytes are moved
+        dtype = source.dtype if plan.combinations else DTYPES["uint8"]  # without combinations the type does not matter
         shipped = runtime.shipped("execute_plan.h", "execute_plan", dtype.name)
         kernel = shipped.prepare(sized[1].blocks, self._threads, self._parameter(sized, own_in, own_out))
         return StreamOperations(runtime, (*before, kernel, *after)) if before or after else kernel
 
     def _scratch_bytes(self, chunk: int) -> int:
-        """Returns the bytes of scratch memory that one execution needs, the same on all ranks."""
+        """Returns the size of the scratch memory of one execution in bytes, the same on all ranks."""
         document = self._plan.document
         chunks = max(gpu.scratch_chunks for gpu in document.gpus)
         nbytes = chunk * chunks * (2 if document.protocol == "LL" else 1)
         return round_up(nbytes, _LINE)
 
     def _share(self, rank: int, buffer: BufferName, source: ArrayView, target: ArrayView) -> int:
-        """Returns the offset of a rank's input or output in the buffer that peers reach.
+        """Returns the offset of a rank's input or output in the buffer that peers access.
 
         In place, the smaller of input and output is the rank's share of the larger, as in MSCCL++.
         """
@@ -257,7 +255,6 @@ class _Resources:
         return rank * own.nbytes if own.nbytes < other.nbytes else 0
 
     def _registered(self) -> Reached:
-        """Returns the plan's own buffers that have been made."""
         return {name: buffer.memory for name, buffer in self._buffers.items() if buffer.memory is not None}
 
     def _tables(self, source: ArrayView, target: ArrayView, reached: Reached) -> _Sized:
@@ -283,7 +280,7 @@ class _Resources:
             self._ports.__getitem__,
             self._semaphores.__getitem__,
         )
-        program = plan.programs[own] or ((),)  # a rank without threadblocks also counts executions
+        program = plan.programs[own] or ((),)  # an empty block counts executions on a rank without threadblocks
         raw, tables = writer.tables(program)
         return self._upload(raw), tables
 
@@ -291,13 +288,13 @@ class _Resources:
         self, source: ArrayView, target: ArrayView, reached: Reached
     ) -> tuple[list[CopyBytes], int, int, list[CopyBytes]]:
         """Returns the copies before the kernel, the addresses of the kernel's input and output, and the copies after
-        the kernel. The copies preserve those parts of an output that the plan does not write.
+        the kernel. Parts of the output that the plan does not write keep their contents.
         """
         rank = self._group.rank
         if not self._plan.in_place:
             if "i" in reached:
                 own_in = reached["i"].ptr
-            else:  # an input that overlaps the output is copied, because the plan would overwrite it
+            else:  # the plan would overwrite an input that overlaps the output
                 own_in = self._private(source.nbytes) if overlap(source, target) else source.ptr
             own_out = reached["o"].ptr if "o" in reached else target.ptr
         else:
@@ -307,7 +304,7 @@ class _Resources:
                 whole = source.ptr if source.ptr + out_share == target.ptr else self._private(source.nbytes)
             own_in, own_out = whole + in_share, whole + out_share
         before = [] if own_in == source.ptr else [CopyBytes(own_in, source.ptr, source.nbytes)]
-        # If the output is also staged, the copy of the input serves as the output.
+        # If an in-place output is not larger than the input, copying the input has filled the output.
         of_larger = self._plan.in_place and source.nbytes >= target.nbytes
         if own_out != target.ptr and not of_larger and not self._plan.writes_whole_outputs:
             before.insert(0, CopyBytes(own_out, target.ptr, target.nbytes))
@@ -315,7 +312,7 @@ class _Resources:
         return before, own_in, own_out, after
 
     def _private(self, nbytes: int) -> int:
-        """Returns private memory for a copy of an input that the plan overwrites but the caller keeps."""
+        """Returns memory for a copy of an input that the plan would overwrite."""
         if not self._privates or self._privates[-1].nbytes < nbytes:
             self._privates.append(self._group.runtime.allocate(nbytes))
         return self._privates[-1].ptr

@@ -1,6 +1,4 @@
-"""The operations of execution plans by name, with their operands. A new operation needs a row in this table, and a step
-of the kernel.
-"""
+"""The operations of execution plans by name, with their operands."""
 
 from __future__ import annotations
 
@@ -13,12 +11,12 @@ COMBINATIONS = ("sum", "prod", "min", "max")
 
 
 class Operand(Struct, frozen=True):
-    """A run of consecutive operands that an operation takes in `src_buff` or `dst_buff`.
+    """Consecutive entries of an operation's `src_buff` or `dst_buff` with the same properties.
 
     Attributes:
         remote: whether the operands are in a peer's buffer instead of this rank's.
         packets: whether the operands are packets, in scratch memory.
-        most: the most operands; at least one is required.
+        most: the greatest number of operands; at least one is required.
     """
 
     remote: bool = False
@@ -34,10 +32,10 @@ class Moving(Struct, frozen=True):
 
     Attributes:
         sources, destinations: the operation's operands, in order.
-        channels: the channel types that reach the operation's remote buffers; () if it has none.
+        channels: the channel types over which the operation may access remote buffers; () if it has none.
         pairs: whether source i is copied to destination i; if not, all sources are combined, and the result is stored
             in all destinations.
-        signals, flushes: whether the operation signals and flushes after its data, on a port channel.
+        signals, flushes: whether the operation signals, or flushes, on its port channel after the data.
     """
 
     sources: tuple[Operand, ...]

@@ -1,4 +1,4 @@
-"""ExecutionPlan: a plan for all ranks, read and checked."""
+"""Reads and checks execution plans."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def _combines(ops: Sequence[Op]) -> bool:
 
 
 class ExecutionPlan:
-    """A program of a collective, as MSCCL++'s language writes it, for `Communicator.execute`.
+    """A collective as a program for all ranks, written by MSCCL++'s language, for `Communicator.execute`.
 
     Use `load`.
 
     Attributes:
         name: the author's name for the plan.
-        collective: the plan's collective, as its author names it, such as "allreduce" or "allgather".
+        collective: the author's name for the collective, such as "allreduce" or "allgather".
         world_size: the number of ranks that the plan is for.
         in_place: whether input and output are one array.
         reduces: whether one of the plan's operations combines values.
@@ -152,7 +152,7 @@ class ExecutionPlan:
     def refusal(
         self, source_count: int, target_count: int, dtype: DType, op: str | None = None
     ) -> ArgumentError | None:
-        """Returns the reason why the plan can't execute a call; None if it can.
+        """Returns the error if the plan can't execute a call; None if it can.
 
         Args:
             source_count, target_count: the numbers of elements of input and output.
@@ -202,8 +202,8 @@ class ExecutionPlan:
         return self._peers[kind][rank]
 
     def operations(self, rank: int) -> Iterator[tuple[Operation, tuple[int, int]]]:
-        """Yields a rank's operations, including those inside pipelines, each with its pipeline's chunks and unit; (0,
-        0) for an operation outside of pipelines.
+        """Yields a rank's operations, each with the chunks and the unit of its pipeline, or (0, 0) outside of
+        pipelines.
         """
         for block in self.programs[rank]:
             for operation in block:
@@ -213,9 +213,7 @@ class ExecutionPlan:
 
     @functools.cached_property
     def touched(self) -> list[dict[int, Place]]:
-        """For each rank, the peers whose memory the rank's kernels access, and for each peer the first operation that
-        does so.
-        """
+        """For each rank, the peers whose memory its kernels access, and the first operation that does so."""
         found: list[dict[int, Place]] = [{} for _ in range(self.world_size)]
         for rank in range(self.world_size):
             for operation, _ in self.operations(rank):
@@ -228,9 +226,7 @@ class ExecutionPlan:
 
     @functools.cached_property
     def combinations(self) -> set[str]:
-        """The operators with which the plan combines values; empty if the plan only moves data, so that the element
-        type does not matter.
-        """
+        """The operators with which the plan combines values; empty if the plan only moves data."""
         return {
             operation.combination
             for rank in range(self.world_size)
@@ -240,7 +236,7 @@ class ExecutionPlan:
 
     @functools.cached_property
     def reached(self) -> set[BufferName]:
-        """The buffers among input ("i") and output ("o") that must be memory which peers or proxies reach."""
+        """Those of the buffers "i" (input) and "o" (output) that peers' kernels or proxies access."""
         return {
             each.buffer
             for rank in range(self.world_size)
@@ -252,7 +248,7 @@ class ExecutionPlan:
     @functools.cached_property
     def writes_whole_outputs(self) -> bool:
         """Whether every chunk of every output is written; otherwise the unwritten parts keep their contents."""
-        parts: dict[tuple[int, int, int], set[int]] = {}  # by rank, chunk and number of parts
+        parts: dict[tuple[int, int, int], set[int]] = {}  # the parts written, by rank, chunk and number of parts
         for rank in range(self.world_size):
             for operation, _ in self.operations(rank):
                 for each in operation.destinations:
@@ -269,8 +265,7 @@ class ExecutionPlan:
 
     def _check_signals(self) -> None:
         """Requires as many signals as waits on every channel, because the next execution would consume a leftover
-        signal. A channel that the peer's program does not name still has an end on the peer, on which nobody signals or
-        waits.
+        signal.
         """
         sent: dict[tuple[int, int, str, int], _Times] = {}
         awaited: dict[tuple[int, int, str, int], _Times] = {}
@@ -292,7 +287,7 @@ class ExecutionPlan:
                 )
 
     def _check_inside(self, rank: int) -> None:
-        """Requires that all threadblocks of a barrier reach it equally often, and that each semaphore is released as
+        """Requires that all threadblocks of a barrier arrive equally often, and that each semaphore is released as
         often as acquired.
         """
         barriers: dict[int, dict[int, _Times]] = {}

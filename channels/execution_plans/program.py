@@ -1,7 +1,6 @@
-"""The programs of a plan's threadblocks, checked, with every name resolved: channels to peers, buffers to ranks.
+"""Checks the programs of a plan's threadblocks, and resolves their names to channels, peers and buffers.
 
-This module refuses an invalid operation by an error that names the operation's place. Each rank reads the whole plan,
-so all ranks refuse it.
+The error for an invalid operation names the operation's place. Each rank reads the whole plan, so all ranks refuse it.
 """
 
 from __future__ import annotations
@@ -36,9 +35,7 @@ BUFFERS: dict[BufferName, str] = {"i": "input", "o": "output", "s": "scratch mem
 
 
 class Place(Struct, frozen=True):
-    """The place of an operation in a plan, for error messages. A pipeline has a number before those of the operations
-    inside it.
-    """
+    """The place of an operation in a plan, for error messages. A pipeline comes before the operations inside it."""
 
     rank: int
     threadblock: int
@@ -61,7 +58,7 @@ class Range(Struct, frozen=True):
 
 
 class ChannelEnd(Struct, frozen=True):
-    """A rank's end of a channel. `number` counts the rank's channels of this type to the peer, from 0."""
+    """A rank's end of a channel. `number` is the channel's index among the rank's channels of this type to the peer."""
 
     type: ChannelType
     peer: int
@@ -75,10 +72,11 @@ class Operation(Struct, frozen=True):
         place: the operation's place in the plan.
         moving: how the operation moves data; None if it moves no data.
         channels: the channels that the operation uses, in order.
-        sources, destinations: the ranges of data that the operation reads and writes; in pairs if `moving.pairs`.
+        sources, destinations: the ranges that the operation reads and writes; if `moving.pairs`, range i of both belong
+            together.
         combination: how sources are combined.
-        part, parts: this threadblock's part of the bytes.
-        numbers: a barrier's number and its number of blocks; or semaphores' numbers.
+        part, parts: this threadblock's part of the bytes, and the number of parts.
+        numbers: a barrier's number and its number of threadblocks; or the numbers of semaphores.
         unit, chunks: for a pipeline, the bytes of an iteration, and the number of chunks.
         body: a pipeline's operations.
     """
@@ -268,7 +266,7 @@ class Reader:
         ranges: list[Range] = []
         at = 0
         for i, operand in enumerate(wanted):
-            later = len(wanted) - 1 - i  # because each later operand takes at least one entry
+            later = len(wanted) - 1 - i  # each later operand takes at least one entry
             first = at
             while at < len(given) - later and at - first < operand.most:
                 if operand.most > 1 and at > first and (given[at].buffer_id is not None) != operand.remote:

@@ -1,4 +1,4 @@
-"""Translates a rank's program into the tables that the rank's kernel reads (execution.h), for one size of chunks."""
+"""Translates a rank's program for one chunk size into the tables that the rank's kernel reads (execution.h)."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ _ONE_THREAD = {
 
 
 class Tables(Struct, frozen=True):
-    """The layout of the kernel's tables in memory. First come the ProxycclStep structs: an array of `block_steps` of
-    them for each block. At offset `operands_at` the ProxycclOperand structs begin: an array of `block_operands` of them
-    for each block.
+    """The layout of the kernel's tables in memory. Each block has an array of `block_steps` ProxycclStep structs, from
+    offset 0, and an array of `block_operands` ProxycclOperand structs, from offset `operands_at`.
     """
 
     blocks: int
@@ -41,7 +40,7 @@ class Tables(Struct, frozen=True):
 class _Block(Struct):
     steps: list[ProxycclStepPointer] = field(default_factory=list)
     operands: list[bytes] = field(default_factory=list)
-    by_all: bool | None = None  # whether all threads or one made the last step; None after a barrier
+    by_all: bool | None = None  # whether all threads or one thread executes the last step; None after a barrier
 
 
 def _filled(found: list[bytes], count: int, empty: bytes) -> bytes:
@@ -49,18 +48,18 @@ def _filled(found: list[bytes], count: int, empty: bytes) -> bytes:
 
 
 class Writer(Struct, frozen=True):
-    """Writes the tables of one rank, for one size of chunks.
+    """Writes the tables of one rank for one chunk size.
 
     Attributes:
         rank: the rank that the tables are for.
         threads: threads of a block.
         chunk_bytes: size of a chunk, in every buffer.
-        alignment: the bytes to which the threadblocks' parts of a range are aligned.
+        alignment: the alignment of the threadblocks' parts of a range, in bytes.
         double_scratch: whether scratch memory has two halves.
-        address: returns the address of a rank's buffer for this rank's kernels; not used for this rank's input and
-            output.
-        memory_id: returns the id of a rank's buffer in this rank's proxy, for triggers to a peer, and the buffer's
-            offset in that memory.
+        address: returns the address at which this rank's kernels access a rank's buffer; not called for this rank's
+            input and output.
+        memory_id: returns the proxy's id of the memory that holds a rank's buffer, for triggers to a peer, and the
+            buffer's offset in the memory.
         port: returns the index of a port channel in the kernel's table.
         semaphore: returns the ProxycclSemaphore of a memory channel.
     """
@@ -76,7 +75,7 @@ class Writer(Struct, frozen=True):
     semaphore: Callable[[ChannelEnd], Any]
 
     def tables(self, program: Program) -> tuple[bytes, Tables]:
-        """Returns the tables of a program, which has at least one threadblock, and the tables' layout."""
+        """Returns the tables of a program with at least one threadblock, and their layout."""
         blocks = [_Block() for _ in program]
         for block, operations in zip(blocks, program, strict=True):
             for operation in operations:
@@ -93,8 +92,8 @@ class Writer(Struct, frozen=True):
     # -- steps ---
 
     def _step(self, block: _Block, operation: Operation, code: int, *, by_all: bool | None) -> ProxycclStepPointer:
-        """Adds a step. The block's threads synchronize between a step of all threads and a step of one thread, even if
-        the plan does not ask for that.
+        """Adds a step. Between a step that all threads execute and a step that one thread executes, also adds a
+        barrier.
         """
         if by_all is not None and block.by_all is not None and by_all != block.by_all:
             self._sync(block, operation)
@@ -153,7 +152,7 @@ class Writer(Struct, frozen=True):
         begin = len(block.steps)
         for inner in operation.body:
             self._operation(block, inner)
-        if block.by_all is not None:  # the next iteration's first step may be of other threads
+        if block.by_all is not None:  # other threads may execute the next iteration's first step
             self._sync(block, operation)
         loop.option, loop.unit, loop.iterations = len(block.steps) - begin, operation.unit, iterations
 
@@ -201,7 +200,7 @@ class Writer(Struct, frozen=True):
             block.operands.append(bytes(ffi.buffer(operand)))
 
     def _put(self, block: _Block, operation: Operation) -> None:
-        """Adds puts by the proxy; if the operation must wait for packets, the puts come after the packets."""
+        """Adds puts by the proxy, preceded by a wait for packets if the operation needs one."""
         moving = operation.moving
         assert moving is not None
         sources = operation.sources
@@ -228,7 +227,9 @@ class Writer(Struct, frozen=True):
         return self.double_scratch and each.buffer == "s"
 
     def _part(self, operation: Operation, each: Range) -> tuple[int, int]:
-        """Returns, for this threadblock's part of a range, its offset in the buffer and its bytes of data."""
+        """Returns the offset in the buffer of this threadblock's part of a range, and the part's size in bytes without
+        flags.
+        """
         units = each.size * self.chunk_bytes // self.alignment
 
         def before(part: int) -> int:

@@ -1,6 +1,6 @@
-"""Makes a rank's report. This code must never block, whatever hangs, and must not disturb the program.
+"""Makes a rank's report. This code must never block, even if everything else hangs, and must not disturb the program.
 
-The report leaves out values that cannot be read, and says why.
+The report omits values that can't be read, and lists the reasons.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ T = TypeVar("T")
 
 
 class DeviceReader:
-    """Reads device memory while kernels hang, by copies on its own stream, which waits for no kernel.
+    """Reads device memory by copies on its own stream, which works while kernels hang.
 
     The constructor allocates everything, because a driver that allocates may wait for kernels.
 
@@ -84,7 +84,7 @@ class DeviceReader:
 
         Raises:
             TimeoutError: the device does not copy the ranges in time.
-            ValueError: the ranges have more than READBACK_BYTES.
+            ValueError: the ranges have more than READBACK_BYTES in total.
         """
         if self._late:
             raise TimeoutError("the device has not finished the copies of an earlier report")
@@ -118,7 +118,7 @@ def collect(
         group: this rank's group.
         device: reads device memory.
         cause: the reason for the report, in words.
-        question: the number of the question to this rank's kernels, which has not been used before.
+        question: a new number, which this rank's kernels answer with their waits.
         exchange: the call of the bootstrap that this rank is in; None if there is none.
         beside: names of the other communicators that this process has open.
     """
@@ -129,12 +129,12 @@ def collect(
     def part(what: str, read: Callable[[], T], otherwise: T) -> T:
         try:
             return read()
-        except Exception as error:  # notes the error and continues, because things are broken when a report is made
+        except Exception as error:  # continues with the other parts
             unread.append(f"{what}: {type(error).__name__}: {error}")
             return otherwise
 
-    # The state that may change soonest is read first, because after its exception the program continues and frees its
-    # memory. While this is read, kernels answer the question.
+    # The most volatile state is read first, because the program continues after its exception and frees memory.
+    # Meanwhile kernels answer the question.
     with _asking(group, question) as answers:
         threads: list[Thread] = part("the threads", lambda: _threads(group.thread), [])
         proxy = group.links.proxy_if_started
@@ -178,8 +178,8 @@ def collect(
 
 @contextlib.contextmanager
 def _asking(group: Group, question: int) -> Iterator[Callable[[], list[KernelWait]]]:
-    """Asks this rank's kernels for their waits or, after a failure, for the waits that failed. Yields a function that
-    waits for their answers.
+    """Asks this rank's kernels for their waits; after a failure, for the failed waits. Yields a function that waits for
+    the answers and returns them.
     """
     control = group.control
     deadline = time.monotonic() + ANSWER_SECONDS
@@ -321,12 +321,12 @@ def _walks() -> Iterator[tuple[int, list[FrameType]]]:
 
 
 def _frames() -> dict[int, list[FrameType]]:
-    """Returns, for each other thread, its frames from the innermost on, at most FRAMES of them.
+    """Returns the frames of each other thread, from the innermost on, at most FRAMES.
 
-    While this takes the frames, the interpreter holds an internal lock. No garbage collection may begin in that time,
-    because finalisers may switch to a thread that waits for the lock without releasing the GIL. The frames are taken
-    and their callers are found by iterators in C, between which no other thread runs: CPython 3.11 sometimes crashes if
-    it is asked for the caller of a frame whose thread has run on.
+    While the interpreter returns the frames, it holds an internal lock. No garbage collection may begin then, because a
+    finaliser may switch to a thread that waits for this lock without releasing the GIL. Iterators in C take the frames
+    and find their callers without running other threads, because CPython 3.11 sometimes crashes when a frame's caller
+    is read after the frame's thread has run on.
     """
     walks = _walks()
     with _frames_lock:
@@ -337,8 +337,8 @@ def _frames() -> dict[int, list[FrameType]]:
         finally:
             if collects:
                 gc.enable()
-    # This thread's variables hold its own frames, and the frames hold the variables: a reference cycle that would keep
-    # all threads' arrays alive.
+    # This thread's frames hold these variables, so a reference from a variable to the frames is a cycle, which would
+    # keep all threads' arrays alive.
     del walks, found[threading.get_ident()]
     return found
 
@@ -356,7 +356,7 @@ def _threads(own: int) -> list[Thread]:
                 installed = installed or stack[-1]
                 if not code.co_filename.startswith((*_LIBRARIES, "<frozen")):
                     program = program or stack[-1]
-        if installed:  # leaves out threads of this package, which the rest of the report covers
+        if installed:  # omits this package's threads, which the rest of the report covers
             name = names.get(ident, f"thread {ident}")
             found.append(Thread(name, ident == own, stack[::-1], program or installed))
     return found

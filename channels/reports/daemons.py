@@ -1,4 +1,4 @@
-"""Reports of node daemons: their text for people, and their statements about a rank."""
+"""Renders node daemons' reports as text, and finds their statements about a rank."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ def _thread_text(thread: EngineThread) -> str:
 def of_jobs(
     daemons: Iterable[DaemonReport], jobs: Collection[str], named: Collection[Member], moment: datetime
 ) -> list[DaemonReport]:
-    """Returns the reports of the daemons that serve some jobs: for each daemon, the report that was written nearest to
-    `moment`.
+    """Returns, for each daemon that serves one of the jobs, the report that was written nearest to `moment`.
 
     Args:
         daemons: all reports; one daemon may have written several.
         jobs: names of communicators.
-        named: daemons that run the proxies of ranks, as the ranks' reports say.
+        named: the daemons that the ranks' reports name.
         moment: when the ranks reported.
     """
     chosen: dict[Member, DaemonReport] = {}
@@ -41,18 +40,17 @@ def of_jobs(
 
 
 def serves(report: DaemonReport, job: str) -> bool:
-    """Whether a daemon ran the proxy of any rank of a job."""
+    """Returns whether a daemon ran the proxy of any rank of a job."""
     return any(client.description is not None and client.description.job == job for client in report.clients)
 
 
 def remarks(report: DaemonReport, client: Client, *, rings: bool) -> list[str]:
-    """Returns possible reasons why a rank's proxy is held up in its daemon.
+    """Returns possible reasons why a rank's proxy makes no progress in its daemon.
 
     Args:
         report: the daemon's report.
         client: the rank.
-        rings: whether to say how many triggers the rank's rings hold; the rank's own report, if there is one, also says
-            that.
+        rings: whether to state the number of triggers in the rank's rings, which the rank's own report also states.
     """
     found = [] if client.failure is None else [f"its proxy failed: {client.failure}"]
     threads = {thread.name: thread for thread in report.threads}
@@ -78,7 +76,7 @@ def _request_text(request: Request) -> str:
 
 
 def _may_sleep(report: DaemonReport, thread: EngineThread | None) -> bool:
-    """Whether a thread that did not poll its rings while the report was made may merely have slept.
+    """Returns whether a thread that did not poll its rings may merely have slept.
 
     A thread may wake late, but polls its rings within twice its longest sleep.
     """

@@ -1,11 +1,11 @@
-"""The graph of waits between ranks, with reasons: from the reports of all ranks.
+"""Finds why ranks wait, from the reports of all ranks.
 
-Ranks are the nodes of a graph. An edge leads from a rank to each rank that it waits for: a peer that its kernel, or its
-proxy in a schedule, waits for, or a rank that has not reached the same call of the bootstrap. The root cause is a
-strongly connected component without an outgoing edge: one rank, or ranks that wait for each other in a circle.
+Ranks are the nodes of a graph. An edge leads from a rank to each rank for which its kernel, its proxy in a schedule, or
+its call of the bootstrap waits. The root cause is a strongly connected component without an outgoing edge: one rank, or
+ranks that wait for each other in a cycle.
 
-Communicators that one process had open at the same time share one graph, because a rank that waits in one of them keeps
-the ranks of the others waiting.
+Communicators that one process had open at the same time share one graph, because a process that waits in one
+communicator delays the ranks of the others.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ class Finding(Message, frozen=True):
 
 
 class Diagnosis(Message, frozen=True):
-    """Why ranks wait, in a group of communicators that shared processes.
+    """The reasons why ranks wait in communicators that shared processes.
 
     Attributes:
         communicators: the communicators' names.
         world_sizes: the communicators' numbers of ranks.
         reported: for each communicator the ranks that wrote reports.
         daemons: the node daemons that wrote reports.
-        written: when the newest of these reports was written.
+        written: the time of the newest report.
         findings: the conclusions, the most important first; empty if no rank waits.
         notes: reasons why the findings may be wrong or incomplete.
     """
@@ -84,7 +84,7 @@ class Diagnosis(Message, frozen=True):
 
 
 def diagnose(reports: Iterable[Report], of_daemons: Sequence[DaemonReport] = ()) -> list[Diagnosis]:
-    """Diagnoses each group of communicators that shared processes; the newest group comes first.
+    """Returns a diagnosis for each set of communicators that shared processes, the newest set first.
 
     Args:
         reports: the ranks' reports.
@@ -129,7 +129,7 @@ class _WaitGraph:
     def __init__(self, reports: dict[str, dict[int, Report]], of_daemons: Sequence[DaemonReport]) -> None:
         self._reports = reports
         newest = max(datetime.fromisoformat(report.written) for report in _all(reports))
-        self._served: dict[Member, list[Report]] = {}  # reports by the node daemon that runs the ranks' proxies
+        self._served: dict[Member, list[Report]] = {}  # the ranks' reports by node daemon
         for report in _all(reports):
             if report.daemon is not None:
                 self._served.setdefault(report.daemon, []).append(report)
@@ -191,7 +191,7 @@ class _WaitGraph:
         return edges
 
     def _find_reach(self) -> dict[Node, set[Node]]:
-        """Finds, for each node, the nodes that it waits for, directly or through others."""
+        """Finds for each node the nodes for which it waits, directly or transitively."""
         direct: dict[Node, set[Node]] = {}
         for edge in self._edges:
             direct.setdefault(edge.waiter, set()).add(edge.target)
@@ -207,7 +207,7 @@ class _WaitGraph:
         return reach
 
     def _ends(self) -> list[set[Node]]:
-        """Returns the components without an outgoing edge: single nodes that others wait for, and circles."""
+        """Returns the components without an outgoing edge: single nodes, and cycles."""
         ends: list[set[Node]] = []
         for node in dict.fromkeys(edge.target for edge in self._edges):
             circle = {other for other in self._reach[node] if node in self._reach[other]} | {node}
@@ -239,7 +239,7 @@ class _WaitGraph:
         return findings
 
     def _mismatches(self) -> list[Finding]:
-        """Finds the first call of each communicator in which the ranks' arguments differ."""
+        """Finds each communicator's first call with different arguments on its ranks."""
         findings = []
         for name, by_rank in self._reports.items():
             calls: dict[int, dict[int, Call]] = {}
@@ -260,10 +260,9 @@ class _WaitGraph:
         return findings
 
     def _failures(self, findings: Sequence[Finding]) -> list[Finding]:
-        """Returns findings of errors that explain by themselves why a communicator ended; a single report by any rank
-        is enough.
+        """Returns findings of errors that explain by themselves why a communicator failed.
 
-        Time-outs are left out, because they explain nothing, and lost processes, because they are separate findings.
+        Time-outs explain nothing, and lost processes are separate findings, so both are omitted.
         """
         explained = {"WaitTimeoutError", "PeerLostError", "AbortedError"}
         if any(finding.kind == "mismatch" for finding in findings):
@@ -283,8 +282,8 @@ class _WaitGraph:
         return failures
 
     def _proxies(self) -> list[Finding]:
-        """Returns findings of ranks whose kernels wait for their own proxy, whose proxies' sends do not end, or whose
-        rings a handler holds up.
+        """Returns findings of ranks whose kernels wait for their own proxy, whose proxies' sends do not complete, or
+        whose rings wait for a handler.
         """
         findings = []
         for report in _all(self._reports):
@@ -325,7 +324,7 @@ class _WaitGraph:
         return findings
 
     def _explain(self, node: Node, edges: Sequence[_Edge]) -> list[str]:
-        """Returns reasons why other ranks wait for a rank that does not wait itself."""
+        """Returns reasons why other ranks wait for a rank that itself waits for none."""
         name = self._name(node)
         reasons: list[str] = []
         for communicator in dict.fromkeys(edge.communicator for edge in edges):
@@ -340,20 +339,19 @@ class _WaitGraph:
             reasons += self._at_daemon(communicator, rank)
             for edge in edges:
                 reasons += self._signals(report, edge)
-            # If a kernel waits for a schedule's stage, that wait is left out, because the proxy waits for the same
-            # peer.
+            # A kernel's wait for a schedule's stage is omitted, because the proxy waits for the same peer.
             explained = *OWN_PROXY_WAITS, lib.PROXYCCL_WAIT_STAGE, lib.PROXYCCL_WAIT_GRID
             if not any(wait.kind in explained for wait in report.waits):
                 reasons.append(f"no kernel of {name}{self._inside(communicator)} waits; {where(report)}")
         return reasons
 
     def _at_daemon(self, communicator: str, rank: int, *, idle: bool = True) -> list[str]:
-        """Returns what the node daemons' reports say about a rank.
+        """Returns the statements of the node daemons' reports about a rank.
 
         Args:
             communicator: name of the communicator.
-            rank: number of the rank in it.
-            idle: whether to also say that the daemon has nothing to do for the rank, if so.
+            rank: the rank's number in the communicator.
+            idle: whether to include the statement that nothing is outstanding.
         """
         own = self._reports[communicator].get(rank)
         name = f"{self._name(self._node(communicator, rank))}{self._inside(communicator)}"
@@ -378,7 +376,7 @@ class _WaitGraph:
         return self._lost.get(node) or _absence(self._members[name][rank])
 
     def _calls_behind(self, report: Report, edges: Sequence[_Edge]) -> list[str]:
-        """Returns, in words, the waiting ranks' last call if this rank has not made it, and otherwise nothing."""
+        """Returns the waiting ranks' last call as text if this rank has not made that call; otherwise []."""
         own = report.calls[-1] if report.calls else None
         theirs = [self._reports[report.communicator][edge.rank].calls for edge in edges]
         furthest = max((calls[-1] for calls in theirs if calls), key=lambda call: call.number, default=None)
@@ -389,7 +387,7 @@ class _WaitGraph:
         return [f"{name} has not called {with_arguments(call_text(furthest), furthest)}; {last}"]
 
     def _signals(self, report: Report, edge: _Edge) -> list[str]:
-        """Returns, in words, how many signals this rank's proxy has sent to the channel on which the other rank
+        """Returns as text the number of signals that this rank's proxy has sent to the channel on which a peer
         waits.
         """
         if edge.communicator != report.communicator or edge.wait is None:
@@ -423,10 +421,10 @@ class _WaitGraph:
         )
 
     def _weight(self, finding: Finding) -> int:
-        """Returns a sort key, which is smaller for findings that explain others.
+        """Returns a sort key, which is smaller for a finding that may explain other findings.
 
-        Findings from waits alone come last, because they may mislead. A rank that learned of a failure early has not
-        made later calls. A rank that gave up does not send the signals that others wait for.
+        Findings from waits alone come last, because they may mislead: a rank that learned of a failure early makes no
+        later calls, and sends no further signals.
         """
         if finding.kind == "mismatch":
             return 0
@@ -457,8 +455,8 @@ class _WaitGraph:
 
 
 def _absence(member: Member) -> str:
-    """Returns why a process may have written no report, as far as this machine shows. The text advises SIGUSR1 only if
-    the same process still runs and handles the signal: otherwise the signal would kill it.
+    """Returns a possible reason why a process wrote no report. The text advises SIGUSR1 only if the same process still
+    runs and handles the signal, which would kill it otherwise.
     """
     pid = member.pid
     if not member.is_visible:
@@ -476,7 +474,7 @@ def _absence(member: Member) -> str:
 
 
 def _proxy_state(report: Report) -> list[str]:
-    """Returns the reasons why a rank's proxy is held up; empty if there are none."""
+    """Returns reasons why a rank's proxy makes no progress."""
     own = [f"its proxy waits for {wait.what}" for wait in report.proxy_waits if wait.kind not in SCHEDULE_PEER_WAITS]
     full = sum(ring.full for ring in report.rings)
     behind = f"its rings hold {counted(full, 'trigger')} that the proxy has not taken"
@@ -501,7 +499,7 @@ def sentence(text: str) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Returns names of ranks as text for a sentence: "rank 0", "ranks 0, 1 and 3"."""
+    """Joins the names of ranks for a sentence: "rank 0", "ranks 0, 1 and 3"."""
     if len(names) < 2:
         return "".join(names)
     short = [name.removeprefix("rank ") for name in names]

@@ -1,4 +1,4 @@
-"""Reads reports back, from files and from directories."""
+"""Reads reports from files and directories."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _REPORTS = Codec[Report | DaemonReport](Report | DaemonReport, MOST_BYTES, name=
 
 @dataclass
 class Found:
-    """The reports that were found.
+    """The reports that were read.
 
     Attributes:
         ranks: reports of ranks.
         daemon_files: reports of node daemons, by file.
-        problems: for each file of a directory that could not be read, the reason why.
+        problems: for each unreadable file of a directory, the error text.
     """
 
     ranks: list[Report] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Found:
 
 
 def find(paths: Iterable[Path]) -> Found:
-    """Reads report files, given by path or by their directories.
+    """Reads report files and all reports in directories.
 
     Raises:
         ReportError: one of the files is not a report, or a directory has no reports.

@@ -1,7 +1,7 @@
-"""If a communicator has failed, waits briefly at the program's end for its peers' reports.
+"""If a communicator has failed, waits briefly before the program exits for its peers' reports.
 
-The end of one rank's process may end the whole job: mpi4py's runner aborts the job, and launchers end the other ranks.
-Without this wait, a sleeping rank would end before it wrote the report that says where it is.
+When one rank's process exits, the whole job may be killed: mpi4py's runner aborts the job, and launchers kill the other
+ranks. Without the wait, a hanging rank would be killed before it wrote its report.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Awaited:
     deadline: float
 
     def is_due(self) -> bool:
-        """Whether the process's report is missing and may still come."""
+        """Returns whether the report is missing and may still be written."""
         if time.monotonic() > self.deadline:
             return False
         if not self.process.is_visible:
@@ -49,11 +49,11 @@ _lock = threading.Lock()
 
 
 def expect(group: Group) -> None:
-    """Makes the program's end wait for the reports of a group's other processes, which were asked to write reports."""
+    """Makes `await_reports` wait for the reports of a group's other processes, which were asked to report."""
     now, own = time.monotonic(), group.topology.ranks[group.rank]
     with _lock:
         _awaited[:] = [awaited for awaited in _awaited if awaited.deadline > now]
-        for peer, info in enumerate(group.topology.ranks):  # also ranks that have left, which wait for the others
+        for peer, info in enumerate(group.topology.ranks):  # also ranks that have left but still run
             if info.token != own.token:
                 process = Member(info.host, info.pid, info.started, info.view)
                 seconds = _SECONDS if process.is_visible else _ELSEWHERE_SECONDS
@@ -61,7 +61,7 @@ def expect(group: Group) -> None:
 
 
 def await_reports() -> None:
-    """At the program's end, waits until each expected report is written or its time is over."""
+    """Waits until each expected report is written or its deadline has passed. The program calls this when it exits."""
     with _lock:
         awaited = list(_awaited)
     for report in awaited:

@@ -1,4 +1,4 @@
-"""A report as text for people."""
+"""Renders a report as text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def counted(number: int, thing: str) -> str:
 
 
 def of_rank(peer: int | None) -> str:
-    """Returns the peer of a wait, as text to follow the wait's description."""
+    """Returns " from rank" and the peer of a wait; "" for None."""
     return "" if peer is None else f" from rank {peer}"
 
 
@@ -25,13 +25,13 @@ def call_text(call: Call) -> str:
 
 
 def arguments_text(call: Call) -> str:
-    """Returns, as text, the arguments that must agree between ranks; "" for a barrier."""
+    """Returns the text of the arguments that must agree between ranks; "" for a barrier."""
     given = {} if call.fields.get("collective") == "barrier" else call.fields
     return ", ".join(f"{name} {value}" for name, value in given.items() if name != "collective")
 
 
 def with_arguments(name: str, call: Call) -> str:
-    """Returns a call as text: the given name, and the call's arguments in parentheses."""
+    """Returns `name`, followed by the call's arguments in parentheses."""
     arguments = arguments_text(call)
     return f"{name} ({arguments})" if arguments else name
 
@@ -41,13 +41,13 @@ def wait_text(wait: Wait) -> str:
 
 
 def waited(exchange: Exchange) -> str:
-    """Returns how long a rank has waited in an exchange, as text to follow "has"."""
+    """Returns "waited", with the time that a rank has waited in an exchange and the exchange's purpose."""
     shown = f"{exchange.seconds:.1f}"
     return f"waited{f' {shown} s' if shown != '0.0' else ''} for all ranks to reach {exchange.purpose}"
 
 
 def headline(report: Report) -> str:
-    """Returns the report's main statement, in one line."""
+    """Returns the report's main statement in one line."""
     if report.failure is not None and report.failure.kind == "MismatchError":
         return f"{report.failure.kind}: {report.failure.message}"
     inside = f", in or after {call_text(report.calls[-1])}" if report.calls else ""
@@ -64,7 +64,7 @@ def headline(report: Report) -> str:
 
 
 def where(report: Report) -> str:
-    """Says where the thread that made the communicator is: at the innermost call in the program's own code."""
+    """Returns text with the innermost call of the program's own code in the thread that made the communicator."""
     own = next((thread for thread in report.threads if thread.own), None)
     if own is None:
         if report.threads:

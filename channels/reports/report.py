@@ -1,4 +1,4 @@
-"""The contents of a report: one rank of one communicator at one moment. `collect` makes it, `find` reads its file."""
+"""The contents of a report on one rank of one communicator at one moment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from proxyccl.proxy.ring import RingContents
 
 
 class Failure(Message, frozen=True):
-    """The error that ended the communicator: its record (control.h) and the exception made of it.
+    """The error that made the communicator fail: its record (control.h) and its exception.
 
     Attributes:
         kind: the name of the exception's class.
@@ -30,11 +30,11 @@ class Wait(Message, frozen=True):
 
     Attributes:
         what: the object of the wait in words.
-        kind: ProxycclWaitKind.
-        peer: the rank that the kernel waits for; None if it waits for the rank's own proxy or for other blocks.
+        kind: the ProxycclWaitKind.
+        peer: the rank that the kernel waits for; None if the kernel waits for its rank's proxy or for other blocks.
         channel: channel id, if a channel is involved.
         expected: the ticket, semaphore value or packet flag that the kernel waits for.
-        seen: the value last seen.
+        seen: the value that the kernel has last read.
     """
 
     what: str
@@ -46,13 +46,13 @@ class Wait(Message, frozen=True):
 
 
 class ProxyWait(Message, frozen=True):
-    """The proxy's wait in a schedule that makes no progress, or that a failure stopped.
+    """A wait of the proxy in a schedule that makes no progress or has failed.
 
     Attributes:
         what: the object of the wait in words.
-        kind: ProxycclWaitKind.
-        peer: the rank that the proxy waits for, or the rank to which its sends do not end; None if this rank's own
-            stream must act first.
+        kind: the ProxycclWaitKind.
+        peer: the rank that the proxy waits for, or to which its sends do not complete; None if the proxy waits for this
+            rank's stream.
         schedule: the schedule's number.
     """
 
@@ -78,7 +78,7 @@ class Call(Message, frozen=True):
     """A collective call that was issued.
 
     Attributes:
-        number: from 1, in the order of the calls.
+        number: the call's number among the rank's calls, from 1.
         fields: the values that must agree between ranks, in words: collective, dtype, op, algorithm, root, count.
     """
 
@@ -87,22 +87,22 @@ class Call(Message, frozen=True):
 
 
 class ProxiedChannel(Message, frozen=True):
-    """A channel through the proxy.
+    """A channel whose triggers the proxy handles.
 
     Attributes:
         id: channel id.
         peer: the rank at the other end; for a handler's channel this rank.
         peer_channel: the peer's channel that receives this channel's signals; None if the peer has none.
         transport: the channel's transport; "handler" if a Python function handles the triggers.
-        ring: number of the ring that the channel's triggers go through.
+        ring: the number of the ring that takes the channel's triggers.
         triggers, puts, gets, bytes, signals, flushes: the proxy's counters of this channel.
-        outstanding: triggers of all channels to this peer, and sends of schedules, that are issued but not known to be
-            complete; None for a handler, and if the node daemon's memory cannot be opened.
+        outstanding: the number of issued triggers of all channels to this peer, and of schedules' sends to it, that are
+            not known to be complete; None for a handler, or if the node daemon's memory can't be opened.
         signals_in: signals received.
         signals_used: how many of these signals kernels have waited for; None if unreadable.
-        completed: one more than the ticket up to which all operations of the channel are known to be complete.
-        flushed: one more than the ticket of the last flush that is complete.
-        flush_asked: one more than the ticket of the last flush that the ring still shows; None if it shows none.
+        completed: all operations with tickets below this number are known to be complete.
+        flushed: one more than the ticket of the last complete flush.
+        flush_asked: one more than the ticket of the last flush that is still in the ring; None if there is none.
     """
 
     id: int
@@ -132,11 +132,11 @@ class Handling(Message, frozen=True):
 
 
 class Semaphore(Message, frozen=True):
-    """A semaphore in device memory that was used, of an SmChannel or of a lane of a collective.
+    """A semaphore of an SmChannel or of a collective's lane, in device memory; only used semaphores are listed.
 
     Attributes:
         peer: the rank at the other end.
-        lane: the semaphore's number among the semaphores to the peer.
+        lane: the semaphore's index among the semaphores to the peer.
         signals_in: signals received.
         signals_used: received signals that kernels have waited for.
         signals_out: signals sent to the peer.
@@ -154,7 +154,7 @@ class Thread(Message, frozen=True):
 
     Attributes:
         name: the thread's name.
-        own: whether the thread made the communicator; usually the same thread also uses it.
+        own: whether the thread made the communicator, and so probably uses it.
         stack: "file:line in function", the outermost call first.
         program: the innermost call of `stack` in the program's own code; if there is none, the innermost call in a
             package other than ProxyCCL.
@@ -171,24 +171,24 @@ class Report(Message, frozen=True, tag_field="format", tag="proxyccl report"):
 
     Attributes:
         version: the version of this format.
-        communicator: the communicator's name, which no other communicator has.
+        communicator: the communicator's unique name.
         beside: names of the other communicators that the process had open.
         rank: this rank.
         members: where each rank runs, by rank.
         transports: by the peer's rank, the transport of ProxyChannels and, for a peer in another PID namespace, how its
-            memory is reached; "" for this rank.
+            memory is mapped; "" for this rank.
         process: this rank's process.
         thread: number of the thread that made the communicator.
         daemon: the node daemon that runs the rank's proxy; None if the proxy runs in this process or was not started.
         command: the process's command line.
-        runtime: the device.
+        runtime: the runtime and the device.
         timeout: the communicator's time-out, in seconds.
-        written: date and time in UTC.
+        written: the report's date and time in UTC.
         cause: why the report was written, in words.
         failure: the failure that ended the communicator, or None.
         waits: the waits of kernels; at most one for each peer.
         proxy_waits: this rank's proxy's waits in schedules; at most one for each peer.
-        exchange: the call of the bootstrap that the CPU was in, or None.
+        exchange: the call of the bootstrap that was in progress, or None.
         calls: the last collective calls in order.
         rings: the rings of this rank's proxy; empty if the proxy was not used.
         channels: the channels through the proxy.

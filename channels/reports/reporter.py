@@ -1,7 +1,7 @@
 """Writes reports: when a communicator fails, and when a signal asks for one.
 
-For each failure and each signal, a communicator writes at most one report, in a thread for which the program waits only
-briefly. An error while writing a report does not change the failure that is reported.
+For each failure and each signal, a communicator writes at most one report, in a separate thread, for which the program
+waits only briefly. If writing a report fails, the program's exception stays the same.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ take seconds on a machine with more busy threads than cores."""
 
 
 class Reporter(Observer):
-    """Writes the reports of one rank of one communicator, from now until `close`: when the communicator fails, and on a
+    """Writes the reports of one rank of one communicator until `close`: when the communicator fails, and on a
     signal.
     """
 
@@ -49,8 +49,8 @@ class Reporter(Observer):
         self._exchange: tuple[str, float] | None = None
         self._device: DeviceReader | None = None
         self._numbers = itertools.count(1)
-        self._reported_failures: set[str] = set()  # other communicators whose failure caused a report
-        self._lock = threading.Lock()  # one report at a time, and none after the close
+        self._reported_failures: set[str] = set()  # failed communicators because of which this rank asked for reports
+        self._lock = threading.Lock()  # held while a report is written, and by `close`
         self._done = threading.Event()
         self._path: Path | None = None
         if self._enabled:
@@ -59,7 +59,7 @@ class Reporter(Observer):
             on_signal.install(report_all)
 
     def close(self) -> None:
-        """Stops reporting, as soon as no report is being written."""
+        """Waits for a report that is being written, and stops reporting."""
         _open.pop(id(self), None)
         with self._lock:
             device, self._device = self._device, None
@@ -70,8 +70,9 @@ class Reporter(Observer):
 
     @contextlib.contextmanager
     def exchanging(self, purpose: str) -> Iterator[None]:
-        """Records a call of the bootstrap in `exchange` while it is in progress. A failed call stays recorded, so that
-        the failure's report shows it."""
+        """Records a call of the bootstrap in `exchange` while the call is in progress. A failed call stays recorded for
+        the failure's report.
+        """
         self._exchange = purpose, time.monotonic()
         yield
         self._exchange = None
@@ -80,7 +81,7 @@ class Reporter(Observer):
 
     @property
     def exchange(self) -> Exchange | None:
-        """Returns the call of the bootstrap that is in progress."""
+        """The call of the bootstrap that is in progress, or None."""
         exchange = self._exchange
         return None if exchange is None else Exchange(exchange[0], round(time.monotonic() - exchange[1], 3))
 
@@ -91,9 +92,9 @@ class Reporter(Observer):
     # -- writing ---
 
     def failed(self) -> None:
-        """Reports the failure that has ended the communicator, in the calling thread.
+        """Reports the communicator's failure in the calling thread.
 
-        Also reports the process's other communicators, because their waits may be the cause, and asks their ranks for
+        Also reports on the process's other communicators, whose waits may be the cause, and asks their ranks for
         reports.
         """
         try:
@@ -102,7 +103,7 @@ class Reporter(Observer):
                 others = [other for other in _open_reporters() if other._group.job != name]
                 others = [other for other in others if name not in other._reported_failures]
                 peers.expect(self._group)
-                _requests.take()  # if a peer asks because of the same failure, these reports answer it
+                _requests.take()  # the following reports also answer peers that ask because of this failure
                 for other in others:
                     other._ask_peers(name)
                 self._path = self.write("the communicator failed")
@@ -112,7 +113,9 @@ class Reporter(Observer):
             self._done.set()
 
     def _ask_peers(self, failed: str) -> None:
-        """Asks the other ranks for their reports on the failure of another communicator of this process."""
+        """Asks this communicator's other ranks for reports, because the communicator `failed` of this process has
+        failed.
+        """
         self._reported_failures.add(failed)
         with self._lock:
             if self._device is not None:
@@ -120,7 +123,7 @@ class Reporter(Observer):
                 self._group.request_reports()
 
     def asked(self) -> None:
-        """Reports this process's communicators, in a separate thread, because a peer has asked for reports."""
+        """Writes reports on this process's communicators in a separate thread, because a peer has asked."""
         if self._enabled and _requests.take():
             with contextlib.suppress(ResourceError, MemoryError):  # if no thread can be started, no report is written
                 Thread(report_all, "proxyccl-report", "another communicator of a peer failed").start()
@@ -133,8 +136,7 @@ class Reporter(Observer):
                 error.add_note(note)
 
     def write(self, cause: str) -> Path | None:
-        """Writes a report, and prints its path to stderr; asks the node daemon for its report, if the daemon runs the
-        proxy.
+        """Writes a report, and prints its path to stderr. If a daemon runs the proxy, also asks it for a report.
 
         Returns the report's path; None if the reporter is closed, or the file can't be written.
         """
@@ -157,15 +159,14 @@ class Reporter(Observer):
 
 
 class _Requests:
-    """Tells new requests of peers for reports from repeated ones: requests by several communicators within
-    _ASKED_SECONDS count as one."""
+    """Merges requests of peers for reports: a request within _ASKED_SECONDS after another is a repetition."""
 
     def __init__(self) -> None:
         self._last = -_ASKED_SECONDS
         self._lock = threading.Lock()
 
     def take(self) -> bool:
-        """Takes a request. Returns whether a request at this moment is new."""
+        """Takes a request. Returns False for a repetition."""
         with self._lock:
             now = time.monotonic()
             if now < self._last + _ASKED_SECONDS:

@@ -1,1 +1,1 @@
-"""Schedules: work prepared for a rank's proxies, so that a collective needs no kernel."""
+"""Schedules: prepared work of the ranks' proxies, by which a collective needs no kernel."""

@@ -19,9 +19,9 @@ class ScheduleLinks:
     """The channels of this rank's proxy that schedules use. All ranks make these channels together.
 
     Attributes:
-        posts: by peer, the channel on which both ranks post to each other the places of their outputs.
-        scratch_posts: by peer, the channel for posts of places in scratch memory.
-        sends: by peer, the channel on which both ranks send data to each other.
+        posts: by peer, the channel on which both ranks post the addresses of their outputs.
+        scratch_posts: by peer, the channel on which both ranks post addresses in scratch memory.
+        sends: by peer, the channel on which both ranks send data.
 
     Raises:
         ResourceError: channel ids ran out.
@@ -47,7 +47,7 @@ class ScheduleLinks:
         stage: int | None = None,
         to_scratch: bool = False,
     ) -> ScheduleSend:
-        """Returns a send of the bytes at `place` to the place that the peer has posted, in its output or its scratch
+        """Returns a send of the bytes at `place` to the address that the peer posts, in its output or its scratch
         memory.
         """
         channels = self.scratch_posts if to_scratch else self.posts
@@ -65,7 +65,7 @@ class ScheduleLinks:
 
 
 def schedule_channels(group: Group, peers: Sequence[int], kinds: int) -> list[dict[int, int]]:
-    """Makes channels to some peers, and returns them by kind and peer. All ranks make the channels together.
+    """Makes channels to some peers. Returns their ids by kind and peer. All ranks call this together.
 
     Args:
         peers: other ranks, each of which names this rank among its peers.

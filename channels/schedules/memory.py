@@ -1,8 +1,8 @@
-"""Memory that schedules name: its addresses, and its ids in this rank's proxy and in the peers' proxies.
+"""Finds or allocates the memory that schedules use, with its ids in this rank's and the peers' proxies.
 
-On one host schedules use the memory that the rank has announced (symmetric.py): peers' proxies map it when the rank
-first receives data in it. Between hosts they use memory that all ranks registered together, because only registration
-tells peers addresses and keys.
+On one host schedules use memory that the rank has announced (symmetric.py); peers' proxies map the memory when the rank
+first receives data in it. Between hosts schedules use memory that all ranks registered together, because only
+registration sends the peers addresses and keys.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ScheduleMemory(Protocol):
 
 
 class ScheduleSpan(Struct, frozen=True):
-    """The bytes of a `ScheduleMemory` from `offset` on, which begin at the address `ptr`."""
+    """The bytes of a `ScheduleMemory` from `offset` on; `ptr` is their address."""
 
     memory: ScheduleMemory
     offset: int
@@ -73,8 +73,8 @@ class _AnnouncedMemory(Struct, frozen=True):
 
 
 class _PinnedBoxes:
-    """Pinned memory of each rank through which its schedules send and receive short data, which the proxies' CPUs copy.
-    Schedules send from one box and receive in the other. All ranks make the boxes together.
+    """Pinned memory of each rank for short data, which the proxies' CPUs copy: one box to send from, and one to receive
+    in. All ranks make the boxes together.
     """
 
     def __init__(self, group: Group) -> None:
@@ -89,15 +89,15 @@ class _PinnedBoxes:
 
 
 class ScheduleMemories:
-    """Finds the memory by which schedules can name an array, or gives staging memory for the array. All ranks construct
-    a `ScheduleMemories` together.
+    """Finds the schedules' memory that holds an array, or returns staging memory for the array. All ranks construct a
+    `ScheduleMemories` together.
 
     Attributes:
         staged_together: whether all ranks make staging memory together, including ranks that need none.
-        pinned_bytes: the most bytes of one side of a schedule that go through pinned memory, where the CPU moves them.
-        own_box_bytes: the most bytes of a copy within the device that a stream makes by way of the next rank's memory.
-        reduction_words: device memory for the words from `CHUNKS_DONE` to `OPENED`, which are 0 whenever no kernel
-            runs.
+        pinned_bytes: the greatest size of a schedule's input or output, in bytes, that CPUs copy through pinned memory.
+        own_box_bytes: the greatest size, in bytes, of a copy within the device that goes through the next rank's
+            memory.
+        reduction_words: device memory with the words from `CHUNKS_DONE` to `OPENED`, which are 0 while no kernel runs.
     """
 
     def __init__(self, group: Group) -> None:
@@ -106,10 +106,9 @@ class ScheduleMemories:
         defaults = group.runtime.launch_defaults
         staged_bytes = defaults.staged_pinned_bytes * (group.world_size - 1)
         self.pinned_bytes = staged_bytes if self.staged_together else defaults.pinned_bytes
-        own_box = group.world_size > 1 and not self.staged_together  # on one host all ranks have the same driver
+        own_box = group.world_size > 1 and not self.staged_together  # ranks of one host have the same driver
         self.own_box_bytes = defaults.own_box_bytes * (group.world_size - 1) if own_box else 0
-        # The next rank's box is mapped now, because a captured graph may be the first to use it. The previous rank uses
-        # this rank's box.
+        # The next rank's box is mapped now, because a graph capture may be the first to use the box.
         self._box = allocate(group, self.own_box_bytes, "uint8") if self.own_box_bytes else None
         self._own_box = _at_next(group, self._box)
         self._stages: dict[Side, list[Array]] = {}
@@ -121,18 +120,18 @@ class ScheduleMemories:
             self._boxes = _PinnedBoxes(group)
 
     def source(self, ptr: int, nbytes: int) -> ScheduleSpan | None:
-        """Returns memory to send an array from; None if the array must be staged."""
+        """Returns the schedules' memory that holds an array to send; None if the array must be staged."""
         if self.staged_together:
             return self._registered(ptr, nbytes)
         announced = self._find(ptr, nbytes)
         return None if announced is None else self._announced(announced, ptr, {})
 
     def target(self, ptr: int, nbytes: int) -> ScheduleSpan | None:
-        """Returns memory to receive an array in; None if the array must be staged.
+        """Returns the schedules' memory that holds an array to receive into; None if the array must be staged.
 
         Raises:
-            CommunicatorError: the group ended before a peer's proxy had the memory.
-            WaitTimeoutError: a peer's proxy did not have the memory within the time-out.
+            CommunicatorError: the group failed before a peer's proxy had mapped the memory.
+            WaitTimeoutError: a peer's proxy did not map the memory within the time-out.
         """
         if self.staged_together:
             return self._registered(ptr, nbytes)
@@ -144,27 +143,25 @@ class ScheduleMemories:
 
         Args:
             side: the memory's purpose.
-            nbytes: size of the longest input or output of any rank, so that either all ranks find pinned memory or no
-                rank does.
+            nbytes: the size of the longest input or output of all ranks, so that all ranks make the same choice.
         """
         if self._boxes is None or nbytes > min(self.pinned_bytes, _BOX_BYTES):
             return None
         return ScheduleSpan(self._boxes, _BOX_OFFSETS[side], self._boxes.ptr + _BOX_OFFSETS[side])
 
     def own_copy(self, dst: int, src: int, nbytes: int) -> list[CopyBytes]:
-        """Returns the operations by which a stream copies within the device. Short copies go to the next rank's device
-        and back, by copy engines, because a direct copy would be a kernel that waits for a multiprocessor. One stream
-        at a time may use such copies.
+        """Returns the operations by which a stream copies within the device. Copy engines make short copies to the next
+        rank's device and back, because a copy within the device would be a kernel, which may wait for a multiprocessor.
+        Only one stream at a time may use such operations.
         """
         if self._own_box is None or dst == src or not 0 < nbytes <= self.own_box_bytes:
             return [CopyBytes(dst, src, nbytes)]
         return [CopyBytes(self._own_box, src, nbytes), CopyBytes(dst, self._own_box, nbytes)]
 
     def found_or_staged(self, found: ScheduleSpan | None, side: Side, nbytes: int) -> ScheduleSpan:
-        """Returns the span that `source` or `target` found, else memory to stage this many bytes in.
+        """Returns `found`, the result of `source` or `target`; or staging memory of `nbytes` if `found` is None.
 
-        If `staged_together`, all ranks call this together, each with the span that it has found. Raises the errors of
-        `stage`.
+        If `staged_together`, all ranks call this together. Raises the errors of `stage`.
         """
         if found is not None and not self.staged_together:
             return found
@@ -172,7 +169,7 @@ class ScheduleMemories:
         return found or stage
 
     def stage(self, side: Side, nbytes: int) -> ScheduleSpan:
-        """Returns device memory of at least this many bytes that peers' proxies reach; all calls share it.
+        """Returns device memory of at least `nbytes` that peers' proxies can access. All calls share this memory.
 
         If `staged_together`, all ranks call this together with the same arguments.
 
@@ -198,7 +195,7 @@ class ScheduleMemories:
         return span
 
     def close(self) -> None:
-        """Frees the memory that this object allocated. No schedule of any rank may still use it."""
+        """Frees the memory that this object allocated, which no schedule of any rank may still use."""
         for stages in self._stages.values():
             for stage in stages:
                 stage.free()
@@ -217,11 +214,10 @@ class ScheduleMemories:
         return None
 
     def _find(self, ptr: int, nbytes: int) -> Announced | None:
-        """Returns the announced range of an array; None if there is none, or arrays have used up their share of memory
-        ids.
+        """Returns the announced range that holds an array; None if there is none, or no memory ids are left for arrays.
 
-        Also returns None if `Calls` has classed the array as memory that schedules don't name, because one form serves
-        all such arrays.
+        Also returns None if `Calls` has not found the array in memory for schedules, because the call's form is reused
+        for all such arrays.
         """
         if not self._group.launches.calls.reach_of(ptr, nbytes) & NAMED_BY_PROXIES:
             return None
@@ -230,7 +226,7 @@ class ScheduleMemories:
         return announced if may else None
 
     def _received(self, announced: Announced, ptr: int) -> ScheduleSpan | None:
-        if announced.lent:  # the program did not register the array; the call must not wait, as peers may reply late
+        if announced.lent:  # the call must not wait for replies, because the program did not register the array
             found = self._group.symmetric.memories_at_peers(announced) if announced.for_proxies else None
         else:
             found = self._memories_at_peers(announced)
@@ -246,8 +242,8 @@ class ScheduleMemories:
         return ScheduleSpan(_AnnouncedMemory(own, at_peers), ptr - announced.start, ptr)
 
     def _memories_at_peers(self, announced: Announced) -> dict[int, int]:
-        """Waits until peers' proxies have the memory. The reply comes from the peers' watchers or from calls that peers
-        are making, so the wait can't deadlock with a wait of the peers.
+        """Waits until peers' proxies have mapped the memory. The peers' watchers reply, and so do peers that wait in
+        this function, so ranks that wait for each other can't deadlock.
         """
         symmetric, failure = self._group.symmetric, self._group.failure
         deadline = time.monotonic() + self._group.timeout
@@ -261,13 +257,13 @@ class ScheduleMemories:
                         operation="map for schedules",
                     )
                 )
-            symmetric.update()  # this update sends this rank's replies, for which peers may be waiting
+            symmetric.update()  # sends replies for which peers may be waiting
             time.sleep(_POLL_SECONDS)
         return found
 
 
 def _at_next(group: Group, box: Array | None) -> int | None:
-    """The address of the next rank's box, which only this rank uses; None if this rank can't reach that box."""
+    """Returns the address of the next rank's box, which only this rank uses; None if this device can't access it."""
     if box is None:
         return None
     memory, following = register(group, box), (group.rank + 1) % group.world_size

@@ -1,9 +1,8 @@
-"""Sends between neighbours in the ring of ranks. As long as the neighbour has a free slot, a send does not wait for a
-receive.
+"""Sends between neighbours in the ring of ranks. A send waits for a receive only if the neighbour has no free slot.
 
-Each rank has send slots and receive slots for each neighbour, and fills them in turn. A send copies the array to a slot
-of this rank, on the caller's stream, and the proxy moves the data to the neighbour's slot. A receive copies the data
-out of that slot and frees the slot by a signal. See DESIGN.md.
+Each rank has send slots and receive slots for each neighbour, and uses them cyclically. In a send, the caller's stream
+copies the array to a send slot, and the proxy moves the data to the neighbour's receive slot. A receive copies the data
+out of the receive slot, and frees the slot by a signal. See DESIGN.md.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from proxyccl.device.stream_operations import CopyBytes, StreamOperations, WaitV
 from proxyccl.proxy.schedule import Schedule, ScheduleReceive, ScheduleSend
 
 _MOST_PREPARED = 1024
-_COPY = 1  # index of the copy among a receive's steps: operations on words, the copy, operations on words
+_COPY = 1  # index of the copy in a receive's operations, in which adjacent operations on words are one
 
 
 class _Flow:
-    """The data that one rank sends to a neighbour, and the slots for it.
+    """One direction between this rank and a neighbour, with its slots.
 
     Attributes:
-        channel: carries the data in one direction, and the signals that free slots in the other direction.
-        count: the number of sends, or of receives, that this rank has made.
-        begin: offset of the flow's slots in this rank's memory.
-        sent: by slot, the event at the end of the slot's latest send; only on GPUs.
+        channel: carries the flow's data, and in the opposite direction the signals that free slots.
+        count: the number of this rank's sends or receives so far.
+        begin: the offset of the flow's slots in this rank's memory.
+        sent: by slot, the event after the slot's latest send; only on GPUs.
     """
 
     def __init__(self, channel: int, begin: int) -> None:
@@ -44,26 +43,27 @@ class RingSlots:
     """Slots between the ranks of a group and their neighbours. All ranks construct a `RingSlots` together, with the
     same arguments.
 
-    Sends and receives of one rank run one after the other, whatever their streams, in the order of the calls. A send
-    delays its stream only until its data is copied to a slot of this rank.
+    A rank's sends and receives run one after the other in the order of the calls, on whatever streams. A send delays
+    the caller's stream only until the data is in this rank's slot.
 
     Args:
-        group: at least two ranks; the group must not be used for anything else. The slots live until the group ends.
-        slot_bytes: most bytes of a send.
-        slots: how many sends of a rank to a neighbour may have no receive yet. The next send waits for a receive.
+        group: at least two ranks; the group must not be used for anything else. The slots live until the group is
+            released.
+        slot_bytes: the greatest size of a send in bytes.
+        slots: the number of sends to a neighbour that need not wait for a receive.
 
     Attributes:
-        neighbours: the ranks before and after this rank; with two ranks both are the same rank.
+        neighbours: the ranks before and after this rank, which with two ranks are the same.
 
     Raises:
         ResourceError: the device has no room, or a proxy has no ids left for memory or channels.
-        ArgumentError: a neighbour's memory can't be reached.
+        ArgumentError: this rank can't access a neighbour's memory.
     """
 
     def __init__(self, group: Group, slot_bytes: int, slots: int) -> None:
         self._group, self._slot_bytes, self._slots = group, slot_bytes, slots
         self.neighbours = _neighbours(group.rank, group.world_size)
-        up, down = schedule_channels(group, self.neighbours, 2)  # `up` for data to higher ranks, `down` to lower
+        up, down = schedule_channels(group, self.neighbours, 2)  # `up`: to higher ranks, `down`: to lower ranks
         self._array = allocate(group, 2 * len(self.neighbours) * slots * slot_bytes, "uint8", symmetric=True)
         self._memory = register(group, self._array)
         self._rings = ScheduleRings(group)
@@ -77,12 +77,12 @@ class RingSlots:
             self._receives[peer] = _Flow(back[peer], self._begin(number))
             self._sends[peer] = _Flow(to[peer], self._begin(len(self.neighbours) + number))
             self._memory.source_id(peer)
-            self._memory.peer_id(peer)  # maps the peer's memory before any stream waits for a peer
+            self._memory.peer_id(peer)  # maps the memory, before any stream waits for a peer
         group.keep(self)
         group.exchange.barrier("slots: all ranks have made their slots")
 
     def send(self, view: ArrayView, peer: int, stream: StreamLike) -> None:
-        """Sends an array to a neighbour. Later work of the stream may change the array.
+        """Sends an array to a neighbour. Work queued later on the stream may overwrite the array.
 
         Args:
             view: the array, of at most `slot_bytes`.
@@ -124,7 +124,7 @@ class RingSlots:
             flow.count += 1
 
     def close(self) -> None:
-        """Destroys the stream and the events. The group calls this when the group ends."""
+        """Destroys the stream and the events. The group calls this when it is released."""
         self._prepared.clear()
         for event in (event for flow in self._sends.values() for event in flow.sent.values()):
             event.close()
@@ -135,7 +135,7 @@ class RingSlots:
         return number * self._slots * self._slot_bytes
 
     def _ring(self, peer: int, slot: int, nbytes: int, *, sends: bool) -> StreamOperations:
-        """Returns a stream's operations for a send or a receive, from a cache if equal operations were made before."""
+        """Returns the stream operations of a send or a receive, which are cached."""
         waits = sends and self._sends[peer].count >= self._slots
         key = peer, sends, slot, nbytes << 1 | waits
         if key not in self._prepared:
@@ -163,7 +163,7 @@ class RingSlots:
         return [Schedule(sends=(send,), receives=(freed,)), *self._turn(), *rings.end([0], gated=True)]
 
     def _turn(self) -> tuple[WaitValue, WriteValue]:
-        """Returns two operations of a stream: it waits for the schedule's receive, and opens the schedule's gate."""
+        """Returns the stream operations that wait for the schedule's receive, and then open its gate."""
         words = self._rings.words
         return WaitValue(words.stages[0], 1), WriteValue(words.gate, 1)
 
@@ -174,7 +174,7 @@ class RingSlots:
         )
         came = ScheduleReceive(flow.channel, stage=0)
         source = self._array.ptr + flow.begin + slot * self._slot_bytes
-        copy = CopyBytes(source + 1, source, nbytes)  # a placeholder, whose addresses each receive sets
+        copy = CopyBytes(source + 1, source, nbytes)  # `receive` replaces this placeholder
         came_in, opens = self._turn()
         return [
             Schedule(sends=(frees,), receives=(came,)),

@@ -1,6 +1,4 @@
-"""How streams start schedules: the operations of a stream for one call, and the adding and removing of numbered
-schedules.
-"""
+"""Makes the stream operations that start schedules, and adds schedules to the proxy and removes them."""
 
 from __future__ import annotations
 
@@ -20,31 +18,29 @@ _MOST_DROPPED = 1024
 
 
 class ScheduleRings:
-    """Adds schedules to the proxy, and removes schedules that streams can no longer ring.
+    """Adds schedules to the proxy, and removes schedules that no stream can start any longer.
 
-    A captured graph may ring its schedules as long as it lives. The library can't know how long that is, so these
-    schedules are never removed.
+    Captured schedules are never removed, because the library does not know the lifetime of the graph.
 
     Attributes:
-        words: the memory words by which streams, kernels and the proxy wait for one another.
+        words: the addresses of the words by which streams, kernels and the proxy wait for one another.
     """
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self.words = group.links.proxy.schedule_pointers
-        self._dropped: list[tuple[Any, list[int]]] = []  # operations issued by C, and their schedules' numbers
+        self._dropped: list[tuple[Any, list[int]]] = []  # the prepared operations, and the numbers of their schedules
 
     def stage(self, number: int, least: int) -> Operation:
-        """Returns an operation that waits, during a schedule, until the word of a stage is at least `least`."""
+        """Returns a stream operation that waits until the word of a stage is at least `least`."""
         return WaitValue(self.words.stages[number], least)
 
     def end(self, stages: Collection[int] = (), *, gated: bool = False) -> list[Operation]:
-        """Returns operations that wait for the end of the schedule, and then reset the words that the schedule and the
-        stream wrote.
+        """Returns stream operations that wait for the end of the schedule, and then reset the words that were used.
 
         Args:
-            stages: numbers of the stages that no kernel resets. For each such stage the stream makes a write, which
-                takes time.
+            stages: the numbers of the stages to reset, which takes one write of the stream each; a kernel may reset
+                others.
             gated: whether the schedule's gate was used.
         """
         words = self.words
@@ -52,8 +48,8 @@ class ScheduleRings:
         return [WaitValue(words.done, 1), *(WriteValue(word, 0) for word in used)]
 
     def prepare(self, steps: Sequence[Step]) -> StreamOperations:
-        """Adds the schedules among these operations to the proxy, and returns the operations with the schedules'
-        numbers in place of the schedules.
+        """Adds the schedules among the steps to the proxy, and returns the stream operations, in which writes to the
+        bell replace the schedules.
 
         Raises:
             ResourceError: no numbers are left.
@@ -74,12 +70,12 @@ class ScheduleRings:
         return ring
 
     def _remove_dropped(self) -> None:
-        """Removes dropped schedules once there are many, because removal waits for all schedules that were rung."""
+        """Removes dropped schedules once there are many, because the removal waits for all started schedules."""
         last = self._group.launches.last_stream
         if len(self._dropped) < _MOST_DROPPED or last is None or self._group.runtime.is_capturing(last):
             return
         dropped = self._dropped[:_MOST_DROPPED]
-        del self._dropped[:_MOST_DROPPED]  # other threads may add schedules to the list during this call
+        del self._dropped[:_MOST_DROPPED]  # other threads may append to the list during this call
         event: Event = self._group.runtime.create_event()
         event.record(last)
         event.synchronize()

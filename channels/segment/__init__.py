@@ -1,1 +1,1 @@
-"""The memory that the ranks of a host share: each rank's announcements, errors and calls."""
+"""Memory that the ranks of a host share: each rank's announcements, errors and calls."""

@@ -1,5 +1,5 @@
-"""Announcements: a rank offers memory to the ranks of its host through shared memory, and learns where they map it.
-Each rank has one table, in its control segment (announcements.h). No rank waits: a peer maps new entries when it next
+"""Announcements: a rank announces memory to the ranks of its host, which reply with the addresses of their mappings.
+Each rank has one table in its control segment (announcements.h). No rank waits: a peer maps new entries when it next
 checks the table.
 """
 
@@ -20,12 +20,12 @@ NO_MEMORY: int = lib.PROXYCCL_NO_MEMORY
 
 
 class Announcement(Struct, frozen=True):
-    """The contents of an entry, for a peer.
+    """The contents of an entry, as a peer reads it.
 
     Attributes:
-        version: counts the entry's changes.
-        handle: opens the memory; empty if the memory was withdrawn.
-        proxies_version: the last version that the owner announced to peers' proxies.
+        version: the number of the entry's changes.
+        handle: the handle by which peers map the memory; empty if the memory was withdrawn.
+        proxies_version: the last version whose memory the owner announced to peers' proxies.
     """
 
     version: int
@@ -38,7 +38,7 @@ class Announcement(Struct, frozen=True):
 
 
 class Announcements:
-    """The table of announcements of this rank or of a peer, of TABLE_BYTES.
+    """The table of announcements of this rank or of a peer, which takes TABLE_BYTES.
 
     Args:
         address: the table's CPU address. Zeroed memory is an empty table.
@@ -47,24 +47,24 @@ class Announcements:
     def __init__(self, address: int) -> None:
         self._table = ffi.cast("ProxycclAnnouncements *", address)
         self._copy = ffi.new("ProxycclAnnouncement *")
-        self._handled = ffi.new("uint64_t[]", ENTRIES)  # the versions that a peer has handled
+        self._handled = ffi.new("uint64_t[]", ENTRIES)  # the versions handled by this rank as a peer, by entry
 
     @property
     def changes(self) -> int:
         return lib.proxyccl_announcement_changes(self._table)
 
     def announce(self, entry: int, handle: bytes) -> None:
-        """For the owner: offers the memory that a handle names, in a free entry. An empty handle withdraws the
+        """For the owner: announces the memory of a handle in a free entry. An empty handle withdraws the entry's
         memory.
         """
         lib.proxyccl_announce(self._table, entry, handle, len(handle))
 
     def announce_to_proxies(self, entry: int) -> None:
-        """For the owner: offers the entry's memory to peers' proxies."""
+        """For the owner: announces the entry's memory to peers' proxies."""
         lib.proxyccl_announce_to_proxies(self._table, entry)
 
     def changed(self) -> list[tuple[int, Announcement]]:
-        """For a peer: returns the entries that changed since they were handled, except entries that are being
+        """For a peer: returns the entries that have changed since `handle` marked them, except entries that are being
         written.
         """
         found, copy, entry = [], self._copy, 0
@@ -85,14 +85,14 @@ class Announcements:
         self._handled = ffi.new("uint64_t[]", ENTRIES)
 
     def reply(self, entry: int, peer: int, version: int, address: int) -> None:
-        """For the peer with this number on the host: replies with the address at which the peer reaches the memory of a
-        version, or 0 if the version withdraws the memory.
+        """For a peer, given by its number on the host: replies with the address of its mapping of a version's memory; 0
+        if the version is a withdrawal.
         """
         lib.proxyccl_announcement_reply(self._table, entry, peer, version, address)
 
     def reply_memory(self, entry: int, peer: int, version: int, memory: int) -> None:
-        """For the peer with this number on the host: replies with the id that the peer's proxy assigned to the memory
-        of a version, or NO_MEMORY.
+        """For a peer, given by its number on the host: replies with its proxy's id of a version's memory, or
+        NO_MEMORY.
         """
         lib.proxyccl_announcement_reply_memory(self._table, entry, peer, version, memory)
 

@@ -1,4 +1,4 @@
-"""This rank's log of collective calls, which lets ranks see that they disagree before they wait for each other."""
+"""The log of a rank's collective calls, by which ranks detect different calls before they wait for each other."""
 
 from __future__ import annotations
 
@@ -52,23 +52,23 @@ class CallLog:
         self.issue: Callable[[ProxycclCallPointer, Pointer, int], int] = functools.partial(
             lib.proxyccl_calls_issue, self._callers
         )
-        """issue(call, launch, stream): does `agree`, and then a prepared launch, for which it waits if `stream` is that
-        of `wait_on`. Returns the driver's status, or the result of `agree` if that is not 0.
+        """issue(call, launch, stream): calls `agree`, and launches a prepared launch; waits for it if `stream` is the
+        stream of `wait_on`. Returns the driver's status, or a nonzero result of `agree`.
         """
         self.ring: Callable[[ProxycclCallPointer, Pointer, int], int] = functools.partial(
             lib.proxyccl_calls_ring, self._callers
         )
-        """ring(call, operations, stream): does what `issue` does, with a stream's prepared operations as the launch."""
+        """ring(call, operations, stream): like `issue`, with prepared stream operations instead of a launch."""
 
     def addresses(self, *, operations: bool) -> tuple[int, int]:
-        """Returns two addresses for C: the address of the function of `ring` if `operations`, else of `issue`, and the
-        address of the function's first argument.
+        """Returns the addresses of the C function of `ring` if `operations`, else of `issue`, and of the function's
+        first argument.
         """
         function = ffi.addressof(lib, "proxyccl_calls_ring" if operations else "proxyccl_calls_issue")
         return int(ffi.cast("uintptr_t", function)), int(ffi.cast("uintptr_t", self._callers))
 
     def wait_on(self, stream: int, synchronize: int) -> None:
-        """Makes `issue` and `ring` wait for the call's end if they are given this stream.
+        """Makes `issue` and `ring` wait until the call is complete if they are given this stream.
 
         Args:
             stream: the stream's handle.
@@ -77,27 +77,26 @@ class CallLog:
         lib.proxyccl_calls_wait_on(self._callers, stream, synchronize)
 
     def choose(self, wish: int) -> int:
-        """Returns the agreed choice for this rank's next call, from 0 to 3, which is the wish of the first rank of the
-        host to reach the call. Other threads of the program must not make a call until this returns and the chosen call
-        is made.
+        """Returns the ranks' common choice for this rank's next call, from 0 to 3: the `wish` of the first rank of the
+        host that asks. The program's other threads must make no call before this rank has made the next call.
         """
         return int(lib.proxyccl_calls_choose(self._callers, wish))
 
     @property
     def shares_device(self) -> bool:
-        """Whether a rank of the host has, or had, another communicator on its device, whose kernels may wait for this
-        communicator's kernels.
+        """Whether any rank of the host has had another communicator on its device; that communicator's kernels may wait
+        for this one's.
         """
         return bool(self._sharing.value)
 
     def share_device(self) -> None:
-        """Records that this rank makes another communicator on its device. Call this before the other communicator
-        makes a call.
+        """Records that this rank has another communicator on its device. Must precede that communicator's first
+        call.
         """
         self._sharing.value = 1
 
     def agree(self, call: ProxycclCallPointer) -> int:
-        """Logs a call and compares it with the peers'. Returns 0, CALL_ABORTED, CALL_DIFFERS or CALL_DIFFERED."""
+        """Logs a call and compares it with the peers' calls. Returns 0, CALL_ABORTED, CALL_DIFFERS or CALL_DIFFERED."""
         return int(lib.proxyccl_calls_agree(self._callers, call))
 
     @property
@@ -111,14 +110,15 @@ class CallLog:
         return _read(self._callers.own, self.count, count)
 
     def difference(self) -> tuple[int, tuple[int, ...]]:
-        """Returns the rank whose call differs, and the fields of its last call, after `agree` returned CALL_DIFFERS or
-        CALL_DIFFERED."""
+        """After `agree` has returned CALL_DIFFERS or CALL_DIFFERED, returns the rank whose call differs, and that
+        call's fields.
+        """
         return self._ranks[self._callers.differing], tuple(self._callers.different.fields)
 
 
 def calls_in(segment: ControlSegment, count: int) -> list[tuple[int, tuple[int, ...]]]:
-    """Returns the last calls of a segment's rank, like `recent`. Some calls may be missing, because the rank may
-    overwrite entries during the reading.
+    """Returns the last calls of a segment's rank, like `recent`. Calls that the rank overwrites during the reading are
+    missing.
     """
     last = sum(counts_in(segment).values())
     if last > _LAST_NUMBER:  # this isn't the segment of a rank
@@ -127,8 +127,8 @@ def calls_in(segment: ControlSegment, count: int) -> list[tuple[int, tuple[int, 
 
 
 def counts_in(segment: ControlSegment) -> dict[int, int]:
-    """Returns how many calls of each collective (a call's first field) a segment's rank has made; key 0 stands for all
-    other collectives. Calls in a graph are counted when they are captured, not when the graph is replayed.
+    """Returns the number of calls of a segment's rank by collective (a call's first field); key 0 is the number for all
+    other collectives. A call in a graph is counted at its capture, but not at replays.
     """
     counts = ffi.cast("ProxycclCallCount *", segment.host_address(COUNTS_OFFSET))
     found = {each.collective: each.calls for each in (counts + i for i in range(lib.PROXYCCL_CALL_KINDS + 1))}

@@ -1,7 +1,7 @@
-"""The call log's comparison: the fields of a collective call that must agree between ranks.
+"""The fields of a collective call that must agree between ranks, which the call log compares.
 
-A field is a 64-bit number (calls.h). Names are logged as digests of their text, so a new collective needs no number:
-its module registers the name. Shapes are also logged as digests.
+A field is a 64-bit number (calls.h). Names and shapes are logged as digests. So a new collective needs no number; its
+module registers its name.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ _texts: dict[int, str] = {}
 
 
 def register_names(*names: str) -> None:
-    """Makes names of collectives, operators or algorithms known to the call log, on every rank before its first call.
+    """Registers names of collectives, operators or algorithms for the call log. Every rank does this before its first
+    call.
 
     Raises:
         ValueError: another name has the same digest.
@@ -65,14 +66,14 @@ class CollectiveCall(Struct, frozen=True):
     Attributes:
         collective: the collective's registered name.
         dtype: the element type's name.
-        op: reduction operator.
-        algorithm: the registered name of the algorithm that the caller asks for.
+        op: the reduction operator.
+        algorithm: the registered name of the requested algorithm.
         root: the root's rank; 0 for a collective without a root.
-        count: the number of elements that each rank contributes, or gets, depending on the collective.
-        shape: the shape of the array that all ranks pass or get; for `SHAPED` collectives the same on all ranks.
-        registered: numbers of the registered arrays that peers reach directly; the same on all ranks.
-        of: the number of the object that the call belongs to (see `Launches.number_object`); 0 for calls of the
-            communicator. Calls of objects have neither shape nor registered arrays.
+        count: the number of elements that each rank contributes or receives, depending on the collective.
+        shape: the shape of the array that each rank passes or receives; compared for `SHAPED` collectives.
+        registered: the digests of the registered arrays that peers access in place; the same on all ranks.
+        of: the number of the call's object (`Launches.number_object`); 0 for calls of the communicator. Calls of
+            objects have neither shape nor registered arrays.
     """
 
     collective: str
@@ -91,7 +92,7 @@ class CollectiveCall(Struct, frozen=True):
         digests = [_digest(name) for name in names]
         for digest in digests:
             _texts[digest]
-        # For a vector, the count already determines the shape.
+        # The shape of a vector is omitted, because `count` determines it.
         shape = self.shape if self.collective in SHAPED and len(self.shape) > 1 else ()
         return (*digests, self.root, self.count, self.of or _arrays_digest(shape, self.registered))
 
@@ -110,7 +111,7 @@ def name_of(digest: int, otherwise: str) -> str:
 
 
 def describe_call(fields: Sequence[int]) -> dict[str, str]:
-    """Returns the fields of a logged call in words, by name, except `shape`, which is only a digest."""
+    """Returns the fields of a logged call as text, by name. Omits `shape`, which is only a digest."""
     return {
         name: name_of(value, "unknown (0x0)") if name in _NAMED else str(value)
         for name, value in zip(CALL_FIELDS, fields, strict=True)

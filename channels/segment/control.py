@@ -1,9 +1,9 @@
-"""Control segments: the memory through which the ranks of a host tell each other that a rank has failed.
+"""Control segments: shared memory through which the ranks of a host learn that a rank has failed.
 
 Each rank owns a segment in pinned shared memory: the control block that its kernels poll, the words that proxies
 signal, its proxy's counters, a log of its recent collective calls, its announcements, and its rendezvous. The ranks of
-one host map each other's segments. A rank that fails raises the abort words of the host's other ranks before its own
-word. Kernels and the CPU raise the words in this order.
+one host map each other's segments. When a rank fails, its kernel or its CPU sets the abort words of the host's other
+ranks before the rank's own abort word.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ class Presence(IntEnum):
 
 
 class KernelWait(Struct, frozen=True):
-    """The contents of a ProxycclWait (control.h): a wait of some threads of a kernel, as it was when the kernel
-    answered a question (see `ask`)."""
+    """The contents of a ProxycclWait (control.h): a kernel's wait when the kernel answered a question (see `ask`)."""
 
     kind: int
     peer: int | None
@@ -88,7 +87,7 @@ class ControlSegment:
     """The control segment of this rank or of a peer.
 
     Attributes:
-        rendezvous: where the segment's rank posts messages and invitations.
+        rendezvous: the messages and invitations of the segment's rank.
     """
 
     service_offset = _SERVICE_OFFSET
@@ -100,7 +99,7 @@ class ControlSegment:
         self._peers: Mapping[int, ControlSegment] = {}
         self._peer_controls = ffi.new("ProxycclControl *[]", 0)
         self._request = ctypes.c_uint32.from_address(memory.host_ptr + _REQUEST_OFFSET)
-        self._filing = threading.RLock()  # reentrant: a signal handler may file a record while the lock is held
+        self._filing = threading.RLock()  # reentrant: a signal handler may store a record while the lock is held
         self.rendezvous = Rendezvous(memory.host_ptr + _RENDEZVOUS_OFFSET)
 
     def initialise(self, rank: int, timeout: float) -> None:
@@ -112,7 +111,7 @@ class ControlSegment:
         self._control.timeout_ns = int(seconds * 1e9)
 
     def introduce(self, peers: Mapping[int, ControlSegment]) -> None:
-        """Sets the ranks of this host, by rank, that this rank tells of its failure. No kernel may run yet."""
+        """Sets the segments whose ranks this rank notifies of a failure. No kernel may run yet."""
         self._peers = peers
         self._peer_controls = ffi.new("ProxycclControl *[]", [segment._control for segment in peers.values()])
         table = (ctypes.c_uint64 * len(peers)).from_address(self.memory.host_ptr + _PEERS_OFFSET)
@@ -137,7 +136,7 @@ class ControlSegment:
         return self.memory.host_ptr + self.semaphore_offset(channel)
 
     def semaphore_handle(self, channel: int) -> bytes:
-        """Returns the handle for mapping the word of `semaphore_offset` alone in another process."""
+        """Returns the handle by which another process maps only the word of `semaphore_offset`."""
         return self.memory.export(self.semaphore_host(channel), 8)
 
     def reset_semaphore(self, channel: int) -> None:
@@ -150,14 +149,14 @@ class ControlSegment:
 
     @property
     def aborted(self) -> bool:
-        """Whether this rank has failed, or was told that another rank has. Ranks are told before any kernel is
-        stopped.
+        """Whether this rank has failed, or another rank has notified it of a failure. Ranks are notified before any
+        kernel stops.
         """
         return bool(lib.proxyccl_control_abort(self._control) or lib.proxyccl_control_failed_rank(self._control))
 
     def raise_abort(self, record: ErrorRecord) -> None:
-        """Files the record, unless a record is filed already, and raises the abort words of the ranks of this host,
-        this rank's word last. Abort words end every wait of kernels.
+        """Stores the record, unless the segment has one already, and sets the abort words of the ranks of this host,
+        this rank's word last. A set abort word ends all waits of a rank's kernels.
         """
         filed = ffi.new("ProxycclErrorRecord *")
         filed.code, filed.rank, filed.wait, filed.operation = record.code, record.rank, record.wait, record.operation
@@ -167,7 +166,7 @@ class ControlSegment:
         filed.offset, filed.size = record.offset, record.size
         with self._filing:
             if record.cause and lib.proxyccl_control_record(self._control, filed) == lib.PROXYCCL_RECORD_EMPTY:
-                # The cause is published together with the record, by the pairing abort.
+                # The pairing abort publishes the cause together with the record.
                 text = record.cause.encode(errors="replace")[:MOST_CAUSE_BYTES]
                 ctypes.memmove(self._cause + 4, text, len(text))
                 ctypes.c_uint32.from_address(self._cause).value = len(text)
@@ -175,14 +174,13 @@ class ControlSegment:
 
     @property
     def _cause(self) -> int:
-        """The CPU's address of the record's cause: its length in bytes, then its text."""
+        """The CPU's address of the record's cause: a length in bytes, then the text."""
         return self.memory.host_ptr + _CAUSE_OFFSET
 
     def record(self) -> ErrorRecord:
-        """Returns the error record. If another rank's failure ended the group, first files that rank's record in this
-        segment.
+        """Returns the error record. If another rank has failed, first copies that rank's record to this segment.
 
-        Waits only briefly for a record that is still being written, because its writer may be gone.
+        Waits at most 0.1 s for a record that is being written, because its writer may have died.
         """
         error = ffi.new("ProxycclErrorRecord *")
         told = lib.proxyccl_control_failed_rank(self._control)
@@ -196,7 +194,7 @@ class ControlSegment:
         return self._read_record(error)
 
     def filed(self) -> ErrorRecord | None:
-        """Returns the error record, or None if this segment has no complete one. Unlike `record`, writes nothing, so
+        """Returns the error record, or None if this segment has no complete record. Unlike `record`, writes nothing, so
         observers may call it.
         """
         error = ffi.new("ProxycclErrorRecord *")
@@ -222,13 +220,15 @@ class ControlSegment:
         )
 
     def request_report(self) -> None:
-        """For a peer: asks the segment's rank to write a report. The store is unordered, because the peer reads nothing
-        else after it.
+        """For a peer: asks the segment's rank to write a report. The store is relaxed, because it publishes no other
+        data.
         """
         self._request.value = 1
 
     def take_report_request(self) -> bool:
-        """For the segment's rank: returns whether a peer has asked for a report since the last call."""
+        """For the segment's rank: returns whether a peer has asked for a report since the previous call of this
+        method.
+        """
         if not self._request.value:
             return False
         self._request.value = 0
@@ -240,18 +240,19 @@ class ControlSegment:
         return Presence(lib.proxyccl_control_presence(self._control))
 
     def set_presence(self, presence: Presence, exchanges: int = 0) -> None:
-        """Sets this rank's `presence`; with LEFT, also the number of the bootstrap's exchanges that the rank took part
-        in."""
+        """Sets this rank's `presence`; with LEFT, also its `exchanges`."""
         lib.proxyccl_control_set_presence(self._control, presence, exchanges)
 
     @property
     def exchanges(self) -> int:
-        """The number of exchanges that the segment's rank took part in; valid once its presence is LEFT."""
+        """The number of the bootstrap's exchanges in which the segment's rank took part; valid once its presence is
+        LEFT.
+        """
         return lib.proxyccl_control_exchanges(self._control)
 
     def ask(self, question: int) -> None:
-        """Asks this rank's kernels to describe their waits. `question` is a number from 1 on that was not used before;
-        0 ends the question.
+        """Asks this rank's kernels to describe their waits. `question` is a new number from 1 on; 0 withdraws the
+        question.
         """
         lib.proxyccl_control_ask(self._control, question)
 
@@ -269,8 +270,7 @@ class ControlSegment:
 
     @property
     def readback_buffer(self) -> tuple[int, int]:
-        """The address for the device and the address for the CPU of READBACK_BYTES, to which device memory is
-        copied."""
+        """The device's and the CPU's address of a buffer of READBACK_BYTES, to which reports copy device memory."""
         return self.memory.ptr + _READBACK_OFFSET, self.memory.host_ptr + _READBACK_OFFSET
 
     def semaphore(self, channel: int) -> int:
@@ -283,11 +283,11 @@ class ControlSegment:
         return Announcements(self.memory.host_ptr + _ANNOUNCEMENTS_OFFSET)
 
     def host_address(self, offset: int) -> int:
-        """Returns the CPU's address of the part of the segment at an offset."""
+        """Returns the CPU's address of an offset in the segment."""
         return self.memory.host_ptr + offset
 
     def close(self) -> None:
-        vars(self).pop("_control", None)  # so that a later call fails in Python, not in C
+        vars(self).pop("_control", None)  # so that a later call raises an error instead of crashing
         self.memory.close()
 
 

@@ -1,4 +1,4 @@
-"""The error record of a control block, and the exception that it becomes on each rank."""
+"""Converts the error record of a control block to the exception that each rank raises."""
 
 from __future__ import annotations
 
@@ -88,16 +88,15 @@ class ErrorRecord(Message, frozen=True):
 
 
 def exception_from(record: ErrorRecord, own_rank: int, cause: str = "") -> CommunicatorError:
-    """Returns the exception that this rank raises for an error record. `cause` has the details of this rank's own
-    failure.
+    """Returns the exception that this rank raises for an error record. `cause`: details, if this rank itself has
+    failed.
     """
     said = cause if cause and record.rank == own_rank else record.cause
     return _EXCEPTIONS.get(record.code, _ended)(_Account(record, own_rank, said))
 
 
 def bounded(text: str) -> str:
-    """Shortens a text to MOST_CAUSE_BYTES: to whole lines or, if the first line is too long, to the beginning of that
-    line."""
+    """Shortens a text to at most MOST_CAUSE_BYTES, at the end of a line unless the first line is too long."""
     if len(text.encode(errors="replace")) <= MOST_CAUSE_BYTES:
         return text
     room = MOST_CAUSE_BYTES - len(_MORE.encode())
@@ -118,9 +117,9 @@ class _Account:
     Attributes:
         record: the record.
         cause: as for `exception_from`; empty if the cause is not known.
-        who: the rank that noticed the failure.
-        peer: the rank that the error concerns, as the end of a phrase; "" if there is none.
-        on: the channel that the error concerns, as the end of a phrase.
+        who: the rank that noticed the failure, as text.
+        peer: " from rank" and the rank that the error concerns; "" if there is none.
+        on: " on channel" and the channel that the error concerns; "" if there is none.
     """
 
     def __init__(self, record: ErrorRecord, own_rank: int, cause: str) -> None:
@@ -173,7 +172,7 @@ def _proxy_lost(of: _Account) -> CommunicatorError:
 
 def _transfer_failed(of: _Account) -> CommunicatorError:
     record = of.record
-    # A failed completion may stand for several operations, so the message names none.
+    # One failed completion may cover several operations, so the message names none.
     operation = _operation(record) if record.operation else "a transfer"
     direction = "from" if record.operation & Operation.GET else "to"
     to = f" {direction} rank {record.peer}" if record.peer is not None else ""
@@ -292,6 +291,6 @@ def _operation(record: ErrorRecord) -> str:
 
 
 def _execution_place(place: int) -> str:
-    """Describes an operation of an execution plan, given the place that its step carries (execution.h)."""
+    """Describes the operation of an execution plan at a `place` (execution.h)."""
     bits = lib.PROXYCCL_PLACE_OPERATION_BITS
     return f"operation {place & (1 << bits) - 1} of threadblock {place >> bits} of its execution plan"

@@ -1,6 +1,6 @@
-"""Descriptors of other processes (pidfd_open(2)). This process has one for each, which all watchers of the process
-share. A process of another PID namespace has no number in this namespace, so that process opens a descriptor of itself
-and passes it over a socket.
+"""Descriptors of other processes (pidfd_open(2)). All watchers in this process share one descriptor per watched
+process. A process in another PID namespace can't be opened by its number, so it opens a descriptor of itself and passes
+the descriptor over a socket.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _users: dict[int, int] = {}
 
 
 class PeerProcess(Struct, frozen=True):
-    """A process of this machine, as other processes identify it.
+    """Identifies a process of this machine.
 
     Attributes:
         pid: the process's number in its PID namespace.
         view: its `proc_view`.
         token: 16 bytes that no other process has.
-        started: the process's start time (`start_of`), None if unknown. It tells the process from a later one, because
-            the system reuses process numbers.
+        started: the process's start time (`start_of`), None if unknown. The start time distinguishes the process from a
+            later process with the same number.
     """
 
     pid: int
@@ -54,8 +54,9 @@ class PeerProcess(Struct, frozen=True):
 
     @property
     def is_ending(self) -> bool:
-        """Whether the process's first thread has ended, and its files can no longer be opened. The process's descriptor
-        becomes readable only when all threads have ended, which on a busy machine may be a second later or more.
+        """Whether the process's main thread has ended, so that the process's files can't be opened. The process's
+        descriptor becomes readable when all threads have ended, which on a busy machine may take another second or
+        more.
         """
         return self.is_visible and self.started is not None and start_of(self.pid) != self.started
 
@@ -65,12 +66,12 @@ def acquire(process: PeerProcess) -> int:
 
     Raises:
         ProcessLookupError: the process has ended.
-        ResourceError: the system forbids process descriptors, or a process of another PID namespace does not pass its
-        descriptor.
+        ResourceError: the system forbids process descriptors, or a process in another PID namespace does not pass its
+            descriptor.
     """
     with _lock:
         descriptor = _of_process.get(process)
-        if descriptor is None or has_ended(descriptor):  # an ended process's number may be reused
+        if descriptor is None or has_ended(descriptor):  # the number may belong to another process
             descriptor = _of_process[process] = _open(process)
         _users[descriptor] = _users.get(descriptor, 0) + 1
         return descriptor
@@ -92,7 +93,7 @@ def _open(process: PeerProcess) -> int:
         return descriptor
     try:
         return fetch_descriptor(process.token, _KIND)
-    except UnreachableError as error:  # it could be reached before
+    except UnreachableError as error:  # its socket is gone
         raise ProcessLookupError(str(error)) from None
     except OSError as error:
         raise ResourceError(f"process {process.pid} of another PID namespace can't be watched: {error}") from None

@@ -1,7 +1,6 @@
-"""How observers find ranks: each rank of each communicator publishes a small file that names its segment.
+"""Publishes a small file for each rank of each communicator, by which observers find the rank's segment.
 
-The files are in the same directory as the files of proxies; a rank may lack a proxy. `proxyccl.tools.communicators`
-reads the segments.
+The files are in the directory of the proxies' files. `proxyccl.tools.communicators` reads the segments.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _SUFFIX = ".rank"
 
 
 class Neighbour(Message, frozen=True):
-    """A rank whose process an observer in the same container also sees. `started` is as in `OfProcess`."""
+    """A rank whose process is visible in the publishing rank's PID namespace. `started` is as in `OfProcess`."""
 
     rank: Annotated[int, Meta(ge=0, le=2**31)]
     pid: Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -45,8 +44,7 @@ class RankPublication(OfProcess, frozen=True):
         device: the ordinal of the rank's device.
         neighbours: the ranks of the communicator on this rank's host and in its PID namespace, including this rank.
         segment: the handle of the rank's segment, in hexadecimal.
-        layout: the size of a segment of one rank. If the reader's size differs, another version of ProxyCCL made the
-            segment.
+        layout: the size of a segment for one rank, which differs between versions of ProxyCCL.
     """
 
     description: Description
@@ -69,8 +67,8 @@ _RANKS = Codec(RankPublication, 1 << 20)
 
 
 class Published:
-    """Publishes a rank's file until `withdraw`. A failure to write the file is only logged, because the rank works
-    without it.
+    """Publishes a rank's file until `withdraw`. If the file can't be written, only logs the failure, because the rank
+    works without the file.
 
     Args:
         control: the rank's segment.
@@ -104,8 +102,8 @@ class Published:
 
 
 def find_ranks() -> list[tuple[Path, RankPublication]]:
-    """Returns the ranks of this user on this machine, with their files, ordered by communicator and rank. Removes files
-    of processes that ended.
+    """Returns this user's ranks on this machine with their files, ordered by communicator and rank. Removes files of
+    processes that have ended.
 
     Raises:
         ArgumentError: the directory of publications is not this user's own.

@@ -1,4 +1,4 @@
-"""Rendezvous: ranks of a host exchange messages, and find each other to form a group, without a bootstrap.
+"""Rendezvous: the ranks of a host exchange messages and form groups without a bootstrap.
 
 Each rank has a rendezvous in its control segment, which the other ranks map (rendezvous.h).
 """
@@ -26,8 +26,8 @@ _LONGEST_PAUSE_SECONDS = 1e-3
 
 
 def ranks_missing(exchange: str, missing: Sequence[int], rank: int) -> WaitTimeoutError:
-    """Returns the error of a rank for which other ranks were missing in an exchange; `exchange` describes the exchange
-    in words.
+    """Returns the error of `rank` if other ranks were missing in an exchange; `exchange` describes the exchange in
+    words.
     """
     return WaitTimeoutError(
         f"{exchange}: ranks {list(missing)} did not come in time",
@@ -38,9 +38,9 @@ def ranks_missing(exchange: str, missing: Sequence[int], rank: int) -> WaitTimeo
 
 
 def key_of(*what: object) -> int:
-    """Returns the 64-bit key of an invitation that these values name."""
+    """Returns a 64-bit key for an invitation, computed from these values."""
     digest = hashlib.sha256(repr(what).encode()).digest()
-    return int.from_bytes(digest[:8], "little") | 1  # because 0 is not a key
+    return int.from_bytes(digest[:8], "little") | 1  # 0 is not a valid key
 
 
 class Rendezvous:
@@ -67,7 +67,7 @@ class Rendezvous:
         return bool(lib.proxyccl_mailbox_read(self._shared, number, letter))
 
     def invite(self, key: int, handle: bytes) -> int:
-        """For the owner: leaves a handle under a key, until `withdraw` is called with the returned number.
+        """For the owner: publishes a handle under a key. Returns a number for `withdraw`.
 
         Raises:
             ResourceError: there are too many invitations already, or the handle is too long.
@@ -90,7 +90,9 @@ class Rendezvous:
             self._used.discard(place)
 
     def refuse(self, key: int, reason: str) -> None:
-        """For the owner: leaves under a key the reason why this rank can't take part. Later refusals may replace it."""
+        """For the owner: publishes under a key the reason why this rank can't take part. Later refusals may replace
+        it.
+        """
         message = reason.encode()[: lib.PROXYCCL_INVITATION_BYTES]
         with self._lock:
             place = MOST_INVITATIONS + self._refusals % _MOST_REFUSALS
@@ -105,12 +107,13 @@ class Rendezvous:
         return bytes(ffi.buffer(copy.handle, copy.handle_bytes)) if found else None
 
     def decide(self, question: int, value: int) -> int:
-        """For any rank: decides a question by a value above 0. Returns the value that stands, that of the first rank
-        that decided."""
+        """For any rank: proposes a value above 0 for a question. Returns the value that was proposed first, by any
+        rank.
+        """
         return int(lib.proxyccl_decide(self._shared, question, value))
 
     def decision(self, question: int) -> int | None:
-        """Returns the value that decided a question; None while the question is open."""
+        """Returns the value that was first proposed for a question; None if there is none."""
         return int(lib.proxyccl_decision(self._shared, question)) or None
 
 
@@ -127,7 +130,7 @@ class Mailboxes:
         self._letters = 0
 
     def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
-        """See `Bootstrap.all_gather`. A long message is sent in several letters."""
+        """See `Bootstrap.all_gather`. A message longer than a mailbox is sent in parts (letters)."""
         deadline = time.monotonic() + timeout
         messages = {peer: bytearray() for peer in self._peers}
         longest, sent = len(data), 0
@@ -154,14 +157,13 @@ class Mailboxes:
         return ranks_missing("the bootstrap's all_gather over mailboxes", missing, self.rank)
 
     def close(self) -> None:
-        """Does nothing, because the control segment holds the mailbox."""
+        """Does nothing: the control segment owns the mailbox."""
 
 
 def wait_until(
     found: Callable[[], object], deadline: float, give_up: Callable[[], None], late: Callable[[], Exception]
 ) -> None:
-    """Waits until `found` returns true. Arguments as for `wait_at_most`; `late` returns the error to raise at the
-    deadline."""
+    """Like `wait_at_most`, but raises the error that `late` returns at the deadline."""
     if not wait_at_most(found, deadline, give_up):
         raise late()
 
@@ -172,12 +174,12 @@ def wait_at_most(
     give_up: Callable[[], None] = lambda: None,
     longest_pause: float = _LONGEST_PAUSE_SECONDS,
 ) -> bool:
-    """Waits until `found` returns true, with ever longer pauses. Returns False at the deadline.
+    """Calls `found` with increasing pauses until it returns true. Returns False at the deadline.
 
     Args:
         found: called repeatedly.
         deadline: the latest time, by `time.monotonic`.
-        give_up: called while waiting; it raises to end the wait early.
+        give_up: called before each pause; may raise a ProxyCCLError to end the wait.
         longest_pause: the longest pause, in seconds.
     """
     pause = _FIRST_PAUSE_SECONDS
@@ -185,7 +187,7 @@ def wait_at_most(
         try:
             give_up()
         except ProxyCCLError:
-            if found():  # checked again, because the awaited event may precede the event that ends the wait
+            if found():  # the awaited event may have preceded the failure
                 return True
             raise
         if time.monotonic() > deadline:
