@@ -1,2 +1,2 @@
-// MSCCL++'s host header. Kernels that include it need the device side.
+// Stands in for MSCCL++'s host header: kernels that include it get the device declarations.
 #include "mscclpp/concurrency_device.hpp"

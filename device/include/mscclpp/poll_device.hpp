@@ -17,8 +17,8 @@ PROXYCCL_DEVICE void waitForCondition(Ready ready) {
 }  // namespace detail
 }  // namespace mscclpp
 
-/// Spins while the condition holds. If the communicator ends or the time-out passes, the kernel continues, as after any
-/// wait that failed, and the program gets a WaitTimeoutError.
+/// Spins while the condition holds. If the communicator ends or the time-out passes, the kernel continues and the
+/// program gets a WaitTimeoutError.
 #define POLL_MAYBE_JAILBREAK(condition, max_spins)                     \
   do {                                                                 \
     static_cast<void>(max_spins);                                      \

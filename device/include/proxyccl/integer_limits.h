@@ -1,5 +1,5 @@
-// The limits of the integers, as <stdint.h> has them: run-time compilers lack that header. If <stdint.h> is included
-// later, its definitions have the same values.
+// The limits of the integers, as <stdint.h> has them: run-time compilers lack that header. A later <stdint.h> may
+// redefine them, because its values are the same.
 #pragma once
 
 #ifndef UINT32_MAX

@@ -8,8 +8,8 @@
 
 namespace proxyccl {
 
-// A packet of 16 bytes that carries 8. Each 8-byte half has its own flag, so a store that is torn in halves is
-// harmless.
+// A packet of 16 bytes that carries 8 bytes of data. Each 8-byte half has its own flag, so a store that is torn in
+// halves is harmless.
 struct alignas(16) LL16Packet {
   uint32_t data1, flag1, data2, flag2;
 
@@ -31,7 +31,7 @@ struct alignas(16) LL16Packet {
     return words.carries(flag);
   }
 
-  // Loads a packet's bits, whatever its flags are, so that a thread may load several packets before it waits for the
+  // Loads a packet's bits without checking its flags, so that a thread can load several packets before it waits for the
   // first.
   struct Words {
     uint64_t low, high;
@@ -46,7 +46,7 @@ struct alignas(16) LL16Packet {
   }
 };
 
-// A packet of 8 bytes that carries 4.
+// A packet of 8 bytes that carries 4 bytes of data.
 struct alignas(8) LL8Packet {
   uint32_t data, flag;
 
@@ -85,9 +85,9 @@ PROXYCCL_DEVICE typename Packet::Payload readPacket(const Packet* packet, uint32
   return payload;
 }
 
-/// Whether a flag may be used: fresh memory holds flag 0, so a wait for 0 would succeed before anything arrived.
+/// Returns whether a flag is valid: 0 is not, because zeroed memory holds it, so a wait for it would succeed too early.
 ///
-/// Flag 0 ends the communicator with a TriggerError. Parameters as for readPacket().
+/// An invalid flag ends the communicator with a TriggerError. The parameters are those of readPacket().
 PROXYCCL_DEVICE bool flagIsValid(uint32_t flag, Control* control, uint32_t peer, uint32_t channel) {
   if (flag != 0) return true;
   recordError(control, PROXYCCL_ERROR_INVALID_FLAG, {PROXYCCL_WAIT_PACKET, peer, channel, 0}, 0);
