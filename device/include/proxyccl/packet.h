@@ -1,7 +1,8 @@
-// Low-latency packets: data and a flag in one store, so that the data needs no separate signal (NCCL's LL protocol).
+// Low-latency packets: one store carries data and a flag, so that the data needs no separate signal (NCCL's LL
+// protocol).
 //
-// A reader waits until the packet's flags equal its own. A flag must differ from the packet's previous one. Flag 0 is
-// refused, because fresh memory holds it.
+// A reader waits until the packet's flags equal the flag that it expects. A flag must differ from the flag that the
+// packet carried before. Flag 0 is refused, because zeroed memory holds it.
 #pragma once
 
 #include "proxyccl/wait.h"
