@@ -655,8 +655,7 @@ class Dispatch {
     __shared__ uint32_t tokens[PROXYCCL_MAX_EXPERT_RANKS];
     return tokens;
   }
-  // For each rank: its first row for this rank's tokens (by masks) or this block's tokens (by counts), and the output
-  // buffer that it named.
+  // For each rank: the first row on that rank of this rank's tokens, and the output buffer that the rank named.
   struct Outgoing {
     uint32_t row, buffer;
   };

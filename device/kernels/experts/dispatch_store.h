@@ -178,8 +178,8 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeQuantized(const Group& group, uint64_t
       inGlobal(reinterpret_cast<float*>(scales))[block] = scale;
     }
   };
-  // Parts past a piece's end cost as much as other parts: half a row of 7168 elements has seven parts, a piece of few
-  // tokens has fewer.
+  // Parts beyond a piece's end take as long as other parts, so kParts fits the pieces: half a row of 7168 elements has
+  // seven parts; in a dispatch of few tokens a piece has fewer.
   constexpr uint32_t kParts = kFewMasks ? 4 : 7;
   if (targets > 0 && end - first <= kGroupLanes * kParts / 8) {
     scaleBlocks<kParts>(group, row, first, end, aligned, storeParts, storeScale);
@@ -194,7 +194,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeQuantized(const Group& group, uint64_t
 
 template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::storeCountedRows(const Group& group) const {
-  if (blockIdx.x == team_->blocks - 1) {  // reporting the counts takes a block some time
+  if (blockIdx.x == team_->blocks - 1) {  // only this block spends time on reporting the counts
     Gathered gathered;
     if (!gatherCounts(group, &gathered)) return giveUp();
     if ((call_.phases & PROXYCCL_EXPERT_GATHER) && threadIdx.x == 0) publishReceivedRows(gathered);
@@ -208,7 +208,8 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeCountedRows(const Group& group) const 
   const bool stores = blockIdx.x < storingBlocks();
   if (stores) placeOutgoing();
   const uint32_t rows = placeIncoming(), segments = team_->segments;
-  const uint32_t* first = stores ? firstRowsThere() : firstRowsHere();  // this rank is a source on the other rank
+  const uint32_t* first = stores ? firstRowsThere() : firstRowsHere();  // without stores to peers, only the rows on
+                                                                        // this rank matter
   const char* slab = slabOf(team_->rank);
   storeInTurns(
       group, rows, topk_, [&](uint32_t thread, uint32_t threads) { describeAll(thread, threads); },
