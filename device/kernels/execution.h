@@ -7,8 +7,7 @@
 
 /* The kinds of steps. The thread ProxycclStep.thread of the block executes a step that needs only one thread. */
 enum ProxycclStepCode {
-  PROXYCCL_STEP_SYNC =
-      0, /* a barrier of the block's threads; one thread's later release covers all threads' writes */
+  PROXYCCL_STEP_SYNC = 0, /* a barrier of the block's threads, after which one thread's release covers the writes of all threads */
   PROXYCCL_STEP_BARRIER = 1, /* barrier number `channel`, in which `option` blocks take part */
   PROXYCCL_STEP_SIGNAL = 2,  /* signals by a memory channel */
   PROXYCCL_STEP_RELAXED_SIGNAL = 3,
@@ -19,13 +18,10 @@ enum ProxycclStepCode {
   PROXYCCL_STEP_ACQUIRE = 8,   /* acquires semaphore number `channel` */
   PROXYCCL_STEP_RELEASE = 9,
   PROXYCCL_STEP_COPY = 10,    /* copies operand 0 to operand 1 */
-  PROXYCCL_STEP_COMBINE = 11, /* combines the sources by the operation `option`, and stores the result in each
-                               * destination */
+  PROXYCCL_STEP_COMBINE = 11, /* stores the sources' combination, by the operation `option`, in each destination */
   PROXYCCL_STEP_AWAIT_PACKETS = 12,
-  PROXYCCL_STEP_LOOP =
-      13,                /* repeats the next `option` steps `iterations` times, each time on `unit` bytes; both counts
-                          * >= 1 */
-  PROXYCCL_STEP_END = 14 /* ends the block's steps */
+  PROXYCCL_STEP_LOOP = 13, /* repeats the next `option` steps `iterations` times, each time on `unit` bytes; both >= 1 */
+  PROXYCCL_STEP_END = 14   /* ends the block's steps */
 };
 
 /* The operations of COMBINE. */
@@ -57,8 +53,7 @@ typedef struct ProxycclStep {
   uint32_t thread;                /* the thread that executes the step; all threads execute a step that moves data */
   uint32_t channel;               /* number of a port channel, barrier or semaphore */
   uint32_t option;                /* depends on `code`; for a wait for a channel's signal: the peer */
-  uint32_t sources, destinations; /* numbers of operands; from the block's operand `first_operand` on: the sources, then
-                                   * the destinations */
+  uint32_t sources, destinations; /* numbers of sources and of destinations, from first_operand on */
   uint32_t first_operand;
   uint64_t bytes; /* bytes of data */
   uint64_t unit;
@@ -84,9 +79,7 @@ typedef struct ProxycclExecution {
   char* output;
   const ProxycclStep* steps; /* block_steps steps for each block; one of them is END */
   const ProxycclOperand* operands;
-  uint32_t block_steps,
-      block_operands; /* equal for all blocks, so that a block computes the addresses of its steps and operands without
-                       * a load */
+  uint32_t block_steps, block_operands; /* equal for all blocks, so that a block can find its steps and operands without a load */
   const ProxycclProxyChannel* port_channels;
   uint32_t* barriers;  /* a DeviceSyncer (two words) for each barrier */
   int32_t* semaphores; /* a DeviceSemaphore for each semaphore */

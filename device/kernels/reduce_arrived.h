@@ -90,7 +90,7 @@ PROXYCCL_DEVICE void openGate(const ProxycclArrived& arrived, uint32_t piece) {
   if (arrived.gate == nullptr) return;
   auto isNext = [&](uint64_t* seen) { return (*seen = loadAcquireDevice(arrived.opened)) >= piece; };
   if (!awaitOthers(arrived, PROXYCCL_WAIT_GRID, piece, isNext))
-    return;  // an earlier piece may not be reduced yet
+    return;  // the wait is needed, because an earlier piece may not be reduced yet
   storeReleaseSystem<uint64_t>(arrived.gate, piece + 1);
   if (piece + 1 < arrived.pieces) storeReleaseDevice<uint32_t>(arrived.opened, piece + 1);
 }

@@ -26,8 +26,8 @@ typedef struct ProxycclLink {
  * - PROXYCCL_PIPELINE_BUFFERS buffers of pipeline_bytes bytes: the peers' data of a piece (scattered_reduction.h,
  *   all_reduce_two_shot.h, all_reduce_by_proxy.h);
  * - outputs [lanes][world_size]: packets with the addresses of peers' outputs (outputs.h);
- * - if some peer is not mapped, from staging_offset on: the same buffers for data that the proxy is to send. Data of
- * peers that are not mapped arrives at the same offsets in `proxied`.
+ * - if some peer is not mapped, from staging_offset on: the same buffers for data that the proxy is to send.
+ * Data of peers that are not mapped arrives at the same offsets in `proxied`.
  */
 enum {
   PROXYCCL_ROUND_BUFFERS = 2, /* indexed by the parity of `round` */
@@ -55,21 +55,18 @@ typedef struct ProxycclTeam {
   uint32_t* epochs; /* in device memory: for each lane, the number of kernels that used outputs.h, which the lane's
                        block advances */
   char* scratch;
-  char* proxied;           /* scratch memory for peers that are not mapped: equal to `scratch`, or pinned host memory if
-                              CPUs move the staged data */
+  char* proxied;           /* scratch memory for peers that are not mapped: `scratch`, or pinned host memory if CPUs move
+                              the staged data */
   uint64_t exchange_bytes; /* bytes of a buffer for rounds, for all peers together */
   uint64_t pipeline_bytes; /* bytes of a buffer for the pipeline, for all peers together */
   uint64_t outputs_offset, staging_offset;
-  uint64_t one_crossing_bytes; /* most bytes for which an all_reduce by proxy sends whole arrays, which cross a link
-                                * only once */
+  uint64_t one_crossing_bytes; /* most bytes of an all_reduce by proxy in which data crosses a link once */
   /* The host computes how a call is cut into pieces, because division is slow on a device. `share` is the number of
-   * elements that a rank reduces, `piece` the number of elements in a piece of a share, `pieces` the number of pieces.
-   * */
+   * elements that a rank reduces, `piece` the number of elements in a piece of a share, `pieces` their number. */
   uint64_t share, piece, pieces;
   uint64_t slot_bytes; /* bytes of a slot for a peer's piece */
-  uint32_t meet;   /* not 0 if ranks exchange the addresses of their outputs before they send data; the same on all
-                    * ranks */
-  uint32_t offers; /* not 0 if peers may load this rank's input, at its output's address (all_reduce_two_shot.h) */
+  uint32_t meet;       /* not 0 if ranks first exchange the addresses of their outputs; equal on all ranks */
+  uint32_t offers;     /* not 0 if peers may load this rank's input, at its output's address (all_reduce_two_shot.h) */
   char* remote[PROXYCCL_MAX_MAPPED_RANKS]; /* indexed by rank: the peers' scratch memory; null if it is not mapped */
   /* Indexed by rank: the address of this rank's output as the rank's kernels map it. All addresses are null if some
    * rank does not map the output. */

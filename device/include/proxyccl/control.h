@@ -86,11 +86,11 @@ typedef struct ProxycclErrorRecord {
   uint32_t operation; /* bits of a trigger's operation, if any; for an SmChannel's range error: ProxycclSmCall */
   uint32_t channel;   /* channel id, or PROXYCCL_NO_CHANNEL */
   int32_t status;     /* a driver's or transport's own status */
-  uint64_t expected; /* value waited for (a ticket, semaphore value or packet flag); for a schedule: its number; for a
-                        range error: the required alignment; for a refused trigger: the memory's id */
-  uint64_t seen;     /* value last seen; for a range error or a refused trigger: the memory's size in bytes */
-  uint64_t offset;   /* byte offset of the transfer that failed */
-  uint64_t size;     /* size of that transfer in bytes */
+  uint64_t expected;  /* value waited for: ticket, semaphore value or packet flag; for a schedule: its number; for a
+                         range error: the required alignment; for a refused trigger: the memory's id */
+  uint64_t seen;      /* value last seen; for a range error or a refused trigger: the memory's size in bytes */
+  uint64_t offset;    /* byte offset of the transfer that failed */
+  uint64_t size;      /* size of that transfer in bytes */
 } ProxycclErrorRecord;
 
 /* What one kernel waits for: its answer to the CPU's question in `asked`. */

@@ -25,7 +25,7 @@
  * - rail [2][nodes]: data for this node from this rank's counterparts on other nodes, which all ranks of the node read
  * - outbox [2][nodes]: this rank's data for its counterparts, which the proxy reads
  * - returns [kept_calls]: experts' rows for the tokens' ranks in a combine; return_rails: those for counterparts of the
- * tokens' ranks
+ *   tokens' ranks
  * - partial_in, partial_out [2][nodes]: nodes' sums for the tokens' ranks in a combine
  * - outputs [output_buffers]: rows [output_rows], and their scales (experts/dispatch_store.h)
  *
@@ -62,11 +62,9 @@ enum {
   PROXYCCL_EXPERT_SEND = 4,    /* phase of a dispatch or a combine: send rows */
   PROXYCCL_EXPERT_RECEIVE = 8, /* phase of a dispatch or a combine: receive rows */
   PROXYCCL_EXPERT_LAYOUT = 16, /* instead of SEND and RECEIVE: only compute where the rows of a dispatch would go */
-  PROXYCCL_EXPERT_TELL = 32,   /* with GATHER, if tokens have one row per rank: report to the CPU how many slots chose
-                                * each expert */
+  PROXYCCL_EXPERT_TELL = 32,   /* with GATHER, if tokens have one row per rank: report the slots of each expert */
   PROXYCCL_FIRST_CHOICE = 1
-      << 30, /* bit of an announced ProxycclExpertChoice.expert: set for the first of a token's slots with the same rank
-              * */
+      << 30, /* bit of an announced ProxycclExpertChoice.expert: set for the first of a token's slots with a rank */
   /* Flags in ProxycclExperts that tell which ids drop a slot: */
   PROXYCCL_NUMBER_DROPS = 1,    /* the id that equals the number of experts */
   PROXYCCL_MINUS_ONE_DROPS = 2, /* the id -1 */
@@ -107,8 +105,7 @@ typedef struct ProxycclReceivedRows {
                          PROXYCCL_NO_PEER, which the CPU stores, if there was none */
   uint32_t bad_slot;  /* the first slot of bad_rank whose expert id is out of range */
   uint32_t bad_index; /* 1 if full_scatter_indices were too few, or no permutation of this rank's rows */
-  uint32_t most_rows; /* largest number of rows of a rank or, with padded rows, of an expert, since the CPU last stored
-                       * 0 */
+  uint32_t most_rows; /* largest number of rows of a rank or, with padded rows, of an expert; the CPU resets it to 0 */
   uint32_t wanted_tokens; /* the greatest ProxycclDispatch.wanted_tokens of all ranks */
 } ProxycclReceivedRows;
 
@@ -116,12 +113,9 @@ typedef struct ProxycclReceivedRows {
 typedef struct ProxycclExpertCounters {
   uint64_t dispatches, combines; /* number of calls whose last kernel all blocks have begun */
   uint64_t routings;             /* number of dispatches, without repeated ones */
-  uint32_t
-      next_item[2][2]; /* indexed by the dispatch's parity: the next item of the rows for peers, and of this rank's own
-                        * rows */
+  uint32_t next_item[2][2]; /* by the parity of the dispatch: the next item of the rows for peers, and of this rank's own rows */
   uint32_t blocks_done;
-  uint32_t has_failed; /* not 0 if a dispatch failed before it wrote its layout; calls that read layouts then do nothing
-                        * */
+  uint32_t has_failed; /* not 0 if a dispatch failed before it wrote its layout; calls that read it do nothing */
 } ProxycclExpertCounters;
 
 /* A parameter of every kernel of a layer, passed by value. */
@@ -138,12 +132,9 @@ typedef struct ProxycclExperts {
   uint32_t padded_rows;                    /* most rows of an expert, if rows are padded; else 0 */
   uint32_t expert_alignment;               /* each expert's rows begin at a multiple of this, if it is not 0 */
   uint32_t choice_packets, weight_packets; /* packets of a rank's announcement; 0 if counts are sent instead */
-  uint32_t output_buffers, output_rows; /* number of buffers, the last of which is for a combine's rows, and rows of
-                                         * each buffer */
-  uint32_t senders;    /* with output buffers: number of blocks that store a large dispatch's rows to peers; 0 if there
-                        * is only one block */
-  uint32_t kept_calls; /* 2 if inbox and returns are double-buffered, so that a call may send before peers have read the
-                          previous call's data; else 1 */
+  uint32_t output_buffers, output_rows;    /* number of buffers, the last for a combine's rows; rows of a buffer */
+  uint32_t senders;    /* number of blocks that store rows of a large dispatch to peers; 0 if a kernel has one block */
+  uint32_t kept_calls; /* 2 if inbox and returns are double-buffered, to send before peers have read the last call; else 1 */
   uint32_t dropping_ids;         /* PROXYCCL_NUMBER_DROPS, PROXYCCL_MINUS_ONE_DROPS, or both */
   uint32_t batch_tokens;         /* between nodes: least number of tokens of a separate message */
   uint64_t segment_bytes;        /* most bytes of a segment's rows */
@@ -153,8 +144,7 @@ typedef struct ProxycclExperts {
   uint64_t least_message;             /* between nodes: shorter messages are padded to this number of bytes */
   /* Offsets in a workspace. */
   uint64_t announced, inbox, rail, outbox, returns, return_rails, partial_in, partial_out, partial_bytes;
-  uint64_t outputs, output_bytes, output_scales; /* output_bytes: size of a buffer; output_scales: offset of the scales
-                                                  * in a buffer */
+  uint64_t outputs, output_bytes, output_scales; /* output_bytes: size of a buffer; output_scales: its scales' offset */
   uint64_t routed, sent, read, returned, summed, loadable, crossed; /* flags; see experts/expert_team.h */
   ProxycclControl* control;
   char* workspace;
@@ -174,8 +164,7 @@ typedef struct ProxycclExperts {
   ProxycclExpertCounters* counters;
 } ProxycclExperts;
 
-/* The positions of a dispatch's rows, in device memory. Combines and repeated dispatches read these tables.
- */
+/* The positions of a dispatch's rows, in device memory, for combines and repeated dispatches. */
 typedef struct ProxycclExpertLayout {
   int32_t* tokens;      /* [world_size]: number of tokens of each rank */
   int32_t* counts;      /* [world_size][experts] */
@@ -200,13 +189,11 @@ typedef struct ProxycclDispatch {
   uint32_t capacity;      /* number of rows of the output */
   uint32_t redispatch;    /* 1: the dispatch uses an existing layout and counts nothing */
   uint64_t ticket;        /* see ProxycclReceivedRows */
-  uint32_t wanted_tokens; /* number of tokens, sent to all ranks, for which this rank would have needed a larger layer;
-                           * else 0 */
+  uint32_t wanted_tokens; /* number of tokens for which this rank would need a larger layer, sent to all ranks; or 0 */
   uint32_t scale_bytes;   /* bytes of scales at the end of each row; the receiver stores them in output_scales */
   uint32_t scale_column;  /* with padded rows: words in a column of an expert's scales, with one column per scale of a
                              row; 0 if each row's scales are contiguous */
-  uint32_t id_bytes;      /* size of an expert id in bytes, 4 or 8; also of row_experts, unless the dispatch is repeated
-                           * */
+  uint32_t id_bytes;      /* size of an expert id, 4 or 8 bytes; also of row_experts, unless the dispatch is repeated */
   uint32_t output_buffer; /* 1 + the number of this rank's output buffer, if senders store rows in it; else 0 */
   uint32_t padded_rows;   /* most rows of an expert in this call, if rows are padded */
   uint64_t row_bytes;
@@ -214,8 +201,7 @@ typedef struct ProxycclDispatch {
   const char* expert_ids;  /* [tokens][topk] of id_bytes each; for a repeated dispatch the layout's ids */
   const char* weights;     /* [tokens][topk], or null; float32 if tokens have one row per rank */
   const int32_t* scatter;  /* [scatter_tokens][topk], or null */
-  uint64_t scatter_tokens; /* number of tokens of all ranks according to the caller; data of a stopped rank may claim
-                            * more */
+  uint64_t scatter_tokens; /* number of tokens of all ranks, from the caller; a stopped rank's data may claim more */
   char* output;            /* [capacity][row_bytes - scale_bytes] */
   char* output_scales;     /* [capacity][scale_bytes] */
   char* output_weights;    /* [capacity] or, if tokens have one row per rank, [capacity][topk]; or null */
@@ -243,8 +229,7 @@ typedef struct ProxycclCombine {
   ProxycclExpertLayout layout;
 } ProxycclCombine;
 
-/* The arguments of expert_weigh, which multiplies rows by weights in place. Rows that no dispatch has filled become
- * zero. */
+/* The arguments of expert_weigh, which multiplies rows by weights in place and clears unfilled rows. */
 typedef struct ProxycclWeighing {
   uint64_t rows, hidden;
   char* values;         /* [rows][hidden] */
