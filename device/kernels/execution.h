@@ -7,7 +7,8 @@
 
 /* The kinds of steps. The thread ProxycclStep.thread of the block executes a step that needs only one thread. */
 enum ProxycclStepCode {
-  PROXYCCL_STEP_SYNC = 0, /* a barrier of the block's threads, after which one thread's release covers the writes of all threads */
+  PROXYCCL_STEP_SYNC =
+      0, /* a barrier of the block's threads, after which one thread's release covers the writes of all threads */
   PROXYCCL_STEP_BARRIER = 1, /* barrier number `channel`, in which `option` blocks take part */
   PROXYCCL_STEP_SIGNAL = 2,  /* signals by a memory channel */
   PROXYCCL_STEP_RELAXED_SIGNAL = 3,
@@ -20,8 +21,9 @@ enum ProxycclStepCode {
   PROXYCCL_STEP_COPY = 10,    /* copies operand 0 to operand 1 */
   PROXYCCL_STEP_COMBINE = 11, /* stores the sources' combination, by the operation `option`, in each destination */
   PROXYCCL_STEP_AWAIT_PACKETS = 12,
-  PROXYCCL_STEP_LOOP = 13, /* repeats the next `option` steps `iterations` times, each time on `unit` bytes; both >= 1 */
-  PROXYCCL_STEP_END = 14   /* ends the block's steps */
+  PROXYCCL_STEP_LOOP =
+      13,                /* repeats the next `option` steps `iterations` times, each time on `unit` bytes; both >= 1 */
+  PROXYCCL_STEP_END = 14 /* ends the block's steps */
 };
 
 /* The operations of COMBINE. */
@@ -79,7 +81,8 @@ typedef struct ProxycclExecution {
   char* output;
   const ProxycclStep* steps; /* block_steps steps for each block; one of them is END */
   const ProxycclOperand* operands;
-  uint32_t block_steps, block_operands; /* equal for all blocks, so that a block can find its steps and operands without a load */
+  uint32_t block_steps,
+      block_operands; /* equal for all blocks, so that a block can find its steps and operands without a load */
   const ProxycclProxyChannel* port_channels;
   uint32_t* barriers;  /* a DeviceSyncer (two words) for each barrier */
   int32_t* semaphores; /* a DeviceSemaphore for each semaphore */

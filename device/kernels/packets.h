@@ -9,9 +9,8 @@
 //
 // A packet's memory is reused two epochs later, by any rank and any algorithm. No flag is needed, because the packet
 // was read by then. Proof: let rank x, in epoch e + 2, write a packet of rank y that y read in epoch e.
-//   - If epoch e + 2 is in a later kernel than epoch e + 1, x has finished the kernel of epoch e + 1, so it has
-//     received data that y sent in that kernel. So y had started that kernel after it had ended the kernel of epoch e, or y
-//     had sent that data after it had read epoch e in the same kernel.
+//   - If epochs e, e + 1 and e + 2 are in three different kernels, x has finished the kernel of epoch e + 1, so it has
+//     received data that y sent in that kernel. So y had started that kernel, and had ended the kernel of epoch e.
 //   - If epochs e + 1 and e + 2 are in one kernel, a thread has the same packets in both. Before the thread sends a
 //     packet of epoch e + 2, it has received the packets of epoch e + 1 from the same thread of y. That thread sent
 //     them after it had read its packets of epoch e, or after y had ended an earlier kernel with epoch e.

@@ -55,8 +55,8 @@ typedef struct ProxycclTeam {
   uint32_t* epochs; /* in device memory: for each lane, the number of kernels that used outputs.h, which the lane's
                        block advances */
   char* scratch;
-  char* proxied;           /* scratch memory for peers that are not mapped: `scratch`, or pinned host memory if CPUs move
-                              the staged data */
+  char* proxied; /* scratch memory for peers that are not mapped: `scratch`, or pinned host memory if CPUs move
+                    the staged data */
   uint64_t exchange_bytes; /* bytes of a buffer for rounds, for all peers together */
   uint64_t pipeline_bytes; /* bytes of a buffer for the pipeline, for all peers together */
   uint64_t outputs_offset, staging_offset;

@@ -22,7 +22,7 @@ PROXYCCL_DEVICE void copyWords(char* dst, const char* src, size_t bytes, uint32_
 #if PROXYCCL_ON_HOST
   for (; i < words; i += threads) to[i] = from[i];
 #else
-  // A thread issues its loads before its stores, because a load behind a store that may alias it would wait for that
+  // A thread issues its loads before its stores, because a load after a store that may alias it would wait for that
   // store. All pointers are computed from one pointer, so that they take few registers.
   const size_t next = threads;
 #pragma unroll 1

@@ -4,8 +4,9 @@
 // goes, the origin where it comes from. Offsets and sizes are in bytes; only those of packets need an alignment. An
 // offset counts from the start of the peer's memory (`dst`) or of local memory (`src`).
 //
-// If a range leaves its memory, or is no multiple of the packets' payload, nothing moves and the communicator ends with
-// a TriggerError that names the call, the offset and the memory. The kernel itself sees no error and runs to its end.
+// If a range leaves its memory, or is not a multiple of the packets' payload, nothing moves and the communicator ends
+// with a TriggerError that names the call, the offset and the memory. The kernel itself sees no error and runs to its
+// end.
 #pragma once
 
 #include "proxyccl/copy.h"

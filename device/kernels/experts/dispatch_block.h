@@ -501,7 +501,8 @@ class Dispatch {
     const uint32_t expert = row / call_.padded_rows;
     return (expert * columns + column) * call_.scale_column + (row - expert * call_.padded_rows);
   }
-  // Called by a group: writes the layout's entries of token i of a source's segment, if the segment has so many tokens.
+  // Called by a group: writes the layout's entries of token i of a source's segment, if i is less than its number of
+  // tokens.
   PROXYCCL_DEVICE void describeToken(const Group& group, uint32_t source, uint32_t i) const {
     if (i >= team_.segmentOf(source).tokens) return;
     findTokenRows(group, source, i, true);

@@ -113,7 +113,8 @@ typedef struct ProxycclReceivedRows {
 typedef struct ProxycclExpertCounters {
   uint64_t dispatches, combines; /* number of calls whose last kernel all blocks have begun */
   uint64_t routings;             /* number of dispatches, without repeated ones */
-  uint32_t next_item[2][2]; /* by the parity of the dispatch: the next item of the rows for peers, and of this rank's own rows */
+  uint32_t
+      next_item[2][2]; /* by the parity of the dispatch: next item of the rows for peers, and of this rank's own rows */
   uint32_t blocks_done;
   uint32_t has_failed; /* not 0 if a dispatch failed before it wrote its layout; calls that read it do nothing */
 } ProxycclExpertCounters;
@@ -134,7 +135,7 @@ typedef struct ProxycclExperts {
   uint32_t choice_packets, weight_packets; /* packets of a rank's announcement; 0 if counts are sent instead */
   uint32_t output_buffers, output_rows;    /* number of buffers, the last for a combine's rows; rows of a buffer */
   uint32_t senders;    /* number of blocks that store rows of a large dispatch to peers; 0 if a kernel has one block */
-  uint32_t kept_calls; /* 2 if inbox and returns are double-buffered, to send before peers have read the last call; else 1 */
+  uint32_t kept_calls; /* 2 if inbox and returns are double-buffered, so that successive calls overlap; else 1 */
   uint32_t dropping_ids;         /* PROXYCCL_NUMBER_DROPS, PROXYCCL_MINUS_ONE_DROPS, or both */
   uint32_t batch_tokens;         /* between nodes: least number of tokens of a separate message */
   uint64_t segment_bytes;        /* most bytes of a segment's rows */
