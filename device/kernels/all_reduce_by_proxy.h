@@ -1,5 +1,4 @@
 // All-reduce by all blocks together (one lane, exchange.h), for ranks that reach some or all peers through the proxy.
-// As part of a hierarchical all-reduce, ranks that map each other's memory may also use this algorithm for short data.
 //
 // Each of the n ranks reduces one share of the data, in rank order, and sends the result to all ranks. A rank sends 2
 // (n-1)/n times the array's bytes, and each element crosses links twice. The transfers of the shares' pieces overlap in
@@ -56,7 +55,7 @@ PROXYCCL_DEVICE void allReduceInPieces(const ProxycclTeam& team, const T* in, T*
   const Lane lane(team, pipelineBuffers(team), ranks - 1);
   const uint64_t share = team.share, piece = team.piece, pieces = team.pieces;
 
-  // Piece k of a rank's share ends at the start of piece k + 1; the last pieces may be short or empty.
+  // The last pieces of a share may be short or empty.
   auto begin = [&](uint64_t k, uint32_t owner) { return minimum(owner * share + minimum(k * piece, share), count); };
   auto size = [&](uint64_t k, uint32_t owner) { return begin(k + 1, owner) - begin(k, owner); };
   auto buffer = [](uint32_t kind, uint64_t k) { return kind + static_cast<uint32_t>(k % PROXYCCL_PIPELINE_DEPTH); };
@@ -107,8 +106,8 @@ PROXYCCL_DEVICE void allReduceInPieces(const ProxycclTeam& team, const T* in, T*
   scatter(0);
   lane.syncBeforePost();
   post(kData, 0, peer);
-  // The two ranks of a link wait for each other's posts in the order in which they are sent: first the data of piece 0;
-  // then in step k the data of piece k + 1 and the results of piece k.
+  // Each rank posts first the data of piece 0, then in step k the data of piece k + 1 and the results of piece k. Its
+  // peer waits for these posts in the same order.
   for (uint64_t k = 0; k <= pieces; ++k) {
     if (k + 1 < pieces) scatter(k + 1);
     lane.syncBeforePost();

@@ -1,12 +1,12 @@
 // Reduces rows over all ranks by packets or lines, then adds a residual to each row and normalizes it (rms_norm.h), in
 // one launch. The size of a row must be a multiple of 16 bytes.
 //
-// A block handles whole rows or a part of each row; blocks of the same number handle the same rows on every rank. The
-// last epoch's rows beyond the array are padding, but their packets are sent. In the one-shot algorithm every rank
-// sends its packets to every other rank, and each rank reduces all packets: slot r holds the data of rank r. In the
-// two-shot algorithm each packet number has an owner, the rank to which the other ranks send their packets of this
-// number. The owner reduces these packets and sends the sum to all ranks: slot n + r holds sums of rank r, with n
-// ranks. All packets of a warp have the same owner, so the warp's threads do not diverge.
+// A block handles whole rows or a part of each row; blocks of the same number handle the same rows on every rank.
+// Packets are also sent for rows beyond the last one, which are padding. In the one-shot algorithm every rank sends its
+// packets to every other rank, and each rank reduces all packets: slot r holds the data of rank r. In the two-shot
+// algorithm each packet number has an owner, the rank to which the other ranks send their packets of this number. The
+// owner reduces these packets and sends the sum to all ranks: slot n + r holds sums of rank r, with n ranks. All
+// packets of a warp have the same owner, so the warp's threads do not diverge.
 //
 // In the two-shot algorithm, epoch e + 2 may overwrite the packets of epoch e (packets.h), because a thread has the
 // same packets and so the same owners in every epoch of a kernel. A thread that begins epoch e + 2 has the sum of epoch
@@ -78,9 +78,8 @@ PROXYCCL_DEVICE void twoShotRows(const ProxycclPacketTeam& team, const Rows<T>& 
       });
 }
 
-// A kernel's name tells whether it uses packets or lines, the number of blocks per row if this is not one, and by
-// "_apart" that an array of this rank may be unaligned to 16 bytes. The other ranks may use the kernel for aligned
-// arrays.
+// A kernel's name has "packets" or "lines", the number of blocks per row if this is not one, and "_apart" if this
+// rank's arrays need not be aligned to 16 bytes. Ranks may use kernels with and without "_apart" in the same call.
 #define PROXYCCL_ROWS_KERNEL(suffix, Form, kWhole, kBlocks)                                              \
   template <class T>                                                                                     \
   PROXYCCL_DEVICE void one_shot_rms_norm_##suffix(const ProxycclPacketTeam& team, const Rows<T>& rows) { \

@@ -19,8 +19,8 @@
 //     so the buffer of piece k - 2 is free;
 //   - distribute the results of piece k has every peer's data of piece k, which the peers posted after step k - 2: the
 //     peers have stored the results of piece k - 3, so their buffer is free.
-// A peer writes to a rank's output only after that rank's data of the same piece has arrived. By then the rank's kernel
-// runs, so earlier work has finished with the output, and the kernel has read the input that an in-place result
+// A peer writes a piece to a rank's output only after the rank's own data of the piece has arrived. By then the rank's
+// kernel runs, so earlier work no longer uses the output, and the kernel has read the input that an in-place result
 // replaces. The guarantee also holds across kernels, whatever their grids. A rank that starts a kernel has seen the end
 // of all peers' steps of the previous kernel, by their results or the final synchronization, so all peers have reduced
 // their data. The rank distributes results only when it has every peer's first data of this kernel, which a peer sends
@@ -47,7 +47,7 @@ class TwoShot : ScatteredReduction<T, Op> {
       scatter(0);
       links_.post();
     }
-    // The rank learns the addresses of the peers' outputs while the data is in flight.
+    // The addresses of the peers' outputs arrive while the data is in flight.
     const bool reached = outputs_.learn();
     if (offers && outputs_.peersOffer()) return loadAndReduce();
     if (offers) {
@@ -55,8 +55,8 @@ class TwoShot : ScatteredReduction<T, Op> {
       links_.post();
     }
     if (outputs_.handlesOffer()) links_.awaitOne();
-    // The two ranks of a link wait for each other's posts in the order in which they are sent: first the data of piece
-    // 0; then in step k the data of piece k + 1 and, if results are posted, the results of piece k.
+    // Each rank posts first the data of piece 0, then in step k the data of piece k + 1 and the results of piece k, if
+    // results are posted. Its peer waits for these posts in the same order.
     for (uint64_t k = 0; k < team_.pieces; ++k) {
       links_.await();
       if (k + 1 < team_.pieces) {

@@ -1,5 +1,5 @@
 /* The kernel parameter that describes data which peers send to a rank piece by piece, to be reduced (reduce_arrived.h).
- * The header is plain C, because Python fills in the struct. */
+ */
 #pragma once
 
 #include "proxyccl/control.h"
@@ -26,7 +26,7 @@ typedef struct ProxycclArrived {
                           * kernels */
   uint32_t* here;        /* for each piece, 1 once its transfers are complete, so that only one block polls `stages` */
   uint32_t* taken;       /* number of chunks that blocks have taken */
-  uint32_t* blocks_done; /* number of blocks that have ended */
-  uint32_t* opened;      /* number of pieces before the last one that `gate` has counted */
+  uint32_t* blocks_done;
+  uint32_t* opened; /* number of pieces before the last one that `gate` has counted */
   ProxycclControl* control;
 } ProxycclArrived;

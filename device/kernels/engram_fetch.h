@@ -1,5 +1,5 @@
-// Reads rows that ranks store in pinned host memory, which every rank's device maps. The kernel has the same name in
-// profiles as DeepEP's kernel.
+// Reads rows that ranks store in pinned host memory, which every rank's device maps. In profiles the kernel has the
+// name of DeepEP's kernel.
 #pragma once
 
 #include "proxyccl/kernel.h"

@@ -4,8 +4,8 @@
 // and reads the slots in its own scratch memory. A post is a signal, with or without data. Slots are double-buffered by
 // the parity of the round. They need no flags: a rank starts round r + 2 after it has received every peer's signal of
 // round r + 1, which a peer sends after it has read its slots of round r. The slots in the staging area are reused in
-// the same way. This also holds across kernels, whatever their grids, because a peer that has started a kernel has
-// ended the previous one.
+// the same way. Slots may also be reused by the next kernel, whatever its grid, because a peer that has started a
+// kernel has ended the previous one.
 #pragma once
 
 #include "integers.h"
@@ -44,9 +44,9 @@ PROXYCCL_DEVICE uint32_t lanesOf(const ProxycclTeam& team) { return team.lanes =
 
 // Consecutive buffers in scratch memory; each buffer holds the slots of all lanes.
 struct Buffers {
-  uint64_t offset;      // offset of the first buffer in scratch memory
-  uint64_t bytes;       // bytes of each buffer
-  uint64_t slot_bytes;  // bytes of each slot
+  uint64_t offset;  // offset of the first buffer
+  uint64_t bytes;
+  uint64_t slot_bytes;
 };
 PROXYCCL_DEVICE Buffers roundBuffers(const ProxycclTeam& team, uint32_t slots) {
   return {0, team.exchange_bytes, team.exchange_bytes / (static_cast<uint64_t>(lanesOf(team)) * slots) & ~127ull};
@@ -127,7 +127,7 @@ class Lane {
                      team_.staging_offset + slotOffset(buffer, local_slot), bytes);
   }
 
-  // Waits for the peer's next post. The thread that handles `peer` calls it.
+  // Waits for the next post of `peer`, in the thread that handles it.
   PROXYCCL_DEVICE void await(uint32_t peer) const {
     const ProxycclLink& link = linkTo(peer);
     if (outboxes().proxied[peer]) {
@@ -161,7 +161,6 @@ class Lane {
   uint64_t offset_;
 };
 
-// Rounds in which every rank exchanges data with every other rank.
 class Exchange {
  public:
   PROXYCCL_DEVICE explicit Exchange(const ProxycclTeam& team)
@@ -234,7 +233,7 @@ class Exchange {
   PROXYCCL_DEVICE void forEachRound(uint64_t total, uint64_t size, Send send, Take take) {
     if (total == 0) return;
     const uint64_t lanes = lane_.count(), length = pieceLength(total, size);
-    uint64_t begin = 0, taken = 0;  // the previous piece's offset and length
+    uint64_t begin = 0, taken = 0;  // of the previous piece
     for (uint64_t start = 0;; start += length * lanes) {
       const uint64_t offset = minimum(start + lane_.number() * length, total), n = minimum(length, total - offset);
       if (start < total) send(offset, n);
@@ -266,7 +265,6 @@ class Exchange {
 
   static PROXYCCL_DEVICE uint32_t buffer(uint64_t round) { return round % PROXYCCL_ROUND_BUFFERS; }
 
-  // A lane has one slot per peer, in rank order.
   static PROXYCCL_DEVICE uint32_t slotsOf(const ProxycclTeam& team) {
     return team.world_size > 1 ? team.world_size - 1 : 1;
   }

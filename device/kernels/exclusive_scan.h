@@ -1,4 +1,4 @@
-// Computes an exclusive prefix sum by one block.
+// An exclusive prefix sum.
 #pragma once
 
 #include "experts/expert_team.h"

@@ -66,7 +66,7 @@ class PlanBlock {
   }
 
  private:
-  static constexpr uint32_t kSteps = 64, kOperands = 128;  // larger plans' steps and operands stay in device memory
+  static constexpr uint32_t kSteps = 64, kOperands = 128;  // steps and operands of larger plans stay in device memory
 
   ProxycclExecution execution_;
   uint64_t executions_, alternate_;
@@ -127,7 +127,7 @@ PROXYCCL_DEVICE uint64_t combineAligned([[maybe_unused]] const ProxycclStep& ste
 #else
   const PlanBlock& block = PlanBlock::own();
   constexpr uint32_t kWide = 16 / sizeof(T);
-  constexpr uint32_t kUnits = sizeof(T) == 1 ? 2 : 4;  // the sum of a one-byte element also takes a whole register
+  constexpr uint32_t kUnits = sizeof(T) == 1 ? 2 : 4;  // because each sum takes a register, even of one-byte elements
   const uint64_t units = count / kWide;
 #pragma unroll 1
   for (uint64_t first = threadIdx.x; first < units; first += static_cast<uint64_t>(kUnits) * blockDim.x) {
@@ -200,7 +200,6 @@ class PlanExecutor {
     }
   }
 
-  // Ends the execution; the kernel calls it last.
   PROXYCCL_DEVICE void finish() const {
     __syncthreads();
     if (threadIdx.x != 0) return;
@@ -267,7 +266,6 @@ class PlanExecutor {
     return reinterpret_cast<DeviceSemaphore*>(block()->semaphores) + step.channel;
   }
 
-  // If `bytes` is 0, the step puts no data, but signals and flushes.
   PROXYCCL_DEVICE void push(const ProxycclStep& step, uint64_t offset, uint64_t bytes) const {
     const ProxyChannelDeviceHandle channel{block()->port_channels[step.channel]};
     const uint64_t dst = step.dst_offset + offset + (step.dst_alternates ? block().alternate() : 0);

@@ -1,5 +1,5 @@
 /* An execution plan as the kernel reads it (execute_plan.h): one rank's steps of MSCCL++'s JSON plan, for one size of
- * arrays. The header is plain C, because Python fills in the structs (channels/execution_plans).
+ * arrays. Python fills in the structs (channels/execution_plans).
  */
 #pragma once
 
@@ -23,10 +23,9 @@ enum ProxycclStepCode {
   PROXYCCL_STEP_AWAIT_PACKETS = 12,
   PROXYCCL_STEP_LOOP =
       13,                /* repeats the next `option` steps `iterations` times, each time on `unit` bytes; both >= 1 */
-  PROXYCCL_STEP_END = 14 /* ends the block's steps */
+  PROXYCCL_STEP_END = 14 /* the block's last step */
 };
 
-/* The operations of COMBINE. */
 enum ProxycclCombination {
   PROXYCCL_COMBINE_SUM = 0,
   PROXYCCL_COMBINE_PROD = 1,

@@ -1,4 +1,4 @@
-/* Parameters of the kernel in send_receive.h, which describe the ranks and one call. The header is plain C.
+/* Parameters of the kernel in send_receive.h, which describe the ranks and one call.
  *
  * A *flow* is the connection from one rank to another. It has `lanes` lanes, each with a link and a ring of slots in
  * the receiver's scratch memory. The sender's signals on the link count pieces; the receiver's signals count credits,
@@ -24,7 +24,6 @@ typedef struct ProxycclTransfer {
   uint32_t lanes; /* number of blocks that work on the transfer, equal on the sender and the receiver */
 } ProxycclTransfer;
 
-/* A kernel parameter, passed by value. */
 typedef struct ProxycclFlows {
   uint32_t rank;
   uint32_t world_size;

@@ -1,4 +1,3 @@
-// Arithmetic of sizes and slot numbers.
 #pragma once
 
 #include "proxyccl/platform.h"

@@ -56,7 +56,6 @@ struct LineForm {
   struct Payload {
     Bytes16 units[2];
   };
-  // A thread's words in the two lines.
   struct Words {
     Bytes16 lines[2];
   };

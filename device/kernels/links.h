@@ -31,7 +31,6 @@ class Links {
   PROXYCCL_DEVICE void postLoads() const {
     if (handles_) semaphore_.signalLoads();
   }
-  // Called by the thread that handles a peer: waits for the peer's next signal.
   PROXYCCL_DEVICE void awaitOne() const {
     semaphore_.wait(control_, PROXYCCL_WAIT_SM_SIGNAL, peer_, PROXYCCL_NO_CHANNEL);
   }

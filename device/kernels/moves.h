@@ -30,7 +30,6 @@ PROXYCCL_DEVICE bool meet(const ProxycclTeam& team, Exchange& exchange, const Ou
   return outputs.learn();
 }
 
-// Copies a piece of every peer's data from the inboxes to that peer's part of the output.
 PROXYCCL_DEVICE void takeInboxes(const ProxycclTeam& team, const Exchange& exchange, char* out, uint64_t bytes,
                                  uint64_t offset, uint64_t size) {
   for (uint32_t i = 1; i < team.world_size; ++i) {

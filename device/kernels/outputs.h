@@ -61,13 +61,12 @@ class Outputs {
   PROXYCCL_DEVICE bool handlesPeer() const { return peer_ < team_.world_size && peer_ != team_.rank; }
   PROXYCCL_DEVICE uint64_t own() const { return reinterpret_cast<uint64_t>(team_.reached_at[team_.rank]); }
 
-  // Ends the epoch. All threads call it, after they have read the block's epoch.
+  // Ends the epoch. All threads call it after they have read the block's epoch.
   PROXYCCL_DEVICE void endEpoch() const {
     __syncthreads();
     if (threadIdx.x == 0) team_.epochs[blockIdx.x] = flag_;
   }
 
-  // Returns the packet from rank `from` in a rank's scratch memory.
   PROXYCCL_DEVICE LLPacket* packet(char* scratch, uint32_t from) const {
     const uint64_t row = static_cast<uint64_t>(flag_ % 2) * team_.lanes + blockIdx.x;
     return reinterpret_cast<LLPacket*>(scratch + team_.outputs_offset) + row * team_.world_size + from;
@@ -79,7 +78,7 @@ class Outputs {
   }
 
   const ProxycclTeam& team_;
-  uint32_t peer_;  // the number of the peer that this thread handles
+  uint32_t peer_;  // the peer that this thread handles
   uint32_t flag_;
 };
 

@@ -25,7 +25,6 @@
 
 namespace proxyccl {
 
-// The values of T that one packet carries.
 template <class T>
 struct alignas(8) PayloadOf {
   static constexpr uint32_t kCount = sizeof(LL16Packet::Payload) / sizeof(T);
@@ -37,7 +36,6 @@ struct alignas(8) PayloadOf {
   }
 };
 
-// Returns whether values [i * kCount, (i + 1) * kCount) of array[count] can be moved by one access.
 template <class T>
 PROXYCCL_DEVICE bool isWholePayload(const T* array, uint64_t count, uint64_t i) {
   return reinterpret_cast<uintptr_t>(array) % sizeof(PayloadOf<T>) == 0 && (i + 1) * PayloadOf<T>::kCount <= count;
@@ -151,7 +149,6 @@ struct PacketForm {
   }
 };
 
-// One block's packets.
 template <class Form>
 class Lanes {
  public:
@@ -213,7 +210,6 @@ class Lanes {
     }
   }
 
-  // Receives a packet of one peer.
   PROXYCCL_DEVICE Payload receive(uint32_t peer, uint32_t slot, uint64_t p) const {
     typename Form::Words words;
     Form::wait(team_.control, {PROXYCCL_WAIT_PACKET, peer, PROXYCCL_NO_CHANNEL, flag()}, [&](uint64_t* seen) {

@@ -109,7 +109,7 @@ PROXYCCL_DEVICE void endChunk(const ProxycclArrived& arrived, uint32_t piece) {
   storeRelaxedSystem<uint64_t>(&arrived.stages[piece], 0);
 }
 
-// Ends a block. The last block resets the words that all blocks share.
+// The last block resets the words that all blocks share.
 PROXYCCL_DEVICE void endBlock(const ProxycclArrived& arrived) {
   if (threadIdx.x != 0) return;
   if (gridDim.x > 1) {
@@ -122,8 +122,7 @@ PROXYCCL_DEVICE void endBlock(const ProxycclArrived& arrived) {
   if (arrived.joined != nullptr) storeRelaxedSystem<uint64_t>(arrived.joined, 0);
 }
 
-// Returns the address of a rank's elements of a chunk: this rank's elements are in its array, other ranks' elements in
-// slots.
+// This rank's elements of a chunk are in its array, other ranks' elements in slots.
 template <class T>
 struct ChunkSource {
   const T* own;
@@ -184,7 +183,6 @@ PROXYCCL_OUT_OF_LINE void reduceUnitsOf(uint32_t divisor, uint32_t units, const 
   }
 }
 
-// Does the same for any number of ranks.
 template <class T, class Op>
 PROXYCCL_OUT_OF_LINE void reduceUnitsOfAny(uint32_t ranks, uint32_t divisor, uint32_t units,
                                            const ChunkSource<T> source, Bytes16* to) {
@@ -257,7 +255,6 @@ PROXYCCL_OUT_OF_LINE void reduceUnits(uint32_t ranks, uint32_t divisor, uint32_t
 }
 #endif
 
-// Called by a block: sets out[0, count) to the combination, in rank order, of all ranks' source(rank)[0, count).
 template <class T, class Op>
 PROXYCCL_DEVICE void reduceChunk(const ProxycclArrived& arrived, uint64_t count, const ChunkSource<T>& source, T* out) {
   uint64_t done = 0;

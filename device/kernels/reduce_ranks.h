@@ -9,7 +9,6 @@ namespace proxyccl {
 
 PROXYCCL_DEVICE bool isAligned16(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
-// kCount values that one access moves.
 template <class T, uint32_t kCount>
 struct alignas(kCount * sizeof(T)) Pack {
   T values[kCount];
@@ -97,7 +96,6 @@ PROXYCCL_DEVICE Pack<T, kCount> reducePack(uint32_t ranks, uint32_t divisor, uin
   return result;
 }
 
-// A unit of sixteen bytes.
 template <class T>
 using Unit = Pack<T, 16 / sizeof(T)>;
 

@@ -63,7 +63,6 @@ struct RowBlocks {
 };
 #endif
 
-// The arrays of a call, and the division of rows into packets.
 template <class T>
 struct Rows {
   const T* x;          // [rows, width]
@@ -121,7 +120,7 @@ class NormedRow {
   PROXYCCL_DEVICE Payload residual(uint32_t epoch, uint32_t p) const {
     return rows_.residual != nullptr && exists() ? loadFrom(rows_.residual + first_, inRow(epoch, p)) : Payload{};
   }
-  // Loads a packet's weights to shared memory. Called once, when the block would otherwise wait.
+  // Called once, when the block would otherwise wait.
   PROXYCCL_DEVICE void keepWeights(uint32_t epoch, uint32_t p) const {
     if (rows_.keeps == 2) weights()[epoch * rows_.packets + p] = loadFrom(rows_.weight, inRow(epoch, p));
   }
@@ -189,7 +188,6 @@ class NormedRow {
     });
   }
 
-  // Calls body(epoch, p) for this thread's packets of a row.
   template <class Body>
   PROXYCCL_DEVICE void forEachPacket(Body body) const {
     for (uint32_t epoch = 0; epoch < rows_.row_epochs; ++epoch) forEachOfEpoch([&](uint32_t p) { body(epoch, p); });
@@ -212,7 +210,6 @@ class NormedRow {
   static PROXYCCL_DEVICE float high(uint32_t word) { return Element<T>::widen(T{static_cast<uint16_t>(word >> 16)}); }
 
   PROXYCCL_DEVICE void begin(uint64_t row) { row_ = row, first_ = row * rows_.width; }
-  // Returns a packet's number in the row.
   PROXYCCL_DEVICE uint32_t inRow(uint32_t epoch, uint32_t p) const {
     return (epoch * kBlocks + blockIdx.x % kBlocks) * rows_.packets + p;
   }
@@ -245,7 +242,6 @@ class NormedRow {
     return combineInWarp(own, combine);
   }
 
-  // Load and store the data of a packet in a row.
   PROXYCCL_DEVICE Payload loadFrom(const T* row, uint32_t in_row) const {
     if constexpr (kWhole) {
       Payload payload{};

@@ -6,7 +6,7 @@
 //
 // On a GPU, thread t of the grid's N threads handles the 16-byte units t, t + N, …, because memory and links are faster
 // if blocks access neighbouring addresses at the same time. On the host a thread's units are contiguous. The same
-// thread handles a unit in every phase and on every rank, so a block waits only for blocks with its own number.
+// thread number handles a unit in every phase and on every rank, so a block waits only for blocks with its own number.
 #pragma once
 
 #include "instance.h"
@@ -88,7 +88,6 @@ class ScatteredReduction {
   }
 #endif
 
-  // Returns the number of elements in piece k of the share of `owner`.
   PROXYCCL_DEVICE uint64_t sizeOf(uint64_t k, uint32_t owner) const {
     const uint64_t end = minimum((owner + 1) * team_.share, count_), begin = beginOf(k, owner);
     return begin < end ? minimum(team_.piece, end - begin) : 0;
@@ -190,7 +189,7 @@ class ScatteredReduction {
 #endif
 
   const ProxycclTeam& team_;
-  T* in_;  // the input; it is only read
+  T* in_;
   uint64_t count_;
   Links links_;
 };

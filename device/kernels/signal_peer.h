@@ -4,7 +4,7 @@
 #include "proxyccl/kernel.h"
 #include "proxyccl/proxyccl.h"
 
-// Signals the peer: adds one to its count or, if `value` is not 0, raises the count to `value`.
+// Adds one to the peer's count or, if `value` is not 0, raises the count to `value`.
 extern "C" __global__ void signal_peer(const proxyccl::ProxyChannelDeviceHandle channel, uint64_t value) {
   if (threadIdx.x != 0 || blockIdx.x != 0) return;
   if (value == 0)

@@ -1,9 +1,9 @@
 /* The kernel parameter of the shipped collectives that describes the ranks and a call's pieces.
  *
- * The header is plain C. A lane is a group of blocks that shares one link to each peer; `links` is a table
- * [lanes][world_size]. If all peers are mapped, each block is a lane, and blocks never wait for one another inside a
- * collective. If some peers are reached through the proxy, all blocks form one lane, because copy engines and the
- * proxy's thread are faster with few large pieces.
+ * A lane is a group of blocks that shares one link to each peer; `links` is a table [lanes][world_size]. If all peers
+ * are mapped, each block is a lane, and blocks never wait for one another inside a collective. If some peers are
+ * reached through the proxy, all blocks form one lane, because copy engines and the proxy's thread are faster with few
+ * large pieces.
  */
 #pragma once
 
@@ -14,9 +14,9 @@
 enum { PROXYCCL_MAX_BLOCK_THREADS = 512 };
 
 typedef struct ProxycclLink {
-  ProxycclSemaphore semaphore; /* used if the peer is mapped */
-  ProxycclProxyChannel proxy;  /* used if the peer is reached through the proxy */
-  char* remote;                /* the peer's scratch memory, mapped */
+  ProxycclSemaphore semaphore;
+  ProxycclProxyChannel proxy;
+  char* remote; /* the peer's scratch memory, mapped */
   uint32_t proxied;
   uint32_t peer; /* the peer's rank in the communicator, for error messages */
 } ProxycclLink;

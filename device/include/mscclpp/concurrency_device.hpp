@@ -10,8 +10,7 @@ namespace mscclpp {
 
 /// A barrier over blocks; zero-initialised device memory is a valid one.
 struct DeviceSyncer : proxyccl::DeviceSyncer {
-  /// Waits until all blocks have arrived; every thread calls it. After the barrier all threads see each other's earlier
-  /// writes.
+  /// Waits until all blocks have arrived; every thread calls it. All threads then see each other's earlier writes.
   PROXYCCL_DEVICE void sync(int blocks, int64_t = -1) { proxyccl::DeviceSyncer::sync(blocks); }
 };
 

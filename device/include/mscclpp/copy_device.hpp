@@ -1,4 +1,4 @@
-// copy, read and write between addresses.
+// Defines copy(), read() and write() between addresses.
 #ifndef MSCCLPP_COPY_DEVICE_HPP_
 #define MSCCLPP_COPY_DEVICE_HPP_
 

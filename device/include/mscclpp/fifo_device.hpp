@@ -77,7 +77,7 @@ struct FifoDeviceHandle {
   PROXYCCL_DEVICE uint64_t push(ProxyTrigger trigger, int64_t = -1) const {
     return ours().push({trigger.fst, trigger.snd}, nullptr);
   }
-  /// Whether the proxy has taken a trigger out of the ring and issued it.
+  /// Returns whether the proxy has taken a trigger out of the ring and issued it.
   PROXYCCL_DEVICE bool poll(uint64_t place) const {
     if (proxyccl::loadAcquireSystem(tail) > place) return true;
     proxyccl::spinHint(0);  // on the host, lets the block's other threads run

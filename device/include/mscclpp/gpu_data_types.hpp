@@ -31,8 +31,7 @@ using __fp8_e4m3 = ::proxyccl::NarrowFloat<::proxyccl::Float8E4M3>;
 using __fp8_e5m2 = ::proxyccl::NarrowFloat<::proxyccl::Float8E5M2>;
 #define __FP8_TYPES_EXIST__
 
-/// A float of 8 bits with a 4-bit exponent of bias 15. The type has neither infinities nor NaNs, and saturates at
-/// 1.875.
+/// An 8-bit float with a 4-bit exponent of bias 15. The type has neither infinities nor NaNs, and saturates at 1.875.
 struct __fp8_e4m3b15 {
   uint8_t __x;
 

@@ -1,4 +1,4 @@
-// MSCCL++'s waits for a condition, as bounded waits.
+// Waits for a condition under MSCCL++'s names, bounded by the time-out.
 #ifndef MSCCLPP_POLL_DEVICE_HPP_
 #define MSCCLPP_POLL_DEVICE_HPP_
 
@@ -25,7 +25,7 @@ PROXYCCL_DEVICE void waitForCondition(Ready ready) {
     ::mscclpp::detail::waitForCondition([&] { return !(condition); }); \
   } while (0)
 
-/// Spins while both conditions hold; otherwise like POLL_MAYBE_JAILBREAK.
+/// Spins while both conditions hold; see POLL_MAYBE_JAILBREAK.
 #define OR_POLL_MAYBE_JAILBREAK(first, second, max_spins) POLL_MAYBE_JAILBREAK((first) && (second), max_spins)
 
 #endif

@@ -1,2 +1,1 @@
-// Stands in for MSCCL++'s host header: kernels that include it get the device declarations.
 #include "mscclpp/port_channel_device.hpp"

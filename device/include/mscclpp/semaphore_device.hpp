@@ -17,7 +17,7 @@ namespace detail {
 struct Semaphore {
   uint64_t* inboundToken;          // number of the peer's signals that have arrived
   uint64_t* expectedInboundToken;  // in local memory: number of signals consumed or being waited for
-  uint64_t* remoteInboundToken;    // the peer's inboundToken; null for a semaphore that its proxy signals
+  uint64_t* remoteInboundToken;    // the peer's inboundToken; null if the peer's proxy signals this semaphore
   uint64_t* outbound_;
   uint64_t adds_;
 

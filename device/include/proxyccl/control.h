@@ -3,8 +3,7 @@
  * Each rank has one control block, in pinned host memory that all ranks of the host map. A device-side wait reads
  * `abort` while it spins, and `timeout_ns` to know when to give up. The first wait that gives up fills the error
  * record, then sets `abort` on every rank of the host, on its own rank last. When a wait is aborted, or the CPU asks
- * what kernels wait for (`asked`), the wait describes itself in `waits`. The header is plain C, because the engine and
- * Python also use it.
+ * what kernels wait for (`asked`), the wait describes itself in `waits`.
  */
 #pragma once
 
@@ -42,7 +41,6 @@ enum ProxycclSmCall {
 /* The memory in which a refused range lies. */
 enum ProxycclSmMemory { PROXYCCL_SM_PEER_MEMORY = 1, PROXYCCL_SM_OWN_MEMORY = 2, PROXYCCL_SM_PACKET_BUFFER = 3 };
 
-/* The kinds of bounded waits. */
 enum ProxycclWaitKind {
   PROXYCCL_WAIT_NONE = 0,
   PROXYCCL_WAIT_RING_ROOM = 1,
@@ -57,7 +55,6 @@ enum ProxycclWaitKind {
   PROXYCCL_WAIT_SCHEDULE_DATA = 9,
   PROXYCCL_WAIT_SCHEDULE_SEND = 10,
   PROXYCCL_WAIT_SCHEDULE_GATE = 11,
-  /* Further waits of kernels: */
   PROXYCCL_WAIT_CONDITION = 12, /* a condition of a user's kernel (mscclpp/poll_device.hpp) */
   PROXYCCL_WAIT_EXECUTION = 13, /* in an operation of an execution plan, which `channel` identifies (execution.h) */
   PROXYCCL_WAIT_COMPLETION = 14,

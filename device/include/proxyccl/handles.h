@@ -24,7 +24,7 @@ enum ProxycclHandleKind {
 /* A ring of triggers. `slots` and `tail` point to pinned host memory, the other pointers to device memory. */
 typedef struct ProxycclFifo {
   ProxycclTrigger* slots;
-  uint64_t* tail;         /* number of triggers that the proxy has taken out */
+  uint64_t* tail;         /* number of triggers that the proxy has taken */
   uint64_t* head;         /* number of tickets that producers have taken */
   uint64_t* tail_cache;   /* the producers' copy of `tail`, which saves them the trip to the host */
   uint32_t* refresh_lock; /* not 0 while a producer refreshes tail_cache */
@@ -35,9 +35,8 @@ typedef struct ProxycclFifo {
 
 /* A counting semaphore between two ranks. */
 typedef struct ProxycclSemaphore {
-  uint64_t* inbound;  /* the count of the peer's signals that have arrived */
-  uint64_t* expected; /* in local device memory: number of signals consumed or being waited for; the word after it is
-                       * for Triton's checks */
+  uint64_t* inbound;        /* the count of the peer's signals that have arrived */
+  uint64_t* expected;       /* in local device memory: number of signals consumed or being waited for */
   uint64_t* remote_inbound; /* the peer's `inbound`, if mapped; else null */
   uint64_t* outbound;       /* in local device memory: number of signals sent */
   uint64_t adds;            /* not 0 if this rank's kernels can add to `remote_inbound` atomically */
@@ -58,12 +57,12 @@ typedef struct ProxycclSmChannel {
 
 typedef struct ProxycclProxyChannel {
   ProxycclFifo fifo;
-  ProxycclSemaphore semaphore;   /* signalled by the peer's proxy; only the engine uses remote_inbound and outbound */
+  ProxycclSemaphore semaphore;   /* only the engine uses remote_inbound and outbound */
   uint64_t* flushed;             /* pinned: ticket of the channel's last complete flush, plus one */
   uint64_t* completed;           /* pinned: the ticket up to which all the channel's operations are complete, plus one
                                   * */
-  const uint64_t* memory_limits; /* pinned: for each memory id, bytes from its start to its memory's end; NULL for a
-                                  * handler's channel */
+  const uint64_t* memory_limits; /* pinned, indexed by memory id: bytes to its memory's end; NULL for a handler's
+                                  * channel */
   ProxycclControl* control;
   uint32_t channel;
   uint32_t peer;

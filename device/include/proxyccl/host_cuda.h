@@ -292,7 +292,7 @@ PROXYCCL_DEVICE int printf(const char* format, Values... values) {
 namespace proxyccl {
 namespace host {
 
-// `extern __shared__ T name[];` outside of functions (cuda_source.py).
+// Replaces `extern __shared__ T name[];` outside of functions (cuda_source.py).
 template <class T>
 struct DynamicShared {
   PROXYCCL_DEVICE operator T*() const { return static_cast<T*>(dynamicShared()); }

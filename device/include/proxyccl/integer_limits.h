@@ -1,5 +1,4 @@
-// The limits of the integers, as <stdint.h> has them: run-time compilers lack that header. A later <stdint.h> may
-// redefine them, because its values are the same.
+// Defines <stdint.h>'s limits of the integers for run-time compilers, which lack that header.
 #pragma once
 
 #ifndef UINT32_MAX

@@ -89,11 +89,10 @@ PROXYCCL_NAMED_UPDATE(fetchAddAcqRelDevice, FETCH_ADD, ACQ_REL, DEVICE)
 PROXYCCL_NAMED_UPDATE(exchangeAcquireDevice, EXCHANGE, ACQUIRE, DEVICE)
 PROXYCCL_NAMED_UPDATE(exchangeRelaxedDevice, EXCHANGE, RELAXED, DEVICE)
 #undef PROXYCCL_NAMED_UPDATE
-// These additions return no result, so that the thread need not wait for one.
+// These additions return nothing, so the thread does not wait for a result.
 PROXYCCL_DEVICE void addReleaseSystem(uint64_t* p, uint64_t v) { PROXYCCL_ADD(p, v, RELEASE, SYSTEM); }
 PROXYCCL_DEVICE void addRelaxedSystem(uint64_t* p, uint64_t v) { PROXYCCL_ADD(p, v, RELAXED, SYSTEM); }
 PROXYCCL_DEVICE void addRelaxedDevice(uint64_t* p, uint64_t v) { PROXYCCL_ADD(p, v, RELAXED, DEVICE); }
-// Atomically replaces *p by the greater of *p and v, and returns nothing.
 PROXYCCL_DEVICE void maxRelaxedDevice(uint64_t* p, uint64_t v) { PROXYCCL_MAX(p, v); }
 template <class T>
 PROXYCCL_DEVICE bool compareExchangeDevice(T* p, T expected, T desired) {

@@ -22,7 +22,7 @@
 #define PROXYCCL_LOAD(p, ORDER, SCOPE) \
   __nv_atomic_load_n(::proxyccl::withoutConst(p), __NV_ATOMIC_##ORDER, __NV_THREAD_SCOPE_##SCOPE)
 #define PROXYCCL_STORE(p, v, ORDER, SCOPE) __nv_atomic_store_n(p, v, __NV_ATOMIC_##ORDER, __NV_THREAD_SCOPE_##SCOPE)
-// Adds 64 bits in global memory atomically, without a result; NVRTC's built-in add always fetches a result.
+// An atomic addition without a result; NVRTC's built-in addition always fetches a result.
 #define PROXYCCL_ADD(p, v, ORDER, SCOPE) asm volatile(PROXYCCL_PTX_ADD(ORDER, SCOPE)::"l"(p), "l"(v) : "memory")
 #define PROXYCCL_PTX_ADD(ORDER, SCOPE) "red" PROXYCCL_PTX_##ORDER PROXYCCL_PTX_##SCOPE ".global.add.u64 [%0], %1;"
 #define PROXYCCL_MAX(p, v) asm volatile("red.relaxed.gpu.global.max.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory")
@@ -129,7 +129,7 @@ PROXYCCL_DEVICE void loadPacket128(const uint64_t* p, uint64_t* low, uint64_t* h
   asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];" : "=l"(*low), "=l"(*high) : "l"(p) : "memory");
 }
 
-// Accesses 16 bytes of data without a flag by a single access, which is never seen half written.
+// Stores and loads 16 bytes by a single access, which is never seen half written.
 PROXYCCL_DEVICE void storeRelaxed128(uint64_t* p, uint64_t low, uint64_t high) {
   asm volatile(
       "{\n\t.reg .b128 value;\n\t"

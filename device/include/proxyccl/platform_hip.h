@@ -59,7 +59,7 @@ PROXYCCL_DEVICE T* inGlobal(T* p) {
   return p;
 }
 PROXYCCL_DEVICE void spinHint(uint32_t) { __builtin_amdgcn_s_sleep(1); }
-// The constant-rate counter runs at 100 MHz on every CDNA part.
+// The constant-rate counter runs at 100 MHz on all CDNA GPUs.
 PROXYCCL_DEVICE uint64_t nanoseconds() { return __builtin_amdgcn_s_memrealtime() * 10; }
 constexpr uint32_t kSpinsPerCheck = 2048, kFirstCheck = kSpinsPerCheck - 1;
 

@@ -36,7 +36,7 @@ namespace proxyccl {
 namespace host {
 
 constexpr uint64_t kStackBytes = 128 * 1024;  // size and alignment of a fiber's stack; only touched pages take memory
-constexpr uint64_t kFiberSlot = 256;          // room for the Fiber at the stack's top
+constexpr uint64_t kFiberSlot = 256;          // bytes for the Fiber at the stack's top
 
 struct Dim3 {
   uint32_t x, y, z;
@@ -172,7 +172,7 @@ PROXYCCL_DEVICE void loadPacket128(const uint64_t* p, uint64_t* low, uint64_t* h
   *high = __atomic_load_n(p + 1, __ATOMIC_RELAXED);
 }
 
-// Makes two accesses of 8 bytes, because neither C++ nor the sanitizers have a lock-free access of 16 bytes.
+// These functions make two accesses of 8 bytes, because neither C++ nor the sanitizers have a lock-free access of 16.
 PROXYCCL_DEVICE void storeRelaxed128(uint64_t* p, uint64_t low, uint64_t high) { storePacket128(p, low, high); }
 PROXYCCL_DEVICE void loadRelaxed128(const uint64_t* p, uint64_t* low, uint64_t* high) { loadPacket128(p, low, high); }
 

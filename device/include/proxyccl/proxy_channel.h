@@ -160,7 +160,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   /// @return false if the communicator has ended or the time-out passed: the kernel must then give up its work
   PROXYCCL_DEVICE bool flush() const { return waitFlushed(push(PROXYCCL_OP_FLUSH, 0, 0, 0, 0, 0)); }
 
-  /// Requests a flush and returns immediately. The kernel waits only before it overwrites the sources of its puts.
+  /// Requests a flush and returns immediately.
   /// @return the flush's ticket, for isFlushed() and waitFlushed(); kNoTicket if the communicator has ended
   PROXYCCL_DEVICE uint64_t flushAsync() const { return push(PROXYCCL_OP_FLUSH, 0, 0, 0, 0, 0); }
 
@@ -184,8 +184,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   }
 
   /// Returns whether the operation with this ticket and all earlier ones on the channel are complete, in the sense of
-  /// flush(). Like poll(), it never waits. No flush is needed, but over a fabric a flush makes the completion of puts
-  /// and signals known sooner.
+  /// flush(). Like poll(), it never waits. Over a fabric, a flush makes completions known sooner.
   /// @param ticket  from any call on this channel that returns one
   PROXYCCL_DEVICE bool isComplete(uint64_t ticket) const {
     return ticket != kNoTicket && loadAcquireSystem(completed) > ticket;
@@ -247,7 +246,6 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
     return offset <= bytes && size <= bytes - offset;
   }
 
-  // Ends the communicator with the error that a range leaves its memory.
   PROXYCCL_DEVICE uint64_t refuse(uint32_t op, uint32_t kind, uint32_t memory, uint64_t offset, uint64_t size) const {
     const bool known = memory_limits != nullptr && memory < PROXYCCL_MAX_MEMORIES;
     recordError(control, PROXYCCL_ERROR_BAD_TRIGGER, {kind, peer, channel, memory},

@@ -1,4 +1,4 @@
-// Includes all headers that a kernel needs.
+// Includes all device headers of ProxyCCL.
 #pragma once
 
 #include "proxyccl/proxy_channel.h"

@@ -150,7 +150,6 @@ PROXYCCL_DEVICE double withOneNan(double value) {
   return value == value ? value : __builtin_bit_cast(double, 0x7ff8000000000000ull);
 }
 
-// Returns a rank's value, widened and scaled for combine().
 template <class T, class Op>
 PROXYCCL_DEVICE typename Element<T>::Accumulator contribution(T value, uint32_t ranks) {
   return Op::template scale<T>(Element<T>::widen(value), ranks);

@@ -1,6 +1,5 @@
 // A counting semaphore between two ranks, for the library's own kernels: one thread at a time signals and waits. The
-// counters are in device memory and only grow, so a captured graph can be replayed. Channels use the semaphore in
-// shared_semaphore.h.
+// counters are in device memory and only grow, so a captured graph can be replayed.
 #pragma once
 
 #include "proxyccl/handles.h"

@@ -192,7 +192,6 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
  private:
   PROXYCCL_DEVICE SharedSemaphore semaphoreHandle() const { return {semaphore}; }
 
-  // Returns whether a range lies in a memory and its offset and size are multiples of `unit`, a power of two.
   PROXYCCL_DEVICE bool has(uint32_t call, uint32_t memory, uint64_t memory_bytes, uint64_t offset, uint64_t bytes,
                            uint64_t unit = 1) const {
     if (offset <= memory_bytes && bytes <= memory_bytes - offset && ((offset | bytes) & (unit - 1)) == 0) return true;

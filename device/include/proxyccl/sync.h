@@ -1,5 +1,4 @@
-// A barrier over the blocks of a grid, and a semaphore between blocks. All blocks that wait for each other must be
-// resident.
+// A barrier and a semaphore between the blocks of a grid. All blocks that wait for each other must be resident.
 #pragma once
 
 #include "proxyccl/wait.h"
@@ -20,8 +19,7 @@ struct DeviceSyncer {
   uint32_t arrived;
   uint32_t generation;
 
-  /// Waits until all blocks have arrived; every thread calls it. After the barrier all threads see each other's earlier
-  /// writes.
+  /// Waits until all blocks have arrived; every thread calls it. All threads then see each other's earlier writes.
   /// @param blocks   number of blocks; it may differ from call to call
   /// @param control  the communicator's control block; null for the module's
   /// @return false to a block's thread 0 if the communicator has ended or the time-out passed; else true
@@ -48,12 +46,10 @@ struct DeviceSyncer {
   }
 };
 
-// A counting semaphore between blocks, in device memory.
 struct DeviceSemaphore {
   int32_t count;
 
-  /// Adds one to the count, and releases what the block wrote before a syncThreadsDevice(). One thread of a block calls
-  /// it.
+  /// Adds one, and releases what the block wrote before a syncThreadsDevice(). One thread of a block calls it.
   PROXYCCL_DEVICE void release() { fetchAddAcqRelDevice<int32_t>(&count, 1); }
 
   /// Waits until the count is positive, then subtracts one. One thread of a block calls it. The block may then read

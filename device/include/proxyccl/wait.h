@@ -11,7 +11,6 @@ using Control = ProxycclControl;
 // The time-out of a wait without a control block, as in a kernel that no communicator compiled.
 constexpr uint64_t kDefaultTimeoutNs = 30ull * 1000 * 1000 * 1000;
 
-// Describes a wait, for the error record if the wait fails.
 struct WaitFor {
   uint32_t kind;     // ProxycclWaitKind
   uint32_t peer;     // rank waited for, or PROXYCCL_NO_PEER
@@ -32,7 +31,6 @@ PROXYCCL_DEVICE bool aborted(const Control* given = nullptr) {
          loadAcquireSystem(&control->abort) != PROXYCCL_OK;
 }
 
-// The transfer that an error concerns; zeros if there is none.
 struct Transfer {
   uint32_t operation;
   uint64_t offset, size;
@@ -100,8 +98,7 @@ PROXYCCL_OUT_OF_LINE void describeWait(Control* control, uint32_t question, Wait
 }
 
 // Checks the abort word and the clock for a spinning wait. Returns the time of the wait's first check (`started`,
-// unless it is 0), or 0 if the wait must be given up. The function is out of line, because it is called rarely and from
-// many places.
+// unless it is 0), or 0 if the wait must be given up.
 PROXYCCL_OUT_OF_LINE uint64_t checkWait(Control* given, WaitFor what, uint64_t seen, uint64_t started) {
   Control* control = controlOr(given);
   if (control != nullptr) {
@@ -118,7 +115,8 @@ PROXYCCL_OUT_OF_LINE uint64_t checkWait(Control* given, WaitFor what, uint64_t s
   const bool last = what.kind == PROXYCCL_WAIT_GRID || what.kind == PROXYCCL_WAIT_STAGE;
   if (now - started <= (last ? 2 * bound : bound)) return started;
   if (control != nullptr) {
-    describeWait(control, PROXYCCL_LAST_QUESTION, what, seen);  // before recordError() ends the other waits
+    describeWait(control, PROXYCCL_LAST_QUESTION, what, seen);  // must precede recordError(), which ends the other
+                                                                // waits
     recordError(control, PROXYCCL_ERROR_TIMEOUT, what, seen);
   }
   return 0;

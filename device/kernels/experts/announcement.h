@@ -18,7 +18,7 @@ namespace proxyccl {
 class Announcement {
  public:
   // Announcements are numbered from 1, and a flag is the number's low 32 bits. Flag 1 << 31 replaces flag 0, because
-  // zeroed memory holds 0; the announcements whose number is 1 << 31 are far enough away.
+  // zeroed memory holds 0. The announcement that also has flag 1 << 31 is long past.
   PROXYCCL_DEVICE Announcement(const ProxycclExperts& experts, uint64_t number)
       : e_(experts),
         flag_(static_cast<uint32_t>(number) != 0 ? static_cast<uint32_t>(number) : 1u << 31),
@@ -60,7 +60,6 @@ class Announcement {
     for (uint32_t local = 0; local < e_.local_size; ++local)
       packets(peers[local])[place].write({static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)}, flag_);
   }
-  // Called by `threads` threads: sends packets [begin, end).
   template <class BitsOf>
   PROXYCCL_DEVICE void sendPackets(char* const* peers, uint32_t begin, uint32_t end, uint32_t thread, uint32_t threads,
                                    BitsOf bitsOfPacket) const {
@@ -68,7 +67,6 @@ class Announcement {
     for (uint32_t packet = begin + thread; packet < end; packet += threads)
       sendPacket(peers, packet, bitsOfPacket(packet));
   }
-  // Waits for a rank's packet and returns its payload.
   PROXYCCL_DEVICE uint64_t awaitPacket(uint32_t source, uint32_t packet) const {
     return bitsOf(readPacket(packets(e_.workspace) + placeOf(source, packet), flag_, e_.control, source));
   }
@@ -94,7 +92,6 @@ class Announcement {
     return (e_.world_size - (known < e_.world_size ? 1 : 0)) * front();
   }
   PROXYCCL_DEVICE uint32_t placeBut(uint32_t known, uint32_t i) const { return i / front() < known ? i : i + front(); }
-  // Does awaitAllBut() with kAtOnce loads in flight per thread.
   template <uint32_t kAtOnce, class Keep>
   PROXYCCL_DEVICE bool awaitEach(uint32_t known, uint32_t thread, uint32_t threads, Keep keep) const {
     const uint32_t all = packetsBut(known);
@@ -131,7 +128,6 @@ class Announcement {
   PROXYCCL_DEVICE LL16Packet* packets(char* workspace) const {
     return reinterpret_cast<LL16Packet*>(workspace + offset_);
   }
-  // Returns the index of a rank's packet among the packets of all ranks.
   PROXYCCL_DEVICE uint32_t placeOf(uint32_t rank, uint32_t packet) const {
     if (packet < front()) return rank * front() + packet;
     return e_.world_size * front() + rank * e_.weight_packets + packet - front();

@@ -19,7 +19,7 @@ class MaskAnnouncement : public Announcement {
  public:
   using Announcement::Announcement;
 
-  // Called by the block before anything else; a barrier must follow.
+  // Called by the block first; a barrier must follow.
   PROXYCCL_DEVICE void clear() const {
 #pragma unroll 1
     for (uint32_t i = threadIdx.x; i < countWords(); i += blockDim.x) counts()[i] = 0;
@@ -216,7 +216,6 @@ class MaskAnnouncement : public Announcement {
   class Mask {
    public:
     PROXYCCL_DEVICE bool has(uint32_t token) const { return words_[token / 32] >> token % 32 & 1; }
-    // Returns the number of tokens in the mask before this one.
     PROXYCCL_DEVICE uint32_t countBefore(uint32_t token) const {
       const uint32_t word = token / 32, sum = kShared ? word / PROXYCCL_SUMMED_WORDS : 0;
       uint32_t count = kShared ? sums_[sum] : 0;
@@ -233,7 +232,6 @@ class MaskAnnouncement : public Announcement {
   };
   PROXYCCL_DEVICE Mask to(uint32_t rank) const { return mask(rank); }
   PROXYCCL_DEVICE Mask from(uint32_t source) const { return mask(e_.world_size + source); }
-  // Returns the number of tokens that go from a source to a rank.
   PROXYCCL_DEVICE uint32_t count(uint32_t source, uint32_t rank) const {
     const uint32_t i = source * e_.world_size + rank;
     return counts()[i / 2] >> i % 2 * 16 & 0xffff;

@@ -7,7 +7,6 @@
 
 namespace proxyccl {
 
-// Loads an element of any type, of 2, 4 or 8 bytes, as an integer.
 PROXYCCL_DEVICE uint64_t loadRaw(const char* from, uint32_t bytes) {
   if (bytes == 4) return *reinterpret_cast<const uint32_t*>(from);
   if (bytes == 8) return *reinterpret_cast<const uint64_t*>(from);
@@ -85,12 +84,11 @@ class Choices {
     return __builtin_bit_cast(uint64_t, ProxycclExpertChoice{chosen ? static_cast<int32_t>(expert) : -1, weight(slot)});
   }
 
-  // A slot of a token that has one row per rank.
   struct Slot {
     uint32_t k;
     int64_t id;
     uint32_t rank;  // the expert's rank; world_size if the id names no expert
-    bool is_first;  // whether this is the token's first slot for that rank
+    bool is_first;  // whether this is the token's first slot with that rank
   };
   // Calls body(slot) for each slot of a token, if byRank() and there are at most PROXYCCL_MASKED_RANKS ranks.
   template <class Body>
@@ -115,7 +113,6 @@ class Choices {
       }
     }
   }
-  // Returns whether a slot's id is invalid: it neither names an expert nor drops the slot.
   PROXYCCL_DEVICE bool isBad(const Slot& slot) const {
     return slot.rank == e_.world_size &&
            !dropsSlot(e_.dropping_ids, slot.id, static_cast<int64_t>(e_.world_size) * e_.chosen_per_rank);
@@ -137,7 +134,6 @@ class Choices {
       for (uint32_t i = 0; i < kAtOnce; ++i) ids[i] = begin + i < e_.topk ? narrow[i] : -1;
     }
   }
-  // Returns whether a slot is the first of its token's slots with this rank.
   PROXYCCL_DEVICE bool isFirst(uint32_t slot, uint32_t rank) const {
     const uint32_t own = slot % e_.topk;
     const int64_t experts = static_cast<int64_t>(rank) * e_.chosen_per_rank;

@@ -96,7 +96,6 @@ PROXYCCL_DEVICE void sumManyWords(char* out, char* const* rows, const float* wei
 }
 #endif
 
-// Called by a group: computes one piece of the sum of `count` rows, each multiplied by its weight.
 template <class T>
 PROXYCCL_DEVICE void sumRows(char* out, char* const* rows, const float* weights, uint32_t count, const Piece& piece,
                              uint32_t lane) {
@@ -155,7 +154,6 @@ constexpr uint32_t kCombineStages = 3;
 constexpr uint32_t kBufferBits =
     16;  // the lowest bits of a flag `loadable` hold an output buffer, the bits above them the combine's number
 
-// One block's part of a combine.
 template <class T>
 class Combine {
  public:
@@ -360,7 +358,6 @@ class Combine {
   PROXYCCL_DEVICE uint64_t partialRow(uint32_t segment, uint32_t place) const {
     return segment * team_->return_segment_bytes + place * stride_;
   }
-  // Stores the range of a source's tokens that this block's segment has.
   PROXYCCL_DEVICE void setSegment(uint32_t source, uint32_t tokens) const {
     team_.segmentOf(source) = Segment::of(tokens, block_, team_->blocks);
     if (team_->nodes > 1) team_.batchFrom(source) = team_.batchOf(tokens, block_);
@@ -403,8 +400,7 @@ class Combine {
     return team_.peer(team_.localOf(source)) + sumRow(team_->local_rank, i);
   }
 
-  // Called by a group: lists this rank's rows for an item of a source and sends their weights. An entry without an
-  // address is a row that did not fit in the output; the row is taken as zero.
+  // Called by a group: lists this rank's rows for an item of a source and sends their weights.
   PROXYCCL_DEVICE void listSlots(const Group& group, uint32_t item, uint32_t source) const {
     const Segment& segment = team_.segmentOf(source);
     const uint32_t i = segment.tokenOf(item);
@@ -412,7 +408,8 @@ class Combine {
     const bool own = team_.localOf(source) == team_->local_rank;  // this rank sums its own rows without a copy
     group.list(topk_, [&](uint32_t k, RowEntry* entry) {
       if (own || rows[k] == PROXYCCL_NO_ROW) return false;
-      ownRow(rows[k], entry);  // if the row did not fit in the output, the address stays null and the weight zero
+      ownRow(rows[k], entry);  // a row that did not fit in the output is taken as zero: its address is null, its weight
+                               // 0
       if (call_.weights != nullptr) weightOf(slotOf(source, i, k), segment.pieceOf(item)) = entry->weight;
       entry->number = static_cast<int32_t>(k);
       entry->weight = 1;
@@ -482,7 +479,6 @@ class Combine {
     return target;
   }
 
-  // Returns the number of `added` arrays, with which sums begin.
   PROXYCCL_DEVICE uint32_t countAdded() const {
     return call_.added[0] == nullptr ? 0 : call_.added[1] == nullptr ? 1 : 2;
   }
@@ -518,7 +514,6 @@ class Combine {
     return first;
   }
 
-  // Called by a group: lists the sums of all nodes for an item of this rank's tokens.
   PROXYCCL_DEVICE char* listNodeSums(const Group& group, uint32_t item) const {
     const uint32_t i = own_.tokenOf(item);
     const uint64_t token = own_.begin + i;

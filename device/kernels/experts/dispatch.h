@@ -88,7 +88,6 @@ template <class T>
 PROXYCCL_DEVICE void dispatch_shared_masks(const ProxycclExperts& experts, const ProxycclDispatch& call) {
   dispatchExperts<DispatchMode<MaskAnnouncement<true>, T>>(experts, call);
 }
-// This kernel serves only dispatches that one launch completes and whose rows go to output buffers.
 template <class T>
 PROXYCCL_DEVICE void dispatch_masks_store(const ProxycclExperts& experts, const ProxycclDispatch& call) {
   dispatchExperts<DispatchMode<MaskAnnouncement<false>, T, true>>(experts, call);

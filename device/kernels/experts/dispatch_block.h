@@ -38,7 +38,6 @@ struct AnnouncementIf<void> {
   using Type = Announcement;  // an empty type
 };
 
-// One block's part of a dispatch.
 template <class Mode>
 class Dispatch {
  public:
@@ -138,19 +137,17 @@ class Dispatch {
   // Called by the block: sets the segments of all sources and this rank's range of rows. `rows` is this rank's number
   // of rows, from gatherCounts().
   PROXYCCL_DEVICE void prepareReceive(uint32_t rows) const;
-  // Called by one thread: stores the number of received rows in host memory, for the CPU.
   PROXYCCL_DEVICE void publishReceivedRows(const Gathered& gathered) const;
   // Called by the block. On entry, `first` has the number of rows that each of this rank's experts gets from each
   // source, and `before` the number of these rows that precede the rows of this block's segment. Replaces each number
   // in `first` by the first row of this block's segment for that expert and source. Returns the number of this rank's
   // rows.
   PROXYCCL_DEVICE uint32_t placeRows(uint32_t* first, const uint32_t* before) const;
-  // Called by the block. `rows` has the number of rows that each of this rank's experts gets from each source. The
-  // function adds to the last source's number the padding up to a multiple of the alignment. Block 0 also reports each
+  // Called by the block. `rows` has the number of rows that each of this rank's experts gets from each source. Pads an
+  // expert's rows to a multiple of the alignment, by adding to the last source's number. Block 0 also reports each
   // expert's number of rows to the CPU.
   PROXYCCL_DEVICE void alignExperts(uint32_t* rows) const;
-  // Called by one block: writes the counts of all ranks to the layout, and stores the largest number of rows of any
-  // rank or, with padded rows, of any expert.
+  // Called by one block: writes the counts of all ranks to the layout, and updates most_rows.
   PROXYCCL_DEVICE void writeCounts(uint32_t rows) const;
 
   // -- rows (experts/dispatch_send.h, experts/dispatch_receive.h) ---
@@ -190,7 +187,6 @@ class Dispatch {
   }
 
   // -- rows in output buffers (experts/dispatch_store.h) ---
-  // Returns whether rows go to output buffers.
   PROXYCCL_DEVICE bool storesRows() const { return call_.output_buffer != 0; }
   PROXYCCL_DEVICE bool storesMasked() const {
     constexpr uint32_t kBoth = PROXYCCL_EXPERT_SEND | PROXYCCL_EXPERT_RECEIVE;
@@ -236,10 +232,8 @@ class Dispatch {
       storeRelaxedDevice<uint64_t>(&team_->counters->routings, team_->counters->routings + 1);
   }
 
-  // Returns whether the block has no segment.
   PROXYCCL_DEVICE bool onlySends() const { return blockIdx.x >= team_->segments; }
   PROXYCCL_DEVICE bool movesRows() const { return call_.phases & PROXYCCL_EXPERT_RECEIVE; }
-  // Returns whether describeSlots(), rather than receive(), writes the layout's entries.
   PROXYCCL_DEVICE bool describesSlots() const {
     return team_->chosen_per_rank != 0 && team_->nodes == 1 && !call_.redispatch;
   }
@@ -285,7 +279,6 @@ class Dispatch {
     __syncthreads();
     return !is_aborted;
   }
-  // Called by the block: clears outgoing(), to which counts are then added.
   PROXYCCL_DEVICE void clearOutgoing() const {
 #pragma unroll 1
     for (uint32_t rank = threadIdx.x; rank < team_->world_size; rank += blockDim.x)
@@ -315,12 +308,9 @@ class Dispatch {
   // counter, because not all multiprocessors store equally fast.
   template <class Describe, class Find>
   PROXYCCL_DEVICE void storeInTurns(const Group& group, uint32_t rows, uint32_t n, Describe describe, Find find) const;
-  // Returns whether each block stores both the rows for this rank and the rows for peers.
   PROXYCCL_DEVICE bool storesAll() const { return team_->blocks == 1 || kQuantizes; }
-  // Returns the number of blocks, from block 0 on, that store rows to peers.
   PROXYCCL_DEVICE uint32_t storingBlocks() const { return storesAll() ? team_->blocks : team_->senders; }
   static PROXYCCL_DEVICE uint32_t describingGroups() { return Group::count() < 4 ? Group::count() : 4; }
-  // Called by `threads` threads, in a dispatch by counts: writes the layout's entries.
   PROXYCCL_DEVICE void describeAll(uint32_t thread, uint32_t threads) const;
   // These functions store the rows and write the layout's entries in a dispatch by masks, of few or of many tokens. In
   // storeFewRows() the first blocks write the entries and the other blocks, if any, store the rows, because a block's
@@ -351,7 +341,6 @@ class Dispatch {
     uint32_t expert;  // the expert's number among all ranks' experts
     float weight;
   };
-  // Called by one thread if tokens have one row per rank: writes the layout's entries of slot k of a source's token.
   PROXYCCL_DEVICE void describeSlot(uint32_t source, uint64_t token, uint32_t k, const OwnChoice& own) const;
   // In a dispatch by counts, returns the argument `own` of describeSlot(). `first` is the segment's first row on this
   // rank.
@@ -405,8 +394,8 @@ class Dispatch {
   PROXYCCL_DEVICE int32_t inBuffer(uint32_t row) const {
     return row < team_->output_rows ? static_cast<int32_t>(row) : static_cast<int32_t>(PROXYCCL_PAST_END);
   }
-  // Checks that a rank has named an output buffer. A rank that has not makes a different call than this rank: the
-  // function records that error, and moves the rows for that rank past the end of its buffer, so that none is stored.
+  // If a rank has named no output buffer, because it makes a different call, records this error, and moves the rows for
+  // that rank past the end of its buffer, so that none is stored.
   PROXYCCL_DEVICE void checkBufferOn(uint32_t rank) const {
     const WaitFor what = {PROXYCCL_WAIT_NONE, rank, PROXYCCL_NO_CHANNEL, 0};
     if (outgoing()[rank].buffer - 1 < team_->output_buffers) return;
@@ -417,7 +406,6 @@ class Dispatch {
     return team_.outputOf(team_.localOf(rank), outgoing()[rank].buffer);
   }
 
-  // Called by one thread: writes the number of this rank's rows, and the largest number of rows of any rank.
   PROXYCCL_DEVICE void writeRowTotals(uint32_t rows, uint32_t most) const {
     const uint32_t received = rows < call_.capacity ? rows : call_.capacity;
     if (call_.received != nullptr) *call_.received = static_cast<int32_t>(received);
@@ -448,7 +436,6 @@ class Dispatch {
     return {bases()[team_->world_size], bad_rank, bad_rank == ~0u ? ~0u : announced_.badSlot(bad_rank),
             state.wanted_tokens};
   }
-  // Returns a token's row on this rank, in a dispatch by masks.
   PROXYCCL_DEVICE int32_t maskedRow(uint32_t source, uint32_t token) const {
     const auto mask = announced_.from(source);
     return mask.has(token) ? within(bases()[source] + mask.countBefore(token)) : static_cast<int32_t>(PROXYCCL_NO_ROW);
@@ -461,7 +448,7 @@ class Dispatch {
   PROXYCCL_DEVICE bool tellsChosen() const {
     return team_->chosen_per_rank != 0 && call_.phases & PROXYCCL_EXPERT_TELL;
   }
-  // Called by a group of each block: does the work of writeCounts(), from the announcements.
+  // Called by a group of each block: does the work of writeCounts() in a dispatch by announcements.
   PROXYCCL_DEVICE void writeAnnouncedCounts(const Group& group, uint32_t rows) const {
     awaitPreviousReaders(group);
     if constexpr (kMasks) {
@@ -473,7 +460,6 @@ class Dispatch {
   // Counts the choices of each source: block b handles sources b, b + segments, …; the last block also counts the
   // choices of all sources together.
   PROXYCCL_DEVICE void writeIdCounts(const Group& group, uint32_t rows) const;
-  // Only one group of the grid calls it.
   PROXYCCL_DEVICE void writeMaskCounts(const Group& group, uint32_t rows) const;
 
   // Called by a group: writes item number `round` of a part, if the part has it, to every rank that needs the item, and
@@ -501,24 +487,19 @@ class Dispatch {
     const uint32_t expert = row / call_.padded_rows;
     return (expert * columns + column) * call_.scale_column + (row - expert * call_.padded_rows);
   }
-  // Called by a group: writes the layout's entries of token i of a source's segment, if i is less than its number of
-  // tokens.
   PROXYCCL_DEVICE void describeToken(const Group& group, uint32_t source, uint32_t i) const {
     if (i >= team_.segmentOf(source).tokens) return;
     findTokenRows(group, source, i, true);
     describeRows(group, source, i);
     group.sync();
   }
-  // Called by a group: writes the layout's entries of a token's rows.
   PROXYCCL_DEVICE void describeRows(const Group& group, uint32_t source, uint32_t i) const;
-  // Stores an entry of row_experts.
   PROXYCCL_DEVICE void storeOwnExpert(uint64_t entry, int32_t expert) const {
     if (call_.id_bytes == sizeof(int64_t))
       reinterpret_cast<int64_t*>(call_.layout.row_experts)[entry] = expert;
     else
       call_.layout.row_experts[entry] = expert;
   }
-  // Called by a group if tokens have one row per rank: writes the token's choices of this rank's experts.
   PROXYCCL_DEVICE void describeChoices(const Group& group, uint32_t source, uint32_t i, int32_t row) const;
 
   // Called by a group: waits, by an acquire, until all ranks have read the block's data of the previous dispatch.
@@ -544,7 +525,7 @@ class Dispatch {
       team_.await(team_.read(i / count, first + i % count), number_ - (kAnnounced ? 1 : team_->kept_calls),
                   team_.member(team_->node, i / count));
   }
-  // Called by `threads` threads of the block: stores each source's number of tokens, and this block's segment of them.
+  // Called by `threads` threads of the block.
   PROXYCCL_DEVICE void setSegments(uint32_t thread, uint32_t threads) const {
 #pragma unroll 1
     for (uint32_t s = thread; s < team_->world_size; s += threads) {
@@ -564,14 +545,12 @@ class Dispatch {
   // Returns whether rows are padded. If they are, most_rows is the largest number of rows of an expert, otherwise of a
   // rank.
   PROXYCCL_DEVICE bool isPadded() const { return team_->padded_rows != 0; }
-  // Rounds an expert's number of rows up to the alignment of experts.
   PROXYCCL_DEVICE uint32_t alignedRows(uint32_t rows) const {
     const uint32_t alignment = team_->expert_alignment;
     return alignment > 1 ? (rows + alignment - 1) / alignment * alignment : rows;
   }
   PROXYCCL_DEVICE bool crossesNodes() const { return !kAnnounced && team_->nodes > 1; }
   PROXYCCL_DEVICE bool isNear(uint32_t source) const { return kAnnounced || team_.isNear(source); }
-  // Returns whether the layout's entries are written separately from the copying of rows.
   PROXYCCL_DEVICE bool describesApart() const { return !call_.redispatch && (kAnnounced || describesSlots()); }
 
   // Returns the ids under which this block's slots are counted, from token i of its segment on.
@@ -584,7 +563,6 @@ class Dispatch {
     return ids;
   }
 
-  // What the block's threads have read in the announcements.
   struct AnnouncedState {
     uint32_t bad_slot;  // the first slot whose expert id is out of range, with its rank in the upper 16 bits, or ~0; by
                         // masks only the rank
@@ -602,7 +580,6 @@ class Dispatch {
     __shared__ uint16_t positions[PROXYCCL_ANNOUNCED_OWN_SLOTS];
     return positions;
   }
-  // Returns slot k of token i of a source's segment.
   PROXYCCL_DEVICE ProxycclExpertSlot slotOf(uint32_t source, uint32_t i, uint32_t k) const {
     const uint32_t slot = i * topk_ + k;
     if constexpr (kIds) {
@@ -632,7 +609,6 @@ class Dispatch {
   PROXYCCL_DEVICE int32_t* placesOf(const char* routing) const {
     return reinterpret_cast<int32_t*>(const_cast<char*>(routing) + team_->places_offset);
   }
-  // Returns the routing of this block's segment of a source.
   PROXYCCL_DEVICE const char* routingOf(uint32_t source) const { return slabOf(source) + team_.routingAt(segment_); }
   PROXYCCL_DEVICE const ProxycclExpertSegment& segmentOf(uint32_t source, uint32_t block) const {
     return *reinterpret_cast<const ProxycclExpertSegment*>(slabOf(source) + team_.routingAt(block));
@@ -692,14 +668,12 @@ class Dispatch {
   // -- rows on their way ---
   // Returns the inbox of rank `local` of the node for rows from rank `source_local`. In a dispatch by announcements,
   // odd and even announcements have separate inboxes. A rank writes the rows of announcement n + 2 after it has
-  // received announcement n + 1 of every rank, which a rank makes after it has read the rows of announcement n;
-  // awaitPreviousReaders() acquires the flag that tells this. A repeated dispatch uses the inbox of the last
-  // announcement, and waits until all ranks have read that inbox. In a dispatch by counts, there are `kept_calls`
-  // inboxes.
+  // received announcement n + 1 of every rank, which a rank makes after it has read the rows of announcement n
+  // (awaitPreviousReaders()). A repeated dispatch uses the inbox of the last announcement, and waits until all ranks
+  // have read that inbox. In a dispatch by counts, there are `kept_calls` inboxes.
   PROXYCCL_DEVICE char* inbox(uint32_t local, uint32_t source_local) const {
     return team_.inbox(inbox_, local, source_local);
   }
-  // Returns the data that `source` sent to this rank or its node.
   PROXYCCL_DEVICE char* slabOf(uint32_t source) const {
     const uint32_t local = team_.localOf(source), node = team_.nodeOf(source);
     return node == team_->node ? inbox(team_->local_rank, local) : team_.peer(local) + team_.rail(number_, node);
@@ -718,7 +692,7 @@ class Dispatch {
   const uint64_t number_;
   const Choices choices_;
   const typename AnnouncementIf<typename Mode::Announces>::Type announced_;
-  const uint32_t inbox_;  // the number of the inbox that the call uses
+  const uint32_t inbox_;
   const uint32_t segment_, topk_;
   const Segment own_;
 };

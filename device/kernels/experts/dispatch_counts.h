@@ -1,5 +1,4 @@
-// Dispatch by counts: each block counts its segment's slots by expert and sends the counts to all ranks. From the
-// counts of all ranks the block computes the numbers of rows.
+// Dispatch by counts: each block counts its segment's slots by expert and sends the counts to all ranks.
 //
 // The number of a slot's row is a sum of three numbers: the first row that the slot's expert gets from the slot's
 // source, the number of slots with that expert in the source's earlier segments, and the number of such slots before
@@ -271,7 +270,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::alignExperts(uint32_t* rows) const {
 
 template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::prepareReceive(uint32_t rows) const {
-  if (kAnnounced && !call_.redispatch) return;  // gather() has done this already
+  if (kAnnounced && !call_.redispatch) return;  // done by gather()
   setSegments(threadIdx.x, blockDim.x);
   Range& range = ownRows();
   if (threadIdx.x == 0) range = {0, rows};

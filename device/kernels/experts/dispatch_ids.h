@@ -1,5 +1,4 @@
-// Dispatch by announced ids: every block receives the expert ids of all ranks' slots and counts them itself, whereas in
-// experts/dispatch_counts.h ranks send each other counts.
+// Dispatch by announced ids: every block receives the expert ids of all ranks' slots and counts them itself.
 #ifndef PROXYCCL_EXPERT_DISPATCH_IDS_H
 #define PROXYCCL_EXPERT_DISPATCH_IDS_H
 

@@ -42,7 +42,6 @@ struct RowEntry {
   float weight;
 };
 
-// A group's shared memory.
 struct GroupSpace {
   char* at[PROXYCCL_MAX_TOPK + PROXYCCL_ADDED];
   int32_t number[PROXYCCL_MAX_TOPK + PROXYCCL_ADDED];
@@ -55,7 +54,6 @@ PROXYCCL_DEVICE GroupSpace* groupSpaces() {
   return spaces;
 }
 
-// One thread of a group.
 struct Group {
   uint32_t number, lane;
   PROXYCCL_DEVICE Group() : number(threadIdx.x / kGroupLanes), lane(threadIdx.x % kGroupLanes) {}
@@ -84,7 +82,6 @@ struct Group {
 #endif
   }
 
-  // Returns the first thread's value.
   PROXYCCL_DEVICE uint32_t ofFirst(uint32_t value) const {
 #if PROXYCCL_ON_HOST
     return value;
@@ -129,7 +126,7 @@ struct Group {
   // fields `at` and `weight` are moved.
   PROXYCCL_DEVICE void orderByNumber(uint32_t begin) const {
     GroupSpace& space = this->space();
-    constexpr uint32_t kEach = (PROXYCCL_MAX_TOPK + kGroupLanes - 1) / kGroupLanes;  // entries that a thread moves
+    constexpr uint32_t kEach = (PROXYCCL_MAX_TOPK + kGroupLanes - 1) / kGroupLanes;
     RowEntry moved[kEach];  // `number` is the entry's new index
     const uint32_t end = space.count, first = begin + lane;
     for (uint32_t i = 0, from = first; i < kEach && from < end; ++i, from += kGroupLanes) {
@@ -151,11 +148,9 @@ struct Group {
 // tokens also keeps all groups busy.
 struct Segment {
   uint32_t begin, tokens, pieces_log2;
-  // Returns the number of tokens of the largest of `segments` segments.
   static PROXYCCL_DEVICE uint32_t longest(uint32_t source_tokens, uint32_t segments) {
     return (source_tokens + segments - 1) / segments;
   }
-  // Returns segment `number` of `segments`.
   static PROXYCCL_DEVICE Segment of(uint32_t source_tokens, uint32_t number, uint32_t segments) {
     const uint32_t begin = source_tokens * number / segments;
     Segment segment = {begin, source_tokens * (number + 1) / segments - begin, 0};
@@ -167,7 +162,6 @@ struct Segment {
 #endif
     return segment;
   }
-  // Returns the number of the segment that contains a token.
   static PROXYCCL_DEVICE uint32_t numberOf(uint32_t source_tokens, uint32_t token, uint32_t segments) {
     return ((token + 1) * segments - 1) / source_tokens;
   }
@@ -237,7 +231,6 @@ class ExpertTeam {
   static PROXYCCL_DEVICE char* const* peers() { return lookup().peers; }
   // Returns a reference to this block's segment of a source's tokens, which the caller stores there.
   static PROXYCCL_DEVICE Segment& segmentOf(uint32_t source) { return lookup().segments[source]; }
-  // Returns the largest number of items that any source has for this block.
   PROXYCCL_DEVICE uint32_t mostItems() const {
     uint32_t most = 0;
     for (uint32_t s = 0; s < e_.world_size; ++s) {
@@ -274,7 +267,7 @@ class ExpertTeam {
     return (e_.segments < e_.blocks ? e_.blocks - e_.segments : e_.blocks) * Group::count();
   }
 
-  // Returns the address of the first row in a rank's output buffer. `buffer` is 1 for the first buffer.
+  // `buffer` is 1 for the first output buffer.
   PROXYCCL_DEVICE char* outputOf(uint32_t local, uint32_t buffer) const {
     return peer(local) + e_.outputs + (buffer - 1) * e_.output_bytes;
   }
@@ -320,11 +313,9 @@ class ExpertTeam {
   PROXYCCL_DEVICE void raiseBehindLoads(uint32_t local, uint64_t flag, uint64_t value) const {
     storeReleaseLoadsSystem(reinterpret_cast<uint64_t*>(peer(local) + flag), value);
   }
-  // Waits until a flag in this rank's workspace has reached `value`.
   PROXYCCL_DEVICE void await(uint64_t flag, uint64_t value, uint32_t peer, uint64_t ahead = kHalfOfAll) const {
     awaitWord(e_.control, reinterpret_cast<const uint64_t*>(e_.workspace + flag), value, peer, ahead);
   }
-  // Waits until `items` items of a part of a source's dispatch have arrived.
   PROXYCCL_DEVICE void awaitSent(uint32_t source, uint32_t part, uint64_t call, uint64_t items) const {
     await(sent(source, part), flagValue(call, items), source, kTwoCalls);
   }

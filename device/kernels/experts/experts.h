@@ -1,12 +1,11 @@
-/* Definitions that the expert-parallel kernels share with the host: the layer's sizes and memory, and one call's
- * arguments.
+/* What the expert-parallel kernels share with the host: the layer's sizes and memory, and one call's arguments.
  *
- * The header is plain C. A slot is one expert choice of one token; a source is a rank whose tokens are sent. Each
- * source's tokens are cut into segments of consecutive tokens. Block b of every rank handles segment b of every source,
- * so a block waits for other blocks only because of the counts and, between nodes, because of messages with several
- * segments (batches). In a large dispatch there are fewer segments than blocks, and the blocks without a segment only
- * send. In a small dispatch, ranks announce their choices to all ranks (experts/announcement.h) instead of counts, and
- * every block counts the choices itself.
+ * A slot is one expert choice of one token; a source is a rank whose tokens are sent. Each source's tokens are cut into
+ * segments of consecutive tokens. Block b of every rank handles segment b of every source, so a block waits for other
+ * blocks only because of the counts and, between nodes, because of messages with several segments (batches). In a large
+ * dispatch there are fewer segments than blocks, and the blocks without a segment only send. In a small dispatch, ranks
+ * announce their choices to all ranks (experts/announcement.h) instead of counts, and every block counts the choices
+ * itself.
  *
  * Every rank has a workspace, which has the same layout on all ranks and which all ranks of the node map. A workspace
  * holds flags (8-byte words that peers store and the owner polls) and slabs. A slab holds the data of one source for

@@ -1,4 +1,4 @@
-// Renumbers the experts of the remaining ranks, for dispatches of a layer whose group has lost ranks.
+// Renumbers experts for dispatches of a layer whose group has lost ranks.
 #ifndef PROXYCCL_EXPERT_SURVIVORS_H
 #define PROXYCCL_EXPERT_SURVIVORS_H
 
