@@ -2,8 +2,8 @@
 // differs in bit s.
 //
 // If there are n = 2^s ranks, each rank sends the array s times. If n is not a power of two, let p be the largest power
-// of two below n: each rank r >= p first sends its data to rank r - p, and at the end receives the result from rank r -
-// p. Partial results are sent in the accumulator's type. The two ranks of a step combine their partial results in rank
+// of two below n: each rank r >= p first sends its data to rank r - p, which sends back the result at the end.
+// Partial results are sent in the accumulator's type. The two ranks of a step combine their partial results in rank
 // order, so all ranks get the same bits.
 //
 // Slots 0 and 1 are for the exchange with the ranks r >= p; slot 2 + s is for step s.

@@ -2,7 +2,7 @@
 // one launch. The size of a row must be a multiple of 16 bytes.
 //
 // A block handles whole rows or a part of each row; blocks of the same number handle the same rows on every rank.
-// Packets are also sent for rows beyond the last one, which are padding. In the one-shot algorithm every rank sends its
+// Packets are also sent for padding rows beyond the last row. In the one-shot algorithm every rank sends its
 // packets to every other rank, and each rank reduces all packets: slot r holds the data of rank r. In the two-shot
 // algorithm each packet number has an owner, the rank to which the other ranks send their packets of this number. The
 // owner reduces these packets and sends the sum to all ranks: slot n + r holds sums of rank r, with n ranks. All

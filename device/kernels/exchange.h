@@ -233,7 +233,7 @@ class Exchange {
   PROXYCCL_DEVICE void forEachRound(uint64_t total, uint64_t size, Send send, Take take) {
     if (total == 0) return;
     const uint64_t lanes = lane_.count(), length = pieceLength(total, size);
-    uint64_t begin = 0, taken = 0;  // of the previous piece
+    uint64_t begin = 0, taken = 0;  // bounds of the previous piece
     for (uint64_t start = 0;; start += length * lanes) {
       const uint64_t offset = minimum(start + lane_.number() * length, total), n = minimum(length, total - offset);
       if (start < total) send(offset, n);

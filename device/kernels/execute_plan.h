@@ -127,7 +127,7 @@ PROXYCCL_DEVICE uint64_t combineAligned([[maybe_unused]] const ProxycclStep& ste
 #else
   const PlanBlock& block = PlanBlock::own();
   constexpr uint32_t kWide = 16 / sizeof(T);
-  constexpr uint32_t kUnits = sizeof(T) == 1 ? 2 : 4;  // because each sum takes a register, even of one-byte elements
+  constexpr uint32_t kUnits = sizeof(T) == 1 ? 2 : 4;  // a sum takes a register, even of one-byte elements
   const uint64_t units = count / kWide;
 #pragma unroll 1
   for (uint64_t first = threadIdx.x; first < units; first += static_cast<uint64_t>(kUnits) * blockDim.x) {

@@ -1,8 +1,8 @@
 /* Parameters of the packet kernels, which describe the ranks and one call. ProxycclPacketTeam is passed by value, so
  * that a block loads only its epoch before its data.
  *
- * Scratch memory, which all ranks map, has the same layout on each rank: for each block, for each parity of its epoch,
- *   for each slot: `slot_packets` packets
+ * Scratch memory, which all ranks map, has the same layout on each rank:
+ *   for each block, for each parity of its epoch, for each slot: `slot_packets` packets
  * There are two slots per rank, which each algorithm uses in its own way.
  */
 #pragma once

@@ -189,7 +189,7 @@ class ScatteredReduction {
 #endif
 
   const ProxycclTeam& team_;
-  T* in_;
+  T* in_;  // only read
   uint64_t count_;
   Links links_;
 };

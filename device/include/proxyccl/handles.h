@@ -35,10 +35,10 @@ typedef struct ProxycclFifo {
 
 /* A counting semaphore between two ranks. */
 typedef struct ProxycclSemaphore {
-  uint64_t* inbound;        /* the count of the peer's signals that have arrived */
-  uint64_t* expected;       /* in local device memory: number of signals consumed or being waited for */
+  uint64_t* inbound;        /* number of the peer's signals that have arrived */
+  uint64_t* expected;       /* local device memory: signals consumed or waited for, then a word for Triton's checks */
   uint64_t* remote_inbound; /* the peer's `inbound`, if mapped; else null */
-  uint64_t* outbound;       /* in local device memory: number of signals sent */
+  uint64_t* outbound;       /* local device memory: number of signals sent */
   uint64_t adds;            /* not 0 if this rank's kernels can add to `remote_inbound` atomically */
 } ProxycclSemaphore;
 
@@ -59,10 +59,8 @@ typedef struct ProxycclProxyChannel {
   ProxycclFifo fifo;
   ProxycclSemaphore semaphore;   /* only the engine uses remote_inbound and outbound */
   uint64_t* flushed;             /* pinned: ticket of the channel's last complete flush, plus one */
-  uint64_t* completed;           /* pinned: the ticket up to which all the channel's operations are complete, plus one
-                                  * */
-  const uint64_t* memory_limits; /* pinned, indexed by memory id: bytes to its memory's end; NULL for a handler's
-                                  * channel */
+  uint64_t* completed;           /* pinned: ticket of the last of the channel's complete operations, plus one */
+  const uint64_t* memory_limits; /* pinned, by memory id: bytes to its memory's end; NULL for a handler's channel */
   ProxycclControl* control;
   uint32_t channel;
   uint32_t peer;

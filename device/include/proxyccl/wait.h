@@ -115,8 +115,7 @@ PROXYCCL_OUT_OF_LINE uint64_t checkWait(Control* given, WaitFor what, uint64_t s
   const bool last = what.kind == PROXYCCL_WAIT_GRID || what.kind == PROXYCCL_WAIT_STAGE;
   if (now - started <= (last ? 2 * bound : bound)) return started;
   if (control != nullptr) {
-    describeWait(control, PROXYCCL_LAST_QUESTION, what, seen);  // must precede recordError(), which ends the other
-                                                                // waits
+    describeWait(control, PROXYCCL_LAST_QUESTION, what, seen);  // before recordError() ends other waits
     recordError(control, PROXYCCL_ERROR_TIMEOUT, what, seen);
   }
   return 0;

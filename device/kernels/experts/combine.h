@@ -408,8 +408,7 @@ class Combine {
     const bool own = team_.localOf(source) == team_->local_rank;  // this rank sums its own rows without a copy
     group.list(topk_, [&](uint32_t k, RowEntry* entry) {
       if (own || rows[k] == PROXYCCL_NO_ROW) return false;
-      ownRow(rows[k], entry);  // a row that did not fit in the output is taken as zero: its address is null, its weight
-                               // 0
+      ownRow(rows[k], entry);  // a row that did not fit in the output gets a null address and weight 0
       if (call_.weights != nullptr) weightOf(slotOf(source, i, k), segment.pieceOf(item)) = entry->weight;
       entry->number = static_cast<int32_t>(k);
       entry->weight = 1;

@@ -12,8 +12,7 @@ template <class T>
 PROXYCCL_DEVICE void expert_quantize(const ProxycclExperts&, const ProxycclCombine& call) {
   constexpr uint32_t kBlocks = PROXYCCL_ON_HOST ? 1 : 8;
   const Group group;
-  const uint32_t blocks = static_cast<uint32_t>(call.hidden / PROXYCCL_SCALED_ELEMENTS);  // blocks of a row; a block's
-                                                                                          // elements share a scale
+  const uint32_t blocks = static_cast<uint32_t>(call.hidden / PROXYCCL_SCALED_ELEMENTS);  // scales of a row
   const uint32_t parts = (blocks + kBlocks - 1) / kBlocks;
   const T* rows = reinterpret_cast<const T*>(call.rows);
   const bool aligned = reinterpret_cast<uintptr_t>(rows) % 16 == 0;
