@@ -2,7 +2,7 @@
 //
 // In a round a lane writes to its slot in each peer's scratch memory, signals every peer, waits for every peer's signal
 // and reads the slots in its own scratch memory. A post is a signal, with or without data. Slots are double-buffered by
-// the parity of the round. They need no flags: a rank starts round r + 2 after it has received every peer's signal of
+// the parity of the round. Slots need no flags: a rank starts round r + 2 after it has received every peer's signal of
 // round r + 1, which a peer sends after it has read its slots of round r. The slots in the staging area are reused in
 // the same way. Slots may also be reused by the next kernel, whatever its grid, because a peer that has started a
 // kernel has ended the previous one.

@@ -1,8 +1,9 @@
 /* Parameters of the kernel in send_receive.h, which describe the ranks and one call.
  *
- * A *flow* is the connection from one rank to another. It has `lanes` lanes, each with a link and a ring of slots in
- * the receiver's scratch memory. The sender's signals on the link count pieces; the receiver's signals count credits,
- * which are slots that it has read. So a flow involves only its two ranks, and flows never wait for one another.
+ * A *flow* is the connection from one rank to another. A flow has `lanes` lanes, each with a link and a ring of slots
+ * in the receiver's scratch memory. The sender's signals on the link count pieces; the receiver's signals count
+ * credits, which are slots that it has read. So a flow involves only its two ranks, and flows never wait for one
+ * another.
  */
 #pragma once
 

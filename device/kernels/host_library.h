@@ -1,5 +1,5 @@
-// Instances of the shipped kernels for the host, compiled into the wheel, so that its collectives need no compiler at
-// run time.
+// Instances of the shipped kernels for the host, compiled into the wheel, so that collectives need no compiler at run
+// time.
 //
 // setup.py builds one library for each element type, in parallel.
 #pragma once

@@ -4,8 +4,8 @@
 // whether all outputs are mapped and all inputs offered, and choose the same algorithm.
 //
 // Blocks with the same number send each other the addresses in packets, which need no signal. There are two packets per
-// peer, for even and odd epochs of a block: a rank reuses a packet two kernels later, and starts that kernel only when
-// all ranks' blocks have ended this one.
+// peer, for even and odd epochs of a block: a packet of kernel n is reused in kernel n + 2, which a rank starts only
+// when all blocks of all ranks have ended kernel n.
 #pragma once
 
 #include "proxyccl/proxyccl.h"

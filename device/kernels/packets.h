@@ -12,11 +12,11 @@
 //   - If epochs e, e + 1 and e + 2 are in three different kernels, x has finished the kernel of epoch e + 1, so it has
 //     received data that y sent in that kernel. So y had started that kernel, and had ended the kernel of epoch e.
 //   - If epochs e + 1 and e + 2 are in one kernel, a thread has the same packets in both. Before the thread sends a
-//     packet of epoch e + 2, it has received the packets of epoch e + 1 from the same thread of y. That thread sent
-//     them after it had read its packets of epoch e, or after y had ended an earlier kernel with epoch e.
+//     packet of epoch e + 2, it has received the packets of epoch e + 1 from the same thread of y. The thread of y sent
+//     these packets after it had read its packets of epoch e, or after y had ended an earlier kernel with epoch e.
 //   - If epochs e and e + 1 are in one kernel and epoch e + 2 in the next one, whose threads may have other packets,
-//     all threads of x have finished epoch e + 1, so all threads of y had finished epoch e. For this the last epoch is
-//     padded: a thread with packets in epoch e must also have packets in epoch e + 1.
+//     all threads of x have finished epoch e + 1, so all threads of y had finished epoch e. To ensure this, the last
+//     epoch is padded: a thread with packets in epoch e must also have packets in epoch e + 1.
 // The proof requires of every algorithm that a rank finishes an epoch only with data of every other rank.
 #pragma once
 
@@ -253,8 +253,8 @@ class Lanes {
 
  private:
   static constexpr uint32_t kAtOnce = Form::kAtOnce;
-  // Flags wrap after 2^32 epochs, for longer than which a packet may stay unused. So before flags repeat, a block
-  // clears its packets of both parities, at the end of the epochs that are 0 or 1 modulo kClearInterval.
+  // Flags wrap after 2^32 epochs, but a packet may stay unused for longer. So before flags repeat, a block clears its
+  // packets of both parities, at the end of the epochs that are 0 or 1 modulo kClearInterval.
   static constexpr uint32_t kClearInterval = 1u << 30;
 
   // Returns the epoch's flag: the epoch plus one. The last epoch before the wrap has another flag, because zeroed

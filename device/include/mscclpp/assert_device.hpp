@@ -1,4 +1,4 @@
-// MSCCLPP_ASSERT_DEVICE, which ends the communicator if its condition is false.
+// Defines MSCCLPP_ASSERT_DEVICE, which ends the communicator if its condition is false.
 #ifndef MSCCLPP_ASSERT_DEVICE_HPP_
 #define MSCCLPP_ASSERT_DEVICE_HPP_
 

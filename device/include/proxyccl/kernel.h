@@ -1,4 +1,4 @@
-// PROXYCCL_EXPORT_KERNEL(name), which follows each kernel of a compiled source.
+// Defines PROXYCCL_EXPORT_KERNEL(name), which follows each kernel of a compiled source.
 //
 // The macro exports the kernel's parameter table, which gives the launcher the size and kind of each argument (a driver
 // knows at most the sizes). On the host, it also exports the entry point that unpacks the arguments.

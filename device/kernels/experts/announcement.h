@@ -18,8 +18,7 @@ namespace proxyccl {
 class Announcement {
  public:
   // Announcements are numbered from 1, and a flag is the number's low 32 bits. Flag 1 << 31 replaces flag 0, because
-  // zeroed memory holds 0. The other announcement with this flag is 2^31
-  // announcements away.
+  // zeroed memory holds 0. The other announcement with this flag is 2^31 announcements away.
   PROXYCCL_DEVICE Announcement(const ProxycclExperts& experts, uint64_t number)
       : e_(experts),
         flag_(static_cast<uint32_t>(number) != 0 ? static_cast<uint32_t>(number) : 1u << 31),

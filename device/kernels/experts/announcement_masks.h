@@ -236,7 +236,6 @@ class MaskAnnouncement : public Announcement {
     const uint32_t i = source * e_.world_size + rank;
     return counts()[i / 2] >> i % 2 * 16 & 0xffff;
   }
-  // Returns a source's first slot whose id is out of range, or ~0 if there is none.
   PROXYCCL_DEVICE uint32_t badSlot(uint32_t source) const { return badSlots()[source]; }
 
  private:

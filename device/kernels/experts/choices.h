@@ -32,8 +32,8 @@ class Choices {
  public:
   PROXYCCL_DEVICE Choices(const ProxycclExperts& experts, const ProxycclDispatch& call) : e_(experts), call_(call) {}
 
-  // Returns whether the ids are turned into ranks, because tokens have one row per rank. A repeated dispatch reads ids
-  // that the original dispatch has already turned into ranks.
+  // Returns whether tokens have one row per rank, so that ids are turned into ranks. A repeated dispatch reads ids that
+  // the original dispatch has already turned into ranks.
   PROXYCCL_DEVICE bool byRank() const { return e_.chosen_per_rank != 0 && call_.redispatch == 0; }
 
   // Returns a slot's target: its expert or, if byRank(), the expert's rank. Returns the number of experts or ranks if

@@ -265,8 +265,8 @@ class Combine {
       team_.await(team_.summed(threadIdx.x, block_), number_, team_.nearRank(threadIdx.x));
   }
 
-  // Called by a group when no item is left. The last group of the last block of a batch to call it has acquired the
-  // sums of all other groups, and posts the batch's sums.
+  // Called by a group when no item is left. In the last block of a batch, the last group has acquired the sums of all
+  // other groups, and posts the batch's sums.
   PROXYCCL_DEVICE void post(const Group& group, uint32_t* finished) const {
     if (team_->nodes == 1 || group.lane != 0) return;
     if (fetchAddAcqRelDevice<uint32_t>(finished, 1) + 1 != Group::count()) return;
@@ -393,8 +393,8 @@ class Combine {
     const Segment& segment = team_.segmentOf(source);
     const uint32_t i = segment.tokenOf(item);
     const int32_t* rows = rowsOfToken(source, segment.begin + i);
-    // If a token's rows did not fit in the output, their sum is zero. It is sent nevertheless, because the receiver
-    // waits for it.
+    // If a token's rows did not fit in the output, their sum is zero. The sum is sent nevertheless, because the
+    // receiver waits for it.
     if (!group.any(topk_, [&](uint32_t k) { return rows[k] != PROXYCCL_NO_ROW; })) return nullptr;
     group.list(topk_, [&](uint32_t k, RowEntry* entry) { return ownRow(rows[k], entry); });
     return team_.peer(team_.localOf(source)) + sumRow(team_->local_rank, i);

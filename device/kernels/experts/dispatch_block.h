@@ -128,8 +128,8 @@ class Dispatch {
   // -- counts (experts/dispatch_counts.h) ---
   // Called by the block: counts its slots by expert, and sends counts, slots and weights to all ranks.
   PROXYCCL_DEVICE void route() const;
-  // Called by each block, of which block 0 acts: one thread per other node waits for the routing from this rank's
-  // counterpart on that node, and raises the routing's flag on every rank of this node.
+  // Called by all blocks. In block 0, one thread per other node waits for the routing from this rank's counterpart on
+  // that node, and raises the routing's flag on every rank of this node.
   PROXYCCL_DEVICE void forwardRouting() const;
   // gather() for dispatches by counts: sets bases()[expert * ranks + source] to the first row, for an expert of this
   // rank, of this block's segment of a source.
@@ -156,8 +156,8 @@ class Dispatch {
   // is its segment.
   PROXYCCL_DEVICE void send(const Group& group, uint32_t block, uint32_t blocks, uint32_t* finished) const;
   // Called by a group, after a barrier that follows the block's stores of rows: raises one flag for all these rows on
-  // every rank of the node. One release takes less time than one per group. It delays no receiver, because few rows
-  // arrive at nearly the same time.
+  // every rank of the node. One release takes less time than one per group. It delays no receiver, because a small
+  // dispatch's rows arrive at nearly the same time.
   PROXYCCL_DEVICE void publishSent(const Group& group) const {
 #pragma unroll 1
     for (uint32_t l = group.lane; l < team_->local_size; l += kGroupLanes)
@@ -168,7 +168,7 @@ class Dispatch {
   PROXYCCL_DEVICE void receive(const Group& group, uint32_t* next_item, const Gathered& gathered) const;
 
   // Called by every block if there is one node and tokens have one row per rank: writes the layout's entries of all
-  // tokens. One thread handles a slot alone, because a token has at most one row on this rank.
+  // tokens.
   PROXYCCL_DEVICE void describeSlots() const {
     if constexpr (kMasks) {
       describeMasked(blockIdx.x * blockDim.x + threadIdx.x, team_->blocks * blockDim.x);
@@ -515,8 +515,9 @@ class Dispatch {
       team_.raiseBehindLoads(l, team_.read(team_->local_rank, segment_), number);
   }
   // Waits until the node's ranks have read the slabs that this dispatch reuses: those of the previous dispatch or, with
-  // kept_calls = 2, of the one before it. All segments' flags matter unless this block writes only rows of its own
-  // segment, because every block reads the routing of all segments, but only the rows of its own segment.
+  // kept_calls = 2, of the one before it. Every block reads the routing of all segments, but only the rows of its own
+  // segment. So this block waits for one block per rank if it writes only rows of its own segment, otherwise for all
+  // blocks.
   PROXYCCL_DEVICE void awaitReaders() const {
     const bool rows_alone = kAnnounced || (call_.redispatch && team_->segments == team_->blocks);
     const uint32_t first = rows_alone ? segment_ : 0, count = rows_alone ? 1 : team_->segments;
@@ -614,8 +615,7 @@ class Dispatch {
     return *reinterpret_cast<const ProxycclExpertSegment*>(slabOf(source) + team_.routingAt(block));
   }
 
-  // -- the descriptor ---
-  // Writes the id of a slot of this block's tokens; an id that is out of range drops its slot.
+  // -- the layout --- Writes the id of a slot of this block's tokens; an id that is out of range drops its slot.
   PROXYCCL_DEVICE void writeId(uint32_t slot, int32_t id) const {
     const uint32_t experts = team_.experts();
     idsOf(team_->node, own_.begin)[slot] = static_cast<uint32_t>(id) < experts ? id : static_cast<int32_t>(experts);

@@ -1,8 +1,8 @@
 // The sending part of a dispatch to output buffers, for tokens with one row per rank: when all counts are known, the
 // sender stores each row directly at its final address on every rank that gets it.
 //
-// A rank's routing or announcement names the output buffer in which the rank wants the rows. It is sent when the rank's
-// stream has reached this dispatch, so earlier work has finished with the buffer. Rows are converted to float8 on the
+// A rank's routing or announcement names the output buffer in which the rank wants the rows. The buffer is named when
+// the rank's stream has reached this dispatch, so earlier work no longer uses it. Rows are converted to float8 on the
 // fly, once for each token.
 #ifndef PROXYCCL_EXPERT_DISPATCH_STORE_H
 #define PROXYCCL_EXPERT_DISPATCH_STORE_H

@@ -25,9 +25,9 @@ static_assert(kMaxPieces << 24 <= kAllItems, "an item's number fits in a flag");
 
 PROXYCCL_DEVICE uint64_t flagValue(uint64_t call, uint64_t items) { return call << kItemBits | items; }
 
-// hasReached() returns whether a flag has reached a value. Flags wrap around, so only the difference of the two counts:
-// a flag that has reached the value exceeds it by less than `ahead`. A larger difference means that the flag has not
-// reached the value.
+// hasReached() returns whether a flag has reached a value. Flags wrap around, so only the difference of the two
+// matters: a flag that has reached the value exceeds it by less than `ahead`. A larger difference means that the flag
+// has not reached the value.
 constexpr uint64_t kHalfOfAll = 1ull << 63;  // `ahead` for flags that every call raises
 // `ahead` for flags that count items, which not every call raises. Calls of different ranks wait for each other, so no
 // flag is more than one call ahead. A flag that was last raised long ago is taken as not reached, unless call numbers
@@ -194,8 +194,7 @@ struct Piece {
   }
 };
 
-// The function is not inlined, because waits are in many places, and fetching the inlined code would take as long as a
-// short call.
+// The function is not inlined, because there are many waits, whose code would take as long to fetch as a short call.
 PROXYCCL_OUT_OF_LINE void awaitWord(ProxycclControl* control, const uint64_t* word, uint64_t value, uint32_t peer,
                                     uint64_t ahead) {
   waitUntil(control, {PROXYCCL_WAIT_SM_SIGNAL, peer, PROXYCCL_NO_CHANNEL, value},
@@ -273,8 +272,8 @@ class ExpertTeam {
   }
 
   // -- flags, as offsets in a workspace ---
-  // Returns the flag that block `block` of `source` has sent its counts. For a source on another node, block 0's flag
-  // covers the counts of all blocks.
+  // Returns the flag that is raised when block `block` of `source` has sent its counts. For a source on another node,
+  // block 0's flag covers the counts of all blocks.
   PROXYCCL_DEVICE uint64_t routed(uint32_t source, uint32_t block) const {
     return e_.routed + 8ull * (source * e_.segments + block);
   }
@@ -283,15 +282,15 @@ class ExpertTeam {
   PROXYCCL_DEVICE uint64_t sent(uint32_t source, uint32_t part) const {
     return e_.sent + 8ull * (static_cast<uint64_t>(source) * parts() + part);
   }
-  // Returns the flag that a block of a rank of the node has read a dispatch's data.
+  // Returns the flag that is raised when a block of a rank of the node has read a dispatch's data.
   PROXYCCL_DEVICE uint64_t read(uint32_t local, uint32_t block) const {
     return e_.read + 8ull * (local * e_.segments + block);
   }
-  // Returns the flag that a block of a rank of the node has sent its rows of a combine.
+  // Returns the flag that is raised when a block of a rank of the node has sent its rows of a combine.
   PROXYCCL_DEVICE uint64_t returned(uint32_t local, uint32_t block) const {
     return e_.returned + 8ull * (local * e_.blocks + block);
   }
-  // Returns the flag that a block of a rank of the node has summed a combine's data.
+  // Returns the flag that is raised when a block of a rank of the node has summed a combine's data.
   PROXYCCL_DEVICE uint64_t summed(uint32_t local, uint32_t block) const {
     return e_.summed + 8ull * (local * e_.blocks + block);
   }
@@ -301,8 +300,8 @@ class ExpertTeam {
   PROXYCCL_DEVICE uint64_t loadable(uint64_t call, uint32_t local, uint32_t block) const {
     return e_.loadable + 8ull * ((call % 2 * e_.local_size + local) * e_.blocks + block);
   }
-  // Returns the flag, used only on this rank, that a batch of a combine's sums has arrived from a node. `block` is the
-  // batch's first block.
+  // Returns the flag that is raised, only on this rank, when a batch of a combine's sums has arrived from a node.
+  // `block` is the batch's first block.
   PROXYCCL_DEVICE uint64_t crossed(uint32_t node, uint32_t block) const {
     return e_.crossed + 8ull * (node * e_.blocks + block);
   }

@@ -75,9 +75,9 @@ enum {
 
 /* The head of a segment's routing. The following arrays come after it, at the offsets in ProxycclExperts:
  *   uint32 counts[experts]            slots of the segment for each expert
- *   uint32 chosen[ranks * chosen_per_rank]  with a row for each rank: choices of the segment, for each expert
+ *   uint32 chosen[ranks * chosen_per_rank]  if tokens have one row per rank: the segment's slots for each expert
  *   ProxycclExpertSlot slots[segment_tokens * topk]
- *   int32 places[segment_tokens]      across nodes: where in its batch's rows each token lies, or PROXYCCL_NO_ROW
+ *   int32 places[segment_tokens]      between nodes: the position of each token's row in its batch, or PROXYCCL_NO_ROW
  *   weights[segment_tokens * topk] */
 typedef struct ProxycclExpertSegment {
   uint32_t tokens;        /* number of tokens of the whole source */
