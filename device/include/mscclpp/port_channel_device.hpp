@@ -92,7 +92,7 @@ struct PortChannelDeviceHandle : BasePortChannelDeviceHandle {
   PROXYCCL_DEVICE void putWithSignalAndFlush(uint64_t offset, uint64_t size) const {
     ours().putWithSignalAndFlush(offset, size);
   }
-  /// Copies the peer's memory to local memory; the offset of local memory comes first. MSCCL++ has no such method.
+  /// Copies the peer's memory to local memory; the offset of local memory comes first. MSCCL++ has no get().
   PROXYCCL_DEVICE void get(uint64_t dstOffset, uint64_t srcOffset, uint64_t size) const {
     ours().get(dstOffset, srcOffset, size);
   }

@@ -1,5 +1,5 @@
-// CUDA C++'s built-in functions for the host target, so that a kernel written for a GPU compiles unchanged: arithmetic,
-// bits, loads with cache hints, printf, assert. Thread indices, barriers, warp functions and atomics are in
+// Defines CUDA C++'s built-in functions for the host target, so that a kernel written for a GPU compiles unchanged:
+// arithmetic, bits, loads with cache hints, printf, assert. Thread indices, barriers, warp functions and atomics are in
 // platform_host.h. docs/coming_from_mscclpp.md lists the built-in functions.
 //
 // Functions that libc also declares are templates, so that a source may include libc's headers before or after this

@@ -377,8 +377,8 @@ class Combine {
                               : team_->return_rails + team_.nodeOf(source) * team_->blocks * segment;
     return area + block_ * segment + (i * places + (by_rank_ ? from : k)) * stride_;
   }
-  // Returns a row's weight, as stored for a piece. Each piece has its own copy of the weight after the row, because
-  // different groups write the pieces.
+  // Returns a piece's copy of the row's weight. The copies follow the row; each piece has one, because different groups
+  // write the pieces.
   PROXYCCL_DEVICE float& weightOf(char* row, uint32_t piece) const {
     return reinterpret_cast<float*>(row + rowStride(row_bytes_))[piece];
   }
