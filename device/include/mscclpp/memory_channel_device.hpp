@@ -78,7 +78,7 @@ struct BaseMemoryChannelDeviceHandle {
 
 struct MemoryChannelDeviceHandle : BaseMemoryChannelDeviceHandle {
   MemoryChannelDeviceHandle() = default;
-  /// A channel between addresses. Its ranges are not checked, and errors do not name its peer.
+  /// Makes a channel from addresses. Its ranges are not checked, and errors do not name its peer.
   PROXYCCL_DEVICE MemoryChannelDeviceHandle(MemoryDevice2DeviceSemaphoreDeviceHandle semaphore, void* dst, void* src,
                                             void* packetBuffer)
       : BaseMemoryChannelDeviceHandle{semaphore, dst,   src,   packetBuffer,     nullptr,
