@@ -1,22 +1,21 @@
-// All-reduce over a single lane, for ranks of which some or all are reached through the proxy. As part of a hierarchy,
-// mapped ranks may also use this algorithm for short data.
+// All-reduce by all blocks together (one lane, exchange.h), for ranks that reach some or all peers through the proxy.
 //
-// Each rank reduces one share of the data for all, in rank order, and distributes the result. A rank sends 2 (n-1)/n
-// times the bytes, and the data crosses links twice. A pipeline over pieces lets the transfers overlap. In step k the
-// grid
-//   1. scatters piece k + 1: each peer gets the part that it reduces;
-//   2. waits for the peers' scattered parts of piece k, reduces it, and distributes the result;
-//   3. waits for the peers' results of piece k - 1, and stores them.
-// Each of the two kinds of data has its own PROXYCCL_PIPELINE_DEPTH buffers, used in turn. No flag guards them; the
-// order of the steps does. A rank that is about to
+// Each of the n ranks reduces one share of the data, in rank order, and sends the result to all ranks. A rank sends 2
+// (n-1)/n times the array's bytes, and each element crosses links twice. The transfers of the shares' pieces overlap in
+// a pipeline. In step k the grid
+//   1. scatters piece k + 1: sends each peer the part that this peer reduces;
+//   2. waits for the peers' scattered parts of piece k, reduces them, and distributes the result;
+//   3. waits for the peers' results of piece k - 1, and stores these results. Scattered parts and results each have
+// PROXYCCL_PIPELINE_DEPTH buffers, used in turn. The order of the steps guarantees, without flags, that a buffer is
+// free when a rank writes to it. A rank that is about to
 //   - scatter piece k + 1 has finished step k - 1, so it has every peer's results of piece k - 2: the peers have
-//     reduced that piece, and its buffer is free;
-//   - distribute the results of piece k has every peer's data of piece k, which the peers scattered after they had
-//     finished step k - 2: they have stored the results of piece k - 3, and its buffer is free.
-// Data for the proxy to send is staged in buffers that are reused in the same way: when it has arrived at the peer, the
-// proxy has read its buffer. The same holds across kernels: a rank that starts a kernel has seen all results of the
-// previous one, so all peers have reduced all their data. The rank distributes results only once it has every peer's
-// first data of this kernel, which peers send after they have ended the previous one.
+//     reduced piece k - 2, so its buffer is free;
+//   - distribute the results of piece k has every peer's data of piece k, which the peers scattered after step k - 2:
+//     the peers have stored the results of piece k - 3, so their buffer is free.
+// The buffers that stage data for the proxy are reused in the same way, because the proxy has read a buffer when the
+// data has arrived at the peer. The guarantee also holds across kernels. A rank that starts a kernel has all results of
+// the previous kernel, so all peers have reduced their data. The rank distributes results only when it has every peer's
+// first data of this kernel, which a peer sends after it has ended the previous kernel.
 #pragma once
 
 #include "exchange.h"
@@ -25,9 +24,9 @@
 
 namespace proxyccl {
 
-// An all-reduce in which the data crosses links once, but a rank sends (n-1) times the bytes: for data so short that
-// the number of crossings determines the time, over links without packets, and between two ranks. If all peers are
-// mapped, one block does all.
+// An all-reduce in which each rank sends its whole array to every peer, so the data crosses links once, but a rank
+// sends (n-1) times the array's bytes. It is for links without packets, between two ranks or for data so short that the
+// latency of the links determines the time. If all peers are mapped, one block does all the work.
 template <class T, class Op>
 PROXYCCL_DEVICE void allReduceInOneCrossing(const ProxycclTeam& team, const T* in, T* out, uint64_t count) {
   Exchange exchange(team);
@@ -56,7 +55,7 @@ PROXYCCL_DEVICE void allReduceInPieces(const ProxycclTeam& team, const T* in, T*
   const Lane lane(team, pipelineBuffers(team), ranks - 1);
   const uint64_t share = team.share, piece = team.piece, pieces = team.pieces;
 
-  // Piece k of a rank's share ends where piece k + 1 begins; the last pieces may be short or empty.
+  // The last pieces of a share may be short or empty.
   auto begin = [&](uint64_t k, uint32_t owner) { return minimum(owner * share + minimum(k * piece, share), count); };
   auto size = [&](uint64_t k, uint32_t owner) { return begin(k + 1, owner) - begin(k, owner); };
   auto buffer = [](uint32_t kind, uint64_t k) { return kind + static_cast<uint32_t>(k % PROXYCCL_PIPELINE_DEPTH); };
@@ -107,8 +106,8 @@ PROXYCCL_DEVICE void allReduceInPieces(const ProxycclTeam& team, const T* in, T*
   scatter(0);
   lane.syncBeforePost();
   post(kData, 0, peer);
-  // Both ends of a link count the same sequence of posts: first the data of piece 0; then in step k the data of piece k
-  // + 1 and the results of piece k.
+  // Each rank posts first the data of piece 0, then in step k the data of piece k + 1 and the results of piece k. Its
+  // peer waits for these posts in the same order.
   for (uint64_t k = 0; k <= pieces; ++k) {
     if (k + 1 < pieces) scatter(k + 1);
     lane.syncBeforePost();

@@ -1,12 +1,12 @@
 // Recursive-doubling all-reduce with packets: in step s a rank swaps partial results with the rank whose number
 // differs in bit s.
 //
-// The data crosses a link ceil(log2 n) times, and a rank sends that many times the bytes. If n is not a power of two,
-// let p be the largest power of two below n: each rank r >= p first sends its data to rank r - p, and receives the
-// result from it at the end. Partial results travel in the accumulator's type. Partners combine in the order of their
-// ranks, so all ranks get the same bits.
+// If there are n = 2^s ranks, each rank sends the array s times. If n is not a power of two, let p be the largest power
+// of two below n: each rank r >= p first sends its data to rank r - p, which sends back the result at the end.
+// Partial results are sent in the accumulator's type. The two ranks of a step combine their partial results in rank
+// order, so all ranks get the same bits.
 //
-// Slots 0 and 1 are for the exchange with the ranks from p on; slot 2 + s is for step s.
+// Slots 0 and 1 are for the exchange with the ranks r >= p; slot 2 + s is for step s.
 #pragma once
 
 #include "instance.h"
@@ -28,7 +28,7 @@ PROXYCCL_DEVICE void all_reduce_recursive_doubling(const ProxycclPacketTeam& tea
 
   Lanes<PacketForm> lanes(team);
   lanes.forEachEpoch([&](uint64_t first) {
-    // A thread takes a packet through all steps before it begins its next packet, so partial results stay in registers.
+    // A thread does all steps of one packet before it begins its next packet, so partial results stay in registers.
     lanes.forEachPacket([&](uint64_t p) {
       Payload partial{};
       for (uint32_t k = 0; k < kPerPacket; ++k) {

@@ -1,12 +1,12 @@
 // Ring all-reduce: a reduce-scatter and an all-gather, each of n-1 steps, in which a rank sends only to the next rank.
 //
-// A rank sends 2 (n-1)/n times the bytes, spread over 2 (n-1) steps. The ring is for large messages, and for links that
-// cannot carry the data of all pairs of ranks at the same time. Partial results travel in the accumulator's type and
-// are rounded once, by the rank that completes the share, so all ranks get the same bits.
+// A rank sends 2 (n-1)/n times the array's bytes in 2 (n-1) steps. The ring is for large messages, and for links that
+// cannot carry the data of all pairs of ranks at the same time. Partial results are sent in the accumulator's type. The
+// rank that completes a share rounds it once, so all ranks get the same bits.
 //
-// Each step has its own slot, double-buffered by the round. A slot is reused two rounds later, and no flag guards it. A
-// rank that has finished round r + 1 holds a share that passed through every rank in that round. Each rank started that
-// round after it had finished round r.
+// Each step has its own slot, double-buffered by the round. A slot is reused two rounds later, without a flag: a rank
+// that has finished round r + 1 holds a share that passed through every rank in round r + 1, and each rank started
+// round r + 1 after it had finished round r.
 #pragma once
 
 #include "exchange.h"
@@ -21,13 +21,12 @@ PROXYCCL_DEVICE void all_reduce_ring(const ProxycclTeam& team, const T* in, T* o
   const uint32_t next = (rank + 1) % ranks, previous = (rank + ranks - 1) % ranks;
   const Lane lane(team, roundBuffers(team, 2 * steps), 2 * steps);
   const uint64_t first_round = team.counters->round;
-  const uint64_t piece = lane.slotBytes() / sizeof(A);  // elements of one share in one lane and one round
+  const uint64_t piece = lane.slotBytes() / sizeof(A);  // elements per share, lane and round
   const uint64_t per_round = piece * ranks * lane.count();
   uint64_t round = first_round;
 
   for (uint64_t start = 0; start < count; start += per_round, ++round) {
-    // This lane's elements of this round, cut into one share per rank. The last round may be short: its elements are
-    // spread evenly over the lanes.
+    // A short last round is spread evenly over the lanes.
     const uint64_t left = minimum(per_round, count - start);
     const uint64_t per_lane = divideUp(left, lane.count());
     const uint64_t lane_begin = minimum(start + lane.number() * per_lane, start + left);
@@ -37,8 +36,8 @@ PROXYCCL_DEVICE void all_reduce_ring(const ProxycclTeam& team, const T* in, T* o
     auto size = [&](uint32_t s) { return minimum(share, lane_begin + lane_size - begin(s)); };
 
     const uint32_t buffer = round % PROXYCCL_ROUND_BUFFERS;
-    // Sends value(i) for each of the share's n elements to the next rank's slot `slot`. Then waits for the previous
-    // rank's data of the same step.
+    // Sends value(i) for i < n to slot `slot` of the next rank, then waits for the previous rank's data of the same
+    // step.
     auto pass = [&](uint32_t slot, auto* to, uint64_t n, auto&& value) {
       forEach(n, lane.thread(), lane.threads(), [&](uint64_t i) { to[i] = value(i); });
       lane.syncBeforePost();

@@ -1,16 +1,17 @@
-// all_reduce of rows, in packets or lines, then the residual's addition and RMSNorm of each row (rms_norm.h), in one
-// launch. The size of a row must be a multiple of 16 bytes.
+// Reduces rows over all ranks by packets or lines, then adds a residual to each row and normalizes it (rms_norm.h), in
+// one launch. The size of a row must be a multiple of 16 bytes.
 //
-// A block handles whole rows or a part of each row, and the same ones on every rank. Rows past the last one are
-// padding, but their packets are sent. In one shot every rank sends a row's packets to every other rank, and each rank
-// reduces all of them: slot r holds the data of rank r. In two shots a packet has an owner, which is a rank to which
-// the other ranks send their packets of the same number. The owner reduces these packets and sends the sum to all
-// ranks: slot n + r holds sums of rank r. Owners are assigned warp by warp, so all threads of a warp take the same
-// steps.
+// A block handles whole rows or a part of each row; blocks of the same number handle the same rows on every rank.
+// Packets are also sent for padding rows beyond the last row. In the one-shot algorithm every rank sends its
+// packets to every other rank, and each rank reduces all packets: slot r holds the data of rank r. In the two-shot
+// algorithm each packet number has an owner, the rank to which the other ranks send their packets of this number. The
+// owner reduces these packets and sends the sum to all ranks: slot n + r holds sums of rank r, with n ranks. All
+// packets of a warp have the same owner, so the warp's threads do not diverge.
 //
-// Why packets' places can be used again in two shots (packets.h): a thread has the same packets and so the same owners
-// in every epoch of a kernel. A rank's thread that goes on to epoch e + 2 has the sum of e + 1, which the owner sent
-// after the same threads of all ranks had sent their packets of e + 1 to the owner. So these threads had ended epoch e.
+// In the two-shot algorithm, epoch e + 2 may overwrite the packets of epoch e (packets.h), because a thread has the
+// same packets and so the same owners in every epoch of a kernel. A thread that begins epoch e + 2 has the sum of epoch
+// e + 1. The owner sent this sum after the corresponding threads of all ranks had sent their packets of epoch e + 1,
+// for which they had ended epoch e.
 #pragma once
 
 #include "instance.h"
@@ -18,8 +19,8 @@
 
 namespace proxyccl {
 
-// For each epoch calls send(p, own) for this thread's packets p, and then receive(p, own), which returns the ranks' sum
-// of the packet. Takes the sums, and normalizes each row.
+// In each epoch calls send(p, own) for this thread's packets p, and then receive(p, own), which returns the sum of all
+// ranks' packets p. Collects the sums, and normalizes each row.
 template <bool kWhole, uint32_t kBlocks, class Form, class T, class Send, class Receive>
 PROXYCCL_DEVICE void reduceRows(Lanes<Form>& lanes, const Rows<T>& rows, Send send, Receive receive) {
   NormedRow<Form, T, kWhole, kBlocks> row(rows);
@@ -77,8 +78,8 @@ PROXYCCL_DEVICE void twoShotRows(const ProxycclPacketTeam& team, const Rows<T>& 
       });
 }
 
-// A kernel's name says the form of its packets, the number of blocks of a row if it is more than one, and "_apart" if
-// an array of this rank is not aligned to 16 bytes. The other ranks' arrays may be aligned.
+// A kernel's name has "packets" or "lines", the number of blocks per row if this is not one, and "_apart" if this
+// rank's arrays need not be aligned to 16 bytes. Ranks may use kernels with and without "_apart" in the same call.
 #define PROXYCCL_ROWS_KERNEL(suffix, Form, kWhole, kBlocks)                                              \
   template <class T>                                                                                     \
   PROXYCCL_DEVICE void one_shot_rms_norm_##suffix(const ProxycclPacketTeam& team, const Rows<T>& rows) { \
@@ -99,7 +100,7 @@ PROXYCCL_ROWS_KERNEL(lines_4_apart, LineForm, false, 4)
 
 }  // namespace proxyccl
 
-// For each kernel, how many blocks share a row.
+// For each kernel, the number of blocks that share a row.
 #define PROXYCCL_CLUSTER_one_shot_rms_norm_packets
 #define PROXYCCL_CLUSTER_two_shot_rms_norm_packets
 #define PROXYCCL_CLUSTER_one_shot_rms_norm_packets_apart

@@ -1,29 +1,30 @@
-// Two-shot all-reduce where all peers are mapped: each rank reduces one share of the data for all
-// (scattered_reduction.h), and distributes the result. A rank sends 2 (n-1)/n times the bytes, and the data crosses
-// links twice. Results go straight to the peers' outputs if all are reached (outputs.h), otherwise to their scratch
-// memory.
+// Two-shot all-reduce between ranks that map each other's memory: each of the n ranks reduces one share of the data
+// (scattered_reduction.h), and sends the result to all ranks. A rank sends 2 (n-1)/n times the array's bytes, and each
+// element crosses links twice. If all ranks' outputs are mapped (outputs.h), results go straight to the outputs,
+// otherwise to the peers' scratch memory.
 //
 // If the all-reduce is in place, short, and all ranks offer their arrays, ranks load the data from their peers' arrays.
-// Nothing is stored before the loads, so the ranks need no fence when they meet; a fence takes longer than the loads. A
-// share is read only by the rank that reduces it and then overwrites it. If a rank has offered its input but another
-// rank has not, the rank scatters after all, and its peers await one more post.
+// The kernel stores nothing before these loads, so the signals before the loads need no fence, which would take longer
+// than the loads. A share is read only by the rank that reduces it and then overwrites it. If a rank has offered its
+// array but another rank has not, the rank scatters nevertheless, and its peers wait for one more post.
 //
-// Otherwise a rank scatters. Data that does not fit into scratch memory goes in pieces. In step k a block
+// Otherwise each rank scatters its data through scratch memory, in pieces if it does not fit. In step k a block
 //   1. waits for the peers' scattered parts of piece k, and scatters piece k + 1;
 //   2. reduces piece k, and distributes the result;
-//   3. waits for the peers' results of piece k - 1 in its scratch memory, and stores them to its output.
-// Where results go to outputs, part 3 and its posts are skipped. Instead the ranks meet at the end. Each of the two
-// kinds of data has its own PROXYCCL_PIPELINE_DEPTH buffers, used in turn. No flag guards them; the order of the steps
-// does. A rank that is about to
-//   - scatter piece k + 1 has every peer's data of piece k, which the peers posted when they had reduced piece k - 2:
-//     its buffer is free;
-//   - distribute the results of piece k has every peer's data of piece k, which the peers posted when they had finished
-//     step k - 2: they have stored the results of piece k - 3, and its buffer is free.
-// A rank's output is written when the rank's data of the same piece has arrived: then its kernel runs, so earlier work
-// no longer uses the array, and the kernel has read the data that an in-place result replaces. The same holds across
-// kernels, whatever their grids: a rank that starts a kernel has seen the end of all peers' steps of the previous one,
-// by their results or in the last meeting, so all peers have reduced all their data. The rank distributes results only
-// once it has every peer's first data of this kernel, which peers send after they have ended the previous one.
+//   3. waits for the peers' results of piece k - 1 in its scratch memory, and copies them to its output. If results go
+// straight to outputs, part 3 and the posts of results are skipped, and all ranks synchronize at the end. Scattered
+// parts and results each have PROXYCCL_PIPELINE_DEPTH buffers, used in turn. The order of the steps guarantees, without
+// flags, that a buffer is free when a rank writes to it. A rank that is about to
+//   - scatter piece k + 1 has every peer's data of piece k, which the peers posted after they had reduced piece k - 2:
+//     so the buffer of piece k - 2 is free;
+//   - distribute the results of piece k has every peer's data of piece k, which the peers posted after step k - 2: the
+//     peers have stored the results of piece k - 3, so their buffer is free.
+// A peer writes a piece to a rank's output only after the rank's own data of the piece has arrived. By then the rank's
+// kernel runs, so earlier work no longer uses the output, and the kernel has read the input that an in-place result
+// replaces. The guarantee also holds across kernels, whatever their grids. A rank that starts a kernel has seen the end
+// of all peers' steps of the previous kernel, by their results or the final synchronization, so all peers have reduced
+// their data. The rank distributes results only when it has every peer's first data of this kernel, which a peer sends
+// after it has ended the previous kernel.
 #pragma once
 
 #include "outputs.h"
@@ -46,7 +47,7 @@ class TwoShot : ScatteredReduction<T, Op> {
       scatter(0);
       links_.post();
     }
-    // Learns the peers' outputs while the data is in flight.
+    // The addresses of the peers' outputs arrive while the data is in flight.
     const bool reached = outputs_.learn();
     if (offers && outputs_.peersOffer()) return loadAndReduce();
     if (offers) {
@@ -54,8 +55,8 @@ class TwoShot : ScatteredReduction<T, Op> {
       links_.post();
     }
     if (outputs_.handlesOffer()) links_.awaitOne();
-    // Both ends of a link count the same sequence of posts: first the data of piece 0; then in step k the data of piece
-    // k + 1 and, if results are posted, the results of piece k.
+    // Each rank posts first the data of piece 0, then in step k the data of piece k + 1 and the results of piece k, if
+    // results are posted. Its peer waits for these posts in the same order.
     for (uint64_t k = 0; k < team_.pieces; ++k) {
       links_.await();
       if (k + 1 < team_.pieces) {
@@ -93,8 +94,8 @@ class TwoShot : ScatteredReduction<T, Op> {
     reduceRuns<T, Op>(team_.world_size, team_.divisor, count * thread() / threads(), count * (thread() + 1) / threads(),
                       array, store);
 #else
-    // A thread handles one unit at a time, but loads it from several ranks concurrently: units are few, and each load
-    // crosses a link.
+    // A thread handles one unit at a time, because there are few units per thread, but loads it from several ranks
+    // concurrently, because each load crosses a link.
     constexpr uint32_t kWide = Units<T>::kWide;
     const uint64_t whole = count / kWide * kWide;
 #pragma unroll 1

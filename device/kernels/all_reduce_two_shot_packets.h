@@ -1,8 +1,9 @@
 // Two-shot all-reduce with packets or lines, for medium messages: each rank reduces one share of the data for all ranks
 // and sends the result to all ranks.
 //
-// The data crosses links twice, and a rank sends 2 (n-1)/n times the bytes. A share is reduced by one rank, in rank
-// order, accumulated in the wide type and rounded once. Slot r holds the data of rank r, slot n + r its result.
+// Each element crosses links twice, and each of the n ranks sends 2 (n-1)/n times the array's bytes. One rank reduces a
+// share in rank order, in the accumulator's type, and rounds once. Slot r holds the data of rank r, and slot n + r the
+// result of rank r.
 #pragma once
 
 #include "instance.h"

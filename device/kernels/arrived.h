@@ -1,5 +1,5 @@
-/* Data that peers send to a rank for a reduction, piece by piece: a kernel parameter (reduce_arrived.h). Plain C:
- * Python fills it. */
+/* The kernel parameter that describes data which peers send to a rank piece by piece, to be reduced (reduce_arrived.h).
+ */
 #pragma once
 
 #include "proxyccl/control.h"
@@ -12,19 +12,21 @@ typedef struct ProxycclArrived {
   uint32_t world_size;
   uint32_t divisor; /* divisor of an average */
   uint32_t pieces;
-  uint32_t chunks;  /* number of chunks of a piece, which blocks take one after another */
+  uint32_t chunks;  /* number of chunks of a piece; an idle block takes the next chunk */
   uint64_t chunk;   /* elements of each chunk but the last; a multiple of 16 bytes */
-  uint64_t piece;   /* elements of each piece but the last; a multiple of 16 bytes if there are several */
-  uint64_t* stages; /* for each piece, the number of complete transfers; in host memory: the proxy writes it, the kernel
-                       resets it */
-  uint64_t* joined; /* the number of ranks that have joined, also in host memory; null: the stream resets it */
-  uint64_t transfers; /* transfers of each piece but the first */
-  uint64_t first;     /* transfers of the first piece; 0 if it is complete when the kernel starts */
-  uint64_t* gate; /* counts reduced pieces for the proxy, in host memory; null if the proxy does not wait for them */
-  uint32_t* chunks_done; /* for each piece, the number of reduced chunks; zero between kernels, like the following */
-  uint32_t* here;        /* for each piece, 1 once its transfers are complete, for blocks that do not read `stages` */
+  uint64_t piece;   /* elements of each piece but the last; a multiple of 16 bytes if there are several pieces */
+  uint64_t* stages; /* in host memory: for each piece, the number of complete transfers, which the proxy writes and the
+                       kernel resets */
+  uint64_t* joined; /* in host memory: number of ranks that have joined, which the kernel resets; null if the stream
+                     * resets it */
+  uint64_t transfers; /* number of transfers of each piece but the first */
+  uint64_t first;     /* number of transfers of the first piece; 0 if the piece is complete when the kernel starts */
+  uint64_t* gate; /* in host memory: number of reduced pieces, for the proxy; null if the proxy does not wait for it */
+  uint32_t* chunks_done; /* for each piece, the number of reduced chunks; all counters from this one on are zero between
+                          * kernels */
+  uint32_t* here;        /* for each piece, 1 once its transfers are complete, so that only one block polls `stages` */
   uint32_t* taken;       /* number of chunks that blocks have taken */
-  uint32_t* blocks_done; /* number of blocks that have ended */
-  uint32_t* opened;      /* the gate is open for this number of pieces, of those before the last one */
+  uint32_t* blocks_done;
+  uint32_t* opened; /* number of pieces before the last one that `gate` has counted */
   ProxycclControl* control;
 } ProxycclArrived;

@@ -1,5 +1,4 @@
-// Copies a list of blocks. This kernel is for many short blocks, for each of which a copy engine would take a
-// microsecond or two.
+// Copies a list of blocks of memory: many short ones, each of which would take a copy engine one to two microseconds.
 #pragma once
 
 #include "proxyccl/copy.h"
@@ -13,8 +12,8 @@ struct BlockToCopy {
 
 }  // namespace proxyccl
 
-// Each warp copies its own blocks one after another: while a warp waits for the list, which is in the host's memory,
-// other warps copy.
+// Each warp copies its own blocks of memory one after another. While a warp waits for its load of the list from host
+// memory, other warps copy.
 extern "C" __global__ void copy_blocks(const proxyccl::BlockToCopy* blocks, uint64_t count) {
   constexpr uint32_t kLanes = PROXYCCL_ON_HOST ? 1 : PROXYCCL_WARP_SIZE;
   const uint32_t warps = blockDim.x / kLanes, warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;

@@ -1,5 +1,5 @@
-// Reads rows that ranks store in pinned memory, which every rank's device maps. The kernel has the name by which users
-// of DeepEP find it in a profile.
+// Reads rows that ranks store in pinned host memory, which every rank's device maps. In profiles the kernel has the
+// name of DeepEP's kernel.
 #pragma once
 
 #include "proxyccl/kernel.h"
@@ -20,8 +20,8 @@ PROXYCCL_DEVICE void fetchRow(char* out, const char* row, uint32_t bytes, uint32
 
 }  // namespace proxyccl
 
-// Sets out[i] to row indices[i] of all ranks' rows, numbered rank by rank, `entries` rows for each rank; fills out[i]
-// with zeros if there is no such row. `stores` has the address of each rank's first row. A row is a multiple of 2
+// Copies row indices[i] to out[i], or fills out[i] with zeros if there is no such row. Rows are numbered rank by rank,
+// with `entries` rows per rank; `stores` has the address of each rank's first row. A row's size is a multiple of 2
 // bytes.
 extern "C" __global__ void engram_fetch_impl(const uint64_t* stores, uint32_t ranks, uint32_t entries,
                                              uint32_t row_bytes, const int32_t* indices, uint64_t count, char* out) {

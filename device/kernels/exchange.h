@@ -1,10 +1,11 @@
-// Rounds in which every rank sends to every other rank, on which the bandwidth-bound collectives are built.
+// Rounds in which every rank sends to every other rank; the bandwidth-bound collectives are built on them.
 //
 // In a round a lane writes to its slot in each peer's scratch memory, signals every peer, waits for every peer's signal
-// and reads the slots in its own scratch memory. Slots are double-buffered by the parity of the round. No flag guards
-// them: a rank starts round r + 2 after it has received every peer's signal of round r + 1, and a peer sends that
-// signal after it has read its slots of round r. Sources in the staging area are reused in the same way. The guarantee
-// also holds between kernels, whatever their grids: a peer that has started a kernel has ended the previous one.
+// and reads the slots in its own scratch memory. A post is a signal, with or without data. Slots are double-buffered by
+// the parity of the round. Slots need no flags: a rank starts round r + 2 after it has received every peer's signal of
+// round r + 1, which a peer sends after it has read its slots of round r. The slots in the staging area are reused in
+// the same way. Slots may also be reused by the next kernel, whatever its grid, because a peer that has started a
+// kernel has ended the previous one.
 #pragma once
 
 #include "integers.h"
@@ -13,8 +14,8 @@
 
 namespace proxyccl {
 
-// Ends a kernel of the team: the last block to arrive advances the counter of rounds by the rounds that the kernel
-// used.
+// Ends a kernel of the team: the last block that calls it adds the kernel's number of rounds to the team's counter of
+// rounds.
 PROXYCCL_DEVICE void finishKernel(const ProxycclTeam& team, uint64_t rounds) {
   __syncthreads();
   if (threadIdx.x != 0) return;
@@ -26,7 +27,7 @@ PROXYCCL_DEVICE void finishKernel(const ProxycclTeam& team, uint64_t rounds) {
   storeRelaxedDevice<uint64_t>(&counters.round, counters.round + rounds);
 }
 
-// Not inlined, because one thread calls it rarely, and inlining would cost all threads registers.
+// These functions are not inlined: only one thread calls them, rarely, but inlining would cost all threads registers.
 PROXYCCL_OUT_OF_LINE void postThroughProxy(const ProxycclProxyChannel* handle, uint64_t dst_offset, uint64_t src_offset,
                                            uint64_t bytes) {
   const ProxyChannelDeviceHandle channel{*handle};
@@ -37,15 +38,15 @@ PROXYCCL_OUT_OF_LINE void awaitThroughProxy(const ProxycclProxyChannel* handle) 
   ProxyChannelDeviceHandle{*handle}.wait();
 }
 
-// Lanes: each has a link to every peer. If some peer is reached through the proxy, all blocks work on one lane;
-// otherwise each block has its own lane.
+// Returns the number of lanes. A lane is a group of blocks that shares a link to each peer: if some peer is reached
+// through the proxy, all blocks form one lane; otherwise each block is a lane of its own.
 PROXYCCL_DEVICE uint32_t lanesOf(const ProxycclTeam& team) { return team.lanes == 1 ? 1 : gridDim.x; }
 
-// Buffers of scratch memory, one after the other, in each of which a lane has slots.
+// Consecutive buffers in scratch memory; each buffer holds the slots of all lanes.
 struct Buffers {
-  uint64_t offset;      // offset of the first buffer in scratch memory
-  uint64_t bytes;       // bytes of each buffer
-  uint64_t slot_bytes;  // bytes of each slot
+  uint64_t offset;  // offset of the first buffer
+  uint64_t bytes;
+  uint64_t slot_bytes;
 };
 PROXYCCL_DEVICE Buffers roundBuffers(const ProxycclTeam& team, uint32_t slots) {
   return {0, team.exchange_bytes, team.exchange_bytes / (static_cast<uint64_t>(lanesOf(team)) * slots) & ~127ull};
@@ -54,8 +55,8 @@ PROXYCCL_DEVICE Buffers pipelineBuffers(const ProxycclTeam& team) {
   return {PROXYCCL_ROUND_BUFFERS * team.exchange_bytes, team.pipeline_bytes, team.slot_bytes};
 }
 
-// This block's lane: its links, its `slots` slots in each buffer, and the threads that work on it. Thread p of the
-// lane's first block handles rank p: it signals that rank and waits for it.
+// This block's lane: its links, its `slots` slots in each buffer, and its threads. Thread p of the lane's first block
+// handles rank p: it signals rank p and waits for the signals of rank p.
 class Lane {
  public:
   PROXYCCL_DEVICE Lane(const ProxycclTeam& team, Buffers buffers, uint32_t slots)
@@ -64,8 +65,8 @@ class Lane {
         number_(one_lane_ ? 0 : blockIdx.x),
         buffers_(buffers),
         offset_(buffers.offset + static_cast<uint64_t>(number_) * slots * buffers.slot_bytes) {
-    // For each peer, where its slots begin or, if the proxy sends, where the slots that stage its data begin: these
-    // addresses are in shared memory, because every piece needs them.
+    // For each peer, shared memory keeps the address of the lane's slots at that peer or, if the proxy sends, of the
+    // local slots that stage the data, because every piece needs this address.
     const uint32_t peer = threadIdx.x;
     if (peer < team.world_size) {
       char* base = peer < PROXYCCL_MAX_MAPPED_RANKS ? team.remote[peer] : nullptr;
@@ -89,7 +90,7 @@ class Lane {
     return blockIdx.x == number_ && threadIdx.x == peer && peer < team_.world_size && peer != team_.rank;
   }
 
-  // A barrier of the lane, called by all its threads, which then see each other's earlier writes.
+  // A barrier for all threads of the lane, after which they see each other's earlier writes.
   PROXYCCL_DEVICE void sync() const {
     if (one_lane_) {
       reinterpret_cast<DeviceSyncer*>(team_.counters->grid_barrier)->sync(gridDim.x, team_.control);
@@ -97,26 +98,27 @@ class Lane {
       __syncthreads();
     }
   }
-  // A barrier of the lane before a post(): once the peer is signalled, it sees everything that the lane wrote.
+  // A barrier of the lane before a post(), so that a peer that sees the signal also sees everything that the lane
+  // wrote.
   PROXYCCL_DEVICE void syncBeforePost() const {
     syncThreadsSystem();
     if (one_lane_) sync();
   }
 
   PROXYCCL_DEVICE uint64_t slotBytes() const { return buffers_.slot_bytes; }
-  // Returns the address at which data of `peer` for this rank's slot `slot` arrives.
+  // Returns the local address of slot `slot`, at which data of `peer` arrives.
   PROXYCCL_DEVICE char* inbox(uint32_t buffer, uint32_t peer, uint32_t slot) const {
     return (outboxes().proxied[peer] ? team_.proxied : team_.scratch) + slotOffset(buffer, slot);
   }
 
-  // Returns the address at which to write data for slot `remote_slot` of `peer`. Data for the proxy is staged in
-  // `local_slot`, which no other send of the lane uses.
+  // Returns the address at which to write data for slot `remote_slot` of `peer`. If the proxy sends, this is the local
+  // slot `local_slot`, in which no other send of the lane may stage data.
   PROXYCCL_DEVICE char* outbox(uint32_t buffer, uint32_t peer, uint32_t remote_slot, uint32_t local_slot) const {
     const uint32_t slot = outboxes().proxied[peer] ? local_slot : remote_slot;
     return outboxes().base[peer] + buffer * buffers_.bytes + slot * buffers_.slot_bytes;
   }
 
-  // Called by the thread that handles `peer`, after syncBeforePost(): sends the outbox and signals the peer.
+  // Sends the data in the outbox and signals the peer. The thread that handles `peer` calls it, after syncBeforePost().
   PROXYCCL_DEVICE void post(uint32_t buffer, uint32_t peer, uint32_t remote_slot, uint32_t local_slot,
                             uint64_t bytes) const {
     const ProxycclLink& link = linkTo(peer);
@@ -125,7 +127,7 @@ class Lane {
                      team_.staging_offset + slotOffset(buffer, local_slot), bytes);
   }
 
-  // Called by the thread that handles `peer`: waits for the peer's next post.
+  // Waits for the next post of `peer`, in the thread that handles it.
   PROXYCCL_DEVICE void await(uint32_t peer) const {
     const ProxycclLink& link = linkTo(peer);
     if (outboxes().proxied[peer]) {
@@ -159,7 +161,6 @@ class Lane {
   uint64_t offset_;
 };
 
-// Rounds in which every rank exchanges data with every other rank.
 class Exchange {
  public:
   PROXYCCL_DEVICE explicit Exchange(const ProxycclTeam& team)
@@ -182,8 +183,8 @@ class Exchange {
     copyBytes(dst, src, bytes, lane_.thread(), lane_.threads());
   }
 
-  // The two halves of send(), for data that is not contiguous: outbox() returns where to write, announce() records how
-  // many bytes were written.
+  // outbox() and announce() are the two halves of send(), for data that is not contiguous: the first returns the
+  // address at which to write, the second records the number of bytes written.
   PROXYCCL_DEVICE char* outbox(uint32_t peer) const {
     return lane_.outbox(buffer(round_), peer, slotOf(peer, team_.rank), slotOf(team_.rank, peer));
   }
@@ -191,7 +192,8 @@ class Exchange {
     if (threadIdx.x == peer) outgoing_ = bytes;
   }
 
-  // Called by all threads of the lane: signals the sent data and waits until inbox() holds the data of every peer.
+  // Called by all threads of the lane: posts the sent data to the peers and waits until inbox() holds the data of every
+  // peer.
   PROXYCCL_DEVICE void swap() {
     lane_.syncBeforePost();
     const uint32_t peer = threadIdx.x;
@@ -205,7 +207,8 @@ class Exchange {
     lane_.sync();
   }
 
-  // Posts to every peer without data, and waits for every peer's post. Called by all threads, outside rounds.
+  // post() signals every peer without data, and await() waits for every peer's post. All threads call them, outside of
+  // rounds.
   PROXYCCL_DEVICE void post() const {
     lane_.syncBeforePost();
     const uint32_t peer = threadIdx.x;
@@ -216,16 +219,16 @@ class Exchange {
     if (lane_.handles(peer)) lane_.await(peer);
     lane_.sync();
   }
-  // Makes the next swap() also wait for one earlier post of each peer, which nobody has waited for.
+  // Makes the next swap() also wait for one earlier post of each peer, for which no await() was called.
   PROXYCCL_DEVICE void oweAwait() { ++owed_; }
 
   PROXYCCL_DEVICE const char* inbox(uint32_t peer) const {
     return lane_.inbox(buffer(round_ - 1), peer, slotOf(team_.rank, peer));
   }
 
-  // Runs rounds for this lane's share of `total` elements of `size` bytes. Each round calls send(offset, length), which
-  // sends a piece, and then take(offset, length) for the previous piece, whose data inbox() holds for every peer. So a
-  // piece crosses the links while the previous one is processed.
+  // Runs rounds for this lane's share of `total` elements of `size` bytes. Each round calls send(offset, length) to
+  // send a piece, and then take(offset, length) to process the previous piece, whose data inbox() holds for every peer.
+  // So a piece crosses the links while the previous piece is processed.
   template <class Send, class Take>
   PROXYCCL_DEVICE void forEachRound(uint64_t total, uint64_t size, Send send, Take take) {
     if (total == 0) return;
@@ -241,7 +244,7 @@ class Exchange {
     }
   }
 
-  // Calls part(offset, length) once, for this lane's share of [0, total) bytes.
+  // Calls part(offset, length) once, with this lane's share of [0, total) bytes.
   template <class Part>
   PROXYCCL_DEVICE void forLanePart(uint64_t total, Part part) const {
     const uint64_t length = divideUp(divideUp(total, lane_.count()), 128) * 128;
@@ -252,8 +255,8 @@ class Exchange {
   PROXYCCL_DEVICE void finish() const { finishKernel(team_, round_ - first_round_); }
 
  private:
-  // Returns the number of elements in each of a lane's pieces: whole cache lines that fit the slots and give lanes
-  // equal shares.
+  // Returns the number of elements of a piece. A piece has whole cache lines, fits a slot, and gives all lanes equal
+  // shares.
   PROXYCCL_DEVICE uint64_t pieceLength(uint64_t total, uint64_t size) const {
     const uint64_t lanes = lane_.count(), line = 128 / size;
     const uint64_t rounds = divideUp(total, lanes * (slotBytes() / size));
@@ -262,7 +265,6 @@ class Exchange {
 
   static PROXYCCL_DEVICE uint32_t buffer(uint64_t round) { return round % PROXYCCL_ROUND_BUFFERS; }
 
-  // A rank has a slot for each peer, in rank order.
   static PROXYCCL_DEVICE uint32_t slotsOf(const ProxycclTeam& team) {
     return team.world_size > 1 ? team.world_size - 1 : 1;
   }

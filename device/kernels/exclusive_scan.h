@@ -1,12 +1,12 @@
-// An exclusive prefix sum by one block.
+// An exclusive prefix sum.
 #pragma once
 
 #include "experts/expert_team.h"
 
 namespace proxyccl {
 
-// Called by one block: values[i] becomes the sum of values[0] to values[i - 1], plus added[i] if given. Returns the sum
-// of all values.
+// Called by one block: sets values[i] to the sum of values[0] to values[i - 1], plus added[i] if `added` is not null.
+// Returns the sum of all values.
 PROXYCCL_DEVICE uint32_t exclusiveScan(uint32_t* values, const uint32_t* added, uint32_t n) {
   __shared__ uint32_t sums[PROXYCCL_EXPERT_THREADS / PROXYCCL_WARP_SIZE];
   const uint32_t share = (n + blockDim.x - 1) / blockDim.x;

@@ -1,11 +1,11 @@
 // execute_plan: the interpreter of execution plans. A block executes the steps of one threadblock of the plan.
 //
-// Blocks wait for each other (barriers, semaphores, signals), so all must be resident. Threads of a block go through
-// the steps without waiting for one another, except at steps whose description says so. So steps of single threads,
-// such as waits for several channels, overlap.
+// Blocks wait for each other (barriers, semaphores, signals), so all must be resident. A block's threads execute the
+// steps without waiting for one another, except at steps that are barriers. So steps of single threads, such as waits
+// for several channels, overlap.
 //
-// A failed wait does not end the kernel: it continues with incomplete data, all its later waits end immediately, and
-// the CPU raises the error (wait.h).
+// After a failed wait the kernel continues with incomplete data, all its later waits end immediately, and the CPU
+// raises the error (wait.h).
 #pragma once
 
 #include "execution.h"
@@ -16,9 +16,9 @@
 
 namespace proxyccl {
 
-// A block's part of the plan, in shared memory. As members of an object that functions take by reference, this data
-// would be in each thread's local memory. An acquire would then empty its cache and a release wait for it, which costs
-// a microsecond per step.
+// A block's part of the plan, in shared memory. An object that functions take by reference would be in each thread's
+// local memory: then each acquire would invalidate the cached copy and each release would wait for its stores, a
+// microsecond per step.
 class PlanBlock {
  public:
   static PROXYCCL_DEVICE PlanBlock& own() {
@@ -26,7 +26,7 @@ class PlanBlock {
     return block;
   }
 
-  // Called by the block, before anything else.
+  // All threads of the block call load(), before anything else.
   PROXYCCL_DEVICE void load(const ProxycclExecution& execution) {
     const uint32_t steps = execution.block_steps, operands = execution.block_operands;
     const ProxycclStep* own_steps = execution.steps + static_cast<uint64_t>(blockIdx.x) * steps;
@@ -50,8 +50,8 @@ class PlanBlock {
   PROXYCCL_DEVICE const ProxycclStep& step(uint32_t i) const { return steps_[i]; }
   PROXYCCL_DEVICE uint64_t executions() const { return executions_; }
   PROXYCCL_DEVICE uint64_t alternate() const { return alternate_; }
-  // The execution's packet flag. The number of flags is even, so that flags alternate with the halves of the scratch
-  // memory also when they wrap around. A flag is never 0, which fresh memory holds.
+  // Returns the execution's packet flag, which is never 0, because zeroed memory holds 0. The number of flags is even,
+  // so that each half of the scratch memory keeps its flags' parity when they wrap around.
   PROXYCCL_DEVICE uint32_t flag() const { return static_cast<uint32_t>(executions_ % 0xfffffffeu) + 1; }
 
   PROXYCCL_DEVICE const ProxycclOperand& operand(const ProxycclStep& step, uint32_t i) const {
@@ -66,7 +66,7 @@ class PlanBlock {
   }
 
  private:
-  static constexpr uint32_t kSteps = 64, kOperands = 128;  // with more, steps and operands stay in device memory
+  static constexpr uint32_t kSteps = 64, kOperands = 128;  // steps and operands of larger plans stay in device memory
 
   ProxycclExecution execution_;
   uint64_t executions_, alternate_;
@@ -91,8 +91,8 @@ PROXYCCL_OUT_OF_LINE LL16Packet::Payload receivePayload(const ProxycclStep& step
   return payload;
 }
 
-// Combines packet by packet: a thread waits only for its own packets. Loops do not contain such steps, so there is no
-// offset.
+// Combines packet by packet, so that a thread waits only for its own packets. There is no offset, because loops do not
+// contain steps with packets.
 template <class T, class Op>
 PROXYCCL_OUT_OF_LINE void combinePackets(const ProxycclStep& step, uint64_t bytes) {
   const PlanBlock& block = PlanBlock::own();
@@ -117,17 +117,17 @@ PROXYCCL_OUT_OF_LINE void combinePackets(const ProxycclStep& step, uint64_t byte
   });
 }
 
-// Combines aligned ranges, except the remainder by 16 bytes, and returns the number of values combined. A source may be
-// across a link, so a thread has the loads of two sources in flight, and several of each.
+// Combines the multiple of 16 bytes in aligned ranges, and returns the number of values combined. A thread has several
+// loads of each of two sources in flight, because a source may be across a link.
 template <class T, class Op>
 PROXYCCL_DEVICE uint64_t combineAligned([[maybe_unused]] const ProxycclStep& step, [[maybe_unused]] uint64_t offset,
                                         [[maybe_unused]] uint64_t count) {
 #if PROXYCCL_ON_HOST
-  return 0;  // on the host, a thread's values lie side by side
+  return 0;  // on the host, the caller combines all values, so that each thread's values are contiguous
 #else
   const PlanBlock& block = PlanBlock::own();
   constexpr uint32_t kWide = 16 / sizeof(T);
-  constexpr uint32_t kUnits = sizeof(T) == 1 ? 2 : 4;  // a sum of one-byte elements takes a whole register too
+  constexpr uint32_t kUnits = sizeof(T) == 1 ? 2 : 4;  // a sum takes a register, even of one-byte elements
   const uint64_t units = count / kWide;
 #pragma unroll 1
   for (uint64_t first = threadIdx.x; first < units; first += static_cast<uint64_t>(kUnits) * blockDim.x) {
@@ -178,7 +178,7 @@ template <class T>
 class PlanExecutor {
  public:
   PROXYCCL_DEVICE void run() const {
-    // The loop keeps few numbers from step to step, because they would be in local memory (see PlanBlock).
+    // The loop keeps few variables across steps, because they would be in local memory (see PlanBlock).
     uint32_t i = 0, loop = kNoLoop, turn = 0;
     for (;;) {
       const ProxycclStep& step = block().step(i);
@@ -200,7 +200,6 @@ class PlanExecutor {
     }
   }
 
-  // Ends the execution: the kernel's last use of this object.
   PROXYCCL_DEVICE void finish() const {
     __syncthreads();
     if (threadIdx.x != 0) return;
@@ -215,7 +214,7 @@ class PlanExecutor {
 
   static PROXYCCL_DEVICE const PlanBlock& block() { return PlanBlock::own(); }
 
-  // Executes a step for `limit` bytes of its data from `offset` on.
+  // Executes a step on at most `limit` bytes of its data, from `offset` on.
   PROXYCCL_DEVICE void execute(const ProxycclStep& step, uint64_t offset, uint64_t limit) const {
     const uint64_t bytes = offset < step.bytes ? minimum(step.bytes - offset, limit) : 0;
     switch (step.code) {
@@ -267,7 +266,6 @@ class PlanExecutor {
     return reinterpret_cast<DeviceSemaphore*>(block()->semaphores) + step.channel;
   }
 
-  // If `bytes` is 0, the step still signals and flushes.
   PROXYCCL_DEVICE void push(const ProxycclStep& step, uint64_t offset, uint64_t bytes) const {
     const ProxyChannelDeviceHandle channel{block()->port_channels[step.channel]};
     const uint64_t dst = step.dst_offset + offset + (step.dst_alternates ? block().alternate() : 0);
@@ -315,7 +313,7 @@ PROXYCCL_DEVICE void execute_plan(const ProxycclExecution& execution) {
 
 }  // namespace proxyccl
 
-// A kernel `name` from the template `kernel` for one element type.
+// Defines a kernel `name` from the template `kernel` for one element type.
 #define PROXYCCL_TYPED_KERNEL(kernel, name, T)                                                       \
   PROXYCCL_TEAM_KERNEL name(const ProxycclExecution execution) { ::proxyccl::kernel<T>(execution); } \
   PROXYCCL_EXPORT_KERNEL(name)

@@ -1,32 +1,31 @@
-/* An execution plan as the kernel reads it (execute_plan.h): MSCCL++'s JSON for one rank, worked out for one size of
- * arrays. Python fills it (channels/execution_plans). Plain C.
+/* An execution plan as the kernel reads it (execute_plan.h): one rank's steps of MSCCL++'s JSON plan, for one size of
+ * arrays. Python fills in the structs (channels/execution_plans).
  */
 #pragma once
 
 #include "proxyccl/handles.h"
 
-/* The kinds of steps. A step that needs one thread is executed by that thread of the block: ProxycclStep.thread. */
+/* The kinds of steps. The thread ProxycclStep.thread of the block executes a step that needs only one thread. */
 enum ProxycclStepCode {
   PROXYCCL_STEP_SYNC =
-      0, /* a barrier of the block's threads, after which one thread's release covers all threads' writes */
+      0, /* a barrier of the block's threads, after which one thread's release covers the writes of all threads */
   PROXYCCL_STEP_BARRIER = 1, /* barrier number `channel`, in which `option` blocks take part */
   PROXYCCL_STEP_SIGNAL = 2,  /* signals by a memory channel */
   PROXYCCL_STEP_RELAXED_SIGNAL = 3,
   PROXYCCL_STEP_WAIT = 4,
   PROXYCCL_STEP_RELAXED_WAIT = 5,
-  PROXYCCL_STEP_PORT = 6,      /* a trigger whose operation is `option`; waits for its flush, if it has one */
+  PROXYCCL_STEP_PORT = 6,      /* pushes a trigger with the operation `option`, and waits for the flush if it has one */
   PROXYCCL_STEP_PORT_WAIT = 7, /* waits for the port channel's next signal */
   PROXYCCL_STEP_ACQUIRE = 8,   /* acquires semaphore number `channel` */
   PROXYCCL_STEP_RELEASE = 9,
   PROXYCCL_STEP_COPY = 10,    /* copies operand 0 to operand 1 */
-  PROXYCCL_STEP_COMBINE = 11, /* combines the sources by `option`, and stores the result in each destination */
+  PROXYCCL_STEP_COMBINE = 11, /* stores the sources' combination, by the operation `option`, in each destination */
   PROXYCCL_STEP_AWAIT_PACKETS = 12,
   PROXYCCL_STEP_LOOP =
-      13,                /* repeats the next `option` steps `iterations` times, on `unit` bytes at a time; both >= 1 */
-  PROXYCCL_STEP_END = 14 /* ends the block's steps */
+      13,                /* repeats the next `option` steps `iterations` times, each time on `unit` bytes; both >= 1 */
+  PROXYCCL_STEP_END = 14 /* the block's last step */
 };
 
-/* The operations of COMBINE. */
 enum ProxycclCombination {
   PROXYCCL_COMBINE_SUM = 0,
   PROXYCCL_COMBINE_PROD = 1,
@@ -42,11 +41,11 @@ typedef struct ProxycclOperand {
   uint64_t address;    /* an address, or an offset from `base` */
   uint32_t base;       /* ProxycclBase */
   uint32_t packets;    /* 1: the range holds packets (LL16Packet), which take twice the bytes of their data */
-  uint32_t alternates; /* 1: the range is in scratch memory, whose halves alternate between executions */
+  uint32_t alternates; /* 1: the range is in scratch memory, of which executions use the two halves alternately */
   uint32_t reserved;
 } ProxycclOperand;
 
-/* A step's place in the plan, for error records: threadblock and operation. */
+/* An error record identifies a step by its threadblock and operation in the plan. */
 enum { PROXYCCL_PLACE_OPERATION_BITS = 20 };
 
 typedef struct ProxycclStep {
@@ -55,37 +54,37 @@ typedef struct ProxycclStep {
   uint32_t thread;                /* the thread that executes the step; all threads execute a step that moves data */
   uint32_t channel;               /* number of a port channel, barrier or semaphore */
   uint32_t option;                /* depends on `code`; for a wait for a channel's signal: the peer */
-  uint32_t sources, destinations; /* operands first_operand … of the block: the sources, then the destinations */
+  uint32_t sources, destinations; /* numbers of sources and of destinations, from first_operand on */
   uint32_t first_operand;
   uint64_t bytes; /* bytes of data */
   uint64_t unit;
   uint32_t iterations;
-  uint32_t packets; /* whether an operand holds packets */
+  uint32_t packets; /* not 0 if an operand holds packets */
   uint32_t dst_memory, src_memory;
   uint64_t dst_offset, src_offset;
   uint32_t dst_alternates, src_alternates;
   ProxycclSemaphore semaphore; /* the channel's semaphore, for a signal to or from its peer */
 } ProxycclStep;
 
-/* Counters in device memory, which the kernel advances, so that a captured graph can be replayed. */
+/* Counters in device memory; the kernel itself advances them, so that a captured graph can be replayed. */
 typedef struct ProxycclExecutionCounters {
   uint64_t executions;
   uint32_t blocks_done;
   uint32_t reserved;
 } ProxycclExecutionCounters;
 
-/* The kernel's parameter, by value. */
+/* The kernel's parameter, passed by value. */
 typedef struct ProxycclExecution {
   ProxycclControl* control;
   char* input; /* this rank's arrays */
   char* output;
-  const ProxycclStep* steps; /* block_steps steps for each block, one of which is END */
+  const ProxycclStep* steps; /* block_steps steps for each block; one of them is END */
   const ProxycclOperand* operands;
   uint32_t block_steps,
-      block_operands; /* the same numbers for all blocks, so that a block finds its steps and operands without a load */
+      block_operands; /* equal for all blocks, so that a block can find its steps and operands without a load */
   const ProxycclProxyChannel* port_channels;
-  uint32_t* barriers;  /* two words, a DeviceSyncer, for each barrier */
+  uint32_t* barriers;  /* a DeviceSyncer (two words) for each barrier */
   int32_t* semaphores; /* a DeviceSemaphore for each semaphore */
   ProxycclExecutionCounters* counters;
-  uint64_t alternate_bytes; /* offset of the scratch memory's second half; 0 if there is only one */
+  uint64_t alternate_bytes; /* offset of the scratch memory's second half; 0 if it has no halves */
 } ProxycclExecution;

@@ -1,4 +1,5 @@
-// Conversions of float16: a hierarchy reduces it in float32, because a node's part may be outside float16's range.
+// Converts float16 to and from float32, in which a hierarchical reduction computes, because a node's partial sum may
+// exceed float16's range.
 #pragma once
 
 #include "proxyccl/copy.h"

@@ -1,8 +1,8 @@
 // Scales of float8 elements.
 //
-// The format is e4m3 without infinities (OCP 8-bit floating point, E4M3), whose greatest value is 448. With m the
-// greatest magnitude of the values that share a scale, the scale is m / 448 and an element is its value times 448 / m.
-// If all values are zero, or too small for a finite factor to bring them into the range of float8, both factors are 1.
+// The format is e4m3 without infinities (OCP 8-bit floating point, E4M3), whose greatest value is 448. If m is the
+// greatest magnitude of the values that share a scale, the scale is m / 448, and an element is its value times 448 / m.
+// If m is at most kLeastMagnitude, the scale and the factor are 1.
 #pragma once
 
 #include "proxyccl/float8.h"
@@ -35,7 +35,7 @@ PROXYCCL_DEVICE float greaterMagnitude(float greatest, float value) {
 #endif
 }
 
-// Below the least magnitude, a factor would be infinite.
+// For much smaller magnitudes the factor 448 / m would be infinite.
 constexpr float kLeastMagnitude = 1e-30f;
 PROXYCCL_DEVICE float scaleOf(float greatest) { return greatest > kLeastMagnitude ? greatest / 448 : 1; }
 PROXYCCL_DEVICE float factorOf(float greatest) { return 448 / (greatest > kLeastMagnitude ? greatest : 448); }

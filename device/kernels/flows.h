@@ -1,42 +1,42 @@
-/* Parameters of send_receive.h: the ranks, and one call. Plain C.
+/* Parameters of the kernel in send_receive.h, which describe the ranks and one call.
  *
- * A *flow* leads from one rank to another. It has `lanes` lanes, each with a ring of slots in the receiver's scratch
- * memory and a link. The link's signals count pieces in the flow's direction, and in the opposite direction credits:
- * slots that the receiver has read. So a flow involves only its two ranks, and flows never wait for one another.
+ * A *flow* is the connection from one rank to another. A flow has `lanes` lanes, each with a link and a ring of slots
+ * in the receiver's scratch memory. The sender's signals on the link count pieces; the receiver's signals count
+ * credits, which are slots that it has read. So a flow involves only its two ranks, and flows never wait for one
+ * another.
  */
 #pragma once
 
 #include "team.h"
 
 enum {
-  PROXYCCL_FLOW_SLOTS = 4, /* slots of a lane: how many pieces can be sent before the receiver has read the first one */
+  PROXYCCL_FLOW_SLOTS = 4,          /* slots of a lane: most pieces that are sent and not yet read */
   PROXYCCL_FLOW_HEADER_BYTES = 128, /* before a slot's data: the transfer's size, which the receiver checks */
-  PROXYCCL_MAX_TRANSFERS = 64       /* most transfers of one launch, whose blocks must all be resident */
+  PROXYCCL_MAX_TRANSFERS = 64       /* most transfers of a launch, because all its blocks must be resident */
 };
 
-/* One transfer of a launch: to a peer, from a peer, or from `src` to `dst` where the peer is the rank itself. */
+/* One transfer of a launch: to a peer, from a peer, or, if `peer` is the rank itself, from `src` to `dst`. */
 typedef struct ProxycclTransfer {
   const char* src; /* null if the transfer receives */
   char* dst;       /* null if the transfer sends */
   uint64_t bytes;
   uint64_t lane_bytes; /* bytes of each lane; the last may have fewer */
   uint32_t peer;
-  uint32_t lanes; /* blocks that work on the transfer; the sender and the receiver have the same number */
+  uint32_t lanes; /* number of blocks that work on the transfer, equal on the sender and the receiver */
 } ProxycclTransfer;
 
-/* A kernel parameter, passed by value. */
 typedef struct ProxycclFlows {
   uint32_t rank;
   uint32_t world_size;
   uint32_t lanes;
   uint32_t count; /* number of transfers */
   ProxycclControl* control;
-  /* [lanes][2][world_size]: for each pair of ranks, first the flow from the lower to the higher rank. */
+  /* [lanes][2][world_size]: index 0 of the second dimension is the flow from the lower to the higher rank. */
   ProxycclLink* links;
   uint64_t* pieces; /* [lanes][2][world_size], in device memory: pieces that this rank has sent or received */
-  /* Scratch memory, the same on each rank: [lanes][world_size][PROXYCCL_FLOW_SLOTS] slots for data from a rank, and
-   * from staging_offset on as many slots for data that the proxy is to send to that rank; absent if all peers are
-   * mapped. */
+  /* Scratch memory, with the same layout on each rank: [lanes][world_size][PROXYCCL_FLOW_SLOTS] slots for data from
+   * each rank. If some peer is not mapped, as many slots from staging_offset on stage the data that the proxy sends to
+   * each rank. */
   char* scratch;
   uint64_t slot_bytes, staging_offset;
   ProxycclTransfer transfers[PROXYCCL_MAX_TRANSFERS];

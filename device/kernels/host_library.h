@@ -1,7 +1,7 @@
-// Instances of the shipped kernels, compiled ahead of time for the host, so that collectives from the wheel need no
-// compiler at run time.
+// Instances of the shipped kernels for the host, compiled into the wheel, so that collectives need no compiler at run
+// time.
 //
-// setup.py makes a library of them for each element type, so that they build in parallel.
+// setup.py builds one library for each element type, in parallel.
 #pragma once
 
 #include "all_reduce_by_proxy.h"

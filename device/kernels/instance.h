@@ -1,7 +1,7 @@
-// PROXYCCL_TEAM_KERNEL name(…): a kernel with blocks of at most PROXYCCL_MAX_BLOCK_THREADS. Without that bound the
-// compiler may use more registers than such a block can have, and the launch would fail.
+// PROXYCCL_TEAM_KERNEL name(…) declares a kernel with blocks of at most PROXYCCL_MAX_BLOCK_THREADS threads. Without
+// this bound the compiler could use more registers than such a block can have, and the launch would fail.
 //
-// PROXYCCL_REDUCTION(kernel, name, T, Op): a kernel `name` from the template `kernel` for one element type and
+// PROXYCCL_REDUCTION(kernel, name, T, Op) defines a kernel `name` from the template `kernel` for one element type and
 // operation.
 #pragma once
 
@@ -25,7 +25,7 @@ using TeamOf = typename TeamParameter<Template>::Type;
 #define PROXYCCL_TEAM_KERNEL extern "C" __global__ void __launch_bounds__(PROXYCCL_MAX_BLOCK_THREADS, 1)
 #define PROXYCCL_REDUCTION_KERNEL PROXYCCL_TEAM_KERNEL
 
-// 1 if kernels that leave room for others are declared by PROXYCCL_SMALL_KERNEL: their blocks are single warps.
+// 1 if the target has PROXYCCL_SMALL_KERNEL, which declares kernels whose blocks are single warps; else 0.
 #ifdef PROXYCCL_SMALL_KERNEL
 #define PROXYCCL_SMALL_BLOCKS 1
 #else

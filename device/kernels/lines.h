@@ -1,11 +1,11 @@
 // Packets of whole lines: eight threads exchange 240 bytes of data in two lines of 128 bytes, of which the last 8 bytes
-// are the flag (NCCL's LL128 protocol). That is 15 bytes of data in 16, where an LL16Packet has 8. One instruction of a
-// warp stores a line, which arrives whole, so the flag shows that the whole line is there. If lines may be torn, the
-// flag is stored after all data of the line and loaded before it.
+// are the flag (NCCL's LL128 protocol). So 15 of 16 bytes are data; in an LL16Packet, 8 of 16 are. One instruction of a
+// warp stores a line, which arrives whole, so the flag shows that the whole line has arrived. If lines may be torn, the
+// flag is stored after the line's data and loaded before it.
 //
-// Data is in units of 16 bytes. The eight threads, by their place 0 to 7, have unit `place` and, except the last, unit
-// 8 + `place`. Line 0 holds the units 0 to 6 and the first half of unit 7; line 1 holds the units 8 to 14 and the
-// second half of unit 7. Each unit is in the words of the thread that has it, so no thread passes a value to another.
+// Data is in units of 16 bytes. Of the eight threads, thread t has unit t and, except the last, unit 8 + t. Line 0
+// holds units 0 to 6 and the first half of unit 7; line 1 holds units 8 to 14 and the second half of unit 7. A thread
+// stores its own units in the lines, so threads exchange no values.
 #pragma once
 
 #include "packets.h"
@@ -14,9 +14,9 @@
 
 namespace proxyccl {
 
-// A unit of array[count]: values past the end are loaded as zero and not stored. The last unit, and all units of an
-// unaligned array, are moved value by value in a short loop, which is not unrolled, because the code has many copies of
-// it.
+// Load and store a unit of array[count]; values beyond the end are loaded as zero and not stored. The last unit, and
+// all units of an unaligned array, are moved value by value, in a loop that is not unrolled, because the kernels
+// contain many copies of the code.
 template <class T>
 PROXYCCL_DEVICE Bytes16 loadUnit(const T* array, uint64_t count, uint64_t unit) {
   constexpr uint32_t kWide = 16 / sizeof(T);
@@ -50,20 +50,19 @@ PROXYCCL_DEVICE void storeUnit(T* array, uint64_t count, uint64_t unit, Bytes16 
 }
 
 // A packet is one thread's part of two lines; the data of a share are consecutive units. All threads of a warp call
-// each function together, for packets p that follow one another.
+// each function together, for consecutive packets p.
 struct LineForm {
   // A thread's two units of data; the last of eight threads has no second unit.
   struct Payload {
     Bytes16 units[2];
   };
-  // A thread's words in both lines.
   struct Words {
     Bytes16 lines[2];
   };
   static constexpr uint32_t kAtOnce = 4;
   using Chunk = Bytes16;
 
-  // The numbers of packets and of threads are multiples of a warp's size, so a warp's threads take the same steps.
+  // The numbers of packets and of threads are multiples of a warp's size, so the threads of a warp do not diverge.
   template <class Body>
   static PROXYCCL_DEVICE void forEach(uint32_t packets, Body body) {
 #pragma unroll 1
@@ -83,7 +82,7 @@ struct LineForm {
               [&](uint32_t u, uint64_t unit) { storeUnit(array, count, number * share + unit, payload.units[u]); });
   }
 
-  // Calls body(u, unit) for each unit of packet p that is in the share.
+  // Calls body(u, unit) for each unit u of packet p that is in the share; `unit` is its number in the share.
   template <class Index, class Body>
   static PROXYCCL_DEVICE void forChunks(Index p, Index share, Body body) {
     const Index unit = p / kThreads * kUnits + p % kThreads;

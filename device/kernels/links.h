@@ -1,5 +1,5 @@
-// A block's links, if all peers are mapped: they lead to the blocks with the same number on every other rank. Thread p
-// handles rank p.
+// A block's links to the blocks with the same number on all other ranks, if all peers are mapped. Thread p handles the
+// link to rank p.
 #pragma once
 
 #include "proxyccl/proxyccl.h"
@@ -21,21 +21,20 @@ class Links {
     prefetch(semaphore_.expected);
   }
 
-  // Called by all threads: posts to every peer. A peer that has awaited the post sees all threads' earlier stores.
+  // Called by all threads: signals every peer. A peer that has waited for the signal sees all threads' earlier stores.
   PROXYCCL_DEVICE void post() const {
     syncThreadsSystem();
     if (handles_) semaphore_.signal();
   }
-  // Called by all threads before they have stored anything: posts to every peer. A peer that has awaited the post may
-  // load what earlier kernels wrote.
+  // Called by all threads before they have stored anything: signals every peer. A peer that has waited for the signal
+  // may load what earlier kernels wrote.
   PROXYCCL_DEVICE void postLoads() const {
     if (handles_) semaphore_.signalLoads();
   }
-  // Called by the thread that handles a peer: waits for the peer's next post.
   PROXYCCL_DEVICE void awaitOne() const {
     semaphore_.wait(control_, PROXYCCL_WAIT_SM_SIGNAL, peer_, PROXYCCL_NO_CHANNEL);
   }
-  // Called by all threads: waits for every peer's next post.
+  // Called by all threads: waits for every peer's next signal.
   PROXYCCL_DEVICE void await() const {
     if (handles_) awaitOne();
     __syncthreads();

@@ -1,11 +1,12 @@
 // all_gather, all_to_all, broadcast and barrier: they move bytes without interpreting them.
 //
-// `bytes` is the size of what one rank contributes for one rank. In-place calls are those of NCCL: all_gather with in =
-// out + rank * bytes, all_to_all and broadcast with in = out.
+// `bytes` is the size of one rank's data for one rank. A call is in place, as in NCCL, if in = out + rank * bytes for
+// all_gather, or in = out for all_to_all and broadcast.
 //
-// If every output is reached (outputs.h), a rank stores its bytes directly in the outputs. The ranks then meet first,
-// because an output may be written only once its rank's kernel runs, and they meet again at the end. Otherwise lanes
-// send through scratch memory, in pieces that fit their slots, and every rank runs the same number of rounds.
+// If all ranks' outputs are mapped (outputs.h), a rank stores its data directly in the outputs. The ranks then
+// synchronize at the beginning, because an output may be written only when its rank's kernel runs, and again at the
+// end. Otherwise lanes send through scratch memory, in pieces that fit their slots, and every rank runs the same number
+// of rounds.
 #pragma once
 
 #include "exchange.h"
@@ -14,8 +15,8 @@
 
 namespace proxyccl {
 
-// Called by all threads: waits for the other ranks, and returns whether every output is reached. A rank whose own
-// output is not reached knows the answer, and does not wait.
+// Called by all threads: synchronizes the ranks, and returns whether all outputs are mapped. A rank whose own output is
+// not mapped returns false without waiting.
 PROXYCCL_DEVICE bool meet(const ProxycclTeam& team, Exchange& exchange, const Outputs& outputs) {
   if (!team.meet) return false;
   outputs.tell();
@@ -29,7 +30,6 @@ PROXYCCL_DEVICE bool meet(const ProxycclTeam& team, Exchange& exchange, const Ou
   return outputs.learn();
 }
 
-// Stores a piece of every peer's data to its part of the output.
 PROXYCCL_DEVICE void takeInboxes(const ProxycclTeam& team, const Exchange& exchange, char* out, uint64_t bytes,
                                  uint64_t offset, uint64_t size) {
   for (uint32_t i = 1; i < team.world_size; ++i) {
@@ -65,16 +65,16 @@ PROXYCCL_TEAM_KERNEL all_gather(const ProxycclTeam team, const char* in, char* o
   exchange.finish();
 }
 
-// If the call is in place, nothing is stored directly to outputs, because each output is also an input that must still
-// be read.
+// An in-place call stores nothing directly to peers' outputs, because each output is also an input that its rank must
+// still read.
 PROXYCCL_TEAM_KERNEL all_to_all(const ProxycclTeam team, const char* in, char* out, uint64_t bytes) {
   using namespace proxyccl;
   Exchange exchange(team);
   const Outputs outputs(team);
   const uint32_t rank = team.rank, ranks = team.world_size;
   if (meet(team, exchange, outputs)) {
-    // Takes a piece of every rank in turn, including this rank: its own data does not cross a link, so copying it at
-    // the end would leave the links idle.
+    // Copies one piece for each rank in turn, including this rank: if its own data, which crosses no link, were copied
+    // at the end, the links would be idle during that time.
     constexpr uint64_t kPiece = 64 * 1024;
     exchange.forLanePart(bytes, [&](uint64_t begin, uint64_t size) {
       for (uint64_t offset = begin; offset < begin + size; offset += kPiece) {

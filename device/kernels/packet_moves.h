@@ -1,8 +1,7 @@
-// all_gather and all_to_all of short shares, in packets or lines. The data crosses a link once, without a fence and
-// without a signal.
+// all_gather and all_to_all of short shares, in packets or lines, which need neither fences nor signals.
 //
-// `bytes` is the size of what one rank contributes for one rank. In-place calls are those of moves.h. A thread reads
-// and writes the same bytes of every share, so it has sent what it overwrites in place.
+// `bytes` is the size of one rank's data for one rank. A call may be in place as in moves.h: a thread reads and writes
+// the same bytes of every share, so it has sent the bytes that it overwrites.
 #pragma once
 
 #include "instance.h"

@@ -1,9 +1,9 @@
-/* Parameters of the packet kernels: the ranks, and one call. It is a kernel parameter, passed by value, so a
- * kernel's only load before its data is that of its block's epoch.
+/* Parameters of the packet kernels, which describe the ranks and one call. ProxycclPacketTeam is passed by value, so
+ * that a block loads only its epoch before its data.
  *
- * Plain C. Scratch memory, the same on each rank and mapped by every other:
+ * Scratch memory, which all ranks map, has the same layout on each rank:
  *   for each block, for each parity of its epoch, for each slot: `slot_packets` packets
- * There are two slots per rank. Each algorithm decides what they hold.
+ * There are two slots per rank, which each algorithm uses in its own way.
  */
 #pragma once
 
@@ -15,15 +15,16 @@ typedef struct ProxycclPacketTeam {
   uint32_t rank;
   uint32_t world_size;
   uint32_t slot_packets;
-  /* The call's shape, computed by the host, because division is slow on a device. A rank exchanges `share` payloads of
-   * packets, or units of lines, with each peer. A block moves `epoch_packets` of them (at most slot_packets) in each of
-   * `call_epochs` epochs. The blocks may move more packets than the data needs: the last packets are padding. */
+  /* The host computes how a call is divided, because division is slow on a device. A rank exchanges `share` payloads of
+   * packets, or units of lines, with each peer. In each of `call_epochs` epochs, a block sends `epoch_packets` packets
+   * (at most slot_packets) to a peer. Packets beyond the share are padding. */
   uint32_t epoch_packets;
   uint32_t call_epochs;
   uint32_t reserved;
   uint64_t share;
   ProxycclControl* control;
-  uint32_t* epochs; /* one per block, in device memory; only the block advances it, so a graph can be replayed */
+  uint32_t* epochs; /* one number per block, in device memory, which only the block advances, so that a captured graph
+                     * can be replayed */
   char* scratch;
-  char* remote[PROXYCCL_MAX_PACKET_RANKS]; /* the peers' scratch, mapped */
+  char* remote[PROXYCCL_MAX_PACKET_RANKS]; /* the peers' scratch memory, mapped */
 } ProxycclPacketTeam;

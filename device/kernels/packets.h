@@ -1,23 +1,23 @@
 // The common part of the packet algorithms: their scratch memory, and values as packet payloads.
 //
-// A Form says how data and flags lie in that memory: PacketForm, an LL16Packet for each thread; or LineForm (lines.h).
-// In both forms a thread's part is called a packet.
+// A Form is the layout of data and flags in that memory: PacketForm, with one LL16Packet per thread, or LineForm
+// (lines.h). In both forms a thread's part is called a packet.
 //
-// Blocks are independent: each has its own epoch and its own packets on every rank, and exchanges packets only with the
-// peers' blocks with the same number. All ranks launch the same grid, so these blocks advance alike. If a call does not
-// use a block, the block keeps its epoch on all ranks.
+// Blocks are independent: each block has its own epoch and its own packets on every rank, and exchanges packets only
+// with the peers' blocks of the same number. All ranks launch the same grid, so blocks of the same number have the same
+// epoch on all ranks.
 //
-// A packet's place is used again two epochs later, by any rank and any algorithm. No flag guards it; the following
-// argument shows that it is free. Let rank x write in epoch e + 2 where rank y read in epoch e.
-//   - Epoch e + 2 in a later kernel than e + 1: x has finished the kernel of e + 1, so it has received data that y sent
-//     in that kernel. So y had started that kernel, and had ended the kernel of epoch e.
-//   - e + 1 and e + 2 in one kernel: a thread has the same packets in every epoch. Before the thread sends any packet
-//     of e + 2, it has received the packets of e + 1 from the same thread of y. That thread sent them after it had read
-//     its packets of e; or e belongs to an earlier kernel, which y has ended.
-//   - e and e + 1 in one kernel, e + 2 in the next one, whose threads may have other packets: all threads of x have
-//     finished e + 1, so all threads of y had finished e. Therefore the last epoch is padded: a thread that has packets
-//     in e must also have packets in e + 1.
-// So in every algorithm a rank must need data of every other rank before it finishes an epoch.
+// A packet's memory is reused two epochs later, by any rank and any algorithm. No flag is needed, because the packet
+// was read by then. Proof: let rank x, in epoch e + 2, write a packet of rank y that y read in epoch e.
+//   - If epochs e, e + 1 and e + 2 are in three different kernels, x has finished the kernel of epoch e + 1, so it has
+//     received data that y sent in that kernel. So y had started that kernel, and had ended the kernel of epoch e.
+//   - If epochs e + 1 and e + 2 are in one kernel, a thread has the same packets in both. Before the thread sends a
+//     packet of epoch e + 2, it has received the packets of epoch e + 1 from the same thread of y. The thread of y sent
+//     these packets after it had read its packets of epoch e, or after y had ended an earlier kernel with epoch e.
+//   - If epochs e and e + 1 are in one kernel and epoch e + 2 in the next one, whose threads may have other packets,
+//     all threads of x have finished epoch e + 1, so all threads of y had finished epoch e. To ensure this, the last
+//     epoch is padded: a thread with packets in epoch e must also have packets in epoch e + 1.
+// The proof requires of every algorithm that a rank finishes an epoch only with data of every other rank.
 #pragma once
 
 #include "proxyccl/proxyccl.h"
@@ -25,7 +25,6 @@
 
 namespace proxyccl {
 
-// The values of T that one packet carries.
 template <class T>
 struct alignas(8) PayloadOf {
   static constexpr uint32_t kCount = sizeof(LL16Packet::Payload) / sizeof(T);
@@ -37,12 +36,11 @@ struct alignas(8) PayloadOf {
   }
 };
 
-// Whether values [i * kCount, (i + 1) * kCount) of array[count] can be moved by one access.
 template <class T>
 PROXYCCL_DEVICE bool isWholePayload(const T* array, uint64_t count, uint64_t i) {
   return reinterpret_cast<uintptr_t>(array) % sizeof(PayloadOf<T>) == 0 && (i + 1) * PayloadOf<T>::kCount <= count;
 }
-// Loads and stores payload number i of array[count]: values past the end are loaded as zero and not stored.
+// Load and store payload number i of array[count]; values beyond the end are loaded as zero and not stored.
 template <class T>
 PROXYCCL_DEVICE PayloadOf<T> loadPayload(const T* array, uint64_t count, uint64_t i) {
   if (isWholePayload(array, count, i)) return reinterpret_cast<const PayloadOf<T>*>(array)[i];
@@ -61,7 +59,7 @@ PROXYCCL_DEVICE void storePayload(T* array, uint64_t count, uint64_t i, const Pa
     if (i * PayloadOf<T>::kCount + k < count) array[i * PayloadOf<T>::kCount + k] = payload.values[k];
 }
 
-// The reduction of one payload's values in rank order, so that all ranks get the same bits.
+// Reduces one payload's values in rank order, so that all ranks get the same bits.
 template <class T, class Op, class Payload = LL16Packet::Payload>
 class PacketReduction {
  public:
@@ -105,7 +103,7 @@ class PacketReduction {
   A sums_[kCount] = {};
 };
 
-// A packet for each thread. The data of a share are consecutive payloads.
+// The form with one LL16Packet per thread. The data of a share are consecutive payloads.
 struct PacketForm {
   using Payload = LL16Packet::Payload;
   using Words = LL16Packet::Words;
@@ -117,8 +115,9 @@ struct PacketForm {
   static PROXYCCL_DEVICE void forEach(uint32_t packets, Body body) {
     proxyccl::forEach(packets, threadIdx.x, blockDim.x, body);
   }
-  // The data of packet p of a share. Shares of `share` payloads each lie one after the other in array[count]. Padding
-  // is not loaded or stored: past the share's end lies the next share, which other threads load and store.
+  // Load and store the data of packet p of share `number`. array[count] consists of consecutive shares of `share`
+  // payloads. Padding is neither loaded nor stored, because the memory beyond a share's end is the next share, which
+  // other threads handle.
   template <class T>
   static PROXYCCL_DEVICE Payload load(const T* array, uint64_t count, uint64_t share, uint32_t number, uint64_t p) {
     return p < share ? loadPayload(array, count, number * share + p).pack() : Payload{};
@@ -129,7 +128,7 @@ struct PacketForm {
     if (p < share) storePayload(array, count, number * share + p, PayloadOf<T>::unpack(payload));
   }
 
-  // Calls body(c, chunk) for each chunk c of packet p's data, with its number in the share.
+  // Calls body(c, chunk) for each chunk c of packet p's data; `chunk` is its number in the share.
   template <class Index, class Body>
   static PROXYCCL_DEVICE void forChunks(Index p, Index share, Body body) {
     if (p < share) body(0, p);
@@ -150,7 +149,6 @@ struct PacketForm {
   }
 };
 
-// One block's packets.
 template <class Form>
 class Lanes {
  public:
@@ -159,8 +157,8 @@ class Lanes {
   PROXYCCL_DEVICE explicit Lanes(const ProxycclPacketTeam& team)
       : team_(team), slots_(PROXYCCL_PACKET_SLOTS_PER_RANK * team.world_size), epoch_(team.epochs[blockIdx.x]) {}
 
-  // Calls body(first) for each epoch of the call, where `first` is the index, among the call's packets, of the block's
-  // packet 0 of that epoch. This call is the kernel's last use of this object.
+  // Calls body(first) for each epoch of the call; `first` is the number, among the call's packets, of the block's
+  // packet 0 of the epoch. The kernel must not use this object afterwards.
   template <class Body>
   PROXYCCL_DEVICE void forEachEpoch(Body body) {
     for (uint32_t e = 0; e < team_.call_epochs; ++e) {
@@ -170,7 +168,7 @@ class Lanes {
       if (since_clear == 2) fenceSystem();  // orders this block's next packets after the peers' second clear()
       ++epoch_;
     }
-    __syncthreads();  // after this barrier, all threads have read the old value
+    __syncthreads();  // after this barrier, all threads have read the old epoch
     if (threadIdx.x == 0) team_.epochs[blockIdx.x] = epoch_;
   }
 
@@ -193,12 +191,12 @@ class Lanes {
   PROXYCCL_DEVICE void send(uint32_t peer, uint32_t slot, uint64_t p, const Payload& payload) const {
     Form::write(slotIn(team_.remote[peer], slot), p, payload, flag());
   }
-  // Sends to every other rank, beginning with the next rank, so that not all ranks begin with the same peer.
+  // Sends a packet to every other rank. Each rank begins with the next rank, so that not all begin with the same peer.
   PROXYCCL_DEVICE void sendToAll(uint32_t slot, uint64_t p, const Payload& payload) const {
     for (uint32_t i = 1; i < team_.world_size; ++i) send(peerAt(i), slot, p, payload);
   }
-  // Sends payload(rank) to every other rank. Several payloads are loaded before any is sent: a store between two loads
-  // would delay the second.
+  // Sends payload(rank) to every other rank. Several payloads are loaded before any is sent, because a store between
+  // two loads would delay the second load.
   template <class PayloadFor>
   PROXYCCL_DEVICE void sendToEach(uint32_t slot, uint64_t p, PayloadFor payload) const {
     for (uint32_t first = 1; first < team_.world_size; first += kAtOnce) {
@@ -212,7 +210,6 @@ class Lanes {
     }
   }
 
-  // Receives a packet of one peer.
   PROXYCCL_DEVICE Payload receive(uint32_t peer, uint32_t slot, uint64_t p) const {
     typename Form::Words words;
     Form::wait(team_.control, {PROXYCCL_WAIT_PACKET, peer, PROXYCCL_NO_CHANNEL, flag()}, [&](uint64_t* seen) {
@@ -223,8 +220,8 @@ class Lanes {
     return Form::payloadOf(words, p);
   }
   // Calls use(rank, payload) for every rank in turn: with `own` for this rank, and with the packet in slot first_slot +
-  // rank for every other. Packets of several ranks are loaded concurrently, because a load takes longer than the wait
-  // for the data.
+  // rank for every other rank. Packets of several ranks are loaded concurrently, because a load takes longer than the
+  // wait for the data.
   template <class Use>
   PROXYCCL_DEVICE void receiveFromAll(uint32_t first_slot, uint64_t p, const Payload& own, Use&& use) const {
     for (uint32_t first = 0; first < team_.world_size; first += kAtOnce) {
@@ -256,12 +253,12 @@ class Lanes {
 
  private:
   static constexpr uint32_t kAtOnce = Form::kAtOnce;
-  // Flags have 32 bits and wrap, and a packet's place may stay unused for longer than that. So before a flag repeats, a
-  // block clears its packets of both parities: at the end of the epochs whose number is 0 or 1 modulo this.
+  // Flags wrap after 2^32 epochs, but a packet may stay unused for longer. So before flags repeat, a block clears its
+  // packets of both parities, at the end of the epochs that are 0 or 1 modulo kClearInterval.
   static constexpr uint32_t kClearInterval = 1u << 30;
 
-  // Epochs count from 0 without a gap; fresh memory holds flag 0, so the flag is the epoch plus one, and skips 0 when
-  // it wraps.
+  // Returns the epoch's flag: the epoch plus one. The last epoch before the wrap has another flag, because zeroed
+  // memory holds flag 0.
   PROXYCCL_DEVICE uint32_t flag() const { return epoch_ == ~0u ? 1u << 31 : epoch_ + 1; }
   PROXYCCL_DEVICE bool isPeer(uint32_t rank) const { return rank < team_.world_size && rank != team_.rank; }
   PROXYCCL_DEVICE uint32_t peerAt(uint32_t distance) const {
@@ -273,10 +270,10 @@ class Lanes {
     return reinterpret_cast<LL16Packet*>(scratch) + static_cast<uint64_t>(number) * team_.slot_packets;
   }
 
-  // Called at the end of epoch e, when all threads have read its packets. No peer sends packets of epoch e + 2 before
-  // it has this block's packets of epoch e + 1. Packets do not order other accesses. So each thread has a fence between
-  // the block's cleared packets and its packets of epoch e + 1, and another one at the end of that epoch, between the
-  // peers' packets and those that it sends in epoch e + 2.
+  // Clears the block's packets at the end of epoch e, when all threads have read them. No peer sends packets of epoch e
+  // + 2 before it has this block's packets of epoch e + 1. Packets do not order other accesses, so each thread makes
+  // two fences: one between clearing and its packets of epoch e + 1, and one at the end of epoch e + 1, between the
+  // received packets and its packets of epoch e + 2.
   PROXYCCL_DEVICE void clear() const {
     __syncthreads();
     LL16Packet* packets = slotIn(team_.scratch, 0);

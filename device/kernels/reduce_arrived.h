@@ -1,12 +1,13 @@
-// reduce_arrived: the reduction of a schedule's transfers (channels/schedules/DESIGN.md).
+// reduce_arrived reduces the data of a schedule's transfers (channels/schedules/DESIGN.md).
 //
-// The stream launches it when the first piece has arrived, or when all ranks have joined: a kernel that waited for late
-// ranks would keep other kernels from starting. The kernel waits for the other pieces, which are in flight, because a
-// launch for each piece would take longer. On CUDA its blocks are single warps of few registers, so they start beside a
-// matrix product that fills all multiprocessors. Blocks take chunks in turn: blocks for which a busy GPU has no room
-// start when other blocks have ended. The block with a piece's first chunk waits for the proxy, and the piece's other
-// blocks wait for that block. The block that completes a piece waits for the end of the previous piece, and opens the
-// gate. So a block waits only for blocks that took earlier chunks, which run.
+// The stream launches the kernel only when the first piece has arrived or all ranks have joined, because a kernel that
+// waited for late ranks would keep other kernels from starting. The kernel itself waits for the other pieces, because
+// one launch per piece would take longer. On CUDA its blocks are single warps with few registers, so they start beside
+// a matrix product that fills all multiprocessors. Each block takes the next chunk from a counter, so that blocks may
+// also start late, when a busy GPU has room for them. The block with a piece's first chunk waits for the proxy, and the
+// piece's other blocks wait for that block. The block that completes a piece waits until the previous piece is
+// complete, and opens the gate: it lets the proxy send the result. So a block waits only for blocks that took earlier
+// chunks and therefore run.
 #pragma once
 
 #include "arrived.h"
@@ -15,17 +16,17 @@
 #include "proxyccl/wait.h"
 #include "reduce_ranks.h"
 
-#if PROXYCCL_SMALL_BLOCKS  // with small blocks, each kernel is compiled by itself
+#if PROXYCCL_SMALL_BLOCKS  // with small blocks, each kernel is compiled in its own module
 #undef PROXYCCL_REDUCTION_KERNEL
 #define PROXYCCL_REDUCTION_KERNEL PROXYCCL_SMALL_KERNEL
 #endif
 
 namespace proxyccl {
 
-// A single warp needs neither barriers nor shared memory of the multiprocessor, of which a busy multiprocessor may have
-// none left.
+// A block of a single warp uses neither block barriers nor shared memory, because a busy multiprocessor may have none
+// left.
 //
-// A barrier of the block, after which one thread's release covers the writes of all its threads.
+// A barrier of the block; one thread's later release covers the writes of all threads of the block.
 PROXYCCL_DEVICE void meetInBlock() {
 #if PROXYCCL_SMALL_BLOCKS
   syncWarp();
@@ -34,7 +35,8 @@ PROXYCCL_DEVICE void meetInBlock() {
 #endif
 }
 
-// Returns the first thread's value, with everything that the thread has acquired. Called by all threads of a block.
+// Called by all threads of a block: returns the first thread's value. The threads then also see what the first thread
+// has acquired.
 PROXYCCL_DEVICE uint32_t ofFirstThread(uint32_t value) {
 #if PROXYCCL_SMALL_BLOCKS
   syncWarp();
@@ -48,23 +50,23 @@ PROXYCCL_DEVICE uint32_t ofFirstThread(uint32_t value) {
 #endif
 }
 
-// Takes the next chunk that no block has taken; none is left if the number is past the last. Called by all threads of a
-// block.
+// Called by all threads of a block: returns the number of the next chunk; if it is not less than the number of chunks,
+// none is left.
 PROXYCCL_DEVICE uint32_t takeChunk(const ProxycclArrived& arrived) {
   return ofFirstThread(threadIdx.x == 0 ? fetchAddRelaxedDevice<uint32_t>(arrived.taken, 1) : 0);
 }
 
-// Waits for the proxy, by PROXYCCL_WAIT_STAGE, or for other blocks, by PROXYCCL_WAIT_GRID.
+// Waits for the proxy, if `kind` is PROXYCCL_WAIT_STAGE, or for other blocks, if `kind` is PROXYCCL_WAIT_GRID.
 template <class Ready>
 PROXYCCL_DEVICE bool awaitOthers(const ProxycclArrived& arrived, uint32_t kind, uint64_t expected, Ready ready) {
   const WaitFor what = {kind, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL, expected};
   return waitUntil(arrived.control, what, ready);
 }
 
-// Waits for the transfers of a piece. Called by all threads of a block. Returns false if the communicator has ended.
+// Called by all threads of a block: waits for the transfers of a piece. Returns false if the communicator has ended.
 //
-// One thread of the grid reads the proxy's word: the more threads read a word of host memory concurrently, the later
-// each of them sees it change. That thread's block took the piece's first chunk.
+// Only a thread of the block with the piece's first chunk reads the proxy's word, because the more threads read a word
+// of host memory concurrently, the later each sees a change.
 PROXYCCL_DEVICE bool awaitPiece(const ProxycclArrived& arrived, uint32_t piece, bool first) {
   const uint64_t transfers = piece == 0 ? arrived.first : arrived.transfers;
   if (transfers == 0) return true;
@@ -83,18 +85,19 @@ PROXYCCL_DEVICE bool awaitPiece(const ProxycclArrived& arrived, uint32_t piece, 
   return ofFirstThread(complete) != 0;
 }
 
-// Lets the proxy send a piece's result, after the results of the earlier pieces.
+// Allows the proxy to send a piece's result, once the earlier pieces are reduced.
 PROXYCCL_DEVICE void openGate(const ProxycclArrived& arrived, uint32_t piece) {
   if (arrived.gate == nullptr) return;
   auto isNext = [&](uint64_t* seen) { return (*seen = loadAcquireDevice(arrived.opened)) >= piece; };
   if (!awaitOthers(arrived, PROXYCCL_WAIT_GRID, piece, isNext))
-    return;  // waits, because an earlier piece may not be reduced yet
+    return;  // the wait is needed, because an earlier piece may not be reduced yet
   storeReleaseSystem<uint64_t>(arrived.gate, piece + 1);
   if (piece + 1 < arrived.pieces) storeReleaseDevice<uint32_t>(arrived.opened, piece + 1);
 }
 
-// Ends a block's work on a chunk. After the last chunk of a piece, resets the piece's words, which no other block
-// changes from then on. A write of the stream would take longer, and the gate's release would wait for a store.
+// Ends a block's work on a chunk. The block that ends a piece's last chunk also resets the piece's words, which no
+// other block changes from then on: a write by the stream would take longer. The reset follows openGate(), whose
+// release would otherwise wait for this store.
 PROXYCCL_DEVICE void endChunk(const ProxycclArrived& arrived, uint32_t piece) {
   meetInBlock();
   if (threadIdx.x != 0) return;
@@ -106,7 +109,7 @@ PROXYCCL_DEVICE void endChunk(const ProxycclArrived& arrived, uint32_t piece) {
   storeRelaxedSystem<uint64_t>(&arrived.stages[piece], 0);
 }
 
-// Ends a block. The last block resets the words of the grid.
+// The last block resets the words that all blocks share.
 PROXYCCL_DEVICE void endBlock(const ProxycclArrived& arrived) {
   if (threadIdx.x != 0) return;
   if (gridDim.x > 1) {
@@ -119,8 +122,7 @@ PROXYCCL_DEVICE void endBlock(const ProxycclArrived& arrived) {
   if (arrived.joined != nullptr) storeRelaxedSystem<uint64_t>(arrived.joined, 0);
 }
 
-// The addresses of each rank's elements of a chunk: this rank's elements are in its array, other ranks' elements in
-// slots.
+// This rank's elements of a chunk are in its array, other ranks' elements in slots.
 template <class T>
 struct ChunkSource {
   const T* own;
@@ -135,8 +137,8 @@ struct ChunkSource {
 };
 
 #if PROXYCCL_SMALL_BLOCKS
-// Prefetches all ranks' data of a chunk into the device's cache. A warp has too few registers for enough loads in
-// flight to keep the memory busy; a prefetch takes no registers.
+// Prefetches all ranks' data of a chunk into the device's cache. A warp has too few registers for as many loads as keep
+// the memory busy, but a prefetch needs no register.
 template <class T>
 PROXYCCL_DEVICE void fetchChunk(const ProxycclArrived& arrived, uint32_t bytes, const ChunkSource<T>& source) {
   constexpr uint32_t kLine = 128;
@@ -148,10 +150,10 @@ PROXYCCL_DEVICE void fetchChunk(const ProxycclArrived& arrived, uint32_t bytes, 
   }
 }
 
-// Reduces `units` units of 16 bytes, all aligned, of a number of ranks that is known at compile time: sums need no
-// register until all values have been loaded. A thread has several loads in flight, as few threads would otherwise wait
-// for memory most of the time. Not inlined, because the caller's variables would leave the threads of a small block too
-// few registers.
+// Reduces `units` aligned units of 16 bytes. The number of ranks is a template parameter, so that all values are loaded
+// before sums need registers. A thread has several loads in flight, because few threads would otherwise wait for memory
+// most of the time. The function is not inlined, because the caller's variables would leave the threads of a small
+// block too few registers.
 template <class T, class Op, uint32_t kRanks, uint32_t kUnits>
 PROXYCCL_OUT_OF_LINE void reduceUnitsOf(uint32_t divisor, uint32_t units, const ChunkSource<T> source, Bytes16* to) {
   constexpr uint32_t kWide = 16 / sizeof(T);
@@ -181,7 +183,6 @@ PROXYCCL_OUT_OF_LINE void reduceUnitsOf(uint32_t divisor, uint32_t units, const 
   }
 }
 
-// Reduces units of any number of ranks.
 template <class T, class Op>
 PROXYCCL_OUT_OF_LINE void reduceUnitsOfAny(uint32_t ranks, uint32_t divisor, uint32_t units,
                                            const ChunkSource<T> source, Bytes16* to) {
@@ -230,7 +231,7 @@ PROXYCCL_DEVICE void reduceUnits(uint32_t ranks, uint32_t divisor, uint32_t unit
   }
 }
 #elif !PROXYCCL_ON_HOST
-// Reduces `units` units of 16 bytes, all aligned. Not inlined, because the code is long.
+// Reduces `units` aligned units of 16 bytes. The function is not inlined, because its code is long.
 template <class T, class Op>
 PROXYCCL_OUT_OF_LINE void reduceUnits(uint32_t ranks, uint32_t divisor, uint32_t units, const ChunkSource<T> source,
                                       Bytes16* to) {
@@ -254,7 +255,6 @@ PROXYCCL_OUT_OF_LINE void reduceUnits(uint32_t ranks, uint32_t divisor, uint32_t
 }
 #endif
 
-// Sets out[0, count) to the combination, in rank order, of source(rank)[0, count) of all ranks. Called by a block.
 template <class T, class Op>
 PROXYCCL_DEVICE void reduceChunk(const ProxycclArrived& arrived, uint64_t count, const ChunkSource<T>& source, T* out) {
   uint64_t done = 0;
@@ -279,7 +279,8 @@ PROXYCCL_DEVICE void reduceChunk(const ProxycclArrived& arrived, uint64_t count,
 template <class T, class Op>
 PROXYCCL_DEVICE void reduce_arrived(const ProxycclArrived& arrived, const T* in, T* out, uint64_t count) {
   const uint32_t chunks = arrived.pieces * arrived.chunks;
-  uint32_t awaited = 0;  // pieces whose transfers this block has seen; the first brings whole shares of some peers
+  uint32_t awaited = 0;  // number of pieces whose transfers this block has seen; the first piece also brings whole
+                         // shares of some peers
 #pragma unroll 1
   for (uint32_t taken = takeChunk(arrived); taken < chunks; taken = takeChunk(arrived)) {
     const uint32_t piece = taken / arrived.chunks, chunk = taken % arrived.chunks;

@@ -1,5 +1,4 @@
-// Combines all ranks' values when each rank's values are contiguous in memory: the bandwidth-bound reductions use it on
-// a round's data.
+// Combines all ranks' values, each rank's contiguous in memory, for the bandwidth-bound reductions.
 #pragma once
 
 #include "integers.h"
@@ -10,12 +9,11 @@ namespace proxyccl {
 
 PROXYCCL_DEVICE bool isAligned16(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
-// The values that one access moves.
 template <class T, uint32_t kCount>
 struct alignas(kCount * sizeof(T)) Pack {
   T values[kCount];
 
-  // NVRTC loads an array in a struct in halves, and stores it value by value.
+  // load() and store() use Bytes16, because NVRTC loads an array in a struct in halves, and stores it value by value.
   static PROXYCCL_DEVICE Pack load(const T* from) {
     if constexpr (sizeof(Pack) == sizeof(Bytes16))
       return __builtin_bit_cast(Pack, *reinterpret_cast<const Bytes16*>(from));
@@ -31,7 +29,7 @@ struct alignas(kCount * sizeof(T)) Pack {
 };
 
 #if PROXYCCL_ON_HOST
-// The number of contiguous values that a thread combines at a time on the host.
+// Contiguous results that a thread computes at a time on the host.
 template <class T>
 struct Run {
   const T* values;
@@ -40,9 +38,9 @@ struct Run {
   PROXYCCL_DEVICE void store(T* to) const { proxyccl_memmove(to, values, count * sizeof(T)); }
 };
 
-// Combines source(rank)[begin, end) of all ranks in rank order, and calls store(i, run) for each run of results, which
-// begins at index i. Called by one thread. Each loop is over one array, so that C++ compilers vectorise the loop; a run
-// is short enough to stay in the nearest cache until the next loop.
+// Called by one thread: combines source(rank)[begin, end) of all ranks in rank order, and calls store(i, run) for each
+// run of results, where i is the index of its first result. Each loop reads one rank's array, so that C++ compilers
+// vectorise the loop; a run is so short that it stays in the nearest cache until the next loop.
 template <class T, class Op, class Source, class Store>
 PROXYCCL_DEVICE void reduceRuns(uint32_t ranks, uint32_t divisor, uint64_t begin, uint64_t end, Source source,
                                 Store store) {
@@ -54,8 +52,9 @@ PROXYCCL_DEVICE void reduceRuns(uint32_t ranks, uint32_t divisor, uint64_t begin
     const uint64_t count = minimum(kLongest, end - i);
     const T* first = source(0) + i;
     for (uint64_t k = 0; k < count; ++k) sums[k] = contribution<T, Op>(first[k], divisor);
-    // The last loop over values of the accumulator's type also finishes the values, which saves a pass over the run.
-    // Narrower values are converted in a separate loop: compilers do not vectorise both conversions in one.
+    // If T is the accumulator's type, the last rank's loop also finishes the results, which saves a pass over the run.
+    // Narrower types are finished in a separate loop, because compilers do not vectorise a loop that converts in both
+    // directions.
     const bool last_finishes = sizeof(T) == sizeof(A) && ranks > 1;
     for (uint32_t rank = 1; rank < ranks - last_finishes; ++rank) {
       const T* next = source(rank) + i;
@@ -97,16 +96,15 @@ PROXYCCL_DEVICE Pack<T, kCount> reducePack(uint32_t ranks, uint32_t divisor, uin
   return result;
 }
 
-// A unit of sixteen bytes.
 template <class T>
 using Unit = Pack<T, 16 / sizeof(T)>;
 
-// When a rank's units are loaded: after those of the previous rank have arrived, or while these are in flight, which
-// keeps more data in flight and takes more registers.
+// kInTurn loads a rank's units after the previous rank's units have arrived; kAhead loads them earlier, which keeps
+// more data in flight but takes more registers.
 enum class Loads { kInTurn, kAhead };
 
-// For each u < kUnits, combines the units source(rank)(u) of all ranks, in rank order. Units are held as bytes, because
-// narrow values would take a register each.
+// For each u < kUnits, combines the units source(rank)(u) of all ranks, in rank order. Loaded units are kept as bytes,
+// because each narrow value would otherwise take a whole register.
 template <class T, class Op, uint32_t kUnits, Loads kLoads, class Source>
 PROXYCCL_DEVICE void combineUnits(uint32_t ranks, uint32_t divisor, Source source, Bytes16 (&results)[kUnits]) {
   using A = typename Element<T>::Accumulator;
@@ -119,7 +117,7 @@ PROXYCCL_DEVICE void combineUnits(uint32_t ranks, uint32_t divisor, Source sourc
     for (uint32_t u = 0; u < kUnits; ++u) next[u] = __builtin_bit_cast(Bytes16, from(u));
   };
   if (kLoads == Loads::kAhead) loadNext(0);
-  // An array that a loop indexes without unrolling is in memory, not in registers.
+  // The inner loops are unrolled, because an array with a variable index would be in memory instead of registers.
 #pragma unroll 1
   for (uint32_t rank = 0; rank < ranks; ++rank) {
     if (kLoads == Loads::kInTurn) loadNext(rank);
@@ -147,9 +145,9 @@ PROXYCCL_DEVICE void combineUnits(uint32_t ranks, uint32_t divisor, Source sourc
 }
 #endif
 
-// Calls store(i, values) with the combination of source(rank)[i, …) of all ranks, in rank order, for all of [0, n): on
-// a GPU 16 bytes at a time where `aligned`, else value by value; on the host in runs. Called by each of `threads`
-// threads. An average divides by `divisor`.
+// Called by each of `threads` threads: combines source(rank)[0, n) of all ranks in rank order, and calls store(i,
+// values) with the results from index i on. On a GPU `values` has 16 bytes if `aligned`, else one value; on the host it
+// is a Run. An average divides by `divisor`.
 template <class T, class Op, class Source, class Store>
 PROXYCCL_DEVICE void reduceRanks(uint32_t ranks, uint32_t divisor, uint64_t n, [[maybe_unused]] bool aligned,
                                  uint32_t thread, uint32_t threads, Source source, Store store) {

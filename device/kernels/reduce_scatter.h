@@ -1,12 +1,12 @@
-// reduce_scatter: each rank gets one share of the reduction. The data crosses a link once.
+// reduce_scatter: each rank gets one share of the reduced data.
 //
-// Every rank stores the part that a peer reduces to that peer's scratch memory, straight from its input. The peer
-// reduces in rank order, straight into its output. A short call goes in rounds (exchange.h), a long call in pieces
-// (scattered_reduction.h). Pieces need fewer blocks, but one more meeting at the end.
+// Every rank copies each peer's share from its own input to the peer's scratch memory. The peer reduces its share in
+// rank order, into its output. A short call is divided into rounds (exchange.h), a long call into pieces
+// (scattered_reduction.h). A call in pieces needs fewer blocks, but one more synchronization of the ranks at the end.
 //
-// In pieces a rank scatters piece k + 1 when it has every peer's data of piece k, which the peers posted when they had
-// reduced piece k - 2: of PROXYCCL_PIPELINE_DEPTH buffers, used in turn, the next one is free. In the last meeting a
-// rank has reduced all its data, so the next kernel may use them.
+// With pieces, a rank scatters piece k + 1 when it has every peer's data of piece k, which the peers sent after they
+// had reduced piece k - 2. So of the PROXYCCL_PIPELINE_DEPTH buffers, which are used in turn, the next is free. After
+// the last synchronization all ranks have reduced all pieces, so the next kernel may use the buffers.
 #pragma once
 
 #include "exchange.h"
@@ -42,8 +42,8 @@ class ReduceScatterInPieces : ScatteredReduction<T, Op> {
   T* out_;
 };
 
-// `count` is the number of elements per rank: `in` holds world_size * count, `out` holds count. The call goes in pieces
-// if team.pieces is not 0; then team.share is `count`.
+// `count` is the number of elements per rank: `in` has world_size * count elements, `out` has count. If team.pieces is
+// not 0, the call is divided into pieces, and team.share is `count`.
 template <class T, class Op>
 PROXYCCL_DEVICE void reduce_scatter(const ProxycclTeam& team, const T* in, T* out, uint64_t count) {
   if (team.pieces != 0) return ReduceScatterInPieces<T, Op>(team, in, out).run();

@@ -1,16 +1,15 @@
-// Adds residuals to rows that have been reduced, and normalizes the rows.
+// Adds residuals to reduced rows, and normalizes the rows.
 //
-// A value is added to its residual in T, as torch adds them. Then a row is normalized: each value is multiplied by 1 /
-// sqrt(mean of squares + eps) and by its weight, in float, and rounded once (RMSNorm, Zhang and Sennrich, 2019).
+// A value and its residual are added in float and rounded to T, as in torch. Then each value of a row is multiplied by
+// 1 / sqrt(mean of squares + eps) and by its weight, in float, and rounded once (RMSNorm, Zhang and Sennrich, 2019).
 //
-// A row consists of packets (packets.h), whether they are sent or not. The packets of a warp's threads form a group. A
-// row is the work of one block, or of the blocks of a cluster, each of which has a part of the row. A thread normalizes
-// the packets to which it added residuals, so it reads nothing that other threads stored, except one number for each
-// group of packets: the sum of its squares. All threads add these numbers in the same order, which depends only on the
-// row's width and on the form of the packets.
+// A row is divided into packets (packets.h), even if they are not sent. The packets of a warp's threads form a group.
+// One block handles a row, or the blocks of a cluster each handle a part of the row. A thread normalizes the packets to
+// which it added residuals. Of other threads' results a thread needs only each group's sum of squares. All threads add
+// these sums in the same order, which depends only on the row's width and on the packets' form.
 //
-// The code is short rather than unrolled: a block runs it once for each row, mostly for one row alone, and instructions
-// that no cache holds take longer to fetch than to execute.
+// The code is short rather than unrolled, because most blocks run it for only one row, and instructions that are not
+// cached take longer to fetch than to execute.
 #pragma once
 
 #include "float8_scales.h"
@@ -26,7 +25,7 @@ PROXYCCL_DEVICE float inverseRoot(float value) {
 #endif
 }
 
-// Called by a whole warp: returns the combination of its threads' values; all threads get the same result.
+// Called by a whole warp: returns the combination of the threads' values, with the same bits to all threads.
 template <class Combine>
 PROXYCCL_DEVICE float combineInWarp(float value, Combine combine) {
   const uint32_t lane = threadIdx.x % PROXYCCL_WARP_SIZE;
@@ -38,8 +37,8 @@ PROXYCCL_DEVICE float combineInWarp(float value, Combine combine) {
 
 PROXYCCL_DEVICE float added(float a, float b) { return a + b; }
 
-// How the blocks of a row send numbers to one another by tell(). A block calls start() first, awaitStart() before its
-// first tell(), and meet() after tell() and before it reads a number.
+// Exchanges numbers between the blocks of a row: tell() sends a number to all blocks. A block calls start() first,
+// awaitStart() before its first tell(), and the barrier meet() between tell() and its reads of the numbers.
 template <uint32_t kBlocks>
 struct RowBlocks;
 template <>
@@ -64,32 +63,32 @@ struct RowBlocks {
 };
 #endif
 
-// The arrays of a call, and how rows lie in packets.
 template <class T>
 struct Rows {
   const T* x;          // [rows, width]
-  const T* residual;   // [rows, width]; null: nothing is added
-  const T* weight;     // [width]; null: rows are not normalized
-  void* out;           // [rows, width] of T, or of e4m3 if there is a scale
-  T* residual_out;     // [rows, width]: the sums
-  float* scales;       // [rows]: each row's scale, which the blocks compute; null: none
-  const float* scale;  // the scale of all rows; null: none
+  const T* residual;   // [rows, width]; null if nothing is added
+  const T* weight;     // [width]; null if rows are not normalized
+  void* out;           // [rows, width] of T, or of e4m3 if `scales` or `scale` is not null
+  T* residual_out;     // [rows, width]: the sums of `x` and `residual`
+  float* scales;       // [rows]: receives each row's scale, which the kernel computes; or null
+  const float* scale;  // one given scale of all rows; or null
   uint64_t rows;
   uint32_t width;
   float eps;
-  uint32_t share;  // chunks of a row
+  uint32_t share;  // number of chunks of a row
   uint32_t row_packets;
-  uint32_t packets;     // packets that a block has in an epoch, in whole groups
-  uint32_t row_epochs;  // epochs that a row takes
-  uint32_t keeps;       // what fits in dynamic shared memory: 1: the packets of a block's part of a row; 2: weights too
+  uint32_t packets;     // number of packets of a block per epoch, a multiple of a group's packets
+  uint32_t row_epochs;  // number of epochs per row
+  uint32_t keeps;       // kept in dynamic shared memory: 0: nothing; 1: the packets of a block's part of a row; 2: also
+                        // the weights
 };
 
-// A block's part of the rows, which it handles one after the other. kWhole: all arrays of rows and the weights are
-// aligned to 16 bytes, and the size of a row is a multiple of 16 bytes. kBlocks: the number of blocks in a cluster,
+// A block's part of the current row; the block handles its rows one after the other. kWhole means that all arrays are
+// aligned to 16 bytes, and that a row's size is a multiple of 16 bytes. kBlocks is the number of blocks in a cluster,
 // which share a row.
 //
-// Dynamic shared memory: for every other row, alternately, two numbers for each group; then the packets that are kept,
-// and the weights.
+// Dynamic shared memory holds two numbers per group, once for even and once for odd rows; then, depending on `keeps`,
+// the packets and the weights.
 template <class Form, class T, bool kWhole, uint32_t kBlocks>
 class NormedRow {
  public:
@@ -107,7 +106,7 @@ class NormedRow {
     begin(row_ + gridDim.x / kBlocks);
   }
 
-  // Returns the values of the block's packet p of an epoch in `x`; if the row does not exist, zeros. own() later
+  // Returns the values of `x` in the block's packet p of an epoch, or zeros if the row does not exist. own() later
   // returns the same values to the same thread.
   PROXYCCL_DEVICE Payload load(uint32_t epoch, uint32_t p) const {
     const Payload payload = exists() ? loadFrom(rows_.x + first_, inRow(epoch, p)) : Payload{};
@@ -121,12 +120,12 @@ class NormedRow {
   PROXYCCL_DEVICE Payload residual(uint32_t epoch, uint32_t p) const {
     return rows_.residual != nullptr && exists() ? loadFrom(rows_.residual + first_, inRow(epoch, p)) : Payload{};
   }
-  // Keeps the weights of a packet. Called once, at a time when the block would otherwise wait.
+  // Called once, when the block would otherwise wait.
   PROXYCCL_DEVICE void keepWeights(uint32_t epoch, uint32_t p) const {
     if (rows_.keeps == 2) weights()[epoch * rows_.packets + p] = loadFrom(rows_.weight, inRow(epoch, p));
   }
 
-  // Called by whole warps: takes a packet's sum, and its residual, which the caller loads before the sum arrives.
+  // Called by whole warps: processes a packet's sum. The caller loads the residual before the sum arrives.
   PROXYCCL_DEVICE void take(uint32_t epoch, uint32_t p, const Payload& sum, const Payload& residual) {
     Words words = __builtin_bit_cast(Words, sum);
     if (rows_.residual != nullptr) {
@@ -152,7 +151,7 @@ class NormedRow {
     tell(0, in_row, combineInWarp(squares, added));
   }
 
-  // Called by the blocks of the row when they have taken all its packets.
+  // Called by the row's blocks after take() of all packets of the row: normalizes the row.
   PROXYCCL_DEVICE void norm() const {
     if (rows_.weight == nullptr) return;
     Blocks::meet();
@@ -189,12 +188,11 @@ class NormedRow {
     });
   }
 
-  // Calls body(epoch, p) for this thread's packets of a row.
   template <class Body>
   PROXYCCL_DEVICE void forEachPacket(Body body) const {
     for (uint32_t epoch = 0; epoch < rows_.row_epochs; ++epoch) forEachOfEpoch([&](uint32_t p) { body(epoch, p); });
   }
-  // Calls body(p) for this thread's packets of an epoch: a warp has a group of packets at a time.
+  // Calls body(p) for this thread's packets of an epoch; a warp's threads handle one group of packets at a time.
   template <class Body>
   PROXYCCL_DEVICE void forEachOfEpoch(Body body) const {
 #pragma unroll 1
@@ -212,7 +210,6 @@ class NormedRow {
   static PROXYCCL_DEVICE float high(uint32_t word) { return Element<T>::widen(T{static_cast<uint16_t>(word >> 16)}); }
 
   PROXYCCL_DEVICE void begin(uint64_t row) { row_ = row, first_ = row * rows_.width; }
-  // Returns the number of a packet in the row.
   PROXYCCL_DEVICE uint32_t inRow(uint32_t epoch, uint32_t p) const {
     return (epoch * kBlocks + blockIdx.x % kBlocks) * rows_.packets + p;
   }
@@ -221,14 +218,15 @@ class NormedRow {
     return static_cast<float*>(dynamicShared()) + (2 * parity_ + kind) * groups();
   }
   PROXYCCL_DEVICE uint32_t groups() const { return (rows_.row_packets + PROXYCCL_WARP_SIZE - 1) / PROXYCCL_WARP_SIZE; }
-  PROXYCCL_DEVICE Payload* kept() const {  // aligned to 16 bytes, after four numbers of four bytes for each group
+  PROXYCCL_DEVICE Payload* kept() const {  // aligned to 16 bytes, because there are four numbers of four bytes per
+                                           // group before it
     return reinterpret_cast<Payload*>(static_cast<float*>(dynamicShared()) + 4 * groups());
   }
   PROXYCCL_DEVICE Payload* weights() const { return kept() + rows_.row_epochs * rows_.packets; }
 
-  // Sends the number of a packet's group to all blocks of the row. No block reads it before meet(). The place is used
-  // again for the row after the next one; by then every block has read the number, because it reads it before it calls
-  // meet() for the next row.
+  // Sends the number of a packet's group to all blocks of the row, which read it after meet(). The memory is reused for
+  // the row after the next one. By then every block has read the number, because it does so before it calls meet() for
+  // the next row.
   PROXYCCL_DEVICE void tell(uint32_t kind, uint32_t in_row, float number) const {
     const uint32_t group = in_row / PROXYCCL_WARP_SIZE;
     if (in_row % PROXYCCL_WARP_SIZE != 0 || group >= groups()) return;
@@ -244,7 +242,6 @@ class NormedRow {
     return combineInWarp(own, combine);
   }
 
-  // Load and store the data of a packet in a row.
   PROXYCCL_DEVICE Payload loadFrom(const T* row, uint32_t in_row) const {
     if constexpr (kWhole) {
       Payload payload{};
@@ -302,7 +299,7 @@ class NormedRow {
   }
 
   const Rows<T>& rows_;
-  uint64_t row_ = 0, first_ = 0;  // the number of the row, and the index of its first element
+  uint64_t row_ = 0, first_ = 0;  // the current row's number, and the index of the row's first element
   uint32_t parity_ = 0;
 };
 

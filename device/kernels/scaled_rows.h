@@ -1,4 +1,4 @@
-// Float8 elements that share a scale (float8_scales.h): a group of threads makes them from 128 values.
+// Converts values to float8 elements, of which each 128 share a scale (float8_scales.h).
 #pragma once
 
 #include "experts/expert_team.h"
@@ -6,7 +6,8 @@
 
 namespace proxyccl {
 
-// One thread's part of the elements that share a scale. A group holds the elements of kBlocks scales.
+// One thread's part of a block of 128 elements that share a scale. A group of threads converts kBlocks blocks at a
+// time.
 template <class T>
 struct ScaledPart {
   static constexpr uint32_t kEach = PROXYCCL_ON_HOST ? PROXYCCL_SCALED_ELEMENTS : sizeof(T) == 2 ? 8 : 4;
@@ -14,7 +15,7 @@ struct ScaledPart {
   struct alignas(16) Values {
     T at[kEach];
   };
-  struct alignas(4) Elements {  // aligned like rows with scales between them
+  struct alignas(4) Elements {  // aligned only to 4 bytes, like rows with scales between them
     uint8_t at[kEach];
   };
   static_assert(kBlocks > 0, "a block has too many lanes");
@@ -27,7 +28,7 @@ struct ScaledPart {
       for (uint32_t i = 0; i < kEach; ++i) given.at[i] = from[i];
     }
   }
-  // Called by a group: converts its values to float8 elements. Returns the greatest magnitude of the values.
+  // Called by a group: converts the values to float8 elements. Returns the greatest magnitude in the thread's block.
   PROXYCCL_DEVICE float quantize(const Group& group, Elements* elements) const {
     float values[kEach], greatest = 0;
     for (uint32_t i = 0; i < kEach; ++i) {
@@ -45,8 +46,8 @@ struct ScaledPart {
   }
 };
 
-// Makes blocks [first, last) of a row; its values may be infinities or NaNs. Of the lanes that make a block, lane n
-// keeps the greatest magnitude of the n-th block that these lanes make.
+// Converts blocks [first, last) of a row, which may contain infinities and NaNs. The kLanes threads of a block convert
+// several blocks; thread n of them returns the greatest magnitude of the n-th block.
 template <class T, class StoreParts>
 PROXYCCL_DEVICE float scaleValues(const Group& group, const T* row, uint32_t first, uint32_t last, bool aligned,
                                   StoreParts storeParts) {
@@ -67,9 +68,9 @@ PROXYCCL_DEVICE float scaleValues(const Group& group, const T* row, uint32_t fir
 }
 
 #ifdef PROXYCCL_HAS_FLOATS_TO_E4M3
-// Does the same for aligned 16-bit elements without infinities and NaNs, in a third of the instructions: magnitudes are
-// compared as integers, two at a time, and a thread has twice the elements. A group makes kParts parts together, each
-// step for all parts, because with a single part a thread would wait for each step.
+// Converts aligned 16-bit values without infinities and NaNs in a third of ScaledPart's instructions, because
+// magnitudes are compared as integers, two at a time, and a thread has twice as many elements. Each step is done for
+// kParts parts together, because with a single part a thread would wait for each step's result.
 template <class T, uint32_t kParts>
 class ScaledNumbers {
  public:
@@ -79,7 +80,8 @@ class ScaledNumbers {
     uint32_t at[kEach / 4];
   };
 
-  // Called by a group: loads blocks [first, last), at most kParts * kBlocks, and zeros for blocks past them.
+  // Called by a group: loads blocks [first, last), at most kParts * kBlocks of them, and zeros in place of blocks from
+  // `last` on.
   PROXYCCL_DEVICE void load(const Group& group, const T* row, uint32_t first, uint32_t last) {
     const Half* words = inGlobal(reinterpret_cast<const Half*>(row));
 #pragma unroll
@@ -90,9 +92,9 @@ class ScaledNumbers {
       for (uint32_t h = 0; h < kHalves; ++h) parts_[i].halves[h] = exists ? words[part * kHalves + h] : Half{};
     }
   }
-  // Called by a group: makes the elements. *kept is the greatest magnitude of a block: the lane with number n among a
-  // block's lanes has the magnitude of part n. Returns false to the whole group if there was an infinity or a NaN; then
-  // the elements are invalid.
+  // Called by a group: converts the values to elements. In thread n of the kLanes threads of a block, *kept receives
+  // the greatest magnitude of the block in part n. Returns false to the whole group, with invalid elements, if there
+  // was an infinity or a NaN.
   PROXYCCL_DEVICE bool quantize(const Group& group, Elements* elements, float* kept) const {
     uint32_t most[kParts];
 #pragma unroll
@@ -140,14 +142,15 @@ class ScaledNumbers {
 };
 #endif
 
-// Called by a group: makes blocks [first, last) of a row, at most kParts / 8 of as many as it has lanes. Each thread
-// calls storeParts(parts, at, end) with an array: part i belongs at index at + i * kGroupLanes of the row, counted in
-// such parts, if that is less than `end`; and storeScale(block, scale) is called once for each block. The row is
-// aligned to 16 bytes or not.
+// Called by a group: converts blocks [first, last) of a row, at most kParts / 8 times as many as the group has threads.
+// Each thread calls storeParts(parts, at, end) with an array of parts: part i belongs at index at + i * kGroupLanes of
+// the row, counted in parts, if this index is less than `end`. storeScale(block, scale) is called once for each block.
+// `aligned` tells whether the row is aligned to 16 bytes.
 template <uint32_t kParts, class T, class StoreParts, class StoreScale>
 PROXYCCL_DEVICE void scaleBlocks(const Group& group, const T* row, uint32_t first, uint32_t last, bool aligned,
                                  StoreParts storeParts, StoreScale storeScale) {
-  // Each thread makes the scale of one block, because that costs a division. The scales are stored side by side.
+  // A scale costs a division, so each thread computes the scale of only one block. The group's scales are stored
+  // contiguously.
   auto storeScales = [&](uint32_t lanes, float kept) {
     const uint32_t block = first + group.lane % lanes * (kGroupLanes / lanes) + group.lane / lanes;
     if (block < last) storeScale(block, scaleOf(kept));

@@ -1,12 +1,12 @@
-// Reductions in pieces where all peers are mapped: every rank stores the part of a piece that a peer reduces to that
-// peer's scratch memory, straight from its input, and each rank reduces its own share, in rank order, accumulated in
-// the wide type and rounded once.
+// Reductions in pieces between ranks that map each other's memory. Of each piece, every rank copies a peer's part from
+// its own input to the peer's scratch memory. Each rank then reduces its own share in rank order, in the accumulator's
+// type, and rounds once.
 //
-// All data that crosses a link is stored, not loaded: NVLink carries stores faster.
+// Data crosses links by stores instead of loads, because NVLink carries stores faster.
 //
-// The grid's threads take units of 16 bytes in turn: memory and links are faster if blocks touch neighbouring addresses
-// at the same time. On the host a thread's units are contiguous. A unit belongs to the same thread in every phase and
-// on every rank, so a block waits only for blocks with its own number.
+// On a GPU, thread t of the grid's N threads handles the 16-byte units t, t + N, …, because memory and links are faster
+// if blocks access neighbouring addresses at the same time. On the host a thread's units are contiguous. The same
+// thread number handles a unit in every phase and on every rank, so a block waits only for blocks with its own number.
 #pragma once
 
 #include "instance.h"
@@ -16,7 +16,7 @@
 
 namespace proxyccl {
 
-// `count` elements in units of 16 bytes, of which the last may be short.
+// An array of `count` elements in units of 16 bytes; the last unit may be short.
 template <class T>
 class Units {
  public:
@@ -27,7 +27,7 @@ class Units {
       : base_(base), count_(count), whole_(isAligned16(base) ? count / kWide : 0) {}
 
   PROXYCCL_DEVICE uint64_t size() const { return divideUp(count_, kWide); }
-  // Units below this one may be loaded and stored with one access.
+  // Returns the number of units, from unit 0 on, that one access can load or store.
   PROXYCCL_DEVICE uint64_t whole() const { return whole_; }
 
   PROXYCCL_DEVICE Unit loadWhole(uint64_t i) const { return Unit::load(base_ + i * kWide); }
@@ -48,8 +48,8 @@ class Units {
   uint64_t count_, whole_;
 };
 
-// The parts of a kernel that scatter and reduce pieces. There are team.pieces pieces, of at most team.piece elements of
-// each rank's share of team.share elements.
+// Scatters and reduces pieces. There are team.pieces pieces. A piece has at most team.piece elements of each rank's
+// share of team.share elements.
 template <class T, class Op>
 class ScatteredReduction {
  public:
@@ -62,21 +62,21 @@ class ScatteredReduction {
 
   PROXYCCL_DEVICE uint64_t thread() const { return static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x; }
   PROXYCCL_DEVICE uint64_t threads() const { return static_cast<uint64_t>(gridDim.x) * blockDim.x; }
-  // Returns the i-th rank after this one: each rank begins with a different peer.
+  // Returns the i-th rank after this one, so that each rank begins with a different peer.
   PROXYCCL_DEVICE uint32_t after(uint32_t i) const {
     const uint32_t rank = team_.rank + i;
     return rank < team_.world_size ? rank : rank - team_.world_size;
   }
 
 #if PROXYCCL_ON_HOST
-  // The index of this thread's first element of a piece. The thread's elements lie side by side, in whole units. Their
-  // place does not depend on the length of a piece, because the next piece may come into the same buffer.
+  // Returns the index of a thread's first element of a piece. The thread's elements are contiguous, in whole units. The
+  // index does not depend on the piece's length, because pieces of different lengths use the same buffer.
   uint64_t firstElement(uint64_t thread) const {
     return divideUp(team_.piece, Units<T>::kWide) * thread / threads() * Units<T>::kWide;
   }
 #else
-  // Calls several(i) for each four of this thread's units i, i + threads() … below `whole`, then one(i) for its others
-  // below `end`.
+  // Calls several(i) for each four of this thread's units, i to i + 3 * threads(), that are below `whole`, then one(i)
+  // for each of the thread's other units below `end`.
   template <class Several, class One>
   PROXYCCL_DEVICE void forUnits(uint64_t whole, uint64_t end, Several several, One one) const {
     const uint64_t stride = threads();
@@ -88,14 +88,13 @@ class ScatteredReduction {
   }
 #endif
 
-  // The number of elements in piece k of a rank's share.
   PROXYCCL_DEVICE uint64_t sizeOf(uint64_t k, uint32_t owner) const {
     const uint64_t end = minimum((owner + 1) * team_.share, count_), begin = beginOf(k, owner);
     return begin < end ? minimum(team_.piece, end - begin) : 0;
   }
   PROXYCCL_DEVICE uint64_t beginOf(uint64_t k, uint32_t owner) const { return owner * team_.share + k * team_.piece; }
 
-  // Returns the slot for rank `of` in the buffers of rank `at`.
+  // Returns the address of the slot for rank `of`, for piece k, in the scratch memory of rank `at`.
   PROXYCCL_DEVICE T* slot(uint32_t at, uint32_t kind, uint64_t k, uint32_t of) const {
     const uint32_t buffer = kind + static_cast<uint32_t>(k % PROXYCCL_PIPELINE_DEPTH);
     return reinterpret_cast<T*>((at == team_.rank ? team_.scratch : team_.remote[at]) +
@@ -130,8 +129,8 @@ class ScatteredReduction {
     }
   }
 
-  // Reduces this rank's part of piece k, and stores the result at target(rank) for each rank, at this rank's own target
-  // last; with `alone` only at this rank's own target.
+  // Reduces this rank's part of piece k, and stores the result at target(rank) for each rank, this rank last. If
+  // `alone`, stores only for this rank.
   template <class Target>
   PROXYCCL_DEVICE void reduce(uint64_t k, bool alone, Target target) const {
     const uint64_t begin = beginOf(k, team_.rank), count = sizeOf(k, team_.rank);
@@ -174,8 +173,8 @@ class ScatteredReduction {
   }
 
 #if !PROXYCCL_ON_HOST
-  // Combines kUnits units source(rank)(u) of all ranks, in rank order, and calls store(rank, u, sum) for each rank from
-  // after(first) on, for this rank last.
+  // Combines kUnits units source(rank)(u) of all ranks, in rank order. Calls store(rank, u, sum) for each rank from
+  // after(first) on, and last for this rank.
   template <uint32_t kUnits, class Source, class Store>
   PROXYCCL_DEVICE void reduceUnits(uint32_t first, Source source, Store store) const {
     Bytes16 results[kUnits];
@@ -190,7 +189,7 @@ class ScatteredReduction {
 #endif
 
   const ProxycclTeam& team_;
-  T* in_;  // the input, which is never written
+  T* in_;  // only read
   uint64_t count_;
   Links links_;
 };

@@ -1,10 +1,10 @@
-// send_receive: transfers between pairs of ranks, of any sizes, in one launch. A rank waits only for ranks that it
-// exchanges data with.
+// send_receive makes transfers of any sizes between pairs of ranks in one launch. A rank waits only for the ranks with
+// which it exchanges data.
 //
 // Each block works on one lane of one transfer. The sender writes a piece into a slot of the receiver's scratch memory
-// and signals; the receiver copies the piece out and signals back; this signal is a credit. The sender waits for a
-// credit before each piece except the first PROXYCCL_FLOW_SLOTS of a flow's life. So a slot is written again only after
-// it was read, and where the proxy sends, its staging slot is reused only when the put from it is complete.
+// and signals. The receiver copies the piece out of the slot and signals back; this signal is a credit. The sender
+// waits for a credit before each piece except a flow's first PROXYCCL_FLOW_SLOTS pieces. So a slot is overwritten only
+// after it was read, and the staging slot of a proxy's put only after the put is complete.
 #pragma once
 
 #include "exchange.h"
@@ -13,7 +13,7 @@
 
 namespace proxyccl {
 
-// This rank's end of one lane of a flow. Called by all threads of a block.
+// This rank's end of one lane of a flow. All threads of a block call its methods.
 class FlowEnd {
  public:
   PROXYCCL_DEVICE FlowEnd(const ProxycclFlows& flows, const ProxycclTransfer& transfer, uint32_t lane, bool sends)
@@ -87,8 +87,8 @@ class FlowEnd {
     __syncthreads();
   }
 
-  // A different size is an error of the program, except after an abort, when the slot holds the size of an older
-  // transfer.
+  // Records an error if the sender's transfer has another size than the receiver's. After an abort there is no error,
+  // because the slot may hold the size of an older transfer.
   PROXYCCL_DEVICE void check(uint64_t sent) const {
     if (sent == transfer_.bytes || aborted(flows_.control)) return;
     const WaitFor what = {PROXYCCL_WAIT_NONE, link_->peer, PROXYCCL_NO_CHANNEL, transfer_.bytes};

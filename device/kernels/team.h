@@ -1,74 +1,74 @@
-/* Parameters of the shipped collectives that describe the ranks.
+/* The kernel parameter of the shipped collectives that describes the ranks and a call's pieces.
  *
- * Plain C. Links are a table [lanes][world_size]. Where every peer is mapped, each block has its own lane, and blocks
- * never wait for one another inside a collective. Where some peers are reached through the proxy, there is one lane, on
- * which all blocks work together: copy engines and the proxy's thread are faster with few large pieces.
+ * A lane is a group of blocks that shares one link to each peer; `links` is a table [lanes][world_size]. If all peers
+ * are mapped, each block is a lane, and blocks never wait for one another inside a collective. If some peers are
+ * reached through the proxy, all blocks form one lane, because copy engines and the proxy's thread are faster with few
+ * large pieces.
  */
 #pragma once
 
 #include "proxyccl/handles.h"
 
-/* The most threads of a block, which leave each thread 128 registers on a GPU. Also the most ranks: thread p of a block
- * signals rank p and waits for it. */
+/* The most threads of a block: on a GPU, 512 threads leave each thread 128 registers. It is also the most ranks,
+ * because thread p of a block signals rank p and waits for rank p's signals. */
 enum { PROXYCCL_MAX_BLOCK_THREADS = 512 };
 
 typedef struct ProxycclLink {
-  ProxycclSemaphore semaphore; /* used if the peer is mapped */
-  ProxycclProxyChannel proxy;  /* used if the peer is reached through the proxy */
-  char* remote;                /* the peer's scratch memory, mapped */
+  ProxycclSemaphore semaphore;
+  ProxycclProxyChannel proxy;
+  char* remote; /* the peer's scratch memory, mapped */
   uint32_t proxied;
-  uint32_t peer; /* the peer's rank in the communicator, which errors give */
+  uint32_t peer; /* the peer's rank in the communicator, for error messages */
 } ProxycclLink;
 
-/* Scratch memory, the same on each rank, in this order:
- * - PROXYCCL_ROUND_BUFFERS of exchange_bytes: the peers' data of a round (exchange.h);
- * - PROXYCCL_PIPELINE_BUFFERS of pipeline_bytes: the peers' data of a piece (scattered_reduction.h,
- *   all_reduce_two_shot.h and its twin by proxy);
- * - outputs [lanes][world_size]: where peers' outputs lie (outputs.h);
- * - from staging_offset on, the same buffers for data that the proxy is to send; absent if all peers are mapped.
- * Data of peers that are not mapped uses the same offsets in `proxied`.
+/* Scratch memory has the same layout on each rank, in this order:
+ * - PROXYCCL_ROUND_BUFFERS buffers of exchange_bytes bytes: the peers' data of a round (exchange.h);
+ * - PROXYCCL_PIPELINE_BUFFERS buffers of pipeline_bytes bytes: the peers' data of a piece (scattered_reduction.h,
+ *   all_reduce_two_shot.h, all_reduce_by_proxy.h);
+ * - outputs [lanes][world_size]: packets with the addresses of peers' outputs (outputs.h);
+ * - if some peer is not mapped, from staging_offset on: the same buffers for data that the proxy is to send.
+ * Data of peers that are not mapped arrives at the same offsets in `proxied`.
  */
 enum {
-  PROXYCCL_ROUND_BUFFERS = 2, /* by the parity of `round` */
+  PROXYCCL_ROUND_BUFFERS = 2, /* indexed by the parity of `round` */
   PROXYCCL_PIPELINE_DEPTH = 3,
-  PROXYCCL_PIPELINE_BUFFERS = 2 * PROXYCCL_PIPELINE_DEPTH, /* the pipeline has two phases */
+  PROXYCCL_PIPELINE_BUFFERS = 2 * PROXYCCL_PIPELINE_DEPTH, /* for the pipeline's two phases, scatter and distribute */
   PROXYCCL_MAX_MAPPED_RANKS = 72 /* greatest number of members in a team whose members are all mapped */
 };
 
-/* Counters in device memory. Only the last block of each kernel advances them, so that a captured graph can be
- * replayed. */
+/* Counters in device memory. The last block of each kernel advances them, so that a captured graph can be replayed. */
 typedef struct ProxycclTeamCounters {
   uint64_t round;
   uint32_t blocks_done;
   uint32_t grid_barrier[2]; /* a DeviceSyncer's two words */
 } ProxycclTeamCounters;
 
-/* A kernel parameter, passed by value: loading these values from memory would delay the kernel's first send. */
+/* A kernel parameter, passed by value, because loading these values from memory would delay the kernel's first send. */
 typedef struct ProxycclTeam {
   uint32_t rank;       /* this rank's number among the members */
   uint32_t world_size; /* number of members */
-  uint32_t divisor;    /* divisor of an average: the number of members, or of all ranks whose sums the members add */
+  uint32_t divisor;    /* divisor of an average: the number of ranks whose values or partial sums the members add */
   uint32_t lanes;
   ProxycclControl* control;
   ProxycclLink* links;
   ProxycclTeamCounters* counters;
-  uint32_t* epochs; /* in device memory, one number for each lane, which the lane's block advances: how many kernels
-                       used outputs.h */
+  uint32_t* epochs; /* in device memory: for each lane, the number of kernels that used outputs.h, which the lane's
+                       block advances */
   char* scratch;
-  char* proxied;           /* the scratch memory for peers that are not mapped: `scratch`, or pinned memory
-                              of the host, where CPUs move what the proxy would stage */
-  uint64_t exchange_bytes; /* bytes from all peers that a buffer for rounds holds */
-  uint64_t pipeline_bytes; /* bytes from all peers that a buffer for pipelines holds */
+  char* proxied; /* scratch memory for peers that are not mapped: `scratch`, or pinned host memory if CPUs move
+                    the staged data */
+  uint64_t exchange_bytes; /* bytes of a buffer for rounds, for all peers together */
+  uint64_t pipeline_bytes; /* bytes of a buffer for the pipeline, for all peers together */
   uint64_t outputs_offset, staging_offset;
-  uint64_t one_crossing_bytes; /* most bytes for which the data of an all_reduce by proxy crosses a link only once */
-  /* How a call is cut into pieces, computed by the host, because division is slow on a device. In elements: the share
-   * that a rank reduces, and the pieces of a share. */
+  uint64_t one_crossing_bytes; /* most bytes of an all_reduce by proxy in which data crosses a link once */
+  /* The host computes how a call is cut into pieces, because division is slow on a device. `share` is the number of
+   * elements that a rank reduces, `piece` the number of elements in a piece of a share, `pieces` their number. */
   uint64_t share, piece, pieces;
   uint64_t slot_bytes; /* bytes of a slot for a peer's piece */
-  uint32_t meet;   /* whether ranks learn of each other's outputs before they send anything; the same on all ranks */
-  uint32_t offers; /* whether peers may load this rank's input where its output lies (all_reduce_two_shot.h) */
-  char* remote[PROXYCCL_MAX_MAPPED_RANKS]; /* by rank, the peers' scratch memory; null if it is not mapped */
-  /* By rank, the address at which the rank's kernels reach this rank's output, and for this rank the local address; all
-   * null if some rank does not reach the output. */
+  uint32_t meet;       /* not 0 if ranks first exchange the addresses of their outputs; equal on all ranks */
+  uint32_t offers;     /* not 0 if peers may load this rank's input, at its output's address (all_reduce_two_shot.h) */
+  char* remote[PROXYCCL_MAX_MAPPED_RANKS]; /* indexed by rank: the peers' scratch memory; null if it is not mapped */
+  /* Indexed by rank: the address of this rank's output as the rank's kernels map it. All addresses are null if some
+   * rank does not map the output. */
   char* reached_at[PROXYCCL_MAX_MAPPED_RANKS];
 } ProxycclTeam;

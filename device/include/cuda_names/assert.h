@@ -1,5 +1,4 @@
-// assert() in a kernel. On the host, libc's assert() would end the process; run-time compilers have a built-in
-// assert().
+// Redefines assert() on the host, where libc's would end the process. Run-time compilers have a built-in assert().
 #if defined(PROXYCCL_ON_HOST) && PROXYCCL_ON_HOST
 #undef assert
 #ifdef NDEBUG

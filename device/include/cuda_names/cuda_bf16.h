@@ -1,2 +1,2 @@
-// CUDA's header of bfloat16, for the host and for NVRTC without a toolkit.
+// Replaces CUDA's header of bfloat16 on the host and for NVRTC without a toolkit.
 #include "proxyccl/cuda_floats.h"

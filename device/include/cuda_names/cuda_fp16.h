@@ -1,2 +1,2 @@
-// CUDA's header of 16-bit floats, for the host and for NVRTC without a toolkit.
+// Replaces CUDA's header of 16-bit floats on the host and for NVRTC without a toolkit.
 #include "proxyccl/cuda_floats.h"

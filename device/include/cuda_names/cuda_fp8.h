@@ -1,2 +1,2 @@
-// CUDA's header of floats of 8 bits, for the host and for NVRTC without a toolkit.
+// Replaces CUDA's header of 8-bit floats on the host and for NVRTC without a toolkit.
 #include "proxyccl/cuda_floats.h"

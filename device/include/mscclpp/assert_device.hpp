@@ -1,12 +1,12 @@
-// MSCCLPP_ASSERT_DEVICE: a condition that ends the communicator if it does not hold.
+// Defines MSCCLPP_ASSERT_DEVICE, which ends the communicator if its condition is false.
 #ifndef MSCCLPP_ASSERT_DEVICE_HPP_
 #define MSCCLPP_ASSERT_DEVICE_HPP_
 
 #include "mscclpp/device.hpp"
 #include "proxyccl/wait.h"
 
-/// Unless the condition holds, the communicator ends with an AbortedError that names this rank; the kernel goes on. The
-/// message serves only as a comment in the source. MSCCL++ checks only in debug builds.
+/// If the condition is false, ends the communicator with an AbortedError that names this rank; the kernel continues.
+/// `message` is not reported. The check is made in all builds, unlike in MSCCL++.
 #define MSCCLPP_ASSERT_DEVICE(condition, message)                                                 \
   do {                                                                                            \
     static_cast<void>(message);                                                                   \

@@ -10,7 +10,7 @@ enum MemoryOrder { memoryOrderRelaxed, memoryOrderAcquire, memoryOrderRelease, m
 enum ThreadScope { scopeSystem, scopeDevice };
 
 namespace detail {
-// T in a context from which the compiler does not deduce it, so that an argument is converted to T.
+// T in a non-deduced context, so that an argument of another type is converted to T.
 template <class T>
 struct SameType {
   using Type = T;
@@ -50,7 +50,7 @@ PROXYCCL_DEVICE void atomicStore(T* p, const detail::Same<T>& value, MemoryOrder
   if (order == memoryOrderSeqCst) proxyccl::fenceSystem();
 }
 
-/// Adds to an integer.
+/// Adds to an integer atomically.
 /// @return the previous value
 template <class T, ThreadScope Scope = scopeSystem>
 PROXYCCL_DEVICE T atomicFetchAdd(T* p, const detail::Same<T>& value, MemoryOrder order) {

@@ -1,15 +1,15 @@
-// MSCCL++'s names for bulk copies through shared memory. Only the names are here: MSCCLPP_BULK_AVAILABLE is 0.
+// Declares MSCCL++'s names for bulk copies through shared memory, which are not implemented.
 #ifndef MSCCLPP_BULK_DEVICE_HPP_
 #define MSCCLPP_BULK_DEVICE_HPP_
 
 #include "mscclpp/poll_device.hpp"
 
-/// 0: bulk copies are not available. Kernels use bulk copies only if this macro is 1.
+/// 1 if bulk copies are available to kernels, else 0.
 #define MSCCLPP_BULK_AVAILABLE 0
 
 namespace mscclpp {
 
-/// The barrier of a bulk copy in shared memory, declared so that a kernel may take its size.
+/// A bulk copy's barrier in shared memory, declared so that kernels can use its sizeof.
 struct BulkBarrier {
   uint64_t storage_;
 };

@@ -8,7 +8,7 @@
 
 namespace mscclpp {
 
-/// A barrier over blocks, ready in zero-initialised device memory.
+/// A barrier over blocks; zero-initialised device memory is a valid one.
 struct DeviceSyncer : proxyccl::DeviceSyncer {
   /// Waits until all blocks have arrived; every thread calls it. All threads then see each other's earlier writes.
   PROXYCCL_DEVICE void sync(int blocks, int64_t = -1) { proxyccl::DeviceSyncer::sync(blocks); }
@@ -19,7 +19,7 @@ struct DeviceSemaphore : proxyccl::DeviceSemaphore {
   DeviceSemaphore() = default;
   MSCCLPP_HOST_DEVICE_INLINE DeviceSemaphore(int initial) : proxyccl::DeviceSemaphore{initial} {}
 
-  /// Waits until the count is positive, and takes one. One thread of a block calls it.
+  /// Waits until the count is positive, then subtracts one. One thread of a block calls it.
   PROXYCCL_DEVICE void acquire(int64_t = -1) { proxyccl::DeviceSemaphore::acquire(); }
 };
 

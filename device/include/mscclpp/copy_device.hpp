@@ -1,4 +1,4 @@
-// copy, read and write between addresses.
+// Defines copy(), read() and write() between addresses.
 #ifndef MSCCLPP_COPY_DEVICE_HPP_
 #define MSCCLPP_COPY_DEVICE_HPP_
 
@@ -14,11 +14,11 @@ PROXYCCL_DEVICE constexpr uint32_t wordOf(int alignment) {
 }
 }  // namespace detail
 
-/// Copies bytes. A group of threads calls it together; each copies its part. The copy orders nothing.
+/// Copies bytes with unordered accesses. All threads of a group call copy() together, and each copies its part.
 ///
-/// Of the words of Alignment bytes (at most 16), thread t copies number t, t + numThreads, … . The bytes before the
-/// first whole word and after the last one are copied by words of 4 bytes in the same way, unless CopyRemainder is
-/// false. The copy works for any alignment and any number of bytes (proxyccl::copyInTurn()).
+/// Thread t copies the words t, t + numThreads, … of Alignment bytes (at most 16) each. Unless CopyRemainder is false,
+/// the bytes before the first whole word and after the last one are distributed in the same way, as words of 4 bytes.
+/// The copy works for any alignment and any number of bytes (proxyccl::copyInTurn()).
 template <int Alignment = 16, bool CopyRemainder = true>
 PROXYCCL_DEVICE void copy(void* dst, const void* src, uint64_t bytes, uint32_t threadId, uint32_t numThreads) {
   static_assert(Alignment == 4 || Alignment == 8 || (Alignment > 0 && Alignment % 16 == 0),

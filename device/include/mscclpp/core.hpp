@@ -1,3 +1,2 @@
-// MSCCL++'s host header. Kernels that include it need the device side.
 #include "mscclpp/memory_channel_device.hpp"
 #include "mscclpp/port_channel_device.hpp"

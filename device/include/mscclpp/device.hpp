@@ -1,9 +1,9 @@
 // MSCCL++'s names for the differences between targets.
 //
-// The headers in this folder have MSCCL++'s names and signatures, and are written for ProxyCCL's channels: a kernel
-// written for MSCCL++ compiles unchanged. Two things differ throughout. Waits are bounded by the communicator's
-// time-out, so MSCCL++'s bounds in spins (maxSpinCount) are accepted and ignored. And where MSCCL++ aborts
-// the kernel, the communicator ends with an exception. See docs/coming_from_mscclpp.md.
+// The headers in this folder implement MSCCL++'s names and signatures by ProxyCCL's channels, so that a kernel written
+// for MSCCL++ compiles unchanged. MSCCL++'s host headers (core.hpp, …) only include the device headers. Two things
+// differ. The communicator's time-out bounds each wait, and MSCCL++'s bounds in spins (maxSpinCount) are ignored. Where
+// MSCCL++ aborts the kernel, ProxyCCL ends the communicator with an exception. See docs/coming_from_mscclpp.md.
 #ifndef MSCCLPP_DEVICE_HPP_
 #define MSCCLPP_DEVICE_HPP_
 
@@ -20,12 +20,12 @@
 #define MSCCLPP_HOST_DEVICE_INLINE PROXYCCL_DEVICE
 #define MSCCLPP_INLINE inline
 #define WARP_SIZE PROXYCCL_WARP_SIZE
-// A barrier of the block after which shared memory is visible. (MSCCL++ has a cheaper barrier on AMD.)
+// A barrier of the block that makes writes to shared memory visible to its threads.
 #define __syncshm() __syncthreads()
 
 namespace mscclpp {
 
-/// The device's side of a channel: DeviceHandle<PortChannel>.
+/// The device handle of a host-side class, as in DeviceHandle<PortChannel>.
 template <class Channel>
 using DeviceHandle = typename Channel::DeviceHandle;
 

@@ -1,5 +1,5 @@
-// ProxyTrigger and FifoDeviceHandle. The trigger's layout (proxyccl/trigger.h) is MSCCL++'s, except that one bit of the
-// size marks a get: a transfer has at most 2 GiB.
+// ProxyTrigger and FifoDeviceHandle. The trigger's layout (proxyccl/trigger.h) is that of MSCCL++, except that one bit
+// of the size marks a get, so a transfer has at most 2 GiB.
 #ifndef MSCCLPP_FIFO_DEVICE_HPP_
 #define MSCCLPP_FIFO_DEVICE_HPP_
 
@@ -28,7 +28,7 @@ union alignas(16) ProxyTrigger {
   struct {
     uint64_t fst, snd;
   };
-  /// The upper bit of `size` marks a get; the ring uses `reserved`.
+  /// The upper bit of `size` marks a get; `reserved` holds the ring's parity bit.
   struct {
     uint64_t size : TriggerBitsSize;
     uint64_t srcOffset : TriggerBitsOffset;
@@ -77,13 +77,13 @@ struct FifoDeviceHandle {
   PROXYCCL_DEVICE uint64_t push(ProxyTrigger trigger, int64_t = -1) const {
     return ours().push({trigger.fst, trigger.snd}, nullptr);
   }
-  /// Whether the proxy has taken a trigger out of the ring and issued it.
+  /// Returns whether the proxy has taken a trigger out of the ring and issued it.
   PROXYCCL_DEVICE bool poll(uint64_t place) const {
     if (proxyccl::loadAcquireSystem(tail) > place) return true;
     proxyccl::spinHint(0);  // on the host, lets the block's other threads run
     return false;
   }
-  /// Waits until poll(place) is true.
+  /// Waits until poll() of this place returns true.
   PROXYCCL_DEVICE void sync(uint64_t place, int64_t = -1) const { ours().sync(place, nullptr); }
 
  private:

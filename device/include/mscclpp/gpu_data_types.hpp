@@ -1,7 +1,7 @@
-// MSCCL++'s element types, and its vectors of elements, which a thread moves or adds in one step.
+// MSCCL++'s element types, and its vectors: several elements that a thread moves or adds in one step.
 //
-// The 16-bit floats have CUDA's names on NVIDIA and on the host. On AMD the elements of its vectors are
-// proxyccl::NarrowFloat, which converts to float and from numbers.
+// On NVIDIA and on the host, the 16-bit floats have CUDA's names. On AMD, vectors hold proxyccl::NarrowFloat elements,
+// which convert to float and from numbers.
 #ifndef MSCCLPP_GPU_DATA_TYPES_HPP_
 #define MSCCLPP_GPU_DATA_TYPES_HPP_
 
@@ -31,7 +31,7 @@ using __fp8_e4m3 = ::proxyccl::NarrowFloat<::proxyccl::Float8E4M3>;
 using __fp8_e5m2 = ::proxyccl::NarrowFloat<::proxyccl::Float8E5M2>;
 #define __FP8_TYPES_EXIST__
 
-/// A float of 8 bits with 4 of exponent and bias 15. The type has neither infinities nor NaNs, and saturates at 1.875.
+/// An 8-bit float with a 4-bit exponent of bias 15. The type has neither infinities nor NaNs, and saturates at 1.875.
 struct __fp8_e4m3b15 {
   uint8_t __x;
 
@@ -67,7 +67,7 @@ enum class DataType {
 
 enum ReduceOp { SUM = 0, MIN = 3, NOP = 255 };
 
-/// A vector's bytes as words of 4 bytes.
+/// A vector's storage, as words of 4 bytes.
 template <int Bytes, bool Enabled = (Bytes >= 4 && Bytes % 4 == 0)>
 struct alignas(Bytes) Words {
   uint32_t w[Bytes / 4];
@@ -115,7 +115,7 @@ MSCCLPP_STORAGE_OF_TYPE(__bfloat16, 2, __bfloat162)
 #undef MSCCLPP_STORAGE_OF_TYPE
 }  // namespace detail
 
-/// N elements, accessible as elements, as words of 4 bytes, and as a vector of CUDA's (`storage`).
+/// A vector of N elements, accessible as elements, as words of 4 bytes, and as a CUDA vector (`storage`).
 template <class T, int N, class Storage>
 union alignas(N * sizeof(T)) VectorTypeImpl {
   T data[N];
@@ -213,7 +213,7 @@ PROXYCCL_DEVICE Half clipped(Half value) {
 
 }  // namespace detail
 
-/// Returns the value, but the greatest finite half with the same sign for an infinite half.
+/// Returns the value; an infinite half becomes the greatest finite half of the same sign.
 template <class T>
 PROXYCCL_DEVICE T clip(T value) {
   return detail::clipped(value);

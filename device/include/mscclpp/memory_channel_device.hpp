@@ -1,6 +1,7 @@
 // MemoryChannelDeviceHandle: proxyccl::SmChannelDeviceHandle with MSCCL++'s member names and signatures.
 //
-// The two have the same layout, so a kernel may take the handles of `Communicator.sm_channels` as either.
+// The two types have the same layout, so a kernel's parameter of either type accepts a handle from
+// `Communicator.sm_channels`.
 #ifndef MSCCLPP_MEMORY_CHANNEL_DEVICE_HPP_
 #define MSCCLPP_MEMORY_CHANNEL_DEVICE_HPP_
 
@@ -12,7 +13,7 @@ namespace mscclpp {
 
 namespace detail {
 
-// The type of MSCCL++'s bound of a wait. A plain int64_t would make calls ambiguous with those that pass a flag.
+// The type of MSCCL++'s bound of a wait. With a plain int64_t, overloads that take a flag would make calls ambiguous.
 template <class T>
 struct SignedNumber;
 template <>
@@ -77,7 +78,7 @@ struct BaseMemoryChannelDeviceHandle {
 
 struct MemoryChannelDeviceHandle : BaseMemoryChannelDeviceHandle {
   MemoryChannelDeviceHandle() = default;
-  /// A channel between addresses. Its ranges are not checked, and errors do not name its peer.
+  /// Makes a channel from addresses. Its ranges are not checked, and errors do not name its peer.
   PROXYCCL_DEVICE MemoryChannelDeviceHandle(MemoryDevice2DeviceSemaphoreDeviceHandle semaphore, void* dst, void* src,
                                             void* packetBuffer)
       : BaseMemoryChannelDeviceHandle{semaphore, dst,   src,   packetBuffer,     nullptr,
@@ -93,14 +94,14 @@ struct MemoryChannelDeviceHandle : BaseMemoryChannelDeviceHandle {
     handle().write<T>(index, value);
   }
 
-  /// Copies between addresses, as mscclpp::copy().
+  /// Copies between two addresses; see mscclpp::copy().
   template <int Alignment = 16, bool CopyRemainder = true>
   PROXYCCL_DEVICE void copy(void* to, const void* from, uint64_t bytes, uint32_t threadId, uint32_t numThreads) const {
     mscclpp::copy<Alignment, CopyRemainder>(to, from, bytes, threadId, numThreads);
   }
 
-  /// Copies local memory (the origin) to the peer's (the target). A group of threads calls it together. Of the words of
-  /// Alignment bytes, thread t copies number t, t + numThreads, … , on every target (proxyccl::copyInTurn()).
+  /// Copies local memory (the origin) to the peer's (the target). A group of threads calls it together. On every
+  /// target, thread t copies the words t, t + numThreads, … of Alignment bytes each (proxyccl::copyInTurn()).
   template <int Alignment = 16, bool CopyRemainder = true>
   PROXYCCL_DEVICE void put(uint64_t targetOffset, uint64_t originOffset, uint64_t originBytes, uint32_t threadId,
                            uint32_t numThreads) const {
@@ -112,8 +113,8 @@ struct MemoryChannelDeviceHandle : BaseMemoryChannelDeviceHandle {
     handle().put<detail::wordOf(Alignment), CopyRemainder>(offset, originBytes, threadId, numThreads);
   }
 
-  /// Copies the peer's memory (here the origin) to local memory (the target), whose offset comes first, as in MSCCL++
-  /// since 0.7. (In earlier versions it came second.)
+  /// Copies the peer's memory (the origin) to local memory (the target). The target's offset comes first, as in MSCCL++
+  /// since version 0.7.
   template <int Alignment = 16, bool CopyRemainder = true>
   PROXYCCL_DEVICE void get(uint64_t targetOffset, uint64_t originOffset, uint64_t originBytes, uint32_t threadId,
                            uint32_t numThreads) const {
@@ -136,7 +137,7 @@ struct MemoryChannelDeviceHandle : BaseMemoryChannelDeviceHandle {
                                   uint32_t flag) const {
     putPackets<Packet>(offset, offset, originBytes, threadId, numThreads, flag);
   }
-  /// Waits for the packets in the packet buffer (here called the target) and writes their data to local memory.
+  /// Waits for the packets in the packet buffer (the target) and writes their data to local memory (the origin).
   template <class Packet = LL16Packet>
   PROXYCCL_DEVICE void unpackPackets(uint64_t targetOffset, uint64_t originOffset, uint64_t originBytes,
                                      uint32_t threadId, uint32_t numThreads, uint32_t flag, int64_t = -1) const {

@@ -84,7 +84,8 @@ template <class Packet>
 using PacketPayload = typename Packet::Payload;
 
 namespace detail {
-// Whether packets can carry `bytes` whole. If not, the communicator that compiled the kernel ends with a TriggerError.
+// Returns whether `bytes` is a multiple of the packets' payload. If not, ends the communicator that compiled the kernel
+// with a TriggerError.
 template <class Packet>
 PROXYCCL_DEVICE bool areWholePayloads(uint32_t call, uint64_t bytes) {
   constexpr uint64_t kUnit = sizeof(PacketPayload<Packet>);
@@ -113,8 +114,8 @@ PROXYCCL_DEVICE void copyToPackets(void* target, const void* origin, uint64_t by
                           [&](size_t i) { packets[i].write(payloads[i], flag); });
 }
 
-/// Waits for packets and writes their data, divided among the threads as in copyToPackets(). The parameters are the
-/// same, but the target of the data comes first.
+/// Waits for packets and writes their data; thread t handles packets t, t + numThreads, … . The parameters are those of
+/// copyToPackets(), with the target of the data first.
 template <class Packet = LL16Packet>
 PROXYCCL_DEVICE void copyFromPackets(void* origin, const void* target, uint64_t bytes, uint32_t threadId,
                                      uint32_t numThreads, uint32_t flag, int64_t = -1) {

@@ -1,4 +1,4 @@
-// MSCCL++'s waits for a condition, as bounded waits.
+// Waits for a condition under MSCCL++'s names, bounded by the time-out.
 #ifndef MSCCLPP_POLL_DEVICE_HPP_
 #define MSCCLPP_POLL_DEVICE_HPP_
 
@@ -17,15 +17,15 @@ PROXYCCL_DEVICE void waitForCondition(Ready ready) {
 }  // namespace detail
 }  // namespace mscclpp
 
-/// Spins while the condition holds. If the communicator ends or the time-out passes, the kernel continues, as after any
-/// wait that failed, and the program gets a WaitTimeoutError.
+/// Spins while the condition holds. If the communicator ends or the time-out passes, the kernel continues and the
+/// program gets a WaitTimeoutError.
 #define POLL_MAYBE_JAILBREAK(condition, max_spins)                     \
   do {                                                                 \
     static_cast<void>(max_spins);                                      \
     ::mscclpp::detail::waitForCondition([&] { return !(condition); }); \
   } while (0)
 
-/// Spins while both conditions hold; otherwise like POLL_MAYBE_JAILBREAK.
+/// Spins while both conditions hold; see POLL_MAYBE_JAILBREAK.
 #define OR_POLL_MAYBE_JAILBREAK(first, second, max_spins) POLL_MAYBE_JAILBREAK((first) && (second), max_spins)
 
 #endif

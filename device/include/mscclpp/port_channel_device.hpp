@@ -1,7 +1,7 @@
 // PortChannelDeviceHandle: proxyccl::ProxyChannelDeviceHandle with MSCCL++'s member names and signatures.
 //
-// The two have the same layout, so a kernel may take the handles of `Communicator.proxy_channels` as either. A
-// semaphore's id is the channel's id: both count from 0 in each proxy.
+// The two types have the same layout, so a kernel's parameter of either type accepts a handle from
+// `Communicator.proxy_channels`. A semaphore's id is the channel's id: both count from 0 in each proxy.
 #ifndef MSCCLPP_PORT_CHANNEL_DEVICE_HPP_
 #define MSCCLPP_PORT_CHANNEL_DEVICE_HPP_
 
@@ -10,13 +10,13 @@
 
 namespace mscclpp {
 
-/// A channel whose calls name both memories.
+/// A channel whose put() and get() take memory ids, because it has no default memories.
 struct BasePortChannelDeviceHandle {
   static constexpr uint32_t kHandleKind = PROXYCCL_HANDLE_PROXY_CHANNEL;
 
   FifoDeviceHandle fifo_;
   Host2DeviceSemaphoreDeviceHandle semaphore_;
-  uint64_t* flushDonePos_;  // one more than the place, in the ring, of the channel's last complete flush
+  uint64_t* flushDonePos_;  // ring index of the channel's last complete flush, plus one
   uint64_t* completed_;
   const uint64_t* memoryLimits_;
   ProxycclControl* control_;
@@ -75,7 +75,7 @@ struct BasePortChannelDeviceHandle {
   }
 };
 
-/// A channel between two memories that are fixed when it is made.
+/// A channel between two memories, which its constructor fixes.
 struct PortChannelDeviceHandle : BasePortChannelDeviceHandle {
   PROXYCCL_DEVICE void put(uint64_t dstOffset, uint64_t srcOffset, uint64_t size) const {
     ours().put(dstOffset, srcOffset, size);
@@ -92,7 +92,7 @@ struct PortChannelDeviceHandle : BasePortChannelDeviceHandle {
   PROXYCCL_DEVICE void putWithSignalAndFlush(uint64_t offset, uint64_t size) const {
     ours().putWithSignalAndFlush(offset, size);
   }
-  /// Copies the peer's memory to local memory; the offset of local memory comes first. MSCCL++ has no such method.
+  /// Copies the peer's memory to local memory; the offset of local memory comes first. MSCCL++ has no get().
   PROXYCCL_DEVICE void get(uint64_t dstOffset, uint64_t srcOffset, uint64_t size) const {
     ours().get(dstOffset, srcOffset, size);
   }
@@ -117,7 +117,7 @@ using BaseProxyChannel = BasePortChannel;
 using ProxyChannel = PortChannel;
 
 namespace detail {
-/// Waits until the flush at a place of the ring is complete.
+/// Waits until the flush with this index in the ring is complete.
 PROXYCCL_DEVICE void waitFlush(uint64_t* flushDonePos, uint64_t place, int64_t = -1) {
   const proxyccl::WaitFor what = {PROXYCCL_WAIT_FLUSH, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL, place + 1};
   proxyccl::waitUntil(nullptr, what,

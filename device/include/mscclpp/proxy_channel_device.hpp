@@ -1,2 +1,2 @@
-// The former name of port_channel_device.hpp, used until 2025.
+// MSCCL++'s name of port_channel_device.hpp until 2025.
 #include "mscclpp/port_channel_device.hpp"

@@ -1,4 +1,4 @@
-// The device's side of semaphores between ranks: proxyccl::SharedSemaphore with MSCCL++'s member names.
+// Device handles of semaphores between ranks: proxyccl::SharedSemaphore with MSCCL++'s member names.
 //
 // Any number of threads may call each method concurrently, except where the link to the peer does not add atomically
 // (proxyccl::SharedSemaphore::signal()).
@@ -15,20 +15,20 @@ namespace detail {
 
 // The fields of ProxycclSemaphore under MSCCL++'s names.
 struct Semaphore {
-  uint64_t* inboundToken;          // the count of the peer's signals that have arrived
-  uint64_t* expectedInboundToken;  // in local memory: the count of signals that were consumed or are waited for
-  uint64_t* remoteInboundToken;    // the peer's inboundToken; null for a semaphore that its proxy signals
+  uint64_t* inboundToken;          // number of the peer's signals that have arrived
+  uint64_t* expectedInboundToken;  // in local memory: number of signals consumed or being waited for
+  uint64_t* remoteInboundToken;    // the peer's inboundToken; null if the peer's proxy signals this semaphore
   uint64_t* outbound_;
   uint64_t adds_;
 
   /// Consumes the next signal if it has arrived.
   PROXYCCL_DEVICE bool poll() const { return ours().poll(); }
-  /// Returns the count of signals that have arrived, by an acquire load: data that the peer wrote before these signals
-  /// may be read.
+  /// Returns the number of signals that have arrived, by an acquire load, so the caller may read data that the peer
+  /// wrote before these signals.
   PROXYCCL_DEVICE uint64_t loadInbound() const { return proxyccl::loadAcquireSystem(inboundToken); }
-  /// Returns the count of signals that were consumed or are waited for.
+  /// Returns the number of signals consumed or being waited for.
   PROXYCCL_DEVICE uint64_t loadExpectedInbound() const { return proxyccl::loadRelaxedDevice(expectedInboundToken); }
-  /// Takes and returns the number of the next signal, for which the caller must wait.
+  /// Reserves the next signal for the caller, who must wait for it, and returns its number.
   PROXYCCL_DEVICE uint64_t incExpectedInbound() const { return ours().takeNext(); }
 
  protected:
@@ -61,7 +61,7 @@ struct MemoryDevice2DeviceSemaphoreDeviceHandle : detail::Semaphore {
   PROXYCCL_DEVICE void relaxedWait(int64_t = -1) const {
     ours().relaxedWait(nullptr, PROXYCCL_WAIT_SM_SIGNAL, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL);
   }
-  /// Adds one to the peer's semaphore. The peer then sees what this thread wrote before.
+  /// Adds one to the peer's semaphore. A peer that has received the signal sees this thread's earlier writes.
   PROXYCCL_DEVICE void signal() const { ours().signal(); }
   /// Adds one at the peer without ordering, for a signal that announces no data.
   PROXYCCL_DEVICE void relaxedSignal() const { ours().relaxedSignal(); }

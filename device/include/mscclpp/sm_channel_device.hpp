@@ -1,2 +1,2 @@
-// The former name of memory_channel_device.hpp, used until 2025.
+// MSCCL++'s name of memory_channel_device.hpp until 2025.
 #include "mscclpp/memory_channel_device.hpp"

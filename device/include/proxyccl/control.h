@@ -1,9 +1,9 @@
-/* The control block, through which a rank's kernels, its proxy and its peers stop one another.
+/* The control block, through which a rank's kernels, proxy and peers stop one another.
  *
- * There is one per rank, in pinned host memory that the other ranks of its host also map. A device-side wait reads
+ * Each rank has one control block, in pinned host memory that all ranks of the host map. A device-side wait reads
  * `abort` while it spins, and `timeout_ns` to know when to give up. The first wait that gives up fills the error
- * record, then sets `abort` on every rank of the host, on its own rank last. A wait that is stopped, or that the CPU
- * asks about, describes itself in `waits`. Plain C, shared with the engine and with Python.
+ * record, then sets `abort` on every rank of the host, on its own rank last. When a wait is aborted, or the CPU asks
+ * what kernels wait for (`asked`), the wait describes itself in `waits`.
  */
 #pragma once
 
@@ -41,7 +41,6 @@ enum ProxycclSmCall {
 /* The memory in which a refused range lies. */
 enum ProxycclSmMemory { PROXYCCL_SM_PEER_MEMORY = 1, PROXYCCL_SM_OWN_MEMORY = 2, PROXYCCL_SM_PACKET_BUFFER = 3 };
 
-/* The kinds of bounded waits. */
 enum ProxycclWaitKind {
   PROXYCCL_WAIT_NONE = 0,
   PROXYCCL_WAIT_RING_ROOM = 1,
@@ -56,7 +55,6 @@ enum ProxycclWaitKind {
   PROXYCCL_WAIT_SCHEDULE_DATA = 9,
   PROXYCCL_WAIT_SCHEDULE_SEND = 10,
   PROXYCCL_WAIT_SCHEDULE_GATE = 11,
-  /* Further waits of kernels: */
   PROXYCCL_WAIT_CONDITION = 12, /* a condition of a user's kernel (mscclpp/poll_device.hpp) */
   PROXYCCL_WAIT_EXECUTION = 13, /* in an operation of an execution plan, which `channel` identifies (execution.h) */
   PROXYCCL_WAIT_COMPLETION = 14,
@@ -85,17 +83,17 @@ typedef struct ProxycclErrorRecord {
   uint32_t operation; /* bits of a trigger's operation, if any; for an SmChannel's range error: ProxycclSmCall */
   uint32_t channel;   /* channel id, or PROXYCCL_NO_CHANNEL */
   int32_t status;     /* a driver's or transport's own status */
-  uint64_t expected; /* value waited for: ticket, semaphore value or packet flag; for a schedule: the schedule's number;
-                        for a range error: the required alignment; for a refused trigger: the memory's id */
-  uint64_t seen;     /* value last seen; for a range error or a refused trigger: the memory's size in bytes */
-  uint64_t offset;   /* byte offset of the transfer that failed */
-  uint64_t size;     /* size of that transfer in bytes */
+  uint64_t expected;  /* value waited for: ticket, semaphore value or packet flag; for a schedule: its number; for a
+                         range error: the required alignment; for a refused trigger: the memory's id */
+  uint64_t seen;      /* value last seen; for a range error or a refused trigger: the memory's size in bytes */
+  uint64_t offset;    /* byte offset of the transfer that failed */
+  uint64_t size;      /* size of that transfer in bytes */
 } ProxycclErrorRecord;
 
-/* One kernel wait's answer to a question from the CPU. */
+/* What one kernel waits for: its answer to the CPU's question in `asked`. */
 typedef struct ProxycclWait {
-  uint32_t claimed;  /* number of the question: the first wait to store it owns this place and fills it */
-  uint32_t answered; /* the same number, stored when the fields below are filled */
+  uint32_t claimed;  /* the question's number: the first wait to store it here fills in this entry */
+  uint32_t answered; /* the question's number, stored after the fields below */
   uint32_t kind;     /* ProxycclWaitKind */
   uint32_t peer;     /* rank waited for, or PROXYCCL_NO_PEER */
   uint32_t channel;  /* channel id, or PROXYCCL_NO_CHANNEL */
@@ -104,20 +102,20 @@ typedef struct ProxycclWait {
   uint64_t seen;
 } ProxycclWait;
 
-/* A wait's place in ProxycclControl.waits is its peer modulo PROXYCCL_WAIT_PEERS, or, for a wait without a peer, its
- * kind. */
+/* A wait's index in ProxycclControl.waits is its peer modulo PROXYCCL_WAIT_PEERS; for a wait without a peer, it is
+ * PROXYCCL_WAIT_PEERS plus the wait's kind. */
 enum { PROXYCCL_WAIT_PEERS = 64, PROXYCCL_WAIT_PLACES = PROXYCCL_WAIT_PEERS + 16 };
 
-/* The question number that stands for an abort: every wait answers it. */
+/* The question number that an abort asks: every aborted wait answers it. */
 #define PROXYCCL_LAST_QUESTION 0xffffffffu
 
 typedef struct ProxycclControl {
   uint32_t abort; /* 0, or the ProxycclErrorCode for which all waits must end */
   uint32_t asked; /* number of the CPU's question about what kernels wait for; 0 while there is no question */
   uint32_t rank;
-  uint32_t failed_rank; /* one more than the rank of this host that failed first, whose record says why; 0: none */
+  uint32_t failed_rank; /* the rank of this host that failed first, plus one; 0 if none has failed */
   uint64_t timeout_ns;
-  struct ProxycclControl* const* peers; /* control blocks of this host's other ranks as this device maps them */
+  struct ProxycclControl* const* peers; /* this device's addresses of the control blocks of the host's other ranks */
   uint32_t peer_count;
   uint32_t presence;  /* ProxycclPresence, which this rank's CPU writes and the peers' CPUs read */
   uint32_t exchanges; /* number of bootstrap exchanges that the rank took part in before it left */

@@ -1,5 +1,5 @@
-// Copies by the threads of a block or grid: copyBytes() divides the bytes among the threads as is fastest, copyInTurn()
-// in a documented order.
+// Copies by the threads of a block or grid: copyBytes() divides the bytes among the threads in the fastest way,
+// copyInTurn() in a documented order.
 #pragma once
 
 #include "proxyccl/platform.h"
@@ -22,8 +22,8 @@ PROXYCCL_DEVICE void copyWords(char* dst, const char* src, size_t bytes, uint32_
 #if PROXYCCL_ON_HOST
   for (; i < words; i += threads) to[i] = from[i];
 #else
-  // A thread's loads are issued together: otherwise each load would wait for the store before it, which may alias the
-  // load. All pointers are computed from one pointer, so that they take few registers.
+  // A thread issues its loads before its stores, because a load after a store that may alias it would wait for that
+  // store. All pointers are computed from one pointer, so that they take few registers.
   const size_t next = threads;
 #pragma unroll 1
   for (; i < words; i += 4 * next) {
@@ -53,10 +53,9 @@ PROXYCCL_DEVICE Bytes16 bytesFrom(uint32_t first, const Bytes16& word, const Byt
   return {low >> bits | middle << 1 << (63 - bits), middle >> bits | high << 1 << (63 - bits)};
 }
 
-// copyWords() for addresses with different alignment: stores whole words of 16 bytes at the destination, each made of
-// two words of the source. A link carries such stores faster than narrower ones, of which there would be more. A thread
-// has one word in flight: with more, kernels that call this would have to spill registers. All accesses are within the
-// two ranges.
+// copyWords() for addresses with different alignment: stores words of 16 bytes at the destination, each made of two
+// words of the source. A link carries these stores faster than narrower ones. A thread has one word in flight, because
+// more would make the calling kernels spill registers.
 PROXYCCL_DEVICE void copyShifted(char* dst, const char* src, size_t bytes, uint32_t thread, uint32_t threads) {
   const uintptr_t target = reinterpret_cast<uintptr_t>(dst), source = reinterpret_cast<uintptr_t>(src);
   const uint32_t shift = (source - target) % 16;
@@ -74,8 +73,8 @@ PROXYCCL_DEVICE void copyShifted(char* dst, const char* src, size_t bytes, uint3
   forEachInTurn(bytes - done, thread, threads, [&](size_t i) { dst[done + i] = src[done + i]; });
 }
 
-/// Copies bytes. A group of threads calls it together, and each thread copies an unspecified part, so the group needs a
-/// barrier before and after. The accesses are unordered.
+/// Copies bytes. All threads of a group call copyBytes() together. Each thread copies an unspecified part, so the group
+/// needs a barrier before and after the call. The accesses are unordered.
 /// @param dst      destination; the ranges must not overlap
 /// @param src      source
 /// @param bytes    number of bytes; both addresses may have any alignment
@@ -91,7 +90,8 @@ PROXYCCL_OUT_OF_LINE void copyBytes(void* dst, const void* src, size_t bytes, ui
   const uintptr_t misaligned = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from);
   if (misaligned % 16 == 0) return copyWords<Bytes16>(to, from, bytes, thread, threads);
   const uint32_t width = misaligned % 8 == 0 ? 8 : misaligned % 4 == 0 ? 4 : 1;
-  // For fewer bytes, narrower words are faster, because all of a thread's loads are in flight at the same time.
+  // For fewer bytes, words of 8 bytes or fewer are faster, because all of a thread's loads are in flight at the same
+  // time.
   if (bytes > static_cast<size_t>(4 * width) * threads) return copyShifted(to, from, bytes, thread, threads);
   if (width == 8) return copyWords<uint64_t>(to, from, bytes, thread, threads);
   if (width == 4) return copyWords<uint32_t>(to, from, bytes, thread, threads);
@@ -99,8 +99,8 @@ PROXYCCL_OUT_OF_LINE void copyBytes(void* dst, const void* src, size_t bytes, ui
 #endif
 }
 
-// Copies the few bytes before the first word and after the last one, with one load in flight in each thread. More loads
-// would take more registers than a kernel of 1024 threads has.
+// Copies the few bytes before the first word and after the last one. Each thread has one load in flight, because more
+// loads would take more registers than a kernel of 1024 threads has.
 PROXYCCL_DEVICE void copyRest(char* dst, const char* src, size_t bytes, uint32_t thread, uint32_t threads) {
   size_t done = 0;
   if ((reinterpret_cast<uintptr_t>(dst) | reinterpret_cast<uintptr_t>(src)) % 4 == 0) {
@@ -112,7 +112,7 @@ PROXYCCL_DEVICE void copyRest(char* dst, const char* src, size_t bytes, uint32_t
   forEachInTurn(bytes - done, thread, threads, [&](size_t i) { dst[done + i] = src[done + i]; });
 }
 
-// Copies between addresses that are equally far from a whole word.
+// Copies between addresses with the same offset from a multiple of the word's size.
 template <class Word, bool kRemainder>
 PROXYCCL_DEVICE void copyWholeWords(char* dst, const char* src, size_t bytes, uint32_t thread, uint32_t threads) {
   const size_t misaligned = reinterpret_cast<uintptr_t>(dst) % sizeof(Word);
@@ -123,12 +123,12 @@ PROXYCCL_DEVICE void copyWholeWords(char* dst, const char* src, size_t bytes, ui
   if (kRemainder) copyRest(dst + head + body, src + head + body, bytes - head - body, thread, threads);
 }
 
-/// Copies bytes word by word: of the whole words, thread t copies number t, t + threads, … , on every target. So a
-/// thread may copy what it has written itself, and use what it has copied, without a barrier. It orders nothing.
+/// Copies bytes word by word: on every target, thread t copies the words t, t + threads, … . So a thread may copy what
+/// it has written itself, and use what it has copied, without a barrier. The accesses are unordered.
 ///
-/// A word has kWord bytes if the two addresses are equally far from a multiple of kWord; otherwise 8, 4 or 1, the
-/// largest size for which this holds. The bytes before the first whole word, and those after the last one, are copied
-/// in the same way by words of 4 bytes, or of 1.
+/// A word has kWord bytes if the two addresses are congruent modulo kWord, otherwise the largest of 8, 4 and 1 bytes
+/// modulo which they are congruent. The bytes before the first whole word and after the last one are divided among the
+/// threads in the same way, as words of 4 bytes or 1 byte.
 /// @tparam kWord       4, 8 or 16
 /// @tparam kRemainder  whether to copy the bytes before the first whole word and after the last one
 /// @param dst      destination; the ranges must not overlap

@@ -1,10 +1,11 @@
-// CUDA's names of narrow floats, for targets without CUDA's own headers: the host, and NVRTC without a toolkit. Only
-// conversions, arithmetic and comparisons are defined. The files in cuda_names include this one.
+// Defines CUDA's names of narrow floats for targets without CUDA's own headers: the host, and NVRTC without a toolkit.
+// Only conversions, arithmetic and comparisons are defined. The files in cuda_names include this one.
 #pragma once
 
 #include "proxyccl/narrow_float.h"
 
-// With these include guards defined, CUDA's headers, if included later, do not define the names again.
+// These macros are the include guards of CUDA's headers, which therefore do not define the names again when included
+// later.
 #define __CUDA_FP16_H__
 #define __CUDA_BF16_H__
 #define __CUDA_FP8_H__
@@ -26,7 +27,7 @@ PROXYCCL_DEVICE __half __int2half_rn(int x) { return x; }
 PROXYCCL_DEVICE __half __low2half(__half2 x) { return x.x; }
 PROXYCCL_DEVICE __half __high2half(__half2 x) { return x.y; }
 
-// Defines the conversions of a 16-bit type, and of pairs of it, with CUDA's names; `name` stands for the type in these
+// Defines CUDA's conversion functions of a 16-bit type and of its pairs; `name` is the type's part of the function
 // names.
 #define PROXYCCL_CUDA_CONVERSIONS(name, T, T2)                                                \
   PROXYCCL_DEVICE T __float2##name(float x) { return x; }                                     \
@@ -44,7 +45,7 @@ PROXYCCL_CUDA_CONVERSIONS(half, __half, __half2)
 PROXYCCL_CUDA_CONVERSIONS(bfloat16, __nv_bfloat16, __nv_bfloat162)
 #undef PROXYCCL_CUDA_CONVERSIONS
 
-// Defines an operation on both 16-bit types, and on pairs of them.
+// Defines an operation on the two 16-bit types and on their pairs.
 #define PROXYCCL_CUDA_OPERATION(name, expression)                                                                     \
   template <class S>                                                                                                  \
   PROXYCCL_DEVICE ::proxyccl::NarrowFloat<S> name(::proxyccl::NarrowFloat<S> a, ::proxyccl::NarrowFloat<S> b) {       \

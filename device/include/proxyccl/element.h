@@ -1,9 +1,9 @@
 // Accesses to single elements that another device may read or write at the same time.
 //
-// An element is moved in pieces of its type's alignment, at most 16 bytes each, and each piece by one relaxed access of
+// An element is accessed in pieces as large as its type's alignment, at most 16 bytes, each by one relaxed access of
 // system scope. So an element whose size is its alignment (a number, a pointer, int4, a packet) is never seen half
-// written. The host runtime splits an access of 16 bytes into two of 8; we assume that no GPU does. A longer element
-// may be seen half written.
+// written. The exception is the host runtime, which splits an access of 16 bytes into two of 8; we assume that no GPU
+// does. An element of several pieces may be seen half written.
 #pragma once
 
 #include "proxyccl/copy.h"
@@ -25,7 +25,6 @@ PROXYCCL_PIECE(4, uint32_t)
 PROXYCCL_PIECE(8, uint64_t)
 #undef PROXYCCL_PIECE
 
-// The pieces in which an element is moved.
 template <class T>
 struct Pieces {
   static_assert(__is_trivially_copyable(T), "its bytes are moved: the element must be trivially copyable");

@@ -1,12 +1,12 @@
-// The producers' side of the ring of triggers.
+// The ring of triggers, as kernels push to it.
 //
-// A producer takes a ticket, waits until the ring has room for it, and stores 16 bytes. The producer stores its lap's
-// parity bit, which starts with 1, so zeroed memory reads as an empty first lap and no slot is ever cleared.
+// A producer takes a ticket, waits until the ring has room for it, and stores 16 bytes. A trigger's parity bit is 1 in
+// the ring's first lap and flips with each lap, so zeroed slots read as empty and no slot is ever cleared.
 //
-// Memory order: the trigger's store is a system-scope release and pairs with the engine's acquire of word 1
-// (ring_peek in ring.h): what the kernel wrote before the push is visible to the transfer. The engine's release of
-// `tail` pairs with the acquire in refreshTail() and sync(): a slot is rewritten only after the engine has read it, and
-// sync() returns only after the engine has issued the trigger's operations.
+// Memory order: the trigger's store is a system-scope release that pairs with the engine's acquire of word 1 (ring_peek
+// in ring.h), so the transfer sees what the kernel wrote before the push. The engine's release of `tail` pairs with the
+// acquire in refreshTail() and sync(), so a slot is rewritten only after the engine has read it, and sync() returns
+// only after the engine has issued the trigger's operations.
 #pragma once
 
 #include "proxyccl/handles.h"
@@ -27,9 +27,9 @@ struct Fifo : ProxycclFifo {
   /// @param control  the control block of the communicator; null for the module's own
   /// @return the trigger's ticket; kNoTicket if the communicator has ended or the ring stayed full until the time-out
   PROXYCCL_DEVICE uint64_t push(ProxycclTrigger trigger, Control* control) const {
-    // The abort word is not read here, because every push would pay for a trip to the host. If nobody drains the ring,
-    // it fills up, and the wait for room notices the abort. The load of the cached tail overlaps with the fetch of the
-    // ticket. Relaxed order is enough, because the fence after the load (orderBeforeTrigger) makes it an acquire.
+    // push() does not read the abort word, which would cost a trip to the host. After an abort nobody drains the ring,
+    // so the ring fills up and the wait for room sees the abort. The load of the cached tail overlaps with the fetch of
+    // the ticket. The load is relaxed, because the fence after it (orderBeforeTrigger) makes it an acquire.
     const uint64_t known_tail = loadRelaxedDevice(tail_cache);
     const uint64_t ticket = fetchAddRelaxedDevice<uint64_t>(head, 1);
     orderBeforeTrigger();
@@ -53,13 +53,13 @@ struct Fifo : ProxycclFifo {
   }
 
  private:
-  // The cache never runs ahead of the tail, so room seen in it is real.
+  // tail_cache never exceeds the ring's tail, so a slot that it shows as free is free.
   PROXYCCL_DEVICE bool hasRoom(uint64_t ticket) const {
     return ticket < loadAcquireDevice(tail_cache) + (1ull << size_log2);
   }
 
-  // Of all waiting producers only the one that holds the lock polls the host's tail: thousands of threads that poll one
-  // word across PCIe would starve the proxy's stores to it.
+  // Only the waiting producer that holds the lock polls the tail in host memory: thousands of threads polling this word
+  // across PCIe would starve the proxy's stores to it.
   PROXYCCL_DEVICE bool waitForRoom(uint64_t ticket, Control* control) const {
     const WaitFor what = {PROXYCCL_WAIT_RING_ROOM, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL,
                           ticket + 1 - (1ull << size_log2)};

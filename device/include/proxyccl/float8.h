@@ -24,7 +24,8 @@ PROXYCCL_DEVICE uint8_t floatToFloat8(float value, uint32_t greatest) {
     result = 0x7f;
   } else if (magnitude >= (greatest << kDropped) + (kRebias << 23)) {
     result = greatest;
-  } else if (magnitude < (kRebias + 1) << 23) {  // subnormal: a float near kNear has the result's last bit
+  } else if (magnitude < (kRebias + 1) << 23) {  // subnormal: a float near kNear has the same unit in the last place as
+                                                 // the result
     constexpr uint32_t kNear = (kRebias + 1 + kDropped) << 23;
     result =
         __builtin_bit_cast(uint32_t, __builtin_bit_cast(float, magnitude) + __builtin_bit_cast(float, kNear)) - kNear;
@@ -39,12 +40,12 @@ PROXYCCL_DEVICE uint8_t floatToE4M3(float value) { return floatToFloat8<3, 7>(va
 // Saturates at 57344.
 PROXYCCL_DEVICE uint8_t floatToE5M2(float value) { return floatToFloat8<2, 15>(value, 0x7b); }
 
-// Shifts the bits to those of a half, whose exponent's bias is greater by 8.
+// Shifts the bits to a half's positions; the exponent bias of a half is greater by 8.
 PROXYCCL_DEVICE float e4m3ToFloat(uint8_t bits) {
   if ((bits & 0x7f) == 0x7f) return __builtin_bit_cast(float, 0x7fc00000u);
   return 256 * halfToFloat(static_cast<uint16_t>((bits & 0x80) << 8 | (bits & 0x7f) << 7));
 }
-// An E5M2 is the upper byte of a half.
+// An E5M2 has the same bits as the upper byte of a half.
 PROXYCCL_DEVICE float e5m2ToFloat(uint8_t bits) { return halfToFloat(static_cast<uint16_t>(bits << 8)); }
 
 template <>

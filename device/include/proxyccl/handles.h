@@ -1,7 +1,7 @@
-/* Plain structs that the host fills in and kernels read: one definition for kernels, the engine and Python.
+/* Plain structs that the host fills in and kernels read, defined once for kernels, the engine and Python.
  *
- * Python fills them field by field through cffi, which asks the C compiler for every offset. The classes with the
- * methods (`Fifo`, `SmChannelDeviceHandle`, …) derive from these and add no data.
+ * Python fills them field by field through cffi, which asks the C compiler for every offset. The classes with methods
+ * (`Fifo`, `SmChannelDeviceHandle`, …) derive from these structs and add no data.
  */
 #pragma once
 
@@ -9,7 +9,7 @@
 #include "proxyccl/trigger.h"
 
 /* The kind of handle that a kernel's parameter takes, by value or by pointer (kernel.h). Python must pass a handle of
- * this kind.
+ * the same kind.
  */
 enum ProxycclHandleKind {
   PROXYCCL_HANDLE_NONE = 0,
@@ -21,25 +21,25 @@ enum ProxycclHandleKind {
   PROXYCCL_HANDLE_FIFO = 6
 };
 
-/* A ring of triggers. `slots` and `tail` are pinned host memory, the rest is device memory. */
+/* A ring of triggers. `slots` and `tail` point to pinned host memory, the other pointers to device memory. */
 typedef struct ProxycclFifo {
   ProxycclTrigger* slots;
-  uint64_t* tail;         /* number of triggers that the proxy has released */
+  uint64_t* tail;         /* number of triggers that the proxy has taken */
   uint64_t* head;         /* number of tickets that producers have taken */
   uint64_t* tail_cache;   /* the producers' copy of `tail`, which saves them the trip to the host */
-  uint32_t* refresh_lock; /* held by the producer that refreshes tail_cache */
+  uint32_t* refresh_lock; /* not 0 while a producer refreshes tail_cache */
   uint32_t size_log2;     /* slots = 1 << size_log2 */
-  uint32_t size;          /* the number of slots, and that number less one, for kernels that read them */
+  uint32_t size;          /* number of slots; size_mask is size - 1 */
   uint64_t size_mask;
 } ProxycclFifo;
 
 /* A counting semaphore between two ranks. */
 typedef struct ProxycclSemaphore {
-  uint64_t* inbound;  /* the count of the peer's signals that have arrived */
-  uint64_t* expected; /* in local device memory: signals consumed or waited for; then a word for Triton's checks */
+  uint64_t* inbound;        /* number of the peer's signals that have arrived */
+  uint64_t* expected;       /* local device memory: signals consumed or waited for, then a word for Triton's checks */
   uint64_t* remote_inbound; /* the peer's `inbound`, if mapped; else null */
-  uint64_t* outbound;       /* in local device memory: signals sent */
-  uint64_t adds;            /* not 0 if kernels of this rank may add to `remote_inbound` atomically */
+  uint64_t* outbound;       /* local device memory: number of signals sent */
+  uint64_t adds;            /* not 0 if this rank's kernels can add to `remote_inbound` atomically */
 } ProxycclSemaphore;
 
 typedef struct ProxycclSmChannel {
@@ -57,10 +57,10 @@ typedef struct ProxycclSmChannel {
 
 typedef struct ProxycclProxyChannel {
   ProxycclFifo fifo;
-  ProxycclSemaphore semaphore;   /* the peer's proxy signals it; only the engine uses remote_inbound and outbound */
-  uint64_t* flushed;             /* pinned: one more than the ticket of the channel's last complete flush */
-  uint64_t* completed;           /* pinned: one more than the ticket up to which all of the channel is complete */
-  const uint64_t* memory_limits; /* pinned: bytes from each memory id on; NULL for a handler's channel */
+  ProxycclSemaphore semaphore;   /* only the engine uses remote_inbound and outbound */
+  uint64_t* flushed;             /* pinned: ticket of the channel's last complete flush, plus one */
+  uint64_t* completed;           /* pinned: ticket of the last of the channel's complete operations, plus one */
+  const uint64_t* memory_limits; /* pinned, by memory id: bytes to its memory's end; NULL for a handler's channel */
   ProxycclControl* control;
   uint32_t channel;
   uint32_t peer;

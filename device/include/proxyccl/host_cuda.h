@@ -1,8 +1,9 @@
-// CUDA C++'s built-in functions for the host target, so that a kernel written for a GPU compiles unchanged: arithmetic,
-// bits, loads with cache hints, atomics, printf, assert. Thread indices, barriers, warp functions and atomics are in
-// platform_host.h. docs/coming_from_mscclpp.md lists them.
+// Defines CUDA C++'s built-in functions for the host target, so that a kernel written for a GPU compiles unchanged:
+// arithmetic, bits, loads with cache hints, printf, assert. Thread indices, barriers, warp functions and atomics are in
+// platform_host.h. docs/coming_from_mscclpp.md lists the built-in functions.
 //
-// Functions that libc declares too are templates: a source may include libc's headers as well, before or after.
+// Functions that libc also declares are templates, so that a source may include libc's headers before or after this
+// one.
 #pragma once
 
 #include "proxyccl/wait.h"
@@ -86,7 +87,7 @@ PROXYCCL_DEVICE constexpr T abs(T a) {
   return a < T(0) ? -a : a > T(0) ? a : a * a;  // -0 gives 0, and a NaN stays a NaN
 }
 
-// With the empty packs, overload resolution prefers libc++'s and libstdc++'s own overloads, if a source makes these
+// The empty packs make overload resolution prefer the overloads of libc++ or libstdc++, if a source makes these
 // visible.
 #define PROXYCCL_OF_ONE(name)                                       \
   template <class T>                                                \
@@ -274,7 +275,7 @@ PROXYCCL_DEVICE void __nanosleep(unsigned) { ::proxyccl::spinHint(0); }
 PROXYCCL_DEVICE uint32_t __activemask() { return 0xffffffffu; }
 PROXYCCL_DEVICE int __syncthreads_count(int predicate) {
   __shared__ int count;
-  __syncthreads();  // after this barrier, all threads have read the last call's count
+  __syncthreads();  // after this barrier, all threads have read the previous call's count
   count = 0;
   __syncthreads();
   count += predicate != 0;
@@ -291,7 +292,7 @@ PROXYCCL_DEVICE int printf(const char* format, Values... values) {
 namespace proxyccl {
 namespace host {
 
-// `extern __shared__ T name[];` outside of functions (cuda_source.py).
+// Replaces `extern __shared__ T name[];` outside of functions (cuda_source.py).
 template <class T>
 struct DynamicShared {
   PROXYCCL_DEVICE operator T*() const { return static_cast<T*>(dynamicShared()); }
@@ -301,7 +302,7 @@ struct DynamicShared {
   }
 };
 
-// Ends the communicator that compiled the kernel with an AbortedError; the kernel goes on.
+// Ends the communicator that compiled the kernel with an AbortedError; the kernel continues.
 PROXYCCL_DEVICE void endCommunicator() {
   recordError(nullptr, PROXYCCL_ERROR_LOCAL, {PROXYCCL_WAIT_NONE, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL, 0}, 0);
 }

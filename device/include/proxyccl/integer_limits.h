@@ -1,5 +1,4 @@
-// The limits of the integers, as <stdint.h> has them: run-time compilers lack that header. If <stdint.h> is included
-// later, its definitions have the same values.
+// Defines <stdint.h>'s limits of the integers for run-time compilers, which lack that header.
 #pragma once
 
 #ifndef UINT32_MAX

@@ -1,7 +1,7 @@
-// PROXYCCL_EXPORT_KERNEL(name): follows each kernel of a compiled source.
+// Defines PROXYCCL_EXPORT_KERNEL(name), which follows each kernel of a compiled source.
 //
-// It exports the kernel's parameter table, which tells the launcher the size and kind of each argument (drivers know at
-// most the sizes). On the host it also exports the entry point that unpacks the arguments.
+// The macro exports the kernel's parameter table, which gives the launcher the size and kind of each argument (a driver
+// knows at most the sizes). On the host, it also exports the entry point that unpacks the arguments.
 #pragma once
 
 #include "proxyccl/integer_limits.h"

@@ -1,6 +1,6 @@
-// Narrow floats with operators, for kernels that are written like CUDA C++: each type converts to float and from
-// numbers, and the result of an operation is rounded once. The library's own kernels use the plain structs of reduce.h
-// and float8.h.
+// Narrow floats with operators, for kernels that are written like CUDA C++. Each type converts to float and from
+// numbers, and each operation rounds its result once. The library's own kernels use the plain structs of reduce.h and
+// float8.h.
 #pragma once
 
 #include "proxyccl/float8.h"
@@ -37,7 +37,7 @@ PROXYCCL_DEVICE NarrowFloat<Stored> operator-(const NarrowFloat<Stored>& a) {
   return -static_cast<float>(a);
 }
 
-// A pair of narrow floats, side by side.
+// Two narrow floats, adjacent in memory.
 template <class Stored>
 struct alignas(2 * sizeof(Stored)) NarrowFloat2 {
   NarrowFloat<Stored> x, y;

@@ -1,15 +1,16 @@
-// Low-latency packets: data and a flag in one store, so that the data needs no separate signal (NCCL's LL protocol).
+// Low-latency packets: one store carries data and a flag, so that the data needs no separate signal (NCCL's LL
+// protocol).
 //
-// A reader waits until the packet's flags equal its own. A flag must differ from the packet's previous one. Flag 0 is
-// refused, because fresh memory holds it.
+// A reader waits until the packet's flags equal the flag that it expects. A flag must differ from the flag that the
+// packet carried before. Flag 0 is refused, because zeroed memory holds it.
 #pragma once
 
 #include "proxyccl/wait.h"
 
 namespace proxyccl {
 
-// A packet of 16 bytes that carries 8. Each 8-byte half has its own flag, so a store that is torn in halves is
-// harmless.
+// A packet of 16 bytes that carries 8 bytes of data. Each 8-byte half has its own flag, so a store that is torn in
+// halves is harmless.
 struct alignas(16) LL16Packet {
   uint32_t data1, flag1, data2, flag2;
 
@@ -31,7 +32,7 @@ struct alignas(16) LL16Packet {
     return words.carries(flag);
   }
 
-  // Loads a packet's bits, whatever its flags are, so that a thread may load several packets before it waits for the
+  // Loads a packet's bits without checking its flags, so that a thread can load several packets before it waits for the
   // first.
   struct Words {
     uint64_t low, high;
@@ -46,7 +47,7 @@ struct alignas(16) LL16Packet {
   }
 };
 
-// A packet of 8 bytes that carries 4.
+// A packet of 8 bytes that carries 4 bytes of data.
 struct alignas(8) LL8Packet {
   uint32_t data, flag;
 
@@ -85,9 +86,9 @@ PROXYCCL_DEVICE typename Packet::Payload readPacket(const Packet* packet, uint32
   return payload;
 }
 
-/// Whether a flag may be used: fresh memory holds flag 0, so a wait for 0 would succeed before anything arrived.
+/// Returns whether a flag is valid: 0 is not, because zeroed memory holds it, so a wait for it would succeed too early.
 ///
-/// Flag 0 ends the communicator with a TriggerError. Parameters as for readPacket().
+/// An invalid flag ends the communicator with a TriggerError. The parameters are those of readPacket().
 PROXYCCL_DEVICE bool flagIsValid(uint32_t flag, Control* control, uint32_t peer, uint32_t channel) {
   if (flag != 0) return true;
   recordError(control, PROXYCCL_ERROR_INVALID_FLAG, {PROXYCCL_WAIT_PACKET, peer, channel, 0}, 0);

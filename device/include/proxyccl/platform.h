@@ -1,11 +1,11 @@
-// The differences between targets, under one set of names.
+// Defines one set of names for what differs between the targets.
 //
 // Each platform_*.h defines:
 //   PROXYCCL_DEVICE           a function that runs on the device, inlined
 //   PROXYCCL_OUT_OF_LINE      a function that is not inlined, because it is long, rarely runs or needs many registers;
 //                             this also keeps run-time compilation short
 //   PROXYCCL_ON_HOST          1 where GPU threads are fibers on a CPU, else 0
-//   PROXYCCL_WARP_SIZE        lanes that run together
+//   PROXYCCL_WARP_SIZE        number of lanes of a warp
 //   PROXYCCL_LOAD/STORE/ADD/FETCH_ADD/EXCHANGE/COMPARE_EXCHANGE(pointer, …, ORDER, SCOPE)
 //   the CUDA names that kernels use: __global__, __device__, __shared__, threadIdx, …, __syncthreads()
 //   namespace proxyccl: defaultControl (the control block for waits that are not given one; may be null),
@@ -18,7 +18,7 @@
 //   syncThreadsSystem, syncThreadsDevice: __syncthreads after which one thread's release at that scope covers what the
 //   whole block wrote
 //
-// Nothing here includes a system or a vendor header: NVRTC and HIPRTC have none.
+// These files include no system or vendor header, because NVRTC and HIPRTC have none.
 #pragma once
 
 #include "proxyccl/types.h"
@@ -32,7 +32,7 @@
 #endif
 
 #if !PROXYCCL_ON_HOST
-// The result of defaultControl() in this module. The runtime sets it after loading the module. The symbol is weak,
+// What defaultControl() returns in this module; the runtime sets it after loading the module. The symbol is weak,
 // because several translation units may be linked into one module.
 extern "C" {
 struct ProxycclControl;
@@ -51,7 +51,7 @@ PROXYCCL_DEVICE void* dynamicShared() {
 }
 #endif
 
-// Every memory-order choice of the library is one of these names.
+// The library's kernels choose the order and scope of an access by one of these names.
 #define PROXYCCL_NAMED_LOAD(name, ORDER, SCOPE) \
   template <class T>                            \
   PROXYCCL_DEVICE T name(const T* p) {          \
@@ -71,8 +71,8 @@ PROXYCCL_NAMED_STORE(storeReleaseSystem, RELEASE, SYSTEM)
 PROXYCCL_NAMED_STORE(storeRelaxedSystem, RELAXED, SYSTEM)
 PROXYCCL_NAMED_STORE(storeReleaseDevice, RELEASE, DEVICE)
 PROXYCCL_NAMED_STORE(storeRelaxedDevice, RELAXED, DEVICE)
-// A store weaker than a release: ordered after the stores of earlier kernels, and after loads whose values the block
-// used before its last barrier. Stores of this kernel are not ordered before it.
+// storeReleaseLoadsSystem() is weaker than a release: it is ordered after the stores of earlier kernels and after loads
+// whose values the block used before its last barrier, but not after earlier stores of the same kernel.
 #ifdef PROXYCCL_LOADS_NEED_NO_RELEASE
 PROXYCCL_NAMED_STORE(storeReleaseLoadsSystem, RELAXED, SYSTEM)
 #else
@@ -89,11 +89,10 @@ PROXYCCL_NAMED_UPDATE(fetchAddAcqRelDevice, FETCH_ADD, ACQ_REL, DEVICE)
 PROXYCCL_NAMED_UPDATE(exchangeAcquireDevice, EXCHANGE, ACQUIRE, DEVICE)
 PROXYCCL_NAMED_UPDATE(exchangeRelaxedDevice, EXCHANGE, RELAXED, DEVICE)
 #undef PROXYCCL_NAMED_UPDATE
-// Additions that return no result, so that the thread need not wait for a result.
+// These additions return nothing, so the thread does not wait for a result.
 PROXYCCL_DEVICE void addReleaseSystem(uint64_t* p, uint64_t v) { PROXYCCL_ADD(p, v, RELEASE, SYSTEM); }
 PROXYCCL_DEVICE void addRelaxedSystem(uint64_t* p, uint64_t v) { PROXYCCL_ADD(p, v, RELAXED, SYSTEM); }
 PROXYCCL_DEVICE void addRelaxedDevice(uint64_t* p, uint64_t v) { PROXYCCL_ADD(p, v, RELAXED, DEVICE); }
-// Atomically replaces *p by the greater of *p and v, without a result.
 PROXYCCL_DEVICE void maxRelaxedDevice(uint64_t* p, uint64_t v) { PROXYCCL_MAX(p, v); }
 template <class T>
 PROXYCCL_DEVICE bool compareExchangeDevice(T* p, T expected, T desired) {
@@ -114,10 +113,10 @@ PROXYCCL_DEVICE void forEachInTurn(size_t n, uint32_t thread, uint32_t threads, 
   for (size_t i = thread; i < n; i += threads) body(i);
 }
 
-/// Like forEachInTurn(), but which thread takes which element is unspecified, so the group needs a barrier before and
-/// after. The parameters are those of forEachInTurn(). On a GPU this is forEachInTurn(): neighbouring threads take
-/// neighbouring elements, so that accesses coalesce. On a CPU each fiber takes one contiguous run, so that the loop
-/// vectorises, which makes it 20 to 30 times faster.
+/// Calls body(i) for each i < n, once, in an unspecified thread of the group, so the group needs a barrier before and
+/// after the call. The parameters are those of forEachInTurn(). On a GPU, neighbouring threads take neighbouring i, so
+/// that accesses coalesce (forEachInTurn()). On a CPU, each fiber takes one contiguous range of i, so that the loop is
+/// vectorised, which makes it 20 to 30 times faster.
 template <class Body>
 PROXYCCL_DEVICE void forEach(size_t n, uint32_t thread, uint32_t threads, Body body) {
 #if PROXYCCL_ON_HOST

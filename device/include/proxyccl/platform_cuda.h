@@ -5,25 +5,24 @@
 
 #define PROXYCCL_ON_HOST 0
 #define PROXYCCL_WARP_SIZE 32
-// A line of 128 bytes that one instruction of a warp stores arrives whole, even over NVLink.
+// When one instruction of a warp stores a line of 128 bytes, the line arrives whole, even over NVLink.
 #define PROXYCCL_WHOLE_LINES 1
 #define PROXYCCL_DEVICE __device__ __forceinline__
-// A kernel whose blocks are one warp each, with 32 registers per thread. A matrix product that fills the GPU (384
-// threads of 168 registers on each multiprocessor of sm_90) leaves that many registers free, so such a kernel starts
-// beside the product immediately.
+// Declares a kernel that has one warp per block and 32 registers per thread. On sm_90, a matrix product that fills the
+// GPU (384 threads of 168 registers per multiprocessor) leaves enough registers free for such a block, so the kernel
+// starts beside the product immediately.
 #define PROXYCCL_SMALL_KERNEL extern "C" __global__ void __maxnreg__(32)
 #define PROXYCCL_OUT_OF_LINE static __device__ __noinline__
-// When a kernel begins, the stores of earlier kernels are visible to all devices; and a value that was used has been
-// loaded. So a release that orders only such stores and loads needs no fence. The fence of a release takes 2 to 2.7 us
-// on an H100 even if nothing is in flight.
+// A release needs no fence if it orders only stores of earlier kernels, which are visible to all devices when a kernel
+// begins, and loads whose values were used. The fence takes 2 to 2.7 us on an H100 even if nothing is in flight.
 #define PROXYCCL_LOADS_NEED_NO_RELEASE
 
-// NVRTC's built-in atomics: libcu++ would add a second to each compilation.
-// They do not accept a pointer to const, not even for a load.
+// These macros use NVRTC's built-in atomics, because libcu++ would add a second to each compilation. The built-in
+// atomics do not accept a pointer to const, not even for a load.
 #define PROXYCCL_LOAD(p, ORDER, SCOPE) \
   __nv_atomic_load_n(::proxyccl::withoutConst(p), __NV_ATOMIC_##ORDER, __NV_THREAD_SCOPE_##SCOPE)
 #define PROXYCCL_STORE(p, v, ORDER, SCOPE) __nv_atomic_store_n(p, v, __NV_ATOMIC_##ORDER, __NV_THREAD_SCOPE_##SCOPE)
-// An atomic add of 64 bits in global memory without a result; the built-in always fetches one.
+// An atomic addition without a result; NVRTC's built-in addition always fetches a result.
 #define PROXYCCL_ADD(p, v, ORDER, SCOPE) asm volatile(PROXYCCL_PTX_ADD(ORDER, SCOPE)::"l"(p), "l"(v) : "memory")
 #define PROXYCCL_PTX_ADD(ORDER, SCOPE) "red" PROXYCCL_PTX_##ORDER PROXYCCL_PTX_##SCOPE ".global.add.u64 [%0], %1;"
 #define PROXYCCL_MAX(p, v) asm volatile("red.relaxed.gpu.global.max.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory")
@@ -46,7 +45,7 @@ PROXYCCL_DEVICE T* withoutConst(const T* p) {
   return const_cast<T*>(p);
 }
 
-// Returns the same address, and tells the compiler that it is in global memory, which makes accesses faster.
+// Returns the same address, and makes accesses faster by telling the compiler that the address is in global memory.
 template <class T>
 PROXYCCL_DEVICE T* inGlobal(T* p) {
   __builtin_assume(__isGlobal(p));
@@ -59,47 +58,47 @@ PROXYCCL_DEVICE uint64_t nanoseconds() {
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
   return now;
 }
-// Checks are rare because each reads a word across PCIe.
+// A wait checks rarely, because each check reads a word across PCIe.
 constexpr uint32_t kSpinsPerCheck = 4096, kFirstCheck = kSpinsPerCheck - 1;
 
 template <class T>
 PROXYCCL_DEVICE T shuffle(T value, uint32_t lane) {
   return __shfl_sync(0xffffffffu, value, lane);
 }
-// Not `ballot`: NVRTC declares a global function of that name.
+// Not `ballot`: NVRTC also declares a global function of that name.
 PROXYCCL_DEVICE uint64_t ballotWarp(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
 PROXYCCL_DEVICE void syncWarp() { __syncwarp(); }
-// Stores 16 bytes by one access, which NVRTC does not always make of a plain store. The address is aligned to 16 bytes.
+// Stores 16 bytes by one access; for a plain store NVRTC may use two. The address is aligned to 16 bytes.
 PROXYCCL_DEVICE void store128(void* p, uint64_t low, uint64_t high) {
   asm volatile("st.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(low), "l"(high) : "memory");
 }
 // Brings a line of 128 bytes into the device's cache.
 PROXYCCL_DEVICE void prefetchToDevice(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-// Brings a line into the multiprocessor's cache, for a plain load that follows.
+// Brings a line into the multiprocessor's cache, so that a later plain load is fast.
 PROXYCCL_DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
 PROXYCCL_DEVICE void fenceSystem() { __threadfence_system(); }
-// A block barrier is cumulative in the PTX memory model: a later release by one thread covers the block's writes.
+// In the PTX memory model, a release by one thread after a block barrier covers the writes of the whole block.
 PROXYCCL_DEVICE void syncThreadsSystem() { __syncthreads(); }
 PROXYCCL_DEVICE void syncThreadsDevice() { __syncthreads(); }
 #if __CUDA_ARCH__ >= 900
 #define PROXYCCL_HAS_CLUSTERS 1
-// Stores a number in the shared memory of another block of the cluster, at the offset that `p` has in this block's
-// shared memory.
+// Stores a number in the shared memory of another block of the cluster, at the offset of `p` in this block's shared
+// memory.
 PROXYCCL_DEVICE void storeInCluster(float* p, uint32_t block, float value) {
   const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(p));
   uint32_t there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(block));
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
 }
-// The two halves (arrive and wait) of a barrier of all threads of the cluster, after which the threads see each other's
-// earlier stores to shared memory.
+// A split barrier (arrive, wait) of all threads of the cluster; after the wait, the threads see each other's earlier
+// stores to shared memory.
 PROXYCCL_DEVICE void arriveInCluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 PROXYCCL_DEVICE void awaitCluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 #endif
 
 // From sm_90 on, storeTrigger()'s release is split into this fence and a relaxed store, so that the fence overlaps with
-// the fetch of the ticket, which takes as long. Before sm_90, the first of two words is stored relaxed: this fence
-// orders it after the load that found room, which the branch between them does not do in PTX.
+// the equally long fetch of the ticket. Before sm_90, this fence orders the relaxed store of the first word after the
+// load that found room, because in PTX the branch between the load and the store does not.
 PROXYCCL_DEVICE void orderBeforeTrigger() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.acq_rel.sys;" ::: "memory");
@@ -116,7 +115,7 @@ PROXYCCL_DEVICE void storeTrigger(uint64_t* slot, uint64_t word0, uint64_t word1
       "l"(word0), "l"(word1)
       : "memory");
 #else
-  // Before sm_90 a 16-byte store may be torn: the word with the parity bit is stored second, as a release.
+  // Before sm_90 a 16-byte store may be torn, so the word with the parity bit is stored second, as a release.
   __nv_atomic_store_n(slot, word0, __NV_ATOMIC_RELAXED, __NV_THREAD_SCOPE_SYSTEM);
   __nv_atomic_store_n(slot + 1, word1, __NV_ATOMIC_RELEASE, __NV_THREAD_SCOPE_SYSTEM);
 #endif
@@ -130,7 +129,7 @@ PROXYCCL_DEVICE void loadPacket128(const uint64_t* p, uint64_t* low, uint64_t* h
   asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];" : "=l"(*low), "=l"(*high) : "l"(p) : "memory");
 }
 
-// 16 bytes of data without a flag: a single access, which is never seen half written.
+// Stores and loads 16 bytes by a single access, which is never seen half written.
 PROXYCCL_DEVICE void storeRelaxed128(uint64_t* p, uint64_t low, uint64_t high) {
   asm volatile(
       "{\n\t.reg .b128 value;\n\t"
@@ -166,7 +165,7 @@ PROXYCCL_DEVICE uint16_t floatToBFloat16(float value) {
   return bits;
 }
 #define PROXYCCL_HAS_FLOAT_TO_BFLOAT16
-// Convert two floats, the first to the lower half.
+// Convert two floats to narrow ones; the lower half holds the first.
 PROXYCCL_DEVICE uint32_t floatsToBFloat16(float low, float high) {
   uint32_t bits;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
@@ -179,7 +178,7 @@ PROXYCCL_DEVICE uint32_t floatsToHalf(float low, float high) {
 }
 #endif
 #if __CUDA_ARCH__ >= 890
-// Converts four floats, the first to the lowest byte. The sign of a NaN is lost.
+// Converts four floats to 8 bits each; the lowest byte holds the first. The sign of a NaN is lost.
 PROXYCCL_DEVICE uint32_t floatsToE4M3(float first, float second, float third, float fourth) {
   uint32_t bits;
   asm("{\n\t.reg .b16 low, high;\n\tcvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n\t"
@@ -188,7 +187,7 @@ PROXYCCL_DEVICE uint32_t floatsToE4M3(float first, float second, float third, fl
       : "f"(first), "f"(second), "f"(third), "f"(fourth));
   return bits;
 }
-// Returns the greater of the lower 16-bit halves, and of the upper halves, as unsigned integers.
+// Compares the lower and the upper 16-bit halves as unsigned integers, and returns the greater of each.
 PROXYCCL_DEVICE uint32_t maxHalves(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }
 #define PROXYCCL_HAS_FLOATS_TO_E4M3
 #endif

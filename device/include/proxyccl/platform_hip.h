@@ -26,8 +26,8 @@
    __hip_atomic_compare_exchange_strong(p, expected, desired, __ATOMIC_ACQUIRE, __ATOMIC_ACQUIRE, \
                                         PROXYCCL_HIP_SCOPE_##SCOPE))
 
-// The two parts of a memory order: the release, which is a fence before the access, and the order that remains for the
-// access.
+// Split a memory order into two parts: a release, made by a fence before the access, and the remaining order of the
+// access itself.
 #define PROXYCCL_HIP_RELEASE_RELAXED(SCOPE) static_cast<void>(0)
 #define PROXYCCL_HIP_RELEASE_RELEASE(SCOPE) ::proxyccl::hip::release##SCOPE()
 #define PROXYCCL_HIP_RELEASE_ACQ_REL(SCOPE) ::proxyccl::hip::release##SCOPE()
@@ -39,9 +39,9 @@
 namespace proxyccl {
 namespace hip {
 
-// Waits until all stores of this wave have arrived, including a write-back of the cache. The compiler ends a release
-// with this wait only if it knows of a store in flight. The compiler does not know of the write-back, nor of a store in
-// assembly (storePacket128). So each release here is a fence followed by this wait.
+// Waits until all stores of this wave have arrived, including a write-back of the cache. The compiler adds this wait to
+// a release only if it knows of a store in flight. It does not know of the write-back, nor of a store in assembly
+// (storePacket128). So on AMD each release is a fence followed by this wait.
 PROXYCCL_DEVICE void drainStores() { asm volatile("s_waitcnt vmcnt(0)" ::: "memory"); }
 PROXYCCL_DEVICE void releaseSYSTEM() {
   __builtin_amdgcn_fence(__ATOMIC_RELEASE, "");
@@ -59,7 +59,7 @@ PROXYCCL_DEVICE T* inGlobal(T* p) {
   return p;
 }
 PROXYCCL_DEVICE void spinHint(uint32_t) { __builtin_amdgcn_s_sleep(1); }
-// The constant-rate counter runs at 100 MHz on every CDNA part.
+// The constant-rate counter runs at 100 MHz on all CDNA GPUs.
 PROXYCCL_DEVICE uint64_t nanoseconds() { return __builtin_amdgcn_s_memrealtime() * 10; }
 constexpr uint32_t kSpinsPerCheck = 2048, kFirstCheck = kSpinsPerCheck - 1;
 
@@ -81,7 +81,7 @@ PROXYCCL_DEVICE void fenceSystem() {
   __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "");
 }
 // The compiler does not wait for stores before s_barrier, and a wave's release waits only for the wave's own stores. So
-// every thread releases its own stores before the block's barrier.
+// every thread releases its own stores before it enters the block's barrier.
 PROXYCCL_DEVICE void syncThreadsSystem() {
   hip::releaseSYSTEM();
   __syncthreads();
@@ -93,19 +93,19 @@ PROXYCCL_DEVICE void syncThreadsDevice() {
 
 typedef uint64_t HipVector2 __attribute__((ext_vector_type(2)));
 typedef uint32_t HipVector4 __attribute__((ext_vector_type(4)));
-// A `volatile` access in the global address space is one dwordx4 instruction at system scope. Without the address space
-// the access becomes a flat_* instruction, and a poll with a non-temporal load is deleted altogether.
+// A `volatile` access in the global address space is one dwordx4 instruction at system scope. Without the address
+// space, the compiler makes a flat_* instruction of the access and deletes a loop that polls by non-temporal loads.
 typedef volatile __attribute__((address_space(1))) HipVector4 HipGlobalVector4;
 
-// On gfx940 and later a store names its scope; on gfx90a the page decides.
+// A store instruction names its scope on gfx940 and later; on gfx90a the page's attributes determine the scope.
 #if defined(__gfx90a__)
 #define PROXYCCL_HIP_SYSTEM_SCOPE ""
 #else
 #define PROXYCCL_HIP_SYSTEM_SCOPE " sc0 sc1"
 #endif
-// The store is written in assembly, because the compiler waits for each volatile store to arrive: packets to seven
-// peers would take seven trips in turn. The s_nop is needed because the hardware reads the second half of the data one
-// instruction later.
+// The store is written in assembly, because the compiler waits for each volatile store to arrive, so packets to seven
+// peers would take seven round trips. The s_nop delays the next instruction, because the hardware reads the second half
+// of the data one instruction after the store.
 PROXYCCL_DEVICE void storePacket128(uint64_t* p, uint64_t low, uint64_t high) {
   const HipVector2 pair = {low, high};
   asm volatile("global_store_dwordx4 %0, %1, off" PROXYCCL_HIP_SYSTEM_SCOPE "\n\ts_nop 0" ::"v"(p),
@@ -118,12 +118,12 @@ PROXYCCL_DEVICE void loadPacket128(const uint64_t* p, uint64_t* low, uint64_t* h
   *low = pair.x;
   *high = pair.y;
 }
-// storePacket128() suffices: the hardware moves an aligned dwordx4 in one piece.
+// storePacket128() also serves as storeRelaxed128(), because the hardware stores an aligned dwordx4 whole.
 PROXYCCL_DEVICE void storeRelaxed128(uint64_t* p, uint64_t low, uint64_t high) { storePacket128(p, low, high); }
 PROXYCCL_DEVICE void loadRelaxed128(const uint64_t* p, uint64_t* low, uint64_t* high) { loadPacket128(p, low, high); }
 
-// storeTrigger()'s second word is a release. The first is stored relaxed: this fence orders it after the load that
-// found room.
+// storeTrigger() stores word 0 relaxed and word 1 with a release. This fence orders the store of word 0 after the load
+// that found room in the ring.
 PROXYCCL_DEVICE void orderBeforeTrigger() { __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "agent"); }
 PROXYCCL_DEVICE void storeTrigger(uint64_t* slot, uint64_t word0, uint64_t word1) {
   PROXYCCL_STORE(slot, word0, RELAXED, SYSTEM);

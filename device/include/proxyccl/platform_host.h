@@ -1,7 +1,7 @@
 // The host target: a GPU thread is a fiber, a block is one OS thread that switches between its fibers.
 //
-// A fiber's description lies at the top of its aligned stack, so that `self()` only adds to the frame address, and
-// needs neither thread-local storage nor a symbol to link. The description holds the emulator's entry points as
+// A fiber's description (Fiber) lies at the top of its aligned stack, so that `self()` computes its address from the
+// frame address, without thread-local storage or a symbol to link. The description holds the emulator's entry points as
 // function pointers, so a compiled kernel is a shared object without undefined symbols.
 #pragma once
 
@@ -17,10 +17,10 @@ struct ProxycclControl;
 #define PROXYCCL_DEVICE inline
 #define PROXYCCL_OUT_OF_LINE inline
 
-// Launches go through an entry point with another name (kernel.h). Kernels are hidden, because a visible one could
-// clash with a symbol of the process, such as wait().
-#ifndef PROXYCCL_FIND_KERNELS  // if this is defined, the source is only preprocessed, and the word `__global__` marks
-                               // its kernels
+// A launch calls a kernel through an entry point with another name (kernel.h). Kernels are hidden symbols, because a
+// visible kernel's name could clash with a symbol of the process, such as wait().
+#ifndef PROXYCCL_FIND_KERNELS  // defined when the source is only preprocessed, to find its kernels by the word
+                               // `__global__`
 #define __global__ __attribute__((visibility("hidden")))
 #endif
 #define __device__
@@ -35,8 +35,8 @@ struct ProxycclControl;
 namespace proxyccl {
 namespace host {
 
-constexpr uint64_t kStackBytes = 128 * 1024;  // a fiber's stack, aligned to its size; only touched pages take memory
-constexpr uint64_t kFiberSlot = 256;          // room for the Fiber at the stack's top
+constexpr uint64_t kStackBytes = 128 * 1024;  // size and alignment of a fiber's stack; only touched pages take memory
+constexpr uint64_t kFiberSlot = 256;          // bytes for the Fiber at the stack's top
 
 struct Dim3 {
   uint32_t x, y, z;
@@ -52,7 +52,7 @@ struct EmulatorApi {
   uint64_t (*nanoseconds)(void);
 };
 
-// The part of a fiber that kernels read. Written by the emulator before the fiber first runs.
+// The part of a fiber that kernels read; the emulator writes it before the fiber first runs.
 struct Fiber {
   const EmulatorApi* api;
   Dim3 thread_idx, block_idx, block_dim, grid_dim;
@@ -82,7 +82,7 @@ PROXYCCL_DEVICE T fromBits(uint64_t bits) {
 
 template <size_t... I>
 struct Indices {};
-// The sequence 0 to N - 1. The sequence is written out, because g++ and clang++ have different builtins for it.
+// The sequence 0 to N - 1, defined without builtins, because those of g++ and clang++ differ.
 template <size_t N, size_t... I>
 struct IndicesBelow : IndicesBelow<N - 1, N - 1, I...> {};
 template <size_t... I>
@@ -131,8 +131,8 @@ PROXYCCL_DEVICE T* inGlobal(T* p) {
 PROXYCCL_DEVICE ProxycclControl* defaultControl() { return host::self()->default_control; }
 PROXYCCL_DEVICE void spinHint(uint32_t spins) { host::self()->api->spin(host::self(), spins); }
 PROXYCCL_DEVICE uint64_t nanoseconds() { return host::self()->api->nanoseconds(); }
-// A spin here is a turn of the scheduler, which lasts a time slice on a busy machine. A kernel that must stop may still
-// have hundreds of waits ahead, so each wait checks before it spins.
+// On the host, a spin yields to the scheduler and may last a time slice on a busy machine. A kernel that must stop may
+// have hundreds of waits ahead, so each wait checks before its first spin.
 constexpr uint32_t kSpinsPerCheck = 8, kFirstCheck = 0;
 
 template <class T>
@@ -154,8 +154,8 @@ PROXYCCL_DEVICE void prefetch(const void* p) { __builtin_prefetch(p); }
 PROXYCCL_DEVICE void fenceSystem() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 PROXYCCL_DEVICE void* dynamicShared() { return host::self()->dynamic_shared; }
 
-// storeTrigger()'s second word carries the parity bit, and its release publishes both words. The first word is stored
-// relaxed: this fence orders it after the load that found room.
+// storeTrigger() stores word 0 relaxed, and then word 1, with the parity bit, by a release that publishes both words.
+// This fence orders the store of word 0 after the load that found room in the ring.
 PROXYCCL_DEVICE void orderBeforeTrigger() { __atomic_thread_fence(__ATOMIC_ACQUIRE); }
 PROXYCCL_DEVICE void storeTrigger(uint64_t* slot, uint64_t word0, uint64_t word1) {
   __atomic_store_n(slot, word0, __ATOMIC_RELAXED);
@@ -172,14 +172,14 @@ PROXYCCL_DEVICE void loadPacket128(const uint64_t* p, uint64_t* low, uint64_t* h
   *high = __atomic_load_n(p + 1, __ATOMIC_RELAXED);
 }
 
-// Makes two accesses of 8 bytes, because neither C++ nor the sanitizers have a lock-free access of 16 bytes.
+// These functions make two accesses of 8 bytes, because neither C++ nor the sanitizers have a lock-free access of 16.
 PROXYCCL_DEVICE void storeRelaxed128(uint64_t* p, uint64_t low, uint64_t high) { storePacket128(p, low, high); }
 PROXYCCL_DEVICE void loadRelaxed128(const uint64_t* p, uint64_t* low, uint64_t* high) { loadPacket128(p, low, high); }
 
-// Conversions to and from halves are written out, because not every C++ compiler has a 16-bit float.
+// Conversions to and from halves use integer arithmetic, because not every C++ compiler has a 16-bit float.
 PROXYCCL_DEVICE float halfToFloat(uint16_t bits) {
   const uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16, magnitude = bits & 0x7fff;
-  // The exponents' biases differ by 112; the multiplication is exact and makes subnormal halves normal.
+  // The exponent biases of float and half differ by 112. The multiplication is exact and makes subnormal halves normal.
   const float scaled = __builtin_bit_cast(float, magnitude << 13) * 0x1p112f;
   const uint32_t infinite = magnitude >= 0x7c00 ? 0x7f800000u : 0;
   return __builtin_bit_cast(float, __builtin_bit_cast(uint32_t, scaled) | infinite | sign);
@@ -193,7 +193,8 @@ PROXYCCL_DEVICE uint16_t floatToHalf(float value) {
     half = 0x7e00;
   } else if (magnitude >= 0x477ff000) {  // rounds to infinity: 65520 and more
     half = 0x7c00;
-  } else if (magnitude < 0x38800000) {  // subnormal: a float near 0.5 has the same last bit as such a half
+  } else if (magnitude < 0x38800000) {  // subnormal: a float near 0.5 has the same unit in the last place as a
+                                        // subnormal half
     half = __builtin_bit_cast(uint32_t, __builtin_bit_cast(float, magnitude) + 0.5f) - 0x3f000000;
   } else {
     half = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
@@ -203,7 +204,7 @@ PROXYCCL_DEVICE uint16_t floatToHalf(float value) {
 
 }  // namespace proxyccl
 
-// The CUDA spellings, so that a kernel written for a GPU compiles unchanged.
+// CUDA's names, so that a kernel written for a GPU compiles unchanged.
 PROXYCCL_DEVICE void __syncthreads() { ::proxyccl::host::self()->api->sync_block(::proxyccl::host::self()); }
 namespace proxyccl {
 PROXYCCL_DEVICE void syncThreadsSystem() { __syncthreads(); }
@@ -242,7 +243,7 @@ PROXYCCL_DEVICE T __shfl_up_sync(uint32_t mask, T value, uint32_t delta) {
 }
 namespace proxyccl {
 namespace host {
-// T in a context from which the compiler does not deduce it: atomicAdd(&counter, 1) converts the 1.
+// T in a non-deduced context, so that atomicAdd(&counter, 1) converts the 1 to T.
 template <class T>
 struct SameType {
   using Type = T;

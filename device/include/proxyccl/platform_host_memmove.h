@@ -1,10 +1,11 @@
-/* memmove for the CPU's copies of array data.
+/* A memmove for the CPU's copies of array data, which avoids `rep movsb` where it is slow.
  *
  * From about 2 KiB to the size of a core's cache, glibc copies with `rep movsb` if the CPU reports that this
- * instruction is fast. AMD's Zen 3 and Zen 4 report it, but on these the instruction is 4 to 15 times slower if the
+ * instruction is fast. AMD's Zen 3 and Zen 4 report so, although the instruction is 4 to 15 times slower there if the
  * target has a slightly higher offset in its page than the source
  * (https://sourceware.org/bugzilla/show_bug.cgi?id=30994). numpy's arrays have such offsets relative to our memory,
- * because malloc puts large blocks 16 bytes after the start of a page. Plain C, shared with the engine.
+ * because malloc puts large blocks 16 bytes after the start of a page. The header is plain C, because the engine also
+ * includes it.
  */
 #pragma once
 
@@ -21,7 +22,8 @@ static inline void proxyccl_memmove(void* dst, const void* src, size_t bytes) {
     for (; done + kAtOnce <= bytes; done += kAtOnce) {
       const ProxycclCopiedVector* from = (const ProxycclCopiedVector*)((const char*)src + done);
       ProxycclCopiedVector* to = (ProxycclCopiedVector*)((char*)dst + done);
-      /* Loads come first: a load after a store to the same offset in a page would wait for that store. */
+      /* The loads precede the stores, because a load after a store to the same offset in a page would wait for that
+       * store. */
       const ProxycclCopiedVector a = from[0], b = from[1], c = from[2], d = from[3];
       const ProxycclCopiedVector e = from[4], f = from[5], g = from[6], h = from[7];
       to[0] = a, to[1] = b, to[2] = c, to[3] = d;

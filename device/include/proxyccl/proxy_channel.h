@@ -1,17 +1,18 @@
-// ProxyChannel: one thread pushes triggers; the proxy moves the data by copy engine or network.
+// ProxyChannel: a kernel's thread pushes triggers, and the proxy moves the data by copy engine or network.
 //
 // Names and argument order are those of MSCCL++'s PortChannelDeviceHandle. Offsets and sizes are in bytes, of any
-// alignment; an offset counts from the start of a memory: the peer's (destination) or the local one (source).
+// alignment. A destination offset counts from the start of the peer's memory, a source offset from the start of local
+// memory.
 //
 // One thread makes a call for its whole block; if several threads call put(), they make several puts. A put carries
-// what the calling thread wrote before it, and what its block wrote before a syncThreadsSystem(). The operations of one
-// thread on a channel are executed in the order of its calls: a get reads what earlier puts on the channel wrote, and a
-// get's data arrives before a later put reads it and before a later signal arrives. Over a fabric that does not order
-// writes, puts may overtake one another, and so may gets. If a range leaves its memory, nothing moves and the
+// what the calling thread wrote before the put, and what the thread's block wrote before a syncThreadsSystem(). The
+// operations of one thread on a channel are executed in the order of its calls: a get reads what earlier puts wrote,
+// and its data arrives before a later put reads the data and before a later signal arrives. Over a fabric that does not
+// order writes, puts may overtake one another, and so may gets. If a range leaves its memory, nothing moves and the
 // communicator ends with a TriggerError.
 //
-// A put or get has a ticket. isComplete() and waitComplete() tell when it and all operations before it on the channel
-// are complete; that needs no flush. The ticket is kNoTicket if the call could not push.
+// A put or get returns a ticket, or kNoTicket if the call could not push a trigger. Without a flush, isComplete() and
+// waitComplete() tell when the ticket's operation and all earlier ones on the channel are complete.
 #pragma once
 
 #include "proxyccl/element.h"
@@ -31,7 +32,7 @@ namespace proxyccl {
 /// @param size        in bytes, at most PROXYCCL_MAX_TRIGGER_BYTES; any 32 bits without PROXYCCL_OP_DATA
 PROXYCCL_DEVICE ProxycclTrigger makeTrigger(uint32_t op, uint32_t channel, uint32_t dst_memory, uint64_t dst_offset,
                                             uint32_t src_memory, uint64_t src_offset, uint64_t size) {
-  // An offset of 4 GiB or more lies in one of the windows that follow the memory's first.
+  // An offset of 4 GiB or more lies in a later window of the memory, which has the next memory ids.
   const uint64_t dst_id = dst_memory + (dst_offset >> PROXYCCL_OFFSET_BITS);
   const uint64_t src_id = src_memory + (src_offset >> PROXYCCL_OFFSET_BITS);
   const uint64_t size_bits = op & PROXYCCL_OP_DATA ? (1u << PROXYCCL_SIZE_BITS) - 1 : 0xffffffffu;
@@ -45,7 +46,8 @@ PROXYCCL_DEVICE ProxycclTrigger makeTrigger(uint32_t op, uint32_t channel, uint3
   return trigger;
 }
 
-/// Makes a trigger that carries a value instead of naming a source. The other parameters are those of makeTrigger().
+/// Makes a trigger that carries a value instead of a source's memory id. The other parameters are those of
+/// makeTrigger().
 /// @param value  1, 2, 4 or 8 bytes
 PROXYCCL_DEVICE ProxycclTrigger makeValueTrigger(uint32_t op, uint32_t channel, uint32_t dst_memory,
                                                  uint64_t dst_offset, uint64_t value, uint32_t bytes) {
@@ -58,10 +60,10 @@ PROXYCCL_DEVICE ProxycclTrigger makeValueTrigger(uint32_t op, uint32_t channel, 
 struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   static constexpr uint32_t kHandleKind = PROXYCCL_HANDLE_PROXY_CHANNEL;
 
-  /// Starts a copy from local memory to the peer's and returns immediately, unless the ring is full.
+  /// Starts a copy from local memory to the peer's. It returns immediately, unless the ring is full.
   ///
-  /// The source may be overwritten when the put is complete. The peer may read the data after a signal() that follows
-  /// it.
+  /// The source may be overwritten when the put is complete. The peer may read the data once it has received a later
+  /// signal().
   /// @param dstOffset  offset in the peer's memory, in bytes
   /// @param srcOffset  offset in local memory, in bytes
   /// @param size       number of bytes
@@ -71,7 +73,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   }
   /// put() with one offset for both memories.
   PROXYCCL_DEVICE uint64_t put(uint64_t offset, uint64_t size) const { return put(offset, offset, size); }
-  /// put() between memories other than the channel's two.
+  /// put() between memories other than the channel's defaults.
   /// @param dstMemory  the peer's memory: in Python RegisteredMemory.peer_id(peer)
   /// @param srcMemory  local memory: in Python RegisteredMemory.source_id(peer)
   PROXYCCL_DEVICE uint64_t put(uint32_t dstMemory, uint64_t dstOffset, uint32_t srcMemory, uint64_t srcOffset,
@@ -79,11 +81,11 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
     return push(PROXYCCL_OP_DATA, dstMemory, dstOffset, srcMemory, srcOffset, size);
   }
 
-  /// Starts a copy from the peer's memory to local memory and returns immediately, unless the ring is full. The peer's
+  /// Starts a copy from the peer's memory to local memory. It returns immediately, unless the ring is full. The peer's
   /// kernels take no part.
   ///
   /// After the wait() for a signal, a get reads what the peer wrote before that signal. The data may be read when the
-  /// get is complete. A signal() after it tells the peer that its memory may be overwritten.
+  /// get is complete. A later signal() tells the peer that it may overwrite the memory that the get has read.
   /// @param dstOffset  offset in local memory, in bytes: the target comes first, as in put()
   /// @param srcOffset  offset in the peer's memory, in bytes
   /// @param size       number of bytes
@@ -93,7 +95,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   }
   /// get() with one offset for both memories.
   PROXYCCL_DEVICE uint64_t get(uint64_t offset, uint64_t size) const { return get(offset, offset, size); }
-  /// get() between memories other than the channel's two.
+  /// get() between memories other than the channel's defaults.
   /// @param dstMemory  local memory: in Python RegisteredMemory.source_id(peer)
   /// @param srcMemory  the peer's memory: in Python RegisteredMemory.peer_id(peer)
   PROXYCCL_DEVICE uint64_t get(uint32_t dstMemory, uint64_t dstOffset, uint32_t srcMemory, uint64_t srcOffset,
@@ -101,8 +103,8 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
     return push(PROXYCCL_OP_DATA | PROXYCCL_OP_GET, dstMemory, dstOffset, srcMemory, srcOffset, size);
   }
 
-  /// Writes a value of 1, 2, 4 or 8 bytes to the peer's memory. The value travels in the trigger, so nothing is read
-  /// later.
+  /// Writes a value of 1, 2, 4 or 8 bytes to the peer's memory. The trigger carries the value, so the proxy reads no
+  /// memory of the kernel.
   /// @param dstOffset  offset in the peer's memory, in bytes, of any alignment
   /// @param value      of any trivially copyable type
   /// @return the put's ticket, as for put()
@@ -110,7 +112,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   PROXYCCL_DEVICE uint64_t putValue(uint64_t dstOffset, T value) const {
     return pushValue(PROXYCCL_OP_DATA, dstOffset, value);
   }
-  /// putValue() and signal() as one operation.
+  /// Does putValue() and signal() as one operation.
   template <class T>
   PROXYCCL_DEVICE uint64_t putValueWithSignal(uint64_t dstOffset, T value) const {
     return pushValue(PROXYCCL_OP_DATA | PROXYCCL_OP_SIGNAL, dstOffset, value);
@@ -119,14 +121,16 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   /// Adds one to the peer's semaphore of this channel, after the data of all earlier puts and gets on the channel.
   PROXYCCL_DEVICE void signal() const { push(PROXYCCL_OP_SIGNAL, 0, 0, 0, 0, 0); }
 
-  /// Raises the count of the peer's semaphore to `value`, as if this rank had sent signals until the count was `value`.
-  /// The memory order is that of signal(). The peer waits with waitUntil(value), or calls wait() once for each signal.
+  /// Raises the count of the peer's semaphore to `value`, as if this rank had called signal() until the count was
+  /// `value`. The memory order is that of signal(). The peer waits with waitUntil(value), or calls wait() once for each
+  /// signal.
   /// @param value  greater than every earlier count, or the communicator ends with a TriggerError
   PROXYCCL_DEVICE void signal(uint64_t value) const {
     Fifo{fifo}.push(makeValueTrigger(PROXYCCL_OP_SIGNAL, channel, 0, 0, value, 8), control);
   }
 
-  /// put() and signal() as one operation, which is cheaper than two. The parameters and the result are those of put().
+  /// Does put() and signal() as one operation, which is cheaper than two. The parameters and the result are those of
+  /// put().
   PROXYCCL_DEVICE uint64_t putWithSignal(uint64_t dstOffset, uint64_t srcOffset, uint64_t size) const {
     return push(PROXYCCL_OP_DATA | PROXYCCL_OP_SIGNAL, dst_memory, dstOffset, src_memory, srcOffset, size);
   }
@@ -134,13 +138,14 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   PROXYCCL_DEVICE uint64_t putWithSignal(uint64_t offset, uint64_t size) const {
     return putWithSignal(offset, offset, size);
   }
-  /// putWithSignal() between memories other than the channel's two.
+  /// putWithSignal() between memories other than the channel's defaults.
   PROXYCCL_DEVICE uint64_t putWithSignal(uint32_t dstMemory, uint64_t dstOffset, uint32_t srcMemory, uint64_t srcOffset,
                                          uint64_t size) const {
     return push(PROXYCCL_OP_DATA | PROXYCCL_OP_SIGNAL, dstMemory, dstOffset, srcMemory, srcOffset, size);
   }
 
-  /// put(), signal() and flush() as one operation. The parameters are those of put(), the result is that of flush().
+  /// Does put(), signal() and flush() as one operation. The parameters are those of put(), and the result is that of
+  /// flush().
   PROXYCCL_DEVICE bool putWithSignalAndFlush(uint64_t dstOffset, uint64_t srcOffset, uint64_t size) const {
     return waitFlushed(push(PROXYCCL_OP_DATA | PROXYCCL_OP_SIGNAL | PROXYCCL_OP_FLUSH, dst_memory, dstOffset,
                             src_memory, srcOffset, size));
@@ -150,16 +155,16 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
     return putWithSignalAndFlush(offset, offset, size);
   }
 
-  /// Waits until all earlier operations on this channel are complete: the sources of puts may be written again, and
-  /// the results of gets may be read. Other channels are not waited for.
+  /// Waits until all earlier operations on this channel are complete. Then the kernel may overwrite the sources of puts
+  /// and read the results of gets.
   /// @return false if the communicator has ended or the time-out passed: the kernel must then give up its work
   PROXYCCL_DEVICE bool flush() const { return waitFlushed(push(PROXYCCL_OP_FLUSH, 0, 0, 0, 0, 0)); }
 
-  /// Requests a flush and returns immediately, so the kernel can go on until it needs the sources again.
+  /// Requests a flush and returns immediately.
   /// @return the flush's ticket, for isFlushed() and waitFlushed(); kNoTicket if the communicator has ended
   PROXYCCL_DEVICE uint64_t flushAsync() const { return push(PROXYCCL_OP_FLUSH, 0, 0, 0, 0, 0); }
 
-  /// Whether the flush with this ticket is complete. Like poll(), it never waits.
+  /// Returns whether the flush with this ticket is complete; like poll(), never waits.
   /// @param ticket  from flushAsync()
   PROXYCCL_DEVICE bool isFlushed(uint64_t ticket) const {
     return ticket != kNoTicket && loadAcquireSystem(flushed) > ticket;
@@ -169,24 +174,23 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   /// @param ticket  from flushAsync(); for kNoTicket it returns false immediately
   /// @return see flush()
   PROXYCCL_DEVICE bool waitFlushed(uint64_t ticket) const {
-    // The word holds a ticket, not a count: two threads that flush the same channel may push in either order, and the
-    // later ticket's completion implies the earlier's. The load pairs with the transport's write of the word, after
-    // the channel's data.
+    // `flushed` holds a ticket, not a count, because two threads that flush the same channel may push in either order.
+    // When a flush is complete, all flushes with lower tickets are complete as well. The load pairs with the
+    // transport's write of `flushed`, which follows the channel's data.
     if (ticket == kNoTicket) return false;
     const WaitFor what = {PROXYCCL_WAIT_FLUSH, peer, channel, ticket + 1};
     return proxyccl::waitUntil(control, what,
                                [&](uint64_t* seen) { return (*seen = loadAcquireSystem(flushed)) > ticket; });
   }
 
-  /// Whether the operation with this ticket and all before it on the channel are complete, in the sense of flush().
-  /// Like poll(), it never waits. No flush is needed, but over a fabric a flush reveals sooner that puts and signals
-  /// are complete.
+  /// Returns whether the operation with this ticket and all earlier ones on the channel are complete, in the sense of
+  /// flush(). Like poll(), it never waits. Over a fabric, a flush makes completions known sooner.
   /// @param ticket  from any call on this channel that returns one
   PROXYCCL_DEVICE bool isComplete(uint64_t ticket) const {
     return ticket != kNoTicket && loadAcquireSystem(completed) > ticket;
   }
 
-  /// Waits until isComplete().
+  /// Waits until isComplete() returns true for this ticket.
   /// @param ticket  from any call on this channel that returns one; for kNoTicket it returns false immediately
   /// @return see flush()
   PROXYCCL_DEVICE bool waitComplete(uint64_t ticket) const {
@@ -196,7 +200,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
                                [&](uint64_t* seen) { return (*seen = loadAcquireSystem(completed)) > ticket; });
   }
 
-  /// For a channel with a Python handler: sends the handler three numbers of the program's choice.
+  /// Sends three numbers of the program's choice to the channel's Python handler.
   /// @param size       what the handler sees as the trigger's size
   /// @param dstOffset  what the handler sees as the destination offset
   /// @param srcOffset  what the handler sees as the source offset
@@ -206,17 +210,17 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
     return Fifo{fifo}.push(makeTrigger(PROXYCCL_OP_CUSTOM, channel, 0, dstOffset, 0, srcOffset, size), control);
   }
 
-  /// Waits for the peer's next signal and consumes it. After that, the data that the peer put before the signal may be
-  /// read. Any number of threads may call it concurrently: each consumes one signal. If one thread calls it for its
-  /// block, the others continue after a __syncthreads().
+  /// Waits for the peer's next signal and consumes it. The kernel may then read the data that the peer put before the
+  /// signal. Any number of threads may call wait() concurrently: each consumes one signal. If one thread calls wait()
+  /// for its block, the block's other threads continue after a __syncthreads().
   /// @return false if the communicator has ended or the time-out passed: the kernel must then give up its work
   PROXYCCL_DEVICE bool wait() const {
     return semaphoreHandle().wait(control, PROXYCCL_WAIT_PROXY_SIGNAL, peer, channel);
   }
 
-  /// Waits until the peer's signals have reached `value`, and consumes them. If `value` is reached already, it returns
-  /// true immediately. Otherwise it waits like wait().
-  /// @param value  a count of signals since the channel was made
+  /// Waits like wait() until the count of the peer's signals has reached `value`, and consumes these signals. If the
+  /// count has already reached `value`, it returns true immediately.
+  /// @param value number of signals since the channel was made
   PROXYCCL_DEVICE bool waitUntil(uint64_t value) const {
     return semaphoreHandle().waitUntil(control, PROXYCCL_WAIT_PROXY_SIGNAL, peer, channel, value);
   }
@@ -225,14 +229,14 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   ///
   /// poll() never waits, so a loop around it must itself end when the communicator ends:
   /// `while (!channel.poll()) if (aborted(channel.control)) return;`
-  /// @return whether there was a signal; if so, the data that the peer put before it may be read
+  /// @return whether there was a signal; if so, the kernel may read the data that the peer put before the signal
   PROXYCCL_DEVICE bool poll() const { return semaphoreHandle().poll(); }
 
  private:
   PROXYCCL_DEVICE SharedSemaphore semaphoreHandle() const { return {semaphore}; }
 
-  // Checks ranges that the engine can't check: an offset past the first window addresses the following ids, which
-  // belong to another memory after the last window. The word in host memory is read only for a range that leaves the
+  // Checks that a range lies in its memory. The engine can't check this, because an offset beyond the memory's last
+  // window would address the ids of another memory. The limit in host memory is read only for a range that leaves the
   // first window.
   PROXYCCL_DEVICE bool reaches(uint32_t memory, uint64_t offset, uint64_t size) const {
     if (memory >= PROXYCCL_MAX_MEMORIES) return false;
@@ -242,7 +246,6 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
     return offset <= bytes && size <= bytes - offset;
   }
 
-  // Ends the communicator, because a range leaves its memory.
   PROXYCCL_DEVICE uint64_t refuse(uint32_t op, uint32_t kind, uint32_t memory, uint64_t offset, uint64_t size) const {
     const bool known = memory_limits != nullptr && memory < PROXYCCL_MAX_MEMORIES;
     recordError(control, PROXYCCL_ERROR_BAD_TRIGGER, {kind, peer, channel, memory},
@@ -262,8 +265,8 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
     return Fifo{fifo}.push(makeValueTrigger(op, channel, dst_memory, dstOffset, carried, sizeof(T)), control);
   }
 
-  // Pushes an operation, as several triggers if it is longer than one trigger can move. Returns the last trigger's
-  // ticket.
+  // Pushes an operation, as several triggers if it moves more than PROXYCCL_MAX_TRIGGER_BYTES, and returns the last
+  // trigger's ticket.
   PROXYCCL_DEVICE uint64_t push(uint32_t op, uint32_t dstMemory, uint64_t dstOffset, uint32_t srcMemory,
                                 uint64_t srcOffset, uint64_t size) const {
     if (op & PROXYCCL_OP_DATA) {

@@ -1,4 +1,4 @@
-// Everything that a kernel needs.
+// Includes all device headers of ProxyCCL.
 #pragma once
 
 #include "proxyccl/proxy_channel.h"
@@ -9,8 +9,8 @@
 
 namespace proxyccl {
 
-// DeviceHandle<ProxyChannel>, as in MSCCL++: the device handle of a host-side class. MSCCL++ has used both pairs of
-// names; since 2025 the channels are MemoryChannel and PortChannel.
+// DeviceHandle<ProxyChannel> is the device handle of a host-side class, as in MSCCL++. MSCCL++'s channels were called
+// SmChannel and ProxyChannel until 2025, and MemoryChannel and PortChannel since.
 using MemoryChannelDeviceHandle = SmChannelDeviceHandle;
 using PortChannelDeviceHandle = ProxyChannelDeviceHandle;
 

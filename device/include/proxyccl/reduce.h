@@ -1,8 +1,8 @@
 // Element types and reduction operations.
 //
-// Each type names its accumulator: 16-bit floats accumulate in float, and a result is rounded once. A kernel that has
-// the contributions of all ranks reduces them in rank order, so that every rank gets the same bits. NaNs would be an
-// exception, so finishReduction() replaces every NaN by the same NaN.
+// Each type names its accumulator type; for example, 16-bit floats accumulate in float, and the result is rounded once.
+// A kernel that has the contributions of all ranks reduces them in rank order, so that every rank gets the same bits. A
+// NaN's bits could still differ between ranks, so finishReduction() replaces every NaN by the same NaN.
 #pragma once
 
 #include "proxyccl/platform.h"
@@ -16,9 +16,9 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// Attributes of a type: `Accumulator`; and kScaled, whether values of an average are scaled before they are added.
-// Values must be scaled if the accumulator has the type's own range, because then the sum may overflow although the
-// average does not.
+// An element type's attributes. kScaled says whether an average scales the values before it adds them. They must be
+// scaled if the accumulator has the range of the type itself, because then the sum may overflow although the average
+// does not.
 template <class T>
 struct Element {
   using Accumulator = T;
@@ -33,7 +33,7 @@ struct Element<Half> {
   static constexpr bool kScaled = false;
   static PROXYCCL_DEVICE float widen(Half value) { return halfToFloat(value.bits); }
   static PROXYCCL_DEVICE Half narrow(float value) { return {floatToHalf(value)}; }
-  // Returns two elements, the first in the lower half.
+  // Returns two elements packed in 32 bits; the lower half holds the first.
   static PROXYCCL_DEVICE uint32_t narrowTwo(float low, float high) {
 #ifdef PROXYCCL_HAS_FLOAT_TO_BFLOAT16
     return floatsToHalf(low, high);
@@ -68,9 +68,9 @@ struct Element<BFloat16> {
   }
 };
 
-// scale() gets a rank's value and the number of ranks. combine() is associative up to rounding. finish() gets the
-// combined value and the number of ranks. Minimum and maximum propagate NaN. The average of integers truncates towards
-// zero, as in NCCL.
+// scale() takes a rank's value and the number of ranks, finish() the combined value and the number of ranks. combine()
+// is associative up to rounding. Minimum and maximum propagate NaN. The average of integers truncates towards zero, as
+// in NCCL.
 struct Unscaled {
   template <class T, class A>
   static PROXYCCL_DEVICE A scale(A a, uint32_t) {
@@ -92,7 +92,7 @@ PROXYCCL_UNSCALED(Sum, a + b)
 PROXYCCL_UNSCALED(Prod, a* b)
 PROXYCCL_UNSCALED(Min, a < b || a != a ? a : b)
 PROXYCCL_UNSCALED(Max, a > b || a != a ? a : b)
-// Bitwise operations, for integers.
+// Bitwise operations, which only integers have.
 PROXYCCL_UNSCALED(Band, a& b)
 PROXYCCL_UNSCALED(Bor, a | b)
 PROXYCCL_UNSCALED(Bxor, a ^ b)
@@ -102,8 +102,7 @@ struct Avg {
   static PROXYCCL_DEVICE A combine(A a, A b) {
     return a + b;
   }
-  // Scales values by the least power of two that is not below the number of ranks: a float holds such a quotient of a
-  // bfloat16 exactly.
+  // Divides values by the least power of two >= `ranks`, because a float holds this quotient of a bfloat16 exactly.
   template <class T, class A>
   static PROXYCCL_DEVICE A scale(A a, uint32_t ranks) {
     if constexpr (Element<T>::kScaled) return a * inverse(ranks);
@@ -120,10 +119,10 @@ struct Avg {
  private:
   template <class A>
   static PROXYCCL_DEVICE A divide(A a, uint32_t ranks) {
-    return a / static_cast<decltype(a + a)>(ranks);  // wider than A, whose 8 bits may not hold `ranks`
+    return a / static_cast<decltype(a + a)>(ranks);  // in a type wider than A, because an 8-bit A may not hold `ranks`
   }
-  // A power of two has an exact reciprocal, so the quotient is the product. On a GPU a division takes some 30
-  // instructions, which would slow down a kernel of few blocks.
+  // If `ranks` is a power of two, its reciprocal is exact, so a multiplication replaces the division. On a GPU a
+  // division takes some 30 instructions, which would slow down a kernel of few blocks.
   static PROXYCCL_DEVICE float divide(float a, uint32_t ranks) {
     return isPowerOfTwo(ranks) ? a * inverse(ranks) : a / static_cast<float>(ranks);
   }
@@ -131,15 +130,15 @@ struct Avg {
     return isPowerOfTwo(ranks) ? a * static_cast<double>(inverse(ranks)) : a / static_cast<double>(ranks);
   }
   static PROXYCCL_DEVICE bool isPowerOfTwo(uint32_t ranks) { return (ranks & (ranks - 1)) == 0; }
-  // Returns the reciprocal of the least power of two that is not below `ranks`.
+  // Returns the reciprocal of the least power of two >= `ranks`.
   static PROXYCCL_DEVICE float inverse(uint32_t ranks) {
-    uint32_t bits = ranks - 1;  // the next lines then set all its lower bits
+    uint32_t bits = ranks - 1;  // the next lines set all bits below its highest
     for (uint32_t shift = 1; shift < 32; shift *= 2) bits |= bits >> shift;
     return __builtin_bit_cast(float, (127u - countBits(bits)) << 23);
   }
 };
 
-// Replaces any NaN by the NaN without sign and payload.
+// Replaces any NaN by one fixed NaN, which has no sign and no payload.
 template <class A>
 PROXYCCL_DEVICE A withOneNan(A value) {
   return value;
@@ -151,15 +150,14 @@ PROXYCCL_DEVICE double withOneNan(double value) {
   return value == value ? value : __builtin_bit_cast(double, 0x7ff8000000000000ull);
 }
 
-// Returns a rank's value in the form that combine() takes.
 template <class T, class Op>
 PROXYCCL_DEVICE typename Element<T>::Accumulator contribution(T value, uint32_t ranks) {
   return Op::template scale<T>(Element<T>::widen(value), ranks);
 }
 
-// Returns the result of a reduction from combine()'s result for all ranks' values. A sum or product of two NaNs has the
-// sign and payload of one of them. Which of the two depends on the device and on the order of operands that the
-// compiler chooses, which differs between loops. So a NaN result gets neither sign nor payload.
+// Returns a reduction's result from the combined values of all ranks. A sum or product of two NaNs has the sign and
+// payload of one of the two, which depends on the device and on the compiler's order of the operands. So a NaN result
+// gets neither sign nor payload.
 template <class T, class Op>
 PROXYCCL_DEVICE typename Element<T>::Accumulator finished(typename Element<T>::Accumulator combined, uint32_t ranks) {
   return withOneNan(Op::template finish<T>(combined, ranks));

@@ -1,6 +1,5 @@
-// Counting semaphores between two ranks. Counters only grow, in device memory, so a captured graph can be replayed.
-// The library's own kernels use this semaphore: one thread at a time signals and waits. Channels use the semaphore in
-// shared_semaphore.h.
+// A counting semaphore between two ranks, for the library's own kernels: one thread at a time signals and waits. The
+// counters are in device memory and only grow, so a captured graph can be replayed.
 #pragma once
 
 #include "proxyccl/handles.h"
@@ -9,14 +8,14 @@
 namespace proxyccl {
 
 struct Semaphore : ProxycclSemaphore {
-  /// Adds one to the count at the peer. One thread at a time calls it.
+  /// Adds one to the peer's count. One thread at a time calls it.
   ///
-  /// The release pairs with the acquire in the peer's wait(): once the signal is visible, so is what this thread wrote
-  /// before, and what its block wrote before a syncThreadsSystem(). Only this thread writes `remote_inbound`, so a
-  /// store of the count is enough, without an atomic across the link.
+  /// The release pairs with the acquire in the peer's wait(): a peer that sees the signal also sees what this thread
+  /// wrote before, and what its block wrote before a syncThreadsSystem(). Only this thread writes `remote_inbound`, so
+  /// it stores the count and needs no atomic across the link.
   PROXYCCL_DEVICE void signal() const { storeReleaseSystem<uint64_t>(remote_inbound, ++*outbound); }
 
-  /// Adds one to the count at the peer, as a release of loads (storeReleaseLoadsSystem in platform.h): the addition is
+  /// Adds one to the peer's count, as a release of loads (storeReleaseLoadsSystem in platform.h): the addition is
   /// ordered after the stores of earlier kernels and after this block's loads, but not after its stores.
   PROXYCCL_DEVICE void signalLoads() const { storeReleaseLoadsSystem<uint64_t>(remote_inbound, ++*outbound); }
 

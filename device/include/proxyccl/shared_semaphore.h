@@ -1,7 +1,7 @@
 // The semaphore of channels: any number of threads and blocks may signal it and wait for it concurrently.
 //
-// A thread takes the number of the signal that it waits for by an atomic add, whose trip to memory overlaps with the
-// first load of the count: for a single thread, the wait takes no longer than with a load and a store.
+// By an atomic add, a waiting thread takes the number of the signal that it waits for. The add overlaps with the first
+// load of the count, so a wait takes no longer than in semaphore.h.
 #pragma once
 
 #include "proxyccl/handles.h"
@@ -12,14 +12,14 @@ namespace proxyccl {
 struct SharedSemaphore : ProxycclSemaphore {
   static constexpr uint32_t kHandleKind = PROXYCCL_HANDLE_SEMAPHORE;
 
-  /// Adds one to the count at the peer.
+  /// Adds one to the peer's count.
   ///
-  /// The release pairs with the acquire in the peer's wait() and poll(): once the signal is visible, so is what this
-  /// thread wrote before, and what its block wrote before a syncThreadsSystem(). Each addition to the count continues
-  /// the release sequence of the earlier additions.
+  /// The release pairs with the acquire in the peer's wait() and poll(): a peer that sees the signal also sees what
+  /// this thread wrote before, and what its block wrote before a syncThreadsSystem(). Each addition to the count
+  /// continues the release sequence of the earlier additions.
   ///
-  /// If the link to the peer does not add atomically (`adds` is 0), the count is stored, and only one thread at a time
-  /// may call signal().
+  /// If the link to the peer does not support atomic additions (`adds` is 0), signal() stores the count, and only one
+  /// thread at a time may call it.
   PROXYCCL_DEVICE void signal() const {
     if (adds == 0) return storeReleaseSystem<uint64_t>(remote_inbound, ++*outbound);
     addRelaxedDevice(outbound, 1);
@@ -33,9 +33,9 @@ struct SharedSemaphore : ProxycclSemaphore {
     addRelaxedSystem(remote_inbound, 1);
   }
 
-  /// Raises the count at the peer to `value`. The memory order is that of signal().
-  /// @param count  the count so far, if that is not below `value`
-  /// @return false if the count so far is not below `value`: then nothing is signalled
+  /// Raises the peer's count to `value`. The memory order is that of signal().
+  /// @param count  receives the count before the call
+  /// @return false if the count was already `value` or more: then nothing is signalled
   PROXYCCL_DEVICE bool signal(uint64_t value, uint64_t* count) const {
     *count = raise(outbound, value);
     if (*count >= value) return false;
@@ -46,7 +46,7 @@ struct SharedSemaphore : ProxycclSemaphore {
     return true;
   }
 
-  /// Waits for the next signal that no other thread waits for, and consumes it.
+  /// Waits for the first signal that no other thread waits for, and consumes this signal.
   /// @param control  the communicator's control block; null for the module's own
   /// @param kind     ProxycclWaitKind, for the error record if the wait fails
   /// @param peer     the rank that signals, or PROXYCCL_NO_PEER
@@ -61,8 +61,8 @@ struct SharedSemaphore : ProxycclSemaphore {
     return await(control, {kind, peer, channel, takeNext()}, [](const uint64_t* p) { return loadRelaxedSystem(p); });
   }
 
-  /// Waits until the count has reached `value`, and consumes all signals up to it. If the count has reached `value`
-  /// already, it returns true immediately. Otherwise it works like wait().
+  /// Waits until the count has reached `value`, and consumes all signals up to it. If the count has already reached
+  /// `value`, it returns true immediately. The parameters and the result are those of wait().
   PROXYCCL_DEVICE bool waitUntil(Control* control, uint32_t kind, uint32_t peer, uint32_t channel,
                                  uint64_t value) const {
     if (!await(control, {kind, peer, channel, value}, [](const uint64_t* p) { return loadAcquireSystem(p); }))
@@ -71,18 +71,18 @@ struct SharedSemaphore : ProxycclSemaphore {
     return true;
   }
 
-  /// Consumes a signal if one has arrived that no thread waits for. A loop around it must itself end when the
+  /// Consumes a signal if one has arrived for which no thread waits. A loop around poll() must itself end when the
   /// communicator ends: `while (!poll()) if (aborted(control)) return;`
   /// @return whether there was such a signal
   PROXYCCL_DEVICE bool poll() const {
     const uint64_t taken = loadRelaxedDevice(expected);
     if (loadAcquireSystem(inbound) > taken && compareExchangeDevice(expected, taken, taken + 1)) return true;
-    spinHint(0);  // on the host, lets the block's other threads run, on which the signal may depend
+    spinHint(0);  // on the host, lets the block's other threads run, because the signal may depend on them
     return false;
   }
 
-  /// Takes and returns the number, from 1, of the next signal that no thread waits for. The caller must wait for that
-  /// signal.
+  /// Reserves the first signal that no thread waits for, and returns its number, counted from 1. The caller must wait
+  /// for this signal.
   PROXYCCL_DEVICE uint64_t takeNext() const { return fetchAddRelaxedDevice<uint64_t>(expected, 1) + 1; }
 
  private:
@@ -91,7 +91,7 @@ struct SharedSemaphore : ProxycclSemaphore {
     return proxyccl::waitUntil(control, what, [&](uint64_t* seen) { return (*seen = load(inbound)) >= what.expected; });
   }
 
-  // Raises a count in local memory to `value` if the count is lower. Returns the count before.
+  // Raises a count in local memory to `value` if the count is lower. Returns the previous count.
   PROXYCCL_DEVICE uint64_t raise(uint64_t* count, uint64_t value) const {
     uint64_t before = loadRelaxedDevice(count);
     while (before < value && !compareExchangeDevice(count, before, value)) before = loadRelaxedDevice(count);

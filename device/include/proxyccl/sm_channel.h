@@ -1,11 +1,12 @@
 // SmChannel: the kernel's own threads read and write a peer's mapped memory.
 //
 // Names and argument order are those of MSCCL++'s MemoryChannelDeviceHandle. The target of an operation is where data
-// goes, the origin where it comes from. Offsets and sizes are in bytes, of any alignment except in packets; an offset
-// counts from the start of the peer's memory (`dst`) or of local memory (`src`).
+// goes, the origin where it comes from. Offsets and sizes are in bytes; only those of packets need an alignment. An
+// offset counts from the start of the peer's memory (`dst`) or of local memory (`src`).
 //
-// If a range leaves its memory, or packets can't carry it whole, nothing moves, and the communicator ends with a
-// TriggerError that names the call, the offset and the memory. The kernel itself sees no error and runs to its end.
+// If a range leaves its memory, or is not a multiple of the packets' payload, nothing moves and the communicator ends
+// with a TriggerError that names the call, the offset and the memory. The kernel itself sees no error and runs to its
+// end.
 #pragma once
 
 #include "proxyccl/copy.h"
@@ -20,31 +21,31 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
 
   /// Reads one element of the peer's memory. Any thread may call it.
   ///
-  /// The access is relaxed: it orders nothing. It is one access if sizeof(T) == alignof(T) <= 16 (element.h). The index
-  /// is not checked against the memory's size: this is for inner loops.
+  /// The access is relaxed, and is a single access if sizeof(T) == alignof(T) <= 16 (element.h). read() is for inner
+  /// loops, so it does not check the index against the memory's size.
   /// @tparam T      any trivially copyable type
-  /// @param  index  which element, counted in T from the start of the peer's memory, which is aligned to T
+  /// @param  index the element's index, counted in T from the start of the peer's memory; the start is aligned to T
   /// @return the element
   template <class T>
   PROXYCCL_DEVICE T read(uint64_t index) const {
     return loadElement(reinterpret_cast<const T*>(dst) + index);
   }
 
-  /// Writes one element of the peer's memory; otherwise it works like read(). A later signal() tells the peer that the
-  /// element is there.
-  /// @param index  which element, counted in T
+  /// Writes one element of the peer's memory, with the access of read(). A later signal() tells the peer that the
+  /// element has arrived.
+  /// @param index the element's index, counted in T
   /// @param value  the value to write
   template <class T>
   PROXYCCL_DEVICE void write(uint64_t index, const T& value) const {
     storeElement(reinterpret_cast<T*>(dst) + index, value);
   }
 
-  /// Copies local memory to the peer's. A group of threads calls it together; each copies its part: of the words,
-  /// thread t copies number t, t + numThreads, … , on every target. So a thread may put what it has written itself
-  /// without a barrier. copyInTurn() describes the words.
+  /// Copies local memory to the peer's. All threads of a group call put() together: on every target, thread t copies
+  /// the words t, t + numThreads, … that copyInTurn() describes. So a thread may put what it has written itself without
+  /// a barrier.
   ///
-  /// When the call returns, the thread's part may still be in flight. The peer may read the data after a signal() that
-  /// follows a syncThreadsSystem() of the block; local memory may be written again immediately.
+  /// When the call returns, local memory may be overwritten, but the data may still be in flight. The peer may read the
+  /// data after a signal() that follows a syncThreadsSystem() of the block.
   /// @param targetOffset  offset in the peer's memory, in bytes
   /// @param originOffset  offset in local memory, in bytes
   /// @param bytes         number of bytes
@@ -64,10 +65,11 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
     put<kWord, kRemainder>(offset, offset, bytes, threadId, numThreads);
   }
 
-  /// Copies the peer's memory to local memory. A group of threads calls it together; each copies its part, as in put().
+  /// Copies the peer's memory to local memory. All threads of a group call get() together: thread t copies the words t,
+  /// t + numThreads, … .
   ///
   /// After the wait() for a signal, a get reads what the peer wrote before that signal. When the call returns, a thread
-  /// may read its own part. After a __syncthreads() the group may read all parts.
+  /// may read the words that it copied. After a __syncthreads() each thread of the group may read all of them.
   /// @param targetOffset  offset in local memory, in bytes: the target comes first, as in put()
   /// @param originOffset  offset in the peer's memory, in bytes
   /// @param bytes         number of bytes
@@ -87,11 +89,12 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
     get<kWord, kRemainder>(offset, offset, bytes, threadId, numThreads);
   }
 
-  /// Writes local memory as packets to the peer's memory. A group of threads calls it together: thread t writes packet
-  /// t, t + numThreads, … , on every target. So a thread may send what it has written itself without a barrier.
+  /// Writes local memory as packets to the peer's memory. All threads of a group call putPackets() together: on every
+  /// target, thread t writes packets t, t + numThreads, … . So a thread may send what it has written itself without a
+  /// barrier.
   ///
   /// No fence and no signal are needed: the peer's getPackets() with the same flag waits for each packet.
-  /// @tparam Packet      LL16Packet (16 bytes that carry 8) or LL8Packet (8 that carry 4): twice `bytes` are written
+  /// @tparam Packet      LL16Packet (16 bytes with 8 bytes of data) or LL8Packet (8 bytes with 4 bytes of data)
   /// @param packetOffset offset in the peer's memory, in bytes; a multiple of sizeof(Packet)
   /// @param dataOffset   offset in local memory, in bytes; a multiple of the payload's size
   /// @param bytes        bytes of data; a multiple of the payload's size
@@ -112,13 +115,14 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
     forEachInTurn(count, threadId, numThreads, [&](size_t i) { packets[i].write(payloads[i], flag); });
   }
 
-  /// Waits for the packets that the peer puts into this rank's packet buffer, and writes their data to local memory. A
-  /// group of threads calls it together: thread t takes packet t, t + numThreads, … . The thread may use the data of
-  /// its own packets immediately; after a __syncthreads() the group may use all data.
+  /// Waits for the packets that the peer puts into this rank's packet buffer, and writes their data to local memory.
+  /// All threads of a group call getPackets() together: thread t takes packets t, t + numThreads, … . The thread may
+  /// use the data of its own packets immediately; after a __syncthreads() the group may use all data.
   ///
-  /// If a wait fails, zeros are written, and the communicator ends or has ended; a time-out ends it with a
-  /// WaitTimeoutError.
-  /// @param packetOffset offset in the packet buffer, in bytes: the sender's packetOffset, if the buffer is its target
+  /// If the communicator ends or the time-out passes during a wait, zeros are written. A time-out ends the communicator
+  /// with a WaitTimeoutError.
+  /// @param packetOffset offset in the packet buffer, in bytes; the sender's packetOffset if the sender's `dst` is this
+  /// buffer
   /// @param dataOffset   offset in local memory, in bytes; a multiple of the payload's size
   /// @param bytes        bytes of data; a multiple of the payload's size
   /// @param threadId     the calling thread's number in the group: 0 to numThreads - 1
@@ -140,15 +144,16 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
                   [&](size_t i) { payloads[i] = readPacket(&packets[i], flag, control, peer, channel); });
   }
 
-  /// Adds one to the peer's semaphore of this channel. Any number of threads may call it concurrently, unless the link
-  /// to the peer adds nothing atomically (GPUs joined by PCIe alone): then one thread at a time calls it.
+  /// Adds one to the peer's semaphore of this channel. Any number of threads may call signal() concurrently; if the
+  /// link to the peer does not support atomic additions (PCIe), only one thread at a time may.
   ///
-  /// The peer that waits for the signal sees what this thread wrote before it, and what its block wrote before a
-  /// syncThreadsSystem().
+  /// A peer that has waited for the signal sees what this thread wrote before the signal, and what its block wrote
+  /// before a syncThreadsSystem().
   PROXYCCL_DEVICE void signal() const { semaphoreHandle().signal(); }
 
-  /// Raises the count of the peer's semaphore to `value`, as if this rank had sent signals until the count was `value`.
-  /// The memory order is that of signal(). The peer waits with waitUntil(value), or calls wait() once for each signal.
+  /// Raises the count of the peer's semaphore to `value`, as if this rank had called signal() until the count was
+  /// `value`. The memory order is that of signal(). The peer waits with waitUntil(value), or calls wait() once for each
+  /// signal.
   /// @param value  greater than every earlier count, or the communicator ends with a TriggerError
   PROXYCCL_DEVICE void signal(uint64_t value) const {
     uint64_t count;
@@ -159,14 +164,15 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
   /// signal() without ordering, for a signal that announces no data.
   PROXYCCL_DEVICE void relaxedSignal() const { semaphoreHandle().relaxedSignal(); }
 
-  /// Waits for the peer's next signal and consumes it. Any number of threads may call it concurrently: each consumes
-  /// one signal. If one thread calls it for its block, the others continue after a __syncthreads().
+  /// Waits for the peer's next signal and consumes it. Any number of threads may call wait() concurrently: each
+  /// consumes one signal. If one thread calls wait() for its block, the block's other threads continue after a
+  /// __syncthreads().
   /// @return false if the communicator has ended or the time-out passed: the kernel must then give up its work
   PROXYCCL_DEVICE bool wait() const { return semaphoreHandle().wait(control, PROXYCCL_WAIT_SM_SIGNAL, peer, channel); }
 
-  /// Waits until the peer's signals have reached `value`, and consumes them. If they have reached it already, it
-  /// returns true immediately. Otherwise it waits like wait().
-  /// @param value  a count of signals since the channel was made
+  /// Waits like wait() until the count of the peer's signals has reached `value`, and consumes these signals. If the
+  /// count has already reached `value`, it returns true immediately.
+  /// @param value number of signals since the channel was made
   PROXYCCL_DEVICE bool waitUntil(uint64_t value) const {
     return semaphoreHandle().waitUntil(control, PROXYCCL_WAIT_SM_SIGNAL, peer, channel, value);
   }
@@ -178,16 +184,14 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
 
   /// Consumes the peer's next signal if it has arrived. Any number of threads may call it concurrently.
   ///
-  /// It never waits, so a loop around it must itself end when the communicator ends:
-  /// `while (!channel.poll()) if (aborted(channel.control)) return;`
-  /// @return whether there was a signal; if so, the peer's earlier writes may be read
+  /// poll() never waits, so a loop around it must itself end when the communicator ends: `while (!channel.poll()) if
+  /// (aborted(channel.control)) return;`
+  /// @return whether there was a signal; if so, the kernel may read what the peer wrote before the signal
   PROXYCCL_DEVICE bool poll() const { return semaphoreHandle().poll(); }
 
  private:
   PROXYCCL_DEVICE SharedSemaphore semaphoreHandle() const { return {semaphore}; }
 
-  // Whether a range lies in a memory, and its offset and size are multiples of `unit`, a power of two known at compile
-  // time.
   PROXYCCL_DEVICE bool has(uint32_t call, uint32_t memory, uint64_t memory_bytes, uint64_t offset, uint64_t bytes,
                            uint64_t unit = 1) const {
     if (offset <= memory_bytes && bytes <= memory_bytes - offset && ((offset | bytes) & (unit - 1)) == 0) return true;

@@ -1,21 +1,20 @@
-// A barrier over the blocks of a grid, and a semaphore between them. All blocks that wait for each other must be
-// resident.
+// A barrier and a semaphore between the blocks of a grid. All blocks that wait for each other must be resident.
 #pragma once
 
 #include "proxyccl/wait.h"
 
 namespace proxyccl {
 
-// Takes back an arrival at a barrier after the wait was given up, unless the barrier has completed since. Every block
-// that gives up withdraws its arrival, so no arrival remains when the kernel ends.
+// Withdraws an arrival whose block has given up waiting, unless the barrier has completed in the meantime. Because each
+// such block withdraws its arrival, no arrival remains when the kernel ends.
 PROXYCCL_OUT_OF_LINE void withdrawArrival(uint32_t* arrived, const uint32_t* generation, uint32_t now) {
   uint32_t count = loadRelaxedDevice(arrived);
   while (count > 0 && loadRelaxedDevice(generation) == now && !compareExchangeDevice(arrived, count, count - 1))
     count = loadRelaxedDevice(arrived);
 }
 
-// Zero-initialised device memory, such as a __device__ global, is a barrier that is ready for use. The barrier is also
-// ready again after a kernel whose blocks gave up, even for another communicator.
+// A barrier over blocks; zero-initialised device memory, such as a __device__ global, is a valid one. After a kernel
+// whose blocks gave up waiting, the barrier can be used again, even by another communicator.
 struct DeviceSyncer {
   uint32_t arrived;
   uint32_t generation;
@@ -23,14 +22,14 @@ struct DeviceSyncer {
   /// Waits until all blocks have arrived; every thread calls it. All threads then see each other's earlier writes.
   /// @param blocks   number of blocks; it may differ from call to call
   /// @param control  the communicator's control block; null for the module's
-  /// @return to a block's thread 0, false if the communicator has ended or the time-out passed; to all others, true
+  /// @return false to a block's thread 0 if the communicator has ended or the time-out passed; else true
   PROXYCCL_DEVICE bool sync(int blocks, Control* control = nullptr) {
     syncThreadsDevice();
     bool complete = true;
     if (threadIdx.x == 0 && blocks > 1) {
       const uint32_t now = loadRelaxedDevice(&generation);
-      // Each arrival releases its block's writes. The last arrival acquires the writes of all blocks and releases them
-      // by its store of the generation.
+      // Each arrival releases its block's writes. The last arrival acquires all blocks' writes, and its store of
+      // `generation` releases them.
       if (fetchAddAcqRelDevice<uint32_t>(&arrived, 1) == static_cast<uint32_t>(blocks) - 1) {
         storeRelaxedDevice<uint32_t>(&arrived, 0);
         storeReleaseDevice<uint32_t>(&generation, now + 1);
@@ -47,18 +46,17 @@ struct DeviceSyncer {
   }
 };
 
-// A counting semaphore in device memory.
 struct DeviceSemaphore {
   int32_t count;
 
-  /// Adds one, after the block's writes before a syncThreadsDevice(). One thread of a block calls it.
+  /// Adds one, and releases what the block wrote before a syncThreadsDevice(). One thread of a block calls it.
   PROXYCCL_DEVICE void release() { fetchAddAcqRelDevice<int32_t>(&count, 1); }
 
-  /// Waits until the count is positive and takes one. One thread of a block calls it. Data written before the matching
-  /// release() may then be read.
+  /// Waits until the count is positive, then subtracts one. One thread of a block calls it. The block may then read
+  /// what was written before the matching release().
   /// @param control  the communicator's control block; null for the module's
   /// @param what     describes the wait, for the error record
-  /// @return false if the communicator has ended or the time-out passed; then nothing is taken
+  /// @return false if the communicator has ended or the time-out passed; then the count is unchanged
   PROXYCCL_DEVICE bool acquire(Control* control = nullptr,
                                WaitFor what = {PROXYCCL_WAIT_GRID, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL, 1}) {
     return waitUntil(control, what, [&](uint64_t* seen) {
@@ -68,7 +66,7 @@ struct DeviceSemaphore {
     });
   }
 
-  /// Sets the count, while no block uses the semaphore.
+  /// Sets the count; no block may use the semaphore at the same time.
   PROXYCCL_DEVICE void set(int32_t value) { storeRelaxedDevice(&count, value); }
 };
 

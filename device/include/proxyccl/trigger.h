@@ -1,29 +1,31 @@
-/* The 128-bit trigger: the only definition of its layout, read by kernels, the C engine and Python.
+/* The 128-bit trigger, by which a kernel asks the proxy for an operation. Kernels, the C engine and Python all use this
+ * definition of its layout.
  *
  *   word 0:  size:31 | get:1 | source offset:32
  *   word 1:  destination offset:32 | source memory:9 | destination memory:9 | operation:3 | channel:10 | parity:1
  *
- * A transfer goes from the source to the destination. A put's source is local memory, a get's is the peer's. The bit
- * `get` distinguishes them. The bit belongs to the size if a trigger transfers nothing, and to the value if it carries
- * one.
+ * A transfer goes from the source to the destination. A put's source is local memory, a get's source is the peer's
+ * memory, and the bit `get` distinguishes the two. In a trigger without a transfer this bit belongs to `size`, in a
+ * trigger with a value to the value.
  *
- * A trigger may carry a value of up to 8 bytes instead of the name of a source: the source memory is then the id of the
- * value's size, and word 0 is the value, in its low bytes. With a signal and no data the value is the count that the
- * signal raises the peer's semaphore to.
+ * A trigger may carry a value of up to 8 bytes instead of a source: the field `source memory` then stands for the
+ * value's size, and the low bytes of word 0 hold the value. In a signal without data, the value is the count to which
+ * the signal raises the peer's semaphore.
  *
- * The layout is MSCCL++'s proxy trigger, except for `get`; its reserved bit is our lap parity. A slot is full if its
- * parity bit equals the parity of the lap in which it is read (see fifo.h). So no slot is ever cleared, and every value
- * of the other 127 bits is legal. Parity is the last bit of word 1: an acquire load of word 1 that sees it change also
- * makes word 0 visible.
+ * The layout is that of MSCCL++'s proxy trigger, except for `get`; `parity` is MSCCL++'s reserved bit. A slot of the
+ * ring is full if its parity bit equals the parity of the lap in which the engine reads it (see fifo.h). So no slot is
+ * ever cleared, and every value of the other 127 bits is legal. An acquire load of word 1 that sees the parity bit
+ * change also makes word 0 visible.
  *
- * Plain C, no platform dependence: this header is part of the contract between kernels and the proxy.
+ * The header is plain C and the same on all platforms.
  */
 #pragma once
 
 #include "proxyccl/types.h"
 
-/* Operations are bits: putWithSignalAndFlush is one trigger with all three. A trigger with no bit set goes to the
- * Python handler of its channel. GET is used with DATA, and is the only bit outside the field `operation`. */
+/* An operation is a set of bits: putWithSignalAndFlush is one trigger with DATA, SIGNAL and FLUSH. A trigger without
+ * these bits goes to the channel's Python handler. GET, used only with DATA, is the only bit outside the field
+ * `operation`. */
 enum {
   PROXYCCL_OP_CUSTOM = 0,
   PROXYCCL_OP_DATA = 1,
@@ -33,13 +35,13 @@ enum {
 };
 
 enum {
-  PROXYCCL_SIZE_BITS = 31, /* size of a transfer; 32 bits if a trigger transfers nothing */
+  PROXYCCL_SIZE_BITS = 31, /* of a transfer's size; a trigger without a transfer has 32 */
   PROXYCCL_OFFSET_BITS = 32,
   PROXYCCL_MEMORY_BITS = 9,
   PROXYCCL_OP_BITS = 3,
   PROXYCCL_CHANNEL_BITS = 10,
   PROXYCCL_MEMORY_IDS = 1 << 9,
-  /* The last ids do not name memory, but stand for values of 1, 2, 4 and 8 bytes. */
+  /* The last four ids stand for values of 1, 2, 4 and 8 bytes instead of memory. */
   PROXYCCL_MAX_MEMORIES = PROXYCCL_MEMORY_IDS - 4,
   PROXYCCL_VALUE_8_BYTES = PROXYCCL_MEMORY_IDS - 1,
   PROXYCCL_MAX_CHANNELS = 1 << 10
@@ -58,9 +60,9 @@ enum {
   PROXYCCL_PARITY_SHIFT = 63
 };
 
-/* A memory id covers 4 GiB; a larger memory takes consecutive ids. */
+/* A memory id covers a window of 4 GiB; a larger memory takes consecutive ids. */
 #define PROXYCCL_WINDOW_BYTES (1UL << PROXYCCL_OFFSET_BITS)
-/* The most bytes that one trigger moves; a longer transfer becomes several triggers. */
+/* The most bytes that one trigger moves; a longer transfer takes several triggers. */
 #define PROXYCCL_MAX_TRIGGER_BYTES ((1UL << PROXYCCL_SIZE_BITS) - 4096)
 
 typedef struct ProxycclTrigger {

@@ -1,9 +1,8 @@
 /* Fixed-width integers without a system header, because run-time compilers have none.
  *
- * A translation unit may also include other headers that declare the same names; both declarations must then name the
- * same type. So each target has the spellings of its own headers: glibc's on LP64 Linux (the C engine, a user's host
- * code, nvcc), those of libcu++ under NVRTC (<cuda/atomic>, <cooperative_groups.h>), and under HIPRTC those of the
- * names that it predefines, which depend on its version.
+ * Another header of the translation unit may declare the same names, which must then be the same types. So on each
+ * target these types are spelled as in its own headers: as in glibc on LP64 Linux (the C engine, a user's host code,
+ * nvcc), as in libcu++ under NVRTC, and as HIPRTC's version predefines them.
  */
 #pragma once
 

@@ -8,11 +8,9 @@ namespace proxyccl {
 
 using Control = ProxycclControl;
 
-// The bound of a wait if neither the caller nor the module has a control block, as in a kernel that no communicator
-// compiled.
+// The time-out of a wait without a control block, as in a kernel that no communicator compiled.
 constexpr uint64_t kDefaultTimeoutNs = 30ull * 1000 * 1000 * 1000;
 
-// A wait's description, for the error record if it fails.
 struct WaitFor {
   uint32_t kind;     // ProxycclWaitKind
   uint32_t peer;     // rank waited for, or PROXYCCL_NO_PEER
@@ -23,29 +21,28 @@ struct WaitFor {
 // Returns the given control block; if null, the control block of the communicator that compiled the kernel.
 PROXYCCL_DEVICE Control* controlOr(Control* given) { return given != nullptr ? given : defaultControl(); }
 
-/// Whether the communicator has ended. A kernel's own loop must then end. Any thread may call it; it reads a word in
-/// host memory.
+/// Returns whether the communicator has ended; a kernel's own loop must then end. Any thread may call aborted(), which
+/// reads a word in host memory.
 /// @param given  the communicator's control block; null for the module's
 PROXYCCL_DEVICE bool aborted(const Control* given = nullptr) {
   const Control* control = given != nullptr ? given : defaultControl();
-  // The acquire makes sure that spreadAbort() has named the failed rank to all before this thread does anything else.
+  // The acquire orders spreadAbort()'s stores of `failed_rank` on all ranks before anything that this thread does next.
   return control != nullptr && loadRelaxedSystem(&control->abort) != PROXYCCL_OK &&
          loadAcquireSystem(&control->abort) != PROXYCCL_OK;
 }
 
-// The transfer that an error concerns, if any.
 struct Transfer {
   uint32_t operation;
   uint64_t offset, size;
 };
 
-// Names this rank as failed to the CPUs of all ranks of the host, then raises the ranks' abort words, its own last.
+// Stores this rank in `failed_rank` of all ranks of the host, then raises the abort words of all ranks, its own last.
 //
-// A kernel whose wait has ended this way continues with incomplete data and signals its peers, so their waits may
-// succeed. Therefore every rank has the name before any wait ends: a rank that has used such data finds out at its next
-// check.
+// A kernel whose wait has been aborted continues with incomplete data and signals its peers, so the peers' waits may
+// succeed. `failed_rank` is stored before any wait ends, so that a rank that has used such data learns of the failure
+// at its next check.
 PROXYCCL_DEVICE void spreadAbort(Control* control, uint32_t code) {
-  // The first failed rank's name stays, because that rank's record says why.
+  // The first rank that failed stays in `failed_rank`, because that rank's error record says why.
   for (uint32_t i = 0; i < control->peer_count; ++i) {
     uint32_t* failed_rank = &control->peers[i]->failed_rank;
     if (loadRelaxedSystem(failed_rank) == 0) storeReleaseSystem(failed_rank, control->rank + 1);
@@ -54,11 +51,11 @@ PROXYCCL_DEVICE void spreadAbort(Control* control, uint32_t code) {
   storeReleaseSystem(&control->abort, code);
 }
 
-/// Files the error record, if no other has been filed, and ends the waits of all ranks of the host. Without a control
-/// block it does nothing. Any thread may call it.
+/// Fills in the rank's error record unless it is already filled, and ends the waits of all ranks of the host. Without a
+/// control block it does nothing. Any thread may call it.
 /// @param given     the communicator's control block; null for the module's
 /// @param code      ProxycclErrorCode
-/// @param what      what was waited for, or whom the error concerns
+/// @param what what the thread waited for, or which peer the error concerns
 /// @param seen      the value last seen
 /// @param transfer  the transfer that the error is about, if any
 PROXYCCL_OUT_OF_LINE void recordError(Control* given, uint32_t code, WaitFor what, uint64_t seen,
@@ -83,7 +80,8 @@ PROXYCCL_OUT_OF_LINE void recordError(Control* given, uint32_t code, WaitFor wha
   spreadAbort(control, code);
 }
 
-// Answers question number `question` for a wait, unless another wait for the same peer already has.
+// Stores the wait's description as the answer to the CPU's question `question`, unless another wait for the same peer
+// has already answered.
 PROXYCCL_OUT_OF_LINE void describeWait(Control* control, uint32_t question, WaitFor what, uint64_t seen) {
   const bool of_peer = what.peer != PROXYCCL_NO_PEER;
   const uint32_t place = of_peer ? what.peer % PROXYCCL_WAIT_PEERS : PROXYCCL_WAIT_PEERS + what.kind;
@@ -99,9 +97,8 @@ PROXYCCL_OUT_OF_LINE void describeWait(Control* control, uint32_t question, Wait
   storeReleaseSystem(&wait->answered, question);
 }
 
-// Checks the abort word and the clock for a wait that has spun for a while. Returns the time at which the wait began
-// (`started` unless that is 0), or 0 if the wait must be given up. The function is out of line, because it is called
-// rarely and from many places.
+// Checks the abort word and the clock for a spinning wait. Returns the time of the wait's first check (`started`,
+// unless it is 0), or 0 if the wait must be given up.
 PROXYCCL_OUT_OF_LINE uint64_t checkWait(Control* given, WaitFor what, uint64_t seen, uint64_t started) {
   Control* control = controlOr(given);
   if (control != nullptr) {
@@ -113,12 +110,12 @@ PROXYCCL_OUT_OF_LINE uint64_t checkWait(Control* given, WaitFor what, uint64_t s
   const uint64_t now = nanoseconds();
   if (started == 0) return now;
   const uint64_t bound = control != nullptr ? loadRelaxedSystem(&control->timeout_ns) : kDefaultTimeoutNs;
-  // Blocks that wait for another block of their grid, or for the proxy, give up last: the blocks that they wait for
-  // know which peer is missing.
+  // A wait for another block of the grid, or for the proxy, has twice the time-out, so that a wait for a peer gives up
+  // first and its error names the missing peer.
   const bool last = what.kind == PROXYCCL_WAIT_GRID || what.kind == PROXYCCL_WAIT_STAGE;
   if (now - started <= (last ? 2 * bound : bound)) return started;
   if (control != nullptr) {
-    describeWait(control, PROXYCCL_LAST_QUESTION, what, seen);  // described before other waits are told to stop
+    describeWait(control, PROXYCCL_LAST_QUESTION, what, seen);  // before recordError() ends other waits
     recordError(control, PROXYCCL_ERROR_TIMEOUT, what, seen);
   }
   return 0;
@@ -129,7 +126,7 @@ PROXYCCL_OUT_OF_LINE uint64_t checkWait(Control* given, WaitFor what, uint64_t s
 /// @param what describes the wait, for the error record
 /// @param ready  called repeatedly; stores the value that it saw in *seen
 /// @return false if the communicator has ended or the time-out passed: the caller must then give up its work. A
-///         time-out files the error record with the value last seen
+///         time-out fills in the error record, with the value last seen
 template <class Ready>
 PROXYCCL_DEVICE bool waitUntil(Control* given, const WaitFor& what, Ready ready) {
   uint64_t seen = 0, started = 0;
@@ -139,7 +136,7 @@ PROXYCCL_DEVICE bool waitUntil(Control* given, const WaitFor& what, Ready ready)
       started = checkWait(given, what, seen, started);
       given_up = started == 0;
     }
-    // This return is not in the check's branch: there, ptxas would use up to 28 more registers (two_shot of float32).
+    // The return is outside of the check's branch, where ptxas would use up to 28 more registers (two_shot of float32).
     if (given_up) return false;
     spinHint(spins);
   }

@@ -1,1 +1,1 @@
-// For run-time compilers, which lack this header: its names are there without it (proxyccl/types.h).
+// An empty <stdint.h> for run-time compilers, which lack one; proxyccl/types.h declares its names.

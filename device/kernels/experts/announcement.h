@@ -1,11 +1,13 @@
-// If tokens are few, the ranks of a node send each other their choices as packets, which need neither a fence nor a
-// separate flag. Every block reads all packets and counts for itself, so no rank waits for another's counts. Choices
-// are ids (experts/announcement_ids.h) or masks (experts/announcement_masks.h).
+// In a dispatch of few tokens, the ranks of a node send each other their choices of experts as packets (an
+// announcement), which need neither a fence nor a separate flag. Every block reads all packets and counts the choices
+// itself, so no rank waits for another rank's counts. Choices are ids (experts/announcement_ids.h) or masks
+// (experts/announcement_masks.h).
 //
-// The packets of one parity have this layout, the same on each rank: [ranks][1 + choice_packets] a head and choices,
-// [ranks][weight_packets] weights. Every announcement sends all of them, so announcement n + 2 overwrites announcement
-// n. No flag guards that. Rank x announces n + 2 after it has ended dispatch n + 1, for which it needed every rank y's
-// announcement n + 1, made after y had ended dispatch n.
+// Even and odd announcements have separate packets, with this layout on each rank: [ranks][1 + choice_packets] a head
+// and choices, [ranks][weight_packets] weights. Every announcement sends all packets of its parity, so announcement n +
+// 2 overwrites announcement n. No flag is needed to protect announcement n: rank x makes announcement n + 2 after it
+// has ended dispatch n + 1, for which it needed every rank y's announcement n + 1, which y made after it had ended
+// dispatch n.
 #ifndef PROXYCCL_EXPERT_ANNOUNCEMENT_H
 #define PROXYCCL_EXPERT_ANNOUNCEMENT_H
 
@@ -15,8 +17,8 @@ namespace proxyccl {
 
 class Announcement {
  public:
-  // Announcements are numbered from 1, and a flag is the number's low 32 bits. Fresh memory holds flag 0, so flag 1 <<
-  // 31, which no nearby announcement has, replaces 0.
+  // Announcements are numbered from 1, and a flag is the number's low 32 bits. Flag 1 << 31 replaces flag 0, because
+  // zeroed memory holds 0. The other announcement with this flag is 2^31 announcements away.
   PROXYCCL_DEVICE Announcement(const ProxycclExperts& experts, uint64_t number)
       : e_(experts),
         flag_(static_cast<uint32_t>(number) != 0 ? static_cast<uint32_t>(number) : 1u << 31),
@@ -27,17 +29,17 @@ class Announcement {
   PROXYCCL_DEVICE uint32_t outputBuffer(uint32_t source) const { return heads()[source] >> 16 & 0xffff; }
   PROXYCCL_DEVICE uint32_t wantedTokens(uint32_t source) const { return static_cast<uint32_t>(heads()[source] >> 32); }
 
-  // Waits for the packet of a slot's value, which travels with the slot, and returns the value.
+  // Waits for the packet that carries a slot's value, and returns the value.
   PROXYCCL_DEVICE uint64_t carried(uint32_t source, uint32_t slot) const {
     const uint32_t each = sizeof(LL16Packet::Payload) / e_.weight_bytes;
     return awaitPacket(source, front() + slot / each) >> slot % each * 8 * e_.weight_bytes;
   }
 
  protected:
-  // The number of packets of one rank before its weights.
+  // Returns the number of a rank's front packets, which precede its weights: a head and the choices.
   PROXYCCL_DEVICE uint32_t front() const { return 1 + e_.choice_packets; }
   PROXYCCL_DEVICE uint32_t packetsOfRank() const { return front() + e_.weight_packets; }
-  // The block's copy of all ranks' front packets: heads, then choices.
+  // The block's copy of the payloads of all ranks' front packets: the heads, then the choices.
   static PROXYCCL_DEVICE uint64_t* heads() {
     __shared__ uint64_t words[PROXYCCL_ANNOUNCED_PAYLOADS];
     return words;
@@ -51,14 +53,13 @@ class Announcement {
     return bitsOf({call.tokens | call.output_buffer << 16, call.wanted_tokens});
   }
 
-  // Sends a packet of this rank to every rank, itself included. `peers` are their workspaces.
+  // Sends a packet of this rank to every rank, itself included. `peers` are the ranks' workspaces.
   PROXYCCL_DEVICE void sendPacket(char* const* peers, uint32_t packet, uint64_t bits) const {
     const uint32_t place = placeOf(e_.rank, packet);
 #pragma unroll 1
     for (uint32_t local = 0; local < e_.local_size; ++local)
       packets(peers[local])[place].write({static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)}, flag_);
   }
-  // Called by `threads` threads: sends packets [begin, end).
   template <class BitsOf>
   PROXYCCL_DEVICE void sendPackets(char* const* peers, uint32_t begin, uint32_t end, uint32_t thread, uint32_t threads,
                                    BitsOf bitsOfPacket) const {
@@ -66,19 +67,18 @@ class Announcement {
     for (uint32_t packet = begin + thread; packet < end; packet += threads)
       sendPacket(peers, packet, bitsOfPacket(packet));
   }
-  // Waits for a rank's packet and returns its payload.
   PROXYCCL_DEVICE uint64_t awaitPacket(uint32_t source, uint32_t packet) const {
     return bitsOf(readPacket(packets(e_.workspace) + placeOf(source, packet), flag_, e_.control, source));
   }
   PROXYCCL_DEVICE const LL16Packet& packetOfSlot(uint32_t source, uint32_t slot) const {
     return packets(e_.workspace)[placeOf(source, front() + slot)];
   }
-  // Called by `threads` threads: waits for the front packets of all ranks except one, and calls keep(source, packet,
-  // payload) for each. Returns false to a thread whose packets did not arrive.
+  // Called by `threads` threads: waits for the front packets of all ranks except `known`, and calls keep(source,
+  // packet, payload) for each packet. Returns false to a thread whose packets did not arrive.
   template <class Keep>
   PROXYCCL_DEVICE bool awaitAllBut(uint32_t known, uint32_t thread, uint32_t threads, Keep keep) const {
-    // One packet per thread takes less code, and a short kernel's code is in no cache yet: one packet per thread saves
-    // 1 us in a dispatch of 128 tokens.
+    // The loop with one packet per thread has less code to fetch into the instruction cache, which saves 1 us in a
+    // dispatch of 128 tokens.
     if (packetsBut(known) <= threads) return awaitEach<1>(known, thread, threads, keep);
     return awaitEach<4>(known, thread, threads, keep);
   }
@@ -87,12 +87,11 @@ class Announcement {
   const uint32_t flag_;
 
  private:
-  // The number of front packets of all ranks but one, and the place of number `i` of them.
+  // Return the number of front packets of all ranks but `known`, and the index of number `i` of these packets.
   PROXYCCL_DEVICE uint32_t packetsBut(uint32_t known) const {
     return (e_.world_size - (known < e_.world_size ? 1 : 0)) * front();
   }
   PROXYCCL_DEVICE uint32_t placeBut(uint32_t known, uint32_t i) const { return i / front() < known ? i : i + front(); }
-  // awaitAllBut() with kAtOnce loads in flight per thread.
   template <uint32_t kAtOnce, class Keep>
   PROXYCCL_DEVICE bool awaitEach(uint32_t known, uint32_t thread, uint32_t threads, Keep keep) const {
     const uint32_t all = packetsBut(known);
@@ -129,7 +128,6 @@ class Announcement {
   PROXYCCL_DEVICE LL16Packet* packets(char* workspace) const {
     return reinterpret_cast<LL16Packet*>(workspace + offset_);
   }
-  // The index of a rank's packet among the packets of all ranks.
   PROXYCCL_DEVICE uint32_t placeOf(uint32_t rank, uint32_t packet) const {
     if (packet < front()) return rank * front() + packet;
     return e_.world_size * front() + rank * e_.weight_packets + packet - front();

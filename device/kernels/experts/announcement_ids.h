@@ -1,4 +1,4 @@
-// Announcements of expert ids: four in a packet.
+// Announcements that carry expert ids, four per packet.
 #ifndef PROXYCCL_EXPERT_ANNOUNCEMENT_IDS_H
 #define PROXYCCL_EXPERT_ANNOUNCEMENT_IDS_H
 
@@ -8,11 +8,11 @@ namespace proxyccl {
 
 class IdAnnouncement : public Announcement {
  public:
-  static constexpr uint32_t kBadExpert = 0xffff;  // stands for an id that is out of range
+  static constexpr uint32_t kBadExpert = 0xffff;  // replaces an id that is out of range
 
   using Announcement::Announcement;
 
-  // Called by the block: sends its share of this rank's packets, the last threads first. Sending needs only the
+  // Called by the block: sends its share of this rank's packets, beginning with the last threads. send() needs only the
   // kernel's arguments, so the packets leave as soon as the kernel starts.
   PROXYCCL_DEVICE void send(const ProxycclDispatch& call) const {
     const uint32_t all = packetsOfRank(), begin = all * blockIdx.x / e_.blocks;
@@ -21,8 +21,8 @@ class IdAnnouncement : public Announcement {
                 [&](uint32_t packet) { return bitsOfPacket(call, packet); });
   }
 
-  // Called by the block: waits for all ranks' packets. Threads may read their choices after the next barrier. Returns
-  // false to a thread whose packets did not arrive.
+  // Called by the block: waits for all ranks' packets. The block's threads may read the choices after the next barrier.
+  // Returns false to a thread whose packets did not arrive.
   PROXYCCL_DEVICE bool await() const {
     return awaitAllBut(PROXYCCL_NO_PEER, threadIdx.x, blockDim.x,
                        [&](uint32_t source, uint32_t packet, uint64_t payload) {
@@ -30,8 +30,8 @@ class IdAnnouncement : public Announcement {
                        });
   }
 
-  // Calls body(source, slot, expert) for each slot of `sources` ranks from `first` on, with the work divided among
-  // `threads` callers. Slots past a rank's tokens have the id that drops a slot.
+  // Calls body(source, slot, expert) for each slot of the ranks first to first + sources - 1, with the work divided
+  // among `threads` calling threads. Slots beyond a rank's tokens have an id that drops them.
   template <class Body>
   PROXYCCL_DEVICE void forEachSlot(uint32_t first, uint32_t sources, uint32_t thread, uint32_t threads,
                                    Body body) const {

@@ -1,8 +1,9 @@
-// Announcements where a token has a row for each rank: for each rank a mask of the tokens that go to it. For 128
-// tokens, two words replace 256 packets of ids, and positions are counts of bits.
+// Announcements for dispatches that send a token at most once to each rank: for each rank they carry a mask, which has
+// a bit for each token that goes to the rank. A row's position is the number of set bits before its token's bit.
 //
-// A rank's choices begin with one packet for each block that announces, which holds the first slot of the block's share
-// whose id is out of range, or ~0 if there is none. Then come, for each rank, one packet for every 64 tokens.
+// A rank's choices begin with one packet for each block that announces. The packet holds the number of the first slot
+// in the block's share whose id is out of range, or ~0 if there is none. Then come the masks: for each rank, one packet
+// per 64 tokens.
 #ifndef PROXYCCL_EXPERT_ANNOUNCEMENT_MASKS_H
 #define PROXYCCL_EXPERT_ANNOUNCEMENT_MASKS_H
 
@@ -10,14 +11,15 @@
 
 namespace proxyccl {
 
-// If tokens are few, block 0 announces all of them, and every block computes its own rank's masks. If tokens are many,
-// each block announces a share of them, and reads its own rank's masks like other ranks' masks.
+// With few tokens (kShared is false), block 0 announces all of them, and every block computes its own rank's masks.
+// With many tokens, each block announces a share of them, and receives its own rank's masks in packets, as it does
+// other ranks' masks.
 template <bool kShared>
 class MaskAnnouncement : public Announcement {
  public:
   using Announcement::Announcement;
 
-  // Called by the block before anything else; a barrier must follow.
+  // Called by the block first; a barrier must follow.
   PROXYCCL_DEVICE void clear() const {
 #pragma unroll 1
     for (uint32_t i = threadIdx.x; i < countWords(); i += blockDim.x) counts()[i] = 0;
@@ -25,8 +27,8 @@ class MaskAnnouncement : public Announcement {
     for (uint32_t i = threadIdx.x; i < e_.world_size; i += blockDim.x) badSlots()[i] = ~0u;
   }
 
-  // Called by the block: finds the choices of this rank's tokens, or of its share of them. The choices may be read
-  // after the next barrier.
+  // Called by the block: reads the choices of this rank's tokens or, if kShared, of the block's share of them. The
+  // block may use these choices after the next barrier.
   PROXYCCL_DEVICE void collect(const ProxycclDispatch& call) const {
     if (threadIdx.x == 0) heads()[e_.rank] = headOf(call);
     const Choices choices(e_, call);
@@ -60,7 +62,7 @@ class MaskAnnouncement : public Announcement {
   }
 
   // Called by the block, a barrier after collect() and ExpertTeam::loadLookup(): sends its announcement. The last group
-  // sends the masks, for which all ranks wait, and the others send the weights.
+  // sends the masks, for which all ranks wait; the other groups send the weights.
   PROXYCCL_DEVICE void send(const Group& group, const ProxycclDispatch& call) const {
     if (blockIdx.x >= announcers()) return;
     const Share share = this->share();
@@ -87,7 +89,7 @@ class MaskAnnouncement : public Announcement {
     const Choices choices(e_, call);
     const uint32_t others = blockDim.x - kGroupLanes, begin = share.begin * kTokensOfPair;
     const uint32_t end = atMost(share.end * kTokensOfPair, e_.max_tokens), given = atMost(end, call.tokens);
-    // One thread handles each slot, so that a group's packets lie one after the other.
+    // Neighbouring threads handle neighbouring slots, so that a group's packets are contiguous in memory.
 #pragma unroll 1
     for (uint32_t slot = begin * e_.topk + threadIdx.x; slot < given * e_.topk; slot += others) {
       auto choice = __builtin_bit_cast(ProxycclExpertChoice, choices.carried(slot));
@@ -98,8 +100,8 @@ class MaskAnnouncement : public Announcement {
                 others, [](uint32_t) { return 0; });
   }
 
-  // Called by `threads` threads: waits for all ranks' masks, except this rank's if the block has collected all of them
-  // itself. The block may read their choices after its next barrier or, if tokens are many, after sumUp() and another
+  // Called by `threads` threads: waits for all ranks' masks, except this rank's own if the block has collected all of
+  // these. The block may read the ranks' choices after its next barrier or, if kShared, after sumUp() and another
   // barrier. Returns false to a thread whose packets did not arrive.
   PROXYCCL_DEVICE bool await(bool has_collected, uint32_t thread, uint32_t threads) const {
     const uint32_t known = has_collected && !kShared ? e_.rank : PROXYCCL_NO_PEER;
@@ -115,7 +117,8 @@ class MaskAnnouncement : public Announcement {
       }
     });
   }
-  // Called by `threads` threads when all masks have arrived: counts the bits before every few words of them.
+  // Called by `threads` threads when all masks have arrived: counts the set bits before every PROXYCCL_SUMMED_WORDS-th
+  // word of each mask.
   PROXYCCL_DEVICE void sumUp(uint32_t thread, uint32_t threads) const {
 #pragma unroll 1
     for (uint32_t i = thread; i < 2 * e_.world_size; i += threads) {
@@ -132,14 +135,14 @@ class MaskAnnouncement : public Announcement {
   }
 
   struct Choice {
-    uint32_t expert;  // number among all ranks' experts, or PROXYCCL_NO_EXPERT
+    uint32_t expert;  // the expert's number among all ranks' experts, or PROXYCCL_NO_EXPERT
     float weight;
-    bool is_first;  // whether it is the first of its token's slots for that rank
+    bool is_first;  // whether this is the first of the token's slots whose expert is on that rank
   };
   // Called by each of `threads` threads: calls body(source, slot, choice) for every slot of all sources for which
-  // wanted(source, slot) is true. Waits for the slots' packets. With few tokens it loads several packets concurrently.
-  // With many tokens it loads one at a time, because the same kernel is storing their rows, and more loads would take
-  // registers from those stores: with four, a dispatch of 4096 tokens took 7 % longer on 4 H200.
+  // wanted(source, slot) is true. Waits for the slots' packets. With few tokens a thread loads several packets
+  // concurrently. With many tokens it loads one at a time, because more loads would take registers from the stores of
+  // rows in the same kernel: with four loads, a dispatch of 4096 tokens took 7 % longer on 4 H200.
   template <class Wanted, class Body>
   PROXYCCL_DEVICE void forEachChoice(uint32_t thread, uint32_t threads, Wanted wanted, Body body) const {
     const uint32_t slots = e_.max_tokens * e_.topk;
@@ -177,8 +180,8 @@ class MaskAnnouncement : public Announcement {
         }
     }
   }
-  // Calls body(expert) for every slot of the tokens that come to this rank, with several loads in flight per thread:
-  // one after the other, the loads of many tokens would take as long as the rows.
+  // Calls body(expert) for every slot of the tokens that come to this rank. Each thread has several loads in flight,
+  // because the loads of many tokens would take as long as the rows if each load waited for the one before.
   template <class Body>
   PROXYCCL_DEVICE void forEachArriving(uint32_t thread, uint32_t threads, Body body) const {
     constexpr uint32_t kAtOnce = 8;
@@ -213,7 +216,6 @@ class MaskAnnouncement : public Announcement {
   class Mask {
    public:
     PROXYCCL_DEVICE bool has(uint32_t token) const { return words_[token / 32] >> token % 32 & 1; }
-    // Returns the number of tokens in the mask before this one.
     PROXYCCL_DEVICE uint32_t countBefore(uint32_t token) const {
       const uint32_t word = token / 32, sum = kShared ? word / PROXYCCL_SUMMED_WORDS : 0;
       uint32_t count = kShared ? sums_[sum] : 0;
@@ -230,12 +232,10 @@ class MaskAnnouncement : public Announcement {
   };
   PROXYCCL_DEVICE Mask to(uint32_t rank) const { return mask(rank); }
   PROXYCCL_DEVICE Mask from(uint32_t source) const { return mask(e_.world_size + source); }
-  // Returns how many tokens go from a source to a rank.
   PROXYCCL_DEVICE uint32_t count(uint32_t source, uint32_t rank) const {
     const uint32_t i = source * e_.world_size + rank;
     return counts()[i / 2] >> i % 2 * 16 & 0xffff;
   }
-  // Returns a source's first slot whose id is out of range, or ~0 if there is none.
   PROXYCCL_DEVICE uint32_t badSlot(uint32_t source) const { return badSlots()[source]; }
 
  private:
@@ -248,7 +248,7 @@ class MaskAnnouncement : public Announcement {
     const uint32_t expert = static_cast<uint32_t>(given.expert);
     return {expert & ~PROXYCCL_FIRST_CHOICE, given.weight, (expert & PROXYCCL_FIRST_CHOICE) != 0};
   }
-  // Returns a bit for each rank that a token goes to; 0 if there is no such token. Lowers *bad_slot to the token's
+  // Returns a bit mask of the ranks to which a token goes; 0 if there is no such token. Lowers *bad_slot to the token's
   // first slot whose id is out of range.
   PROXYCCL_DEVICE uint64_t ranksOf(const Choices& choices, const ProxycclDispatch& call, uint32_t token,
                                    uint32_t* bad_slot) const {
@@ -273,7 +273,8 @@ class MaskAnnouncement : public Announcement {
   PROXYCCL_DEVICE uint32_t packetOf(uint32_t rank, uint32_t pair) const {
     return 1 + announcers() + rank * pairs() + pair;
   }
-  // Keeps a word of the mask of the tokens that go from a source to a rank, if one of the two is this rank.
+  // Counts the tokens in word `w` of the mask of tokens that go from a source to a rank, and stores the word if one of
+  // the two ranks is this rank.
   PROXYCCL_DEVICE void keep(uint32_t source, uint32_t rank, uint32_t w, uint32_t word) const {
     if (source == e_.rank) leaving(rank)[w] = word;
     if (rank == e_.rank) arriving(source)[w] = word;
@@ -288,8 +289,8 @@ class MaskAnnouncement : public Announcement {
   PROXYCCL_DEVICE uint32_t* badSlots() const { return reinterpret_cast<uint32_t*>(behindHeads()); }
   PROXYCCL_DEVICE uint32_t* counts() const { return badSlots() + e_.world_size; }  // a word holds two counts
   PROXYCCL_DEVICE uint32_t countWords() const { return (e_.world_size * e_.world_size + 1) / 2; }
-  // The words of a mask. Masks are numbered: first the tokens that leave for each rank, then those that come from each
-  // source.
+  // Returns the words of a mask. Masks 0 to world_size - 1 are of this rank's tokens that go to each rank; the next
+  // world_size masks are of each source's tokens that come to this rank.
   PROXYCCL_DEVICE uint32_t* wordsOf(uint32_t mask) const { return counts() + countWords() + mask * words(); }
   PROXYCCL_DEVICE uint32_t* sumsOf(uint32_t mask) const { return wordsOf(2 * e_.world_size) + mask * sums(); }
   PROXYCCL_DEVICE Mask mask(uint32_t number) const { return {wordsOf(number), sumsOf(number)}; }

@@ -1,5 +1,5 @@
-// The choices of the caller's slots, as a dispatch counts them: expert ids or, where a token has a row for each rank,
-// ranks.
+// The choice of each slot of the caller's tokens, as a dispatch counts it: an expert's id or, if tokens have one row
+// per rank, a rank.
 #ifndef PROXYCCL_EXPERT_CHOICES_H
 #define PROXYCCL_EXPERT_CHOICES_H
 
@@ -7,7 +7,6 @@
 
 namespace proxyccl {
 
-// Loads an element of 2, 4 or 8 bytes of any type.
 PROXYCCL_DEVICE uint64_t loadRaw(const char* from, uint32_t bytes) {
   if (bytes == 4) return *reinterpret_cast<const uint32_t*>(from);
   if (bytes == 8) return *reinterpret_cast<const uint64_t*>(from);
@@ -23,7 +22,7 @@ PROXYCCL_DEVICE void storeRaw(char* to, uint64_t element, uint32_t bytes) {
   }
 }
 
-// Whether an id that does not name one of this many experts drops its slot.
+// Returns whether an id that names none of the `experts` experts drops its slot, according to `dropping_ids`.
 PROXYCCL_DEVICE bool dropsSlot(uint32_t dropping_ids, int64_t id, int64_t experts) {
   return (id == -1 && dropping_ids & PROXYCCL_MINUS_ONE_DROPS) ||
          (id == experts && dropping_ids & PROXYCCL_NUMBER_DROPS);
@@ -33,15 +32,15 @@ class Choices {
  public:
   PROXYCCL_DEVICE Choices(const ProxycclExperts& experts, const ProxycclDispatch& call) : e_(experts), call_(call) {}
 
-  // Whether a token has a row for each rank. A repeated dispatch takes the ids that the dispatch which it repeats has
-  // counted.
+  // Returns whether tokens have one row per rank, so that ids are turned into ranks. A repeated dispatch reads ids that
+  // the original dispatch has already turned into ranks.
   PROXYCCL_DEVICE bool byRank() const { return e_.chosen_per_rank != 0 && call_.redispatch == 0; }
 
-  // Returns where a slot goes: its expert or, with a row for each rank, that expert's rank. Returns the number of
-  // experts or ranks if the slot is dropped, and -1 if its id is out of range.
+  // Returns a slot's target: its expert or, if byRank(), the expert's rank. Returns the number of experts or ranks if
+  // the slot is dropped, and -1 if its id is out of range.
   PROXYCCL_DEVICE int32_t target(uint32_t slot) const {
     const int64_t expert = given(slot);
-    if (call_.redispatch) return static_cast<int32_t>(expert);  // the target that the dispatch has stored
+    if (call_.redispatch) return static_cast<int32_t>(expert);  // the target that the original dispatch has stored
     const uint32_t of_rank = byRank() ? e_.chosen_per_rank : e_.experts_per_rank;
     const int64_t experts = static_cast<int64_t>(e_.world_size) * of_rank;
     const uint32_t none = byRank() ? e_.world_size : static_cast<uint32_t>(experts);
@@ -50,15 +49,15 @@ class Choices {
     return static_cast<int32_t>(byRank() ? static_cast<uint32_t>(expert) / of_rank : static_cast<uint32_t>(expert));
   }
 
-  // Returns the id under which a slot is counted: its target. With a row for each rank, only a token's first slot for a
-  // rank counts; later ones return the id that drops a slot.
+  // Returns the id under which a slot is counted: its target. If byRank(), only the first of a token's slots with the
+  // same rank is counted; for the others the function returns the id that drops a slot.
   PROXYCCL_DEVICE int32_t id(uint32_t slot) const {
     const int32_t none = static_cast<int32_t>(e_.world_size), found = target(slot);
     if (!byRank() || found < 0 || found == none) return found;
     return isFirst(slot, static_cast<uint32_t>(found)) ? found : none;
   }
 
-  // Whether test(rank) is true for the rank of any slot of a token. A repeated dispatch must not call it.
+  // Returns whether test(rank) is true for the rank of any of a token's slots. A repeated dispatch must not call it.
   template <class Test>
   PROXYCCL_DEVICE bool anyRank(uint32_t token, Test test) const {
     const uint32_t per_rank = byRank() ? e_.chosen_per_rank : e_.experts_per_rank;
@@ -75,7 +74,7 @@ class Choices {
     return found;
   }
 
-  // Whether a value of weight_bytes travels with each slot: its weight or, with a row for each rank, its
+  // Returns whether a value of weight_bytes bytes is sent with each slot: the slot's weight or, if byRank(), its
   // ProxycclExpertChoice.
   PROXYCCL_DEVICE bool areCarried() const { return byRank() || call_.weights != nullptr; }
   PROXYCCL_DEVICE uint64_t carried(uint32_t slot) const {
@@ -85,20 +84,19 @@ class Choices {
     return __builtin_bit_cast(uint64_t, ProxycclExpertChoice{chosen ? static_cast<int32_t>(expert) : -1, weight(slot)});
   }
 
-  // A slot of a token that has a row for each rank.
   struct Slot {
     uint32_t k;
     int64_t id;
     uint32_t rank;  // the expert's rank; world_size if the id names no expert
-    bool is_first;  // whether this is the token's first slot for that rank
+    bool is_first;  // whether this is the token's first slot with that rank
   };
-  // With a row for each rank, of at most PROXYCCL_MASKED_RANKS: calls body(slot) for each slot of a token.
+  // Calls body(slot) for each slot of a token, if byRank() and there are at most PROXYCCL_MASKED_RANKS ranks.
   template <class Body>
   PROXYCCL_DEVICE void forEachSlot(uint32_t token, Body body) const {
     const uint32_t experts = e_.world_size * e_.chosen_per_rank, first = token * e_.topk;
-    // Division by multiplication: exact, as experts * chosen_per_rank is less than 2^32.
+    // The multiplication by the reciprocal divides exactly, because experts * chosen_per_rank is less than 2^32.
     const uint64_t reciprocal = 0xffffffffu / e_.chosen_per_rank + 1ull;
-    uint64_t seen = 0;  // a bit for each rank
+    uint64_t seen = 0;  // bit r is set when a slot of rank r was seen
 #pragma unroll 1
     for (uint32_t begin = 0; begin < e_.topk; begin += kAtOnce) {
       int64_t ids[kAtOnce];
@@ -115,16 +113,15 @@ class Choices {
       }
     }
   }
-  // Whether an id is invalid: it neither names an expert nor drops the slot.
   PROXYCCL_DEVICE bool isBad(const Slot& slot) const {
     return slot.rank == e_.world_size &&
            !dropsSlot(e_.dropping_ids, slot.id, static_cast<int64_t>(e_.world_size) * e_.chosen_per_rank);
   }
 
  private:
-  static constexpr uint32_t kAtOnce = 8;  // how many loads of one thread are in flight
+  static constexpr uint32_t kAtOnce = 8;  // loads in flight per thread
 
-  // Loads the ids of the slots from k = begin on of the token whose slots begin at `first`.
+  // Loads up to kAtOnce ids of a token's slots, from k = begin on; the token's slot 0 has number `first`.
   PROXYCCL_DEVICE void loadIds(uint32_t first, uint32_t begin, int64_t* ids) const {
     const int64_t* wide = reinterpret_cast<const int64_t*>(call_.expert_ids) + first + begin;
     const int32_t* narrow = reinterpret_cast<const int32_t*>(call_.expert_ids) + first + begin;
@@ -137,7 +134,6 @@ class Choices {
       for (uint32_t i = 0; i < kAtOnce; ++i) ids[i] = begin + i < e_.topk ? narrow[i] : -1;
     }
   }
-  // Whether this slot is the token's first slot for its rank.
   PROXYCCL_DEVICE bool isFirst(uint32_t slot, uint32_t rank) const {
     const uint32_t own = slot % e_.topk;
     const int64_t experts = static_cast<int64_t>(rank) * e_.chosen_per_rank;

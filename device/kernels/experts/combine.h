@@ -1,13 +1,14 @@
 // MoE combine: the experts' rows go back to the ranks of their tokens, and each token's rows are summed.
 //
-// Within the token's node every slot's row goes to the token's rank. On another node it goes to the counterpart of the
-// token's rank: the rank with the same number within its node. The counterpart sums its node's rows of the token, and
-// only that sum crosses the network. With local_combine each rank sums its own rows of a token first. A sum is made in
-// the order of k or, where a token has one row on each rank, in the order of ranks, in the accumulator's type, and
-// rounded once.
+// If a slot's expert is in the node of the token's rank, the slot's row goes to the token's rank. Otherwise the row
+// goes to the counterpart of the token's rank, which has the same number within its own node. The counterpart sums its
+// node's rows of the token, and only the sum crosses the network. With local_combine each rank first sums its own rows
+// of a token. Rows are added in the order of k or, if a token has one row per rank, in rank order. A sum uses the
+// accumulator's type and is rounded once.
 //
-// If ranks have output buffers, rows that lie in one of them are not sent: the token's rank loads them from there. Each
-// rank announces with a flag where its rows are, and ends only when the other ranks have loaded them.
+// If ranks have output buffers, rows in such a buffer are not sent: the token's rank loads them from the buffer. Each
+// rank announces with a flag in which buffer its rows are, and ends the combine only when the other ranks have loaded
+// them.
 #ifndef PROXYCCL_EXPERT_COMBINE_H
 #define PROXYCCL_EXPERT_COMBINE_H
 
@@ -17,7 +18,7 @@ namespace proxyccl {
 
 #if !PROXYCCL_ON_HOST
 template <class T>
-struct Word {  // a word as wide as the widest access
+struct Word {  // 16 bytes of elements, the width of the widest access
   static constexpr uint32_t kEach = 16 / sizeof(T);
   T at[kEach];
 };
@@ -29,7 +30,8 @@ PROXYCCL_DEVICE void addWord(A* sum, const Bytes16& held, A weight) {
 }
 template <class T, class A>
 PROXYCCL_DEVICE Bytes16 narrowWord(const A* sum) {
-  if constexpr (sizeof(T) == 2) {  // packed in registers: compilers make long code of an array of eight elements
+  if constexpr (sizeof(T) == 2) {  // packed in registers, because compilers make long code for an array of eight
+                                   // elements
     uint32_t pairs[4];
 #pragma unroll
     for (uint32_t i = 0; i < 4; ++i)
@@ -44,8 +46,8 @@ PROXYCCL_DEVICE Bytes16 narrowWord(const A* sum) {
   }
 }
 
-// Called by a group: words [begin, end) of the sum of kCount rows, each times its weight. The compiler must know the
-// count: otherwise loads would come after branches and wait for one another.
+// Called by a group: computes words [begin, end) of the sum of kCount rows, each multiplied by its weight. The count is
+// a template parameter, because otherwise branches would separate the loads, which would then wait for one another.
 template <class T, uint32_t kCount>
 PROXYCCL_DEVICE void sumWords(char* out, char* const* rows, const float* weights, uint32_t begin, uint32_t end) {
   using A = typename Element<T>::Accumulator;
@@ -65,7 +67,8 @@ PROXYCCL_DEVICE void sumWords(char* out, char* const* rows, const float* weights
     Bytes16 held[kWords][kCount];
 #pragma unroll
     for (uint32_t w = 0; w < kWords; ++w) {
-      const uint32_t next = word + w * kGroupLanes, at = next < end ? next : word;  // past the end, load any word
+      const uint32_t next = word + w * kGroupLanes, at = next < end ? next : word;  // beyond the end, load some valid
+                                                                                    // word
 #pragma unroll
       for (uint32_t k = 0; k < kCount; ++k) held[w][k] = from[k][at];
     }
@@ -93,7 +96,6 @@ PROXYCCL_DEVICE void sumManyWords(char* out, char* const* rows, const float* wei
 }
 #endif
 
-// Called by a group: one piece of the sum of `count` rows, each times its weight.
 template <class T>
 PROXYCCL_DEVICE void sumRows(char* out, char* const* rows, const float* weights, uint32_t count, const Piece& piece,
                              uint32_t lane) {
@@ -144,15 +146,14 @@ PROXYCCL_DEVICE void sumRows(char* out, char* const* rows, const float* weights,
 }
 
 enum class CombineStage : uint32_t {
-  send,       // send each rank this rank's rows of its tokens, or their sums
-  sum_node,   // sum the rows from this node's ranks, for this rank's tokens and its counterparts'
-  sum_nodes,  // sum the nodes' sums for this rank's tokens
+  send,       // send to each rank this rank's rows of that rank's tokens, or sums of these rows
+  sum_node,   // sum the rows of this node's ranks, for the tokens of this rank and of its counterparts
+  sum_nodes,  // add the sums of all nodes, for this rank's tokens
 };
 constexpr uint32_t kCombineStages = 3;
 constexpr uint32_t kBufferBits =
-    16;  // the low bits of the flag `loadable`: an output buffer; above them: the number of the combine
+    16;  // the lowest bits of a flag `loadable` hold an output buffer, the bits above them the combine's number
 
-// One combine, as one block sees it.
 template <class T>
 class Combine {
  public:
@@ -171,23 +172,24 @@ class Combine {
     team_.loadLookup();
   }
 
-  // Called by the block: waits until the node has summed the rows of the previous combine or, with kept_calls = 2, of
-  // the one before it.
+  // Called by the block: waits until the node's ranks have summed the rows of combine number_ - kept_calls, whose
+  // memory this combine reuses.
   PROXYCCL_DEVICE void awaitSummed() const {
     if (threadIdx.x < team_->local_size)
       team_.await(team_.summed(threadIdx.x, block_), number_ - team_->kept_calls, team_.nearRank(threadIdx.x));
     __syncthreads();
   }
 
-  // Called by every group: takes the items of one stage until there are no more. Each stage lists an item's rows in its
-  // own way. The rows are summed here, so that the long code exists only once.
+  // Called by every group: processes items of one stage until none is left. The stages list an item's rows differently,
+  // but share the code that sums them, because this code is long.
   PROXYCCL_DEVICE void run(CombineStage stage, const Group& group, uint32_t* next_item) const {
     const uint32_t ranks = team_->world_size, most = team_.mostItems();
     const uint32_t sources = stage == CombineStage::send ? ranks : stage == CombineStage::sum_node ? team_->nodes : 1;
     for (;;) {
       const uint32_t next = group.next(next_item);
       if (next >= most * sources) return;
-      // Sends to the ranks in turn. Tokens of other nodes come first, because their sums travel further.
+      // The send stage serves the ranks in turn. The sum_node stage begins with tokens of other nodes, because their
+      // sums must cross the network.
       uint32_t item = next % most, source = team_->rank;
       if (stage == CombineStage::send) {
         item = next / ranks;
@@ -198,8 +200,8 @@ class Combine {
       const Segment& segment = team_.segmentOf(source);
       if (item >= segment.items()) continue;
       const GroupSpace& space = group.space();
-      // A row that is sent without summing is treated as a sum of one row, so that the same code copies it with as many
-      // loads in flight.
+      // A row that is sent unsummed is treated as a sum of one row, so that the summing code copies it with many loads
+      // in flight.
       const bool alone = stage == CombineStage::send && !team_->local_combine;
       char* to = nullptr;
       if (alone) {
@@ -223,13 +225,14 @@ class Combine {
     }
   }
 
-  // Called by the block when it has sent: raises its flag on every rank of the node. One release covers all rows,
-  // because a release waits for all stores in flight.
+  // Called by the block after it has sent its rows: raises the block's flag on every rank of the node, by one release
+  // for all rows, because a release waits for all stores in flight.
   PROXYCCL_DEVICE void raiseReturned() const {
     syncThreadsSystem();
     if (threadIdx.x < team_->local_size) team_.raise(threadIdx.x, team_.returned(team_->local_rank, block_), number_);
   }
-  // Called by the block: waits until all ranks of the node have sent their rows, or announced that they can be loaded.
+  // Called by the block: waits until all ranks of the node have sent their rows, or announced that their rows can be
+  // loaded.
   PROXYCCL_DEVICE void awaitSenders() const {
     if (threadIdx.x < team_->local_size) {
       const uint32_t l = threadIdx.x, rank = team_.nearRank(l);
@@ -241,29 +244,29 @@ class Combine {
 
   // -- rows in output buffers ---
   PROXYCCL_DEVICE bool hasBuffers() const { return team_->output_buffers != 0 && !team_->local_combine; }
-  // Called by the block before it sends anything: tells the node's ranks in which buffer this rank's rows lie, or that
-  // this rank sends them.
+  // Called by the block before it sends anything: tells the node's ranks in which buffer this rank's rows are, or that
+  // this rank sends its rows.
   PROXYCCL_DEVICE void raiseLoadable() const {
     if (hasBuffers() && threadIdx.x < team_->local_size)
       team_.raiseBehindLoads(threadIdx.x, team_.loadable(number_, team_->local_rank, block_),
                              number_ << kBufferBits | call_.rows_buffer);
   }
-  // Called by the block before it waits: looks up the rows of its tokens, while the flags that it will wait for are on
-  // their way. The rows' places may be used after the next barrier.
+  // Called by the block before it waits for flags: looks up the rows of its tokens while the flags are in flight. The
+  // block may use the results after the next barrier.
   PROXYCCL_DEVICE void cacheRows() const {
     if (!cachesRows()) return;
 #pragma unroll 1
     for (uint32_t s = threadIdx.x; s < own_.tokens * topk_; s += blockDim.x)
       cachedRows()[s] = findSlotRow(team_->rank, own_.begin + s / topk_, s % topk_);
   }
-  // Called by the block: waits until all other ranks have loaded their rows from this rank's buffer.
+  // Called by the block: waits until all ranks of the node have loaded their rows from this rank's buffer.
   PROXYCCL_DEVICE void awaitLoaded() const {
     if (call_.rows_buffer != 0 && threadIdx.x < team_->local_size)
       team_.await(team_.summed(threadIdx.x, block_), number_, team_.nearRank(threadIdx.x));
   }
 
-  // Called by a group when there are no more items. The last group of a batch's last block has acquired the sums of all
-  // other groups, and posts them.
+  // Called by a group when no item is left. In the last block of a batch, the last group has acquired the sums of all
+  // other groups, and posts the batch's sums.
   PROXYCCL_DEVICE void post(const Group& group, uint32_t* finished) const {
     if (team_->nodes == 1 || group.lane != 0) return;
     if (fetchAddAcqRelDevice<uint32_t>(finished, 1) + 1 != Group::count()) return;
@@ -280,8 +283,8 @@ class Combine {
     }
   }
 
-  // Called by the block when it has posted: waits for the other nodes' sums. The first block of a batch tells the
-  // others.
+  // Called by the block after post(): waits for the other nodes' sums. The first block of a batch waits for the message
+  // and raises a flag for the batch's other blocks.
   PROXYCCL_DEVICE void awaitNodes() const {
     __syncthreads();
     if (threadIdx.x < team_->nodes && threadIdx.x != team_->node) {
@@ -292,7 +295,7 @@ class Combine {
         team_.await(flag, number_, team_.member(node, team_->local_rank));
       } else {
         team_.awaitPost(team_.channel(team_->back_channels, node, block_));
-        if (batch.segments() > 1)  // a flag for this device alone, so the release has device scope
+        if (batch.segments() > 1)  // only blocks of this device read the flag, so the release has device scope
           storeReleaseDevice<uint64_t>(reinterpret_cast<uint64_t*>(team_->workspace + flag), number_);
       }
     }
@@ -306,8 +309,8 @@ class Combine {
   }
 
  private:
-  // Called by one thread: waits until a rank of the node has announced where its rows are, and stores the answer for
-  // the block. Returns whether the rows can be loaded.
+  // Called by one thread: waits until a rank of the node has announced where its rows are, and stores the buffer's
+  // number in buffers(). Returns whether the rows can be loaded.
   PROXYCCL_DEVICE bool awaitLoadable(uint32_t local) const {
     const uint64_t flag = team_.loadable(number_, local, block_);
     team_.await(flag, number_ << kBufferBits, team_.nearRank(local));
@@ -315,19 +318,19 @@ class Combine {
     buffers()[local] = static_cast<uint32_t>(said & ((1u << kBufferBits) - 1));
     return buffers()[local] != 0;
   }
-  // For each rank of the node, the number of the buffer that holds its rows, or 0 if they are in no buffer.
+  // For each rank of the node, the number of the buffer that holds its rows, counted from 1, or 0 if no buffer does.
   static PROXYCCL_DEVICE uint32_t* buffers() {
     __shared__ uint32_t buffers[PROXYCCL_MAX_EXPERT_RANKS];
     return buffers;
   }
-  // Where a slot's row lies: the number, within this node, of the rank that has the row, and the row's number on that
-  // rank. The row's number is known only if this rank has the row or can load it; otherwise it is PROXYCCL_NO_ROW.
+  // A slot's row: `local` is the number, within this node, of the rank that has the row, and `row` the row's number on
+  // that rank. `row` is PROXYCCL_NO_ROW if this rank neither has the row nor can load it.
   struct SlotRow {
     uint32_t local;
     int32_t row;
   };
-  static constexpr uint32_t kNotHere = ~0u;  // instead of a rank: the slot has no row in this node
-  // Finds the row of slot k of a token of a source, which is this rank or a counterpart.
+  static constexpr uint32_t kNotHere = ~0u;  // value of `local` if the slot has no row in this node
+  // Finds the row of slot k of a token. The token's source is this rank or a counterpart.
   PROXYCCL_DEVICE SlotRow findSlotRow(uint32_t source, uint64_t token, uint32_t k) const {
     const uint64_t of_node = static_cast<uint64_t>(team_.nodeOf(source)) * team_->max_tokens + token;
     const uint32_t rank = static_cast<uint32_t>(call_.layout.expert_ids[of_node * topk_ + k]) / team_->experts_per_rank;
@@ -335,7 +338,8 @@ class Combine {
     int32_t row = PROXYCCL_NO_ROW;
     if (rank == team_->rank) {
       row = rowsOfToken(source, token)[k];
-    } else if (call_.layout.sent_rows != nullptr) {  // null if rows are in no buffer, such as rows of halves
+    } else if (call_.layout.sent_rows != nullptr) {  // null if the dispatch did not use output buffers, as for rows of
+                                                     // halves
       row = call_.layout.sent_rows[token * topk_ + k];
     }
     return {team_.localOf(rank), row};
@@ -354,18 +358,17 @@ class Combine {
   PROXYCCL_DEVICE uint64_t partialRow(uint32_t segment, uint32_t place) const {
     return segment * team_->return_segment_bytes + place * stride_;
   }
-  // Stores which of a source's tokens are in this block's segment.
   PROXYCCL_DEVICE void setSegment(uint32_t source, uint32_t tokens) const {
     team_.segmentOf(source) = Segment::of(tokens, block_, team_->blocks);
     if (team_->nodes > 1) team_.batchFrom(source) = team_.batchOf(tokens, block_);
   }
-  // Returns the places of the rows of a source's tokens in their batches.
+  // Returns, for each of a source's tokens, the position of its row in its batch.
   PROXYCCL_DEVICE const int32_t* placesOf(uint32_t source) const {
     return call_.layout.places + static_cast<uint64_t>(source) * team_->max_tokens;
   }
-  // Returns the offset, in the workspace of the rank that sums it, of the row of slot k of token i of a source, sent by
-  // rank `from` of the node. A token has a place for each slot or, where it has one row per rank, for each rank of the
-  // node.
+  // Returns the offset of a slot's row in the workspace of the rank that sums it: slot k of the source's token i in
+  // this segment, sent by rank `from` of the node. A token has room for one row per slot or, if by_rank_, per rank of
+  // the node.
   PROXYCCL_DEVICE uint64_t slotRow(uint32_t source, uint32_t i, uint32_t k, uint32_t from) const {
     const uint32_t places = by_rank_ ? team_->local_size : topk_;
     const uint64_t segment = places * team_->return_segment_bytes;
@@ -374,39 +377,38 @@ class Combine {
                               : team_->return_rails + team_.nodeOf(source) * team_->blocks * segment;
     return area + block_ * segment + (i * places + (by_rank_ ? from : k)) * stride_;
   }
-  // Returns a row's weight for a piece. The weight is stored after the row, once for each piece, because different
-  // groups write the pieces.
+  // Returns a piece's copy of the row's weight. The copies follow the row; each piece has one, because different groups
+  // write the pieces.
   PROXYCCL_DEVICE float& weightOf(char* row, uint32_t piece) const {
     return reinterpret_cast<float*>(row + rowStride(row_bytes_))[piece];
   }
-  // Returns, with local_combine, the offset of the sum that comes from a rank of the node.
+  // With local_combine, returns the workspace offset of token i's sum from a rank of the node.
   PROXYCCL_DEVICE uint64_t sumRow(uint32_t local, uint32_t i) const {
     return team_->returns + (local * team_->blocks + block_) * team_->return_segment_bytes + i * stride_;
   }
 
-  // Called by a group: lists this rank's rows for an item of a source. Returns the address to which their sum goes;
-  // null if there is nothing to sum. listNodeRows() and listNodeSums() do the same for other rows.
+  // Called by a group: lists this rank's rows for an item of a source. Returns the address to which the rows' sum goes,
+  // or null if there are no rows. listNodeRows() and listNodeSums() do so for their rows.
   PROXYCCL_DEVICE char* listOwnRows(const Group& group, uint32_t item, uint32_t source) const {
     const Segment& segment = team_.segmentOf(source);
     const uint32_t i = segment.tokenOf(item);
     const int32_t* rows = rowsOfToken(source, segment.begin + i);
-    // A token whose rows did not fit in the output has the sum zero, which is sent too, because the receiver waits for
-    // it.
+    // If a token's rows did not fit in the output, their sum is zero. The sum is sent nevertheless, because the
+    // receiver waits for it.
     if (!group.any(topk_, [&](uint32_t k) { return rows[k] != PROXYCCL_NO_ROW; })) return nullptr;
     group.list(topk_, [&](uint32_t k, RowEntry* entry) { return ownRow(rows[k], entry); });
     return team_.peer(team_.localOf(source)) + sumRow(team_->local_rank, i);
   }
 
-  // Called by a group: lists this rank's rows for an item of a source and sends their weights. A null row did not fit
-  // in the output and counts as zero.
+  // Called by a group: lists this rank's rows for an item of a source and sends their weights.
   PROXYCCL_DEVICE void listSlots(const Group& group, uint32_t item, uint32_t source) const {
     const Segment& segment = team_.segmentOf(source);
     const uint32_t i = segment.tokenOf(item);
     const int32_t* rows = rowsOfToken(source, segment.begin + i);
-    const bool own = team_.localOf(source) == team_->local_rank;  // the sum reads them in place
+    const bool own = team_.localOf(source) == team_->local_rank;  // this rank sums its own rows without a copy
     group.list(topk_, [&](uint32_t k, RowEntry* entry) {
       if (own || rows[k] == PROXYCCL_NO_ROW) return false;
-      ownRow(rows[k], entry);  // a row that did not fit in the output stays null, with weight zero
+      ownRow(rows[k], entry);  // a row that did not fit in the output gets a null address and weight 0
       if (call_.weights != nullptr) weightOf(slotOf(source, i, k), segment.pieceOf(item)) = entry->weight;
       entry->number = static_cast<int32_t>(k);
       entry->weight = 1;
@@ -424,8 +426,8 @@ class Combine {
     return true;
   }
 
-  // Called by a group: lists the rows, or sums, of this rank's node for an item of a source, which is this rank or a
-  // counterpart.
+  // Called by a group: lists the rows or, with local_combine, the sums of this node's ranks for an item. The item's
+  // source is this rank or a counterpart.
   PROXYCCL_DEVICE char* listNodeRows(const Group& group, uint32_t item, uint32_t source) const {
     const Segment& segment = team_.segmentOf(source);
     const uint32_t i = segment.tokenOf(item), node = team_.nodeOf(source);
@@ -469,13 +471,13 @@ class Combine {
         if (call_.slot_weights != nullptr) entry->weight *= call_.slot_weights[token * topk_ + k];
         return true;
       });
-      // If a token has one row on each rank, entries are ordered by rank; an entry's number is its rank.
+      // If a token has one row per rank, entries are ordered by rank; an entry's number is the rank's number in the
+      // node.
       if (team_->chosen_per_rank != 0 && call_.order_ids == nullptr) group.orderByNumber(begun);
     }
     return target;
   }
 
-  // Returns the number of `added` arrays; sums begin with these arrays.
   PROXYCCL_DEVICE uint32_t countAdded() const {
     return call_.added[0] == nullptr ? 0 : call_.added[1] == nullptr ? 1 : 2;
   }
@@ -485,7 +487,7 @@ class Combine {
     return true;
   }
 
-  // Returns the rank of a slot according to the ids that order sums; world_size if the slot has no rank.
+  // Returns the rank of a slot's expert by order_ids; world_size if the slot has no expert.
   PROXYCCL_DEVICE uint32_t orderedRank(uint64_t token, uint32_t k) const {
     const uint64_t slot = token * topk_ + k;
     const int64_t id = call_.id_bytes == 8 ? reinterpret_cast<const int64_t*>(call_.order_ids)[slot]
@@ -494,8 +496,9 @@ class Combine {
     const bool exists = static_cast<uint64_t>(id) < static_cast<uint64_t>(per_rank) * team_->world_size;
     return exists ? static_cast<uint32_t>(id) / per_rank : team_->world_size;
   }
-  // Called by one thread: returns the slot whose row is added at position k. With ids that order sums: if k is the
-  // token's last slot for a rank, returns its first slot for that rank; otherwise returns topk.
+  // Called by one thread: returns the slot whose row is added at position k. Without order_ids this is k. With
+  // order_ids, if k is the last of the token's slots with the same rank, returns the first of them; otherwise returns
+  // topk, for no row.
   PROXYCCL_DEVICE uint32_t slotInOrder(uint64_t token, uint32_t k) const {
     if (call_.order_ids == nullptr) return k;
     const uint32_t rank = orderedRank(token, k);
@@ -510,7 +513,6 @@ class Combine {
     return first;
   }
 
-  // Called by a group: lists the nodes' sums for an item of this rank.
   PROXYCCL_DEVICE char* listNodeSums(const Group& group, uint32_t item) const {
     const uint32_t i = own_.tokenOf(item);
     const uint64_t token = own_.begin + i;
@@ -527,8 +529,8 @@ class Combine {
     return call_.output + token * row_bytes_;
   }
 
-  // Called by one thread: finds the sum of a token's rows on a rank of the node. Returns false if that rank has no row
-  // of the token.
+  // Called by one thread: finds the sum that a rank of the node has made of a token's rows. Returns false if the rank
+  // has no row of the token.
   PROXYCCL_DEVICE bool findSum(const int32_t* ids, uint32_t i, uint32_t local, RowEntry* entry) const {
     const uint32_t rank = team_.nearRank(local);
     bool chosen = false;
@@ -545,8 +547,10 @@ class Combine {
   const ProxycclCombine& call_;
   const uint64_t number_;
   const uint32_t block_, topk_;
-  const bool by_rank_;                 // whether `returns` has a place for each rank, instead of one for each slot
-  const uint64_t row_bytes_, stride_;  // bytes of a row; the stride includes the pieces' weights
+  const bool by_rank_;                 // whether `returns` has room for one row per rank of a token instead of one per
+                                       // slot
+  const uint64_t row_bytes_, stride_;  // bytes of a row, and from one row to the next, which includes the pieces'
+                                       // weights
   const Segment own_;
 };
 
@@ -565,7 +569,7 @@ PROXYCCL_DEVICE void combine(const ProxycclExperts& experts, const ProxycclCombi
   if (sends && call.rows_buffer == 0) combine.awaitSummed();
   if (receives) combine.cacheRows();
   __syncthreads();
-  if (has_failed) return;  // no dispatch has written the layout: its numbers are arbitrary
+  if (has_failed) return;  // the dispatch failed before it wrote the layout, whose numbers are arbitrary
 #pragma unroll 1
   for (uint32_t number = 0; number < kCombineStages; ++number) {
     const CombineStage stage = static_cast<CombineStage>(number);

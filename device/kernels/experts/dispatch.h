@@ -1,10 +1,10 @@
-// MoE dispatch: each token's row goes once to every rank of its node that has one of its experts, and once to every
-// other node that has such an expert. The receiver copies the row to the rows of its experts; with output buffers the
-// sender stores it there itself.
+// MoE dispatch: a token's row is sent once to every rank of the sender's node that has one of the token's experts, and
+// once to every other node that has one. The receiver copies the row to its experts' rows; with output buffers the
+// sender stores it directly in those rows.
 //
 // A rank counts its own slots by expert, segment by segment, and sends the counts to all ranks. From the counts of all
-// ranks each rank computes the row of every slot that comes to it, while rows are already on their way. If tokens are
-// few, ranks send their choices instead of counts (experts/announcement.h), and every rank counts the choices.
+// ranks each rank computes the row of every slot whose expert it has, while rows are already in flight. If tokens are
+// few, ranks send their choices instead of counts (experts/announcement.h), and every rank counts all choices.
 #ifndef PROXYCCL_EXPERT_DISPATCH_H
 #define PROXYCCL_EXPERT_DISPATCH_H
 
@@ -31,14 +31,14 @@ PROXYCCL_DEVICE void dispatchExperts(const ProxycclExperts& experts, const Proxy
     has_failed = call.redispatch ? loadRelaxedDevice<uint32_t>(&experts.counters->has_failed) : 0;
   }
   dispatch.begin();
-  if (has_failed) return;  // no dispatch has written the layout: its numbers are arbitrary
+  if (has_failed) return;  // the original dispatch failed before it wrote the layout, whose numbers are arbitrary
   if constexpr (dispatch.kMasks)
     if (dispatch.storesMasked()) return dispatch.storeMaskedRows(group, &next_row);
   if constexpr (!dispatch.kOnlyStores) {
     // The group of the last thread is the last group with something to send.
     if (receives && threadIdx.x == blockDim.x - 1) dispatch.countCall();
-    // In a kernel that receives, blocks without a segment, if there are any, send while the others receive. Otherwise
-    // all blocks send.
+    // In a kernel that also receives, the blocks without a segment send while the other blocks receive. If every block
+    // has a segment, or the kernel does not receive, all blocks send.
     const bool apart = receives && experts.segments < experts.blocks;
     const uint32_t first = apart ? experts.segments : 0;
     if (sends && !stores && blockIdx.x >= first)
@@ -55,7 +55,7 @@ PROXYCCL_DEVICE void dispatchExperts(const ProxycclExperts& experts, const Proxy
       if (!receives) syncThreadsSystem();
       if (group.number == Group::count() - 1) dispatch.publishSent(group);
     }
-    // One thread makes the store, which waits for the bus, so that only this thread's group starts to receive late.
+    // Only one thread makes the stores to host memory, so that only its group starts to receive late.
     if (gathers && complete && blockIdx.x == 0 && threadIdx.x == 0) dispatch.publishReceivedRows(gathered);
     if (!complete) dispatch.giveUp();
     if (!receives || !complete) return;
@@ -68,9 +68,10 @@ PROXYCCL_DEVICE void dispatchExperts(const ProxycclExperts& experts, const Proxy
   }
 }
 
-// There are kernels that announce nothing, ids, the masks of few tokens, and, a share in each block, the masks of many
-// tokens. With uint8_t rows are moved as bytes; with a type of tokens they become float8 where they are stored in
-// output buffers. A layer needs few of these kernels, and each takes long to compile.
+// There is one kernel per kind of announcement: none (counts are sent), ids, masks of few tokens, and masks of many
+// tokens, of which each block announces a share. If T is uint8_t, rows are moved as bytes; if T is the tokens' type,
+// rows in output buffers are converted to float8. The kernels are separate, because each takes long to compile and a
+// layer needs few of them.
 template <class T>
 PROXYCCL_DEVICE void dispatch(const ProxycclExperts& experts, const ProxycclDispatch& call) {
   dispatchExperts<DispatchMode<void, T>>(experts, call);
@@ -87,7 +88,6 @@ template <class T>
 PROXYCCL_DEVICE void dispatch_shared_masks(const ProxycclExperts& experts, const ProxycclDispatch& call) {
   dispatchExperts<DispatchMode<MaskAnnouncement<true>, T>>(experts, call);
 }
-// These kernels serve only dispatches that one launch completes and whose rows go to output buffers.
 template <class T>
 PROXYCCL_DEVICE void dispatch_masks_store(const ProxycclExperts& experts, const ProxycclDispatch& call) {
   dispatchExperts<DispatchMode<MaskAnnouncement<false>, T, true>>(experts, call);

@@ -1,9 +1,8 @@
-// Dispatch by counts: each block counts its own slots by expert and sends the counts to all ranks. From all counts it
-// computes where rows go.
+// Dispatch by counts: each block counts its segment's slots by expert and sends the counts to all ranks.
 //
-// A slot's row is the sum of three numbers: the first row of its expert from its source, the slots of that expert in
-// earlier segments, and the slot's position among those of its own segment. The first two numbers are sums of counts;
-// the third is in the slot's routing.
+// The number of a slot's row is a sum of three numbers: the first row that the slot's expert gets from the slot's
+// source, the number of slots with that expert in the source's earlier segments, and the number of such slots before
+// the slot in its own segment. The first two numbers are sums of counts; the third is in the segment's routing.
 #ifndef PROXYCCL_EXPERT_DISPATCH_COUNTS_H
 #define PROXYCCL_EXPERT_DISPATCH_COUNTS_H
 
@@ -82,7 +81,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::dropLaterTargets() const {
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; i < own_.tokens; i += blockDim.x) {
     uint16_t* targets = keptTargets() + i * topk_;
-    uint64_t seen[PROXYCCL_MAX_EXPERT_RANKS / 64] = {};  // a bit for each rank, of 64 ranks a word
+    uint64_t seen[PROXYCCL_MAX_EXPERT_RANKS / 64] = {};  // one bit per rank, 64 ranks per word
 #pragma unroll 1
     for (uint32_t k = 0; k < topk_; ++k) {
       const uint32_t rank = targets[k];
@@ -90,7 +89,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::dropLaterTargets() const {
       bool first = true;
 #pragma unroll
       for (uint32_t w = 0; w < PROXYCCL_MAX_EXPERT_RANKS / 64;
-           ++w) {  // unrolled, because an index would put the words into memory
+           ++w) {  // unrolled, because a variable index would move the words from registers to memory
         const uint64_t bit = rank / 64 == w ? 1ull << rank % 64 : 0;
         first &= (seen[w] & bit) == 0;
         seen[w] |= bit;
@@ -103,7 +102,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::dropLaterTargets() const {
 
 template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::countSlots(uint32_t n, uint32_t* counts) const {
-  __shared__ uint16_t before[kScratch];  // for each word of bits, how many bits of the expert are before it
+  __shared__ uint16_t before[kScratch];  // for each word of bits, the number of the expert's bits before it
   uint32_t* bits = scratch();
   const uint32_t experts = team_.experts();
   const uint32_t some = experts < kScratch ? experts : kScratch, words = kScratch / some;
@@ -185,7 +184,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::awaitRouting() const {
   const uint32_t segments = team_->segments;
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; i < team_->world_size * segments; i += blockDim.x)
-    if (isNear(i / segments) || i % segments == 0)  // the routing of another node arrives as a whole
+    if (isNear(i / segments) || i % segments == 0)  // a rank's routing arrives from another node as a whole
       team_.await(team_.routed(i / segments, i % segments), number_, i / segments);
   __syncthreads();
 }
@@ -266,12 +265,12 @@ PROXYCCL_DEVICE void Dispatch<Mode>::alignExperts(uint32_t* rows) const {
     rows[(e + 1) * ranks - 1] += alignedRows(own) - own;
     if (tells) storeRelaxedSystem(&team_->chosen_rows[e], own);
   }
-  syncThreadsSystem();  // any thread may have stored what publishReceivedRows() releases
+  syncThreadsSystem();  // because publishReceivedRows() releases stores of all threads
 }
 
 template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::prepareReceive(uint32_t rows) const {
-  if (kAnnounced && !call_.redispatch) return;  // gather() has done this already
+  if (kAnnounced && !call_.redispatch) return;  // done by gather()
   setSegments(threadIdx.x, blockDim.x);
   Range& range = ownRows();
   if (threadIdx.x == 0) range = {0, rows};
@@ -292,7 +291,8 @@ template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::publishReceivedRows(const Gathered& gathered) const {
   ProxycclReceivedRows* to = team_->received_rows;
   storeRelaxedSystem(&to->rows, gathered.rows);
-  if (gathered.bad_rank != PROXYCCL_NO_PEER) {  // later dispatches do not reset it, because the CPU may read it later
+  if (gathered.bad_rank != PROXYCCL_NO_PEER) {  // later dispatches do not reset bad_rank, because the CPU may read it
+                                                // later
     storeRelaxedSystem(&to->bad_slot, gathered.bad_slot);
     storeRelaxedSystem(&to->bad_rank, gathered.bad_rank);
   }
@@ -310,7 +310,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::writeCounts(uint32_t rows) const {
   __syncthreads();  // after this barrier, all threads have read the sources
   if (threadIdx.x == 0) most = 0;
   __syncthreads();
-  // The memory that held the sources' token counts, which have been read, now holds the number of rows of each rank.
+  // The array of the sources' token counts, which have been read, is reused for the number of rows of each rank.
   uint32_t* rows_of = tokensOf();
 #pragma unroll 1
   for (uint32_t s = threadIdx.x; s < ranks; s += blockDim.x) {

@@ -1,5 +1,4 @@
-// Dispatch by announced ids: every block has the expert ids of all ranks and counts them itself. With
-// experts/dispatch_counts.h, a block receives these counts from the other ranks instead.
+// Dispatch by announced ids: every block receives the expert ids of all ranks' slots and counts them itself.
 #ifndef PROXYCCL_EXPERT_DISPATCH_IDS_H
 #define PROXYCCL_EXPERT_DISPATCH_IDS_H
 
@@ -15,20 +14,21 @@ PROXYCCL_DEVICE bool Dispatch<Mode>::awaitIds(Gathered* gathered) const {
   uint32_t *first = bases(), *before = first + n;
   AnnouncedState& state = announcedState();
   if (!announced_.await()) state.incomplete = true;
-  syncThreadsSystem();  // this barrier also covers what the block has sent: publishSent() follows
+  syncThreadsSystem();  // this barrier also orders the rows that the block has sent before publishSent()
   if (state.incomplete) return false;
   setSegments(threadIdx.x, blockDim.x);
 #pragma unroll 1
   for (uint32_t s = threadIdx.x; s < ranks; s += blockDim.x)
     if (announced_.wantedTokens(s) != 0) atomicMax(&state.wanted_tokens, announced_.wantedTokens(s));
-  uint32_t rows_before = 0;  // rows of ranks with lower numbers
+  uint32_t rows_before = 0;  // number of rows on ranks with lower numbers
   announced_.forEachSlot(0, ranks, threadIdx.x, blockDim.x, [&](uint32_t source, uint32_t slot, uint32_t expert) {
     if (expert == IdAnnouncement::kBadExpert) atomicMin(&state.bad_slot, source << 16 | slot);
     rows_before += expert < own;
     if (expert - own >= per_rank) return;
     const uint32_t i = (expert - own) * ranks + source;
     atomicAdd(&first[i], 1u);
-    // The segment's beginning is computed again, because another thread stores it, and no barrier lies in between.
+    // The segment's first token is computed again, because another thread stores it and no barrier has followed that
+    // store.
     if (slot < announced_.tokens(source) * segment_ / team_->segments * topk_) atomicAdd(&before[i], 1u);
   });
   if (call_.scatter != nullptr && rows_before != 0) atomicAdd(&ownRows().first, rows_before);
@@ -62,7 +62,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::numberOwnSlots() const {
 template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::writeIdCounts(const Group& group, uint32_t rows) const {
   const uint32_t experts = team_.experts(), ranks = team_->world_size, segments = team_->segments;
-  uint32_t* counts = bases() + experts;  // awaitIds() no longer needs these counters
+  uint32_t* counts = bases() + experts;  // the counters `before` of awaitIds(), which has ended
   auto count = [&](uint32_t first, uint32_t sources) {
 #pragma unroll 1
     for (uint32_t e = group.lane; e < experts; e += kGroupLanes) counts[e] = 0;

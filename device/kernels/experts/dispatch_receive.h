@@ -1,5 +1,5 @@
-// Dispatch, the receiver: copies each received row to the rows of its experts on this rank, and writes the numbers of
-// those rows to the descriptor.
+// The receiving part of a dispatch: copies each received row to the rows of its experts on this rank, and writes the
+// numbers of those rows to the layout.
 #ifndef PROXYCCL_EXPERT_DISPATCH_RECEIVE_H
 #define PROXYCCL_EXPERT_DISPATCH_RECEIVE_H
 
@@ -11,8 +11,8 @@ template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::receive(const Group& group, uint32_t* next_item, const Gathered& gathered) const {
   if (crossesNodes() && group.number == Group::count() - 1 && movesRows()) forwardRows(group);
   const uint32_t ranks = team_->world_size;
-  // With announcements, groups that have no row to copy write the descriptor's tables. The counts come before all rows,
-  // because they keep one group busy longest; the other tables come after the rows.
+  // In a dispatch by announcements, groups without a row to copy write the layout's tables. The table of counts is the
+  // first task, before the rows, because it keeps one group busy longest; the other tables come after the rows.
   const bool describes = describesApart(), counts = kAnnounced && describes;
   const uint32_t most = team_.mostItems();
   const uint32_t copies = (movesRows() && !storesRows()) || !describes ? most * ranks : 0;
@@ -23,8 +23,9 @@ PROXYCCL_DEVICE void Dispatch<Mode>::receive(const Group& group, uint32_t* next_
     if (counts && next-- == 0) {
       if constexpr (kAnnounced) writeAnnouncedCounts(group, gathered.rows);
     } else if (next < copies) {
-      // This rank's own rows come first, because they need no wait. Rows of other ranks arrive one by one, so sources
-      // take turns. If choices were announced, all rows of a source arrive together.
+      // This rank's own rows come first, because they need no wait. In a dispatch by counts, the rows of all other
+      // ranks arrive one by one, so the sources are served in turn. In a dispatch by announcements, all rows of a
+      // source arrive together.
       const uint32_t item = kAnnounced ? next % most : next / ranks, turn = kAnnounced ? next / most : next;
       receiveItem(group, item, (team_->rank + turn) % ranks, &arrived);
     } else if (next - copies < described) {
@@ -155,7 +156,7 @@ PROXYCCL_DEVICE int32_t Dispatch<Mode>::rowOf(const ProxycclExpertSlot& slot, ui
   const uint32_t expert = slot.expert - team_->rank * team_->experts_per_rank;
   if (slot.expert == PROXYCCL_NO_EXPERT || expert >= team_->experts_per_rank) return PROXYCCL_NO_ROW;
   uint64_t row = bases()[expert * team_->world_size + source] + slot.position;
-  // Tokens that choose an expert twice can bring more rows than there is room for.
+  // An expert may get more rows than it has room for, if tokens choose it twice.
   if (isPadded() && row >= (expert + 1) * static_cast<uint64_t>(call_.padded_rows)) return PROXYCCL_PAST_END;
   if (call_.scatter != nullptr) {
     uint64_t before = token;
@@ -209,7 +210,7 @@ template <class SlotOf>
 PROXYCCL_DEVICE typename Dispatch<Mode>::OwnChoice Dispatch<Mode>::findOwnChoice(uint32_t k, uint32_t first,
                                                                                  uint64_t carried,
                                                                                  SlotOf slotOf) const {
-  // The token's row on this rank, if any, is the row of the slot that names this rank.
+  // The token's row on this rank is the row of the slot that names this rank, if there is one.
   const auto choice = __builtin_bit_cast(ProxycclExpertChoice, carried);
   uint32_t at = topk_, position = 0;
 #pragma unroll 8
@@ -252,7 +253,8 @@ PROXYCCL_DEVICE void Dispatch<Mode>::describeRows(const Group& group, uint32_t s
   for (uint32_t k = group.lane; k < topk_; k += kGroupLanes) {
     const int32_t row = space.row[k];
     if (row < 0) continue;
-    // With the caller's indices, first_rows was filled with PROXYCCL_NO_ROW, and each row must be taken once.
+    // If the caller gives the rows' indices (`scatter`), first_rows was filled with PROXYCCL_NO_ROW, and each row must
+    // be used only once.
     if (call_.scatter == nullptr) {
       call_.layout.first_rows[row] = first;
     } else if (atomicExch(&call_.layout.first_rows[row], first) != PROXYCCL_NO_ROW) {

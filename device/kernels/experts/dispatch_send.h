@@ -1,5 +1,5 @@
-// Dispatch, the sender: writes each token's row once to every rank of its node that has one of its experts, and once to
-// every other node that has such an expert.
+// The sending part of a dispatch: writes a token's row once to every rank of this node that has one of the token's
+// experts, and once to every other node that has one.
 #ifndef PROXYCCL_EXPERT_DISPATCH_SEND_H
 #define PROXYCCL_EXPERT_DISPATCH_SEND_H
 
@@ -18,7 +18,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::send(const Group& group, uint32_t block, ui
     for (uint32_t part = group.number * blocks + block; part < parts; part += blocks * Group::count())
       sendItem(group, part, round);
   if (!crossesNodes() || group.lane != 0) return;
-  // The last group of the last block to arrive has acquired the rows of all other groups and blocks.
+  // The last group of the last block has acquired the rows of all other groups and blocks.
   if (fetchAddAcqRelDevice<uint32_t>(finished, 1) + 1 != Group::count()) return;
   const Batch& batch = team_.batchFrom(team_->rank);
   if (!team_.completes(team_.arrivals(team_->node, batch.first), batch.segments())) return;
@@ -41,7 +41,8 @@ PROXYCCL_DEVICE void Dispatch<Mode>::sendItem(const Group& group, uint32_t part,
   const uint32_t i = segment.tokenOf(item);
   const uint64_t token = segment.begin + i;
   const bool own = at == segment_ && !onlySends();
-  // Where each slot's row goes: a rank of this node by its number, or another node by its number with kOtherNode.
+  // The destination of a slot's row is a rank of this node, by its number in the node, or another node, by its number
+  // plus kOtherNode.
   constexpr int32_t kOtherNode = 1 << 16;
 #pragma unroll 1
   for (uint32_t k = group.lane; k < topk_; k += kGroupLanes) {
@@ -79,7 +80,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::sendItem(const Group& group, uint32_t part,
   copyToEach(space.at, space.count, piece.begin, call_.input + token * call_.row_bytes + piece.begin,
              piece.end - piece.begin, group.lane);
   group.sync();
-  if constexpr (!kAnnounced) {  // otherwise publishSent() raises one flag for all items
+  if constexpr (!kAnnounced) {  // if choices are announced, publishSent() raises one flag for all items
 #pragma unroll 1
     for (uint32_t target = group.lane; target < space.count; target += kGroupLanes)
       if (!(space.number[target] & kOtherNode))

@@ -1,9 +1,9 @@
-// Dispatch, the sender, with a row for each rank and output buffers: once all counts are known, each row is stored once
-// on every rank that gets it, at the place where the caller reads it.
+// The sending part of a dispatch to output buffers, for tokens with one row per rank: when all counts are known, the
+// sender stores each row directly at its final address on every rank that gets it.
 //
-// A rank says in its routing, or in its announcement, in which of its buffers it wants the rows. The rank names the
-// buffer when its stream has reached this dispatch, so earlier work no longer uses the buffer. Rows are converted to
-// float8 as they are stored, once for each token.
+// A rank's routing or announcement names the output buffer in which the rank wants the rows. The buffer is named when
+// the rank's stream has reached this dispatch, so earlier work no longer uses it. Rows are converted to float8 on the
+// fly, once for each token.
 #ifndef PROXYCCL_EXPERT_DISPATCH_STORE_H
 #define PROXYCCL_EXPERT_DISPATCH_STORE_H
 
@@ -66,7 +66,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeItems(const Group& group, Stored store
   for (;;) {
     const uint32_t item = group.ofFirst(taken), token = item / kStoredPieces;
     if (token >= call_.tokens) return;
-    taken = take();  // the next item's number arrives while this item is stored
+    taken = take();  // the next item's number is fetched while this item is stored
     storeRow(group, token, {token, 1, kStoredPiecesLog2}, item, n, [&](uint32_t i, uint32_t* rank, int32_t* row) {
       return find(item, i, rank, row) && (stored == Stored::all || (stored == Stored::own) == (*rank == team_->rank));
     });
@@ -119,7 +119,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeRow(const Group& group, uint64_t token
   const uint64_t scales = call_.row_bytes - call_.scale_bytes;  // offset of the scales in the row
   const uint64_t end = piece.end < scales ? piece.end : scales;
   const GroupSpace& space = group.space();
-  auto listParts = [&](uint64_t offset, uint64_t bytes) {  // parts of the rows' elements, or of their scales
+  auto listParts = [&](uint64_t offset, uint64_t bytes) {  // lists the rows' elements or their scales
     group.list(n, [&](uint32_t i, RowEntry* entry) {
       uint32_t rank = 0;
       if (!find(i, &rank, &entry->number)) return false;
@@ -178,8 +178,8 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeQuantized(const Group& group, uint64_t
       inGlobal(reinterpret_cast<float*>(scales))[block] = scale;
     }
   };
-  // Parts past a piece's end cost as much as other parts: half a row of 7168 elements has seven parts, a piece of few
-  // tokens has fewer.
+  // Parts beyond a piece's end take as long as other parts, so kParts fits the pieces: half a row of 7168 elements has
+  // seven parts; in a dispatch of few tokens a piece has fewer.
   constexpr uint32_t kParts = kFewMasks ? 4 : 7;
   if (targets > 0 && end - first <= kGroupLanes * kParts / 8) {
     scaleBlocks<kParts>(group, row, first, end, aligned, storeParts, storeScale);
@@ -194,7 +194,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeQuantized(const Group& group, uint64_t
 
 template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::storeCountedRows(const Group& group) const {
-  if (blockIdx.x == team_->blocks - 1) {  // reporting the counts takes a block some time
+  if (blockIdx.x == team_->blocks - 1) {  // only this block spends time on reporting the counts
     Gathered gathered;
     if (!gatherCounts(group, &gathered)) return giveUp();
     if ((call_.phases & PROXYCCL_EXPERT_GATHER) && threadIdx.x == 0) publishReceivedRows(gathered);
@@ -208,7 +208,8 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeCountedRows(const Group& group) const 
   const bool stores = blockIdx.x < storingBlocks();
   if (stores) placeOutgoing();
   const uint32_t rows = placeIncoming(), segments = team_->segments;
-  const uint32_t* first = stores ? firstRowsThere() : firstRowsHere();  // this rank is a source on the other rank
+  const uint32_t* first = stores ? firstRowsThere() : firstRowsHere();  // without stores to peers, only the rows on
+                                                                        // this rank matter
   const char* slab = slabOf(team_->rank);
   storeInTurns(
       group, rows, topk_, [&](uint32_t thread, uint32_t threads) { describeAll(thread, threads); },

@@ -1,9 +1,9 @@
-// Geometry of the expert-parallel kernels (experts/experts.h): segments, groups of threads, items of work, flags.
+// Defines how the expert-parallel kernels (experts/experts.h) divide work: segments, groups of threads, items, flags.
 //
-// A group consists of the threads that move one piece of a row together: a warp on a GPU, a single fiber on a CPU,
-// where one fiber copies faster than many. On every rank, block b handles segment b of every source, so each block has
-// its own flags. What a dispatch sends is cut into parts, one for each sending group if some blocks only send. Each
-// part has a flag that says how many of its items have arrived.
+// A group is the threads that move a piece of a row together: a warp on a GPU, a single fiber on a CPU, where one fiber
+// copies faster than many. On every rank, block b handles segment b of every source, so each block has its own flags. A
+// dispatch sends its items in parts; if some blocks only send, each group of these blocks sends one part. Each part has
+// a flag with the number of its items that have arrived.
 #ifndef PROXYCCL_EXPERT_TEAM_H
 #define PROXYCCL_EXPERT_TEAM_H
 
@@ -17,32 +17,31 @@ namespace proxyccl {
 constexpr uint32_t kGroupLanes = PROXYCCL_ON_HOST ? 1 : PROXYCCL_WARP_SIZE;
 constexpr uint32_t kMaxGroups = PROXYCCL_EXPERT_THREADS / kGroupLanes;
 constexpr uint32_t kMaxPieces = 4;  // most pieces of a row
-// A flag's value is the number of the call, and in the lower bits how many items have arrived: at most kMaxPieces for
-// each of 2^24 tokens. The other 37 bits hold the call's number.
+// The upper 37 bits of a flag's value hold the call's number, the lower 27 the number of items that have arrived: at
+// most kMaxPieces for each of 2^24 tokens.
 constexpr uint32_t kItemBits = 27;
 constexpr uint64_t kAllItems = (1ull << kItemBits) - 1;
 static_assert(kMaxPieces << 24 <= kAllItems, "an item's number fits in a flag");
 
 PROXYCCL_DEVICE uint64_t flagValue(uint64_t call, uint64_t items) { return call << kItemBits | items; }
 
-// Whether a flag has reached a value. Flags and values wrap around, so only their difference matters. A flag is always
-// less than `ahead` past an awaited value that it has reached; a difference of `ahead` or more means that the flag has
-// not reached the value.
-constexpr uint64_t kHalfOfAll = 1ull << 63;  // for flags that every call raises
-// For flags that say how many items have arrived; not every call raises such a flag. Calls wait for each other, so no
-// flag is more than one call ahead. A flag that was last raised long ago is recognised as not having reached a value,
-// until call numbers wrap around to its own.
+// hasReached() returns whether a flag has reached a value. Flags wrap around, so only the difference of the two
+// matters: a flag that has reached the value exceeds it by less than `ahead`. A larger difference means that the flag
+// has not reached the value.
+constexpr uint64_t kHalfOfAll = 1ull << 63;  // `ahead` for flags that every call raises
+// `ahead` for flags that count items, which not every call raises. Calls of different ranks wait for each other, so no
+// flag is more than one call ahead. A flag that was last raised long ago is taken as not reached, unless call numbers
+// have wrapped around to the flag's call.
 constexpr uint64_t kTwoCalls = 2ull << kItemBits;
 PROXYCCL_DEVICE bool hasReached(uint64_t seen, uint64_t value, uint64_t ahead) { return seen - value < ahead; }
 
-// The place where a token's row goes or comes from.
+// An entry in a group's list of rows: the row's address, number and weight.
 struct RowEntry {
   char* at;
   int32_t number;
   float weight;
 };
 
-// A group's shared memory.
 struct GroupSpace {
   char* at[PROXYCCL_MAX_TOPK + PROXYCCL_ADDED];
   int32_t number[PROXYCCL_MAX_TOPK + PROXYCCL_ADDED];
@@ -55,20 +54,19 @@ PROXYCCL_DEVICE GroupSpace* groupSpaces() {
   return spaces;
 }
 
-// One thread of a group.
 struct Group {
   uint32_t number, lane;
   PROXYCCL_DEVICE Group() : number(threadIdx.x / kGroupLanes), lane(threadIdx.x % kGroupLanes) {}
   static PROXYCCL_DEVICE uint32_t count() { return PROXYCCL_ON_HOST ? blockDim.x : kMaxGroups; }
   PROXYCCL_DEVICE GroupSpace& space() const { return groupSpaces()[number]; }
-  // Whether test(i) is true for any i < n. Each i is tested by one thread.
+  // Returns whether test(i) is true for any i < n. One thread tests each i.
   template <class Test>
   PROXYCCL_DEVICE bool any(uint32_t n, Test test) const {
     bool found = false;
     for (uint32_t i = lane; i < n; i += kGroupLanes) found |= test(i);
     return ballot(found) != 0;
   }
-  // Returns a word with the bit of each thread of the group.
+  // Returns a word with one bit per thread of the group: its `bit`.
   PROXYCCL_DEVICE uint64_t ballot(bool bit) const {
 #if PROXYCCL_ON_HOST
     return bit;
@@ -77,14 +75,13 @@ struct Group {
 #endif
   }
 
-  // A barrier of the group, after which its threads see each other's earlier writes.
+  // A barrier of the group, after which the group's threads see each other's earlier writes.
   PROXYCCL_DEVICE void sync() const {
 #if !PROXYCCL_ON_HOST
     syncWarp();
 #endif
   }
 
-  // Returns the first thread's value.
   PROXYCCL_DEVICE uint32_t ofFirst(uint32_t value) const {
 #if PROXYCCL_ON_HOST
     return value;
@@ -93,7 +90,7 @@ struct Group {
 #endif
   }
 
-  // Takes the next number from a counter of the block.
+  // Increments a counter of the block, and returns the previous value to all threads of the group.
   PROXYCCL_DEVICE uint32_t next(uint32_t* counter) const {
     GroupSpace& space = this->space();
     if (lane == 0) space.count = atomicAdd(counter, 1u);
@@ -103,8 +100,8 @@ struct Group {
     return number;
   }
 
-  // Lists in space(), in order of i < n, the entries for which find(i, &entry) is true. One thread calls it for each i.
-  // There may be at most PROXYCCL_MAX_TOPK entries.
+  // Lists in space() the entries for which find(i, &entry) returns true, in order of i < n. One thread calls find() for
+  // each i. There may be at most PROXYCCL_MAX_TOPK such entries.
   template <class Find>
   PROXYCCL_DEVICE void list(uint32_t n, Find find) const {
     GroupSpace& space = this->space();
@@ -125,12 +122,12 @@ struct Group {
     sync();
   }
 
-  // Orders the listed entries from `begin` on, at most PROXYCCL_MAX_TOPK, by their numbers, which all differ. The
-  // numbers themselves do not move.
+  // Sorts the listed entries from `begin` on, at most PROXYCCL_MAX_TOPK, by their numbers, which all differ. Only the
+  // fields `at` and `weight` are moved.
   PROXYCCL_DEVICE void orderByNumber(uint32_t begin) const {
     GroupSpace& space = this->space();
-    constexpr uint32_t kEach = (PROXYCCL_MAX_TOPK + kGroupLanes - 1) / kGroupLanes;  // entries that a thread moves
-    RowEntry moved[kEach];  // `number` is the entry's new place
+    constexpr uint32_t kEach = (PROXYCCL_MAX_TOPK + kGroupLanes - 1) / kGroupLanes;
+    RowEntry moved[kEach];  // `number` is the entry's new index
     const uint32_t end = space.count, first = begin + lane;
     for (uint32_t i = 0, from = first; i < kEach && from < end; ++i, from += kGroupLanes) {
       uint32_t to = begin;
@@ -147,26 +144,24 @@ struct Group {
   }
 };
 
-// A segment of a source's tokens, cut into items: pieces of rows, so that few tokens keep all groups busy.
+// A segment of a source's tokens. An item is one of 2^pieces_log2 pieces of a token's row, so that a segment of few
+// tokens also keeps all groups busy.
 struct Segment {
   uint32_t begin, tokens, pieces_log2;
-  // Returns the number of tokens of the largest of `segments` segments.
   static PROXYCCL_DEVICE uint32_t longest(uint32_t source_tokens, uint32_t segments) {
     return (source_tokens + segments - 1) / segments;
   }
-  // Returns segment `number` of `segments`.
   static PROXYCCL_DEVICE Segment of(uint32_t source_tokens, uint32_t number, uint32_t segments) {
     const uint32_t begin = source_tokens * number / segments;
     Segment segment = {begin, source_tokens * (number + 1) / segments - begin, 0};
 #if !PROXYCCL_ON_HOST
-    // The result depends only on the source's number of tokens, which all ranks know, because all ranks must get the
-    // same result.
+    // All ranks must compute the same number of pieces, so it depends only on the source's number of tokens, which all
+    // ranks know.
     const uint32_t most = longest(source_tokens, segments);
     while (segment.pieces() < kMaxPieces && most * segment.pieces() < 2 * Group::count()) ++segment.pieces_log2;
 #endif
     return segment;
   }
-  // Returns the number of the segment that contains a token.
   static PROXYCCL_DEVICE uint32_t numberOf(uint32_t source_tokens, uint32_t token, uint32_t segments) {
     return ((token + 1) * segments - 1) / source_tokens;
   }
@@ -176,18 +171,18 @@ struct Segment {
   PROXYCCL_DEVICE uint32_t pieceOf(uint32_t item) const { return item & (pieces() - 1); }
 };
 
-// Consecutive segments of a source, [first, end), whose rows travel to another node as one message, and the tokens of
-// these segments.
+// Consecutive segments of a source, [first, end), whose rows are sent to another node as one message. `begin` is the
+// first token of these segments, `tokens` their number of tokens.
 struct Batch {
   uint32_t first, end, begin, tokens;
   PROXYCCL_DEVICE uint32_t segments() const { return end - first; }
 };
 
-// Bytes from one row to the next in a slab, so that wide accesses are aligned. Slabs have room for the layer's longest
-// rows.
+// Returns the bytes from one row to the next in a slab, rounded up so that 16-byte accesses are aligned. Slabs have
+// room for the layer's longest rows.
 PROXYCCL_DEVICE uint64_t rowStride(uint64_t row_bytes) { return (row_bytes + 15) / 16 * 16; }
 
-// The bytes [begin, end) of a row that an item moves: a whole number of 16-byte words, except in the last piece.
+// The bytes [begin, end) of a row that an item moves. All pieces but the last have whole words of 16 bytes.
 struct Piece {
   uint64_t begin, end;
   PROXYCCL_DEVICE Piece(uint64_t row_bytes, const Segment& segment, uint32_t item) {
@@ -199,7 +194,7 @@ struct Piece {
   }
 };
 
-// Not inlined: waits are in many places, and loading all the inlined code would take as long as a short call does.
+// The function is not inlined, because there are many waits, whose code would take as long to fetch as a short call.
 PROXYCCL_OUT_OF_LINE void awaitWord(ProxycclControl* control, const uint64_t* word, uint64_t value, uint32_t peer,
                                     uint64_t ahead) {
   waitUntil(control, {PROXYCCL_WAIT_SM_SIGNAL, peer, PROXYCCL_NO_CHANNEL, value},
@@ -213,8 +208,8 @@ class ExpertTeam {
   PROXYCCL_DEVICE const ProxycclExperts& operator*() const { return e_; }
 
   PROXYCCL_DEVICE uint32_t experts() const { return e_.world_size * e_.experts_per_rank; }
-  // Called by the block, before anything else: copies values that are looked up for every row to shared memory, because
-  // an acquire empties a GPU's cache of device memory.
+  // Called by the block, before anything else: copies values that are read for every row to shared memory, because an
+  // acquire invalidates a GPU's cache of device memory.
   PROXYCCL_DEVICE void loadLookup() const {
     Lookup& lookup = ExpertTeam::lookup();
     // The last threads copy the values, because the first threads usually wait for other loads.
@@ -233,9 +228,8 @@ class ExpertTeam {
   PROXYCCL_DEVICE uint32_t nearRank(uint32_t local) const { return lookup().ranks[local]; }
   PROXYCCL_DEVICE char* peer(uint32_t local) const { return lookup().peers[local]; }
   static PROXYCCL_DEVICE char* const* peers() { return lookup().peers; }
-  // This block's segment of each source's tokens. The caller stores it here.
+  // Returns a reference to this block's segment of a source's tokens, which the caller stores there.
   static PROXYCCL_DEVICE Segment& segmentOf(uint32_t source) { return lookup().segments[source]; }
-  // Returns the largest number of items that any source has for this block.
   PROXYCCL_DEVICE uint32_t mostItems() const {
     uint32_t most = 0;
     for (uint32_t s = 0; s < e_.world_size; ++s) {
@@ -250,7 +244,7 @@ class ExpertTeam {
   }
 
   // -- slabs ---
-  // Returns the slab of a source in the first or second inbox of a rank of the node.
+  // Returns a source's slab in inbox `number` (0 or 1) of a rank of the node.
   PROXYCCL_DEVICE char* inbox(uint32_t number, uint32_t local, uint32_t source_local) const {
     return peer(local) + e_.inbox + (number * e_.local_size + source_local) * e_.slab_bytes;
   }
@@ -266,74 +260,74 @@ class ExpertTeam {
     return e_.segments * e_.routing_bytes + segment * e_.segment_bytes + place * stride;
   }
 
-  // Item i of segment s is number i * segments + s of a dispatch, and item number / parts() of part number % parts().
+  // Returns the number of parts of a dispatch. Item i of segment s has number n = i * segments + s in the dispatch, and
+  // is item n / parts() of part n % parts().
   PROXYCCL_DEVICE uint32_t parts() const {
     return (e_.segments < e_.blocks ? e_.blocks - e_.segments : e_.blocks) * Group::count();
   }
 
-  // Returns the address of the first row in a rank's output buffer. `buffer` is 1 for the first buffer.
+  // `buffer` is 1 for the first output buffer.
   PROXYCCL_DEVICE char* outputOf(uint32_t local, uint32_t buffer) const {
     return peer(local) + e_.outputs + (buffer - 1) * e_.output_bytes;
   }
 
   // -- flags, as offsets in a workspace ---
-  // Raised when block `block` of `source` has sent its counts. For a source on another node, block 0's flag covers the
-  // counts of all its blocks.
+  // Returns the flag that is raised when block `block` of `source` has sent its counts. For a source on another node,
+  // block 0's flag covers the counts of all blocks.
   PROXYCCL_DEVICE uint64_t routed(uint32_t source, uint32_t block) const {
     return e_.routed + 8ull * (source * e_.segments + block);
   }
-  // The flag says how many items of a part of a source's dispatch have arrived. For a source on another node, the flag
-  // of a batch's first segment says that the whole batch has arrived.
+  // Returns the flag that counts the arrived items of a part of a source's dispatch. For a source on another node, the
+  // flag of a batch's first segment is raised when the whole batch has arrived.
   PROXYCCL_DEVICE uint64_t sent(uint32_t source, uint32_t part) const {
     return e_.sent + 8ull * (static_cast<uint64_t>(source) * parts() + part);
   }
-  // Raised when the block of a rank of the node has read a dispatch's data.
+  // Returns the flag that is raised when a block of a rank of the node has read a dispatch's data.
   PROXYCCL_DEVICE uint64_t read(uint32_t local, uint32_t block) const {
     return e_.read + 8ull * (local * e_.segments + block);
   }
-  // Raised when the block of a rank of the node has returned its rows of a combine.
+  // Returns the flag that is raised when a block of a rank of the node has sent its rows of a combine.
   PROXYCCL_DEVICE uint64_t returned(uint32_t local, uint32_t block) const {
     return e_.returned + 8ull * (local * e_.blocks + block);
   }
-  // Raised when the block of a rank of the node has summed a combine's data.
+  // Returns the flag that is raised when a block of a rank of the node has summed a combine's data.
   PROXYCCL_DEVICE uint64_t summed(uint32_t local, uint32_t block) const {
     return e_.summed + 8ull * (local * e_.blocks + block);
   }
-  // Says that the rows of a rank of the node for a combine are ready, and in which of its output buffers. The index is
-  // the parity of the combine: a rank raises the flag of combine n + 2 after it has ended n + 1, for which it needed
-  // every rank's flag n + 1, and each rank raised its flag n + 1 after it had ended combine n.
+  // Returns the flag with the number of the output buffer in which a rank of the node has its rows of a combine. Even
+  // and odd combines have separate flags: a rank raises the flag of combine n + 2 after it has ended combine n + 1, for
+  // which it needed every rank's flag of combine n + 1, which a rank raised after it had ended combine n.
   PROXYCCL_DEVICE uint64_t loadable(uint64_t call, uint32_t local, uint32_t block) const {
     return e_.loadable + 8ull * ((call % 2 * e_.local_size + local) * e_.blocks + block);
   }
-  // Raised only on this rank, when a batch of a combine's sums has come from a node. The index is the batch's first
-  // block.
+  // Returns the flag that is raised, only on this rank, when a batch of a combine's sums has arrived from a node.
+  // `block` is the batch's first block.
   PROXYCCL_DEVICE uint64_t crossed(uint32_t node, uint32_t block) const {
     return e_.crossed + 8ull * (node * e_.blocks + block);
   }
   PROXYCCL_DEVICE void raise(uint32_t local, uint64_t flag, uint64_t value) const {
     storeReleaseSystem(reinterpret_cast<uint64_t*>(peer(local) + flag), value);
   }
-  // Raises a flag that says only that the block has loaded something, or that covers only stores of earlier kernels.
+  // Raises a flag that must follow only the block's loads and the stores of earlier kernels.
   PROXYCCL_DEVICE void raiseBehindLoads(uint32_t local, uint64_t flag, uint64_t value) const {
     storeReleaseLoadsSystem(reinterpret_cast<uint64_t*>(peer(local) + flag), value);
   }
-  // Waits until a flag in this rank's workspace has reached `value`.
   PROXYCCL_DEVICE void await(uint64_t flag, uint64_t value, uint32_t peer, uint64_t ahead = kHalfOfAll) const {
     awaitWord(e_.control, reinterpret_cast<const uint64_t*>(e_.workspace + flag), value, peer, ahead);
   }
-  // Waits until `items` items of a part of a source's dispatch have arrived.
   PROXYCCL_DEVICE void awaitSent(uint32_t source, uint32_t part, uint64_t call, uint64_t items) const {
     await(sent(source, part), flagValue(call, items), source, kTwoCalls);
   }
 
   // -- transfers to other nodes; a layer that makes them has a segment for each block ---
-  // The batch of this block's segment of a source. The caller stores the result of batchOf() here.
+  // Returns a reference to the batch of this block's segment of a source. The caller stores the result of batchOf()
+  // there.
   static PROXYCCL_DEVICE Batch& batchFrom(uint32_t source) {
     __shared__ Batch batches[PROXYCCL_MAX_EXPERT_RANKS];
     return batches[source];
   }
-  // Returns the batch of a segment of a source with this many tokens. If a source has few tokens, all its segments are
-  // one batch, because one long message fills the network better than several short ones.
+  // Returns the batch of a segment of a source that has `source_tokens` tokens. If these are few, all segments form one
+  // batch, because one long message uses the network better than several short ones.
   PROXYCCL_DEVICE Batch batchOf(uint32_t source_tokens, uint32_t segment) const {
     const uint32_t segments = e_.blocks, wanted = source_tokens / e_.batch_tokens;
     const uint32_t batches = wanted == 0 ? 1 : wanted < segments ? wanted : segments;
@@ -342,21 +336,21 @@ class ExpertTeam {
     const uint32_t begin = source_tokens * first / segments;
     return {first, end, begin, source_tokens * end / segments - begin};
   }
-  // Called by one thread of each of `blocks` blocks when its part of a message is stored. Returns whether the block was
-  // the last; the last block has then acquired the parts of all others. The proxy reads the parts after a later post of
-  // that block.
+  // Called by one thread of each of `blocks` blocks when the block's part of a message is stored. Returns whether the
+  // block is the last to call it. The last block has acquired the parts of all other blocks, and the proxy sees them
+  // after a later post by the last block.
   PROXYCCL_DEVICE bool completes(uint32_t* arrivals, uint32_t blocks) const {
     if (fetchAddAcqRelDevice<uint32_t>(arrivals, 1) + 1 != blocks) return false;
     storeRelaxedDevice<uint32_t>(arrivals, 0);
     return true;
   }
-  // The arrival counters of the routing, and of the batch for a node that begins with this segment.
+  // Return the arrival counters of the routing, and of the batch for `node` that begins with segment `first`.
   PROXYCCL_DEVICE uint32_t* routingArrivals() const { return e_.arrivals + e_.nodes * e_.blocks; }
   PROXYCCL_DEVICE uint32_t* arrivals(uint32_t node, uint32_t first) const {
     return e_.arrivals + node * e_.blocks + first;
   }
-  // The channel to a node for the routing, and the channel (one of out_channels or back_channels) for the batch that
-  // begins with this segment. The routing has a separate channel because a batch may leave before it.
+  // Return the channel to a node for the routing, and the channel (of out_channels or back_channels) for the batch that
+  // begins with segment `first`. The routing has a separate channel because a batch may be sent before it.
   PROXYCCL_DEVICE const ProxycclProxyChannel& routingChannel(uint32_t node) const { return e_.routing_channels[node]; }
   PROXYCCL_DEVICE const ProxycclProxyChannel& channel(const ProxycclProxyChannel* channels, uint32_t node,
                                                       uint32_t first) const {
@@ -383,28 +377,28 @@ class ExpertTeam {
   const ProxycclExperts& e_;
 };
 
-// Returns the number of rows of the tokens with these places; a token may have none.
+// Returns the number of rows in a batch, whose tokens have these positions; a token may have no row.
 PROXYCCL_DEVICE uint64_t rowsPlaced(const int32_t* places, uint32_t tokens) {
   for (uint32_t i = tokens; i > 0; --i)
     if (places[i - 1] != PROXYCCL_NO_ROW) return places[i - 1] + 1;
   return 0;
 }
 
-// Called by one thread of each block, after all its threads have read the counters: the last block to call it advances
-// `calls`. Returns whether this block was the last.
+// Called by one thread of each block, after all threads of the block have read the counters: the last block increments
+// `calls`. Returns whether this block is the last.
 PROXYCCL_DEVICE bool advance(const ProxycclExperts& e, uint64_t* calls) {
   if (fetchAddAcqRelDevice<uint32_t>(&e.counters->blocks_done, 1) != gridDim.x - 1) return false;
   storeRelaxedDevice<uint32_t>(&e.counters->blocks_done, 0);
   storeRelaxedDevice<uint64_t>(calls, *calls + 1);
   return true;
 }
-// Ends a kernel; `last` tells whether it is the last kernel of its call.
+// Ends a kernel; `last` tells whether this is the last kernel of the call.
 PROXYCCL_DEVICE void finishExperts(const ProxycclExperts& e, uint64_t* calls, bool last) {
   __syncthreads();
   if (threadIdx.x == 0 && last) advance(e, calls);
 }
 
-// The type of a kernel's second parameter, after ProxycclExperts.
+// The type of a kernel's second parameter; the first is ProxycclExperts.
 template <class Kernel>
 struct CallOf;
 template <class Call>
@@ -412,8 +406,8 @@ struct CallOf<void (*)(const ProxycclExperts&, const Call&)> {
   using Type = Call;
 };
 
-// Called by a group: copies `bytes` bytes from `src` to each of `count` targets. The bytes are read once; each thread
-// has kInFlight words of 16 bytes in flight.
+// Called by a group: copies `bytes` bytes from `src` to each of `count` targets. The source is read once; each thread
+// has kInFlight loads of 16 bytes in flight.
 template <uint32_t kInFlight = 4>
 PROXYCCL_DEVICE void copyToEach(char* const* targets, uint32_t count, uint64_t offset, const char* src, uint64_t bytes,
                                 uint32_t lane) {
@@ -443,8 +437,8 @@ PROXYCCL_DEVICE void copyToEach(char* const* targets, uint32_t count, uint64_t o
 
 }  // namespace proxyccl
 
-// A kernel `name` from the template `kernel` for one element type. It is in the namespace, unlike kernels that are
-// extern "C": profilers then show dispatches and combines by the names that scripts search for, proxyccl::dispatch… and
+// Defines a kernel `name` from the template `kernel` for one element type. The kernel is in the namespace instead of
+// being extern "C", so that profilers show the names for which scripts search: proxyccl::dispatch… and
 // proxyccl::combine….
 #define PROXYCCL_TYPED_KERNEL(kernel, name, T)                                                         \
   namespace proxyccl {                                                                                 \

@@ -1,4 +1,4 @@
-// Rows for dispatch in float8 (scaled_rows.h): the scales of a row lie after its elements.
+// Converts rows to float8 for a dispatch (scaled_rows.h): a row's elements are followed by its scales.
 #ifndef PROXYCCL_EXPERT_QUANTIZE_H
 #define PROXYCCL_EXPERT_QUANTIZE_H
 
@@ -12,12 +12,12 @@ template <class T>
 PROXYCCL_DEVICE void expert_quantize(const ProxycclExperts&, const ProxycclCombine& call) {
   constexpr uint32_t kBlocks = PROXYCCL_ON_HOST ? 1 : 8;
   const Group group;
-  const uint32_t blocks = static_cast<uint32_t>(call.hidden / PROXYCCL_SCALED_ELEMENTS);  // scaled blocks of a row
+  const uint32_t blocks = static_cast<uint32_t>(call.hidden / PROXYCCL_SCALED_ELEMENTS);  // scales of a row
   const uint32_t parts = (blocks + kBlocks - 1) / kBlocks;
   const T* rows = reinterpret_cast<const T*>(call.rows);
   const bool aligned = reinterpret_cast<uintptr_t>(rows) % 16 == 0;
   const uint32_t groups = gridDim.x * Group::count(), number = blockIdx.x * Group::count() + group.number;
-  // The part is advanced by addition, because a division takes about as long as an access.
+  // The loop advances `part` by additions, because a division takes about as long as a memory access.
   uint32_t part = number % parts;
   for (uint32_t token = number / parts; token < call.tokens; token += groups / parts) {
     const uint32_t first = part * kBlocks, last = first + kBlocks < blocks ? first + kBlocks : blocks;
@@ -25,7 +25,7 @@ PROXYCCL_DEVICE void expert_quantize(const ProxycclExperts&, const ProxycclCombi
     scaleBlocks<2>(
         group, rows + token * call.hidden, first, last, aligned,
         [&](const auto& parts, uint32_t at, uint32_t end) {
-          struct alignas(4) Words {  // scales lie between the rows, so rows are aligned only to 4 bytes
+          struct alignas(4) Words {  // because of the scales between them, rows are aligned only to 4 bytes
             uint32_t at[sizeof(parts[0]) / 4];
           };
 #pragma unroll
@@ -44,7 +44,7 @@ PROXYCCL_DEVICE void expert_quantize(const ProxycclExperts&, const ProxycclCombi
 
 }  // namespace proxyccl
 
-// Packs rows that are already in float8 with their scales: packed[tokens][row_bytes + scale_bytes].
+// Copies float8 rows and their scales to packed[tokens][row_bytes + scale_bytes].
 extern "C" __global__ void __launch_bounds__(PROXYCCL_EXPERT_THREADS, 1)
     expert_pack(const char* rows, const char* scales, char* packed, uint32_t tokens, uint64_t row_bytes,
                 uint64_t scale_bytes) {

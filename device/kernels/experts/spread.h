@@ -1,11 +1,10 @@
-// Arranges one value per row as a matrix, for a combine that returns each value to its slot.
+// Arranges one value per row as a matrix, so that a combine of the matrix returns each value to its slot.
 #ifndef PROXYCCL_EXPERT_SPREAD_H
 #define PROXYCCL_EXPERT_SPREAD_H
 
 #include "experts/choices.h"
 
-// Sets matrix[rows][topk] to each row's value in the column of the row's slot, and to zero elsewhere. A combine of the
-// matrix brings each value back to its slot.
+// Sets matrix[rows][topk] to each row's value in the column of the row's slot, and to zero in the other columns.
 extern "C" __global__ void __launch_bounds__(PROXYCCL_EXPERT_THREADS, 1)
     expert_spread(const char* values, const int32_t* row_slots, char* matrix, uint32_t rows, uint32_t topk,
                   uint32_t bytes) {

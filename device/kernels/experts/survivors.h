@@ -1,12 +1,13 @@
-// Renumbers experts over the remaining ranks, before a dispatch of a layer whose group has lost ranks.
+// Renumbers experts for dispatches of a layer whose group has lost ranks.
 #ifndef PROXYCCL_EXPERT_SURVIVORS_H
 #define PROXYCCL_EXPERT_SURVIVORS_H
 
 #include "experts/choices.h"
 
-// Reads ids[slots] of 4 or 8 bytes, among all_ranks * per_rank experts, and left[all_ranks], each rank's number among
-// the remaining ones, or -1. Writes kept[slots]: the expert's number among the remaining ranks' experts, `dropped` for
-// a dropped slot, -2 for an id out of range; and lost[slots]: whether the expert's rank is lost.
+// Reads ids[slots], expert ids of 4 or 8 bytes below all_ranks * per_rank, and left[all_ranks], each rank's number
+// among the remaining ranks, or -1 if it is lost. Writes kept[slots]: the expert's number among the remaining ranks'
+// experts, `dropped` if the slot is dropped or the expert's rank is lost, -2 if the id is out of range. Writes
+// lost[slots]: whether the expert's rank is lost.
 extern "C" __global__ void __launch_bounds__(PROXYCCL_EXPERT_THREADS, 1)
     expert_survivors(const char* ids, const int32_t* left, int32_t* kept, bool* lost, uint32_t slots, uint32_t id_bytes,
                      uint32_t all_ranks, uint32_t per_rank, uint32_t dropping_ids, int32_t dropped) {

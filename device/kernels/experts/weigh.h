@@ -1,5 +1,5 @@
-// The local work of a backward pass in one pass over the rows: multiplies rows by their weights, computes scalar
-// products with other rows, and clears rows that no dispatch has filled.
+// Does the local work of a backward pass: in one pass, multiplies rows by their weights, computes their scalar products
+// with other rows, and clears rows that no dispatch has filled.
 #ifndef PROXYCCL_EXPERT_WEIGH_H
 #define PROXYCCL_EXPERT_WEIGH_H
 
@@ -29,8 +29,8 @@ class WeighedRow {
     for (uint64_t i = units_ * kUnit + group.lane; i < hidden_; i += kGroupLanes) values_[i] = Element<T>::narrow(A{});
   }
 
-  // If `scales`, multiplies the row by `weight`. Returns this thread's part of the scalar product of the unweighted row
-  // and the other row.
+  // If `scales`, multiplies the row by `weight`. Returns this thread's part of the scalar product of the row, before
+  // the multiplication, and its row of `others`.
   PROXYCCL_DEVICE A weigh(const Group& group, A weight, bool scales) const {
     A sum{};
     for (uint64_t first = group.lane; first < units_; first += kAtOnce * kGroupLanes) {
@@ -78,7 +78,7 @@ class WeighedRow {
   uint64_t hidden_, units_;
 };
 
-// Weighs rows as ProxycclWeighing describes. Each product of an element is rounded once.
+// Multiplies rows by weights as ProxycclWeighing describes. Each product is rounded once.
 template <class T>
 PROXYCCL_DEVICE void expert_weigh(const ProxycclExperts&, const ProxycclWeighing& call) {
   using A = typename Element<T>::Accumulator;
