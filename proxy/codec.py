@@ -182,7 +182,7 @@ def _no_json(data: bytes | bytearray | memoryview, error: Exception) -> str:
 
 
 def _explain(text: str, kind: Any, data: bytes | bytearray | memoryview) -> str:
-    """Returns msgspec's message about a wrong value, with the field's name, the value, and the field's valid choices."""
+    """Returns msgspec's message about a wrong value, extended by the field's name, value and valid choices."""
     try:
         whole = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

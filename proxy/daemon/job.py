@@ -104,9 +104,8 @@ class JobDaemon(DaemonAddress):
             else:
                 limit_waits(connection, timeout, 0)
                 _served[self._name] = answer.pid, start_of(answer.pid)
-                # The process id comes from the hello: SO_PEERCRED would name the process that called listen(), which is
-                # the rank that started the daemon.
-                with contextlib.suppress(OSError):  # the daemon may have ended; its last words are then unknown
+                # SO_PEERCRED would name the process that called listen(): the rank that started the daemon.
+                with contextlib.suppress(OSError):  # if the daemon has ended
                     self._errors = os.open(f"/proc/{answer.pid}/fd/2", os.O_RDONLY | os.O_CLOEXEC)
                 return connection, answer.pid
 
@@ -119,7 +118,7 @@ class JobDaemon(DaemonAddress):
         """Starts the daemon. Returns False if another rank is starting it."""
         with naming_exhaustion("the socket of the job's own node daemon"):
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        forks.keep_from_children(listener)  # a fork's child would keep the socket listening, and never answer
+        forks.keep_from_children(listener)  # a forked child would keep the socket open
         with listener:
             try:
                 listener.bind(abstract(self._name))

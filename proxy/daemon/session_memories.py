@@ -41,8 +41,8 @@ class SessionMemories:
         try:
             memory = self._mappings.acquire(handle)
         except ArgumentError:
-            # A driver may refuse a handle if its memory reuses the address of freed memory that this process still
-            # maps.
+            # The new memory may have the address of freed memory that this process still maps; drivers may refuse its
+            # handle.
             if not self._retired or not self._proxy.drain(REST_SECONDS):
                 raise
             self.unmap_retired()
@@ -59,8 +59,8 @@ class SessionMemories:
         return memory
 
     def keep(self, kind: str, number: int, unmap: _Unmap) -> None:
-        """Keeps `unmap` for the object of this kind and number. It is called after the object is retired or replaced,
-        or when the session ends.
+        """Keeps `unmap`, which is called after the object of this kind and number is retired or replaced, or when the
+        session ends.
         """
         replaced = self._kept.get((kind, number))
         self._kept[kind, number] = unmap
@@ -89,7 +89,7 @@ class SessionMemories:
 
     def unmap_retired(self) -> None:
         """Unmaps retired memory. The workers must be idle."""
-        with contextlib.ExitStack() as each:  # continues if an unmap raises
+        with contextlib.ExitStack() as each:  # calls every unmap, even if one raises
             while self._retired:
                 each.callback(self._retired.pop())
 
