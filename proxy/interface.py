@@ -1,4 +1,4 @@
-"""Types of the arguments and results of the methods of a proxy, whether it runs in this process or in the node daemon."""
+"""Types of the arguments and results of a proxy's methods, in this process and in the node daemon."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ def stat_of(path: Path) -> list[str]:
 
 
 def start_of(pid: int, *, zombies: bool = False) -> int | None:
-    """Returns when a process started, in ticks since the system's start; None if there is no such process. Without
-    `zombies`, it also returns None for a process whose first thread has ended, although other threads may still run.
+    """Returns when a process started, in ticks since the system's start; None if there is no such process. If `zombies`
+    is False, returns None also for a process whose first thread has ended, although other threads may run.
 
     The process id and the start time together identify one process, because the system reuses ids.
     """

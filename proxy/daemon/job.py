@@ -92,7 +92,7 @@ class JobDaemon(DaemonAddress):
             patience = timeout if self._runs() else start_seconds
             try:
                 connection, answer = introduce(abstract(self._name), patience)
-            except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError) as error:  # not running, or ending
+            except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError) as error:
                 if time.monotonic() > deadline:
                     raise _no_daemon(f"none answered within {start_seconds:g} s: {error}") from None
                 if not self._start(start_seconds):

@@ -39,8 +39,8 @@ def open_published(handle: str, nbytes: int) -> SharedMemory:
 
 
 class ObservedSegment:
-    """The segment in which a service publishes its activity: with `handle` (in hexadecimal), the segment of a service
-    in another process; without a handle, a new segment.
+    """The segment in which a service publishes its activity. With a `handle` (in hexadecimal) it is the existing
+    segment that the handle names; without a handle, a new one.
 
     Attributes:
         memory: the segment's memory.
@@ -80,18 +80,16 @@ class ObservedSegment:
         self.pointer.channels[channel].connection = 0
 
     def outstanding(self, channel: int) -> int | None:
-        """Returns the result of `ProxyService.outstanding` for a channel. Also returns None for an id that is not in
-        use.
-        """
+        """See `ProxyService.outstanding`. Returns None also for an unused id."""
         place = self.pointer.channels[channel]
         if place.connection in (0, lib.PROXYCCL_PLACE_HANDLER):
             return None
         stats = self.worker(place.worker).connections[place.connection - 1]
-        completed = stats.completed  # read before `issued`, so that the difference is not negative
+        completed = stats.completed  # read before `issued`, which never falls behind
         return int(stats.issued - completed)
 
     def schedule_waits(self) -> list[ScheduleWait]:
-        """Returns the waits of schedules that make no progress or were stopped: at most one for each connection."""
+        """Returns at most one wait per connection: of a schedule that makes no progress, or that a failure stopped."""
         found = []
         for worker in range(self._workers):
             for stats in itertools.takewhile(lambda stats: stats.in_use, self.worker(worker).connections):
@@ -102,6 +100,6 @@ class ObservedSegment:
         return found
 
     def close(self) -> None:
-        """Frees a new segment, whose workers must have ended, or unmaps the segment of another process."""
-        vars(self).pop("pointer", None)  # removed, so that a later access fails in Python and not in C
+        """Unmaps the segment; a segment that this object created is freed, so its workers must have ended."""
+        vars(self).pop("pointer", None)  # a later access then raises AttributeError
         self.memory.close()
