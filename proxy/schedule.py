@@ -91,9 +91,9 @@ class Schedule(Message, frozen=True):
 class SchedulePointers(Struct, frozen=True):
     """The device's addresses of the words by which streams and the proxy synchronize.
 
-    A stream writes a schedule's number to `bell`, and waits until `done` is at least 1. In between, the stream may wait
-    until a stage has reached a count, and may write to `gate` the count up to which gated sends may begin. Finally the
-    stream or its kernel writes 0 to `gate`, and to each word for which it waited.
+    A stream writes a schedule's number to `bell`, and waits until `done` is at least 1. Before that, the stream may
+    wait until a stage has reached a count, and may write to `gate` the count up to which gated sends may begin. Finally
+    the stream or its kernel writes 0 to `gate`, and to each word for which it waited.
 
     Attributes:
         bell: the number of the schedule to start.

@@ -130,7 +130,7 @@ class LocalPages(BaseHTTPRequestHandler):
     timeout = 10.0  # seconds that a client may take for its request, or to read an answer
     server_version = "ProxyCCL"
     sys_version = ""
-    default_request_version = "HTTP/1.0"  # without a default, the answer to a malformed request has no status line
+    default_request_version = "HTTP/1.0"  # HTTP/0.9, the base class's default, has no status line
     host = "localhost"
 
     def parse_request(self) -> bool:

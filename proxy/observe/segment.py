@@ -85,7 +85,7 @@ class ObservedSegment:
         if place.connection in (0, lib.PROXYCCL_PLACE_HANDLER):
             return None
         stats = self.worker(place.worker).connections[place.connection - 1]
-        completed = stats.completed  # read before `issued`, which never falls behind
+        completed = stats.completed  # read first, so that `issued - completed` is not negative
         return int(stats.issued - completed)
 
     def schedule_waits(self) -> list[ScheduleWait]:
