@@ -52,8 +52,8 @@ class ProxyService(ProxyWords):
     Args:
         runtime: the runtime whose driver issues the service's copies.
         control: address of the ProxycclControl. Its abort word stops the workers.
-        shared: zeroed pinned memory that contains the `shared_bytes()` bytes of the `SharedWords`. It also contains the
-            words that peers on other hosts signal.
+        shared: zeroed pinned memory that contains the `SharedWords`, which have `shared_bytes()` bytes, and the words
+            that peers on other hosts signal.
         shared_offset: offset of the `SharedWords` in `shared`, in bytes.
         semaphores_offset: offset in `shared` of the words that peers signal, by channel id; None for a service without
             schedules.
@@ -66,7 +66,7 @@ class ProxyService(ProxyWords):
         shared_threads: one thread for each worker, shared with other services; empty to create threads.
         rings: existing rings, which `close` closes; empty to create rings.
         ring_per_connection: whether all channels of a connection share a ring. If so, connections are assigned to rings
-            round-robin, otherwise channels.
+            round-robin; if not, channels are.
         on_failure: called in a worker's thread when an error ends the worker.
         description: the service's description for observers; None to hide the service from observers.
         name: the prefix of the threads' names.

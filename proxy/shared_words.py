@@ -29,7 +29,7 @@ class SharedWords:
     Attributes:
         memory: the memory.
         table, flushed, completed: arrays, indexed by channel id, of the counters, of the flush words and of the words
-        `completed` (engine/engine.h).
+            `completed` (engine/engine.h).
         memory_limits: for each memory id, the number of bytes from the id's first byte to the memory's end; 0 for an
             unused id.
         schedule_words: the ProxycclScheduleWords.

@@ -235,7 +235,7 @@ class ProxyThread:
         on_lost: Callable[[BaseException], None] = lambda _: None,
         idle: IdlePolicy | None = None,
     ) -> None:
-        """Makes the thread run a worker until the engine returns for the worker, except to call a handler.
+        """Makes the thread run a worker until the worker ends.
 
         Args:
             worker: a ProxycclWorker.
