@@ -29,8 +29,8 @@ def boot_id() -> str:
 
 
 def host_name() -> str:
-    """Returns "<name>/<boot id>"; without a boot id, the name stands in its place. With ``PROXYCCL_HOSTS=name`` the
-    result is "<name>/<boot id>/<name>", so containers with different names are different hosts.
+    """Returns "<name>/<boot id>", or "<name>/<name>" if there is no boot id. With ``PROXYCCL_HOSTS=name`` the result is
+    "<name>/<boot id>/<name>", so containers with different names are different hosts.
 
     Raises:
         ArgumentError: ``PROXYCCL_HOSTS`` is neither "machine" nor "name".

@@ -50,8 +50,8 @@ def cpu_time_of(pid: int, thread: int) -> int | None:
 
 
 def process_name(pid: int | None) -> str:
-    """Returns how messages name the process at a socket's other end. `pid` is 0 or None if the process has no id in
-    this PID namespace.
+    """Returns a name, for messages, of the process at a socket's other end. `pid` is 0 or None if the process has no id
+    in this PID namespace.
     """
     return f"process {pid}" if pid else "a process of another PID namespace"
 

@@ -3,7 +3,7 @@ writes.
 
 A signal is a word in the receiver's control segment, which is host memory. The network adapter writes the data first
 and then the word, but on different paths. So a kernel that has read the new word may still read old data, unless the
-GPU orders both writes. If the GPU does not, the staged transports move the data through pinned memory.
+GPU orders both writes. For other GPUs, the staged transports move the data through pinned memory.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class RegistrationCache:
     """The registrations of a device. All users of a range share one registration, which may be kept after the last use.
     The cache is thread-safe.
 
-    A range whose allocation the caller named stays registered after its last use, for reuse. Without that name, a later
-    allocation at the same address would look the same. At most `KEEP` unused ranges, of `KEEP_BYTES` in all, stay
-    registered; the least recently used are deregistered first. Memory of a registered range stays occupied, even if the
-    program has freed it on the GPU.
+    A range whose allocation the caller named stays registered after its last use, for reuse. Without the name, the
+    range could not be distinguished from a later allocation at the same address. At most `KEEP` unused ranges, of
+    `KEEP_BYTES` in all, stay registered; the least recently used are deregistered first. Memory of a registered range
+    stays occupied, even if the program has freed it on the GPU.
     """
 
     KEEP, KEEP_BYTES = 64, 1 << 30

@@ -91,7 +91,7 @@ class Schedule(Message, frozen=True):
 class SchedulePointers(Struct, frozen=True):
     """The device's addresses of the words by which streams and the proxy synchronize.
 
-    A stream writes a schedule's number to `bell`, and waits until `done` is at least 1. Before that, the stream may
+    A stream writes a schedule's number to `bell`, and waits until `done` is at least 1. Before `done`, the stream may
     wait until a stage has reached a count, and may write to `gate` the count up to which gated sends may begin. Finally
     the stream or its kernel writes 0 to `gate`, and to each word for which it waited.
 
@@ -113,7 +113,8 @@ class ScheduleWait(Message, frozen=True):
 
     Attributes:
         kind: ProxycclWaitKind (control.h).
-        peer: the rank that the schedule waits for, or to which its sends do not complete; None if unknown.
+        peer: the rank that the schedule waits for, or to which a send of the schedule does not complete; None if
+            unknown.
         schedule: the schedule's number.
     """
 

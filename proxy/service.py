@@ -247,7 +247,7 @@ class ProxyService(ProxyWords):
         """Returns a new connection that copies within the host.
 
         Args:
-            peer: the rank at the other end, which errors name.
+            peer: the rank at the other end, for errors.
             transport: name of a transport that copies within a host.
             private: whether the connection's channels copy from memory that only the caller's process can reach; a
                 `ProxyService` does not use it.
@@ -262,13 +262,13 @@ class ProxyService(ProxyWords):
         """Returns a new connection over any transport.
 
         Objects that the options name, such as a queue pair, must outlive the service. For a remote transport, register
-        memories together with their keys (`add_remote_memory`), and pass the addresses that the peer's device uses,
-        also to `set_channel`.
+        memories with their keys (`add_remote_memory`). The address of a peer's memory, also in `set_channel`, must be
+        the one that the peer's device uses.
 
         Args:
             transport: the transport's name.
             options: the transport's own options: a C struct or `StagedOptions`; None for a transport within a host.
-            peer: the rank at the other end, which errors name.
+            peer: the rank at the other end, for errors.
 
         Raises:
             ArgumentError: an option is out of range (the error names it), or there is no such transport.
@@ -290,7 +290,7 @@ class ProxyService(ProxyWords):
 
         Args:
             options: the network device to use, and the device's settings.
-            signals: byte range of the control segment with the words that peers' proxies may signal.
+            signals: byte range, in the control segment, of the words that peers' proxies may signal.
             near: NUMA node that the device should be near; None if all nodes are equally near.
             local_rank: the rank's number on its host.
             core_share: cores that the rank's threads may keep busy.
@@ -576,7 +576,7 @@ class ProxyService(ProxyWords):
             yield
 
     def paused(self, timeout: float) -> contextlib.AbstractContextManager[None]:
-        """Pauses the workers during a context. No paused worker reads rings or tables, so the context may change table
+        """Pauses the workers during a context. No paused worker reads rings or tables, so the caller may change table
         entries that triggers name.
 
         Raises:
@@ -632,7 +632,7 @@ class ProxyService(ProxyWords):
             lib.proxyccl_connection_destroy(made.pointer)
             for resource in made.owned:
                 with contextlib.suppress(ProxyCCLError):
-                    resource.synchronize()  # waits for copies, because the caller may free their memory next
+                    resource.synchronize()  # waits for copies, whose memory the caller may free next
                 with contextlib.suppress(ProxyCCLError):
                     resource.close()
         lib.proxyccl_service_destroy(self._service)

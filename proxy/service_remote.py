@@ -30,9 +30,9 @@ class _PeerEndpoint(Struct):
 class ServiceRemote:
     """One rank's remote links: its endpoints, and the memory that peers reach. `DaemonRemote` has the same methods.
 
-    The first call that names a transport opens the transport's device. That call also raises ArgumentError if an option
-    names something that does not exist, and RuntimeUnavailableError, whose message states the reason, if no device can
-    be used.
+    The first call that names a transport opens the transport's device. This first call also raises ArgumentError if an
+    option names something that does not exist, and RuntimeUnavailableError, whose message states the reason, if no
+    device can be used.
 
     Args:
         connect: makes the service's connections (`ProxyService.connect`).
@@ -61,8 +61,8 @@ class ServiceRemote:
 
     def unsupported_reason(self, transport: str) -> str:
         """Returns the reason why a transport's device can't register the memory of the rank's GPU; "" if the device can
-        register that memory, or the transport does not need it to. Raises ResourceError if the system or the device is
-        out of memory or descriptors.
+        register that memory, or if the transport stages data. Raises ResourceError if the system or the device is out
+        of memory or descriptors.
         """
         device = self._device(transport)
         if remote_functions(transport).stages:

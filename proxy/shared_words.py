@@ -23,8 +23,7 @@ was stopped does not count against the workers.
 
 
 class SharedWords:
-    """A ProxycclSharedWords in pinned memory, which occupies `BYTES` bytes from `offset` on. These bytes must be
-    zeroed.
+    """A ProxycclSharedWords at `offset` in pinned memory. Its `BYTES` bytes must be zeroed.
 
     Attributes:
         memory: the memory.
@@ -72,8 +71,8 @@ class SharedWords:
 
 
 class ProxyWords:
-    """The methods of a proxy that use only its shared words. They run in the rank's process, even if the workers run in
-    the daemon.
+    """The methods of a proxy that use only its shared words. So these methods run in the rank's process even if the
+    workers run in the daemon.
 
     Attributes:
         words: the proxy's shared words.
@@ -95,7 +94,7 @@ class ProxyWords:
         return words.on_device(words.flushed + channel)
 
     def completed(self, channel: int) -> int:
-        """Returns one more than the ticket up to which all triggers of a channel are known to be complete. A handler's
+        """Returns a ticket: all triggers of the channel with smaller tickets are known to be complete. A handler's
         trigger is complete when the handler has returned. The effects of complete triggers are visible to the caller.
         """
         words = self._words_of(channel)
@@ -145,8 +144,8 @@ class TurnWatch:
         self._looked = time.monotonic()
 
     def look(self, *, awaited: bool = True) -> float:
-        """Returns the longest time, in seconds, since a running worker's last turn. If `awaited` is False, nobody waits
-        for the workers, so all times restart at 0.
+        """Returns the longest time, in seconds, since a running worker last polled its rings. If `awaited` is False,
+        nobody waits for the workers, so all times restart at 0.
         """
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, _LONGEST_STEP), now

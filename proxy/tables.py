@@ -168,8 +168,8 @@ class MemoryTable:
 
 
 class ScheduleTable:
-    """The schedules by number. `semaphores` is the CPU's address of the words that peers signal, an array indexed by
-    channel id; None for a service without schedules.
+    """A service's schedules, by number. `semaphores` is the CPU's address of the words that peers signal, an array
+    indexed by channel id; None for a service without schedules.
     """
 
     def __init__(self, service: Any, shared: SharedWords, semaphores: int | None) -> None:

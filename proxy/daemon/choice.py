@@ -56,8 +56,8 @@ class ChosenDaemon(DaemonAddress):
         return str(self._chosen)
 
     def begin(self, timeout: float) -> None:
-        """Starts a thread that connects to the daemon, with at most `timeout` seconds for each step. `connect` then
-        uses that connection, or raises the thread's error.
+        """Starts a thread that connects to the daemon, with at most `timeout` seconds for each step. `connect` will use
+        the thread's connection, or raise the thread's error.
         """
         early: Future[_Prepared] = Future()
 
@@ -99,7 +99,7 @@ class ChosenDaemon(DaemonAddress):
         if early is None:
             return None
         try:
-            prepared = early.result()  # ends, because each step of the thread has a time-out
+            prepared = early.result()  # ends in time: each step of the thread has a time-out
         except ProxyLostError:  # connect then makes a new connection
             return None
         if prepared.is_lost:

@@ -96,8 +96,8 @@ class DaemonClient(ProxyWords):
             started.
         timeout: returns the seconds that the daemon may take for an answer.
         address: the daemon's address; None for the node daemon at the default socket.
-        takes_private: whether memory that the daemon can't map may be the source of copies, which a service in this
-            process then makes; if not, such memory is refused.
+        takes_private: whether a service in this process copies from memory that the daemon can't map; if not, such
+            memory is refused.
 
     Attributes:
         daemon: the daemon's process id.
@@ -265,7 +265,9 @@ class DaemonClient(ProxyWords):
         return first
 
     def _repeat(self, first: int, add: Callable[[ProxyService], int]) -> None:
-        """Registers memory of the daemon with this process's service as well, as soon as that service exists."""
+        """Registers memory, which the daemon has registered, with this process's service too, as soon as that service
+        exists.
+        """
         with self._lock:
             self._memories[first] = add
             if self._own is not None:
@@ -380,7 +382,7 @@ class DaemonClient(ProxyWords):
 
     def close(self, timeout: float = 30.0) -> bool:
         """Drains the rings, and makes the daemon free all of this client's objects. If a handler or a worker does not
-        end in time, keeps its memory and returns False.
+        end in time, returns False and keeps the memory that it uses.
         """
         with self._lock:
             own_ended = self._own is None or self._own.close(timeout)

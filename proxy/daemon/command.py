@@ -79,7 +79,9 @@ def run_for_job(listener: int, options: str, starter: int, on_ready: Callable[[]
 
 
 class _Ending:
-    """Makes SIGTERM and SIGINT end a daemon in an orderly way, even during its start, so that it removes its socket."""
+    """Makes SIGTERM and SIGINT end a daemon in an orderly way, even during its start, so that the daemon removes its
+    socket.
+    """
 
     def __init__(self) -> None:
         self._asked = False

@@ -1,5 +1,5 @@
-"""A rank's connection to the node daemon. It exchanges requests and answers, receives events, and notices the loss of
-the daemon.
+"""A rank's connection to the node daemon, which exchanges requests and answers, receives events, and notices the loss
+of the daemon.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class JobDaemon(DaemonAddress):
         return started is not None and start_of(pid) == started
 
     def _start(self, timeout: float) -> bool:
-        """Starts the daemon. Returns False if another rank is starting it."""
+        """Starts the daemon. Returns False if another rank is starting the daemon."""
         with naming_exhaustion("the socket of the job's own node daemon"):
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         forks.keep_from_children(listener)  # a forked child would keep the socket open

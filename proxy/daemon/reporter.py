@@ -1,7 +1,7 @@
 """Writes the node daemon's reports, when a signal or a client asks for one.
 
-The reporter takes no lock that a session or an engine thread may hold, so it never waits for a thread that hangs. It
-maps the memory in which a proxy publishes its state, so the proxy may be closed during the report.
+The reporter takes no lock that a session or an engine thread may hold, so it never waits for a thread that hangs. The
+reporter maps the memory in which a proxy publishes its state, so the proxy may be closed during the report.
 """
 
 from __future__ import annotations

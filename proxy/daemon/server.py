@@ -217,7 +217,7 @@ class Daemon:
             ready = {descriptor for descriptor, _ in poll.poll(left)}
             if self._wake_read in ready:
                 os.read(self._wake_read, select.PIPE_BUF)
-            if self._stopping or (left == 0 and not ready):  # checked after the read, which may have set it
+            if self._stopping or (left == 0 and not ready):  # read after the pipe, so that no `stop` is missed
                 return
             for descriptor in ready - {self._wake_read, listener.fileno()}:
                 poll.unregister(descriptor)
@@ -255,9 +255,7 @@ class Daemon:
                 longest.abandon()
 
     def _process_ended(self, descriptor: int) -> None:
-        """Ends the sessions of a process that has ended. Its sockets may still be open, because a forked child may hold
-        them.
-        """
+        """Ends the sessions of a process that has ended. A forked child may still hold the process's sockets open."""
         assert self._attendance is not None
         pid = self._attendance.ended(descriptor)
         with self._lock:

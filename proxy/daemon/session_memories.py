@@ -34,8 +34,8 @@ class SessionMemories:
         self._retired: list[_Unmap] = []  # functions that unmap memory that a worker may still use
 
     def map(self, handle: bytes, nbytes: int, undo: contextlib.ExitStack) -> Memory:
-        """Maps the memory that a handle names, until `undo` is closed. The mapping is not cached after that, because
-        the owner may free the memory. Raises ArgumentError if the memory cannot be mapped, or has fewer than `nbytes`
+        """Maps the memory that a handle names, until `undo` is closed. A closed mapping is not cached, because the
+        owner may free the memory. Raises ArgumentError if the memory cannot be mapped, or has fewer than `nbytes`
         bytes.
         """
         try:

@@ -80,8 +80,8 @@ class SessionService:
     """A client's service with its memories, channels, schedules and remote links.
 
     A client may name only objects that the daemon has given it: a method raises ProtocolError for any other object.
-    Methods pause the workers while they change a table, because a trigger may name any id at any time. The client's
-    remote links have a separate device context, so the client's keys work for no other client.
+    A method that changes a table pauses the workers, because a trigger may name any id at any time. The client's remote
+    links have a separate device context, so the client's keys work for no other client.
 
     Args:
         options: the client's options.
@@ -229,8 +229,8 @@ class SessionService:
 
     @method()
     def set_channel(self, channel: ChannelId, connection: Uint64, word: bytes = b"", address: Uint64 = 0) -> None:
-        """Puts a channel in use. The channel's signals are counted in an 8-byte word of the peer. For a connection
-        within the host `word` is its handle, for a remote connection `address` is its address.
+        """Puts a channel in use. The channel's signals are counted in an 8-byte word of the peer. `word` is the word's
+        handle if the connection is within the host; `address` is the word's address if the connection is remote.
         """
         found = self._require_channel(channel, connection)
         if find_transport(found.transport).is_remote:

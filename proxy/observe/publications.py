@@ -45,7 +45,7 @@ _WAYS = {
 
 
 class Description(Message, frozen=True):
-    """Describes the rank that a service works for, to observers. The service itself does not use the description.
+    """Describes a service's rank to observers. The service itself does not use the description.
 
     Attributes:
         rank: number of the rank.
@@ -83,8 +83,8 @@ def way_text(way: str) -> str:
 
 
 class RingPlace(Message, frozen=True):
-    """A ring. `handle` names, in hexadecimal, the memory of its slots and tail; `worker` is the number of the worker
-    that drains the ring; `size_log2` is the binary logarithm of the number of slots.
+    """A ring. `handle` names, in hexadecimal, the memory of the ring's slots and tail; `worker` is the number of the
+    worker that drains the ring; `size_log2` is the binary logarithm of the number of slots.
     """
 
     handle: str
@@ -217,7 +217,7 @@ def _warn(reason: str) -> None:
 
 
 def withdraw(path: Path) -> None:
-    """Removes a publication's file. Observers remove a file that could not be removed, once its process has ended."""
+    """Removes a publication's file. If the removal fails, observers remove the file after its process has ended."""
     with contextlib.suppress(OSError):
         path.unlink()
 
@@ -262,9 +262,9 @@ def find_running(suffix: str, codec: Codec[P]) -> list[tuple[Path, P]]:
 def find(
     job: str | None = None, ranks: Collection[int] | None = None, process: int | None = None
 ) -> list[tuple[Path, Publication]]:
-    """Returns this user's services on this machine, ordered by job and rank. If `job`, `ranks` or `process` (the id of
-    a rank's process or of a node daemon) is given, returns only its services. Removes the files of ended processes.
-    Raises the errors of `check_directory`.
+    """Returns this user's services on this machine, ordered by job and rank. If `job`, `ranks` or `process` (a process
+    id) is given, returns only the services of that job, of these ranks, or in that process. Removes the files of ended
+    processes. Raises the errors of `check_directory`.
     """
     wanted = [
         (path, publication)

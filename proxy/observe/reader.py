@@ -1,7 +1,7 @@
 """Reads a service's state at one moment, from the memory of engine/observe.h and from the channels' counters.
 
-An observer opens the memory that a publication names. It does not disturb the service: it does not write to that
-memory, and it reads only a few slots of a ring to find the ring's fill level.
+An observer opens the memory that a publication names. The observer does not write to the memory, and reads only a few
+slots of each ring, so the service is not disturbed.
 """
 
 from __future__ import annotations
@@ -248,8 +248,8 @@ class Observer:
 
 
 def snapshots(job: str | None = None, process: int | None = None) -> dict[Path, ServiceView]:
-    """Returns the state of the services that `find` finds, by the path of the service's publication. Raises the errors
-    of `find`.
+    """Returns a dict that maps the paths of publications to the services' states. See `find` for the arguments. Raises
+    the errors of `find`.
     """
     views = {}
     for path, publication in find(job, process=process):

@@ -1,5 +1,5 @@
-"""The memory in which a service publishes its activity (engine/observe.h). The service writes it, and observers in
-other processes read it.
+"""The memory in which a service publishes its activity (engine/observe.h). The service writes the memory, and observers
+in other processes read the memory.
 
 The memory is not pinned, because GPUs do not read it. So pages that no worker has touched, most of which are for trace
 records, take no physical memory.
@@ -62,7 +62,7 @@ class ObservedSegment:
         return self.pointer.workers + number
 
     def add_connection(self, worker: int, number: int, peer: int | None, transport: str) -> None:
-        """Records a connection's peer and transport. Call it before the connection is added to its worker."""
+        """Records a connection's peer and transport. Call this method before the connection is added to its worker."""
         stats = self.pointer.workers[worker].connections[number]
         stats.peer = native.PROXYCCL_NO_PEER if peer is None else peer
         stats.transport = transport.encode()
@@ -89,7 +89,9 @@ class ObservedSegment:
         return int(stats.issued - completed)
 
     def schedule_waits(self) -> list[ScheduleWait]:
-        """Returns at most one wait per connection: of a schedule that makes no progress, or that a failure stopped."""
+        """Returns the waits of schedules that make no progress or that a failure stopped, at most one per
+        connection.
+        """
         found = []
         for worker in range(self._workers):
             for stats in itertools.takewhile(lambda stats: stats.in_use, self.worker(worker).connections):

@@ -45,7 +45,8 @@ class TracedTrigger:
     """The history of one trigger, or of one send of a schedule. Times are those of CLOCK_MONOTONIC in nanoseconds.
 
     A send of a schedule does not pass through a ring, so it has a schedule instead of a ring and a ticket. If a worker
-    handled several triggers between two clock readings, that time is divided evenly among them.
+    handled several triggers between two clock readings, the time between the readings is divided evenly among the
+    triggers.
 
     Attributes:
         worker: the worker that handled the trigger.
