@@ -40,7 +40,7 @@ class IdlePolicy:
     work late by at most a 32nd of the idle time. While transfers are under way, it yields for 1.6 ms before it sleeps,
     because a thread takes as long to wake from a short sleep as it slept. A thread that has been idle for long sleeps
     for a 1024th of its idle time, at most 10 ms, even if `max_sleep_us` is shorter; after 10 s it uses 0.1 % of a core.
-    ProxyCCL wakes a sleeping thread before it launches a kernel. When another library replays a CUDA graph, nothing
+    ProxyCCL wakes a sleeping thread before each of its own launches. When another library replays a CUDA graph, nothing
     wakes the thread, so it finds the work when its sleep ends.
 
     The defaults suit machines with few cores. Where there are enough cores, a proxy that was given no policy uses

@@ -260,7 +260,7 @@ class SessionService:
 
     @method()
     def add_schedule(self, schedule: Schedule) -> ScheduleNumber:
-        """Adds a schedule, which the client's streams may then start. The ids in the schedule are checked only when it
+        """Adds a schedule, which the client's streams may then start. The schedule's ids are looked up only when it
         runs.
         """
         number = self.proxy.add_schedule(schedule)
