@@ -1,4 +1,4 @@
-"""Declares the extension `proxyccl.proxy._engine`: the C engine, its transports, and the parts of ranks' segments.
+"""Declares the extension `proxyccl.proxy._engine`: the C code of the engine, its transports, and ranks' segments.
 
 Setuptools runs this file at build time.
 """
@@ -34,8 +34,8 @@ def files(pattern: str) -> list[str]:
 declarations = runpy.run_path(str(ROOT / "device/build_declarations.py"))["declarations"]
 declared = declarations("\n".join((ROOT / header).read_text() for header in HEADERS))
 ffi = cffi.FFI()
-# Launches and operations are declared as void pointers, because their structs belong to `_native`, and cffi does not
-# share types between extensions.
+# Pointers to structs of the extension `_native` are declared as void pointers, because cffi does not share types
+# between extensions.
 ffi.cdef(re.sub(r"(const )?Proxyccl(Launch|StreamOperations) \*", "const void *", declared))
 ffi.set_source(
     "proxyccl.proxy._engine",
@@ -45,7 +45,7 @@ ffi.set_source(
         *(*files("*.h"), *HEADERS, "device/include/proxyccl/platform_host_memmove.h"),
         *(f"device/{name}.h" for name in ("launch", "waking", "stream_operations")),
     ],
-    # The last two directories exist where `make` fetched the headers of libibverbs and libfabric.
+    # `make` fetches headers of libibverbs and libfabric into the last two directories if the system has none.
     include_dirs=[
         ".",
         "proxy/engine",

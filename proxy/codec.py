@@ -2,8 +2,8 @@
 observed memory and in report files.
 
 A `Message` declares its fields and their ranges. A `Codec` encodes a message as bytes of a bounded length and decodes
-them. It trusts no input: for bytes that are not a valid message of its type it raises a `ProtocolError`, which names
-the sender, the field, the received value and the expected one.
+them. Decoding raises a `ProtocolError` for bytes that are not a valid message; the error names the sender, the field,
+the received value and the expected value.
 
 The encoding is JSON rather than MessagePack, because people and other tools read these bytes in report files, in shared
 memory and on sockets, and because no user of the codec moves so much data that a binary encoding would pay. Values of
@@ -31,7 +31,7 @@ Uint64 = Annotated[int, Meta(ge=0)]
 _SHOWN = 100  # errors show at most this many characters of a wrong value
 _LOCATED = re.compile(r"(?P<what>.*?)(?: - at `(?P<key>key` in `)?\$(?P<path>.*)`)?", re.DOTALL)
 _STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
-_LONG_NUMBER = re.compile(rb"-[0-9]{19}|[0-9]{20}")  # no shorter number has more than 64 bits
+_LONG_NUMBER = re.compile(rb"-[0-9]{19}|[0-9]{20}")  # a number with fewer digits fits in 64 bits
 _INTEGERS = range(-(2**63), 2**64)
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ class Codec(Generic[T]):
 
     Args:
         kind: a `Message`, or anything made of messages and plain values: a tagged union, a list, a dict.
-        limit: length in bytes of the longest encoding that is encoded or decoded.
+        limit: maximum length of an encoded value in bytes.
         name: the name of a value of `kind` in errors; the type's name by default.
         error: the exception to raise for bytes that do not encode a value of `kind`.
     """
@@ -61,7 +61,7 @@ class Codec(Generic[T]):
         self, kind: type[T], limit: int, name: str = "", error: type[ProtocolError] = ProtocolError
     ) -> None: ...
 
-    @overload  # a union is not a `type[T]`: Codec[A | B](A | B, ...)
+    @overload  # for unions, which are no `type[T]`: Codec[A | B](A | B, ...)
     def __init__(self, kind: Any, limit: int, name: str = "", error: type[ProtocolError] = ProtocolError) -> None: ...
 
     def __init__(self, kind: Any, limit: int, name: str = "", error: type[ProtocolError] = ProtocolError) -> None:
@@ -182,12 +182,10 @@ def _no_json(data: bytes | bytearray | memoryview, error: Exception) -> str:
 
 
 def _explain(text: str, kind: Any, data: bytes | bytearray | memoryview) -> str:
-    """Returns msgspec's message about a wrong value, extended by the field's name, the value, and the valid choices if
-    the field has a list of them.
-    """
+    """Returns msgspec's message about a wrong value, extended by the field's name, value and valid choices."""
     try:
         whole = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # raised by data inside the wrong field
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return _no_json(data, error)
     match = _LOCATED.fullmatch(text)
     assert match is not None  # any text matches
@@ -214,8 +212,8 @@ def _describe(what: str, value: Any, expected: inspect.Type, last: list[str], *,
 def _follow(steps: list[str], value: Any, expected: inspect.Type) -> tuple[Any, inspect.Type]:
     """Returns the value at a path, and the type that is expected for it.
 
-    If the value is in an entry of a dict, returns the dict and its type, because msgspec does not name the entry. At
-    the tag of a union, returns the tag's value and the union's type.
+    If the path ends in a dict's entry, returns the dict and its type, because msgspec does not name the entry. If the
+    path ends in a union's tag, returns the tag's value and the union's type.
     """
     for step in steps:
         if isinstance(value, dict):
@@ -246,9 +244,7 @@ def _structs(expected: inspect.Type) -> list[inspect.StructType]:
 
 
 def _variant(value: dict[str, Any], structs: list[inspect.StructType]) -> inspect.StructType | None:
-    """Returns the struct expected for an object. If there are several structs, the object's tag selects one; None if no
-    struct has that tag.
-    """
+    """Returns the only struct of `structs`, or the struct with the object's tag; None if no struct has that tag."""
     if len(structs) == 1:
         return structs[0]
     return next((struct for struct in structs if value.get(struct.tag_field or "") == struct.tag), None)

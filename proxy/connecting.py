@@ -100,7 +100,7 @@ def _resolve(
         except OSError as error:
             failures[host, port] = error
             continue
-        except ValueError as error:  # a name with characters that addresses can't contain
+        except ValueError as error:  # the host name contains invalid characters
             failures[host, port] = OSError(errno.EINVAL, str(error))
             continue
         for family, _, _, _, place in found:

@@ -29,12 +29,11 @@ def boot_id() -> str:
 
 
 def host_name() -> str:
-    """Returns this host's readable name, a slash, and a unique text: the machine's boot id, or the readable name if
-    there is no boot id. With ``PROXYCCL_HOSTS=name`` the unique text includes the host name, so containers with
-    different names count as different hosts.
+    """Returns "<name>/<boot id>", or "<name>/<name>" if there is no boot id. With ``PROXYCCL_HOSTS=name`` the result is
+    "<name>/<boot id>/<name>", so containers with different names are different hosts.
 
     Raises:
-        ArgumentError: ``PROXYCCL_HOSTS`` has another value than "machine" or "name".
+        ArgumentError: ``PROXYCCL_HOSTS`` is neither "machine" nor "name".
     """
     name, chosen = platform.node(), os.environ.get("PROXYCCL_HOSTS") or "machine"
     if chosen not in ("machine", "name"):
@@ -49,18 +48,18 @@ def told_apart_by(host: str) -> str:
 
 
 def same_host(one: str, other: str) -> bool:
-    """Whether two results of `host_name` denote the same host. Only their unique texts are compared."""
+    """Whether two results of `host_name` denote the same host. Only the texts after the first slash are compared."""
     return one.partition("/")[2] == other.partition("/")[2]
 
 
 def host_addresses() -> list[str]:
-    """Returns this host's addresses that other hosts may reach, IPv4 first; the loopback's addresses if there are no
+    """Returns the addresses at which other hosts may reach this host, IPv4 first; loopback addresses if it has no
     others.
     """
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # the interface has no IPv4 address
+            with contextlib.suppress(OSError):  # if the interface has no IPv4 address
                 request = struct.pack("256s", name.encode()[:15])
                 found.append(socket.inet_ntoa(fcntl.ioctl(asker.fileno(), _SIOCGIFADDR, request)[20:24]))
     found += _ipv6_addresses()
@@ -68,7 +67,6 @@ def host_addresses() -> list[str]:
 
 
 def _ipv6_addresses() -> list[str]:
-    """Returns the IPv6 addresses that are valid beyond one link, and the loopback's."""
     if not _IPV6.exists():
         return []
     lines = (line.split() for line in _IPV6.read_text().splitlines())

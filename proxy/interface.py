@@ -1,6 +1,4 @@
-"""Types of the arguments and results of a proxy's methods. They are the same for a proxy in this process and for a
-proxy in the node daemon.
-"""
+"""Types of the arguments and results of a proxy's methods, in this process and in the node daemon."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ open.
 
 
 class Connection(Message, frozen=True):
-    """A connection to one peer. One worker serves the connection and all channels over it, so no lock is needed.
+    """A connection to one peer. One worker serves the connection and all its channels, so their state needs no lock.
 
     Attributes:
         number: the connection's number in the proxy, from 0.
@@ -70,15 +68,14 @@ class ProxyFailure(Message, frozen=True):
 
     Attributes:
         code: a ProxycclErrorCode (control.h).
-        channel: id of the channel on which the error occurred; None if it concerns no channel.
+        channel: id of the channel on which the error occurred; None if no channel is concerned.
         words: the two words of the trigger that failed; None if no trigger failed.
         status: status of the transport or the driver; 0 if neither failed.
         reason: the error in words.
         exception: the exception that a handler or thread raised, or None.
         peer: the peer of the connection that failed, or of the failed trigger's connection; None without a connection.
         schedule: number of the schedule that failed; 0 if no schedule failed.
-        offset: for a refused trigger, its offset in the memory that caused the refusal, which is its source or its
-            destination.
+        offset: the trigger's offset in its source or destination, if that memory caused the trigger's refusal.
         wait: after a time-out, the kind of wait: a ProxycclWaitKind (control.h).
     """
 
@@ -100,7 +97,7 @@ class ProxyFailure(Message, frozen=True):
 
 
 class EndpointWire(Message, frozen=True):
-    """A further link of a staged connection, which may spread its data over several links.
+    """An additional link of a staged connection whose data is spread over several links.
 
     Attributes:
         endpoint, rkey, area: see `EndpointInfo`.
@@ -112,15 +109,15 @@ class EndpointWire(Message, frozen=True):
 
 
 class EndpointInfo(Message, frozen=True):
-    """A rank's message to a peer about its endpoint of a remote connection.
+    """The message by which a rank tells a peer how to connect to the rank's endpoint.
 
     Attributes:
         endpoint: the endpoint's address, encoded by its transport (for a queue pair an `EndpointAddress`).
-        segment: address of the rank's control segment, as the peer's device names it.
+        segment: address of the rank's control segment in requests of the peer's device.
         rkey: remote key of the control segment or, if data is staged, of the staging area.
-        area: address of the staging area, as the peer's device names it.
+        area: address of the staging area in requests of the peer's device.
         ring_bytes: bytes of each ring in the staging area; 0 if data is not staged.
-        more: further links of the connection, which uses as many links as both ranks offer.
+        more: the rank's additional links; the connection uses as many links as both ranks offer.
     """
 
     endpoint: bytes
@@ -141,10 +138,10 @@ class ExposedMemory(Message, frozen=True):
 
     Attributes:
         transport: the transport's name.
-        address: address of the memory's first byte, as peers name it.
-        key: key by which peers name the memory: a remote key, or the number of a target.
-        local_key: key by which this rank's own requests name the memory; 0 if data is staged.
-        copied: whether the proxy's copies within the host also use `address`.
+        address: address of the memory's first byte in peers' requests.
+        key: key of the memory in peers' requests: a remote key, or the number of a target.
+        local_key: key of the memory in this rank's requests; 0 if data is staged.
+        copied: whether the proxy also uses `address` for copies within the host.
         owner: the state that `withdraw` needs.
     """
 

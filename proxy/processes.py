@@ -23,8 +23,8 @@ def stat_of(path: Path) -> list[str]:
 
 
 def start_of(pid: int, *, zombies: bool = False) -> int | None:
-    """Returns when a process started, in ticks since the system's start; None if there is no such process. Without
-    `zombies`, it also returns None for a process whose first thread has ended, although other threads may still run.
+    """Returns when a process started, in ticks since the system's start; None if there is no such process. If `zombies`
+    is False, returns None also for a process whose first thread has ended, although other threads may run.
 
     The process id and the start time together identify one process, because the system reuses ids.
     """
@@ -50,8 +50,8 @@ def cpu_time_of(pid: int, thread: int) -> int | None:
 
 
 def process_name(pid: int | None) -> str:
-    """Returns how messages name the process at a socket's other end. `pid` is 0 or None if the process has no id in
-    this PID namespace.
+    """Returns a name, for messages, of the process at a socket's other end. `pid` is 0 or None if the process has no id
+    in this PID namespace.
     """
     return f"process {pid}" if pid else "a process of another PID namespace"
 

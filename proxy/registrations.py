@@ -2,9 +2,8 @@
 writes.
 
 A signal is a word in the receiver's control segment, which is host memory. The network adapter writes the data first
-and then the word. But the two writes take different paths. So a kernel that has read the new word may still read old
-data, unless the GPU orders both writes. For a GPU that does not order them, the staged transports move the data through
-pinned memory.
+and then the word, but on different paths. So a kernel that has read the new word may still read old data, unless the
+GPU orders both writes. For other GPUs, the staged transports move the data through pinned memory.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ class Registration:
     Attributes:
         ptr: the range's address in this process.
         nbytes: the range's size.
-        address: the address by which peers name the range's first byte. It equals `ptr` except for a DMA-BUF, or with a
-            provider that takes offsets instead of addresses.
+        address: the address of the range's first byte in peers' requests. It equals `ptr` except for a DMA-BUF, or with
+            a provider that takes offsets instead of addresses.
         key: key for peers' requests.
         local_key: key for this rank's own requests; 0 if a provider of libfabric needs none.
         allocation: identifies the range's allocation among all others; None if the range stays registered only while in
@@ -58,10 +57,10 @@ class RegistrationCache:
     """The registrations of a device. All users of a range share one registration, which may be kept after the last use.
     The cache is thread-safe.
 
-    Unused ranges stay registered for reuse if the caller names their allocation, because only the allocation's identity
-    distinguishes them from a later allocation at the same address. At most `KEEP` unused ranges, of `KEEP_BYTES` in
-    all, stay registered; the least recently used are deregistered first. Memory of a registered range stays occupied,
-    even if the program has freed it on the GPU.
+    A range whose allocation the caller named stays registered after its last use, for reuse. Without the name, the
+    range could not be distinguished from a later allocation at the same address. At most `KEEP` unused ranges, of
+    `KEEP_BYTES` in all, stay registered; the least recently used are deregistered first. Memory of a registered range
+    stays occupied, even if the program has freed it on the GPU.
     """
 
     KEEP, KEEP_BYTES = 64, 1 << 30
@@ -132,8 +131,8 @@ class RegistrationCache:
 
 
 def require_ordered(runtime: Runtime, gpu_writes: str, variable: str) -> None:
-    """Raises RuntimeUnavailableError if neither the GPU's driver nor the option `gpu_writes`, which `variable` sets,
-    promises the order of RDMA writes.
+    """Raises RuntimeUnavailableError unless the GPU's driver or `gpu_writes` promises the order of RDMA writes.
+    `variable` is the environment variable of `gpu_writes`.
     """
     if gpu_writes == "auto" and not runtime.orders_rdma_writes:
         raise RuntimeUnavailableError(
@@ -178,8 +177,8 @@ class RemoteWriteTargets:
 
 
 class RemoteDevice:
-    """A network device that was opened for one rank. A direct transport and the staged transport over the same network
-    share it.
+    """A network device that was opened for one rank. The direct and the staged transport of a network share one
+    `RemoteDevice`.
 
     Attributes:
         setup: the rank for which the device was opened.

@@ -37,13 +37,13 @@ _RANGES = {
 
 @dataclass(frozen=True)
 class _FromEnvironment:
-    """Base class of options that are checked, and that environment variables can also set. A field that is neither in
-    `_RANGES` nor in `_choices` is a name.
+    """Base class of options that are checked, and that environment variables can set. A field that is in neither
+    `_RANGES` nor `_choices` is a non-empty text.
     """
 
     _owner: ClassVar[str]
     _prefix: ClassVar[str]  # prefix of the environment variables' names
-    _name: ClassVar[str]  # what a name denotes, for errors
+    _name: ClassVar[str]  # what a text must be, for errors
     _choices: ClassVar[dict[str, tuple[object, ...]]]
 
     def __post_init__(self) -> None:
@@ -71,8 +71,8 @@ class _FromEnvironment:
 
     @classmethod
     def from_environment(cls, **arguments: Any) -> Self:
-        """Reads options from environment variables, whose names are a prefix, such as ``PROXYCCL_RDMA_``, and the
-        option's name in capitals. Arguments that are not None take precedence.
+        """Reads options from environment variables; a variable's name is a prefix and the option's name in capitals,
+        such as ``PROXYCCL_RDMA_PORT``. Arguments that are not None take precedence.
 
         Raises:
             ArgumentError: a variable or an argument is out of range, and the error names it; or an argument is not the
@@ -160,10 +160,10 @@ class FabricOptions(_FromEnvironment):
             or "rdmap0s6". After a leading "=" the list has whole names; after a leading "^" or "^=" it has the prefixes
             or whole names to exclude. None for any interface but the loopback.
         depth: the most outstanding writes of a connection, 2 to 4096; fewer if the provider takes fewer.
-        signal: when a signal is written. With "ordered" it is written right after its data, which needs a provider that
-            keeps the order of writes. With "delivered" it is written once its data has been delivered. "auto" chooses
-            "ordered" if the provider supports that, else "delivered"; with "auto" the signal is even part of the data's
-            message if the provider stores each message in order.
+        signal: when a signal is written: with "ordered" right after its data, which needs a provider that keeps the
+            order of writes; with "delivered" once its data has been delivered. "auto" is "ordered" if the provider
+            supports that, else "delivered". With "auto", a provider that stores each message in order gets the data and
+            the signal in one message.
         gpu_writes: "auto" to write to a GPU's memory only if the device says that it orders RDMA writes before signals
             in host memory; "ordered" if the caller promises it. Otherwise the transport is "staged_fabric".
         staging_bytes: bytes of pinned memory per peer and direction of the transport "staged_fabric", 4 KiB to 64 MiB;

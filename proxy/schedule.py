@@ -16,7 +16,7 @@ STAGES: int = lib.PROXYCCL_SCHEDULE_STAGES
 
 
 class SchedulePost(Message, frozen=True):
-    """A step that lets a peer write to memory of this rank. The peer answers the post by a send of its schedule.
+    """A step that lets a peer write to memory of this rank. A send of the peer's schedule then writes to this memory.
 
     Attributes:
         channel: a channel to the peer that is used only for posts.
@@ -37,15 +37,14 @@ class ScheduleSend(Message, frozen=True):
         src_memory: the first id of the source.
         src_offset: offset in the source, in bytes.
         nbytes: bytes to copy; 0 to signal only.
-        post_channel: the channel that the peer posts on; None for a send that waits for no post.
-        dst_memory: the first id of the destination; None for the place that the peer posted.
+        post_channel: the channel of the peer's post, for which the send waits; None to wait for no post.
+        dst_memory: the first id of the destination; None for the memory that the peer posted.
         dst_offset: offset from the destination's start, in bytes.
-        gate: the count that the send's gate, a counter, must reach before the send begins; 0 for a send that waits for
-            no gate.
-        gate_stage: the stage that serves as the gate, for a send that forwards the stage's data; None for the gate that
+        gate: the send begins when its gate, which is a counter, has reached this count; 0 to wait for no gate.
+        gate_stage: index of the stage that is the gate, for a send that forwards received data; None for the gate that
             streams and kernels count up.
-        stage: index of the word that counts the send once it is complete, and that streams and kernels may wait for;
-            None for no such word.
+        stage: index of the stage that the complete send increments, for streams and kernels that wait for it; None for
+            no stage.
     """
 
     channel: Uint32
@@ -65,9 +64,8 @@ class ScheduleReceive(Message, frozen=True):
 
     Attributes:
         channel: the channel to the peer that is used only for sends.
-        sends: number of the peer's sends to wait for, beyond the sends of earlier receives on the channel.
-        stage: index of the word that counts the receive once it is complete, and that streams may wait for; None for no
-            such word.
+        sends: number of sends to wait for, after those of the channel's earlier receives.
+        stage: index of the stage that the complete receive increments, for streams that wait for it; None for no stage.
     """
 
     channel: Uint32
@@ -81,8 +79,7 @@ class Schedule(Message, frozen=True):
 
     Attributes:
         posts, sends, receives: the steps.
-        joined: index of the word that counts the peers whose posts have arrived, and that streams may wait for; None
-            for no such word.
+        joined: index of the stage that each peer's post increments, for streams that wait for it; None for no stage.
     """
 
     posts: tuple[SchedulePost, ...] = ()
@@ -94,9 +91,9 @@ class Schedule(Message, frozen=True):
 class SchedulePointers(Struct, frozen=True):
     """The device's addresses of the words by which streams and the proxy synchronize.
 
-    A stream writes a schedule's number to `bell`, and waits until `done` is at least 1. If the schedule has stages, the
-    stream may, before `done`, wait until a stage has reached a count, and write to `gate` the count up to which gated
-    sends may begin. In the end the stream, or its kernel, writes 0 to each word that it waited for, and to the gate.
+    A stream writes a schedule's number to `bell`, and waits until `done` is at least 1. Before `done`, the stream may
+    wait until a stage has reached a count, and may write to `gate` the count up to which gated sends may begin. Finally
+    the stream or its kernel writes 0 to `gate`, and to each word for which it waited.
 
     Attributes:
         bell: the number of the schedule to start.
@@ -112,11 +109,12 @@ class SchedulePointers(Struct, frozen=True):
 
 
 class ScheduleWait(Message, frozen=True):
-    """A schedule that makes no progress, and the event for which it waits.
+    """The event for which a schedule without progress waits.
 
     Attributes:
         kind: ProxycclWaitKind (control.h).
-        peer: the rank that the schedule waits for, or to which its sends do not complete; None if unknown.
+        peer: the rank that the schedule waits for, or to which a send of the schedule does not complete; None if
+            unknown.
         schedule: the schedule's number.
     """
 

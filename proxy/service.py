@@ -52,21 +52,21 @@ class ProxyService(ProxyWords):
     Args:
         runtime: the runtime whose driver issues the service's copies.
         control: address of the ProxycclControl. Its abort word stops the workers.
-        shared: zeroed pinned memory that contains the `shared_bytes()` bytes of the `SharedWords`. Peers on other hosts
-            also signal words in this memory.
+        shared: zeroed pinned memory that contains the `SharedWords`, which have `shared_bytes()` bytes, and the words
+            that peers on other hosts signal.
         shared_offset: offset of the `SharedWords` in `shared`, in bytes.
         semaphores_offset: offset in `shared` of the words that peers signal, by channel id; None for a service without
             schedules.
         fifos: number of rings.
-        threads: number of workers, each with its own thread. Rings are assigned to workers in turn.
+        threads: number of workers, each with its own thread. Rings are assigned to workers round-robin.
         fifo_size: slots in each ring.
-        idle: the idle policy that the service needs; a shared thread uses the most aggressive policy that one of its
-            services needs. None for the default of `IdlePolicy` or, with shared threads, for their own policy.
+        idle: the idle policy that the service needs; None for `IdlePolicy()` or the policy of the `shared_threads`. A
+            shared thread uses the most aggressive policy of its services.
         cores: cores that the threads may run on; None for any.
         shared_threads: one thread for each worker, shared with other services; empty to create threads.
         rings: existing rings, which `close` closes; empty to create rings.
-        ring_per_connection: whether all channels of a connection share a ring. If so, rings are assigned to connections
-            in turn, otherwise to channels.
+        ring_per_connection: whether all channels of a connection share a ring. If so, connections are assigned to rings
+            round-robin; if not, channels are.
         on_failure: called in a worker's thread when an error ends the worker.
         description: the service's description for observers; None to hide the service from observers.
         name: the prefix of the threads' names.
@@ -143,7 +143,7 @@ class ProxyService(ProxyWords):
             )
             self.publication = self._describe(description) if description else None
             self._published = publications.try_publish(self.publication) if self.publication else None
-            undo.pop_all()  # no later step fails, and the threads use all objects made above
+            undo.pop_all()  # no later step fails
         self._wires: WireWorkers | None = None
         self._control, self._cores, self._name = control, cores, name
         self.sleepers = sleepers or Sleepers()
@@ -166,7 +166,7 @@ class ProxyService(ProxyWords):
 
     @staticmethod
     def shared_bytes() -> int:
-        """The size of a service's shared memory, in bytes."""
+        """Returns the size of a service's shared memory, in bytes."""
         return SharedWords.BYTES
 
     def __repr__(self) -> str:
@@ -226,9 +226,10 @@ class ProxyService(ProxyWords):
             return self._memories.add(memory.ptr, memory.nbytes, 0, host=memory.host_ptr, first=first)
 
     def add_remote_memory(self, address: int, nbytes: int, key: int) -> int:
-        """Registers memory of this rank or of a peer that only a remote link reaches, by its address and key.
+        """Registers this rank's or a peer's memory for remote transports, by its address and key.
 
-        The engine refuses triggers that name the memory on channels that copy within the host. Returns the first id.
+        Channels that copy within the host cannot use this memory: the engine refuses their triggers. Returns the first
+        id.
 
         Raises:
             ResourceError: no ids are left.
@@ -246,7 +247,7 @@ class ProxyService(ProxyWords):
         """Returns a new connection that copies within the host.
 
         Args:
-            peer: the rank at the other end, which errors name.
+            peer: the rank at the other end, for errors.
             transport: name of a transport that copies within a host.
             private: whether the connection's channels copy from memory that only the caller's process can reach; a
                 `ProxyService` does not use it.
@@ -261,13 +262,13 @@ class ProxyService(ProxyWords):
         """Returns a new connection over any transport.
 
         Objects that the options name, such as a queue pair, must outlive the service. For a remote transport, register
-        the memories that triggers name with the transport's keys. Name a peer's memory, and the word that is passed to
-        `set_channel`, by the addresses that the peer's device uses.
+        memories with their keys (`add_remote_memory`). The address of a peer's memory, also in `set_channel`, must be
+        the one that the peer's device uses.
 
         Args:
             transport: the transport's name.
             options: the transport's own options: a C struct or `StagedOptions`; None for a transport within a host.
-            peer: the rank at the other end, which errors name.
+            peer: the rank at the other end, for errors.
 
         Raises:
             ArgumentError: an option is out of range (the error names it), or there is no such transport.
@@ -289,7 +290,7 @@ class ProxyService(ProxyWords):
 
         Args:
             options: the network device to use, and the device's settings.
-            signals: byte range of the control segment with the words that peers' proxies may signal.
+            signals: byte range, in the control segment, of the words that peers' proxies may signal.
             near: NUMA node that the device should be near; None if all nodes are equally near.
             local_rank: the rank's number on its host.
             core_share: cores that the rank's threads may keep busy.
@@ -348,7 +349,8 @@ class ProxyService(ProxyWords):
         Args:
             channel: the channel's id.
             connection: the connection that the channel was reserved for.
-            remote_semaphore: address, as the transport uses it, of the word that the channel's signals count up.
+            remote_semaphore: address of the peer's word that counts the channel's signals, in the form that the
+                transport uses.
             handle: returns the handle by which another process opens that word; a `ProxyService` does not use it.
         """
         with self._open():
@@ -381,11 +383,12 @@ class ProxyService(ProxyWords):
                 self._schedules.remove(number)
 
     def check_turns(self, timeout: float) -> None:
-        """Fails the proxy if a stream has waited `timeout` seconds for a schedule while a worker took no turn.
+        """Fails the proxy if a stream has waited `timeout` seconds for a schedule and a worker has not polled its
+        rings.
 
-        Without this check, the stream would wait forever. A worker that waits for a peer takes turns and bounds its own
-        wait. A worker takes no turn while its process is stopped, a driver call does not return, or a Python handler
-        runs.
+        Without this check, the stream would wait forever. A worker does not poll while its process is stopped, a driver
+        call does not return, or a Python handler runs. A worker that waits for a peer keeps polling, and has its own
+        time-out.
 
         Args:
             timeout: the longest wait, in seconds. One thread calls this method every few milliseconds.
@@ -402,8 +405,8 @@ class ProxyService(ProxyWords):
         self._fail(ProxyFailure(native.PROXYCCL_ERROR_PROXY_LOST, slowest, None, errno.ETIMEDOUT, reason))
 
     def stopped(self) -> str:
-        """Returns a text if a signal has stopped the proxy's process, else "". A `ProxyService` always returns "",
-        because it runs in this process.
+        """Returns an explanation if a signal has stopped the proxy's process, else "". A `ProxyService` returns "",
+        because its process is the caller's.
         """
         return ""
 
@@ -437,8 +440,8 @@ class ProxyService(ProxyWords):
         return self._handling
 
     def reserve_elsewhere(self) -> int:
-        """Reserves a channel id for a service in the client's process. The daemon calls this, so that both services use
-        different ids.
+        """Reserves a channel id for a service in a client's process. The daemon calls this method, so that its own
+        service and the client's use different ids.
         """
         with self._open():
             return self._channels.reserve(0)
@@ -459,8 +462,8 @@ class ProxyService(ProxyWords):
             return self._observed.outstanding(channel)
 
     def schedule_waits(self) -> list[ScheduleWait]:
-        """Returns the waits of schedules that make no progress or that a failure stopped; an empty list if this process
-        can't read them.
+        """Returns the waits of schedules that make no progress, or that a failure has stopped; an empty list if this
+        process can't read the waits.
         """
         with self._open():
             return self._observed.schedule_waits()
@@ -573,7 +576,7 @@ class ProxyService(ProxyWords):
             yield
 
     def paused(self, timeout: float) -> contextlib.AbstractContextManager[None]:
-        """Pauses the workers during a context. No paused worker reads rings or tables, so the context may change table
+        """Pauses the workers during a context. No paused worker reads rings or tables, so the caller may change table
         entries that triggers name.
 
         Raises:
@@ -629,7 +632,7 @@ class ProxyService(ProxyWords):
             lib.proxyccl_connection_destroy(made.pointer)
             for resource in made.owned:
                 with contextlib.suppress(ProxyCCLError):
-                    resource.synchronize()  # waits for copies, because the caller may free their memory next
+                    resource.synchronize()  # waits for copies, whose memory the caller may free next
                 with contextlib.suppress(ProxyCCLError):
                     resource.close()
         lib.proxyccl_service_destroy(self._service)

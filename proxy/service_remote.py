@@ -30,9 +30,9 @@ class _PeerEndpoint(Struct):
 class ServiceRemote:
     """One rank's remote links: its endpoints, and the memory that peers reach. `DaemonRemote` has the same methods.
 
-    The first call that names a transport opens the transport's device. That call also raises ArgumentError if an option
-    names something that does not exist, and RuntimeUnavailableError, whose message states the reason, if no device can
-    be used.
+    The first call that names a transport opens the transport's device. This first call also raises ArgumentError if an
+    option names something that does not exist, and RuntimeUnavailableError, whose message states the reason, if no
+    device can be used.
 
     Args:
         connect: makes the service's connections (`ProxyService.connect`).
@@ -61,8 +61,8 @@ class ServiceRemote:
 
     def unsupported_reason(self, transport: str) -> str:
         """Returns the reason why a transport's device can't register the memory of the rank's GPU; "" if the device can
-        register that memory, or need not. Raises ResourceError if the system or the device is out of memory or
-        descriptors.
+        register that memory, or if the transport stages data. Raises ResourceError if the system or the device is out
+        of memory or descriptors.
         """
         device = self._device(transport)
         if remote_functions(transport).stages:
@@ -125,8 +125,8 @@ class ServiceRemote:
             ptr: the memory's address in the caller's process.
             nbytes: the memory's size.
             transport: name of the transport.
-            handle: handle by which another process opens the memory. The handle also identifies the memory's
-                allocation. Empty if the memory has no handle.
+            handle: handle by which another process opens the memory, and which identifies the memory's allocation;
+                empty if the memory has no handle.
 
         Raises:
             ArgumentError: the proxy can't reach the memory.
@@ -141,8 +141,8 @@ class ServiceRemote:
         return ExposedMemory(transport, made.address, made.key, made.local_key, made.how != "dma-buf", made)
 
     def expose_pinned(self, memory: PinnedMemory, transport: str) -> ExposedMemory:
-        """Lets peers reach pinned memory, to which CPUs copy short data, by a transport that stages data. The memory
-        must stay open until `withdraw`.
+        """Lets peers reach pinned memory by a transport that stages data. CPUs copy short data to this memory. The
+        memory must stay open until `withdraw`.
 
         Raises:
             ArgumentError: the proxy can't reach the memory, or the transport does not stage data.
@@ -156,7 +156,7 @@ class ServiceRemote:
     def withdraw(self, memory: ExposedMemory) -> None:
         """Undoes `expose` or `expose_pinned`. Triggers must no longer name the memory, on this rank or on a peer."""
         functions = remote_functions(memory.transport)
-        if functions.open not in self._devices:  # the device is closed, which has withdrawn all its memory
+        if functions.open not in self._devices:  # `close` has withdrawn all memory of the device
             return
         device = self._devices[functions.open]
         if functions.stages:

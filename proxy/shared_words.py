@@ -1,5 +1,5 @@
-"""Reads and writes a service's shared memory (ProxycclSharedWords in engine/engine.h), and checks whether the service's
-workers take turns.
+"""Reads and writes a service's shared memory (ProxycclSharedWords in engine/engine.h), and checks that the service's
+workers keep polling their rings.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ was stopped does not count against the workers.
 
 
 class SharedWords:
-    """A ProxycclSharedWords in pinned memory, which occupies `BYTES` bytes from `offset` on. These bytes must be
-    zeroed.
+    """A ProxycclSharedWords at `offset` in pinned memory. Its `BYTES` bytes must be zeroed.
 
     Attributes:
         memory: the memory.
-        table, flushed, completed: arrays by channel id: the ProxycclCounters, and the flush words and the words
+        table, flushed, completed: arrays, indexed by channel id, of the counters, of the flush words and of the words
             `completed` (engine/engine.h).
         memory_limits: for each memory id, the number of bytes from the id's first byte to the memory's end; 0 for an
             unused id.
@@ -60,7 +59,6 @@ class SharedWords:
             raise ClosedError("the proxy service is closed")
 
     def counters(self, channel: int) -> ChannelCounters:
-        """Returns a channel's counters, as `ProxyWords.counters` does."""
         if not 0 <= channel < MAX_CHANNELS:
             raise ArgumentError("channel", f"must be from 0 to {MAX_CHANNELS - 1}, not {channel}")
         self.require_open()
@@ -73,8 +71,8 @@ class SharedWords:
 
 
 class ProxyWords:
-    """The methods of a proxy that use only its shared words, and so work in the rank's process even if the workers run
-    in the daemon.
+    """The methods of a proxy that use only its shared words. So these methods run in the rank's process even if the
+    workers run in the daemon.
 
     Attributes:
         words: the proxy's shared words.
@@ -96,8 +94,8 @@ class ProxyWords:
         return words.on_device(words.flushed + channel)
 
     def completed(self, channel: int) -> int:
-        """Returns one more than the ticket up to which all triggers of a channel are known to be complete or, on a
-        handler's channel, handled. The effects of these triggers are visible to the caller.
+        """Returns a ticket: all triggers of the channel with smaller tickets are known to be complete. A handler's
+        trigger is complete when the handler has returned. The effects of complete triggers are visible to the caller.
         """
         words = self._words_of(channel)
         words.require_open()
@@ -134,9 +132,9 @@ class ProxyWords:
 
 
 class TurnWatch:
-    """Measures how long a worker has taken no turn while someone waited for the workers: their process may be stopped,
-    or a driver call may hang. One thread calls `look` every few milliseconds. The check costs the proxy nothing,
-    because the workers count their turns in a ProxycclScheduleWords in any case.
+    """Measures how long a worker has not polled its rings while a stream or a process waited for the workers: the
+    workers' process may be stopped, or a driver call may hang. One thread calls `look` every few milliseconds. The
+    workers count their polls, which are called turns, in a ProxycclScheduleWords.
     """
 
     def __init__(self, schedule_words: Any, workers: int) -> None:
@@ -146,8 +144,8 @@ class TurnWatch:
         self._looked = time.monotonic()
 
     def look(self, *, awaited: bool = True) -> float:
-        """Returns the longest time, in seconds, for which a worker that has not ended has taken no turn. If `awaited`
-        is False, nobody waits for the workers, and all times restart at 0.
+        """Returns the longest time, in seconds, since a running worker last polled its rings. If `awaited` is False,
+        nobody waits for the workers, so all times restart at 0.
         """
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, _LONGEST_STEP), now

@@ -1,5 +1,5 @@
-"""The tables of a service's channels, memories and schedules, which write the entries of the engine and of observers.
-Callers must not call methods of a table concurrently.
+"""The tables of a service's channels, memories and schedules. A change is also written to the engine's tables and to
+the memory of observers. Callers must not call methods of a table concurrently.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ MAX_SCHEDULES: int = lib.PROXYCCL_MAX_SCHEDULES
 
 
 class ChannelTable:
-    """The channel ids in use, and the ring, worker and connection or handler of each. Rings are assigned to workers in
-    turn.
+    """The channel ids in use, with each channel's ring, worker, and connection or handler. Rings are assigned to
+    workers round-robin.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ChannelTable:
         self._ring_of: dict[int, int] = {}  # each channel's ring
         self._free = list(reversed(range(MAX_CHANNELS)))
         self._handlers = 0
-        self._given = 0  # number of ids that other services reserved and this service has taken
+        self._given = 0  # number of channels whose ids other services reserved
 
     def __len__(self) -> int:
         return len(self._ring_of)
@@ -168,8 +168,8 @@ class MemoryTable:
 
 
 class ScheduleTable:
-    """The schedules by number. `semaphores` is the CPU's address of the array, by channel id, of this rank's words that
-    peers signal; None for a service without schedules.
+    """A service's schedules, by number. `semaphores` is the CPU's address of the words that peers signal, an array
+    indexed by channel id; None for a service without schedules.
     """
 
     def __init__(self, service: Any, shared: SharedWords, semaphores: int | None) -> None:

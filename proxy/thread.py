@@ -36,23 +36,23 @@ call.
 class IdlePolicy:
     """How a thread waits while the rings of all its workers are empty.
 
-    The thread first spins, then yields, then sleeps for a 32nd of the time for which it has been idle, so waking late
-    adds at most a 32nd to a pause. While transfers are under way, it yields for 1.6 ms before it sleeps, because a
-    thread takes as long to wake from a short sleep as it slept. After a long pause the thread sleeps for a 1024th of
-    the pause, at most 10 ms, even if this is longer than `max_sleep_us`: a thread that was idle for 10 s uses 0.1 % of
-    a core. When this library launches a call, it wakes a sleeping thread before the launch. When another library
-    replays a graph, nothing wakes the thread, and it finds the work when its sleep ends.
+    The thread first spins, then yields, then sleeps for a 32nd of the time for which it has been idle, so it notices
+    work late by at most a 32nd of the idle time. While transfers are under way, it yields for 1.6 ms before it sleeps,
+    because a thread takes as long to wake from a short sleep as it slept. A thread that has been idle for long sleeps
+    for a 1024th of its idle time, at most 10 ms, even if `max_sleep_us` is shorter; after 10 s it uses 0.1 % of a core.
+    ProxyCCL wakes a sleeping thread before each of its own launches. When another library replays a CUDA graph, nothing
+    wakes the thread, so it finds the work when its sleep ends.
 
     The defaults suit machines with few cores. Where there are enough cores, a proxy that was given no policy uses
     `where_cores_suffice`.
 
     Attributes:
-        spin_us: how long the thread polls without a pause. After the first 50 µs of that time it yields its core
-            between polls: otherwise other threads on that core would wait for a whole time slice. If there are fewer
-            cores than threads, a host kernel that pushes a trigger and then needs the core waits `spin_us` each time.
-        yield_us: how long the thread then yields the core between two polls.
-        max_sleep_us: the longest sleep between two polls after that, except after long pauses. The thread finds work at
-            most this much later, plus the system's own delay in waking it.
+        spin_us: how long the thread polls without a pause; after 50 µs it yields its core between polls, so that other
+            threads on the core need not wait for a whole time slice. If there are fewer cores than threads, a host
+            kernel may wait up to `spin_us` for the core after each trigger that it pushes.
+        yield_us: how long, after spinning, the thread yields the core between two polls.
+        max_sleep_us: the longest sleep between two polls, unless the thread has been idle for long. The thread finds
+            work at most this much later, plus the time that the system needs to wake it.
 
     Raises:
         ArgumentError: a time is out of range.
@@ -114,8 +114,7 @@ def choose_idle(cores: int, programs: int, threads: int, within: tuple[int, int]
         cores: cores that the programs and the threads may run on.
         programs: number of this machine's ranks that use the threads.
         threads: number of threads of all these ranks' proxies.
-        within: the numbers of programs and of threads that share the CPU quota of this process's container; None if all
-            of them share it.
+        within: how many programs and how many threads share the CPU quota of this process's container; None if all do.
     """
     allowed = cores_allowed()
     suffice = cores >= programs + threads and (allowed is None or allowed >= sum(within or (programs, threads)))
@@ -155,7 +154,7 @@ class _Served(NamedTuple):
 
 
 class ProxyThread:
-    """A thread that runs workers in turn, and waits while it has none.
+    """A thread that runs its workers round-robin, and waits while it has none.
 
     Args:
         name: the thread's name.
@@ -236,15 +235,14 @@ class ProxyThread:
         on_lost: Callable[[BaseException], None] = lambda _: None,
         idle: IdlePolicy | None = None,
     ) -> None:
-        """Makes the thread run a worker, until the engine returns for the worker for another reason than to call a
-        handler.
+        """Makes the thread run a worker until the worker ends.
 
         Args:
             worker: a ProxycclWorker.
             stats: the worker's ProxycclWorkerStats, where observers find the thread and its policy.
             on_exit: called in the thread when the engine returns for the worker.
             on_lost: called instead of `on_exit` if an error has ended the thread and so its workers.
-            idle: the policy that the worker needs; None for the thread's own.
+            idle: the policy that the worker needs; None for the thread's own policy.
         """
         with self._changed:
             if self._error is not None:
@@ -294,7 +292,7 @@ class ProxyThread:
             try:
                 served.on_exit(reason, info)
             except BaseException as error:
-                if not runs_on:  # _fail will not report this worker, which is no longer in _served
+                if not runs_on:  # not in _served, so _fail will not call on_lost
                     served.on_lost(error)
                 raise
 
@@ -314,7 +312,7 @@ class ProxyThread:
             self._thread.join(timeout)
         if self._thread.is_alive():
             return False
-        pointer = vars(self).pop("_pointer", None)  # removed, so that a later call fails in Python, not in C
+        pointer = vars(self).pop("_pointer", None)  # a later call then raises AttributeError
         if pointer is not None:
-            lib.proxyccl_thread_destroy(pointer)  # not done in __del__, when the thread may still use the pointer
+            lib.proxyccl_thread_destroy(pointer)  # not in __del__, because the thread may still use the pointer
         return True

@@ -41,8 +41,8 @@ def operation_name(operation: Operation) -> str:
     return "+".join(str(flag.name).lower() for flag in (*transfer, *(operation & ~_TRANSFER))) or "custom"
 
 
-# For each field: the word that holds it, its shift, and its number of bits. The size of a put or get has SIZE_BITS,
-# below the bit that is set for a get.
+# For each field: the word that holds it, its shift, and its number of bits. The size of a put or get has only SIZE_BITS
+# bits; the next bit is set for a get.
 _FIELDS = {
     "size": (0, lib.PROXYCCL_SIZE_SHIFT, 32),
     "src_offset": (0, lib.PROXYCCL_SRC_OFFSET_SHIFT, lib.PROXYCCL_OFFSET_BITS),

@@ -45,8 +45,8 @@ def require_rings(fifos: object, threads: object) -> tuple[int, int]:
 
 
 class OwnThreads(Struct, frozen=True):
-    """Options of the threads that are created for a service's workers, one thread for each worker: the number of
-    threads, their idle policy, the cores that they may run on (None for any), and the prefix of their names.
+    """Options of the `count` threads that are created for a service's workers, one for each worker. The threads may run
+    on `cores` (None for any), and their names begin with `name`.
     """
 
     count: int
@@ -78,8 +78,8 @@ valid only during the call.
 
 
 def _begin(runtime: Runtime, unbound_threads: int) -> None:
-    """Prepares one of the service's own threads, before it runs workers. `unbound_threads` is the number of these
-    threads if no cores were chosen for them, otherwise 0.
+    """Prepares a thread of `OwnThreads` before it runs a worker. `unbound_threads` is the number of these threads; 0 if
+    `cores` were chosen for them.
     """
     runtime.activate(for_proxy=True)
     # Some launchers bind each rank to one core, where the program spins while it waits for its GPU. A worker on the
@@ -96,7 +96,7 @@ class Workers:
         service: a ProxycclService.
         observed: the segment in which the workers publish their activity, with room for every worker.
         threads: the threads to create, or one existing thread for each worker.
-        idle: the idle policy that the workers need if the threads exist already; None for the threads' own policy.
+        idle: the idle policy that the workers need on existing threads; None for the threads' own policy.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Workers:
                 made = created(lib.proxyccl_worker_create(service, stats), "a worker of the proxy")
                 worker = Worker(ffi.gc(made, lib.proxyccl_worker_destroy), stats, thread)
                 self._workers.append(worker)
-                if thread not in self._own_threads:  # the thread runs workers of several devices
+                if thread not in self._own_threads:  # a shared thread runs workers of several devices
                     make_current = ffi.cast("void *", engine.functions.make_current)
                     lib.proxyccl_worker_set_context(worker.pointer, make_current, engine.functions.context)
             undo.pop_all()
@@ -139,7 +139,7 @@ class Workers:
         return [worker.ended.is_set() for worker in self._workers]
 
     def add_rings(self, rings: Sequence[Ring]) -> None:
-        """Assigns rings to the workers in turn."""
+        """Assigns rings to the workers round-robin."""
         for i, ring in enumerate(rings):
             worker = self._workers[i % len(self._workers)]
             lib.proxyccl_worker_add_ring(worker.pointer, ring.slots, ring.tail, ring.size_log2)
@@ -217,8 +217,7 @@ class Workers:
         Returns False if a worker or thread has not ended.
         """
         ended = [worker.ended.wait(0 if worker.thread.is_current else timeout) for worker in self._workers]
-        # A worker that has not ended in time keeps its thread from ending. So this line does not wait for such a thread
-        # again.
+        # A thread whose worker has not ended in time can't end either, so the call does not wait for it.
         closed = [thread.close(timeout if ended[i] else 0) for i, thread in enumerate(self._own_threads)]
         return all(ended) and all(closed)
 
@@ -229,13 +228,11 @@ class Workers:
 
 
 class WireWorkers:
-    """The threads that poll the wires of staged connections (engine/staged_transport.h): one worker and one thread for
-    each of `count` endpoints, which poll that endpoint's wires to all peers. The other arguments are those of the
-    service.
+    """The threads that poll the wires of staged connections (engine/staged_transport.h): for each of `count` endpoints,
+    one thread with one worker polls the endpoint's wires to all peers. The other arguments are those of the service.
 
-    While a wire's thread sleeps, the service's own workers poll the wire. So no transfer waits for these threads, and
-    an idle thread soon sleeps. The threads speed up long transfers, because one thread that drives sockets does not
-    saturate a network.
+    While a wire's thread sleeps, the service's own workers poll the wire, so no transfer waits for the thread to wake.
+    The threads speed up long transfers, because one thread that drives sockets does not saturate a network.
 
     Raises:
         ArgumentError: there are no such cores.
@@ -268,9 +265,9 @@ class WireWorkers:
         self._workers.start(on_event, on_lost)
 
     def add(self, wires: Sequence[tuple[int, Any]]) -> None:
-        """Assigns each wire of a connection to the thread with the wire's number, which then polls it. Call this before
-        the connection is added to a worker of the service. If a thread has no room for a wire, only the service's
-        workers poll that wire.
+        """Assigns each wire of a connection to the thread that has the wire's number, and that then polls the wire.
+        Call this before the connection is added to a worker of the service. If a thread has no room for a wire, only
+        the service's workers poll that wire.
         """
         for number, wire in wires:
             lib.proxyccl_staged_wire_set_thread(wire, self._shared[number])

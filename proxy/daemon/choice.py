@@ -1,7 +1,7 @@
 """Chooses the daemon of a rank's proxy: the first of several that sees the rank's device.
 
-A rank may connect to the daemon before it uses the proxy. A daemon needs a second or two to start and to create its
-device contexts. If the rank connects early, the program runs during that time.
+A daemon needs a second or two to start and to create its device contexts. A rank that connects before it uses the proxy
+runs its program during that time.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class _Prepared:
 
 
 class ChosenDaemon(DaemonAddress):
-    """The first of `addresses`, which are in order of preference, whose daemon sees the rank's device. Only one thread
-    at a time may call methods. `peers` are the device_ids of the peers' devices.
+    """The first daemon of `addresses` that sees the rank's device. Only one thread at a time may call methods. `peers`
+    are the `device_id`s of the peers.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class ChosenDaemon(DaemonAddress):
         return str(self._chosen)
 
     def begin(self, timeout: float) -> None:
-        """Starts a thread that connects to the daemon, with at most `timeout` seconds for each step. `connect` then
-        uses that connection, or raises the thread's error.
+        """Starts a thread that connects to the daemon, with at most `timeout` seconds for each step. `connect` will use
+        the thread's connection, or raise the thread's error.
         """
         early: Future[_Prepared] = Future()
 
@@ -69,7 +69,7 @@ class ChosenDaemon(DaemonAddress):
 
         try:
             Thread(prepare, "proxyccl-early-start").start()
-        except ResourceError:  # the first use will report the lack of threads
+        except ResourceError:  # the proxy's first use raises this error again
             return
         self._early = early
 
@@ -80,27 +80,26 @@ class ChosenDaemon(DaemonAddress):
         return early is None or early.done()
 
     def drop(self) -> None:
-        """Closes the unused connection that `begin` has made, or closes it as soon as it is made. Does not wait."""
+        """Closes the unused connection of `begin`, as soon as `begin`'s thread has made it. Does not wait."""
         self._dropped = True
         early, self._early = self._early, None
         if early is not None:
             early.add_done_callback(_close_made)
 
     def connect(self, timeout: float) -> tuple[socket.socket, int]:
-        """Connects as `DaemonAddress.connect` does. Also raises ArgumentError if no daemon sees the device, or an
-        option of the daemon is wrong, and ProxyLostError if the daemon does not answer.
+        """See `DaemonAddress.connect`. Also raises ArgumentError if no daemon sees the device or the daemon refuses an
+        option, and ProxyLostError if the daemon does not answer.
         """
         prepared = self._made_early() or self._prepare(timeout)
         self._chosen = prepared.address
         return prepared.connection, prepared.process
 
     def _made_early(self) -> _Prepared | None:
-        """Returns the connection that `begin` has made, if any. Raises the error of the attempt."""
         early, self._early = self._early, None
         if early is None:
             return None
         try:
-            prepared = early.result()  # each step of the thread is bounded
+            prepared = early.result()  # ends in time: each step of the thread has a time-out
         except ProxyLostError:  # connect then makes a new connection
             return None
         if prepared.is_lost:

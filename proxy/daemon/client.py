@@ -1,5 +1,4 @@
-"""A rank's proxy in the node daemon. It has the methods of a `ProxyService`, which it carries out by requests over the
-socket.
+"""A rank's proxy in the node daemon: an object with the methods of a `ProxyService`, which send requests to the daemon.
 
 Rings, counters and memories belong to this process; the daemon gets descriptors and handles of them. A service in this
 process does the work that the daemon can't do: Python handlers, and copies from memory that no other process can map.
@@ -49,7 +48,7 @@ R = TypeVar("R")
 
 
 def _asks(function: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Returns a method for a client that only calls the daemon's method `function`."""
+    """Returns a method that only calls the daemon's method `function`."""
 
     def ask(client: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
         result: R = client._daemon.ask(function, *args, **kwargs)
@@ -90,14 +89,15 @@ class DaemonClient(ProxyWords):
     Args:
         runtime: the runtime of the rank's kernels.
         shared: pinned memory that begins with the ProxycclControl whose abort word ends the workers.
-        threads: number of workers. Each has its own daemon thread if the daemon has that many.
-        idle: the idle policy that the proxy's threads need, in the daemon and in this process; None for the daemon's
-            policy in the daemon, and for the default of `IdlePolicy` in this process.
-        on_failure: called in a thread of this object when an error ends a worker, and when the daemon is lost.
+        threads: number of workers. Each worker has its own thread of the daemon if the daemon has enough threads.
+        idle: the idle policy of the proxy's threads, in the daemon and in this process; None for the daemon's choice,
+            and for `IdlePolicy()` in this process.
+        on_failure: called when an error ends a worker and when the daemon is lost, in a thread that this object
+            started.
         timeout: returns the seconds that the daemon may take for an answer.
         address: the daemon's address; None for the node daemon at the default socket.
-        takes_private: whether memory that the daemon can't map may be the source of copies, which a service in this
-            process then makes; if not, such memory is refused.
+        takes_private: whether a service in this process copies from memory that the daemon can't map; if not, such
+            memory is refused.
 
     Attributes:
         daemon: the daemon's process id.
@@ -188,7 +188,7 @@ class DaemonClient(ProxyWords):
         try:
             for handle in handles:
                 self.sleepers.add(SharedMemory.open(handle))
-        except ArgumentError as error:  # nothing then wakes the daemon's threads, which find work when they next poll
+        except ArgumentError as error:  # the daemon's threads then find work only when they poll
             logging.getLogger("proxyccl").warning("launches cannot wake the node daemon's threads: %s", error)
 
     def __repr__(self) -> str:
@@ -229,8 +229,8 @@ class DaemonClient(ProxyWords):
             raise ClosedError("the proxy service is closed")
 
     def check_turns(self, timeout: float) -> None:
-        """Treats the daemon as lost if a worker has taken no turn for `timeout` seconds while a stream waited for a
-        schedule. Slow handlers have no effect on this, because they run in this process and schedules in the daemon.
+        """Treats the daemon as lost if a stream waits for a schedule and a worker of the daemon has not polled for
+        `timeout` seconds.
         """
         if self._daemon.is_open and self._turns.look_for_streams() > timeout:
             self._daemon.give_up(f"has run none of the proxy for {timeout:g} s while a stream waited")
@@ -265,8 +265,8 @@ class DaemonClient(ProxyWords):
         return first
 
     def _repeat(self, first: int, add: Callable[[ProxyService], int]) -> None:
-        """Registers memory that the daemon has registered also with the service in this process: immediately, or when
-        that service is created.
+        """Registers memory, which the daemon has registered, with this process's service too, as soon as that service
+        exists.
         """
         with self._lock:
             self._memories[first] = add
@@ -280,8 +280,8 @@ class DaemonClient(ProxyWords):
         self._daemon.ask(SessionService.remove_memory, first)
 
     def connect_copy(self, *, peer: int | None = None, transport: str = "copy", private: bool = False) -> Connection:
-        """Returns a connection that copies within the host. The daemon copies, or, if the connection is `private`, a
-        service in this process.
+        """Returns a connection whose transfers are copies within the host. If `private`, a service in this process
+        makes the copies, otherwise the daemon.
         """
         if private and self._takes_private:
             return replace(self._own_service().connect_copy(peer=peer, transport=transport), private=True)
@@ -338,8 +338,8 @@ class DaemonClient(ProxyWords):
     def set_channel(
         self, channel: int, connection: Connection, remote_semaphore: int, *, handle: HandleProvider | None = None
     ) -> None:
-        """Puts a channel in use. The channel's signals count up a word, which `handle` names if the connection copies
-        within the host, and `remote_semaphore` if it is between hosts.
+        """Puts a channel in use. `handle` (within the host) or `remote_semaphore` (between hosts) names the peer's word
+        that counts the channel's signals.
         """
         if connection.private:
             self._own_service().set_channel(channel, connection, remote_semaphore)
@@ -381,8 +381,8 @@ class DaemonClient(ProxyWords):
             return False
 
     def close(self, timeout: float = 30.0) -> bool:
-        """Drains the rings, and makes the daemon free all of this client's objects. Returns False if a handler or a
-        worker did not end in time; the memory that it uses is then kept.
+        """Drains the rings, and makes the daemon free all of this client's objects. If a handler or a worker does not
+        end in time, returns False and keeps the memory that it uses.
         """
         with self._lock:
             own_ended = self._own is None or self._own.close(timeout)
@@ -411,6 +411,6 @@ RemoteContext: TypeAlias = ServiceRemote | DaemonRemote
 def _open_observed(handle: bytes, workers: int) -> ObservedSegment | None:
     try:
         return ObservedSegment(workers, handle.hex())
-    except ArgumentError as error:  # only reports read the observed memory
+    except ArgumentError as error:  # only reports need this memory
         logging.getLogger("proxyccl").warning("reports cannot show the node daemon's outstanding work: %s", error)
         return None

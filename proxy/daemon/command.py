@@ -42,9 +42,9 @@ def _log_to_stderr(level: int) -> None:
 
 
 def run(path: Path, options: DaemonOptions, servers: Sequence[Server] = ()) -> int:
-    """Serves until SIGTERM or SIGINT, then finishes the clients' requests. Returns the exit code. After SIGUSR1 it
-    writes a report and continues. `servers` run during that time; they serve pages and metrics of this user's programs.
-    Raises the errors of `Daemon`, and ResourceError if a server's port is in use.
+    """Serves until SIGTERM or SIGINT, then finishes the clients' requests. Returns the exit code. Writes a report at
+    each SIGUSR1. `servers` serve pages and metrics of this user's programs while the daemon runs. Raises the errors of
+    `Daemon`, and ResourceError if a server's port is in use.
     """
     _log_to_stderr(logging.INFO)
     ending = _Ending()
@@ -70,8 +70,8 @@ def run_for_job(listener: int, options: str, starter: int, on_ready: Callable[[]
     # on such a core would run once in a time slice.
     suffice = len(chosen.affinity) >= chosen.threads + chosen.programs
     os.sched_setaffinity(0, chosen.affinity if suffice else every)
-    with contextlib.suppress(ArgumentError):  # the path in PROXYCCL_DAEMON_SOCKET is not valid
-        reach_through(socket_path())  # the peers of clients may share no other socket with this process
+    with contextlib.suppress(ArgumentError):  # if the path in PROXYCCL_DAEMON_SOCKET is not valid
+        reach_through(socket_path())  # clients' peers in containers are reached this way
     daemon_options = DaemonOptions(threads=chosen.threads, cores=chosen.cores, programs=chosen.programs)
     with Daemon(HandedOver(listener), daemon_options, Attendance(starter)) as daemon:
         on_ready()
@@ -79,7 +79,9 @@ def run_for_job(listener: int, options: str, starter: int, on_ready: Callable[[]
 
 
 class _Ending:
-    """Makes SIGTERM and SIGINT end a daemon in an orderly way, even during its start, so that it removes its socket."""
+    """Makes SIGTERM and SIGINT end a daemon in an orderly way, even during its start, so that the daemon removes its
+    socket.
+    """
 
     def __init__(self) -> None:
         self._asked = False
@@ -96,7 +98,7 @@ class _Ending:
         """Makes the daemon serve until a signal ends it. Returns immediately if a signal has already arrived."""
         self._daemon = daemon
         # The system may deliver a signal to another thread, as happens if a stopped process gets SIGCONT and then
-        # SIGTERM. Without this descriptor, the main thread's poll() would then not end.
+        # SIGTERM. Such a signal ends the main thread's poll() only through this descriptor.
         signal.set_wakeup_fd(daemon.wake_descriptor, warn_on_full_buffer=False)
         if self._asked:
             daemon.stop()

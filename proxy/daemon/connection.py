@@ -1,5 +1,5 @@
-"""A rank's connection to the node daemon. It exchanges requests and answers, receives events, and notices the loss of
-the daemon.
+"""A rank's connection to the node daemon, which exchanges requests and answers, receives events, and notices the loss
+of the daemon.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class NodeDaemon(DaemonAddress):
                 f"no node daemon answers at {self} ({error}); start one with: proxyccl daemon --socket {self}"
             ) from None
         process, _ = peer_credentials(connection)
-        if process != answer.pid:  # the daemon is in another PID namespace: the kernel reports its id in this one, or 0
+        if process != answer.pid:  # the daemon is in another PID namespace
             try:
                 offer(self._path, timeout)
             except ProxyCCLError:
@@ -99,8 +99,8 @@ def daemon_process(path: Path) -> int:
 
 
 def missing_in_daemon(timeout: float) -> tuple[str, dict[str, str]]:
-    """Returns why this process can't use the daemon ("" if it can), and, for each remote transport, which of the
-    transport's requirements the daemon lacks ("" if none).
+    """Returns the reason why this process can't use the daemon ("" if it can), and a dict that maps each remote
+    transport to the requirements that the daemon lacks ("" if none).
     """
     remote_transports = [name for name, transport in TRANSPORTS.items() if transport.is_remote]
     try:
@@ -117,14 +117,14 @@ def missing_in_daemon(timeout: float) -> tuple[str, dict[str, str]]:
 
 
 def prepare_device(connection: socket.socket, timeout: float, runtime: str, device_id: str, peers: list[str]) -> None:
-    """Calls `Session.prepare` of the daemon, over a connection that is not used otherwise yet.
+    """Calls the daemon's `Session.prepare` over a new connection.
 
     Raises:
         ArgumentError: the daemon does not see the device; the error's `argument` is "device".
         ProxyLostError: the daemon does not answer.
         ProxyCCLError: the daemon's error.
     """
-    limit_waits(connection, timeout, timeout + min(timeout, _MARGIN))  # the limit of a request to open a proxy
+    limit_waits(connection, timeout, timeout + min(timeout, _MARGIN))
     try:
         ask_first(connection, Session.prepare, runtime, device_id, peers)
     except (OSError, ProtocolError) as error:
@@ -136,9 +136,10 @@ class DaemonConnection:
     """Sends requests to a daemon: one at a time, from any thread. A separate thread reads the daemon's messages.
 
     Args:
-        timeout: returns the seconds, up to 10, that the daemon may take for an answer beyond the request's own time.
+        timeout: returns the seconds that the daemon may take for an answer, in addition to the time that the request
+            needs; at most 10 s are used.
         name: prefix of the name of the thread that reads the daemon's messages.
-        on_failure: called when a worker fails and when the daemon is lost, usually in that thread.
+        on_failure: called when a worker fails and when the daemon is lost, usually in the reading thread.
         watch_turns: returns a new `TurnWatch` of this rank's workers, for methods whose `needs_turns` is set.
         address: the daemon's address, which `hang_up` closes; None for the node daemon at the default socket.
 
@@ -163,7 +164,7 @@ class DaemonConnection:
         self._on_failure = on_failure
         self._watch_turns = watch_turns
         self._lock = threading.RLock()
-        # The lock is an RLock, because a signal handler may make a request while its thread makes another one.
+        # An RLock lets a signal handler make a request while the interrupted thread makes one.
         self._news = threading.Condition()
         self._answers: list[AnyReply] = []
         self._numbers = itertools.count()
@@ -209,7 +210,7 @@ class DaemonConnection:
         try:
             return cast(R, self._result(method, *method.request_of(args, kwargs)))
         except ProxyLostError:
-            if not method.releases:  # the daemon's objects ended with it, and its loss is reported elsewhere
+            if not method.releases:  # the daemon's end has released the objects
                 raise
             return cast(R, nothing)
 
@@ -237,7 +238,7 @@ class DaemonConnection:
         takes = method.timeouts * getattr(request, "timeout", 0.0) + (self._timeout() if method.opens else 0.0)
         turns = self._watch_turns() if method.needs_turns else None
         number = next(self._numbers)
-        self._awaited.add(number)  # added before the send, because a signal handler may interrupt it with a request
+        self._awaited.add(number)  # added before the send, which a signal handler's request may interrupt
         try:
             send(self._socket, REQUESTS, structs.replace(request, request=number), descriptors)
             return self._answer_to(number, takes + min(self._timeout(), _MARGIN), turns)
@@ -273,8 +274,8 @@ class DaemonConnection:
             self._news.notify_all()
 
     def request_report(self, cause: str) -> None:
-        """Asks the daemon to write a report as well. Does not wait, because the daemon may hang."""
-        with contextlib.suppress(OSError):  # the daemon is lost, and this rank's own report says so
+        """Asks the daemon to write a report, without waiting for an answer, because the daemon may hang."""
+        with contextlib.suppress(OSError):  # this rank's own report shows the daemon's loss
             request, _ = METHODS["write_report"].request_of((cause,), {})
             send(self._socket, REQUESTS, request, flags=socket.MSG_DONTWAIT)
 
@@ -305,8 +306,8 @@ class DaemonConnection:
         self._on_failure(ProxyFailure(native.PROXYCCL_ERROR_PROXY_LOST, None, None, 0, reason))
 
     def give_up(self, what: str) -> None:
-        """Treats the daemon as lost, although its process may be alive. `what` is the symptom; in the error it follows
-        the process's name.
+        """Treats the daemon as lost, although its process may be alive. The error's text is the process's name followed
+        by `what`.
         """
         stopped = f"; it {_STOPPED}" if is_stopped(self.daemon) else ""
         self._lose(f"{process_name(self.daemon)} {what}{stopped}")
@@ -316,8 +317,8 @@ class DaemonConnection:
         return f"{process_name(self.daemon)} {_STOPPED}" if self.is_open and is_stopped(self.daemon) else ""
 
     def close_service(self, timeout: float) -> bool:
-        """Makes the daemon drain the rings and free all of this client's objects, then hangs up. Returns False if a
-        worker did not end in time, and True if the daemon is lost.
+        """Makes the daemon drain the rings and free all of this client's objects, then hangs up. Returns whether all
+        workers ended in time; True if the daemon is lost.
         """
         if not self._process.is_here:
             return True

@@ -1,5 +1,5 @@
-"""Opens a connection to a node daemon: exchanges hellos, by which either end may refuse the other, and makes the
-requests that come before a thread reads the connection (`DaemonConnection`).
+"""Opens a connection to a node daemon: exchanges hellos, by which the client and the daemon may refuse each other, and
+makes requests until a `DaemonConnection` takes the connection over.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ R = TypeVar("R")
 
 
 class DaemonAddress:
-    """The address of a daemon. `str` returns a readable name of it."""
+    """The address of a daemon; `str` makes it readable."""
 
     def connect(self, timeout: float) -> tuple[socket.socket, int]:
         """Connects to the daemon, with at most `timeout` seconds for each step. Returns the connection, and the
@@ -52,7 +52,7 @@ class DaemonAddress:
         raise NotImplementedError
 
     def last_words(self) -> str:
-        """Returns the daemon's last output, for the error about its loss; "" if this process can't read the output."""
+        """Returns the end of the daemon's output, for `ProxyLostError`; "" if this process can't read the output."""
         return ""
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ def _refused(address: str, reason: str) -> RuntimeUnavailableError:
 
 def _say_hello(connection: socket.socket) -> HelloAnswer:
     """Sends a `Hello`. Returns the daemon's answer. Raises ConnectionResetError if the daemon hung up."""
-    with contextlib.suppress(BrokenPipeError):  # the daemon may have refused this user already
+    with contextlib.suppress(BrokenPipeError):  # if the daemon has already refused this user
         send(connection, HELLOS, Hello(VERSION, LAYOUT))
     message = receive(connection, HELLO_ANSWERS, DAEMON)
     if message is None:

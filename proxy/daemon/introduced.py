@@ -51,8 +51,8 @@ def offer(path: Path, timeout: float) -> None:
 
 
 def reach_through(path: Path) -> None:
-    """Makes this process reach other processes through the daemon at a path, if one runs there and the two processes
-    share no other socket.
+    """Lets this process connect through the daemon at a path, if one runs there, to processes with which it shares no
+    other socket.
     """
     sockets.add_broker(f"{DAEMON} at {path}", lambda token, seconds: _reach(path, token, seconds))
 
@@ -89,7 +89,7 @@ def _answer_all(connection: socket.socket, answer: object, path: Path) -> None:
                     close_all(descriptors)
                     continue
                 Thread(answer, "proxyccl-introduced", socket.socket(fileno=descriptors[0])).start()
-    except (OSError, ProtocolError):  # the next use of the daemon reports that the daemon has ended
+    except (OSError, ProtocolError):  # the next request to the daemon reports its end
         pass
     finally:
         with _lock:

@@ -1,5 +1,5 @@
-"""Lets the daemon introduce processes that share no other socket: it makes a pair of connected sockets, and sends one
-to each process.
+"""Lets the daemon connect processes that share no other socket: the daemon makes a pair of connected sockets, and sends
+one to each process.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ class Introductions:
         sockets.add_broker(self._name, self._connect)
 
     def offer(self, process: bytes, hand: Hand, confirm: Callable[[], object]) -> None:
-        """Lets others reach the process with this token. First calls `confirm`, which answers the process's request, so
-        that the answer precedes the first connection. `confirm` must not wait, because all introductions wait for it.
+        """Lets others reach the process with this token. First calls `confirm`, which must send the answer to the
+        process's request, so that the process gets this answer before the first connection. `confirm` must not wait,
+        because all introductions wait for it.
         """
         with self._lock:
             confirm()

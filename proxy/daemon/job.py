@@ -92,7 +92,7 @@ class JobDaemon(DaemonAddress):
             patience = timeout if self._runs() else start_seconds
             try:
                 connection, answer = introduce(abstract(self._name), patience)
-            except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError) as error:  # not running, or ending
+            except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError) as error:
                 if time.monotonic() > deadline:
                     raise _no_daemon(f"none answered within {start_seconds:g} s: {error}") from None
                 if not self._start(start_seconds):
@@ -104,9 +104,8 @@ class JobDaemon(DaemonAddress):
             else:
                 limit_waits(connection, timeout, 0)
                 _served[self._name] = answer.pid, start_of(answer.pid)
-                # The process id comes from the hello: SO_PEERCRED would name the process that called listen(), which is
-                # the rank that started the daemon.
-                with contextlib.suppress(OSError):  # the daemon may have ended; its last words are then unknown
+                # SO_PEERCRED would name the process that called listen(): the rank that started the daemon.
+                with contextlib.suppress(OSError):  # if the daemon has ended
                     self._errors = os.open(f"/proc/{answer.pid}/fd/2", os.O_RDONLY | os.O_CLOEXEC)
                 return connection, answer.pid
 
@@ -116,10 +115,10 @@ class JobDaemon(DaemonAddress):
         return started is not None and start_of(pid) == started
 
     def _start(self, timeout: float) -> bool:
-        """Starts the daemon. Returns False if another rank is starting it."""
+        """Starts the daemon. Returns False if another rank is starting the daemon."""
         with naming_exhaustion("the socket of the job's own node daemon"):
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        forks.keep_from_children(listener)  # a fork's child would keep the socket listening, and never answer
+        forks.keep_from_children(listener)  # a forked child would keep the socket open
         with listener:
             try:
                 listener.bind(abstract(self._name))

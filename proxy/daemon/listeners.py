@@ -115,7 +115,7 @@ def _lock_beside(path: Path, directory: int) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = os.open(name.name, flags, 0o600, dir_fd=directory)
     except OSError as error:
-        with contextlib.suppress(FileNotFoundError):  # reports another owner if that is the cause
+        with contextlib.suppress(FileNotFoundError):  # raises if the file has another owner
             _require_own(os.stat(name.name, dir_fd=directory, follow_symlinks=False), name)
         if error.errno == errno.ELOOP:
             raise UntrustedPathError("socket", f"{name} is a link; remove it, or name another --socket") from None
@@ -125,7 +125,7 @@ def _lock_beside(path: Path, directory: int) -> int:
         _require_own(info, name)
         _require_file(info, name)
         if info.st_uid == os.geteuid():
-            os.fchmod(descriptor, 0o600)  # because any process that can open the file could lock it
+            os.fchmod(descriptor, 0o600)  # so that only this user can open and lock the file
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)

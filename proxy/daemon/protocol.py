@@ -82,7 +82,9 @@ class HelloAnswer(Message, frozen=True, omit_defaults=True):
 
 
 class Request(Message, frozen=True, omit_defaults=True, kw_only=True, tag_field="do"):
-    """A client's request, with the arguments of the method that the tag names. `request` is the request's number."""
+    """A client's request. The tag is the method's name, `request` the request's number; subclasses add the
+    arguments.
+    """
 
     request: Uint64 | None = None
 
@@ -118,7 +120,7 @@ class Refused(Reply, frozen=True):
     """The answer to a request that the daemon did not carry out.
 
     Attributes:
-        error: the kind of exception that the client raises. After "protocol" the daemon hangs up.
+        error: the kind of exception that the client raises. If it is "protocol", the daemon also hangs up.
         message: the reason.
         argument: the argument's name, if `error` is "argument".
     """
@@ -183,12 +185,11 @@ class Method(Struct, frozen=True, kw_only=True):
         result: the codec of the method's results.
         takes_descriptors: whether the request's frame carries descriptors.
         returns_descriptors: whether the answer's frame carries descriptors instead of a result.
-        timeouts: the factor by which the method may take longer than its argument `timeout`; 0 if it has no such
-            argument.
-        opens: whether the method may open a device or register memory, which may take one more time-out of the client.
-        needs_turns: whether the client stops waiting if the client's workers take no turns during a time-out.
-        releases: whether the method only frees objects that the daemon holds for the client. These objects are freed
-            when the daemon or the connection ends, so after that the client's call does nothing.
+        timeouts: the method may take this many times its argument `timeout`; 0 if it has no such argument.
+        opens: whether the method may open a device or register memory; if so, the client waits for one more time-out.
+        needs_turns: whether the client gives up if the client's workers do not poll their rings during a time-out.
+        releases: whether the method only frees objects that the daemon holds for the client. The end of the daemon or
+            the connection also frees these objects, so a later call does nothing.
         answered: whether the daemon answers the request.
     """
 
@@ -222,8 +223,8 @@ METHODS: dict[str, Method] = {}
 
 
 def method(**properties: Any) -> Callable[[F], F]:
-    """Decorates a function of `Session` or `SessionService` to be a method. The arguments are attributes of `Method`,
-    from `timeouts` on.
+    """Returns a decorator that makes a function of `Session` or `SessionService` a method. `properties` are the
+    attributes of `Method` that have defaults.
     """
 
     def mark(function: F) -> F:

@@ -1,7 +1,7 @@
 """Writes the node daemon's reports, when a signal or a client asks for one.
 
-The reporter takes no lock that a session or an engine thread may hold, and waits for neither. It maps the memory that
-observers read, and reads a proxy's state there, so the proxy may be closed during the report.
+The reporter takes no lock that a session or an engine thread may hold, so it never waits for a thread that hangs. The
+reporter maps the memory in which a proxy publishes its state, so the proxy may be closed during the report.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class DaemonReporter:
         self.enabled = enabled
         self._group = secrets.token_hex(4)
         self._numbers = itertools.count(1)
-        self._turn = threading.Lock()  # one report at a time
+        self._turn = threading.Lock()  # held while a report is written
         self._lock = threading.Lock()
         self._requested: dict[str, float] = {}  # by job: time.monotonic() of the last request that started a report
 
@@ -123,12 +123,12 @@ class DaemonReporter:
 def _collecting_errors(unread: list[str], what: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # reports are for broken states, so a report lists the parts that it cannot read
+    except Exception as error:  # the report lists the parts that cannot be read
         unread.append(f"{what}: {type(error).__name__}: {error}")
 
 
 class _Snapshots:
-    """The clients' state at one moment. `finish` adds the workers, as they are at a later moment.
+    """The clients' state at one moment. `finish` adds the workers' state at a later moment.
 
     Attributes:
         unread: the parts of the state that could not be read, each with the reason.
@@ -145,9 +145,8 @@ class _Snapshots:
             self._clients.append((client, workers))
 
     def _with_proxy(self, client: Client, session: Session) -> tuple[Client, Callable[[], list[Worker]]]:
-        """Adds the state of the session's proxy to `client`, if there is a proxy and it is published for observers.
-        Returns the client and a function. When called, the function returns the workers, with the number of polls of
-        their rings since this snapshot.
+        """Adds the state of the session's proxy to `client`, if the session has a proxy that publishes its state.
+        Returns the client, and a function that returns the workers and counts their polls since this snapshot.
         """
         service, threads = session.served, session.threads
         if service is None or service.publication is None:

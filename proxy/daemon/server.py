@@ -38,7 +38,7 @@ MOST_GREETED = 128
 """The highest number of connections that have not sent a hello. The number is limited because each of them has a thread
 and a descriptor.
 """
-_SILENT_SECONDS = 1.0  # a client that connected less than this many seconds ago is never disconnected as silent
+_SILENT_SECONDS = 1.0  # a client has at least this many seconds for its hello
 
 START_SECONDS = 30.0
 """Seconds that a job's own daemon waits for its first client, while the rank that started it lives."""
@@ -108,8 +108,8 @@ class Attendance:
         return self._pids.pop(descriptor)
 
     def milliseconds_left(self, clients: int) -> int | None:
-        """Returns how long the daemon waits for another client before it ends, in milliseconds. `clients` is the number
-        of connected clients; None if there are any.
+        """Returns the milliseconds after which the daemon ends unless another client connects; None if `clients`, the
+        number of connected clients, is not 0.
         """
         if clients:
             self._empty_since = None
@@ -132,9 +132,8 @@ class Daemon:
 
     Args:
         place: path of the socket to create, or a listening socket.
-        options: options of the threads.
-        attendance: for a job's own daemon, the `Attendance` by which it ends after its clients; None for a daemon that
-            serves until `stop`.
+        options: see `DaemonOptions`.
+        attendance: decides when a job's own daemon ends; None for a daemon that serves until `stop`.
 
     Attributes:
         path: path of the socket, as reports name it.
@@ -173,8 +172,8 @@ class Daemon:
                 for i in range(chosen.threads)
             ]
             undo.pop_all()
-        # The list of sessions is copied in one step and without the lock, because a report must not wait and a thread
-        # that holds the lock may hang in the driver.
+        # A report must not wait for the lock, whose holder may hang in the driver; list() copies the sessions
+        # atomically.
         self.reporter = DaemonReporter(
             self._listener.name, self._threads, lambda: list(self._sessions), enabled=reports
         )
@@ -192,7 +191,7 @@ class Daemon:
 
     @property
     def wake_descriptor(self) -> int:
-        """A descriptor; a byte written to it wakes `serve`."""
+        """A byte written to this descriptor wakes `serve`."""
         return self._wake_write
 
     def stop(self) -> None:
@@ -218,7 +217,7 @@ class Daemon:
             ready = {descriptor for descriptor, _ in poll.poll(left)}
             if self._wake_read in ready:
                 os.read(self._wake_read, select.PIPE_BUF)
-            if self._stopping or (left == 0 and not ready):  # checked after the read, which may consume `stop`'s byte
+            if self._stopping or (left == 0 and not ready):  # read after the pipe, so that no `stop` is missed
                 return
             for descriptor in ready - {self._wake_read, listener.fileno()}:
                 poll.unregister(descriptor)
@@ -252,13 +251,11 @@ class Daemon:
             silent = [session for session in self._sessions if not session.greeted]
         if len(silent) >= MOST_GREETED:
             longest = min(silent, key=lambda session: session.since)
-            if time.monotonic() - longest.since > _SILENT_SECONDS:  # many clients may connect at about the same time
+            if time.monotonic() - longest.since > _SILENT_SECONDS:  # the client may still send its hello
                 longest.abandon()
 
     def _process_ended(self, descriptor: int) -> None:
-        """Ends the sessions of a process that has ended. Its sockets may still be open, because a forked child may hold
-        them.
-        """
+        """Ends the sessions of a process that has ended. A forked child may still hold the process's sockets open."""
         assert self._attendance is not None
         pid = self._attendance.ended(descriptor)
         with self._lock:
@@ -290,14 +287,14 @@ class Daemon:
         try:
             session.run()
         finally:
-            with self._lock:  # also held for the wake, because `close` closes its pipe once no session is listed
+            with self._lock:  # held during the wake, because `close` closes the pipe once `_sessions` is empty
                 del self._sessions[session]
                 if not self._stopping:
                     self._wake()
 
     def _open_runtime(self, name: str, device_id: str) -> Runtime:
         """Returns the runtime of a device, which all clients of the device share."""
-        key = name if name == "host" else device_id  # all devices of the host runtime are this machine's memory
+        key = name if name == "host" else device_id  # all devices of the host runtime share one runtime
         with self._lock:
             opening = self._opening[key]
         with opening:
@@ -306,8 +303,8 @@ class Daemon:
             return self._runtimes[key]
 
     def _assign_threads(self, workers: int) -> Sequence[ProxyThread]:
-        """Returns a thread for each worker: those with the fewest workers, and each thread several times only if there
-        are more workers than threads.
+        """Returns a thread for each worker, from the threads with the fewest workers. A thread occurs twice only if
+        there are more workers than threads.
         """
         with self._lock:
             users = [thread for session in self._sessions for thread in session.threads]

@@ -69,7 +69,7 @@ def refuse_user(connection: socket.socket, user: int) -> None:
     with connection:
         with contextlib.suppress(OSError):
             send(connection, HELLO_ANSWERS, refusal, flags=socket.MSG_DONTWAIT)
-        with contextlib.suppress(OSError, ProtocolError):  # a close with unread data would discard the refusal
+        with contextlib.suppress(OSError, ProtocolError):  # closing a socket with unread data would discard the refusal
             message = receive(connection, HELLOS, f"user {user}", socket.MSG_DONTWAIT)
             close_all(message[1] if message is not None else [])
 
@@ -83,7 +83,7 @@ class Session:
         assign_threads: returns the threads for this number of workers.
         choose_idle: returns the idle policy for a client that requests none.
         request_report: called with a job and a cause when the client asks for a report; it must not wait.
-        introductions: the daemon's introductions.
+        introductions: connects the client to other processes.
 
     Attributes:
         name: the client's name in logs and errors.
@@ -92,7 +92,7 @@ class Session:
         request: name of the method whose request is in progress, and time.monotonic() when the request arrived; None
             without a request.
         failure: the failure of the worker that failed last; None if no worker has failed.
-        served: the client's proxy, kept for inspection after its end.
+        served: the client's proxy, which stays readable after its end.
         threads: the threads that run the client's workers.
     """
 
@@ -237,16 +237,18 @@ class Session:
         return self._service
 
     def _confirm(self) -> None:
-        """Sends the answer to the request in progress before the request's function returns."""
+        """Answers the request in progress, before the request's function returns."""
         self._answered = True
         self._send_event(Answer(Raw(b"null"), request=self._number))
 
     def _hand(self, theirs: socket.socket) -> None:
-        """Sends the client its end of a connection from another process. Any thread may call this."""
+        """Sends the client the socket `theirs`, which is connected to another process. Any thread may call this."""
         send(self._connection, REPLIES, Introduced(), [theirs.fileno()], socket.MSG_DONTWAIT)
 
     def _send_event(self, event: AnyReply) -> None:
-        """Sends an event without waiting for the client, because other workers may share the thread."""
+        """Sends an event without waiting for the client, because the calling thread may also run other clients'
+        workers.
+        """
         try:
             send(self._connection, REPLIES, event, flags=socket.MSG_DONTWAIT)
         except OSError:
@@ -292,8 +294,8 @@ class Session:
 
     @method()
     def reach(self, process: str) -> Descriptors:
-        """Returns a connection to the process with this token (in hexadecimal), which must have made an `offer`, or is
-        the daemon.
+        """Returns a connection to the process with this token (in hexadecimal): the daemon, or a process that has
+        called `offer`.
         """
         return [self._introductions.reach(_token(process)).detach()]
 
@@ -303,13 +305,13 @@ class Session:
         opened = self._open_runtime(runtime, device_id)
         try:
             opened.warm_up(peers)
-        except DriverError as error:  # the client's own calls may still succeed
+        except DriverError as error:  # the client's copies may still succeed
             log.warning("%s: its first copies will take longer: %s", self.name, error)
 
     @method(opens=True)
     def open(self, descriptors: Descriptors, options: ServiceOptions) -> tuple[bytes, list[bytes]]:
-        """Opens a proxy service that uses the client's control segment and rings. Returns the handle of its
-        `ObservedSegment`, and the handles of the words that wake its threads.
+        """Opens a proxy service that uses the client's control segment and rings. Returns the handle of the service's
+        `ObservedSegment`, and the handles of the words that wake the service's threads.
         """
         if self._service is not None:
             raise ProtocolError("open: a proxy is open already")

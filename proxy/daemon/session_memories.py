@@ -34,15 +34,15 @@ class SessionMemories:
         self._retired: list[_Unmap] = []  # functions that unmap memory that a worker may still use
 
     def map(self, handle: bytes, nbytes: int, undo: contextlib.ExitStack) -> Memory:
-        """Maps the memory that a handle names, until `undo` is closed. The mapping is not cached after that, because
-        the owner may free the memory. Raises ArgumentError if the memory cannot be mapped, or has fewer than `nbytes`
+        """Maps the memory that a handle names, until `undo` is closed. A closed mapping is not cached, because the
+        owner may free the memory. Raises ArgumentError if the memory cannot be mapped, or has fewer than `nbytes`
         bytes.
         """
         try:
             memory = self._mappings.acquire(handle)
         except ArgumentError:
-            # A driver may refuse a handle if its memory reuses the address of freed memory that this process still
-            # maps.
+            # The new memory may have the address of freed memory that this process still maps; drivers may refuse its
+            # handle.
             if not self._retired or not self._proxy.drain(REST_SECONDS):
                 raise
             self.unmap_retired()
@@ -59,8 +59,8 @@ class SessionMemories:
         return memory
 
     def keep(self, kind: str, number: int, unmap: _Unmap) -> None:
-        """Keeps `unmap` for the object of this kind and number. It is called after the object is retired or replaced,
-        or when the session ends.
+        """Keeps `unmap`, which is called after the object of this kind and number is retired or replaced, or when the
+        session ends.
         """
         replaced = self._kept.get((kind, number))
         self._kept[kind, number] = unmap
@@ -89,7 +89,7 @@ class SessionMemories:
 
     def unmap_retired(self) -> None:
         """Unmaps retired memory. The workers must be idle."""
-        with contextlib.ExitStack() as each:  # continues if an unmap raises
+        with contextlib.ExitStack() as each:  # calls every unmap, even if one raises
             while self._retired:
                 each.callback(self._retired.pop())
 

@@ -1,6 +1,4 @@
-"""The proxy service that the daemon runs for one client, with the client's rings, and the methods by which the client
-uses the service.
-"""
+"""The proxy service that the daemon runs for one client, and the methods by which the client uses the service."""
 
 from __future__ import annotations
 
@@ -82,8 +80,8 @@ class SessionService:
     """A client's service with its memories, channels, schedules and remote links.
 
     A client may name only objects that the daemon has given it: a method raises ProtocolError for any other object.
-    Tables change while workers are paused, because a trigger may name an id at any time. The client's remote links have
-    a separate device context, so the client's keys work for no other client.
+    A method that changes a table pauses the workers, because a trigger may name any id at any time. The client's remote
+    links have a separate device context, so the client's keys work for no other client.
 
     Args:
         options: the client's options.
@@ -172,7 +170,7 @@ class SessionService:
         return self._register(nbytes, lambda: self.proxy.add_remote_memory(address, nbytes, key))
 
     def _register(self, nbytes: int, add: Callable[[], int], undo: contextlib.ExitStack | None = None) -> int:
-        with self.proxy.paused(REST_SECONDS):  # a trigger may name an id before the client knows it
+        with self.proxy.paused(REST_SECONDS):  # a worker may read the new entry at any time
             first = add()
         self._sizes[first] = nbytes
         if undo is not None:
@@ -231,8 +229,8 @@ class SessionService:
 
     @method()
     def set_channel(self, channel: ChannelId, connection: Uint64, word: bytes = b"", address: Uint64 = 0) -> None:
-        """Puts a channel in use. The channel's signals count up an 8-byte word. If the connection copies within the
-        host, `word` is that word's handle; if the connection is remote, `address` is the peer's address of it.
+        """Puts a channel in use. The channel's signals are counted in an 8-byte word of the peer. `word` is the word's
+        handle if the connection is within the host; `address` is the word's address if the connection is remote.
         """
         found = self._require_channel(channel, connection)
         if find_transport(found.transport).is_remote:
@@ -262,7 +260,7 @@ class SessionService:
 
     @method()
     def add_schedule(self, schedule: Schedule) -> ScheduleNumber:
-        """Adds a schedule, which the client's streams may then start. Its ids are looked up only when the schedule
+        """Adds a schedule, which the client's streams may then start. The schedule's ids are looked up only when it
         runs.
         """
         number = self.proxy.add_schedule(schedule)
@@ -273,7 +271,7 @@ class SessionService:
     def remove_schedule(self, number: ScheduleNumber) -> None:
         if number not in self._schedules:
             raise ProtocolError(f"number: this client has no schedule {number}")
-        with self.proxy.paused(REST_SECONDS):  # paused, because a stream may start the schedule even now
+        with self.proxy.paused(REST_SECONDS):  # a stream may start the schedule at any time
             self.proxy.remove_schedule(number)
         self._schedules.remove(number)
 
@@ -325,8 +323,8 @@ class SessionService:
         remote = self._opened
         with contextlib.ExitStack() as undo:
             memory = self.memories.map(handle, nbytes, undo)
-            # The empty handle keeps the registration out of the cache, because once the mapping is removed, the
-            # mapping's address may belong to other memory.
+            # With an empty handle the registration is not cached: after the unmap, other memory may get the same
+            # address.
             return self._expose(remote.expose(memory.ptr, nbytes, transport, b""), undo)
 
     @method(opens=True)
@@ -350,7 +348,7 @@ class SessionService:
         if exposed is None:
             raise ProtocolError(f"number: this client has no exposed memory {number}")
         if remote_functions(exposed.transport).stages:
-            self._opened.withdraw(exposed)  # now refuses peers' data, and waits for data in flight
+            self._opened.withdraw(exposed)  # from here on refuses peers' data
         self.memories.retire("exposed", number)
 
     # -- the end ---
@@ -372,7 +370,7 @@ class SessionService:
 
 def _from_fields(kind: type[T], given: dict[str, str | int | None]) -> T:
     """Makes the options from the fields that a client sent. Raises ArgumentError for a value out of range, and
-    ProtocolError for other fields.
+    ProtocolError for a missing or unknown field.
     """
     expected = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     if given.keys() != set(expected):

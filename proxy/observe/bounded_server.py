@@ -2,7 +2,7 @@
 
 `LocalPages.parse_request` checks every HTTP request, whatever its method and path. The Host header must name this
 machine, so that a page in a browser can't reach the server under a foreign name that resolves to the loopback address
-(DNS rebinding). Malformed requests also get an answer.
+(DNS rebinding).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class BoundedServer(ThreadingTCPServer):
     """
 
     daemon_threads = True
-    allow_reuse_address = True  # allows a port of ended connections, but not one at which another server listens
+    allow_reuse_address = True  # allows a port whose old connections are in TIME_WAIT
     MOST = 32
     request_queue_size = MOST
 
@@ -101,13 +101,13 @@ class BoundedServer(ThreadingTCPServer):
 
 
 def _hang_up(request: Any) -> None:
-    with contextlib.suppress(OSError):  # suppresses the error if the connection has just ended
+    with contextlib.suppress(OSError):  # if the connection has just ended
         request.shutdown(socket.SHUT_RDWR)  # the connection's thread then reads the end, and closes the socket
 
 
 def split_address(text: str, port: int, argument: str) -> tuple[str, int]:
     """Returns the host and the port of a text of the form HOST:PORT, HOST, :PORT, PORT, [IPv6] or [IPv6]:PORT. `port`
-    is the default port. Raises ArgumentError for any other text; `argument` is the name that the error has.
+    is the default port. Raises ArgumentError, with the name `argument`, for any other text.
     """
     host, separator, number = text.rpartition(":")
     if not separator or text.endswith("]"):
@@ -130,12 +130,12 @@ class LocalPages(BaseHTTPRequestHandler):
     timeout = 10.0  # seconds that a client may take for its request, or to read an answer
     server_version = "ProxyCCL"
     sys_version = ""
-    default_request_version = "HTTP/1.0"  # gives the answer to a malformed request a status line
+    default_request_version = "HTTP/1.0"  # HTTP/0.9, the base class's default, has no status line
     host = "localhost"
 
     def parse_request(self) -> bool:
-        """Parses and checks a request. Returns False if it has refused the request. Otherwise the function for the
-        request's method, such as `do_GET`, answers it.
+        """Parses and checks a request. Returns False if the request is refused. Otherwise the base class calls the
+        request's method, such as `do_GET`.
         """
         if not super().parse_request():
             if not self.requestline.split():  # the base class answers other malformed requests
@@ -156,7 +156,7 @@ class LocalPages(BaseHTTPRequestHandler):
         """Reads the rest of the request, because closing a connection with unread bytes would discard the answer."""
         super().finish()
         left, until = _LINGER_BYTES, time.monotonic() + _LINGER_SECONDS
-        with contextlib.suppress(OSError):  # the client has gone
+        with contextlib.suppress(OSError):  # if the client has gone
             self.connection.shutdown(socket.SHUT_WR)
             while left > 0 and (seconds := until - time.monotonic()) > 0:
                 self.connection.settimeout(seconds)

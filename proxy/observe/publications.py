@@ -31,7 +31,7 @@ from proxyccl.proxy.processes import start_of
 FORMAT: int = lib.PROXYCCL_OBSERVE_FORMAT
 _SUFFIX = ".json"
 _MOST_WORKERS: int = lib.PROXYCCL_MAX_RINGS
-# The numbers start at random, because containers may share process ids and the directory.
+# The numbers start at random, because processes in different containers may have the same id and share the directory.
 _numbers = itertools.count(int.from_bytes(os.urandom(4), "little"))
 _warning = threading.Lock()
 P = TypeVar("P", bound="OfProcess")
@@ -45,7 +45,7 @@ _WAYS = {
 
 
 class Description(Message, frozen=True):
-    """Describes the rank that a service works for, to observers. The service itself does not use the description.
+    """Describes a service's rank to observers. The service itself does not use the description.
 
     Attributes:
         rank: number of the rank.
@@ -69,20 +69,22 @@ class Description(Message, frozen=True):
         return cls(rank, world_size, job, program, dict(ways or {}))
 
     def way_text(self, peer: int | None) -> str:
-        """Says in words how the memory of a peer in another PID namespace is reached; "" for other peers."""
+        """Returns a text that says how descriptors of a peer's memory are passed; "" for a peer in this PID
+        namespace.
+        """
         return way_text(self.ways.get(peer, "")) if peer is not None else ""
 
 
 def way_text(way: str) -> str:
-    """Says in words how memory of another PID namespace is reached. `way` is the kind of socket that passes
-    descriptors; returns "" if it is empty.
+    """Returns a text that names the socket that passes descriptors of memory; `way` is its kind. Returns "" if `way` is
+    empty.
     """
     return f"memory by descriptors over {_WAYS.get(way, way)}" if way else ""
 
 
 class RingPlace(Message, frozen=True):
-    """A ring: the handle, in hexadecimal, of the memory that holds its slots and tail, the number of the worker that
-    drains it, and the binary logarithm of its number of slots.
+    """A ring. `handle` names, in hexadecimal, the memory of the ring's slots and tail; `worker` is the number of the
+    worker that drains the ring; `size_log2` is the binary logarithm of the number of slots.
     """
 
     handle: str
@@ -109,9 +111,7 @@ class OfProcess(Message, frozen=True):
 
 
 def this_process(started: int | None = None) -> tuple[int, int, str]:
-    """Returns the first three fields of a publication of this process. `started` is the process's start time, or None
-    to look it up.
-    """
+    """Returns this process's `pid`, `started` and `namespace`, as in `OfProcess`. If `started` is None, looks it up."""
     pid = os.getpid()
     return pid, started or start_of(pid) or 0, pid_namespace()
 
@@ -195,18 +195,18 @@ def write(name: str, data: bytes) -> Path:
 
 
 def try_publish(publication: Publication) -> Path | None:
-    """Publishes as `publish` does, but only logs a failure, and then returns None."""
+    """Calls `publish`. If it fails, logs the error and returns None."""
     return try_write(new_name(_SUFFIX), _PUBLICATIONS.encode(publication))
 
 
 def try_write(name: str, data: bytes) -> Path | None:
-    """Writes as `write` does, but only logs a failure (once per reason) and then returns None, because a service also
-    works without observers.
+    """Calls `write`. If it fails, logs the error, once per reason, and returns None, because a service works without
+    observers.
     """
     try:
         return write(name, data)
     except (OSError, ArgumentError) as error:
-        with _warning:  # so that two ranks in threads do not both warn
+        with _warning:  # functools.cache may call a function twice if threads call it at once
             _warn(str(error))
         return None
 
@@ -217,7 +217,7 @@ def _warn(reason: str) -> None:
 
 
 def withdraw(path: Path) -> None:
-    """Removes a publication's file. If that fails, observers remove the file once its process has ended."""
+    """Removes a publication's file. If the removal fails, observers remove the file after its process has ended."""
     with contextlib.suppress(OSError):
         path.unlink()
 
@@ -246,9 +246,9 @@ def find_running(suffix: str, codec: Codec[P]) -> list[tuple[Path, P]]:
     with contextlib.suppress(FileNotFoundError):
         check_directory(directory)
     for path in sorted(each for each in directory.glob(f"*{suffix}") if each.is_file()):
-        with contextlib.suppress(OSError):  # the file has been withdrawn, or is not readable
+        with contextlib.suppress(OSError):  # if the file was removed or is not readable
             publication = _read(path, codec)
-            if publication is None:  # a file of another version, which only its observers can read
+            if publication is None:  # written by another version
                 if _is_stale(path):
                     withdraw(path)
             elif publication.namespace == pid_namespace():
@@ -262,8 +262,8 @@ def find_running(suffix: str, codec: Codec[P]) -> list[tuple[Path, P]]:
 def find(
     job: str | None = None, ranks: Collection[int] | None = None, process: int | None = None
 ) -> list[tuple[Path, Publication]]:
-    """Returns this user's services on this machine, ordered by job and rank. Each argument that is not None selects
-    services: of a job, of some ranks, or in a process (a rank's or a node daemon's). Removes the files of ended
+    """Returns this user's services on this machine, ordered by job and rank. If `job`, `ranks` or `process` (a process
+    id) is given, returns only the services of that job, of these ranks, or in that process. Removes the files of ended
     processes. Raises the errors of `check_directory`.
     """
     wanted = [

@@ -1,7 +1,7 @@
 """Reads a service's state at one moment, from the memory of engine/observe.h and from the channels' counters.
 
-An observer opens the memory that a publication names. It does not disturb the service: it does not write to that
-memory, and it reads only a few slots of a ring to find the ring's fill level.
+An observer opens the memory that a publication names. The observer does not write to the memory, and reads only a few
+slots of each ring, so the service is not disturbed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class WorkerView(Message, frozen=True):
         idle_ns: the part of `age_ns` in which the worker's thread had nothing to do for any of its workers.
         sleeps: number of the thread's sleeps.
         slept_ns: time that the thread slept.
-        wakes: number of the thread's sleeps that a launch ended.
+        wakes: how often a launch woke the thread.
         cpu_ns: CPU time of the thread, for all its workers together; None if the system does not report the CPU time.
         idle_times: the fields of the thread's `IdlePolicy`, in order.
     """
@@ -96,7 +96,7 @@ class ConnectionView(Message, frozen=True):
 
 
 class ChannelView(ChannelCounters, frozen=True, kw_only=True):
-    """A channel's place and counters at one moment.
+    """A channel's ring, worker, connection and counters at one moment.
 
     Attributes:
         id: the channel's id in its service.
@@ -104,8 +104,8 @@ class ChannelView(ChannelCounters, frozen=True, kw_only=True):
         worker: number of the worker that serves the channel.
         connection: number, in that worker, of the channel's connection; None for a Python handler.
         flush_ns: sum of the times of timed flushes, from issue to completion.
-        timed_flushes: number of timed flushes. Only flushes that have to wait are timed, and each connection times one
-            at a time.
+        timed_flushes: number of timed flushes. A flush is timed unless it completes immediately or its connection is
+            timing another one.
         errors: number of triggers that have failed.
     """
 
@@ -140,14 +140,12 @@ class ServiceView(Struct, frozen=True):
     schedule_waits: tuple[ScheduleWait, ...] = ()
 
     def connection_of(self, channel: ChannelView) -> ConnectionView | None:
-        """Returns the connection that a channel's triggers go over; None for a handler's channel."""
+        """Returns the connection that carries a channel's triggers; None for a handler's channel."""
         return connection_of(channel, self.connections)
 
 
 def connection_of(channel: ChannelView, connections: Iterable[ConnectionView]) -> ConnectionView | None:
-    """Returns the connection, of a service's `connections`, that a channel's triggers go over; None for a handler's
-    channel.
-    """
+    """Returns the one of `connections` that carries the channel's triggers; None for a handler's channel."""
     place = channel.worker, channel.connection
     return next((each for each in connections if (each.worker, each.number) == place), None)
 
@@ -195,7 +193,7 @@ class Observer:
         connections = []
         for number in range(self.publication.workers):
             stats = self.worker_stats(number)
-            age = max(0, now - stats.started_ns) if stats.started_ns else 0  # the age is 0 once the worker has ended
+            age = max(0, now - stats.started_ns) if stats.started_ns else 0  # else the worker has ended
             idle = min(stats.idle_ns, age)  # idle_ns may have grown since `now` was read
             slept = min(stats.slept_ns, idle)
             cpu = cpu_time_of(self.publication.pid, stats.thread)
@@ -226,7 +224,7 @@ class Observer:
         for number, stats in enumerate(self.worker_stats(worker).connections):
             if not stats.in_use:
                 break
-            completed = int(stats.completed)  # read before `issued`, so that the difference is not negative
+            completed = int(stats.completed)  # read first, so that `issued - completed` is not negative
             transport = ffi.string(stats.transport).decode(errors="replace")
             outstanding = max(0, stats.issued - completed)
             connections.append(
@@ -250,8 +248,8 @@ class Observer:
 
 
 def snapshots(job: str | None = None, process: int | None = None) -> dict[Path, ServiceView]:
-    """Returns the state of this user's services on this machine, by the files of their publications. The arguments and
-    errors are those of `find`.
+    """Returns a dict that maps the paths of publications to the services' states. See `find` for the arguments. Raises
+    the errors of `find`.
     """
     views = {}
     for path, publication in find(job, process=process):

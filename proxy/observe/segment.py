@@ -1,5 +1,5 @@
-"""The memory in which a service publishes its activity (engine/observe.h). The service writes it, and observers in
-other processes read it.
+"""The memory in which a service publishes its activity (engine/observe.h). The service writes the memory, and observers
+in other processes read the memory.
 
 The memory is not pinned, because GPUs do not read it. So pages that no worker has touched, most of which are for trace
 records, take no physical memory.
@@ -39,8 +39,8 @@ def open_published(handle: str, nbytes: int) -> SharedMemory:
 
 
 class ObservedSegment:
-    """The segment in which a service publishes its activity: with `handle` (in hexadecimal), the segment of a service
-    in another process; without a handle, a new segment.
+    """The segment in which a service publishes its activity. With a `handle` (in hexadecimal) it is the existing
+    segment that the handle names; without a handle, a new one.
 
     Attributes:
         memory: the segment's memory.
@@ -62,7 +62,7 @@ class ObservedSegment:
         return self.pointer.workers + number
 
     def add_connection(self, worker: int, number: int, peer: int | None, transport: str) -> None:
-        """Records a connection's peer and transport. Call it before the connection is added to its worker."""
+        """Records a connection's peer and transport. Call this method before the connection is added to its worker."""
         stats = self.pointer.workers[worker].connections[number]
         stats.peer = native.PROXYCCL_NO_PEER if peer is None else peer
         stats.transport = transport.encode()
@@ -80,18 +80,18 @@ class ObservedSegment:
         self.pointer.channels[channel].connection = 0
 
     def outstanding(self, channel: int) -> int | None:
-        """Returns the result of `ProxyService.outstanding` for a channel. Also returns None for an id that is not in
-        use.
-        """
+        """See `ProxyService.outstanding`. Returns None also for an unused id."""
         place = self.pointer.channels[channel]
         if place.connection in (0, lib.PROXYCCL_PLACE_HANDLER):
             return None
         stats = self.worker(place.worker).connections[place.connection - 1]
-        completed = stats.completed  # read before `issued`, so that the difference is not negative
+        completed = stats.completed  # read first, so that `issued - completed` is not negative
         return int(stats.issued - completed)
 
     def schedule_waits(self) -> list[ScheduleWait]:
-        """Returns the waits of schedules that make no progress or were stopped: at most one for each connection."""
+        """Returns the waits of schedules that make no progress or that a failure stopped, at most one per
+        connection.
+        """
         found = []
         for worker in range(self._workers):
             for stats in itertools.takewhile(lambda stats: stats.in_use, self.worker(worker).connections):
@@ -102,6 +102,6 @@ class ObservedSegment:
         return found
 
     def close(self) -> None:
-        """Frees a new segment, whose workers must have ended, or unmaps the segment of another process."""
-        vars(self).pop("pointer", None)  # removed, so that a later access fails in Python and not in C
+        """Unmaps the segment; a segment that this object created is freed, so its workers must have ended."""
+        vars(self).pop("pointer", None)  # a later access then raises AttributeError
         self.memory.close()

@@ -45,7 +45,8 @@ class TracedTrigger:
     """The history of one trigger, or of one send of a schedule. Times are those of CLOCK_MONOTONIC in nanoseconds.
 
     A send of a schedule does not pass through a ring, so it has a schedule instead of a ring and a ticket. If a worker
-    handled several triggers between two clock readings, that time is divided evenly among them.
+    handled several triggers between two clock readings, the time between the readings is divided evenly among the
+    triggers.
 
     Attributes:
         worker: the worker that handled the trigger.
@@ -53,7 +54,7 @@ class TracedTrigger:
         ticket: the trigger's ticket in that ring; None for a send.
         schedule: number of the send's schedule; None for a trigger.
         trigger: the trigger; for a send, a trigger that would have the same effect.
-        look: number of the worker's clock reading, which triggers that were handled together share.
+        look: number of the worker's clock reading; triggers with the same number were handled together.
         seen_ns: when the worker found the trigger.
         issued_ns: when the worker had issued the trigger's operations and looked for the next trigger.
         completed_ns: when the worker found the operations complete, or when the handler returned; None if unknown.
@@ -72,15 +73,14 @@ class TracedTrigger:
 
 @dataclass(frozen=True, slots=True)
 class TracedWait:
-    """A wait for a peer in a worker's part of a schedule, measured from the start of that part. Times are as in
-    `TracedTrigger`.
+    """A worker's wait for a peer in a schedule. Times are those of CLOCK_MONOTONIC in nanoseconds.
 
     Attributes:
         schedule: the schedule's number.
         channel: id of the channel to the peer.
-        joins: whether the wait was for the peer to join the schedule; otherwise for the peer's data.
-        begin_ns: when the worker began its part.
-        end_ns: when the worker found the wait over.
+        joins: True if the worker waited for the peer to join the schedule, False if for the peer's data.
+        begin_ns: when the worker began the schedule.
+        end_ns: when the worker found that the peer had joined or the data had arrived.
     """
 
     schedule: int
@@ -98,7 +98,7 @@ class ServiceTrace:
         publication: the service's publication.
         triggers: the triggers and the sends of schedules: worker by worker, and for each worker in the order in which
             they were issued.
-        routes: for each channel in use, its peer and transport; None and "handler" for a handler's channel.
+        routes: the peer and the transport of each channel in use; (None, "handler") for a handler's channel.
         lost: a lower bound for the number of records that were overwritten before they were fetched, or that were never
             written.
         left_out: number of triggers that were fetched but not kept, because the `Allowance` was used up.
@@ -114,8 +114,8 @@ class ServiceTrace:
 
 
 class TraceDecoder:
-    """Decodes the records of one worker into triggers and waits. `connections` has the connection of each channel, or
-    None for a handler's channel; the caller keeps it up to date.
+    """Decodes the records of one worker into triggers and waits. `connections`, which the caller keeps up to date, maps
+    each channel to its connection, or to None for a handler's channel.
     """
 
     def __init__(self, worker: int, connections: dict[int, int | None]) -> None:
@@ -123,7 +123,7 @@ class TraceDecoder:
         self._connections = connections
         self._ring: int | None = None
         self._ticket: int | None = None  # ticket of the next trigger
-        self._schedule: int | None = None  # schedule of the next send; if both are None, they are unknown
+        self._schedule: int | None = None  # schedule of the next send
         self._looked = 0
         self._look = 0
         self._unissued: list[TracedTrigger] = []
@@ -136,7 +136,7 @@ class TraceDecoder:
         self.lost = 0
 
     def skip(self, lost: int) -> None:
-        """Notes that `lost` records are missing before the next records. The completion of earlier triggers then stays
+        """Notes that `lost` records are missing before the next records, so the completion of earlier triggers stays
         unknown.
         """
         self.lost += lost + len(self._unissued)
@@ -204,20 +204,20 @@ class TraceDecoder:
 
 
 class Allowance:
-    """The number of triggers that several tracers may still keep. They share one allowance, so that their records end
-    at about the same moment.
+    """The number of triggers that several tracers may still keep. Tracers with a common `Allowance` stop keeping
+    triggers at about the same moment.
 
     Args:
-        triggers: the number of triggers to keep. Triggers that share a clock reading with the last of them are also
-            kept.
+        triggers: the number of triggers to keep. Further triggers are kept if they share a clock reading with the last
+            one.
     """
 
     def __init__(self, triggers: int) -> None:
         self._left = triggers
 
     def end_of_kept(self, is_mark: npt.NDArray[np.bool_]) -> int | None:
-        """Returns the number of records to keep of a batch, or None to keep all. `is_mark` says for each record whether
-        it is a mark (else it is a trigger); the batch's last record is a mark.
+        """Returns how many of the fetched records to keep, or None to keep all. `is_mark` tells for each record whether
+        it is a mark or a trigger; the last record is a mark.
         """
         triggers = np.flatnonzero(~is_mark)
         if len(triggers) <= self._left:
@@ -227,7 +227,7 @@ class Allowance:
         self._left = 0
         if beyond and is_mark[beyond - 1]:
             return beyond
-        return beyond + int(np.argmax(is_mark[beyond:])) + 1  # the mark has the time of issue of the triggers before it
+        return beyond + int(np.argmax(is_mark[beyond:])) + 1  # the mark states when the triggers before it were issued
 
 
 class _Records:
@@ -235,7 +235,7 @@ class _Records:
         self._stats = stats
         self._allowance = allowance
         self._next = ffi.new("uint64_t *", stats.traced)
-        self._parts: list[tuple[int, npt.NDArray[np.uint64]]] = []  # number of lost records, and those after
+        self._parts: list[tuple[int, npt.NDArray[np.uint64]]] = []  # number of lost records, and the records after them
         self._full = False
         self.left_out = 0
 
@@ -243,7 +243,9 @@ class _Records:
         self._stats.trace_until = moment_ns
 
     def note_pause(self) -> None:
-        """Counts one record as lost if the worker stopped recording while this process was stopped for too long."""
+        """Counts one lost record if the worker stopped recording because this process did not call `ask_until` in
+        time.
+        """
         if self._stats.trace_until == 0:
             self._add(1, np.empty((0, 2), np.uint64))
 
@@ -257,7 +259,7 @@ class _Records:
         is_mark = (records[:, 1] & np.uint64(_PARITY)).astype(bool)
         end = 0 if self._full else self._allowance.end_of_kept(is_mark)
         if end is not None:
-            self._full = True  # later marks refer to triggers that were not kept
+            self._full = True  # without the further triggers, later marks can't be decoded
             self.left_out += int(np.count_nonzero(~is_mark[end:]))
         if lost or end != 0:
             self._parts.append((lost, records[:end].copy()))

@@ -54,12 +54,12 @@ class Member(Message, frozen=True, eq=False):
 
     @property
     def place(self) -> tuple[str, int]:
-        """A text for the host and the PID namespace, and the process id there; together they identify one process."""
+        """A text that identifies the host and the PID namespace, and the process's id in that namespace."""
         return f"{self.host.partition('/')[2]}/{self.view}", self.pid
 
     @property
     def shown(self) -> str:
-        """The process and its host, as people name them."""
+        """A text for people that names the process and its host."""
         return f"process {self.pid} on {self.host.partition('/')[0]}"
 
 

@@ -26,7 +26,9 @@ def wanted() -> bool:
 
 
 def default_directory() -> Path:
-    """The default directory, without ``PROXYCCL_REPORT_DIR``. Hosts that share home directories share this one."""
+    """Returns the directory that is used without ``PROXYCCL_REPORT_DIR``. It may be on a file system that hosts
+    share.
+    """
     return user_directory("XDG_STATE_HOME", ".local/state", "state") / "reports"
 
 
@@ -39,7 +41,7 @@ def write(group: str, who: str, number: int, text: str) -> Path:
     """Writes a report of this process atomically.
 
     Args:
-        group: eight hexadecimal digits, because a process on another host, or a later one, may have the same id.
+        group: eight random hexadecimal digits, which distinguish this process from others with the same process id.
         who: "rank" and its number, or "daemon".
         number: number of this report among the reports of the same `who`, from 1.
         text: the report's text.
@@ -57,7 +59,7 @@ def write(group: str, who: str, number: int, text: str) -> Path:
         require_private(where)
     path = where / f"{group}-{who}-{os.getpid()}-{number}.json"
     unfinished = path.with_suffix(".unfinished")
-    # Links are not followed, because the user's directory may be shared.
+    # O_NOFOLLOW, because other users may create links in a shared directory.
     descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     with open(descriptor, "w") as file:
         file.write(text)
@@ -73,11 +75,11 @@ def is_written(group: str, who: str) -> bool:
 
 
 def reports_in(where: Path) -> list[Path]:
-    """The reports in a directory, the oldest first. Only regular files count. Raises OSError."""
+    """Returns the reports in a directory, the oldest first. Raises OSError."""
     found = []
     for path in where.iterdir():
         if _NAME.fullmatch(path.name) and path.is_file():
-            with contextlib.suppress(FileNotFoundError):  # another process has just removed the file
+            with contextlib.suppress(FileNotFoundError):  # if another process has just removed the file
                 found.append((path.stat().st_mtime_ns, path))
     return [path for _, path in sorted(found)]
 

@@ -37,7 +37,7 @@ def install(report: Callable[[str], object]) -> None:
         if lib.proxyccl_wake_signal_install(SIGNAL, descriptor) != 0:
             os.close(descriptor)
             return
-        # The child of a fork inherits the descriptor but not the thread.
+        # A forked child has the descriptor but not the thread, so the handler is removed.
         os.register_at_fork(after_in_child=lambda: lib.proxyccl_wake_signal_remove(SIGNAL))
         Thread(_wait, "proxyccl-signal", descriptor, report).start()
 
