@@ -1,5 +1,5 @@
-"""`Connected`, the base class of both kinds of buffer, has a communicator, its layers, and a stream for asynchronous
-calls. `ElasticBase` is the base class of the classes with an ElasticBuffer's calls.
+"""`Connected`, the base class of `Buffer` and `ElasticBuffer`, has a communicator, its layers, and a stream for
+asynchronous calls. `ElasticBase` is the common base of the classes that together make `ElasticBuffer`.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Connected:
         return self._layers
 
     def _require_current(self, handle: Any, *layouts: str) -> Routing:
-        """Returns the `Routing` of a handle. Raises ArgumentError unless the handle is from a dispatch of this buffer
-        since ranks were last lost, and, if layouts are given, the dispatch's layer has one of these layouts.
+        """Returns the `Routing` of a handle. Raises ArgumentError if the handle is from another buffer or from before
+        the last loss of ranks, or if `layouts` is not empty and lacks the layout of the dispatch's layer.
         """
         routing, layers = routing_of(handle), self._layers
         if layers is None or routing.layer.ctx not in layers.all:
@@ -113,7 +113,7 @@ class Connected:
             events: the events that the call waits for, each an event or None. An asynchronous call whose first event is
                 None waits for the current stream.
             used: the tensors and handles that the call uses, in nested tuples.
-            names: DeepEP's names of a layer's arguments, which errors then use.
+            names: DeepEP's names of a layer's arguments, for error messages.
             apart: whether the call is asynchronous: the current stream does not wait for it.
         """
         if apart is False and events.count(None) == len(events):
@@ -151,7 +151,7 @@ class Connected:
             event = EventHandle()
         finally:
             torch.cuda.set_stream(current)
-        if not torch.cuda.is_current_stream_capturing():  # a graph keeps the memory that it uses
+        if not torch.cuda.is_current_stream_capturing():  # a CUDA graph keeps the memory that it uses
             for tensor in _tensors(used):
                 tensor.record_stream(self._stream)
             for tensor in _tensors(result):
@@ -160,7 +160,7 @@ class Connected:
 
 
 class ElasticBase(Connected):
-    """The ranks and the stated size of an ElasticBuffer, for the classes with its calls. `ElasticBuffer` sets and
+    """The ranks and the size of an ElasticBuffer, for the classes that define its methods. `ElasticBuffer` sets and
     describes the attributes.
     """
 
