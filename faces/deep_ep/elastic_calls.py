@@ -61,7 +61,7 @@ def dispatch(
 def repeat(
     x: Rows, topk_weights: torch.Tensor | None, handle: EPHandle, *, clears_gaps: bool, scales_by_columns: bool
 ) -> Received:
-    """Dispatches for an `ElasticBuffer.dispatch` with a handle. Returns the results of that method, except the event."""
+    """Dispatches for `ElasticBuffer.dispatch` with a handle. Returns the results of that method, except the event."""
     layer, desc = handle.routing.layer, handle.routing.desc
     if topk_weights is not None:
         slots = (desc.num_dispatch_token_cur_rank, layer.ep_config.topk)

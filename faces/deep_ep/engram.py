@@ -1,4 +1,4 @@
-"""ElasticBuffer's storage of embeddings (Engram): each rank stores rows, and all ranks read all ranks' rows by index."""
+"""ElasticBuffer's storage of embeddings (Engram): each rank stores rows, and every rank reads all rows by index."""
 
 from __future__ import annotations
 

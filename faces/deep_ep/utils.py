@@ -1,4 +1,4 @@
-"""Events in streams: calls wait for them, and they mark the end of asynchronous calls."""
+"""Events in streams, for which calls wait, and which mark the end of asynchronous calls."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from proxyccl.device.gpu import stream_order
 from proxyccl.device.gpu.stream_order import StreamMark, StreamOrder
 from proxyccl.device.runtimes import open_driver
 
-# Streams wait for each other by their handles and the driver's functions, because making torch's objects takes
-# microseconds.
+# Streams wait for each other by functions of the driver, because making torch's event objects takes microseconds.
 
 _has_streams = functools.cache(torch.cuda.is_available)
 
@@ -46,8 +45,8 @@ class EventHandle:
 
 
 class EventOverlap:
-    """The event of a call, if the call was asynchronous. As a context manager, it makes the current stream wait for the
-    event at the end of the block.
+    """The event of a call, if the call was asynchronous. As a context manager, this object makes the current stream
+    wait for the event at the end of the block.
 
     Attributes:
         event: the event; None for a synchronous call.
