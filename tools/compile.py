@@ -2,8 +2,9 @@
 On a machine without GPUs it compiles the kernels for the CPU.
 
 The kernels are those of the expert-parallel layer, for all element types, and of the collectives of a training step:
-collectives that only move bytes, and sums and averages of float32 and bfloat16. Compilers need no GPU, so a container
-image for a cluster can be built anywhere. Package and cache must have the same paths in the image as on the cluster.
+collectives that only move bytes, and sums and averages of float32 and bfloat16. Compilers need no GPU, so the cache can
+be made on any machine, for example in a container image. The package and the cache must have the same paths there as on
+the machine that runs the kernels.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ def runtime_of(architecture: str) -> str:
 
 
 def compile_all(architecture: str, kernels: Sequence[Shipped]) -> tuple[int, int]:
-    """Compiles kernels with `compile_kernels`, one on each core at a time. Raises the errors of `compile_kernels`
-    and `runtime_of`.
+    """Compiles kernels with `compile_kernels`, on each core one at a time. Raises the errors of `compile_kernels` and
+    `runtime_of`.
     """
     compiler, threads = open_compiler(runtime_of(architecture)), usable_cores(len(os.sched_getaffinity(0)))
     return compile_kernels(compiler, architecture, kernels, threads)

@@ -1,4 +1,4 @@
-"""Prints tables with any columns, for all tools."""
+"""Prints tables, for all tools."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Column:
         title: the heading.
         unit: the text under the title.
         width: the width in characters.
-        spec: how a value is formatted; None is shown as "-".
+        spec: the format specification of values; the value None is printed as "-".
         left: whether to align to the left.
     """
 

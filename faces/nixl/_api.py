@@ -105,9 +105,10 @@ class nixl_agent_config:
 
 
 class nixl_agent:
-    """An agent, which registers memory, and moves blocks between its registered memory and that of other agents.
+    """An agent, which registers memory, and moves blocks between its own registered memory and the registered memory of
+    other agents.
 
-    The argument `backends` of its methods consists of names of backends that were created.
+    The argument `backends` of methods is a list of names of created backends.
 
     Args:
         instantiate_all: whether to create all backends; ignored with `nixl_conf`.

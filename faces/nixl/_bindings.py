@@ -363,9 +363,7 @@ class nixlAgent:
         ended = time.monotonic_ns() if transfer.state is State.ACTIVE else times.ended
         post = max(1, (min(times.returned, ended) - times.posted) // 1000)
         whole = max(post, (ended - times.posted) // 1000)
-        elapsed = (
-            time.monotonic_ns() - times.posted
-        )  # read before the wall clock: a pause between the two must not make the result too early
+        elapsed = time.monotonic_ns() - times.posted
         started = time.time_ns() - elapsed
         return nixlXferTelemetry(started // 1000, post, whole, transfer.nbytes, posted.count, str(transfer.path))
 
@@ -392,7 +390,6 @@ class nixlAgent:
             raise nixlNotFoundError(f"no agent of the name {name!r} was added")
 
     def _check(self, name: str, descs: nixlXferDList) -> Side:
-        """Returns an agent's registered memory. Raises nixlNotFoundError unless this memory contains all descriptors."""
         self._require_known(name)
         if descs.isEmpty():
             raise nixlNotFoundError("the list is empty")

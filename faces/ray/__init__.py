@@ -1,4 +1,4 @@
-"""Transports tensors between Ray's actors directly, by ProxyCCL's agents.
+"""Transports tensors directly between Ray's actors, with ProxyCCL's agents.
 
     import proxyccl.ray
 
@@ -9,7 +9,7 @@
         @ray.method(tensor_transport="proxyccl")
         def weights(self): ...
 
-Ray imports its own modules only when `register` is called. See `proxyccl.ray.transport` for Ray's interface.
+This module imports Ray only when `register` is called. See `proxyccl.ray.transport` for Ray's interface.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def register(data_type: type | None = None, devices: Sequence[str] = ("cuda", "c
         devices: the types of devices that tensors may be on.
 
     Raises:
-        ImportError: Ray is not installed, or has no direct transport yet; or `data_type` is None and torch is not
+        ImportError: Ray is not installed, or too old for direct transports; or `data_type` is None and torch is not
             installed.
         ValueError: the transport is already registered.
     """

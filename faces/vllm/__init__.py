@@ -1,4 +1,6 @@
-"""vLLM's weight transfer by agents: the backend "proxyccl". vLLM calls `register` by the entry point of its plugins."""
+"""The backend "proxyccl" of vLLM's weight transfer, implemented by agents. vLLM calls `register`, which is an entry
+point of vLLM's plugins.
+"""
 
 from __future__ import annotations
 
