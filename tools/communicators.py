@@ -157,6 +157,6 @@ def _failure(segment: ControlSegment) -> tuple[int, str]:
     if not segment.aborted:
         return 0, ""
     record = segment.filed()
-    if record is None:  # a peer reported the failure to this rank
+    if record is None:  # this rank knows of the failure only from a peer
         return lib.PROXYCCL_ERROR_LOCAL, "another rank has failed"
     return record.code, str(exception_from(record, -1))

@@ -1,7 +1,7 @@
 """`proxyccl compile`: compiles shipped kernels into the cache, for this machine's GPUs or for architectures by name.
-On a machine without GPUs it compiles the kernels for the CPU.
+On a machine without GPUs, the command compiles the kernels for the CPU.
 
-The kernels are those of the expert-parallel layer, for all element types, and of the collectives of a training step:
+The kernels are those of the expert-parallel layer for all element types, and those of a training step's collectives:
 collectives that only move bytes, and sums and averages of float32 and bfloat16. Compilers need no GPU, so the cache can
 be made on any machine, for example in a container image. The package and the cache must have the same paths there as on
 the machine that runs the kernels.
@@ -30,7 +30,7 @@ EXPERT_KERNELS: tuple[Shipped, ...] = (
     *(
         ("experts/dispatch.h", kernel, dtype, None)
         for announced, kernel in DISPATCH_KERNELS.items()
-        if announced != "ids"  # layers that announce ids have no output buffers
+        if announced != "ids"  # a layer that announces ids has no output buffers
         for dtype in SCALED_DTYPES
     ),
     *(("experts/combine.h", "combine", dtype, None) for dtype in TOKEN_DTYPES),
@@ -85,7 +85,6 @@ def run(parsed: Namespace) -> int:
 
 
 def _here() -> list[str]:
-    """Returns the architectures of this machine's GPUs; an empty list if kernels run on the CPU."""
     name = os.environ.get("PROXYCCL_RUNTIME") or find_runtime()
     if name != "host":
         driver = open_driver(name)

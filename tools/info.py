@@ -76,8 +76,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class _Vendor:
-    """The requirements of a GPU vendor's runtime: the driver library, the Python module and the package that contains
-    it, the device file, and the environment variable that may name the library's directory.
+    """The requirements of a GPU vendor's runtime. `variable` is an environment variable that may name the directory of
+    the driver library.
     """
 
     library: str
@@ -87,9 +87,7 @@ class _Vendor:
     variable: str = ""
 
     def is_here(self) -> bool:
-        """Returns whether the machine may have the vendor's GPUs. If not, the caller saves the import of the vendor's
-        package, which takes 0.1 s.
-        """
+        """Returns False if the vendor's package, whose import takes 0.1 s, need not be imported."""
         named = bool(self.variable and os.environ.get(self.variable))
         return named or Path(self.device_file).exists() or _loadable(self.library)
 
@@ -123,7 +121,6 @@ def _loadable(library: str) -> bool:
 
 
 def _describe(name: str) -> str:
-    """Returns a description of a runtime in one line. Raises RuntimeUnavailableError."""
     if name == "host":  # always available, and slow to import
         return describe_cpu()
     if not _VENDORS[name].is_here():
@@ -155,9 +152,6 @@ def _missing_runtime(name: str, error: RuntimeUnavailableError) -> Finding:
 
 
 def _devices() -> list[Finding]:
-    """Finds the devices of the available runtimes, and for each device the devices that can be accessed from its
-    kernels.
-    """
     findings = [Finding("Devices", "host:0", True, "peers: all ranks, as device memory is shared memory")]
     for name, vendor in _VENDORS.items():
         if not vendor.is_here():
@@ -220,7 +214,6 @@ def _device_memory() -> Finding:
 
 
 def _fabric() -> list[Finding]:
-    """Finds the interfaces of libfabric's providers, and the interface that ranks would use."""
     lacks = requirements.missing()
     if lacks:
         return [Finding("Fabric", "missing", False, lacks)]
@@ -266,7 +259,6 @@ def _compiler() -> list[Finding]:
 
 
 def _shipped() -> list[Finding]:
-    """Finds whether the shipped kernels for the CPU are in the installation or are compiled at their first use."""
     source = "compiled, in this installation" if ships_kernels() else "compiled at their first use, into the cache"
     return [Finding("Kernels", "shipped", True, f"for the CPU: {source}")]
 
@@ -291,7 +283,6 @@ def _cache() -> list[Finding]:
 
 
 def _tuning() -> list[Finding]:
-    """Finds the tuning tables that communicators on this machine load if their number of ranks matches."""
     measure = "mpiexec -n RANKS python -m mpi4py -m proxyccl tune measures them; so does comm.tune() in a program"
     findings = []
     try:
@@ -315,7 +306,6 @@ def _tuning() -> list[Finding]:
 
 
 def _proxies(watch: Watch) -> list[Finding]:
-    """Finds the default place of a communicator's proxies, and the running processes of proxies."""
     named = requested_place(None)
     runtime = os.environ.get("PROXYCCL_RUNTIME") or find_runtime()
     where = named or default_place(runtime)
@@ -355,14 +345,12 @@ def _idle_policies(watch: Watch) -> list[Finding]:
 
 
 def _containers() -> list[Finding]:
-    """Finds the directory through which ranks in different PID namespaces of this machine connect."""
     _, problem = usable_directory()
     advice = "mount one directory into all containers of the machine, and name it by PROXYCCL_SOCKETS"
     return [Finding("Containers", "sockets", not problem, problem or str(directory()), advice if problem else "")]
 
 
 def _agents() -> list[Finding]:
-    """Finds this user's agents, and the path of each link of an agent."""
     try:
         found = find_agents()
     except ArgumentError as error:
@@ -374,7 +362,6 @@ def _agents() -> list[Finding]:
 
 
 def _environment() -> list[Finding]:
-    """Finds ProxyCCL's environment variables that are set, including misspelt ones."""
     found = []
     for name, value in set_variables().items():
         problem = problem_with(name)
@@ -397,9 +384,6 @@ def findings() -> list[Finding]:
 
 
 def _marks(out: TextIO) -> tuple[str, str, str]:
-    """Returns the marks for available and missing findings, and the arrow before advice; ASCII characters if the
-    terminal can't show others.
-    """
     try:
         "✓✗→".encode(out.encoding or "ascii")
     except UnicodeEncodeError:

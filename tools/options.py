@@ -1,4 +1,4 @@
-"""Command-line arguments that tools share, and argument types for argparse that benchmarks also use."""
+"""Command-line arguments that several tools share, and types for argparse, which benchmarks also use."""
 
 from __future__ import annotations
 

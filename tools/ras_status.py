@@ -1,4 +1,4 @@
-"""Describes communicators in the formats of NCCL's RAS subsystem: its JSON, and a similar text.
+"""Describes communicators as NCCL's RAS subsystem does: in the same JSON format, and in a similar text format.
 
 The fields, the order of the fields, and the classes of errors are those of NCCL 2.30 (src/ras/client_support.cc:
 jsonWriteHeader and the functions after it, rasClientRunInit, rasClientRunComms). ProxyCCL adds two fields: "name", the
@@ -131,12 +131,10 @@ def _rank(view: RankView, host: str) -> dict[str, object]:
 
 
 def _now() -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S")  # local time: clients read it with mktime
+    return time.strftime("%Y-%m-%d %H:%M:%S")  # local time, because clients parse it with mktime
 
 
 class _Summary:
-    """The status and the errors of a communicator, for a line of NCCL's table."""
-
     def __init__(self, of: CommunicatorView) -> None:
         self.of = of
         self.states = Counter(_state(view) for view in of.present)
@@ -155,7 +153,6 @@ class _Summary:
 
     @property
     def group(self) -> tuple[int, str, str]:
-        """The key by which the table groups communicators into lines."""
         return -self.of.size, self.status, self.errors
 
 

@@ -37,7 +37,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A table that is printed row by row, as the rows become known."""
+    """A table that is printed row by row."""
 
     columns: Sequence[Column]
     out: TextIO = field(default_factory=lambda: sys.stdout)

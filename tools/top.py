@@ -115,7 +115,6 @@ def table_of(services: list[ServiceRates]) -> str:
 
 
 def _fitting(text: str) -> str:
-    """Returns as many lines of a text as fit into the terminal."""
     lines, height = text.splitlines(), shutil.get_terminal_size().lines - 2
     if len(lines) <= height:
         return text

@@ -36,7 +36,7 @@ from proxyccl.tools import options
 from proxyccl.tools.options import show_size
 from proxyccl.tools.results import versions
 
-_FETCH_EVERY = 0.005  # seconds between two fetches
+_FETCH_EVERY = 0.005  # seconds between two fetches of records
 
 
 def _alike(traced: TracedTrigger) -> tuple[object, ...]:
@@ -108,8 +108,6 @@ class _Events:
 
 
 class _Agent(_Events):
-    """The events of one agent: a track for each peer and path."""
-
     def write(self, trace: AgentTrace) -> None:
         agent = trace.agent
         self._describe("process", 0, f"agent {agent.name} ({agent.program}, process {agent.pid})", self._pid)
@@ -190,7 +188,7 @@ class _Process(_Events):
 
 
 def write_trace(path: Path, traces: list[ServiceTrace], agents: Sequence[AgentTrace] = ()) -> None:
-    """Writes traces to a file, in which each service and each agent is a process."""
+    """Writes traces to a file. In the file, each service and each agent is a process."""
     begins = [traced.seen_ns for trace in traces for traced in trace.triggers]
     begins += [transfer.posted_ns for agent in agents for transfer in agent.transfers]
     start = min(begins, default=0)

@@ -108,8 +108,8 @@ ELASTIC = Names(
 def require_tensor(
     argument: str, x: Any, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...] = ()
 ) -> torch.Tensor:
-    """Returns the argument `x`. Raises ArgumentError unless it is a tensor of the given shape, where None matches any
-    size, and its type is in `dtypes` (any type if `dtypes` is empty).
+    """Returns `x`. Raises ArgumentError unless `x` is a tensor of the given shape, where None matches any size, and of
+    a type in `dtypes` (any type if `dtypes` is empty).
     """
     if not isinstance(x, torch.Tensor):
         raise ArgumentError(argument, f"must be a tensor, not {type(x).__name__}")
@@ -146,13 +146,13 @@ def require_beside(argument: str, x: torch.Tensor, rows: torch.Tensor) -> None:
 
 
 def require_ids(topk_idx: Any, tokens: int | None = None) -> torch.Tensor:
-    """Returns the argument `topk_idx`. Raises ArgumentError unless it is a tensor of integers, [tokens, topk]."""
+    """Returns `topk_idx`. Raises ArgumentError unless `topk_idx` is a tensor of integers, [tokens, topk]."""
     return require_tensor("topk_idx", topk_idx, (tokens, None), (torch.int32, torch.int64))
 
 
 def require_bias(bias: Any, tokens: int, hidden: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Returns the tensors of the argument `bias`. Raises ArgumentError unless there are at most two, each [tokens,
-    hidden].
+    """Returns the tensors of the argument `bias`. Raises ArgumentError unless `bias` has at most two tensors, each
+    [tokens, hidden].
     """
     given = [each for each in (bias if isinstance(bias, tuple) else (bias,)) if each is not None]
     if len(given) > MOST_ADDED:
@@ -166,7 +166,7 @@ def require_stats(stats: Any, experts: int) -> None:
 
 
 def require_seconds(argument: str, value: Any) -> float:
-    """Returns the argument `value`. Raises ArgumentError unless it is a finite number of seconds, 0 or more."""
+    """Returns `value` as a float. Raises ArgumentError unless `value` is a finite number of seconds, 0 or more."""
     is_number = isinstance(value, (int, float)) or hasattr(value, "__index__")
     if isinstance(value, bool) or not is_number or not 0 <= value < math.inf:
         raise ArgumentError(argument, f"must be a number of seconds, not {value!r}")

@@ -1,4 +1,4 @@
-"""Buffer: the calls of DeepEP 1.2.1, on tensors of GPUs and, on the host runtime, of CPUs."""
+"""`Buffer`, with the calls of DeepEP 1.2.1, for GPU tensors and, on the host runtime, for CPU tensors."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Buffer(Connected):
         low_latency_mode: stored as an attribute, without other effect; every buffer works in both modes.
         num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: without effect.
         explicitly_destroy: whether the caller calls `destroy`. Otherwise the memory lives until the process ends.
-        enable_shrink: whether the buffer continues after ranks are lost. The call in which a rank is lost raises an
-            error that names this rank, on all ranks. The next dispatch runs on the remaining ranks: it sends nothing to
-            the lost ranks' experts, and all shapes stay the same. See `low_latency_query_mask_buffer`.
+        enable_shrink: whether the buffer continues after ranks are lost. The call during which a rank is lost raises an
+            error that names the lost rank, on all remaining ranks. The next dispatch runs on the remaining ranks, sends
+            nothing to the lost ranks' experts, and keeps all shapes. See `low_latency_query_mask_buffer`.
         comm: an MPI communicator, instead of `group`.
 
     Attributes:
@@ -101,12 +101,12 @@ class Buffer(Connected):
 
     @staticmethod
     def capture() -> EventOverlap:
-        """Returns an event after all work that is queued on the current stream now."""
+        """Returns an event that follows all work queued on the current stream so far."""
         return EventOverlap(EventHandle())
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
-        """Returns the default config of a dispatch or combine, which is the same for any number of ranks."""
+        """Returns the default config, which is the same for any number of ranks."""
         return Config(Buffer.num_sms)
 
     get_combine_config = get_dispatch_config
@@ -188,7 +188,7 @@ class Buffer(Connected):
         Args:
             x: [T, hidden] of bfloat16 (or float16, float32, float64); or a pair of float8_e4m3fn rows and their scales,
                 [T, n] or [T] of float32 or int32.
-            handle: the handle of an earlier dispatch, whose routing is reused; None to dispatch anew. With a handle,
+            handle: the handle of an earlier dispatch, whose routing is reused; None for a new routing. With a handle,
                 omit the arguments from num_tokens_per_rank to num_worst_tokens.
             num_tokens_per_rank, num_tokens_per_rdma_rank: ignored.
             is_token_in_rank, num_tokens_per_expert: as `get_dispatch_layout` returned them.
@@ -405,7 +405,7 @@ class Buffer(Connected):
 
     def get_next_low_latency_combine_buffer(self, handle: Any) -> torch.Tensor:
         """Returns a tensor for the experts' results, bfloat16, of the shape of the dispatch's rows. Each handle has its
-        own tensor, so that batches in progress do not overwrite each other's results.
+        own tensor, so that two batches in progress do not overwrite each other's results.
         """
         self._require_current(handle, "padded")
         results: torch.Tensor = handle.combine_buffer
@@ -453,8 +453,8 @@ class Buffer(Connected):
         self._masks.clean()
 
     def _layers_of_the_left(self) -> Layers:
-        """Returns the layers for a dispatch. If ranks were lost or masked, all remaining ranks first make a
-        communicator without these ranks, and new layers.
+        """After ranks were lost or masked, all remaining ranks first make a communicator without these ranks, and new
+        layers.
         """
         layers = self._layers
         if layers is not None and not self.enable_shrink:

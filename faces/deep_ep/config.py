@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from proxyccl.channels.expert_parallel.arguments import MAX_NUMBER, whole_number
 from proxyccl.channels.expert_parallel.geometry import aligned
 
-_RANKS_OF_A_NODE = 8  # with more ranks, DeepEP needs a buffer for RDMA
+_RANKS_OF_A_NODE = 8  # DeepEP needs an RDMA buffer only for more ranks
 ELASTIC_ALIGNMENT = 2 << 20
 """The sizes of an ElasticBuffer, in bytes, are multiples of this number."""
 MOST_BYTES = 2**62
@@ -34,7 +34,7 @@ class Config:
     def __post_init__(self) -> None:
         for name in _SIZES:
             value = getattr(self, name)
-            if type(value) is not int or not 0 < value <= MAX_NUMBER:  # numpy's numbers become plain ints
+            if type(value) is not int or not 0 < value <= MAX_NUMBER:  # converts numpy's integers to int
                 object.__setattr__(self, name, whole_number(name, value, 1))
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:

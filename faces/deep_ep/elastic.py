@@ -145,7 +145,7 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
 
     @staticmethod
     def capture() -> EventHandle:
-        """Returns an event after all work that is queued on the current stream now."""
+        """Returns an event that follows all work queued on the current stream so far."""
         return EventHandle()
 
     def get_physical_domain_size(self) -> tuple[int, int]:

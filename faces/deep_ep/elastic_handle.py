@@ -65,7 +65,7 @@ class EPHandle:
             alignment; [] if the CPU did not wait for the dispatch.
         num_expanded_tokens: the sum of num_recv_tokens_per_expert_list; if the CPU did not wait for the dispatch, the
             largest possible sum.
-        token_metadata_at_forward, channel_linked_list: None, as in DeepEP without scaleout ranks.
+        token_metadata_at_forward, channel_linked_list: None, which is DeepEP's value without scaleout ranks.
     """
 
     token_metadata_at_forward = channel_linked_list = None

@@ -31,15 +31,11 @@ _MOST_BLOCKS = 1024
 
 
 class _Offer(Message, frozen=True):
-    """A rank's description of its memory: the size, and the handle by which peers map the memory."""
-
     nbytes: Uint64
     handle: bytes
 
 
 class _Rows(Message, frozen=True):
-    """A rank's message about the rows that it writes: the number of rows, and the bytes of a row."""
-
     entries: Uint64
     row_bytes: Uint64
 

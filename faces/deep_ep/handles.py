@@ -258,7 +258,7 @@ class LowLatencyHandle(Handle):
 
 
 def _of_all_ranks(layer: EPAll2AllLayer, values: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor that has `values`, one row for each remaining rank, and rows of zeros for the lost ranks."""
+    """Inserts rows of zeros for the lost ranks into `values`, which has a row for each remaining rank."""
     if not layer.lost_ranks:
         return values
     ranks = len(values) + len(layer.lost_ranks)

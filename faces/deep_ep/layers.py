@@ -62,7 +62,7 @@ class Turns(Struct):
 
 
 class Layers:
-    """Makes the layers of a communicator when calls first need them, and keeps them.
+    """Makes and keeps the layers of a communicator. A layer is made when a call first needs it.
 
     Attributes:
         all: the layers by their contexts, in the order in which the ranks made them.
@@ -108,8 +108,8 @@ class Layers:
         return form
 
     def dispatch(self, shape: Shape, x: Any, topk_idx: Any, topk_weights: Any) -> tuple[Any, Any, Any, EPAll2AllLayer]:
-        """Dispatches with a layer that has room for all ranks' tokens; makes a larger layer first if necessary. The
-        call is not recorded for a backward pass. Returns the rows, their weights, the descriptor and the layer.
+        """Dispatches with a layer that has room for all ranks' tokens, and makes a larger layer first if necessary. The
+        dispatch is not recorded for a backward pass. Returns the rows, their weights, the descriptor and the layer.
         """
         if shape not in self._growing:
             group = self.communicator.group
@@ -176,7 +176,7 @@ class Layers:
 
 class Masks:
     """Records which of a buffer's original ranks were lost, and which ranks the caller has masked since the last
-    dispatch. All ranks are given by their original numbers.
+    dispatch. All rank numbers are those in the original buffer.
 
     Args:
         ranks: the number of ranks that the buffer had originally.

@@ -188,7 +188,6 @@ class _CountsUnderWay:
             self._event.record()
 
     def aligned(self, alignment: int) -> list[int]:
-        """Waits for the numbers of rows, and returns each number rounded up to a multiple of `alignment`."""
         if self._event is not None:
             self._event.synchronize()
         return [round_up(count, alignment) for count in self._counts.tolist()]
@@ -202,8 +201,7 @@ def dispatch_layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int, nu
     require_ids(topk_idx)
     if whole_number("num_experts", num_experts, 1) % num_ranks:
         raise ArgumentError("num_experts", f"must be a positive multiple of the {num_ranks} ranks, not {num_experts}")
-    # Slots without an expert are counted for an additional expert of an additional rank; both counts are dropped at the
-    # end.
+    # Slots without an expert are counted for one more expert on one more rank. These two counts are dropped at the end.
     ids = topk_idx.to(torch.int64)
     ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
     per_expert = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids.device)

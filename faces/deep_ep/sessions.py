@@ -31,7 +31,7 @@ class SessionCalls(ElasticBase):
 
     _gathered: Array | None = None
     _bytes: torch.Tensor | None = None  # `_gathered` as a tensor of bytes
-    _ranges: RangeGathers | None = None  # gathers several tensors by one schedule
+    _ranges: RangeGathers | None = None  # gathers several tensors with one schedule
     _most_session_bytes = _most_gathers = 0
     _session = 0
     _in_session = False
@@ -157,8 +157,8 @@ class SessionCalls(ElasticBase):
         The tensors are read on the buffer's stream, after the work that is queued on the current stream.
 
         Args:
-            t: a contiguous tensor, or a sequence of such tensors. Tensors from `agrs_get_inplace_tensor` are not copied
-                first.
+            t: a contiguous tensor, or a sequence of such tensors. Tensors that `agrs_get_inplace_tensor` returned are
+                not copied.
 
         Returns:
             A tuple: for each tensor a result of shape [num_ranks, …], which is valid until the session ends, and then a
@@ -210,7 +210,6 @@ class SessionCalls(ElasticBase):
                 self.communicator.all_gather(own, out=whole, algorithm="proxy", stream=self._stream)
 
     def _handle(self, current: Any) -> Handle:
-        """Returns a handle that makes the current stream wait for all work queued on the buffer's stream so far."""
         session, event = self._session, None
         if self._stream is not None:
             event = self._stream.record_event()
@@ -288,7 +287,6 @@ def size_of(group: Any) -> int:
 
 
 def _sizes(shapes: Any, dtype: Any) -> tuple[bool, list[int]]:
-    """Returns whether a sequence of shapes was given, and for each shape the number of bytes of a tensor."""
     if not isinstance(dtype, torch.dtype):
         raise ArgumentError("dtype", f"must be a torch.dtype, not {dtype!r}")
     try:

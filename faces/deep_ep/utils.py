@@ -23,14 +23,13 @@ def order_of(device: int) -> StreamOrder:
 
 
 def _current_stream() -> tuple[int, int]:
-    """Returns the number of the current GPU and the handle of its current stream."""
     device = torch.cuda.current_device()
     return device, torch._C._cuda_getCurrentRawStream(device)
 
 
 class EventHandle:
-    """An event after the work that is queued on the current stream when this object is made. Without a GPU, the event
-    is empty and a wait for it does nothing.
+    """An event that follows the work queued on the current stream when this object is made. Without a GPU, the event is
+    empty and a wait for it does nothing.
     """
 
     def __init__(self) -> None:
@@ -92,8 +91,8 @@ class EventOverlap:
         self._hook = hook_after_wait
 
     def __call__(self, release_handle: bool = False) -> EventOverlap:
-        """Returns this object, for a ``with`` statement; with release_handle, the event is dropped at the end of the
-        block.
+        """Returns this object, for a ``with`` statement; if `release_handle` is set, the end of the block drops the
+        event.
         """
         self._releases = release_handle
         return self

@@ -59,8 +59,8 @@ class nixl_prepped_dlist_handle(_Handle):
 
 
 class nixl_xfer_handle(_Handle):
-    """A transfer. Releasing an active transfer cancels it, or raises nixlRepostActiveError if a network adapter still
-    writes its data.
+    """A transfer. Releasing an active transfer cancels the transfer, or raises nixlRepostActiveError if a network
+    adapter still writes the transfer's data.
     """
 
     def _release(self) -> None:
@@ -394,8 +394,8 @@ class nixl_agent:
         return False
 
     def send_notif(self, remote_agent_name: str | bytes, notif_msg: bytes | str, backend: str | None = None) -> None:
-        """Sends a notification that belongs to no transfer. Raises nixlNotFoundError if the agent is unknown, and
-        nixlRemoteDisconnectError if it can't be reached.
+        """Sends a notification without a transfer. Raises nixlNotFoundError if the agent is unknown, and
+        nixlRemoteDisconnectError if the agent can't be reached.
         """
         self.agent.genNotif(remote_agent_name, notif_msg, [] if backend is None else [self.backends[backend]])
 

@@ -45,7 +45,7 @@ HAVE_UCX_GPU_DEVICE_API = False
 for _kind in (nixl_cost_t, nixl_mem_t, nixl_status_t, nixl_thread_sync_t, nixl_xfer_op_t):
     globals().update(_kind.__members__)  # exported because NIXL's extension module exports these names
 
-_BACKENDS = ["UCX", "LIBFABRIC"]  # both names stand for ProxyCCL; programs ask for these backends by name
+_BACKENDS = ["UCX", "LIBFABRIC"]  # both names mean ProxyCCL; programs request backends by these names
 _UNKNOWN_COST = 1
 _HANDLES = itertools.count(16, 16)
 """Yields the numbers of new handles. All agents of a process take numbers from it, so that an agent can refuse another
@@ -93,8 +93,6 @@ class _Prepared(Struct, frozen=True, eq=False):
 
 
 class _Posted(Struct, eq=False):
-    """A transfer, the other agent's name, the notification, and the number of descriptors."""
-
     transfer: Transfer
     name: str
     notification: bytes | None
@@ -252,8 +250,8 @@ class nixlAgent:
         """Prepares a list. The arguments are ``(descs, backend)`` for the initiator's list, and ``(agent_name, descs,
         backend)`` for the other agent's list.
 
-        For an array that `StridedRows` takes, the kind of memory is a further argument: ``(agent_name, mem_type, descs,
-        backend)``.
+        If `descs` is an array for `StridedRows`, the kind of memory is one more argument: ``(agent_name, mem_type,
+        descs, backend)``.
 
         Raises:
             nixlNotFoundError: the agent is unknown, the list is empty, or a descriptor is not registered.
@@ -339,7 +337,7 @@ class nixlAgent:
 
     def postXferReq(self, reqh: int, notif_msg: str | bytes = "") -> nixl_status_t:
         posted = self._transfer(reqh)
-        try:  # a context manager would take longer than the call that starts the transfer
+        try:  # not `in_nixls_words`, which would take longer than `start`
             posted.transfer.start(bytes_of(notif_msg) if notif_msg else posted.notification)
             return nixl_status_t.NIXL_SUCCESS if posted.transfer.done() else nixl_status_t.NIXL_IN_PROG
         except ProxyCCLError as error:

@@ -1,5 +1,5 @@
-"""NIXL's lists of descriptors. Each descriptor is a row (address, bytes, device); in a list for registration it also
-contains bytes for the backend.
+"""NIXL's lists of descriptors. Each descriptor is a row (address, bytes, device); in a list for registration, a
+descriptor also contains bytes for the backend.
 
 Blocks at a constant stride may be given as one row, (address, bytes, device, stride, count).
 """

@@ -2,7 +2,8 @@
 metadata, or to remove the peer.
 
 As in NIXL, the exchange is neither encrypted nor authenticated: anyone who reaches the port can fetch the agent's
-metadata, which give access to the agent's memory. Agents that exchange metadata by other means need no listener.
+metadata, which give access to the agent's memory. Agents whose programs exchange the metadata themselves need no
+listener.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ def _end(listener: socket.socket) -> None:
 
 
 async def _serve(listener: socket.socket, reference: weakref.ref[Exchanging]) -> None:
-    """Serves all peers in one thread, without blocking on any of them, so that a silent peer does not delay other
-    peers. Returns when the listener is shut down.
+    """Serves all peers with one event loop, so that a silent peer does not delay other peers. Returns when the listener
+    is shut down.
     """
     exchanges: dict[asyncio.Task[None], None] = {}  # ordered from the oldest
     listener.setblocking(False)
@@ -160,7 +161,6 @@ class Sender:
 
 
 def _reach(address: str, port: int) -> socket.socket:
-    """Connects to a peer. If the peer does not listen yet, tries again for a few seconds."""
     deadline = time.monotonic() + _SECONDS
     while True:
         try:
@@ -173,9 +173,6 @@ def _reach(address: str, port: int) -> socket.socket:
 
 
 async def _receive(connection: socket.socket) -> tuple[int, bytes]:
-    """Returns the kind and the data of a request or an answer. Raises OSError if the peer has closed the connection, or
-    has sent invalid bytes.
-    """
     received = bytearray()
     length = 0
     while len(received) < _HEAD.size + length:

@@ -25,8 +25,8 @@ __all__ = ["NAME", "register"]
 def register(data_type: type | None = None, devices: Sequence[str] = ("cuda", "cpu")) -> None:
     """Registers the transport with Ray (`ray.experimental.register_tensor_transport`), under the name "proxyccl".
 
-    The driver calls this before it defines the classes of the actors that use the transport. ProxyCCL must also be
-    installed where the actors run.
+    The driver calls this function before the driver defines the classes of the actors that use the transport. ProxyCCL
+    must also be installed where the actors run.
 
     Args:
         data_type: `torch.Tensor` (also if None), or `numpy.ndarray`.

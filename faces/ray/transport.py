@@ -59,18 +59,13 @@ class _Peer:
 
 
 class _Reading:
-    """A read in progress and the memory that it writes to."""
-
     def __init__(self, obj_id: str, peer: str, regions: list[Region], transfer: Transfer, tensors: list[Any]) -> None:
         self.obj_id, self.peer, self.regions, self.transfer = obj_id, peer, regions, transfer
-        self.tensors = tensors  # kept alive while the read may write to them, even if Ray drops the fetch
+        self.tensors = tensors  # references that keep the tensors alive while the read may write to them
         self.settled = False
         self._error: tuple[type[TransferError], str] | None = None  # an exception would keep its frames alive
 
     def settle(self, timeout: float) -> None:
-        """Waits until the read has ended, and stores its error if it failed. Raises TransferTimeoutError if the read is
-        still active after `timeout` seconds.
-        """
         if not self.settled:
             try:
                 self.transfer.wait(timeout)
@@ -254,7 +249,7 @@ class ProxyCCLTransport(TensorTransportManager):
         return self.wait_fetch_complete(fetch)
 
     def send_multiple_tensors(self, tensors: Any, tensor_transport_metadata: Any, communicator_metadata: Any) -> None:
-        """Raises NotImplementedError. Ray does not call this, because the destination reads the tensors."""
+        """Raises NotImplementedError. Ray does not call this method, because the destination reads the tensors."""
         raise NotImplementedError("the transport is one-sided: the destination reads")
 
     def garbage_collect(self, obj_id: str, tensor_transport_meta: Any, tensors: Any) -> None:
@@ -302,7 +297,7 @@ class ProxyCCLTransport(TensorTransportManager):
         agent.add(meta.agent_metadata)
         peer = self._peers.pop(meta.agent, None) or _Peer(meta.generation)
         peer.known += 1
-        self._peers[meta.agent] = peer  # moved to the end, as the most recently used
+        self._peers[meta.agent] = peer  # moved to the end: the most recently used peer is last
 
     def _remove_unused(self) -> None:
         """Removes peers that have ended, because their memory would stay mapped. If there are too many peers, also

@@ -105,7 +105,7 @@ class Chain:
             self._agent.notify(self._following, _CODEC.encode(Bucket(number, address, nbytes, pieces, last)))
 
     async def fetch(self, number: int) -> Bucket:
-        """Reads a bucket from the previous worker, and offers it to the following worker. Raises the errors of
+        """Reads a bucket from the previous worker, and offers the bucket to the following worker. Raises the errors of
         `until_free`.
         """
         previous = self._previous

@@ -9,7 +9,9 @@ _registered = False
 
 
 def register() -> None:
-    """Registers the backend "proxyccl" with vLLM's factories of weight transfer engines, of workers and of trainers."""
+    """Registers the backend "proxyccl" with vLLM's two factories of weight transfer engines, for workers and for
+    trainers.
+    """
     global _registered  # noqa: PLW0603
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 

@@ -38,7 +38,7 @@ _Value = TypeVar("_Value")
 
 @dataclass
 class ProxyCCLWeightTransferInitInfo(WeightTransferInitInfo):
-    """The trainer's first message to workers, which can be sent as JSON.
+    """The trainer's first message to workers, which can be encoded as JSON.
 
     Attributes:
         cards: the results of `WeightSource.card` on the trainer's ranks, in base64.
@@ -53,7 +53,7 @@ class ProxyCCLWeightTransferInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class ProxyCCLWeightTransferUpdateInfo(WeightTransferUpdateInfo):
-    """The trainer's message to workers in each round.
+    """The trainer's message to workers in each update.
 
     Attributes:
         version: the version number of the weights that the trainer's ranks offer.
@@ -226,7 +226,7 @@ class ProxyCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[ProxyCCLTr
         the workers first connect again.
 
         Raises:
-            RuntimeError: the sender could not update the workers. The sender itself raises the client's exception
+            RuntimeError: the sender could not update the workers. On the sender, the client's exception is raised
                 instead.
         """
         if any(_gather(self._look())):
@@ -278,7 +278,6 @@ def _sharding(meta: Any) -> Sharding | None:
 
 
 def _gather(value: _Value, group: dist.ProcessGroup | None = None) -> list[_Value]:
-    """Returns the values that the ranks pass, in the order of the ranks."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)

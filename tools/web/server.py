@@ -86,7 +86,7 @@ class _Events:
         except ArgumentError as error:
             state = State(time.strftime("%H:%M:%S"), str(error))
         self._number += 1
-        data = shown_in_json(STATES.encode(state).decode())  # this JSON contains no newlines, which would end the event
+        data = shown_in_json(STATES.encode(state).decode())  # JSON without newlines, which would end the event
         self._event = f"data: {data}\n\n".encode()
         self._made = time.monotonic()
         self._changed.notify_all()
@@ -129,7 +129,6 @@ def _handler(token: str, name: str, events: _Events, record: Callable[[float], b
                     self.send_error(404)
 
         def _asked(self) -> str | None:
-            """Returns the request's path; None if the request was refused."""
             given = self.query.get("token", [""])[0]
             if hmac.compare_digest(given.encode(), token.encode()):
                 return self.path_asked

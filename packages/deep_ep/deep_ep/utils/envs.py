@@ -1,4 +1,4 @@
-"""The environment of a program: its ranks, their seeds, and the links between them."""
+"""The environment of a program: its ranks, the ranks' seeds, and the links between ranks."""
 
 from __future__ import annotations
 
@@ -128,7 +128,6 @@ def check_fast_rdma_atomic_support(nic_name: str | None = None) -> bool:
 
 
 def _of_nic(name: str | None, attribute: str) -> str:
-    """Returns an attribute of a NIC from sysfs; an empty text if there is no NIC of that name."""
     nic = name or os.environ.get("EP_NIC_NAME", "mlx5_0")
     path = Path("/sys/class/infiniband") / nic / attribute
     return path.read_text().strip() if path.exists() else ""

@@ -75,7 +75,7 @@ def _ranks_of_tokens(wanted: Any, ranks: int, ratio: float) -> Any:
     """
     tokens, others = len(wanted), ranks - 1
     first = round(float(wanted.sum()) * ratio / (others + ratio))
-    must = wanted == ranks  # these tokens go to all ranks
+    must = wanted == ranks  # the tokens that go to all ranks
     in_order = torch.where(must, -1.0, torch.rand(tokens, dtype=torch.float32)).argsort()
     goes = torch.zeros(tokens, ranks, dtype=torch.bool)
     goes[in_order[: max(first, int(must.sum()))], 0] = True
@@ -95,10 +95,8 @@ def _scores(tokens: int, experts: int, ranks: int, factor: float) -> Any:
 
 
 def _chosen(scores: Any, topk: int) -> Any:
-    """Returns bool [T, experts]: whether the expert is among the token's `topk` greatest scores."""
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, scores.topk(topk, dim=1).indices, True)
 
 
 def _tokens_of_ranks(scores: Any, ranks: int, topk: int) -> Any:
-    """Returns float32 [ranks]: the number of tokens that choose an expert of the rank."""
     return _chosen(scores, topk).view(len(scores), ranks, -1).any(2).float().sum(0)
