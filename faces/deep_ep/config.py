@@ -73,8 +73,8 @@ def low_latency_size_hint(max_tokens: int, hidden: int, num_ranks: int, num_expe
 
 
 def elastic_size_hint(ranks: int, max_tokens: int, hidden: int, topk: int, *, float8: bool) -> int:
-    """Returns the number of bytes of the rows of a dispatch, or the larger number of a combine in bfloat16. A dispatch
-    has `max_tokens` rows from each rank.
+    """Returns the larger of two numbers of bytes: of the rows of a dispatch, which has `max_tokens` rows from each
+    rank, and of the rows of a combine in bfloat16.
     """
     max_tokens = whole_number("num_max_tokens_per_rank", max_tokens, 0)
     hidden, topk = whole_number("hidden", hidden, 0), whole_number("num_topk", topk, 0)

@@ -36,8 +36,8 @@ class Options(NamedTuple):
     copies_ids: bool
 
     def most_rows(self, topk: int) -> tuple[int, int]:
-        """Returns the largest numbers of rows that a rank can get without do_expand, and with do_expand including the
-        gaps between experts.
+        """Returns the largest number of rows that a rank can get without do_expand, and that number with do_expand,
+        which includes the gaps between experts.
         """
         alignment, experts = self.expert_alignment, self.num_experts // self.ranks
         rows = self.ranks * self.num_max_tokens_per_rank
@@ -52,7 +52,7 @@ class EPHandle:
     """The handle of a dispatch. Only `ElasticBuffer.dispatch` makes handles.
 
     An attribute that is a tensor is computed on the current stream when a caller first reads it, because most callers
-    read few. After an asynchronous dispatch, the current stream must first wait for the dispatch's event.
+    read few attributes. After an asynchronous dispatch, the current stream must first wait for the dispatch's event.
 
     Args:
         most_rows: the result of `Options.most_rows` if the CPU did not wait for the dispatch; else None.
@@ -85,7 +85,7 @@ class EPHandle:
     @cached_property
     def num_recv_tokens(self) -> int:
         """The number of received tokens, each counted once. If the CPU did not wait for the dispatch, this is the
-        largest possible number. Otherwise, with do_expand, reading the number waits for the dispatch.
+        largest possible number. If the CPU waited and do_expand is set, reading the number waits for the GPU.
         """
         if self._most_rows is not None:
             return self._most_rows[0]
@@ -123,8 +123,8 @@ class EPHandle:
     @cached_property
     def recv_src_metadata(self) -> torch.Tensor:
         """int32 [received tokens, 2 + topk], ordered by source rank and token. Reading this tensor waits for the
-        dispatch, unless the dispatch was made with do_cpu_sync=False. The tensor then has a row for every token that
-        could be received, and the rows of received tokens are the first.
+        dispatch. After a dispatch with do_cpu_sync=False, reading does not wait, and the tensor has a row for every
+        token that could be received, with the rows of received tokens first.
 
         Column 0 is source rank * num_max_tokens_per_rank + the token's index on its source rank. Column 1 is the
         scaleup rank of the source * topk + the index of the token's last slot whose expert is on this rank. The other

@@ -77,7 +77,7 @@ class StoredRows:
     def write(self, view: ArrayView, row_bytes: int) -> None:
         """Replaces this rank's rows by the rows of `view`, which must fit into the memory. All ranks call this
         together. The call waits for the earlier work of all ranks before it writes, and for the writes of all ranks
-        before it returns. If the number or the size of rows differs between ranks, it writes nothing and raises
+        before it returns. If the number or the size of rows differs between ranks, the call writes nothing and raises
         ArgumentError.
         """
         group = self._group

@@ -201,8 +201,8 @@ class InternodeHandle(NormalHandle):
         return in_rank.reshape(len(in_rank), self._nodes, in_rank.shape[1] // self._nodes).any(2)
 
     def _came_to_node(self) -> list[torch.Tensor] | None:
-        """Returns for each node the tensor, bool [tokens, 1], of which of its counterpart's tokens come to this node.
-        Returns None after ranks were lost.
+        """Returns for each node a bool tensor [tokens, 1]: whether each token of this rank's counterpart on that node
+        comes to this node. Returns None after ranks were lost.
         """
         layer, desc = self.routing.layer, self.routing.desc
         if layer.lost_ranks:
@@ -299,7 +299,9 @@ def _rows_of_channels(
     shares = torch.cat([(tokens.long() + channels - 1) // channels, tokens.new_ones(1)]).clamp(min=1)
     source = torch.searchsorted(ends, torch.arange(len(source_tokens), device=ends.device), right=True)
     channel = (source_tokens.long() // shares[source]).clamp(0, channels - 1)
-    counts = torch.zeros((sources + 1) * channels, dtype=torch.int32, device=ends.device)  # last: the undefined entries
+    counts = torch.zeros(
+        (sources + 1) * channels, dtype=torch.int32, device=ends.device
+    )  # the last row is for undefined entries
     counts.scatter_add_(0, source * channels + channel, torch.ones_like(source, dtype=torch.int32))
     return counts.view(-1, channels)[:sources]
 

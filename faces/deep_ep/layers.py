@@ -92,8 +92,8 @@ class Layers:
         return largest.narrowed(max_tokens)
 
     def turns(self, shape: Shape, max_tokens: int) -> Turns:
-        """Returns the two layers of calls with hooks, with room for this many tokens. The first is the shape's largest
-        layer.
+        """Returns the two layers of calls with hooks, with room for this many tokens. The first layer is the shape's
+        largest layer.
         """
         self.of_size(shape, max_tokens)
         largest = self._of_size[shape]
@@ -135,7 +135,7 @@ class Layers:
 
     def _make_larger(self, shape: Shape, max_tokens: int, wished: int) -> EPAll2AllLayer:
         if wished > max_tokens:
-            with contextlib.suppress(ArgumentError):  # too large for a layer: raised on all ranks
+            with contextlib.suppress(ArgumentError):  # raised on all ranks if `wished` is too large for a layer
                 return self._make(shape, wished)
         return self._make(shape, max_tokens)
 

@@ -103,7 +103,7 @@ class Dispatches:
             else:
                 sent = layer.send_unrecorded(tokens, topk_idx)
                 half = _dispatch_later(layer, sent, finish)
-                turns.next = 1 - turns.next  # only now, because the call may raise an error
+                turns.next = 1 - turns.next  # after `send_unrecorded`, which may raise an error
                 rows, desc = sent.rows, sent.desc
         except ArgumentError:
             _require_tokens(x, topk_idx)  # raises the error with DeepEP's names

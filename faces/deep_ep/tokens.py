@@ -96,7 +96,7 @@ class Tokens(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """The element type of a layer for these tokens, and of its combine: bfloat16 if the tokens have scales."""
+        """The element type of a layer for these tokens, also for the combine: bfloat16 if the tokens have scales."""
         return str(self.rows.dtype).removeprefix("torch.") if self.scales is None else "bfloat16"
 
     @property

@@ -236,8 +236,8 @@ class nixl_agent:
     def prep_xfer_dlist(
         self, agent_name: str | bytes, xfer_list: Any, mem_type: str | None = None, backends: Sequence[str] = ()
     ) -> nixl_prepped_dlist_handle:
-        """Prepares a list of descriptors. A transfer picks descriptors from two prepared lists, the initiator's and the
-        other agent's, by their indices.
+        """Prepares a list of descriptors. A transfer names descriptors of two prepared lists, the initiator's and the
+        other agent's, by index.
 
         Args:
             agent_name: "NIXL_INIT_AGENT" or "" for the initiator's list. For the other agent's list, the name of that
@@ -281,9 +281,9 @@ class nixl_agent:
         backends: Sequence[str] = (),
         skip_desc_merge: bool = False,
     ) -> nixl_xfer_handle:
-        """Makes a transfer between two prepared lists. The i-th local index and the i-th remote index give the
-        descriptors of a copy. Unless `notif_msg` is empty, the other agent receives this message as a notification when
-        the data has arrived. `skip_desc_merge` has no effect.
+        """Makes a transfer between two prepared lists, which copies between the descriptors at each local index and the
+        corresponding remote index. Unless `notif_msg` is empty, the other agent receives this message as a notification
+        when the data has arrived. `skip_desc_merge` has no effect.
 
         Raises:
             KeyError: the operation is neither "READ" nor "WRITE".

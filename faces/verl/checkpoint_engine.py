@@ -56,7 +56,7 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
         self._chain: Chain | None = None
 
     def prepare(self) -> dict[str, Any]:
-        """Makes this update's agent, and allocates its buckets. Returns the agent's metadata.
+        """Makes this update's agent and this update's buckets. Returns the agent's metadata.
 
         If an earlier update was not finalized, `prepare` first ends that update, because verl does not call `finalize`
         after a failure. Waits of the earlier update then raise ClosedError.

@@ -299,8 +299,8 @@ def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 def _grouped(nbytes: dict[str, int], most: int) -> list[dict[str, int]]:
     """Splits tensors into groups of at most `most` bytes; a larger tensor is a group of its own. `nbytes` maps the
-    tensors' names to their sizes in bytes. Returns such a dict for each group, with sizes rounded up to multiples of
-    256.
+    tensors' names to their sizes in bytes. Returns a dict like `nbytes` for each group, with sizes rounded up to
+    multiples of 256.
     """
     room = {name: -(-each // _ALIGNMENT) * _ALIGNMENT for name, each in nbytes.items()}
     ends = itertools.accumulate(room.values())
