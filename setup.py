@@ -35,7 +35,7 @@ def kernel_libraries() -> dict[str, str]:
             experts += [each.c_check()] + [
                 f"PROXYCCL_TYPED_KERNEL({kernel}, {kernel}_{each.name}, {each.c_name})\n" for kernel in typed[each.name]
             ]
-    norms = ""  # #undef, because both files define the macro
+    norms = ""  # the files define the same macro, so it is undefined between them
     for file, kernels in (("add", ("add",)), ("all_reduce", ("one_shot", "two_shot"))):
         norms += f'#undef PROXYCCL_TYPED_KERNEL\n#include "{file}_rms_norm.h"\n'
         for each in types:

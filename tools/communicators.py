@@ -1,6 +1,6 @@
 """Takes a snapshot of this machine's communicators and their ranks, for RAS clients and `proxyccl top --web`.
 
-It reads the memory segments that ranks publish, through `/proc`, without joining the communicators.
+The module reads the memory segments that ranks publish, through `/proc`, without joining the communicators.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 On a machine without GPUs, the command compiles the kernels for the CPU.
 
 The kernels are those of the expert-parallel layer for all element types, and those of a training step's collectives:
-collectives that only move bytes, and sums and averages of float32 and bfloat16. Compilers need no GPU, so the cache can
-be made on any machine, for example in a container image. The package and the cache must have the same paths there as on
-the machine that runs the kernels.
+collectives that only move bytes, and sums and averages of float32 and bfloat16. Compilers need no GPU, so a container
+image with the cache can be built on any machine. The package and the cache must have the same paths in the image as on
+the cluster.
 """
 
 from __future__ import annotations

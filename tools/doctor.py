@@ -38,9 +38,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(parsed: Namespace) -> int:
     """Prints why ranks wait. Returns 0 if the reports show the reason, else 1.
 
-    A single report is also printed in full; so are daemons' reports if there are no ranks' reports. Without paths, the
-    command reads this user's reports: the newest reports of one group of communicators, with a note if a daemon's
-    report is newer, or, if no rank has written a report, the newest report of a daemon.
+    A single report is also printed in full, and so are daemons' reports if there are no ranks' reports. Without paths,
+    the command reads this user's newest reports of one group of communicators, and notes a newer report of a daemon. If
+    no rank has written a report, it reads the newest report of a daemon.
 
     Raises:
         ReportError: a file is not a report, or there are no reports.

@@ -87,7 +87,9 @@ class _Vendor:
     variable: str = ""
 
     def is_here(self) -> bool:
-        """Returns False if the vendor's package, whose import takes 0.1 s, need not be imported."""
+        """Returns False if the machine lacks this vendor's GPUs, so that the caller saves the package's import of 0.1
+        s.
+        """
         named = bool(self.variable and os.environ.get(self.variable))
         return named or Path(self.device_file).exists() or _loadable(self.library)
 
@@ -121,7 +123,7 @@ def _loadable(library: str) -> bool:
 
 
 def _describe(name: str) -> str:
-    if name == "host":  # always available, and slow to import
+    if name == "host":  # not imported, because the import is slow
         return describe_cpu()
     if not _VENDORS[name].is_here():
         raise RuntimeUnavailableError("there is neither a GPU nor its driver")
@@ -233,7 +235,7 @@ def _mpi() -> list[Finding]:
         import mpi4py
 
         initialize = mpi4py.rc.initialize
-        mpi4py.rc.initialize = False  # the version is known without MPI_Init
+        mpi4py.rc.initialize = False  # reading the version needs no MPI_Init
         try:
             from mpi4py import MPI
         finally:

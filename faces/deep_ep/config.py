@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from proxyccl.channels.expert_parallel.arguments import MAX_NUMBER, whole_number
 from proxyccl.channels.expert_parallel.geometry import aligned
 
-_RANKS_OF_A_NODE = 8  # DeepEP needs an RDMA buffer only for more ranks
+_RANKS_OF_A_NODE = 8  # with more ranks, DeepEP needs an RDMA buffer
 ELASTIC_ALIGNMENT = 2 << 20
 """The sizes of an ElasticBuffer, in bytes, are multiples of this number."""
 MOST_BYTES = 2**62

@@ -47,7 +47,7 @@ _ROWS = Codec(_Rows, 64, "rows")
 class StoredRows:
     """Rows in pinned memory of one host: each rank stores rows, and every rank reads the rows of all ranks by index.
     All ranks construct a `StoredRows` together. The rows may take more memory than a device has. A kernel reads the
-    rows, because their indices are in device memory. A rank does nothing for the reads of other ranks.
+    rows, because the rows' indices are in device memory. A rank does nothing for the reads of other ranks.
 
     Args:
         group: a group whose ranks are all on one host.

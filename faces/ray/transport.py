@@ -3,9 +3,9 @@
 The interface is that of Ray 2.60, python/ray/experimental/rdt/tensor_transport_manager.py. Ray makes one transport for
 each process and calls it in several threads: its main thread and the "_ray_system" thread of an actor.
 
-The source actor registers a tensor's memory, and returns its agent's metadata and the tensor's address to Ray, which
-passes them to the destination actor. The destination reads the tensor; the source's program takes no part in the read.
-Ray keeps a tensor alive until Ray calls `garbage_collect`.
+The source actor registers a tensor's memory, and returns the metadata of the actor's agent and the tensor's address to
+Ray, which passes both to the destination actor. The destination reads the tensor; the source's program takes no part in
+the read. Ray keeps a tensor alive until Ray calls `garbage_collect`.
 """
 
 from __future__ import annotations
@@ -216,8 +216,8 @@ class ProxyCCLTransport(TensorTransportManager):
 
         Args:
             fetch_request: the result of `fetch_multiple_tensors`.
-            timeout: the time-out in seconds. If it is negative, the call waits until the transfer has ended or the
-                source is lost.
+            timeout: the time-out in seconds; if negative, the call waits until the transfer has ended or the source is
+                lost.
 
         Raises:
             TimeoutError: the transfer is still active.
