@@ -110,7 +110,7 @@ class StoredRows:
         group.launches.launch(launch, stream, (indices.owner, out.owner))
 
     def close(self) -> None:
-        """Frees the memory. No queued work of any rank may use the memory any more."""
+        """Frees the memory. No queued work of any rank may still use the memory."""
         for memory in (self._memory, *self._peers):
             memory.close()
         self._stores.free()
