@@ -125,8 +125,8 @@ def _with_missing(first: RankPublication, seen: dict[int, RankView]) -> dict[int
 
 
 def rank_view(publication: RankPublication) -> RankView:
-    """Returns the view of a rank. Raises ArgumentError if the rank has closed the communicator, or if its publication
-    or segment is wrong.
+    """Returns the view of a rank. Raises ArgumentError if the rank has ended or closed the communicator, or if the
+    rank's publication or segment is wrong.
     """
     who = publication.description
     with contextlib.closing(open_published(publication.segment, segment_bytes(who.world_size))) as memory:

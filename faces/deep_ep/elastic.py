@@ -139,7 +139,9 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
         allow_hybrid_mode: bool = True,
         allow_multiple_reduction: bool = True,
     ) -> int:
-        """Returns the `num_bytes` that a buffer needs for these arguments: a multiple of 2 MiB."""
+        """Returns the size of a buffer for these arguments, in bytes: a multiple of 2 MiB, which callers compare with
+        `num_bytes`.
+        """
         float8 = as_flag(use_fp8_dispatch, "use_fp8_dispatch")
         return elastic_size_hint(size_of(group), num_max_tokens_per_rank, hidden, num_topk, float8=float8)
 

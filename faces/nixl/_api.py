@@ -228,7 +228,7 @@ class nixl_agent:
     # Transfers
 
     def make_connection(self, remote_agent: str | bytes, backends: Sequence[str] = ()) -> None:
-        """Connects to an agent now; otherwise the first transfer to the agent connects. Raises nixlNotFoundError if the
+        """Connects to an agent now; otherwise the first use of the agent connects. Raises nixlNotFoundError if the
         agent is unknown, and nixlRemoteDisconnectError if the agent can't be reached.
         """
         self.agent.makeConnection(remote_agent, self._handles(backends))

@@ -123,7 +123,9 @@ class ProxyCCLTransport(TensorTransportManager):
         return True
 
     def actor_has_tensor_transport(self, actor: Any) -> bool:
-        """Returns True without asking the actor, because Ray calls this method before each use of the transport."""
+        """Returns True without asking the actor, because Ray calls this method before each call that uses the
+        transport.
+        """
         return True
 
     def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: list[Any]) -> ProxyCCLMetadata:
@@ -221,8 +223,8 @@ class ProxyCCLTransport(TensorTransportManager):
 
         Raises:
             TimeoutError: the transfer is still active.
-            TransferError: the transfer failed, for example because the source's process has exited (DisconnectedError),
-                or because Ray aborted the transfer (CanceledError).
+            TransferError: the transfer failed, for example because the source has ended (DisconnectedError), or because
+                Ray aborted the transfer (CanceledError).
         """
         self._end_dropped()
         reading: _Reading | None = fetch_request.reading

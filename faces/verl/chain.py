@@ -90,15 +90,16 @@ class Chain:
         """Waits until the following worker has read the earlier bucket in the memory for bucket `number`.
 
         Raises:
-            DisconnectedError: the process of a neighbour has exited. The error's `peer` is the neighbour's name.
+            DisconnectedError: a neighbour has ended, or has closed its agent. The error's `peer` is the neighbour's
+                name.
             TransferTimeoutError: the following worker did not read the earlier bucket within the agent's time-out.
         """
         if self._following is not None:
             await self._until(lambda: self._read >= number - len(self._buckets), f"{self._following} to read a bucket")
 
     def offer(self, number: int, nbytes: int, pieces: list[Piece], *, last: bool) -> None:
-        """Tells the following worker that a bucket can be read. Raises DisconnectedError if that worker's process has
-        exited.
+        """Tells the following worker that a bucket can be read. Raises DisconnectedError if that worker has ended, or
+        has closed its agent.
         """
         if self._following is not None:
             address = self._buckets[number % 2].address

@@ -122,7 +122,7 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
             global_steps: the trainer's step.
 
         Raises:
-            DisconnectedError: the process of the first rollout worker has exited.
+            DisconnectedError: the first rollout worker has ended, or has closed its agent.
             TransferTimeoutError: the first rollout worker did not read a bucket within the time-out.
             ClosedError: the next update was prepared before this update had ended.
         """
@@ -171,7 +171,7 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
 
         Raises:
             RuntimeError: this worker is not in the chain.
-            DisconnectedError: the process of a neighbour in the chain has exited.
+            DisconnectedError: a neighbour in the chain has ended, or has closed its agent.
             TransferTimeoutError: a neighbour did not offer or read a bucket within the time-out.
             ClosedError: the next update was prepared before this update had ended.
         """

@@ -127,7 +127,7 @@ class ProxyCCLWeightTransferEngine(
 
         Raises:
             RuntimeError: the engine is not initialized.
-            DisconnectedError: the process of a trainer's rank, or of another worker, has exited.
+            DisconnectedError: a rank of the trainer, or another worker, has ended or has closed its agent.
             TransferTimeoutError: the version did not arrive within the time-out.
         """
         if self._target is None:

@@ -98,7 +98,7 @@ def get_logical_domain_size(group: Any, allow_hybrid_mode: bool = True) -> tuple
 
 
 def check_nvlink_connections(group: Any) -> None:
-    """Does nothing, because ranks without NVLink between their GPUs send rows by proxies."""
+    """Does nothing, because ranks whose GPUs can't access each other's memory send rows by proxies."""
 
 
 def check_torch_deterministic() -> None:
