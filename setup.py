@@ -1,6 +1,6 @@
 """Builds the C extension modules and their type stubs (metadata: pyproject.toml) and, with PROXYCCL_SHIP_KERNELS=1, the
-shipped kernels for the CPU. Otherwise the host runtime compiles a kernel at its first use: all of them take g++ three
-minutes.
+shipped kernels for the CPU. Without this variable, the host runtime compiles each kernel at the kernel's first use,
+which takes g++ three minutes for all kernels.
 """
 
 import os
@@ -19,7 +19,9 @@ GENERATED = Path("build/host_kernels")
 
 
 def kernel_libraries() -> dict[str, str]:
-    """The sources of the host's libraries of shipped kernels, by name: several, so that they build in parallel."""
+    """Returns the source text of each library of shipped kernels for the CPU, by name. There are several libraries, so
+    that they build in parallel.
+    """
     types = runpy.run_path("device/arrays/element_types.py")["ELEMENT_TYPES"]
     dispatches = ("dispatch", "dispatch_masks", "dispatch_shared_masks")
     files = ("combine", "dispatch", "quantize", "spread", "survivors", "weigh")
@@ -33,7 +35,7 @@ def kernel_libraries() -> dict[str, str]:
             experts += [each.c_check()] + [
                 f"PROXYCCL_TYPED_KERNEL({kernel}, {kernel}_{each.name}, {each.c_name})\n" for kernel in typed[each.name]
             ]
-    norms = ""  # both files define the macro of their kernels
+    norms = ""  # the files define the same macro, so it is undefined between them
     for file, kernels in (("add", ("add",)), ("all_reduce", ("one_shot", "two_shot"))):
         norms += f'#undef PROXYCCL_TYPED_KERNEL\n#include "{file}_rms_norm.h"\n'
         for each in types:
@@ -62,7 +64,7 @@ def kernel_libraries() -> dict[str, str]:
 
 
 def written(path: Path, text: str) -> Path:
-    """A generated file; what is unchanged is not written again, nor built again."""
+    """Writes a generated file, unless the file has this text already, so that an unchanged file is not built again."""
     if not path.exists() or path.read_text() != text:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -70,7 +72,9 @@ def written(path: Path, text: str) -> Path:
 
 
 def headers_of(source: Path, found: set[Path]) -> set[Path]:
-    """The project's headers that a source includes, so that a change rebuilds only what depends on it."""
+    """Returns the project's headers that a source includes, directly or not, so that a changed header rebuilds only the
+    sources that include it.
+    """
     for name in re.findall(r'^#include "(.+)"', source.read_text(), re.MULTILINE):
         for directory in (source.parent, "device", *INCLUDE_DIRS):
             path = Path(os.path.normpath(Path(directory, name)))
@@ -81,19 +85,19 @@ def headers_of(source: Path, found: set[Path]) -> set[Path]:
 
 
 def headers_of_all(sources: list[str]) -> list[str]:
-    """The same of several sources, as names."""
+    """Returns the names of all headers that the sources include."""
     return sorted({str(header) for source in sources for header in headers_of(Path(source), set())})
 
 
-# Not Python modules: libraries of kernels that the host runtime loads with dlopen. As extensions they are built,
-# installed and made part of the wheel by the same machinery as the others.
+# Libraries of kernels that the host runtime loads with dlopen. They are declared as extensions, although they are not
+# Python modules, so that setuptools builds and installs them.
 shipped_kernels = [
     Extension(
         f"proxyccl.device._{source.stem}",
         sources=[str(source)],
         depends=headers_of_all([str(source)]),
         include_dirs=INCLUDE_DIRS,
-        # -g0: Python's own flags may ask for debug information, which would make the build a third longer.
+        # -g0, because Python's own flags may request debug information, with which the build takes a third longer.
         extra_compile_args=["-std=c++17", "-O3", "-g0", "-fvisibility=hidden"],
         language="c++",
         py_limited_api=True,
@@ -102,7 +106,7 @@ shipped_kernels = [
     if os.environ.get("PROXYCCL_SHIP_KERNELS") == "1"
 ]
 
-# By hand and not by cffi: they look into Python's objects.
+# These extensions access Python objects, so they are not built by cffi.
 of_objects = [
     Extension(
         name,
@@ -121,7 +125,7 @@ of_objects = [
     }.items()
 ]
 
-# Beside their build scripts, where setuptools finds them as data of the packages.
+# The stubs are written next to their build scripts, where setuptools finds them as package data.
 make_stub = runpy.run_path("device/build_stubs.py")["make_stub"]
 for name in BUILD_SCRIPTS:
     written(*make_stub(Path(f"{name}.py")))

@@ -1,6 +1,6 @@
 """Takes a snapshot of this machine's communicators and their ranks, for RAS clients and `proxyccl top --web`.
 
-It only opens the segments that ranks publish, through `/proc`; it is not a rank of the communicators.
+The module reads the memory segments that ranks publish, through `/proc`, without joining the communicators.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class RankView(Message, frozen=True):
     Attributes:
         rank: the rank's number.
         pid: the id of the rank's process.
-        state: "runs"; "failed" if an error has ended the communicator; "leaves" while the rank closes it. A rank is
-            missing if its process has "ended" or was "stopped" by a signal, or if it is "absent": it does not have the
-            communicator open. The fields below say nothing about a missing rank.
+        state: "runs"; "failed" if an error has ended the communicator; "leaves" while the rank closes it. A missing
+            rank is "ended" if its process has ended, "stopped" if a signal has stopped the process, or "absent" if the
+            process does not have the communicator open; the fields below then have their defaults.
         host: the rank's host (`host_name`).
         device: the ordinal of the rank's device; None if the rank is missing.
-        calls: the number of collective calls that the rank has made, by collective. A graph's calls count when they are
-            captured, not when the graph is replayed.
-        made: the sum of the numbers in `calls`.
-        last: the last call, in words; "" if there is none, or while the rank logs it.
-        failure: the error that has ended the communicator, in words; "" if the communicator can be used.
-        failure_code: that error's ProxycclErrorCode; 0 if the communicator can be used.
+        calls: the number of collective calls that the rank has made, by collective. A call in a graph is counted at the
+            capture, not at the replays of the graph.
+        made: the number of all collective calls of the rank.
+        last: the last call as text; "" if there is none, or while the rank writes the call's log record.
+        failure: the error that has ended the communicator, as text; "" if the communicator can be used.
+        failure_code: the ProxycclErrorCode of `failure`; 0 if the communicator can be used.
         leaving: whether the rank is closing the communicator.
     """
 
@@ -75,7 +75,7 @@ class CommunicatorView(Message, frozen=True):
         program: the first rank's program.
         size: the number of ranks, on all hosts.
         ranks: the ranks by number.
-        waits: which ranks wait for which, if waits were looked up.
+        waits: the waits of ranks for other ranks; () if the caller did not look for waits.
     """
 
     name: str
@@ -94,8 +94,8 @@ class CommunicatorView(Message, frozen=True):
 
 
 def communicators() -> list[CommunicatorView]:
-    """Returns this user's communicators on this machine that at least one rank still has open, sorted by name. Raises
-    ArgumentError if the directory of publications is not this user's own.
+    """Returns this user's communicators that at least one rank on this machine has open, sorted by name. Raises
+    ArgumentError if another user owns the directory of publications.
     """
     found = []
     for name, of in itertools.groupby(find_ranks(), lambda item: item[1].description.job):
@@ -125,7 +125,9 @@ def _with_missing(first: RankPublication, seen: dict[int, RankView]) -> dict[int
 
 
 def rank_view(publication: RankPublication) -> RankView:
-    """Returns the view of a rank. Raises ArgumentError if the rank is gone, or its publication or segment is wrong."""
+    """Returns the view of a rank. Raises ArgumentError if the rank has ended or closed the communicator, or if the
+    rank's publication or segment is wrong.
+    """
     who = publication.description
     with contextlib.closing(open_published(publication.segment, segment_bytes(who.world_size))) as memory:
         segment = ControlSegment(memory)
@@ -155,6 +157,6 @@ def _failure(segment: ControlSegment) -> tuple[int, str]:
     if not segment.aborted:
         return 0, ""
     record = segment.filed()
-    if record is None:  # a peer reported the failure to this rank
+    if record is None:  # this rank knows of the failure only from a peer
         return lib.PROXYCCL_ERROR_LOCAL, "another rank has failed"
     return record.code, str(exception_from(record, -1))

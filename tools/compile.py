@@ -1,9 +1,10 @@
 """`proxyccl compile`: compiles shipped kernels into the cache, for this machine's GPUs or for architectures by name.
-On a machine without GPUs it compiles the kernels for the CPU.
+On a machine without GPUs, the command compiles the kernels for the CPU.
 
-The kernels are those of the expert-parallel layer, for all element types, and of the collectives of a training step:
+The kernels are those of the expert-parallel layer for all element types, and those of a training step's collectives:
 collectives that only move bytes, and sums and averages of float32 and bfloat16. Compilers need no GPU, so a container
-image for a cluster can be built anywhere. Package and cache must have the same paths in the image as on the cluster.
+image with the cache can be built on any machine. The package and the cache must have the same paths in the image as on
+the cluster.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ EXPERT_KERNELS: tuple[Shipped, ...] = (
     *(
         ("experts/dispatch.h", kernel, dtype, None)
         for announced, kernel in DISPATCH_KERNELS.items()
-        if announced != "ids"  # layers that announce ids have no output buffers
+        if announced != "ids"  # a layer that announces ids has no output buffers
         for dtype in SCALED_DTYPES
     ),
     *(("experts/combine.h", "combine", dtype, None) for dtype in TOKEN_DTYPES),
@@ -56,8 +57,8 @@ def runtime_of(architecture: str) -> str:
 
 
 def compile_all(architecture: str, kernels: Sequence[Shipped]) -> tuple[int, int]:
-    """Compiles kernels with `compile_kernels`, one on each core at a time. Raises the errors of `compile_kernels`
-    and `runtime_of`.
+    """Compiles kernels with `compile_kernels`, on each core one at a time. Raises the errors of `compile_kernels` and
+    `runtime_of`.
     """
     compiler, threads = open_compiler(runtime_of(architecture)), usable_cores(len(os.sched_getaffinity(0)))
     return compile_kernels(compiler, architecture, kernels, threads)
@@ -84,7 +85,6 @@ def run(parsed: Namespace) -> int:
 
 
 def _here() -> list[str]:
-    """Returns the architectures of this machine's GPUs; an empty list if kernels run on the CPU."""
     name = os.environ.get("PROXYCCL_RUNTIME") or find_runtime()
     if name != "host":
         driver = open_driver(name)

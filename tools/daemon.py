@@ -58,7 +58,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def _idle(parsed: Namespace) -> IdlePolicy | None:
-    """Returns the idle policy that the options name, or None."""
     names = ("spin_us", "yield_us", "max_sleep_us")
     given = {name: getattr(parsed, name) for name in names if getattr(parsed, name) is not None}
     return IdlePolicy(**given) if given else None

@@ -1,4 +1,4 @@
-"""`proxyccl doctor`: reads the reports of ranks that hang, and says who waits for whom and why."""
+"""`proxyccl doctor`: reads the reports of ranks that hang, and prints which rank waits for which rank, and why."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(parsed: Namespace) -> int:
     """Prints why ranks wait. Returns 0 if the reports show the reason, else 1.
 
-    If there is only one report, it is also printed in full; if there are only daemons' reports, they are printed in
-    full. Without paths it takes this user's newest reports of one group of communicators, and notes a newer report of a
-    daemon; if there are only daemons' reports, the newest one.
+    A single report is also printed in full, and so are daemons' reports if there are no ranks' reports. Without paths,
+    the command reads this user's newest reports of one group of communicators, and notes a newer report of a daemon. If
+    no rank has written a report, it reads the newest report of a daemon.
 
     Raises:
         ReportError: a file is not a report, or there are no reports.
@@ -69,9 +69,6 @@ def run(parsed: Namespace) -> int:
 
 
 def _with_later(diagnosis: Diagnosis, files: Mapping[Path, DaemonReport]) -> Diagnosis:
-    """Adds a note on a daemon's newest report to a diagnosis, if that report is newer than all reports in the
-    diagnosis.
-    """
     path, newest = max(files.items(), key=lambda item: item[1].written, default=(None, None))
     if newest is None or newest.written <= diagnosis.written:
         return diagnosis

@@ -1,6 +1,7 @@
-"""`proxyccl info`: lists this machine's hardware and libraries; for each missing one, the reason and how to install it.
+"""`proxyccl info`: lists this machine's hardware and libraries, and says for each missing library why it is missing and
+how to install it.
 
-It queries GPU drivers for their devices, and starts no MPI job.
+The command queries GPU drivers for devices, and starts no MPI job.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Finding:
         section: the heading that lists the finding.
         name: the finding's name.
         available: whether ProxyCCL can use it.
-        detail: the finding, or the reason why it cannot be used.
+        detail: a description, or the reason why ProxyCCL cannot use it.
         advice: how to make it available; "" if there is nothing to do.
     """
 
@@ -75,8 +76,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class _Vendor:
-    """The requirements of a GPU vendor's runtime: the driver library, the Python module and its package, the device
-    file, and a variable that may hold the library's path.
+    """The requirements of a GPU vendor's runtime. `variable` is an environment variable that may name the directory of
+    the driver library.
     """
 
     library: str
@@ -86,8 +87,8 @@ class _Vendor:
     variable: str = ""
 
     def is_here(self) -> bool:
-        """Returns whether the machine may have the vendor's GPUs. If not, the package need not be imported, which would
-        take 0.1 s.
+        """Returns False if the machine lacks this vendor's GPUs, so that the caller saves the package's import of 0.1
+        s.
         """
         named = bool(self.variable and os.environ.get(self.variable))
         return named or Path(self.device_file).exists() or _loadable(self.library)
@@ -122,8 +123,7 @@ def _loadable(library: str) -> bool:
 
 
 def _describe(name: str) -> str:
-    """Describes a runtime in one line. Raises RuntimeUnavailableError."""
-    if name == "host":  # the host runtime is always available, and its import takes longer than all checks
+    if name == "host":  # not imported, because the import is slow
         return describe_cpu()
     if not _VENDORS[name].is_here():
         raise RuntimeUnavailableError("there is neither a GPU nor its driver")
@@ -154,9 +154,6 @@ def _missing_runtime(name: str, error: RuntimeUnavailableError) -> Finding:
 
 
 def _devices() -> list[Finding]:
-    """Finds the devices of the available runtimes, and for each device the other devices that its kernels can
-    access.
-    """
     findings = [Finding("Devices", "host:0", True, "peers: all ranks, as device memory is shared memory")]
     for name, vendor in _VENDORS.items():
         if not vendor.is_here():
@@ -200,7 +197,7 @@ def _rdma(root: Path = SYSFS) -> list[Finding]:
 
 
 def _device_memory() -> Finding:
-    from proxyccl.proxy.verbs.endpoint import VerbsDevice  # few machines have a device
+    from proxyccl.proxy.verbs.endpoint import VerbsDevice  # imported here, because few machines have an RDMA device
     from proxyccl.proxy.verbs.registrations import Registrations
 
     try:
@@ -219,7 +216,6 @@ def _device_memory() -> Finding:
 
 
 def _fabric() -> list[Finding]:
-    """Finds the interfaces of libfabric's providers, and the interface that ranks would use."""
     lacks = requirements.missing()
     if lacks:
         return [Finding("Fabric", "missing", False, lacks)]
@@ -239,7 +235,7 @@ def _mpi() -> list[Finding]:
         import mpi4py
 
         initialize = mpi4py.rc.initialize
-        mpi4py.rc.initialize = False  # the version is known before MPI is started
+        mpi4py.rc.initialize = False  # reading the version needs no MPI_Init
         try:
             from mpi4py import MPI
         finally:
@@ -265,7 +261,6 @@ def _compiler() -> list[Finding]:
 
 
 def _shipped() -> list[Finding]:
-    """Finds where the library's own kernels for the CPU come from."""
     source = "compiled, in this installation" if ships_kernels() else "compiled at their first use, into the cache"
     return [Finding("Kernels", "shipped", True, f"for the CPU: {source}")]
 
@@ -290,7 +285,6 @@ def _cache() -> list[Finding]:
 
 
 def _tuning() -> list[Finding]:
-    """Finds the tuning tables that communicators on this machine load if their number of ranks matches."""
     measure = "mpiexec -n RANKS python -m mpi4py -m proxyccl tune measures them; so does comm.tune() in a program"
     findings = []
     try:
@@ -303,7 +297,7 @@ def _tuning() -> list[Finding]:
         except (OSError, UntrustedPathError, ProtocolError) as error:
             findings.append(Finding("Tuning", "tables", False, f"ignored: {error}", measure))
             continue
-        if found.machine.cpu != cpu_name():  # hosts may share home directories
+        if found.machine.cpu != cpu_name():  # a table of another host that shares the home directory
             continue
         name = f"{sum(found.machine.nodes)} ranks"
         findings.append(Finding("Tuning", name, True, f"{path}, measured {found.measured}: {found.machine}"))
@@ -314,7 +308,6 @@ def _tuning() -> list[Finding]:
 
 
 def _proxies(watch: Watch) -> list[Finding]:
-    """Finds the default place of a communicator's proxies, and the running processes of proxies."""
     named = requested_place(None)
     runtime = os.environ.get("PROXYCCL_RUNTIME") or find_runtime()
     where = named or default_place(runtime)
@@ -332,8 +325,8 @@ def _proxies(watch: Watch) -> list[Finding]:
 
 
 def _idle_policies(watch: Watch) -> list[Finding]:
-    """Finds the default policy of idle threads for a rank on each core or GPU, and the policies of the running proxies,
-    with their share of a core since `watch` first looked at them.
+    """Finds the default policy of proxies' idle threads, and each running proxy's policy and share of a core. Shares
+    are averages since `watch` first saw the proxy.
     """
     cores, allowed = len(os.sched_getaffinity(0)), cores_allowed()
     quota = "" if allowed is None else f", of which control groups allow {allowed:g}"
@@ -354,14 +347,12 @@ def _idle_policies(watch: Watch) -> list[Finding]:
 
 
 def _containers() -> list[Finding]:
-    """Finds the directory in which ranks in different PID namespaces of this machine meet."""
     _, problem = usable_directory()
     advice = "mount one directory into all containers of the machine, and name it by PROXYCCL_SOCKETS"
     return [Finding("Containers", "sockets", not problem, problem or str(directory()), advice if problem else "")]
 
 
 def _agents() -> list[Finding]:
-    """Finds the agents of this user, and the path of each of their links."""
     try:
         found = find_agents()
     except ArgumentError as error:
@@ -373,7 +364,6 @@ def _agents() -> list[Finding]:
 
 
 def _environment() -> list[Finding]:
-    """Finds ProxyCCL's environment variables that are set, including misspelt ones."""
     found = []
     for name, value in set_variables().items():
         problem = problem_with(name)
@@ -382,11 +372,13 @@ def _environment() -> list[Finding]:
 
 
 def findings() -> list[Finding]:
-    """Returns all findings, in the order of the output. Watches the proxies while it makes the other findings."""
+    """Returns all findings, in the order of the output. Measures the proxies' shares of a core during the other
+    findings.
+    """
     watch = Watch()
     with contextlib.suppress(ArgumentError):  # `_idle_policies` reports the error
         watch.rates()
-    mpi = _mpi()  # before libfabric is loaded: MPI may need a newer libfabric
+    mpi = _mpi()  # before libfabric is loaded, because MPI may need a newer libfabric
     kernels = (*_shipped(), *_compiler(), *_cache())
     before = [*_runtimes(), *_devices(), *_rdma(), *_fabric()]
     after = [*mpi, *kernels, *_tuning(), *_environment()]
@@ -394,7 +386,6 @@ def findings() -> list[Finding]:
 
 
 def _marks(out: TextIO) -> tuple[str, str, str]:
-    """Marks for available and missing, and the arrow before advice, as far as the terminal can show them."""
     try:
         "✓✗→".encode(out.encoding or "ascii")
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Command-line arguments that tools share, and argument types for argparse that benchmarks also use."""
+"""Command-line arguments that several tools share, and types for argparse, which benchmarks also use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def size(text: str) -> int:
-    """Parses a number of bytes: a whole number, which may have a unit with K, M or G, such as 512, 32K or 4MiB."""
+    """Parses a number of bytes: a whole number with or without a unit, such as 512, 32K or 4MiB."""
     match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text, re.IGNORECASE)
     if match is None or int(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"expected a size in bytes, such as 512, 32K or 4M, not {text!r}")
@@ -19,7 +19,7 @@ def size(text: str) -> int:
 
 
 def show_size(nbytes: int) -> str:
-    """Formats a number of bytes in the largest unit that gives a whole number: 4096 is "4 KiB". The inverse of
+    """Formats a number of bytes in the largest unit that gives a whole number: 4096 is "4 KiB". This is the inverse of
     `size`.
     """
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
@@ -29,7 +29,7 @@ def show_size(nbytes: int) -> str:
 
 
 def whole(least: int) -> Callable[[str], int]:
-    """Makes an argument type for whole numbers of at least `least`."""
+    """Returns an argument type for whole numbers that are at least `least`."""
 
     def number(text: str) -> int:
         if not text.isdigit() or int(text) < least:
@@ -43,7 +43,7 @@ count = whole(1)
 
 
 def port(text: str) -> int:
-    """Parses a TCP port; 0 stands for any free port."""
+    """Parses a TCP port; 0 means any free port."""
     if not text.isdigit() or int(text) >= 1 << 16:
         raise argparse.ArgumentTypeError(f"expected a port from 0 to 65535, not {text!r}")
     return int(text)

@@ -7,11 +7,12 @@ src/ras/client.cc; NCCL's user guide documents it under "RAS".
     CLIENT PROTOCOL 2   -> SERVER PROTOCOL 2
     TIMEOUT seconds     -> OK
     SET FORMAT text     -> OK       or json
-    STATUS -> the status; then the server closes the connection VERBOSE STATUS      -> the same, with more ranks named
+    STATUS              -> the status; then the server closes the connection
+    VERBOSE STATUS      -> the same, with more ranks named
 
 Any other line is answered with a line that begins with "ERROR: ". Commands are not case-sensitive, and a carriage
-return before the newline is ignored. TIMEOUT bounds NCCL's wait for other processes; this server accepts it, but waits
-for nothing.
+return before the newline is ignored. TIMEOUT has no effect: in NCCL it limits the wait for other processes, and this
+server does not wait for any.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from proxyccl.tools.communicators import communicators
 
 PORT = 28028
 PROTOCOL = 2
-_MOST_LINE = 1024  # most bytes of a command's line
-_HTTP = re.compile(r" HTTP/[0-9.]+$")  # a browser may send commands in the body of a request
-_SILENCE = 60.0  # seconds after which a silent client is disconnected
+_MOST_LINE = 1024  # the largest number of bytes of a command's line
+_HTTP = re.compile(r" HTTP/[0-9.]+$")  # a web page may make a browser send commands in a request's body
+_SILENCE = 60.0  # seconds after which the server disconnects a silent client
 
 
 @contextlib.contextmanager
 def serve(address: str) -> Iterator[str]:
-    """Runs a server as a context, whose value is a text that says how to reach the server. `address` is HOST:PORT or a
-    part of it; "" stands for the address in ``NCCL_RAS_ADDR``, or else for localhost:28028.
+    """A context manager that runs a server, and whose value is a text with the server's address. `address` is
+    HOST:PORT, HOST or :PORT; "" means the address in ``NCCL_RAS_ADDR``, or localhost:28028 if that variable is not set.
 
     Raises:
         ArgumentError: `address` is not an address.
@@ -60,7 +61,7 @@ class _Client(StreamRequestHandler):
 
     def handle(self) -> None:
         while line := self.rfile.readline(_MOST_LINE + 1):
-            if len(line) > _MOST_LINE:  # NCCL's server also closes the connection
+            if len(line) > _MOST_LINE:  # closes the connection, as NCCL's server does
                 return
             command = line.decode(errors="replace").removesuffix("\n").removesuffix("\r")
             if _HTTP.search(command):

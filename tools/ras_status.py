@@ -1,8 +1,8 @@
-"""Describes communicators in the formats of NCCL's RAS subsystem: its JSON, and a similar text.
+"""Describes communicators as NCCL's RAS subsystem does: in the same JSON format, and in a similar text format.
 
-The fields, their order and the classes of errors are those of NCCL 2.30 (src/ras/client_support.cc: jsonWriteHeader and
-the functions after it, rasClientRunInit, rasClientRunComms). Two fields are added: "name", the communicator's name in
-our reports, and "host_only", which says that only the ranks of this host are visible.
+The fields, the order of the fields, and the classes of errors are those of NCCL 2.30 (src/ras/client_support.cc:
+jsonWriteHeader and the functions after it, rasClientRunInit, rasClientRunComms). ProxyCCL adds two fields: "name", the
+communicator's name in ProxyCCL's reports, and "host_only", which says that only the ranks of this host are listed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _RESULTS = {
 _STATES = {"failed": "ABORT", "leaves": "FINALIZE", "runs": "RUNNING"}
 _MISSING = {"ended": "has ended", "stopped": "is stopped", "absent": "does not have the communicator open"}
 
-_MOST_RANKS = 10  # the most ranks of one kind that are named, as NCCL's RAS_CLIENT_DETAIL_THRESHOLD
+_MOST_RANKS = 10  # the most ranks of a kind that STATUS lists, as in NCCL
 
 
 def _digest(text: str) -> int:
@@ -67,7 +67,9 @@ def _result(view: RankView) -> int:
 
 
 def as_json(communicators: Sequence[CommunicatorView], seconds: float) -> str:
-    """Returns the answer to STATUS after SET FORMAT json. Reading the communicators took `seconds`."""
+    """Returns the answer to STATUS after SET FORMAT json. `seconds` is the time that the snapshot of the communicators
+    took.
+    """
     host = host_addresses()[0]
     found = []
     for each in communicators:
@@ -129,12 +131,10 @@ def _rank(view: RankView, host: str) -> dict[str, object]:
 
 
 def _now() -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S")  # local time: clients read it with mktime
+    return time.strftime("%Y-%m-%d %H:%M:%S")  # local time, because clients parse it with mktime
 
 
 class _Summary:
-    """A communicator's status and errors, as a line of NCCL's table shows them."""
-
     def __init__(self, of: CommunicatorView) -> None:
         self.of = of
         self.states = Counter(_state(view) for view in of.present)
@@ -153,7 +153,6 @@ class _Summary:
 
     @property
     def group(self) -> tuple[int, str, str]:
-        """The values by which the table groups communicators into lines."""
         return -self.of.size, self.status, self.errors
 
 
@@ -162,7 +161,9 @@ def _state(view: RankView) -> str:
 
 
 def as_text(communicators: Sequence[CommunicatorView], seconds: float, *, verbose: bool) -> str:
-    """Returns the answer to STATUS, or to VERBOSE STATUS, which may name more than ten ranks of one kind."""
+    """Returns the answer to STATUS, which lists at most ten ranks of each kind, or, if `verbose` is set, to VERBOSE
+    STATUS, which lists all ranks.
+    """
     return "\n".join(map(shown, _lines(communicators, seconds, len if verbose else lambda _: _MOST_RANKS))) + "\n"
 
 
@@ -249,7 +250,7 @@ def _by_value(
     words: Callable[[object], str],
     most: Callable[[Sequence[object]], int],
 ) -> Iterator[str]:
-    """Returns a line for each value, and the ranks that do not have the most frequent value."""
+    """Yields a line for each value, and, except for the most frequent value, the ranks that have the value."""
     by_value: dict[object, list[RankView]] = {}
     for view in ranks:
         by_value.setdefault(value_of(view), []).append(view)

@@ -1,4 +1,4 @@
-"""Prints tables with any columns, for all tools."""
+"""Prints tables, for all tools."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Column:
         title: the heading.
         unit: the text under the title.
         width: the width in characters.
-        spec: how a value is formatted; None is shown as "-".
+        spec: the format specification of values; the value None is printed as "-".
         left: whether to align to the left.
     """
 
@@ -37,7 +37,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A table that is printed row by row, as the rows become known."""
+    """A table that is printed row by row."""
 
     columns: Sequence[Column]
     out: TextIO = field(default_factory=lambda: sys.stdout)

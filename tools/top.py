@@ -1,4 +1,6 @@
-"""`proxyccl top`: shows the activity of this machine's proxies, as a refreshed table, as one table, or as JSON."""
+"""`proxyccl top`: shows the activity of this machine's proxies, as a table that is refreshed, as a single table, or as
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -54,16 +56,14 @@ def _mean_flush(channels: Sequence[ChannelRates]) -> float | None:
 
 
 def share_of_a_core(service: ServiceRates) -> str:
-    """Returns the CPU time of a service's busiest thread as a share of a core, in percent; a dash if that is
-    not known.
-    """
+    """Returns the CPU time of a service's busiest thread in percent of a core; "-" if the time is not known."""
     shares = [worker.core for worker in service.workers if worker.core is not None]
     return f"{max(shares):.0%}" if shares else "-"
 
 
 def _values(channels: Sequence[ChannelRates], errors: int) -> tuple[object, ...]:
-    """Returns the cells from "triggers" to "errors", for one channel or all. Channels may share rings and
-    connections.
+    """Returns the cells from "triggers" to "errors" for the channels together. A ring or connection that several
+    channels share is counted once.
     """
     rings = {channel.ring: channel for channel in channels}.values()
     connections = {(channel.worker, channel.connection): channel for channel in channels}.values()
@@ -115,7 +115,6 @@ def table_of(services: list[ServiceRates]) -> str:
 
 
 def _fitting(text: str) -> str:
-    """Returns those first lines of a text that fit into the terminal."""
     lines, height = text.splitlines(), shutil.get_terminal_size().lines - 2
     if len(lines) <= height:
         return text
@@ -156,8 +155,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(parsed: Namespace) -> int:
-    """Runs the command. Returns the exit code: 1 if neither a proxy nor an agent runs. The JSON output does not contain
-    agents.
+    """Runs the command. Returns the exit code: 1 if neither a proxy nor an agent runs. The JSON output contains only
+    proxies.
     """
     job, process = parsed.job, options.selected_process(parsed.daemon)
     if parsed.web is not None:

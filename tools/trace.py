@@ -1,7 +1,8 @@
 """`proxyccl trace`: records the activity of this machine's proxies and agents in Chrome's trace format.
 
-Perfetto (https://ui.perfetto.dev) and chrome://tracing show such a file. The format is documented as "Trace Event
-Format". A schedule's send is shown as the equivalent trigger, with the schedule in place of a ring and a ticket.
+Perfetto (https://ui.perfetto.dev) and chrome://tracing display files in this format, whose documentation is "Trace
+Event Format". A send of a schedule is recorded like a trigger, with the schedule's number instead of a ring and a
+ticket.
 """
 
 from __future__ import annotations
@@ -35,13 +36,11 @@ from proxyccl.tools import options
 from proxyccl.tools.options import show_size
 from proxyccl.tools.results import versions
 
-_FETCH_EVERY = 0.005  # seconds between two fetches
+_FETCH_EVERY = 0.005  # seconds between two fetches of records
 
 
 def _alike(traced: TracedTrigger) -> tuple[object, ...]:
-    """Returns what equal triggers have in common: consecutive triggers for which this is equal are shown as one
-    event.
-    """
+    """Returns a key of a trigger. Consecutive triggers with equal keys are shown as one event."""
     trigger = traced.trigger
     return traced.worker, traced.look, trigger.channel, trigger.operation, trigger.size, traced.completed_ns
 
@@ -53,8 +52,8 @@ def _name_of(run: list[TracedTrigger]) -> str:
 
 
 class _Lanes:
-    """The tracks of one channel; events that overlap need separate tracks. `add` makes a track of a name, and returns
-    the track's number.
+    """The tracks of one channel. Events that overlap in time need separate tracks. `add` makes a track with a name, and
+    returns the track's number.
     """
 
     def __init__(self, add: Callable[[str], int], name: str) -> None:
@@ -65,7 +64,7 @@ class _Lanes:
         self._taken: list[tuple[int, int]] = []  # a heap of (time until which the track is taken, track)
 
     def take(self, begin: int, end: int) -> int:
-        """Takes the first track that is free at `begin`, or a new one, until `end`. `begin` must not decrease between
+        """Reserves a track from `begin` to `end`: the first free track, or a new one. `begin` must not decrease between
         calls.
         """
         while self._taken and self._taken[0][0] <= begin:
@@ -80,8 +79,8 @@ class _Lanes:
 
 
 class _Events:
-    """The events of one process of the file, by its number there. `start_ns` is the time that is 0 in the file; `write`
-    is called with each event as JSON.
+    """The events of one process in the trace file. `pid` is the process's number in the file, `start_ns` is the time
+    that becomes 0 in the file, and `write` is called with each event as JSON.
     """
 
     def __init__(self, pid: int, start_ns: int, write: Callable[[str], object]) -> None:
@@ -96,7 +95,6 @@ class _Events:
             self._write(json.dumps(event))
 
     def _track(self, name: str) -> int:
-        """Adds a track below the other tracks. Returns the track's number, which is unique within the process."""
         number = next(self._tracks)
         self._describe("thread", number, name, number)
         return number
@@ -110,8 +108,6 @@ class _Events:
 
 
 class _Agent(_Events):
-    """The events of one agent: a track for each peer and path. The arguments are those of `_Events`."""
-
     def write(self, trace: AgentTrace) -> None:
         agent = trace.agent
         self._describe("process", 0, f"agent {agent.name} ({agent.program}, process {agent.pid})", self._pid)
@@ -128,7 +124,7 @@ class _Agent(_Events):
 
 
 class _Process(_Events):
-    """The events of one service. `end_ns` is the end that is shown for triggers whose completion was not recorded."""
+    """The events of one service. `end_ns` is the end in the file for triggers whose completion was not recorded."""
 
     def __init__(
         self, pid: int, trace: ServiceTrace, start_ns: int, end_ns: int, write: Callable[[str], object]
@@ -192,7 +188,7 @@ class _Process(_Events):
 
 
 def write_trace(path: Path, traces: list[ServiceTrace], agents: Sequence[AgentTrace] = ()) -> None:
-    """Writes traces to a file, in which each service and each agent is a process."""
+    """Writes traces to a file. In the file, each service and each agent is a process."""
     begins = [traced.seen_ns for trace in traces for traced in trace.triggers]
     begins += [transfer.posted_ns for agent in agents for transfer in agent.transfers]
     start = min(begins, default=0)
@@ -218,7 +214,7 @@ def write_trace(path: Path, traces: list[ServiceTrace], agents: Sequence[AgentTr
 
 
 class _Ended:
-    """A context that records whether Ctrl-C or SIGTERM has ended the recording. Use it only in the main thread."""
+    """A context manager that records in `by_signal` whether Ctrl-C or SIGTERM came. Use it only in the main thread."""
 
     def __init__(self) -> None:
         self.by_signal = False
@@ -243,17 +239,17 @@ def record(
     most: int = MOST_TRIGGERS,
     ended: Callable[[], bool] = lambda: False,
 ) -> tuple[list[ServiceTrace], list[AgentTrace]]:
-    """Records the chosen services and agents for some seconds, or until `ended` returns True.
+    """Records the selected services and agents for `seconds`, or until `ended` returns True.
 
     Args:
         seconds: how long to record.
-        job, ranks, process: see `find`. Agents belong to no job and have no rank.
-        most: the largest number of triggers to keep, of all services together; the first ones are kept. See
+        job, ranks, process: select services; see `find`. Agents are recorded only if job and ranks are None.
+        most: the largest number of triggers to keep, over all services; later triggers are only counted. See
             `Allowance`.
-        ended: a function that returns whether to end earlier.
+        ended: a function that returns whether to stop before `seconds` have passed.
 
     Raises:
-        ResourceError: no such service or agent runs, or another process traces one of the services.
+        ResourceError: no selected service or agent runs, or another process traces one of the services.
     """
     allowance = Allowance(most)
     with contextlib.ExitStack() as opened:
@@ -301,7 +297,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(parsed: Namespace) -> int:
-    """Runs the command, which Ctrl-C or SIGTERM ends earlier. Returns the exit code. Raises the errors of `record`."""
+    """Runs the command until the time is over, or until Ctrl-C or SIGTERM. Returns the exit code. Raises the errors of
+    `record`.
+    """
     path, process = parsed.output, options.selected_process(parsed.daemon)
     with _Ended() as ended:
         traces, agents = record(parsed.seconds, parsed.job, parsed.ranks, process, parsed.most, lambda: ended.by_signal)

@@ -1,4 +1,6 @@
-"""`proxyccl tune`: measures the algorithms of all collectives with the ranks of an MPI job, and keeps the tables."""
+"""`proxyccl tune`: measures the algorithms of all collectives with the ranks of an MPI job, and stores the tuning
+tables.
+"""
 
 from __future__ import annotations
 

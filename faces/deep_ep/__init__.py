@@ -1,8 +1,8 @@
 """DeepEP's interface: ``from proxyccl.deep_ep import Buffer``. With the distribution proxyccl-deep-ep, programs can
-also import it as `deep_ep`.
+also import this package as `deep_ep`.
 
-`Buffer` follows DeepEP 1.2.1 and `ElasticBuffer` DeepEP 2.1.0: names, arguments, defaults, shapes and meanings. Both
-translate calls to those of `EPAll2AllLayer`, and add no mechanism. A call that uses an unsupported feature raises
+`Buffer` has the names, arguments, defaults, shapes and meanings of DeepEP 1.2.1, and `ElasticBuffer` those of DeepEP
+2.1.0. Both classes translate their calls to calls of `EPAll2AllLayer`. A call that uses an unsupported feature raises
 NotImplementedError, which names the feature.
 """
 

@@ -1,4 +1,4 @@
-"""Checks DeepEP's arguments before anything moves, and puts DeepEP's names into the errors of the layers below."""
+"""Checks DeepEP's arguments before data is sent, and replaces names in the errors of layers by DeepEP's names."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ _IDENTIFIER = re.compile(r"\b[a-z]+(?:_[a-z]+)+\b")
 
 @dataclass(frozen=True)
 class Names:
-    """DeepEP's names for the names in a layer's errors.
+    """The names of DeepEP that replace names in the errors of a layer.
 
     Attributes:
         arguments: DeepEP's argument for each of the layer's arguments.
-        words: what replaces other words in the layer's error texts."""
+        words: the replacements of other words in the layer's error texts.
+    """
 
     arguments: Mapping[str, str]
     words: Mapping[str, str] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
-        """A context that puts DeepEP's names into the errors that are raised inside."""
+        """A context manager that puts DeepEP's names into the errors raised in its block."""
         try:
             yield
         except (ArgumentError, CapacityError) as error:
@@ -107,8 +108,8 @@ ELASTIC = Names(
 def require_tensor(
     argument: str, x: Any, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...] = ()
 ) -> torch.Tensor:
-    """Returns the argument `x`. Raises ArgumentError unless it is a tensor of this shape, in which None stands for any
-    number, and has one of `dtypes`, if there are any.
+    """Returns `x`. Raises ArgumentError unless `x` is a tensor of the given shape, where None matches any size, and of
+    a type in `dtypes` (any type if `dtypes` is empty).
     """
     if not isinstance(x, torch.Tensor):
         raise ArgumentError(argument, f"must be a tensor, not {type(x).__name__}")
@@ -139,19 +140,19 @@ def bytes_of(group: Group, argument: str, tensor: Any) -> tuple[torch.Tensor, Ar
 
 
 def require_beside(argument: str, x: torch.Tensor, rows: torch.Tensor) -> None:
-    """Raises ArgumentError unless the tensor `x` is on the device of the rows, which are the caller's argument x."""
+    """Raises ArgumentError unless the tensor `x` is on the same device as `rows`."""
     if x.device != rows.device:
         raise ArgumentError(argument, f"is on {x.device}; expected {rows.device}, where x is")
 
 
 def require_ids(topk_idx: Any, tokens: int | None = None) -> torch.Tensor:
-    """Returns the argument `topk_idx`. Raises ArgumentError unless it is a tensor of integers, [tokens, topk]."""
+    """Returns `topk_idx`. Raises ArgumentError unless `topk_idx` is a tensor of integers, [tokens, topk]."""
     return require_tensor("topk_idx", topk_idx, (tokens, None), (torch.int32, torch.int64))
 
 
 def require_bias(bias: Any, tokens: int, hidden: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Returns the tensors of the argument `bias`. Raises ArgumentError unless there are at most two, each [tokens,
-    hidden].
+    """Returns the tensors of the argument `bias`. Raises ArgumentError unless `bias` has at most two tensors, each
+    [tokens, hidden].
     """
     given = [each for each in (bias if isinstance(bias, tuple) else (bias,)) if each is not None]
     if len(given) > MOST_ADDED:
@@ -165,7 +166,7 @@ def require_stats(stats: Any, experts: int) -> None:
 
 
 def require_seconds(argument: str, value: Any) -> float:
-    """Returns the argument `value`. Raises ArgumentError unless it is a finite number of seconds, 0 or more."""
+    """Returns `value` as a float. Raises ArgumentError unless `value` is a finite number of seconds, 0 or more."""
     is_number = isinstance(value, (int, float)) or hasattr(value, "__index__")
     if isinstance(value, bool) or not is_number or not 0 <= value < math.inf:
         raise ArgumentError(argument, f"must be a number of seconds, not {value!r}")
@@ -177,8 +178,8 @@ def refuse(what: str, reason: str) -> NotImplementedError:
 
 
 def refuse_unknown(call: str, options: Mapping[str, Any]) -> None:
-    """Raises NotImplementedError, which names the keyword, if there is an unknown keyword whose value is not None or
-    False. Keywords with these two values are allowed, because callers of DeepEP's forks pass many of them.
+    """Raises NotImplementedError, which names the keyword, if an unknown keyword's value is neither None nor False.
+    Unknown keywords with the value None or False are allowed, because programs for DeepEP's forks pass many of them.
     """
     for name, value in options.items():
         if value is not None and value is not False:

@@ -1,4 +1,4 @@
-"""Buffer: the calls of DeepEP 1.2.1, on tensors of GPUs and, on the host runtime, of CPUs."""
+"""`Buffer`, with the calls of DeepEP 1.2.1, for GPU tensors and, on the host runtime, for CPU tensors."""
 
 from __future__ import annotations
 
@@ -29,21 +29,20 @@ class Buffer(Connected):
 
     Args:
         group: a process group of torch, of any backend, or a `Communicator`; or None with `comm`.
-        num_nvl_bytes, num_rdma_bytes: only stored as attributes, for callers that read them again. Memory is allocated
-            when a call needs it.
-        low_latency_mode: only stored as an attribute; every buffer works in both modes.
+        num_nvl_bytes, num_rdma_bytes: stored as attributes, without other effect. Memory is allocated when a call needs
+            it.
+        low_latency_mode: stored as an attribute, without other effect; every buffer works in both modes.
         num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: without effect.
         explicitly_destroy: whether the caller calls `destroy`. Otherwise the memory lives until the process ends.
-        enable_shrink: whether the buffer continues after ranks are lost. The call in which a rank is lost raises an
-            error that names this rank, on all ranks. The next dispatch runs on the remaining ranks: it sends nothing to
-            the lost ranks' experts, and all shapes stay the same. See `low_latency_query_mask_buffer`.
+        enable_shrink: whether the buffer continues after ranks are lost. The call during which a rank is lost raises an
+            error that names the lost rank, on all remaining ranks. The next dispatch runs on the remaining ranks, sends
+            nothing to the lost ranks' experts, and keeps all shapes. See `low_latency_query_mask_buffer`.
         comm: an MPI communicator, instead of `group`.
 
     Attributes:
-        num_sms: the largest number of multiprocessors that a kernel takes, for calls without a config; `set_num_sms`
+        num_sms: the largest number of multiprocessors that a kernel of a call without a config takes; `set_num_sms`
             sets it.
-        rank, group_size, group: this rank's number, the number of ranks, and the group, as they were before any rank
-            was lost.
+        rank, group_size, group: this rank's number, the number of ranks, and the group, all including lost ranks.
         communicator: the communicator of the remaining ranks, for calls that DeepEP lacks.
 
     Raises:
@@ -102,12 +101,12 @@ class Buffer(Connected):
 
     @staticmethod
     def capture() -> EventOverlap:
-        """Returns an event after all work that is queued on the current stream now."""
+        """Returns an event that follows all work queued on the current stream so far."""
         return EventOverlap(EventHandle())
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
-        """Returns the default config of a dispatch or combine, which is the same for any number of ranks."""
+        """Returns the default config, which is the same for any number of ranks."""
         return Config(Buffer.num_sms)
 
     get_combine_config = get_dispatch_config
@@ -116,14 +115,14 @@ class Buffer(Connected):
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Returns the number of bytes that callers pass as `num_rdma_bytes`; see `low_latency_size_hint`."""
+        """Returns the number of bytes that low-latency mode needs, which callers pass as `num_rdma_bytes`."""
         return low_latency_size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
 
     def get_local_buffer_tensor(
         self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
     ) -> torch.Tensor:
-        """Returns a tensor without elements, because there is no buffer of a fixed layout. Callers that clear the whole
-        buffer then clear nothing.
+        """Returns a tensor without elements, because there is no buffer of a fixed layout. Clearing this tensor does
+        nothing.
 
         Raises:
             NotImplementedError: the caller requests a part of the buffer.
@@ -189,22 +188,21 @@ class Buffer(Connected):
         Args:
             x: [T, hidden] of bfloat16 (or float16, float32, float64); or a pair of float8_e4m3fn rows and their scales,
                 [T, n] or [T] of float32 or int32.
-            handle: the handle of an earlier dispatch, whose routing is reused; None to dispatch anew. With a handle,
+            handle: the handle of an earlier dispatch, whose routing is reused; None for a new routing. With a handle,
                 omit the arguments from num_tokens_per_rank to num_worst_tokens.
             num_tokens_per_rank, num_tokens_per_rdma_rank: ignored.
             is_token_in_rank, num_tokens_per_expert: as `get_dispatch_layout` returned them.
             topk_idx: int64 or int32 [T, topk]: the experts of each token; -1 in a slot without an expert. With None,
-                each token goes to its ranks in is_token_in_rank, at most 16, and the returned numbers of rows per
-                expert are the sums of what the ranks passed as num_tokens_per_expert. Either all ranks pass topk_idx,
-                or no rank does.
+                each token goes to its ranks in is_token_in_rank, at most 16, and the returned number of rows of each
+                expert is the sum of the ranks' num_tokens_per_expert. Either all ranks pass topk_idx, or no rank does.
             topk_weights: float32 [T, topk], or None. Either all ranks pass weights, or no rank does.
             expert_alignment: the returned number of rows of each expert is rounded up to a multiple of this number.
             num_worst_tokens: the number of rows of every output, the same on all ranks; 0 for outputs of the exact
-                size, for which the CPU waits. If it is not 0, the number of tokens that a rank can send is limited to
-                num_worst_tokens / ranks, or to the largest number of any rank in the first such call if that is more.
-                It also works across nodes.
-            config: its num_sms limits the number of multiprocessors; None for `Buffer.num_sms`. All ranks pass the
-                same.
+                size, for which the CPU waits. If it is not 0, a rank can send at most num_worst_tokens / ranks tokens,
+                or as many as the rank with the most tokens sent in the first such call if that is more. This argument
+                also works across nodes.
+            config: its num_sms limits the number of multiprocessors; None for `Buffer.num_sms`. All ranks pass the same
+                number.
             previous_event, async_finish, allocate_on_comm_stream: as for `get_dispatch_layout`.
 
         Returns:
@@ -297,7 +295,7 @@ class Buffer(Connected):
     # -- low-latency mode ---
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
-        """Does nothing: the two modes share no memory, so none needs clearing between them."""
+        """Does nothing: normal mode and low-latency mode share no memory, so a change of mode needs no clearing."""
 
     def low_latency_dispatch(
         self,
@@ -316,8 +314,8 @@ class Buffer(Connected):
     ) -> tuple[Rows, torch.Tensor, Handle, EventOverlap, Callable[[], None] | None]:
         """Sends each token to its experts. The output has room for the largest number of rows that an expert can get.
 
-        Two dispatches with hooks, and their combines, can be in progress at the same time. A third dispatch first
-        receives the rows of the first one, if the first one's hook was not called.
+        Two dispatches with hooks, and their combines, can be in progress at the same time. If the hook of the first
+        dispatch was not called, a third dispatch first receives the first dispatch's rows.
 
         Args:
             x: bfloat16 [T, hidden], any hidden size; with use_fp8 a multiple of 128.
@@ -340,8 +338,9 @@ class Buffer(Connected):
             a pair of such rows in float8_e4m3fn and their scales, float32 [..., hidden / 128] or int32 [..., hidden /
             512], in which the scales of consecutive rows are adjacent in memory; the number of rows of each expert,
             int32 [experts of this rank]; the handle; the event; and the hook, or None without return_recv_hook. Raises
-            the errors of `dispatch`, and CapacityError if an expert got more rows than it has room for. On GPUs the CPU
-            does not wait for the call, so wrong ids and rows without room are dropped instead.
+            the errors of `dispatch`, and CapacityError if an expert got more rows than the output has room for. On
+            GPUs, rows with wrong ids and rows without room are dropped without an error, because the CPU does not wait
+            for the call.
         """
         if others:
             refuse_unknown("low_latency_dispatch", others)
@@ -406,19 +405,20 @@ class Buffer(Connected):
 
     def get_next_low_latency_combine_buffer(self, handle: Any) -> torch.Tensor:
         """Returns a tensor for the experts' results, bfloat16, of the shape of the dispatch's rows. Each handle has its
-        own tensor, so that batches in progress do not overwrite each other's results.
+        own tensor, so that two batches in progress do not overwrite each other's results.
         """
         self._require_current(handle, "padded")
         results: torch.Tensor = handle.combine_buffer
         return results
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Masks a rank, which the next dispatch then excludes, or unmasks it if that dispatch was not made yet. All
-        remaining ranks make this call with the same arguments. An excluded rank can no longer use the buffer: its
-        calls raise an error.
+        """Masks a rank, so that the next dispatch excludes it; or, before that dispatch, unmasks the rank. All
+        remaining ranks make this call with the same arguments. An excluded rank can no longer use the buffer: its calls
+        raise an error.
 
         Raises:
-            ArgumentError: rank_to_mask is this rank or not a rank, or the buffer was made without enable_shrink.
+            ArgumentError: rank_to_mask is this rank or no rank of the buffer, or the buffer was made without
+                enable_shrink.
             NotImplementedError: the rank was lost, so it can't be unmasked.
         """
         self._usable()
@@ -453,8 +453,8 @@ class Buffer(Connected):
         self._masks.clean()
 
     def _layers_of_the_left(self) -> Layers:
-        """Returns the layers for a dispatch. After ranks were lost or masked, all remaining ranks together first make a
-        communicator without these ranks, and new layers.
+        """After ranks were lost or masked, all remaining ranks first make a communicator without these ranks, and new
+        layers.
         """
         layers = self._layers
         if layers is not None and not self.enable_shrink:
@@ -466,7 +466,7 @@ class Buffer(Connected):
         self.communicator = before.shrink(exclude=self._masks.numbers_in(before))
         self._masks.lose_all_but(self.communicator)
         if self._owned and not before.closed:
-            before.group.close(reason="ranks were masked")  # without the lost ranks
+            before.group.close(reason="ranks were masked")
         self._owned = True
         self._layers = Layers(self.communicator, self._masks.lost)
         return self._layers

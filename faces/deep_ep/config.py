@@ -1,4 +1,4 @@
-"""The numbers by which callers tune DeepEP's kernels and size its buffers."""
+"""The numbers with which programs for DeepEP tune kernels and compute the sizes of buffers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from proxyccl.channels.expert_parallel.arguments import MAX_NUMBER, whole_number
 from proxyccl.channels.expert_parallel.geometry import aligned
 
-_RANKS_OF_A_NODE = 8  # with more ranks, DeepEP needs a buffer for RDMA
+_RANKS_OF_A_NODE = 8  # with more ranks, DeepEP needs an RDMA buffer
 ELASTIC_ALIGNMENT = 2 << 20
 """The sizes of an ElasticBuffer, in bytes, are multiples of this number."""
 MOST_BYTES = 2**62
@@ -16,11 +16,10 @@ MOST_BYTES = 2**62
 
 @dataclass(frozen=True)
 class Config:
-    """The tuning of a call. Only `num_sms` has an effect: the largest number of multiprocessors that a kernel takes.
+    """The tuning of a call. Only `num_sms`, the largest number of multiprocessors that a kernel takes, has an effect.
 
-    DeepEP sends rows in chunks, and the size hints are the sizes of its chunks' buffers. ProxyCCL has no chunks: the
-    size of its memory follows from the largest number of tokens of a rank, and the memory is allocated when a call
-    needs it. Callers pass the hints to `Buffer`, which only stores them.
+    DeepEP sends rows in chunks, and the size hints are the sizes of the chunks' buffers. Callers pass the hints to
+    `Buffer`, which stores them without other effect, because ProxyCCL has no chunks.
 
     Raises:
         ArgumentError: a number is not a positive integer.
@@ -35,7 +34,7 @@ class Config:
     def __post_init__(self) -> None:
         for name in _SIZES:
             value = getattr(self, name)
-            if type(value) is not int or not 0 < value <= MAX_NUMBER:  # numpy's numbers become plain ints
+            if type(value) is not int or not 0 < value <= MAX_NUMBER:  # converts numpy's integers to int
                 object.__setattr__(self, name, whole_number(name, value, 1))
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
@@ -63,8 +62,9 @@ _SIZES = tuple(each.name for each in fields(Config))
 
 
 def low_latency_size_hint(max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
-    """Returns the number of bytes of a low-latency dispatch and combine in bfloat16: `max_tokens` rows for each rank,
-    twice, and `max_tokens` rows for each expert. Callers pass this number to `Buffer`, which only stores it.
+    """Returns the number of bytes of a low-latency dispatch and combine in bfloat16: 2 * `max_tokens` rows for each
+    rank, and `max_tokens` rows for each expert. Callers pass this number to `Buffer`, which stores it without other
+    effect.
     """
     max_tokens = whole_number("num_max_dispatch_tokens_per_rank", max_tokens, 0)
     hidden, num_ranks = whole_number("hidden", hidden, 0), whole_number("num_ranks", num_ranks, 1)
@@ -73,8 +73,8 @@ def low_latency_size_hint(max_tokens: int, hidden: int, num_ranks: int, num_expe
 
 
 def elastic_size_hint(ranks: int, max_tokens: int, hidden: int, topk: int, *, float8: bool) -> int:
-    """Returns the number of bytes of the rows of a dispatch, or of a combine in bfloat16 if these take more. A dispatch
-    has `max_tokens` rows from each rank. Callers pass this number to `ElasticBuffer`, which only stores it.
+    """Returns the larger of two numbers of bytes: of the rows of a dispatch, which has `max_tokens` rows from each
+    rank, and of the rows of a combine in bfloat16.
     """
     max_tokens = whole_number("num_max_tokens_per_rank", max_tokens, 0)
     hidden, topk = whole_number("hidden", hidden, 0), whole_number("num_topk", topk, 0)

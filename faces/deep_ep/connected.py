@@ -1,5 +1,5 @@
-"""`Connected`, the base class of both kinds of buffer, has a communicator, its layers, and a stream for asynchronous
-calls. `ElasticBase` is the base class of the classes with an ElasticBuffer's calls.
+"""`Connected`, the base class of `Buffer` and `ElasticBuffer`, has a communicator, its layers, and a stream for
+asynchronous calls. `ElasticBase` is the common base of the classes that together make `ElasticBuffer`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from proxyccl.device.errors import ArgumentError, CapacityError, ClosedError
 
 T = TypeVar("T")
 LEAST_TIMEOUT_SECONDS = 100.0
-"""The smallest time-out of a buffer's waits. It is long, because callers compile kernels between their calls, and a
-rank may take longer than others.
+"""The smallest time-out of a buffer's waits. It is long, because a rank may compile kernels between two calls while
+other ranks wait.
 """
 
 
 class Connected:
-    """The communicator, the layers and the stream of a buffer. See `ElasticBuffer` for the types of groups.
+    """The communicator, the layers and the stream of a buffer.
 
     Attributes:
         communicator: the communicator of the buffer's ranks, for calls that DeepEP lacks.
@@ -37,7 +37,7 @@ class Connected:
     def __init__(self, source: Any, *, explicitly_destroy: bool, timeout: float = LEAST_TIMEOUT_SECONDS) -> None:
         self.group, self.explicitly_destroy = source, as_flag(explicitly_destroy, "explicitly_destroy")
         self._owned = not isinstance(source, Communicator)
-        if self._owned:  # opened on torch's current GPU
+        if self._owned:  # the communicator uses torch's current GPU
             device = torch.cuda.current_device() if torch.cuda.is_available() else None
             source = Communicator(source, device=device, timeout=max(timeout, timeout_from(None)))
         self.communicator: Communicator = source
@@ -68,9 +68,6 @@ class Connected:
         return self._layers
 
     def _require_current(self, handle: Any, *layouts: str) -> Routing:
-        """Returns the `Routing` of a handle. Raises ArgumentError unless the handle is from a dispatch of this buffer
-        since ranks were last lost, and, if layouts are given, the dispatch's layer has one of these layouts.
-        """
         routing, layers = routing_of(handle), self._layers
         if layers is None or routing.layer.ctx not in layers.all:
             self._usable()
@@ -80,9 +77,6 @@ class Connected:
         return routing_of(handle, *layouts) if routing.layer.layout not in layouts else routing
 
     def _once(self, finish: Callable[[], None], layer: EPAll2AllLayer, names: Names) -> Callable[[], None]:
-        """Returns a hook that calls `finish`, the second half of a call of `layer`. If the hook is called again, it
-        raises ArgumentError.
-        """
         was_called = False
 
         def hook() -> None:
@@ -106,14 +100,14 @@ class Connected:
         *,
         apart: bool,
     ) -> tuple[T, EventOverlap]:
-        """Makes a call on the current stream, or on the buffer's stream if `apart` is set. Returns its result and
-        event.
+        """Calls `call` on the current stream, or on the buffer's stream if `apart` is set. Returns the result and the
+        event of the call.
 
         Args:
             events: the events that the call waits for, each an event or None. An asynchronous call whose first event is
                 None waits for the current stream.
             used: the tensors and handles that the call uses, in nested tuples.
-            names: DeepEP's names of a layer's arguments, which errors then use.
+            names: DeepEP's names of a layer's arguments, for error messages.
             apart: whether the call is asynchronous: the current stream does not wait for it.
         """
         if apart is False and events.count(None) == len(events):
@@ -151,7 +145,7 @@ class Connected:
             event = EventHandle()
         finally:
             torch.cuda.set_stream(current)
-        if not torch.cuda.is_current_stream_capturing():  # a graph keeps the memory that it uses
+        if not torch.cuda.is_current_stream_capturing():  # a CUDA graph keeps the memory that it uses
             for tensor in _tensors(used):
                 tensor.record_stream(self._stream)
             for tensor in _tensors(result):
@@ -160,7 +154,7 @@ class Connected:
 
 
 class ElasticBase(Connected):
-    """The ranks and the stated size of an ElasticBuffer, for the classes with its calls. `ElasticBuffer` sets and
+    """The ranks and the size of an ElasticBuffer, for the classes that define its methods. `ElasticBuffer` sets and
     describes the attributes.
     """
 
@@ -198,7 +192,6 @@ class ElasticBase(Connected):
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors in nested tuples and lists. For a handle, yields the tensors in its tables and attributes."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, (tuple, list)):

@@ -1,5 +1,5 @@
-"""ElasticBuffer, with the calls of DeepEP 2.1.0. This module has the calls for mixtures of experts; the base classes
-have the other calls.
+"""ElasticBuffer, with the calls of DeepEP 2.1.0. This module has the calls for mixtures of experts; ElasticBuffer's
+base classes have its other calls.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
 
     Args:
         group: a process group of torch, of any backend, an MPI communicator, or a `Communicator`.
-        num_bytes: a limit for some calls, and an attribute that callers read; None for the result of
+        num_bytes: the limit for the sizes of pipelines, sessions and storage; None for the result of
             `get_buffer_size_hint`. Memory is allocated when a call needs it.
         num_cpu_bytes: the part of num_bytes for the rows of `engram_write`, in the host's memory; a multiple of 2 MiB.
-        num_max_tokens_per_rank: the largest number of tokens of one rank, for dispatches without this argument; the
-            same on all ranks.
+        num_max_tokens_per_rank: the default of a dispatch's argument of the same name; the same on all ranks.
         hidden, num_topk, use_fp8_dispatch: the arguments of `get_buffer_size_hint` if num_bytes is None.
         deterministic: without effect: the order of rows is always deterministic.
         allow_hybrid_mode: if True, each node is one scaleout rank; if False, all ranks are scaleup ranks. This changes
-            only numbers that callers read, not how rows are sent.
-        allow_multiple_reduction: with do_expand on one node, whether each rank first sums a token's rows that it has,
-            which sends less data but rounds twice. Across nodes it must be True.
+            only attributes, not how rows are sent.
+        allow_multiple_reduction: whether, in a combine with do_expand on one node, each rank first sums its rows of the
+            same token, which sends less data but rounds twice. Across nodes, this argument must be True.
         prefer_overlap_with_compute: whether calls without num_sms use 24 multiprocessors instead of 64.
         sl_idx, num_allocated_qps: without effect.
-        num_cpu_timeout_secs, num_gpu_timeout_secs: the time-out of every wait is the largest of these two numbers, 100
-            s and PROXYCCL_TIMEOUT. If the group is a `Communicator`, its own time-out holds instead.
+        num_cpu_timeout_secs, num_gpu_timeout_secs: the time-out of every wait is the largest of the two arguments, 100
+            s and PROXYCCL_TIMEOUT. If the group is a `Communicator`, its time-out is used instead.
         explicitly_destroy: whether the caller calls `destroy`. Otherwise the memory lives until the process ends.
 
     Attributes:
         rank_idx, num_ranks: this rank's number, and the number of ranks.
-        num_rdma_ranks, num_nvlink_ranks: the numbers of nodes, and of ranks of a node.
-        num_scaleout_ranks, num_scaleup_ranks: the numbers of scaleout and of scaleup ranks; see allow_hybrid_mode.
+        num_rdma_ranks, num_nvlink_ranks: the number of nodes, and the number of ranks on each node.
+        num_scaleout_ranks, num_scaleup_ranks: the number of scaleout ranks, and the number of scaleup ranks; see
+            allow_hybrid_mode.
         scaleout_rank_idx, scaleup_rank_idx: this rank's number among the scaleout and among the scaleup ranks.
         communicator: the communicator of the ranks, for calls that DeepEP lacks.
 
@@ -139,19 +139,19 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
         allow_hybrid_mode: bool = True,
         allow_multiple_reduction: bool = True,
     ) -> int:
-        """Returns the number of bytes that callers compare with `num_bytes`: a multiple of 2 MiB; see
-        `elastic_size_hint`.
+        """Returns the size of a buffer for these arguments, in bytes: a multiple of 2 MiB, which callers compare with
+        `num_bytes`.
         """
         float8 = as_flag(use_fp8_dispatch, "use_fp8_dispatch")
         return elastic_size_hint(size_of(group), num_max_tokens_per_rank, hidden, num_topk, float8=float8)
 
     @staticmethod
     def capture() -> EventHandle:
-        """Returns an event after all work that is queued on the current stream now."""
+        """Returns an event that follows all work queued on the current stream so far."""
         return EventHandle()
 
     def get_physical_domain_size(self) -> tuple[int, int]:
-        """Returns (number of nodes, number of ranks of a node)."""
+        """Returns (number of nodes, number of ranks on each node)."""
         return self.num_rdma_ranks, self.num_nvlink_ranks
 
     def get_logical_domain_size(self) -> tuple[int, int]:
@@ -174,13 +174,13 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
         return _SMS_BESIDE_OTHERS if self.prefer_overlap_with_compute else _SMS_ALONE
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
-        """Returns 0, which leaves the choice to the buffer, because its proxies have their own queue pairs."""
+        """Returns 0, because the buffer's proxies have their own queue pairs."""
         return 0
 
     def destroy(self) -> None:
         """See `Connected.destroy`."""
         if self.explicitly_destroy and self._layers is not None:
-            if self.communicator.group.failure.usable:  # otherwise no rank waits for this rank
+            if self.communicator.group.failure.usable:  # after a failure, a barrier would raise an error
                 self.barrier(with_cpu_sync=True)
             self._close_pipeline()
             self._close_sessions()
@@ -227,7 +227,7 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
             num_max_tokens_per_rank: the largest number of tokens of one rank; None for the buffer's number. All ranks
                 pass the same number.
             expert_alignment: the handle's number of rows of each expert is rounded up to a multiple of this number;
-                with do_expand, each expert's rows also begin at such a multiple. None for 1.
+                with do_expand, each expert's rows also begin at a multiple of this number. None means 1.
             num_sms: the largest number of multiprocessors of a kernel; 0 for `get_theoretical_num_sms`.
             num_qps: ignored.
             previous_event, async_with_compute_stream, allocate_on_comm_stream: like previous_event, async_finish and
@@ -236,9 +236,9 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
             handle: the handle of an earlier dispatch, whose routing is reused. num_experts, num_max_tokens_per_rank and
                 expert_alignment may then be omitted.
             do_handle_copy: whether the handle keeps a copy of topk_idx.
-            do_cpu_sync: whether outputs have the exact size, for which the CPU waits; None means True. If False,
-                outputs have room for the largest number of rows that can come. With a handle, outputs have the sizes of
-                the earlier dispatch.
+            do_cpu_sync: whether the CPU waits for the number of received rows, so that outputs have the exact size;
+                None means True. If False, outputs have room for the largest possible number of rows. With a handle,
+                outputs have the sizes of the handle's dispatch.
             do_expand: whether the output has a row for each pair of a token and one of its experts on this rank,
                 ordered by expert.
             do_zero_padding: with do_expand, whether the rows without a token are set to zero.
@@ -250,8 +250,8 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
             do_expand ordered by expert, then source rank and token, with gaps up to the alignment. recv_topk_idx: the
             experts' numbers on this rank, or -1 for experts of other ranks; None with do_expand. recv_topk_weights:
             [rows, topk], in which received rows have 0 where recv_topk_idx is -1; with do_expand [rows]; None without
-            topk_weights. The handle: the argument `handle` itself, if it was given. The event, which is empty without
-            async_with_compute_stream.
+            topk_weights. The handle, which is the argument `handle` if that was given. The event, which is empty
+            without async_with_compute_stream.
 
         Raises:
             ArgumentError: an argument is wrong; an expert id is out of range on any rank.

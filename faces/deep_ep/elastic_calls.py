@@ -1,5 +1,5 @@
-"""ElasticBuffer's dispatch and combine. A dispatch has a row for each pair of a token and a rank, or if it is expanded
-(`do_expand`), for each pair of a token and an expert.
+"""ElasticBuffer's dispatch and combine. A dispatch returns one row for each pair of a token and a rank, or, with
+`do_expand`, for each pair of a token and an expert.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def dispatch(
     clears_gaps: bool,
     scales_by_columns: bool,
 ) -> Received:
-    """Makes an `ElasticBuffer.dispatch` without a handle. Returns its results except the event.
+    """Dispatches for an `ElasticBuffer.dispatch` without a handle. Returns the results of that method, except the
+    event.
 
     With clears_gaps, rows without a token are set to zero. With scales_by_columns, the scales of consecutive rows are
     adjacent in memory.
@@ -60,7 +61,7 @@ def dispatch(
 def repeat(
     x: Rows, topk_weights: torch.Tensor | None, handle: EPHandle, *, clears_gaps: bool, scales_by_columns: bool
 ) -> Received:
-    """Makes an `ElasticBuffer.dispatch` with a handle. Returns its results except the event."""
+    """Dispatches for `ElasticBuffer.dispatch` with a handle. Returns the results of that method, except the event."""
     layer, desc = handle.routing.layer, handle.routing.desc
     if topk_weights is not None:
         slots = (desc.num_dispatch_token_cur_rank, layer.ep_config.topk)
@@ -73,13 +74,13 @@ def repeat(
 def combine(
     x: torch.Tensor, handle: EPHandle, topk_weights: torch.Tensor | None, bias: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Makes an `ElasticBuffer.combine`. Returns its results except the event."""
+    """Returns the results of `ElasticBuffer.combine`, except the event."""
     layer, desc, topk = handle.routing.layer, handle.routing.desc, handle.routing.layer.ep_config.topk
     if topk_weights is not None and not handle.do_expand:
         require_tensor("topk_weights", topk_weights, (desc.rows, topk), (torch.float32,))
         topk_weights = topk_weights.masked_fill(desc.local_expert_ids < 0, 0)
-    # Adds rows in DeepEP's order, so that the sums have the same bits as DeepEP's. A sum of two rows does not depend on
-    # the order.
+    # Adds rows in DeepEP's order, so that the sums have the same bits as DeepEP's. For two rows the order does not
+    # matter.
     in_order = layer.sums_ranks_in_turn and (bias is not None or layer.ep_config.world_size > 2)
     return normal.combine(
         x, handle, handle.routing, topk_weights, bias, order_ids=handle.topk_idx if in_order else None
@@ -87,8 +88,8 @@ def combine(
 
 
 def require_like(handle: EPHandle, **given: Any) -> None:
-    """Raises an error if an argument of a repeated dispatch is not None and differs from the first dispatch's
-    argument.
+    """Raises an error if an argument of a dispatch with a handle is not None and differs from the argument of the
+    handle's dispatch.
     """
     for argument, value in given.items():
         if value is not None and value != getattr(handle, argument):

@@ -1,4 +1,4 @@
-"""EPHandle, which an `ElasticBuffer`'s dispatch returns: its combine needs the handle, and callers read its
+"""EPHandle, which `ElasticBuffer.dispatch` returns. The combine takes the handle, and callers read the handle's
 attributes.
 """
 
@@ -16,7 +16,7 @@ from proxyccl.device.errors import ArgumentError
 
 
 class Options(NamedTuple):
-    """The options of `ElasticBuffer.dispatch`, and the buffer's numbers of ranks and of scaleup ranks.
+    """The options of `ElasticBuffer.dispatch`, the buffer's number of ranks, and its number of scaleup ranks.
 
     Attributes:
         waits: whether the CPU waits for the dispatch, to learn the number of rows.
@@ -36,8 +36,8 @@ class Options(NamedTuple):
     copies_ids: bool
 
     def most_rows(self, topk: int) -> tuple[int, int]:
-        """Returns the largest number of rows that a rank can get, and the largest number of expanded rows, which
-        includes the gaps between experts.
+        """Returns the largest number of rows that a rank can get without do_expand, and that number with do_expand,
+        which includes the gaps between experts.
         """
         alignment, experts = self.expert_alignment, self.num_experts // self.ranks
         rows = self.ranks * self.num_max_tokens_per_rank
@@ -51,8 +51,8 @@ class Options(NamedTuple):
 class EPHandle:
     """The handle of a dispatch. Only `ElasticBuffer.dispatch` makes handles.
 
-    A tensor is computed when it is first read, because most callers read few of them. It is computed on the current
-    stream, which must have waited for the event of an asynchronous dispatch.
+    An attribute that is a tensor is computed on the current stream when a caller first reads it, because most callers
+    read few attributes. After an asynchronous dispatch, the current stream must first wait for the dispatch's event.
 
     Args:
         most_rows: the result of `Options.most_rows` if the CPU did not wait for the dispatch; else None.
@@ -60,11 +60,12 @@ class EPHandle:
     Attributes:
         routing: the dispatch's layer and descriptor.
         topk_idx, do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: the arguments of the
-            dispatch, or the values that it used instead of their defaults.
-        num_recv_tokens_per_expert_list: for each expert of this rank, its number of rows, rounded up to a multiple of
-            the alignment; [] if the CPU did not wait for the dispatch.
-        num_expanded_tokens: the sum of that list; if the CPU did not wait, the largest possible sum.
-        token_metadata_at_forward, channel_linked_list: None, as in DeepEP without scaleout ranks.
+            dispatch, with defaults replaced by the values that were used.
+        num_recv_tokens_per_expert_list: the number of rows of each expert of this rank, rounded up to a multiple of the
+            alignment; [] if the CPU did not wait for the dispatch.
+        num_expanded_tokens: the sum of num_recv_tokens_per_expert_list; if the CPU did not wait for the dispatch, the
+            largest possible sum.
+        token_metadata_at_forward, channel_linked_list: None, which is DeepEP's value without scaleout ranks.
     """
 
     token_metadata_at_forward = channel_linked_list = None
@@ -83,9 +84,8 @@ class EPHandle:
 
     @cached_property
     def num_recv_tokens(self) -> int:
-        """The number of received tokens, each counted once. If the dispatch was expanded, reading the number waits for
-        the dispatch. If the CPU did not wait in the dispatch, this is the largest number of tokens that can be
-        received.
+        """The number of received tokens, each counted once. If the CPU did not wait for the dispatch, this is the
+        largest possible number. If the CPU waited and do_expand is set, reading the number waits for the GPU.
         """
         if self._most_rows is not None:
             return self._most_rows[0]
@@ -111,9 +111,9 @@ class EPHandle:
 
     @cached_property
     def psum_num_recv_tokens_per_expert(self) -> torch.Tensor:
-        """int32 [experts of this rank]: entry e is the number of rows of the experts 0 to e, where the number of each
-        expert is rounded up to a multiple of the alignment. If the dispatch was expanded, the number of expert e itself
-        is not rounded up, so entry e is the end of its rows.
+        """int32 [experts of this rank]: entry e is the sum of the numbers of rows of experts 0 to e, each rounded up to
+        a multiple of the alignment. With do_expand, the number of expert e is not rounded up, so that entry e is the
+        end of this expert's rows.
         """
         rows = self.num_unaligned_recv_tokens_per_expert
         aligned = (rows + self.expert_alignment - 1) // self.expert_alignment * self.expert_alignment
@@ -122,14 +122,14 @@ class EPHandle:
 
     @cached_property
     def recv_src_metadata(self) -> torch.Tensor:
-        """int32 [received tokens, 2 + topk], ordered by source rank and token. Reading it waits for the dispatch. If
-        the CPU did not wait in the dispatch, reading does not wait either, and the tensor has a row for every token
-        that can come; the rows of received tokens come first.
+        """int32 [received tokens, 2 + topk], ordered by source rank and token. Reading this tensor waits for the
+        dispatch. After a dispatch with do_cpu_sync=False, reading does not wait, and the tensor has a row for every
+        token that could be received, with the rows of received tokens first.
 
-        Column 0 is the token's number among all ranks' tokens: its source rank times num_max_tokens_per_rank plus its
-        number on that rank. Column 1 is its source's scaleup rank times topk, plus the last of its slots that chose an
-        expert of this rank. The other columns are the numbers of the rows of its slots, or -1 for slots of other ranks;
-        without do_expand all of them are -1.
+        Column 0 is source rank * num_max_tokens_per_rank + the token's index on its source rank. Column 1 is the
+        scaleup rank of the source * topk + the index of the token's last slot whose expert is on this rank. The other
+        columns are, for each slot of the token, the index of the slot's row on this rank, or -1 if the slot's expert is
+        on another rank; without do_expand they are all -1.
         """
         rows = self._slot_rows
         ranks, tokens, topk = rows.shape
@@ -148,8 +148,9 @@ class EPHandle:
 
     @cached_property
     def dst_buffer_slot_idx(self) -> torch.Tensor:
-        """int32 [tokens of this rank, topk]. In a token's last slot for a rank, the entry is this rank's number times
-        num_max_tokens_per_rank, plus the number of this rank's earlier tokens for that rank. In other slots it is -1.
+        """int32 [tokens of this rank, topk]. In a token's last slot for a destination rank, the entry is this rank's
+        number * num_max_tokens_per_rank + the number of this rank's earlier tokens for the same destination. In the
+        token's other slots, the entry is -1.
         """
         ranks = self.routing.layer.ep_config.world_size
         chosen = (self.topk_idx >= 0) & (self.topk_idx < self.num_experts)
@@ -167,8 +168,8 @@ class EPHandle:
 
     @cached_property
     def _slot_rows(self) -> torch.Tensor:
-        """int32 [ranks, largest number of tokens, topk]: the row that this rank has for each slot of each rank's
-        tokens; -1 for a slot without a row on this rank.
+        """int32 [ranks, largest number of tokens, topk]: entry [r, t, s] is the index of this rank's row for slot s of
+        token t of rank r, or -1 if this rank has no row for the slot.
         """
         desc = self.routing.desc
         rows: torch.Tensor = desc.slot_rows

@@ -1,4 +1,4 @@
-"""ElasticBuffer's storage of embeddings (Engram): each rank stores rows, and all ranks read rows by their numbers."""
+"""ElasticBuffer's storage of embeddings (Engram): each rank stores rows, and every rank reads all rows by index."""
 
 from __future__ import annotations
 
@@ -31,15 +31,11 @@ _MOST_BLOCKS = 1024
 
 
 class _Offer(Message, frozen=True):
-    """A rank's description of its memory: the size, and the handle by which peers map the memory."""
-
     nbytes: Uint64
     handle: bytes
 
 
 class _Rows(Message, frozen=True):
-    """A rank's message about the rows that it writes: the number of rows, and the bytes of a row."""
-
     entries: Uint64
     row_bytes: Uint64
 
@@ -49,9 +45,9 @@ _ROWS = Codec(_Rows, 64, "rows")
 
 
 class StoredRows:
-    """Rows in pinned memory: each rank of a host stores rows, and every rank reads any rank's rows by their numbers.
+    """Rows in pinned memory of one host: each rank stores rows, and every rank reads the rows of all ranks by index.
     All ranks construct a `StoredRows` together. The rows may take more memory than a device has. A kernel reads the
-    rows, because only the device knows their numbers. A rank takes no part in another rank's reads.
+    rows, because the rows' indices are in device memory. A rank does nothing for the reads of other ranks.
 
     Args:
         group: a group whose ranks are all on one host.
@@ -80,8 +76,9 @@ class StoredRows:
 
     def write(self, view: ArrayView, row_bytes: int) -> None:
         """Replaces this rank's rows by the rows of `view`, which must fit into the memory. All ranks call this
-        together. Waits for the earlier work of all ranks before it writes, and for all ranks' writes afterwards. Raises
-        ArgumentError, and writes nothing, if the number or the size of rows differs between ranks.
+        together. The call waits for the earlier work of all ranks before it writes, and for the writes of all ranks
+        before it returns. If the number or the size of rows differs between ranks, the call writes nothing and raises
+        ArgumentError.
         """
         group = self._group
         group.synchronize()
@@ -98,8 +95,8 @@ class StoredRows:
         group.exchange.barrier("rows: all ranks have written their rows")
 
     def fetch(self, indices: ArrayView, out: ArrayView, stream: StreamLike) -> None:
-        """Reads rows by their numbers (int32), with one kernel on a stream; `stream` is None on the host runtime. Row n
-        of rank r has number r * `entries` + n. For a number without a row, zeros are read.
+        """Reads rows by their int32 indices, with one kernel on a stream; `stream` is None on the host runtime. Row n
+        of rank r has index r * `entries` + n. For an index out of range, `out` gets zeros.
         """
         if not indices.size:
             return
@@ -113,14 +110,14 @@ class StoredRows:
         group.launches.launch(launch, stream, (indices.owner, out.owner))
 
     def close(self) -> None:
-        """Frees the memory, which no work of any rank may still use."""
+        """Frees the memory. No queued work of any rank may still use the memory."""
         for memory in (self._memory, *self._peers):
             memory.close()
         self._stores.free()
 
 
 class EngramCalls(ElasticBase):
-    """The calls that store rows, and read rows by their numbers."""
+    """The calls that store rows, and read rows by index."""
 
     _stored: StoredRows | None = None
     _row_type = torch.bfloat16
@@ -131,7 +128,7 @@ class EngramCalls(ElasticBase):
     def get_engram_storage_size_hint(
         num_entries: int, hidden: int, num_max_tokens_per_rank: int, dtype: torch.dtype = torch.bfloat16
     ) -> tuple[int, int]:
-        """Returns the smallest sizes of a buffer with Engram storage. Both are multiples of 2 MiB.
+        """Returns the two parts of the smallest buffer with Engram storage, each a multiple of 2 MiB.
 
         Args:
             num_entries: the number of rows that a rank stores.
@@ -140,8 +137,8 @@ class EngramCalls(ElasticBase):
             dtype: the elements' type.
 
         Returns:
-            The number of bytes for fetched rows, and the buffer's `num_cpu_bytes`. The buffer's `num_bytes` is their
-            sum.
+            The number of bytes for fetched rows, and the number of bytes for stored rows. The buffer's `num_cpu_bytes`
+            is the second number, and its `num_bytes` is the sum of both.
 
         Raises:
             ArgumentError: a number is negative, or not an integer.
@@ -191,12 +188,12 @@ class EngramCalls(ElasticBase):
     def engram_fetch(
         self, indices: torch.Tensor, num_qps: int = 0, use_tma_aligned_col_major_sf: bool = False
     ) -> Callable[[], Fetched]:
-        """Reads rows of all ranks, on the current stream. Other ranks need not call this at the same time.
+        """Reads rows of all ranks, on the current stream. Other ranks do not take part in the call.
 
         Args:
-            indices: the numbers of the rows: a contiguous tensor [tokens, n] of int32. Row i of rank r has number r *
-                entries + i. For a number without a row, zeros are read, or if the tensors are on the CPU, ArgumentError
-                is raised.
+            indices: the indices of the rows: a contiguous tensor [tokens, n] of int32. Row i of rank r has index r *
+                entries + i. For an index out of range, the hook returns zeros on GPUs; on the CPU, the call raises
+                ArgumentError.
             num_qps: without effect.
             use_tma_aligned_col_major_sf: whether scales are returned in columns, each of which begins at a multiple of
                 16 bytes.
@@ -206,8 +203,8 @@ class EngramCalls(ElasticBase):
             their scales, [tokens, n * scales of a row], or None without scales.
 
         Raises:
-            ArgumentError: an argument is wrong, nothing was stored, or the rows do not fit in the part of `num_bytes`
-                that is not `num_cpu_bytes`.
+            ArgumentError: an argument is wrong, nothing was stored, or the rows take more than `num_bytes` -
+                `num_cpu_bytes`.
             CommunicatorError: a peer failed; see its subclasses.
         """
         self._usable()

@@ -1,5 +1,5 @@
-"""The handles that a dispatch returns and that its combine takes. Some callers also read the entries that DeepEP's
-handles, which are tuples, have.
+"""The handles that a dispatch returns and that its combine takes. DeepEP's handles are tuples, so some callers also
+read a handle's entries.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ Rows: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
 
 
 class Routing(Struct, frozen=True):
-    """The layer that made a dispatch, and the dispatch's descriptor, by which the layer sends rows back."""
+    """The layer that made a dispatch, and the dispatch's descriptor, which the layer's combine takes."""
 
     layer: EPAll2AllLayer
     desc: EPAllToAllLayoutDesc
 
 
 class Handle(Sequence[Any]):
-    """A sequence with the entries of DeepEP's handle. An entry is computed when it is read, because most callers read
-    none. It is computed on the current stream, which must have waited for the event of an asynchronous dispatch.
+    """A sequence with the entries of DeepEP's handle. An entry is computed on the current stream when a caller reads
+    it, because most callers read none. After an asynchronous dispatch, the current stream must first wait for the
+    dispatch's event.
     """
 
     _entries: tuple[str | None, ...]
@@ -71,17 +72,19 @@ class NormalHandle(Handle):
     """(rank_prefix_matrix, channel_prefix_matrix, recv_channel_prefix_matrix, recv_src_idx, is_token_in_rank,
     send_head).
 
-    In DeepEP each channel sends a consecutive share of a rank's tokens, and all shares have the same size. There are
-    half as many channels as multiprocessors. ProxyCCL has no channels; the entries are computed as if it had.
+    In DeepEP each channel sends a consecutive share of a rank's tokens, and all shares have the same size. DeepEP has
+    half as many channels as multiprocessors. ProxyCCL has no channels; it computes the entries that DeepEP's channels
+    would give.
 
     rank_prefix_matrix: int32 [ranks, ranks]: entry [i, j] is the number of rows that rank j gets from the ranks 0 to i.
-    channel_prefix_matrix: int32 [ranks, channels]: entry [r, c] is the number of tokens of channels 0 to c for rank r.
-    recv_channel_prefix_matrix: int32 [ranks, channels]: entry [r, c] is the number of rows from rank r before the first
-        row of its channel c.
-    recv_src_idx: int32 [rows]: the number of each row's token on the rank that sent it.
+    channel_prefix_matrix: int32 [ranks, channels]: entry [r, c] is the number of tokens that channels 0 to c send to
+        rank r.
+    recv_channel_prefix_matrix: int32 [ranks, channels]: entry [r, c] is the number of rows that rank r's channels
+        before channel c sent to this rank.
+    recv_src_idx: int32 [rows]: the index of each row's token on the rank that sent the row.
     is_token_in_rank: bool [T, ranks]: whether each token goes to each rank.
-    send_head: int32 [T, ranks]: the number of earlier tokens of the token's channel that go to the rank; -1 if the
-        token does not go to the rank.
+    send_head: int32 [T, ranks]: entry [t, r] is the number of tokens of the same channel before token t that go to rank
+        r; -1 if token t does not go to rank r.
     """
 
     _entries: tuple[str | None, ...] = (
@@ -132,19 +135,21 @@ class InternodeHandle(NormalHandle):
     recv_rdma_channel_prefix_matrix, recv_rdma_rank_prefix_sum, recv_gbl_channel_prefix_matrix,
     recv_gbl_rank_prefix_sum, None, send_rdma_head, None).
 
-    A token goes once to each node: to its rank's counterpart, the rank with the same number within that node.
-    is_token_in_rank is as in `NormalHandle`, and gbl_channel_prefix_matrix is `NormalHandle`'s channel_prefix_matrix.
+    A token is sent once to each node of its experts: to the source's counterpart, which is the rank with the same local
+    rank on that node. is_token_in_rank is as in `NormalHandle`, and gbl_channel_prefix_matrix is `NormalHandle`'s
+    channel_prefix_matrix.
 
     rdma_channel_prefix_matrix: int32 [nodes, channels]: like channel_prefix_matrix, with nodes instead of ranks.
     send_rdma_head: int32 [T, nodes]: like send_head, with nodes instead of ranks.
     recv_rdma_channel_prefix_matrix: int32 [nodes, channels]: entry [n, c] is the number of tokens that come to this
         node from channels 0 to c of the counterpart on node n.
     recv_rdma_rank_prefix_sum: int32 [nodes]: entry n is the number of tokens that come from the nodes 0 to n.
-    recv_gbl_channel_prefix_matrix: int32 [ranks, channels]: the number of the first row of each channel of each rank.
+    recv_gbl_channel_prefix_matrix: int32 [ranks, channels]: entry [r, c] is the index of the first row from channel c
+        of rank r.
     recv_gbl_rank_prefix_sum: int32 [ranks]: entry r is the number of rows that come from the ranks 0 to r.
 
-    Only DeepEP's queues need the entries that are None. After ranks were lost, the two entries whose names begin with
-    recv_rdma are also None.
+    The entries that are None would describe DeepEP's queues, which ProxyCCL lacks. After ranks were lost, the two
+    entries whose names begin with recv_rdma are also None.
     """
 
     _entries = (
@@ -196,8 +201,8 @@ class InternodeHandle(NormalHandle):
         return in_rank.reshape(len(in_rank), self._nodes, in_rank.shape[1] // self._nodes).any(2)
 
     def _came_to_node(self) -> list[torch.Tensor] | None:
-        """Returns for each node a tensor, bool [tokens of the counterpart on that node, 1]: whether each token comes to
-        this node. Returns None after ranks were lost.
+        """Returns for each node a bool tensor [tokens, 1]: whether each token of this rank's counterpart on that node
+        comes to this node. Returns None after ranks were lost.
         """
         layer, desc = self.routing.layer, self.routing.desc
         if layer.lost_ranks:
@@ -211,9 +216,11 @@ class InternodeHandle(NormalHandle):
 class LowLatencyHandle(Handle):
     """(src_info, layout_range, max_tokens, hidden, num_experts).
 
-    src_info: int32 [experts of this rank, ranks * max_tokens]: the number of each row's token on the rank that sent it.
-    layout_range: int64 [experts of this rank, ranks]: the number of the first row from each rank in the upper 32 bits,
-        and the number of rows from that rank in the lower 32 bits. It can be read only after the dispatch was received.
+    src_info: int32 [experts of this rank, ranks * max_tokens]: the index of each row's token on the rank that sent the
+        row.
+    layout_range: int64 [experts of this rank, ranks]: the index of the first row from each rank in the upper 32 bits,
+        and the number of rows from that rank in the lower 32 bits. This entry can be read only after the dispatch's
+        rows were received.
     """
 
     _entries = ("src_info", "layout_range", "max_tokens", "hidden", "num_experts")
@@ -237,7 +244,7 @@ class LowLatencyHandle(Handle):
             desc.require_received(layer.ctx, "handle")
         of_sources = desc.counts[:, own : own + config.num_experts_per_rank]
         counts = _of_all_ranks(layer, of_sources).t().to(torch.int64)
-        room = desc.rows // config.num_experts_per_rank  # more rows were sent than fit if tokens chose an expert twice
+        room = desc.rows // config.num_experts_per_rank  # more rows are sent if tokens chose an expert twice
         ends = counts.cumsum(1)
         begins = (ends - counts).clamp(max=room)
         return begins << 32 | (ends.clamp(max=room) - begins)
@@ -251,7 +258,7 @@ class LowLatencyHandle(Handle):
 
 
 def _of_all_ranks(layer: EPAll2AllLayer, values: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor that has `values`, one row for each remaining rank, and rows of zeros for the lost ranks."""
+    """Inserts rows of zeros for the lost ranks into `values`, which has a row for each remaining rank."""
     if not layer.lost_ranks:
         return values
     ranks = len(values) + len(layer.lost_ranks)
@@ -266,18 +273,12 @@ def _of_all_ranks(layer: EPAll2AllLayer, values: torch.Tensor) -> torch.Tensor:
 
 
 def _prefixes_of_channels(goes: torch.Tensor, channels: int) -> torch.Tensor:
-    """Returns int32 [targets, channels]: the number of tokens of the channels 0 to c that go to each target. `goes`,
-    bool [T, targets], says which tokens go where.
-    """
     before, tokens = _before(goes), len(goes)
     ends = (torch.arange(1, channels + 1, device=goes.device) * _share(tokens, channels)).clamp(max=tokens)
     return before[ends].t().contiguous()
 
 
 def _heads_of_channels(goes: torch.Tensor, channels: int) -> torch.Tensor:
-    """Returns int32 [T, targets]: the number of earlier tokens of the token's channel that go to the target; -1 if the
-    token does not go to the target.
-    """
     before, share = _before(goes), max(1, _share(len(goes), channels))
     tokens = torch.arange(len(goes), device=goes.device)
     return torch.where(goes, before[tokens] - before[tokens // share * share], -1)
@@ -286,25 +287,24 @@ def _heads_of_channels(goes: torch.Tensor, channels: int) -> torch.Tensor:
 def _rows_of_channels(
     ends: torch.Tensor, tokens: torch.Tensor, source_tokens: torch.Tensor, channels: int
 ) -> torch.Tensor:
-    """Returns int32 [sources, channels]: the number of rows that came from each channel of each source.
+    """Returns int32 [sources, channels], the number of rows that came from each channel of each source.
 
     Args:
-        ends: int64 [sources]: the number of the row after each source's last row.
+        ends: int64 [sources]: the index of the row after each source's last row.
         tokens: int [sources]: the number of tokens of each source.
-        source_tokens: int [rows]: the number of each row's token on its source. Entries from the last of `ends` on may
-            be undefined.
+        source_tokens: int [rows]: the index of each row's token on its source. Entries from index ends[-1] on may be
+            undefined.
     """
     sources = len(ends)
     shares = torch.cat([(tokens.long() + channels - 1) // channels, tokens.new_ones(1)]).clamp(min=1)
     source = torch.searchsorted(ends, torch.arange(len(source_tokens), device=ends.device), right=True)
     channel = (source_tokens.long() // shares[source]).clamp(0, channels - 1)
-    counts = torch.zeros((sources + 1) * channels, dtype=torch.int32, device=ends.device)  # last: past the end
+    counts = torch.zeros((sources + 1) * channels, dtype=torch.int32, device=ends.device)  # last row: undefined entries
     counts.scatter_add_(0, source * channels + channel, torch.ones_like(source, dtype=torch.int32))
     return counts.view(-1, channels)[:sources]
 
 
 def _before(goes: torch.Tensor) -> torch.Tensor:
-    """Returns int32 [T + 1, targets]: the number of tokens before token t that go to each target."""
     return torch.cat([goes.new_zeros(1, goes.shape[1], dtype=torch.int32), goes.cumsum(0, dtype=torch.int32)])
 
 

@@ -1,5 +1,5 @@
-"""The layers of a buffer, and the ranks that a buffer excludes. There is one layer for each shape of calls; all ranks
-make it together when a call first needs it.
+"""The layers of a buffer, and the ranks that a buffer excludes. All calls of one shape use the same layer, which all
+ranks make together when a call first needs it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Shape(NamedTuple):
         num_scales: the number of scales of a float8 row; 0 for other types of rows.
         most_rows: the number of rows of every output, if the CPU does not wait for the exact number; else None.
         alignment: with layout="expert", each expert's rows begin at a multiple of this number; else None.
-        sums_rows: whether a rank may sum a token's rows before it sends them back, which rounds twice.
+        sums_rows: whether a rank may sum a token's rows before sending them back, so that sums are rounded twice.
     """
 
     layout: str
@@ -53,8 +53,8 @@ class Shape(NamedTuple):
 
 
 class Turns(Struct):
-    """The two layers that calls with hooks of one shape use alternately, so that two such calls can be in progress at
-    the same time. `next` is the index of the layer that the next call uses.
+    """The two layers that low-latency calls with hooks use alternately, so that two calls of one shape can be in
+    progress at the same time. `next` is the index of the layer that the next call uses.
     """
 
     layers: tuple[EPAll2AllLayer, EPAll2AllLayer]
@@ -62,12 +62,12 @@ class Turns(Struct):
 
 
 class Layers:
-    """Makes the layers of a communicator when calls first need them, and keeps them.
+    """Makes and keeps the layers of a communicator. A layer is made when a call first needs it.
 
     Attributes:
-        all: the layers by their memory, in the order in which the ranks made them.
-        forms: the prepared forms of calls. The key of a form is the call's options and its tensors' shapes and types,
-            without the number of tokens.
+        all: the layers by their contexts, in the order in which the ranks made them.
+        forms: what was prepared for earlier calls. The key consists of a call's options and the shapes and types of the
+            call's tensors, without the number of tokens.
     """
 
     def __init__(self, communicator: Communicator, lost_ranks: Sequence[int] = ()) -> None:
@@ -80,20 +80,20 @@ class Layers:
 
     def of_size(self, shape: Shape, max_tokens: int) -> EPAll2AllLayer:
         """Returns a layer for at most `max_tokens` tokens of a rank; all ranks pass the same number. The layer shares
-        the memory of the shape's largest layer. If that is too small, a new layer is made, for at least twice as many
-        tokens, so that few layers are ever made.
+        the memory of the shape's largest layer. If that layer is too small, the call makes a new one for at least twice
+        as many tokens, so that few layers are made.
         """
         largest = self._of_size.get(shape)
         if largest is None:
             largest = self._of_size[shape] = self._make(shape, max_tokens)
         elif largest.ep_config.max_tokens < max_tokens:
-            self.forms.clear()  # the forms use the smaller layer, which no rank uses from now on
+            self.forms.clear()  # forms refer to the smaller layer
             largest = self._of_size[shape] = self._make_larger(shape, max_tokens, 2 * largest.ep_config.max_tokens)
         return largest.narrowed(max_tokens)
 
     def turns(self, shape: Shape, max_tokens: int) -> Turns:
-        """Returns the two layers of calls with hooks, with room for this many tokens. The first has the memory of
-        `of_size`'s layer.
+        """Returns the two layers of calls with hooks, with room for this many tokens. The first layer is the shape's
+        largest layer.
         """
         self.of_size(shape, max_tokens)
         largest = self._of_size[shape]
@@ -108,12 +108,12 @@ class Layers:
         return form
 
     def dispatch(self, shape: Shape, x: Any, topk_idx: Any, topk_weights: Any) -> tuple[Any, Any, Any, EPAll2AllLayer]:
-        """Dispatches with a layer that has room for all ranks' tokens; makes a larger layer first if necessary. The
-        call is not recorded for a backward pass. Returns the rows, their weights, the descriptor and the layer.
+        """Dispatches with a layer that has room for all ranks' tokens, and makes a larger layer first if necessary. The
+        dispatch is not recorded for a backward pass. Returns the rows, their weights, the descriptor and the layer.
         """
         if shape not in self._growing:
             group = self.communicator.group
-            group.launches.agree(CollectiveCall(LAYER_SIZE))  # reports a mismatch before the all_gather waits
+            group.launches.agree(CollectiveCall(LAYER_SIZE))  # raises MismatchError if ranks make different calls
             everyone = group.exchange.all_gather(len(topk_idx), _TOKENS, "the size of a layer")
             room = (shape.most_rows or 0) // self.communicator.world_size  # a layer with most_rows can't grow
             self._growing[shape] = self._make(shape, max(_rounded(max(everyone)), room))
@@ -121,7 +121,7 @@ class Layers:
             layer = self._growing[shape]
             try:
                 return *layer.dispatch_unrecorded(x, topk_idx, topk_weights), layer
-            except CapacityError as error:  # raised on all ranks
+            except CapacityError as error:
                 if shape.most_rows is not None:  # the caller has fixed the number of rows
                     raise
                 self._growing[shape] = self._make(shape, _rounded(error.needed))
@@ -135,7 +135,7 @@ class Layers:
 
     def _make_larger(self, shape: Shape, max_tokens: int, wished: int) -> EPAll2AllLayer:
         if wished > max_tokens:
-            with contextlib.suppress(ArgumentError):  # a layer can't be that large; all ranks get this error
+            with contextlib.suppress(ArgumentError):  # raised on all ranks if `wished` is too large for a layer
                 return self._make(shape, wished)
         return self._make(shape, max_tokens)
 
@@ -176,7 +176,7 @@ class Layers:
 
 class Masks:
     """Records which of a buffer's original ranks were lost, and which ranks the caller has masked since the last
-    dispatch. All ranks are given by their original numbers.
+    dispatch. All rank numbers are those in the original buffer.
 
     Args:
         ranks: the number of ranks that the buffer had originally.
@@ -203,8 +203,8 @@ class Masks:
         self.pending.clear()
 
     def of(self, communicator: Communicator) -> set[int]:
-        """Returns the lost and the masked ranks, and if the communicator has failed because a known rank was lost, that
-        rank.
+        """Returns the lost and the masked ranks. If the communicator has failed because a known rank was lost, the
+        result includes that rank.
         """
         masked = {*self.lost, *self.pending}
         failure = communicator.group.failure
@@ -215,7 +215,7 @@ class Masks:
         return masked
 
     def numbers_in(self, communicator: Communicator) -> list[int]:
-        """Returns the numbers that the pending ranks have in the communicator."""
+        """Returns the pending ranks' numbers in the communicator."""
         return [number for number, rank in enumerate(self._present()) if rank in self.pending]
 
     def lose_all_but(self, shrunk: Communicator) -> None:
@@ -241,7 +241,4 @@ def _kept_outputs() -> int:
 
 
 def _rounded(tokens: int) -> int:
-    """Returns the number of tokens for which a layer is made: the next power of two, so that the layer rarely becomes
-    too small.
-    """
     return max(_LEAST_TOKENS, 1 << (tokens - 1).bit_length()) if tokens else _LEAST_TOKENS

@@ -26,12 +26,12 @@ from proxyccl.device.arguments.flags import as_flag
 from proxyccl.device.errors import ArgumentError, CapacityError, ProxyCCLError
 
 Half = tuple[Callable[[], None], EPAll2AllLayer]
-"""The second half of a call with a hook, which receives the rows, and the layer that makes the call."""
+"""The function that receives the rows of a call with a hook, and the call's layer."""
 
 
 class Options(NamedTuple):
-    """The options of `Buffer.low_latency_dispatch`. If `hooked` is set, the call only sends, and a second half receives
-    the rows.
+    """The options of `Buffer.low_latency_dispatch`. If `hooked` is set, the call sends rows, and its hook receives
+    rows.
     """
 
     max_tokens: int
@@ -46,20 +46,20 @@ class Options(NamedTuple):
 def dispatch(
     layers: Layers, options: Options, x: torch.Tensor, topk_idx: torch.Tensor, stats: torch.Tensor | None
 ) -> tuple[Rows, torch.Tensor, Handle, Half | None]:
-    """Makes a `Buffer.low_latency_dispatch`. Returns its results except the event, with the second half, or None, in
-    the hook's place.
+    """Dispatches for `Buffer.low_latency_dispatch`. Returns the results of that method without the event, and with a
+    `Half` or None instead of the hook.
     """
     try:
         key = options, x.shape[1], x.dtype, topk_idx.shape[1], topk_idx.dtype
-    except (AttributeError, IndexError, TypeError):  # arguments that are not tensors
+    except (AttributeError, IndexError, TypeError):  # an argument is not a tensor: raises the error
         return Dispatches(layers, options, x, topk_idx).make(x, topk_idx, stats)
     form: Dispatches = layers.forms.get(key) or layers.add_form(key, Dispatches(layers, options, x, topk_idx))
     return form.make(x, topk_idx, stats)
 
 
 class Dispatches:
-    """Dispatches of one form: with the same options, and with tensors that differ only in their number of tokens. The
-    constructor prepares the form for the tensors of a call, and checks these tensors.
+    """Dispatches with the same options, and with tensors that differ only in their number of tokens. The constructor
+    checks the tensors of the first such dispatch.
     """
 
     def __init__(self, layers: Layers, options: Options, x: torch.Tensor, topk_idx: torch.Tensor) -> None:
@@ -103,10 +103,10 @@ class Dispatches:
             else:
                 sent = layer.send_unrecorded(tokens, topk_idx)
                 half = _dispatch_later(layer, sent, finish)
-                turns.next = 1 - turns.next  # not after a refused call
+                turns.next = 1 - turns.next  # after `send_unrecorded`, which may raise an error
                 rows, desc = sent.rows, sent.desc
         except ArgumentError:
-            _require_tokens(x, topk_idx)  # raises the error in DeepEP's terms
+            _require_tokens(x, topk_idx)  # raises the error with DeepEP's names
             raise
         expert_rows = desc.table("expert_rows")
         packed = column_major(rows[1], packed=True) if self._packs else None
@@ -122,9 +122,9 @@ def _require_tokens(x: Any, topk_idx: Any) -> None:
 
 
 def _dispatch_later(layer: EPAll2AllLayer, pending: SentCall, finish: Callable[[], None]) -> Half:
-    """Returns the second half of a dispatch, which receives the rows and then calls `finish`. Call this as soon as the
-    first half is queued. If the layer's next call is made before the second half, because an exception came in between,
-    that call receives the rows; the second half then only calls `finish`.
+    """Returns the second half of a dispatch, which receives the rows and then calls `finish`. Call this function as
+    soon as the first half is queued. If the layer's next call is made before the second half, the next call receives
+    the rows, and the second half only calls `finish`.
     """
     early: list[ProxyCCLError | None] = []
 
@@ -150,12 +150,12 @@ def _dispatch_later(layer: EPAll2AllLayer, pending: SentCall, finish: Callable[[
 def _combine_later(
     layer: EPAll2AllLayer, pending: Any, x: torch.Tensor, out: torch.Tensor | None
 ) -> tuple[torch.Tensor, Half]:
-    """Returns the tensor that a combine's result will be written to, and the combine's second half. Call this as soon
-    as the first half is queued.
+    """Returns the tensor for a combine's result, and the combine's second half. Call this function as soon as the first
+    half is queued.
     """
     early: list[torch.Tensor] = []
 
-    def end() -> None:  # if an exception came before the hook, the caller may already use `out` for something else
+    def end() -> None:  # `out` stays unchanged: after an exception, the caller may use it for something else
         early.append(layer.combine_recv(pending))
 
     def receive() -> None:
@@ -173,8 +173,8 @@ def _combine_later(
 def combine(
     x: torch.Tensor, topk_weights: torch.Tensor, routing: Routing, out: torch.Tensor | None, *, hooked: bool
 ) -> tuple[torch.Tensor, Half | None]:
-    """Makes a `Buffer.low_latency_combine`. Returns its result, and the second half, which receives the rows; None if
-    `hooked` is False.
+    """Returns the result of `Buffer.low_latency_combine`, and the second half, which receives the rows; None instead of
+    the second half if `hooked` is False.
     """
     layer, desc = routing.layer, routing.desc
     if not isinstance(x, torch.Tensor) or not isinstance(topk_weights, torch.Tensor):
@@ -188,7 +188,7 @@ def combine(
             return layer.combine_unrecorded(x, weights, slots, None, (), desc, out, None), None
         pending = layer.send_back_unrecorded(x, weights, slots, desc, None)
     except ArgumentError:
-        _require_results(x, topk_weights, layer, desc)  # raises the error in DeepEP's terms
+        _require_results(x, topk_weights, layer, desc)  # raises the error with DeepEP's names
         raise
     return _combine_later(layer, pending, x, out)
 

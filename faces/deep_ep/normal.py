@@ -41,7 +41,9 @@ def dispatch(
     is_token_in_rank: torch.Tensor,
     num_tokens_per_expert: torch.Tensor,
 ) -> Dispatched:
-    """Makes a `Buffer.dispatch` with expert ids and without a handle. Returns its results except the event."""
+    """Dispatches for a `Buffer.dispatch` with expert ids and without a handle. Returns the results of that method,
+    except the event.
+    """
 
     given = x, topk_idx, is_token_in_rank, num_tokens_per_expert
     tokens: Tokens | None = None
@@ -54,20 +56,17 @@ def dispatch(
         moved = x if tokens is None else tokens.moved
         values, weights, desc, layer = layers.dispatch(shape, moved, topk_idx, topk_weights)
     except ArgumentError:
-        _check(options, *given)  # raises the error in DeepEP's terms
+        _check(options, *given)  # raises the error with DeepEP's names
         raise
     counts = [] if options.most_rows is not None else desc.num_tokens_per_expert(options.expert_alignment)
     ids = desc.local_expert_ids
-    if ids.dtype is not topk_idx.dtype:  # after ranks were lost, a layer takes ids of another type
+    if ids.dtype is not topk_idx.dtype:  # a layer that excludes lost ranks converts the ids
         ids = ids.to(topk_idx.dtype)
     handle = options.handle(Routing(layer, desc), is_token_in_rank, has_ids=True)
     return values if tokens is None else tokens.as_given(values), ids, weights, counts, handle
 
 
 def _form_of(options: Options, x: Any, topk_idx: Any, in_rank: Any, per_expert: Any) -> tuple[Any, ...]:
-    """Returns the properties of a call's arguments that determine the call's layer; () if an argument is not a tensor,
-    for which `_check` then raises the error.
-    """
     try:
         of_tokens = x.shape[1], x.dtype, topk_idx.shape[1], topk_idx.dtype
         of_choices = in_rank.shape[1:], in_rank.dtype, per_expert.shape
@@ -77,7 +76,6 @@ def _form_of(options: Options, x: Any, topk_idx: Any, in_rank: Any, per_expert: 
 
 
 def _check(options: Options, x: Any, topk_idx: Any, in_rank: Any, per_expert: Any) -> tuple[Shape, Tokens]:
-    """Checks the tensors of a call. Returns the `Shape` of the call's layer, and the tokens."""
     require_choices(in_rank, per_expert, options.ranks)
     tokens = Tokens.of(x)
     require_ids(topk_idx, len(tokens.rows))
@@ -94,8 +92,8 @@ def require_choices(is_token_in_rank: Any, num_tokens_per_expert: Any, ranks: in
 def dispatch_to_ranks(
     layers: Layers, options: Options, x: Rows, is_token_in_rank: torch.Tensor, num_tokens_per_expert: torch.Tensor
 ) -> Dispatched:
-    """Makes a `Buffer.dispatch` without expert ids. Returns its results except the event. The call's layer treats each
-    rank as one expert.
+    """Dispatches for a `Buffer.dispatch` without expert ids, with a layer that treats each rank as one expert. Returns
+    the results of that method, except the event.
     """
     ranks, expert_alignment, most_rows, num_sms, _ = options
     require_choices(is_token_in_rank, num_tokens_per_expert, ranks)
@@ -135,7 +133,7 @@ def combine(
     *,
     order_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Makes a `Buffer.combine`. Returns its results except the event. For `order_ids` see `EPAll2AllLayer.combine`."""
+    """Returns the results of `Buffer.combine`, except the event. For `order_ids` see `EPAll2AllLayer.combine`."""
     desc, config = routing.desc, routing.layer.ep_config
     if not isinstance(x, torch.Tensor) or bias is not None or topk_weights is not None:
         require_tensor("x", x, (desc.rows, config.hidden))
@@ -148,15 +146,15 @@ def combine(
     try:
         output: torch.Tensor = routing.layer.combine_unrecorded(x, None, None, order_ids, added, desc, None, None)
     except ArgumentError:
-        require_tensor("x", x, (desc.rows, config.hidden))  # raises the error in DeepEP's terms
+        require_tensor("x", x, (desc.rows, config.hidden))  # raises the error with DeepEP's names
         raise
     weights = None if topk_weights is None else routing.layer.combine_weights(topk_weights, desc)
     return output, weights
 
 
 def _ranks_as_ids(is_token_in_rank: torch.Tensor) -> torch.Tensor:
-    """Returns int32 [T, n]: the numbers of each token's ranks, and -1 in the other entries. If a token has more ranks
-    than a layer allows, its last entry is out of range, so that the layer reports an error on all ranks.
+    """Returns int32 [T, n]: the ranks of each token, and -1 in unused entries. If a token has more ranks than a layer
+    allows, the token's last entry is out of range, so that the layer raises an error on all ranks.
     """
     ranks = is_token_in_rank.shape[1]
     numbers = torch.arange(ranks, dtype=torch.int32, device=is_token_in_rank.device)
@@ -169,9 +167,9 @@ def _ranks_as_ids(is_token_in_rank: torch.Tensor) -> torch.Tensor:
 
 
 class _CountsUnderWay:
-    """The number of rows that come for each expert of this rank: the sum of the numbers that all ranks passed. The
-    constructor starts to copy the sums to the CPU, so that a caller can queue its dispatch before it waits for the
-    sums. All ranks construct a `_CountsUnderWay` together. `ranks` is the number of ranks, including lost ranks.
+    """The number of rows for each expert of this rank, which is the sum of the numbers that all ranks passed. The
+    constructor, which all ranks call together, starts to copy the sums to the CPU; the caller queues its dispatch
+    before it waits for the copy. `ranks` includes lost ranks.
     """
 
     def __init__(self, layers: Layers, num_tokens_per_expert: torch.Tensor, ranks: int) -> None:
@@ -190,7 +188,6 @@ class _CountsUnderWay:
             self._event.record()
 
     def aligned(self, alignment: int) -> list[int]:
-        """Waits for the numbers, and returns them, each rounded up to a multiple of `alignment`."""
         if self._event is not None:
             self._event.synchronize()
         return [round_up(count, alignment) for count in self._counts.tolist()]
@@ -204,8 +201,7 @@ def dispatch_layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int, nu
     require_ids(topk_idx)
     if whole_number("num_experts", num_experts, 1) % num_ranks:
         raise ArgumentError("num_experts", f"must be a positive multiple of the {num_ranks} ranks, not {num_experts}")
-    # Slots without an expert are counted for an additional expert of an additional rank; both counts are dropped at the
-    # end.
+    # Slots without an expert are counted for one more expert on one more rank. These two counts are dropped at the end.
     ids = topk_idx.to(torch.int64)
     ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
     per_expert = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids.device)

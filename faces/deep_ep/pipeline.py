@@ -14,7 +14,7 @@ from proxyccl.deep_ep.connected import ElasticBase
 from proxyccl.device.errors import ArgumentError
 
 _ALIGNMENT = 32
-_SIDES = 4  # for the previous and for the next rank: slots to send from, slots to receive in
+_SIDES = 4  # sending to and receiving from the previous rank, and the next rank
 
 
 class PipelineCalls(ElasticBase):
@@ -29,7 +29,8 @@ class PipelineCalls(ElasticBase):
 
     @staticmethod
     def get_pp_buffer_size_hint(num_max_tensor_bytes: int, num_max_inflight_tensors: int) -> int:
-        """Returns the smallest `num_bytes` of a buffer for `pp_set_config` with these arguments: a multiple of 2 MiB.
+        """Returns the smallest `num_bytes` with which a buffer accepts `pp_set_config` with these arguments: a multiple
+        of 2 MiB.
 
         Raises:
             ArgumentError: a number is not a positive integer.
@@ -43,8 +44,8 @@ class PipelineCalls(ElasticBase):
 
         Args:
             num_max_tensor_bytes: the largest size of a tensor, in bytes.
-            num_max_inflight_tensors: the number of sends to a rank that can be ahead of that rank's receives. A further
-                send waits.
+            num_max_inflight_tensors: the largest number of tensors that were sent to a rank and that the rank has not
+                received yet. A further send waits.
 
         Raises:
             ArgumentError: a number is out of range, the slots don't fit in the buffer's `num_bytes`, or the group has
@@ -79,7 +80,7 @@ class PipelineCalls(ElasticBase):
 
         Raises:
             ArgumentError: an argument is wrong, or `pp_set_config` was not called. Nothing was sent.
-            NotImplementedError: a graph captures the current stream.
+            NotImplementedError: the current stream is being captured into a CUDA graph.
             CommunicatorError: a peer failed, or did not receive in time; see its subclasses.
         """
         slots, view, peer = self._transfer("pp_send", t, "dst_rank_idx", dst_rank_idx, num_sms)
@@ -90,7 +91,7 @@ class PipelineCalls(ElasticBase):
         errors of `pp_send`.
 
         Args:
-            t: a contiguous tensor, which receives the data. Its size should be that of the tensor that was sent.
+            t: a contiguous tensor, which receives the data. The tensor should have the size of the sent tensor.
             src_rank_idx: the source: the previous or the next rank, cyclically.
             num_sms: without effect.
         """
@@ -98,7 +99,6 @@ class PipelineCalls(ElasticBase):
         slots.receive(view, peer, self._current_stream())
 
     def _transfer(self, call: str, t: Any, argument: str, rank: Any, num_sms: Any) -> tuple[RingSlots, Any, int]:
-        """Checks the arguments of a transfer. Returns the slots, the tensor's memory, and the peer."""
         self._usable()
         if self._slots is None or self._pipeline is None:
             raise ArgumentError("num_max_tensor_bytes", f"is not known; call pp_set_config before {call}")

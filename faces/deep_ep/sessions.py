@@ -27,18 +27,16 @@ Handle = Callable[[], None]
 
 
 class SessionCalls(ElasticBase):
-    """The calls of sessions. Between the beginning and the end of a session, the proxies make all-gathers on the
-    buffer's stream.
-    """
+    """The methods for sessions. In a session, the proxies make all-gathers on the buffer's stream."""
 
     _gathered: Array | None = None
     _bytes: torch.Tensor | None = None  # `_gathered` as a tensor of bytes
-    _ranges: RangeGathers | None = None  # gathers several tensors by one schedule
+    _ranges: RangeGathers | None = None  # gathers several tensors with one schedule
     _most_session_bytes = _most_gathers = 0
     _session = 0
     _in_session = False
-    _offset = _gathers = 0  # so far in the session: bytes used, calls of all_gather
-    _awaited: list[torch.cuda.Event]  # the ends of gathers whose handle was not called yet
+    _offset = _gathers = 0  # in the current session: bytes used, number of calls of all_gather
+    _awaited: list[torch.cuda.Event]  # events after gathers whose handles were not called yet
 
     @staticmethod
     def get_agrs_num_max_session_bytes(group: Any, shapes: Shape | Sequence[Shape], dtype: torch.dtype) -> int:
@@ -54,7 +52,8 @@ class SessionCalls(ElasticBase):
 
     @staticmethod
     def get_agrs_buffer_size_hint(group: Any, num_max_session_bytes: int) -> int:
-        """Returns the smallest `num_bytes` of a buffer for sessions of this many bytes: a multiple of 2 MiB.
+        """Returns the smallest `num_bytes` with which a buffer has room for sessions of this many bytes: a multiple of
+        2 MiB.
 
         Raises:
             ArgumentError: the number is not an integer, or negative.
@@ -103,7 +102,7 @@ class SessionCalls(ElasticBase):
         self._awaited = []
 
     def destroy_agrs_session(self) -> None:
-        """Ends the session. On each rank, the next session overwrites the results once the rank's current stream has
+        """Ends the session. The next session may overwrite the results as soon as the current stream of this rank has
         reached this call. Raises ArgumentError if no session is open.
         """
         self._usable()
@@ -111,7 +110,7 @@ class SessionCalls(ElasticBase):
         self._in_session = False
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
-            for event in self._awaited:  # runs before the next session's in-place tensors are written
+            for event in self._awaited:  # must precede writes to the next session's in-place tensors
                 event.wait()
 
     @contextlib.contextmanager
@@ -129,7 +128,7 @@ class SessionCalls(ElasticBase):
     def agrs_get_inplace_tensor(
         self, shapes: Shape | Sequence[Shape], dtype: torch.dtype
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Returns this rank's part of the next `all_gather`'s results. If the program writes its tensors into this
+        """Returns this rank's part of the results of the next `all_gather`. If the caller writes its tensors into this
         part, `all_gather` need not copy them.
 
         Args:
@@ -158,11 +157,11 @@ class SessionCalls(ElasticBase):
         The tensors are read on the buffer's stream, after the work that is queued on the current stream.
 
         Args:
-            t: a contiguous tensor, or a sequence of such tensors. Tensors from `agrs_get_inplace_tensor` are not copied
-                first.
+            t: a contiguous tensor, or a sequence of such tensors. Tensors that `agrs_get_inplace_tensor` returned are
+                not copied.
 
         Returns:
-            A tuple of a result for each tensor, of shape [num_ranks, …] and valid until the session ends, and last a
+            A tuple: for each tensor a result of shape [num_ranks, …], which is valid until the session ends, and then a
             handle. Calling the handle makes the current stream wait for the results.
 
         Raises:
@@ -191,9 +190,6 @@ class SessionCalls(ElasticBase):
         return *results, self._handle(current)
 
     def _place(self, mine: torch.Tensor, begin: int) -> None:
-        """Copies a tensor's bytes to their place in the result, on the buffer's stream, unless the tensor already lies
-        at that place.
-        """
         own = self._part(begin + self.rank_idx * len(mine), len(mine))
         if len(mine) and mine.data_ptr() != own.data_ptr():
             own.copy_(mine)
@@ -201,8 +197,8 @@ class SessionCalls(ElasticBase):
                 mine.record_stream(self._stream)
 
     def _gather(self, results: Sequence[tuple[int, int]]) -> None:
-        """Gathers results in place on the buffer's stream. `results` has, for each result, its offset and the number of
-        bytes of one rank.
+        """Gathers results in place on the buffer's stream. `results` has for each result an (offset, bytes per rank)
+        pair.
         """
         if len(results) > 1 and self._ranges is not None and self._ranges.are_possible:
             self._ranges.gather(results, self._stream)
@@ -214,7 +210,6 @@ class SessionCalls(ElasticBase):
                 self.communicator.all_gather(own, out=whole, algorithm="proxy", stream=self._stream)
 
     def _handle(self, current: Any) -> Handle:
-        """Returns a handle that makes the current stream wait for all work queued on the buffer's stream so far."""
         session, event = self._session, None
         if self._stream is not None:
             event = self._stream.record_event()
@@ -234,7 +229,7 @@ class SessionCalls(ElasticBase):
         return handle
 
     def _places(self, argument: str, sizes: Sequence[int]) -> list[int]:
-        """Returns the offsets of the next call's results in the session's memory, given the sizes of one rank's
+        """Returns the offsets of the next call's results in the session's memory. `sizes` are the bytes of one rank's
         tensors.
         """
         self._usable()
@@ -261,7 +256,6 @@ class SessionCalls(ElasticBase):
         return places
 
     def _require_place(self, mine: torch.Tensor, begin: int) -> None:
-        """Raises ArgumentError if a tensor lies in the session's memory, but not at its place in the result."""
         memory = self._part(0, self._most_session_bytes).data_ptr()
         at = mine.data_ptr() - memory
         if len(mine) and 0 <= at < self._most_session_bytes and at != begin + self.rank_idx * len(mine):
@@ -293,7 +287,6 @@ def size_of(group: Any) -> int:
 
 
 def _sizes(shapes: Any, dtype: Any) -> tuple[bool, list[int]]:
-    """Returns whether a sequence of shapes was given, and for each shape the number of bytes of a tensor."""
     if not isinstance(dtype, torch.dtype):
         raise ArgumentError("dtype", f"must be a torch.dtype, not {dtype!r}")
     try:

@@ -1,6 +1,4 @@
-"""Converts the tokens that a caller dispatches, which are rows, or float8 rows and their scales, and lays out scales
-for grouped matrix products.
-"""
+"""Converts the rows and scales that a caller dispatches, and lays out scales for grouped matrix products."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from proxyccl.device.errors import ArgumentError
 ELEMENTS = 128
 """The number of consecutive elements of a row that share a scale."""
 _GREATEST = 448.0  # the largest number in float8_e4m3fn
-_LEAST_MAGNITUDE = 1e-4  # a group's scale is computed from at least this magnitude
+_LEAST_MAGNITUDE = 1e-4  # smaller maxima of groups are raised to this value
 _EXPONENTS_OF_A_WORD = 4
 _WORDS_OF_A_LINE = 4  # 16 bytes
 
@@ -26,7 +24,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 @torch.no_grad()
 def quantize_rounded(x: torch.Tensor) -> Pair:
     """Converts rows to float8. Returns the rows [T, hidden] and float32 scales [T, hidden / 128]. Each scale is the
-    smallest power of two with which its elements fit in float8.
+    smallest power of two with which its group of 128 elements fits in float8.
     """
     tokens, hidden = x.shape
     groups = x.float().view(tokens, hidden // ELEMENTS, ELEMENTS)
@@ -37,9 +35,9 @@ def quantize_rounded(x: torch.Tensor) -> Pair:
 
 
 def column_major(scales: torch.Tensor, *, packed: bool = False) -> torch.Tensor:
-    """Returns an uninitialised tensor for scales, of the shape of `scales`, or if `packed` is set, of the shape of its
-    `packed_exponents`. The scales of consecutive rows are adjacent in memory, and each column begins at a multiple of
-    16 bytes, as bulk copies (TMA) require.
+    """Returns an uninitialised tensor of the shape of `scales`, or, if `packed` is set, of the shape of
+    `packed_exponents(scales)`. The scales of consecutive rows are adjacent in memory, and each column begins at a
+    multiple of 16 bytes, as bulk copies (TMA) require.
     """
     *leading, rows, n = scales.shape
     column = round_up(rows, _WORDS_OF_A_LINE)
@@ -54,8 +52,8 @@ def packed_exponents(scales: torch.Tensor) -> torch.Tensor:
 
 
 def carried(scales: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Returns a caller's scales, [T] or [T, n] of float32 or int32, viewed as float32 [T, n]. A layer then moves their
-    bits unchanged.
+    """Returns a caller's scales, [T] or [T, n] of float32 or int32, viewed as float32 [T, n]. Layers send the bits of
+    scales unchanged.
     """
     if scales.dtype not in (torch.float32, torch.int32) or scales.dim() not in (1, 2) or len(scales) != tokens:
         raise ArgumentError(
@@ -65,13 +63,13 @@ def carried(scales: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def require_packable(hidden: int) -> None:
-    """Raises ArgumentError unless the exponents of a row of `hidden` elements fill whole words of four exponents."""
+    """Raises ArgumentError unless the number of exponents of a row of `hidden` elements is a multiple of four."""
     if hidden % (ELEMENTS * _EXPONENTS_OF_A_WORD):
         raise ArgumentError("use_ue8m0", f"needs a hidden size that is a multiple of 512, not {hidden}")
 
 
 class Tokens(NamedTuple):
-    """A caller's rows, as the caller gave them and as a layer takes them.
+    """A caller's rows and scales, and the input that a layer takes for them.
 
     Attributes:
         rows: [T, hidden].
@@ -98,9 +96,7 @@ class Tokens(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """The element type of a layer for these tokens, which is also the type of the layer's combine: bfloat16 if the
-        tokens have scales.
-        """
+        """The element type of a layer for these tokens, also for the combine: bfloat16 if the tokens have scales."""
         return str(self.rows.dtype).removeprefix("torch.") if self.scales is None else "bfloat16"
 
     @property

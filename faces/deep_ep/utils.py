@@ -1,4 +1,4 @@
-"""Events in streams: calls wait for them, and they mark the end of asynchronous calls."""
+"""Events in streams, for which calls wait, and which mark the end of asynchronous calls."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from proxyccl.device.gpu import stream_order
 from proxyccl.device.gpu.stream_order import StreamMark, StreamOrder
 from proxyccl.device.runtimes import open_driver
 
-# Streams wait for each other by their handles and the driver's functions, because making torch's objects takes
-# microseconds.
+# Streams wait for each other by functions of the driver, because making torch's event objects takes microseconds.
 
 _has_streams = functools.cache(torch.cuda.is_available)
 
@@ -24,14 +23,13 @@ def order_of(device: int) -> StreamOrder:
 
 
 def _current_stream() -> tuple[int, int]:
-    """Returns the number of the current GPU and the handle of its current stream."""
     device = torch.cuda.current_device()
     return device, torch._C._cuda_getCurrentRawStream(device)
 
 
 class EventHandle:
-    """An event after the work that is queued on the current stream when this object is made. Without a GPU, the event
-    is empty and a wait for it does nothing.
+    """An event that follows the work queued on the current stream when this object is made. Without a GPU, the event is
+    empty and a wait for it does nothing.
     """
 
     def __init__(self) -> None:
@@ -46,8 +44,8 @@ class EventHandle:
 
 
 class EventOverlap:
-    """The event of a call, if the call was asynchronous. As a context manager, it makes the current stream wait for the
-    event at the end of the block.
+    """The event of a call, if the call was asynchronous. As a context manager, this object makes the current stream
+    wait for the event at the end of the block.
 
     Attributes:
         event: the event; None for a synchronous call.
@@ -93,8 +91,8 @@ class EventOverlap:
         self._hook = hook_after_wait
 
     def __call__(self, release_handle: bool = False) -> EventOverlap:
-        """Returns this object, for a ``with`` statement; with release_handle, the event is dropped at the end of the
-        block.
+        """Returns this object, for a ``with`` statement; if `release_handle` is set, the end of the block drops the
+        event.
         """
         self._releases = release_handle
         return self

@@ -1,9 +1,9 @@
-"""NIXL's Python interface: ``from proxyccl.nixl import nixl_agent``. The distribution proxyccl-nixl offers it as
-`nixl`.
+"""NIXL's Python interface: ``from proxyccl.nixl import nixl_agent``. With the distribution proxyccl-nixl, programs can
+also import this package as `nixl`.
 
 The names, arguments, defaults, types and errors are those of NIXL 1.5.1. The package translates calls to calls of
-`proxyccl.transfer.Agent`; of its own it has only NIXL's exchange of metadata by sockets. A call that uses an
-unsupported feature raises an error that names the feature.
+`proxyccl.transfer.Agent`, and implements NIXL's exchange of metadata by sockets. A call that uses an unsupported
+feature raises an error that names the feature.
 """
 
 from proxyccl.nixl._api import (

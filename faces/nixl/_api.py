@@ -29,7 +29,7 @@ nixl_backend_handle = int
 
 
 class _Handle:
-    """A resource of an agent. It is released by `release`, or when nothing refers to the handle any longer."""
+    """A resource of an agent, which is released by `release` or when the handle is garbage-collected."""
 
     def __init__(self, agent: nixlBind.nixlAgent, value: int) -> None:
         self._handle = int(value)
@@ -59,8 +59,8 @@ class nixl_prepped_dlist_handle(_Handle):
 
 
 class nixl_xfer_handle(_Handle):
-    """A transfer. Releasing an active transfer cancels it, or raises nixlRepostActiveError if a network adapter still
-    writes its data.
+    """A transfer. Releasing an active transfer cancels the transfer, or raises nixlRepostActiveError if a network
+    adapter still writes the transfer's data.
     """
 
     def _release(self) -> None:
@@ -105,9 +105,10 @@ class nixl_agent_config:
 
 
 class nixl_agent:
-    """An agent, which registers memory, and moves blocks between its registered memory and that of other agents.
+    """An agent, which registers memory, and moves blocks between its own registered memory and the registered memory of
+    other agents.
 
-    The argument `backends` of its methods consists of names of backends that were created.
+    The argument `backends` of methods is a list of names of created backends.
 
     Args:
         instantiate_all: whether to create all backends; ignored with `nixl_conf`.
@@ -159,8 +160,8 @@ class nixl_agent:
         return self.plugin_list
 
     def get_plugin_mem_types(self, backend: str) -> list[str]:
-        """Returns the kinds of memory that a backend supports; the backend need not be created. For an unknown name,
-        logs a warning and returns [].
+        """Returns the kinds of memory that a backend, created or not, supports. For an unknown name, logs a warning and
+        returns [].
         """
         return self._plugin(backend)[1]
 
@@ -227,22 +228,23 @@ class nixl_agent:
     # Transfers
 
     def make_connection(self, remote_agent: str | bytes, backends: Sequence[str] = ()) -> None:
-        """Connects to an agent now, instead of when the agent is first used. Raises nixlNotFoundError if the agent is
-        unknown, and nixlRemoteDisconnectError if it can't be reached.
+        """Connects to an agent now; otherwise the first use of the agent connects. Raises nixlNotFoundError if the
+        agent is unknown, and nixlRemoteDisconnectError if the agent can't be reached.
         """
         self.agent.makeConnection(remote_agent, self._handles(backends))
 
     def prep_xfer_dlist(
         self, agent_name: str | bytes, xfer_list: Any, mem_type: str | None = None, backends: Sequence[str] = ()
     ) -> nixl_prepped_dlist_handle:
-        """Prepares a list of descriptors for one side of transfers, which pick descriptors from it by their indices.
+        """Prepares a list of descriptors. A transfer names descriptors of two prepared lists, the initiator's and the
+        other agent's, by index.
 
         Args:
-            agent_name: "NIXL_INIT_AGENT" or "" for the initiator's side. For the other side, the name of the remote
-                agent or of this agent.
+            agent_name: "NIXL_INIT_AGENT" or "" for the initiator's list. For the other agent's list, the name of that
+                agent, which may be this agent.
             xfer_list: a list that `get_xfer_descs` takes; or an array of uint64 or int64 of shape (N, 5). Each row of
-                the array, (address, bytes, device, stride, count), stands for `count` blocks whose addresses are
-                `stride` bytes apart, and the blocks of all rows are numbered consecutively.
+                the array, (address, bytes, device, stride, count), describes `count` blocks whose addresses are
+                `stride` bytes apart. The indices of blocks continue from row to row.
             mem_type: as for `get_xfer_descs`.
 
         Raises:
@@ -261,8 +263,8 @@ class nixl_agent:
         return nixl_prepped_dlist_handle(self.agent, handle)
 
     def estimate_xfer_cost(self, req_handle: nixl_xfer_handle) -> tuple[int, int, str]:
-        """Returns (0, 0, "UNKNOWN"), because ProxyCCL does not estimate costs. In NIXL these are the duration and the
-        error margin in microseconds, and the method.
+        """Returns (0, 0, "UNKNOWN"), because ProxyCCL does not estimate costs. NIXL returns the duration in
+        microseconds, the error margin in microseconds, and the method of the estimate.
         """
         duration, margin, method = self.agent.estimateXferCost(req_handle._handle)
         known = method == nixl_cost_t.NIXL_COST_ANALYTICAL_BACKEND
@@ -279,14 +281,14 @@ class nixl_agent:
         backends: Sequence[str] = (),
         skip_desc_merge: bool = False,
     ) -> nixl_xfer_handle:
-        """Makes a transfer between descriptors of two prepared lists, which are given by their indices and paired in
-        order. Unless `notif_msg` is empty, the other agent receives it as a notification when the data has arrived.
-        `skip_desc_merge` has no effect.
+        """Makes a transfer between two prepared lists, which copies between the descriptors at each local index and the
+        corresponding remote index. Unless `notif_msg` is empty, the other agent receives this message as a notification
+        when the data has arrived. `skip_desc_merge` has no effect.
 
         Raises:
             KeyError: the operation is neither "READ" nor "WRITE".
-            nixlInvalidParamError: a list or an index is wrong, or the two sides differ in their number of descriptors
-                or in a descriptor's length.
+            nixlInvalidParamError: a list or an index is wrong, or the local and the remote descriptors differ in number
+                or length.
             nixlNotFoundError: the agent was removed (even if another agent has its name), or memory of a list was
                 deregistered (even if it was registered again).
         """
@@ -312,7 +314,7 @@ class nixl_agent:
         notif_msg: bytes | str = b"",
         backends: Sequence[str] = (),
     ) -> nixl_xfer_handle:
-        """Makes a transfer between two lists of `get_xfer_descs`. The remote list may belong to this agent itself.
+        """Makes a transfer between two lists that `get_xfer_descs` returned. `remote_agent` may be this agent.
         `notif_msg` is as for `make_prepped_xfer`.
 
         Raises:
@@ -326,8 +328,8 @@ class nixl_agent:
         return nixl_xfer_handle(self.agent, handle)
 
     def transfer(self, handle: nixl_xfer_handle, notif_msg: bytes | str = b"") -> str:
-        """Starts a transfer, which may have been started before. Returns its state: "DONE", or "PROC" while it is in
-        progress. A `notif_msg` that is not empty is sent instead of the message with which the transfer was made.
+        """Starts a transfer, or starts it again. Returns the transfer's state: "DONE", or "PROC" while the transfer is
+        in progress. If `notif_msg` is not empty, it replaces the message with which the transfer was made.
 
         Raises:
             nixlNotFoundError: the agent was removed.
@@ -337,8 +339,8 @@ class nixl_agent:
         return _state(self.agent.postXferReq(handle._handle, notif_msg))
 
     def check_xfer_state(self, handle: nixl_xfer_handle) -> str:
-        """Returns the state of a transfer: "DONE", or "PROC" while it is in progress. Raises the errors of `transfer`,
-        and nixlNotPostedError if the transfer was not started.
+        """Returns a transfer's state: "DONE", or "PROC" while the transfer is in progress. Raises the errors of
+        `transfer`, and nixlNotPostedError if the transfer was not started.
         """
         return _state(self.agent.getXferStatus(handle._handle))
 
@@ -353,7 +355,9 @@ class nixl_agent:
         return next(name for name, value in self.backends.items() if value == backend)
 
     def release_xfer_handle(self, handle: nixl_xfer_handle) -> None:
-        """Releases a transfer, and cancels it if it is active. Afterwards the transfer writes no more local memory."""
+        """Releases a transfer, and cancels the transfer if it is active. After this call, the transfer writes no local
+        memory.
+        """
         handle.release()
 
     def release_dlist_handle(self, handle: nixl_prepped_dlist_handle) -> None:
@@ -378,8 +382,8 @@ class nixl_agent:
         backends: Sequence[str] = (),
         tag_is_prefix: bool = True,
     ) -> bool:
-        """Returns whether a notification has arrived that begins with a tag or, without `tag_is_prefix`, contains the
-        tag. The first such notification is removed from `notifs`.
+        """Returns whether a notification has arrived that begins with `lookup_tag` (contains `lookup_tag` if
+        `tag_is_prefix` is False), and removes the first such notification from `notifs`.
         """
         name = remote_agent_name.decode() if isinstance(remote_agent_name, bytes) else remote_agent_name
         messages = self.update_notifs(backends).get(name, [])
@@ -390,31 +394,29 @@ class nixl_agent:
         return False
 
     def send_notif(self, remote_agent_name: str | bytes, notif_msg: bytes | str, backend: str | None = None) -> None:
-        """Sends a notification that belongs to no transfer. Raises nixlNotFoundError if the agent is unknown, and
-        nixlRemoteDisconnectError if it can't be reached.
+        """Sends a notification without a transfer. Raises nixlNotFoundError if the agent is unknown, and
+        nixlRemoteDisconnectError if the agent can't be reached.
         """
         self.agent.genNotif(remote_agent_name, notif_msg, [] if backend is None else [self.backends[backend]])
 
     # Metadata
 
     def get_agent_metadata(self) -> bytes:
-        """Returns this agent's metadata. An agent that has the metadata can read and write this agent's registered
-        memory.
-        """
+        """Returns this agent's metadata, with which another agent can read and write this agent's registered memory."""
         return self.agent.getLocalMD()
 
     def get_partial_agent_metadata(
         self, descs: nixlRegDList, inc_conn_info: bool = False, backends: Sequence[str] = ()
     ) -> bytes:
-        """Returns a part of this agent's metadata: the registered memory of `descs`, and the address at which the agent
-        listens if `inc_conn_info` is set or `descs` is empty. Raises nixlNotFoundError if a descriptor is not
+        """Returns a part of this agent's metadata: the registered memory of `descs`, and, if `inc_conn_info` is set or
+        `descs` is empty, the address at which the agent listens. Raises nixlNotFoundError if a descriptor is not
         registered.
         """
         return self.agent.getLocalPartialMD(descs, inc_conn_info, self._handles(backends))
 
     def add_remote_agent(self, metadata: bytes) -> bytes:
-        """Adds the agent that made the metadata, or if it is known, adds the metadata's memory to it. Returns the
-        agent's name as bytes.
+        """Adds the agent that made the metadata, or, if that agent is known already, adds the metadata's memory to the
+        known memory of the agent. Returns the agent's name as bytes.
 
         Raises:
             nixlMismatchError: the bytes are not metadata.
@@ -447,15 +449,17 @@ class nixl_agent:
     def fetch_remote_metadata(
         self, remote_agent: str | bytes, ip_addr: str = "", port: int = DEFAULT_COMM_PORT, label: str = ""
     ) -> None:
-        """Requests the metadata of a peer that listens. `check_remote_metadata` returns True once they have arrived."""
+        """Requests the metadata of a peer that listens. `check_remote_metadata` returns True once the metadata have
+        arrived.
+        """
         self.agent.fetchRemoteMD(remote_agent, ip_addr, port, label)
 
     def invalidate_local_metadata(self, ip_addr: str = "", port: int = DEFAULT_COMM_PORT) -> None:
-        """Asks a peer that listens to remove this agent."""
+        """Asks a listening peer to remove this agent from its known agents."""
         self.agent.invalidateLocalMD(ip_addr, port)
 
     def check_remote_metadata(self, agent: str | bytes, descs: nixlXferDList | None = None) -> bool:
-        """Returns whether an agent was added and, if `descs` is given, whether its known memory contains all
+        """Returns whether an agent was added and, if `descs` is given, whether the agent's known memory contains all
         descriptors.
         """
         asked = nixlXferDList(nixl_mem_t.DRAM_SEG) if descs is None else descs
@@ -469,10 +473,11 @@ class nixl_agent:
         Args:
             descs: a list of (address, bytes, device) tuples; an array of uint64 or int64 of shape (N, 3); a contiguous
                 tensor, or a list of such tensors on one device; or a nixlXferDList, which is returned unchanged.
-            mem_type: the kind of memory of tuples or an array: "DRAM", "VRAM", "FILE", "BLOCK", "OBJ", "cpu" or "cuda".
+            mem_type: the kind of memory, for tuples and arrays: "DRAM", "VRAM", "FILE", "BLOCK", "OBJ", "cpu" or
+                "cuda".
 
         Returns:
-            The list. For other arguments, logs an error and returns None.
+            The list, or, after logging an error, None if `descs` or `mem_type` is wrong.
         """
         if isinstance(descs, nixlRegDList):
             logger.error("This is a list for registration; expected one for a transfer")
@@ -480,8 +485,8 @@ class nixl_agent:
         return self._descs(nixlXferDList, (), descs, mem_type)
 
     def get_reg_descs(self, descs: Any, mem_type: str | None = None) -> nixlRegDList | None:
-        """Returns a list of descriptors for registration. Like `get_xfer_descs`, but each tuple has a fourth element,
-        str or bytes, which has no effect.
+        """Returns a list of descriptors for registration. The arguments are those of `get_xfer_descs`, except that each
+        tuple has a fourth element, str or bytes, which has no effect.
         """
         if isinstance(descs, nixlXferDList):
             logger.error("This is a list for a transfer; expected one for registration")
@@ -516,8 +521,8 @@ class nixl_agent:
         return descs.serialize()
 
     def deserialize_descs(self, serialized_descs: bytes) -> nixlXferDList | nixlRegDList:
-        """Returns the list that was serialized to these bytes. Raises nixlMismatchError if the bytes are not such a
-        list.
+        """Returns the list that `get_serialized_descs` turned into these bytes. Raises nixlMismatchError if the bytes
+        are not a serialized list.
         """
         return deserialize(serialized_descs)
 

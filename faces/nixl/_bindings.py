@@ -1,8 +1,8 @@
 """The names of NIXL's module `_bindings`: the class of agents, lists of descriptors, enumerations and exceptions.
 
-`nixl_agent` is a thin layer over this module's `nixlAgent`. For handles and backends this module has numbers;
-`nixl_agent` has handle objects that release themselves, and names of backends. The docstrings of `nixl_agent` describe
-the calls and their errors.
+`nixl_agent` is a thin layer over this module's `nixlAgent`. This module represents handles and backends by numbers;
+`nixl_agent` represents handles by objects that release themselves, and backends by names. The docstrings of
+`nixl_agent` describe the calls and their errors.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ HAVE_UCX_GPU_DEVICE_API = False
 for _kind in (nixl_cost_t, nixl_mem_t, nixl_status_t, nixl_thread_sync_t, nixl_xfer_op_t):
     globals().update(_kind.__members__)  # exported because NIXL's extension module exports these names
 
-_BACKENDS = ["UCX", "LIBFABRIC"]  # both names stand for ProxyCCL; programs ask for these backends by name
+_BACKENDS = ["UCX", "LIBFABRIC"]  # both names mean ProxyCCL; programs request backends by these names
 _UNKNOWN_COST = 1
 _HANDLES = itertools.count(16, 16)
 """Yields the numbers of new handles. All agents of a process take numbers from it, so that an agent can refuse another
@@ -70,8 +70,8 @@ class nixlAgentConfig(Struct):
 
 
 class nixlXferTelemetry(Struct):
-    """The times and sizes of the last time that a transfer was posted. Times are in microseconds, and at least 1.
-    NIXL's class has no `path`.
+    """The times and sizes of the latest post of a transfer. Times are in microseconds, and at least 1. NIXL's class
+    lacks the field `path`.
     """
 
     startTime: int = 0
@@ -83,8 +83,8 @@ class nixlXferTelemetry(Struct):
 
 
 class _Prepared(Struct, frozen=True, eq=False):
-    """A prepared list, and the registered memory that contains it. `is_own` says whether the list is for the
-    initiator's side.
+    """A prepared list, and the registered memory that contains its descriptors. `is_own` says whether the list is the
+    initiator's.
     """
 
     rows: NDArray[np.uint64] | StridedRows
@@ -93,10 +93,6 @@ class _Prepared(Struct, frozen=True, eq=False):
 
 
 class _Posted(Struct, eq=False):
-    """A transfer, with what NIXL reports about it: the other agent's name, the notification, and the number of
-    descriptors.
-    """
-
     transfer: Transfer
     name: str
     notification: bytes | None
@@ -104,7 +100,7 @@ class _Posted(Struct, eq=False):
 
 
 class nixlAgent:
-    """An agent, by the methods of NIXL's extension module. Any thread may call any method, in every mode. The
+    """An agent with the methods of NIXL's extension module. Any thread may call any method, in every mode. The
     constructor raises ValueError if the name is empty.
     """
 
@@ -197,8 +193,8 @@ class nixlAgent:
         return nixl_status_t.NIXL_SUCCESS
 
     def forgetSender(self, metadata: bytes) -> None:
-        """Removes the agent that sent these metadata, if it was added. A later agent of the same name is not
-        removed.
+        """Removes the agent that sent these metadata, if that agent was added. Another agent that took the same name is
+        not removed.
         """
         with in_nixls_words():
             self._agent.remove_agent_of(metadata)
@@ -211,7 +207,7 @@ class nixlAgent:
             return (
                 nixl_status_t.NIXL_SUCCESS if self._find(name, descs)[1] is None else nixl_status_t.NIXL_ERR_NOT_FOUND
             )
-        except nixlNotFoundError:  # another thread has forgotten the agent
+        except nixlNotFoundError:  # another thread has removed the agent
             return nixl_status_t.NIXL_ERR_NOT_FOUND
 
     def makeConnection(self, remote_agent: str | bytes, backends: Sequence[int] = ()) -> nixl_status_t:
@@ -251,11 +247,11 @@ class nixlAgent:
     # Transfers
 
     def prepXferDlist(self, *arguments: Any, **named: Any) -> int:
-        """Prepares a list. The arguments are ``(descs, backend)`` for this agent's side, and ``(agent_name, descs,
-        backend)`` for the other side.
+        """Prepares a list. The arguments are ``(descs, backend)`` for the initiator's list, and ``(agent_name, descs,
+        backend)`` for the other agent's list.
 
-        For an array that `StridedRows` takes, the kind of memory is a further argument: ``(agent_name, mem_type, descs,
-        backend)``.
+        If `descs` is an array for `StridedRows`, the kind of memory is one more argument: ``(agent_name, mem_type,
+        descs, backend)``.
 
         Raises:
             nixlNotFoundError: the agent is unknown, the list is empty, or a descriptor is not registered.
@@ -341,7 +337,7 @@ class nixlAgent:
 
     def postXferReq(self, reqh: int, notif_msg: str | bytes = "") -> nixl_status_t:
         posted = self._transfer(reqh)
-        try:  # a context manager would take longer than the call that starts the transfer
+        try:  # not `in_nixls_words`, which would take longer than `start`
             posted.transfer.start(bytes_of(notif_msg) if notif_msg else posted.notification)
             return nixl_status_t.NIXL_SUCCESS if posted.transfer.done() else nixl_status_t.NIXL_IN_PROG
         except ProxyCCLError as error:
@@ -365,7 +361,7 @@ class nixlAgent:
         ended = time.monotonic_ns() if transfer.state is State.ACTIVE else times.ended
         post = max(1, (min(times.returned, ended) - times.posted) // 1000)
         whole = max(post, (ended - times.posted) // 1000)
-        elapsed = time.monotonic_ns() - times.posted  # read first: a pause before the second read must not falsify it
+        elapsed = time.monotonic_ns() - times.posted
         started = time.time_ns() - elapsed
         return nixlXferTelemetry(started // 1000, post, whole, transfer.nbytes, posted.count, str(transfer.path))
 
@@ -392,9 +388,6 @@ class nixlAgent:
             raise nixlNotFoundError(f"no agent of the name {name!r} was added")
 
     def _check(self, name: str, descs: nixlXferDList) -> Side:
-        """Returns the registered memory of an agent. Raises nixlNotFoundError unless that memory contains all
-        descriptors.
-        """
         self._require_known(name)
         if descs.isEmpty():
             raise nixlNotFoundError("the list is empty")

@@ -13,7 +13,7 @@ _ALIGNMENT = 4096
 
 
 def malloc_passthru(size: int) -> int:
-    """Allocates memory, in whole pages. The caller frees it."""
+    """Returns the address of new memory, in whole pages. The caller frees the memory."""
     address = _libc.aligned_alloc(_ALIGNMENT, -(-size // _ALIGNMENT) * _ALIGNMENT)
     if address is None:
         raise MemoryError(f"can't allocate {size} bytes")
@@ -21,7 +21,7 @@ def malloc_passthru(size: int) -> int:
 
 
 def free_passthru(buf: int) -> None:
-    """Frees memory of `malloc_passthru`."""
+    """Frees memory that `malloc_passthru` returned."""
     _libc.free(buf)
 
 

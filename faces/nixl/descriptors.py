@@ -1,7 +1,7 @@
-"""NIXL's lists of descriptors. Each descriptor is a row (address, bytes, device); in a list for registration it also
-contains bytes for the backend.
+"""NIXL's lists of descriptors. Each descriptor is a row (address, bytes, device); in a list for registration, a
+descriptor also contains bytes for the backend.
 
-Blocks whose addresses are equally far apart may be given as one row, (address, bytes, device, stride, count).
+Blocks at a constant stride may be given as one row, (address, bytes, device, stride, count).
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class nixlRegDList(_DescList):
 
 
 def deserialize(data: bytes) -> nixlXferDList | nixlRegDList:
-    """Returns the list that `serialize` made these bytes from. Unlike a pickle, the bytes can't make this process run
+    """Returns the list that `serialize` turned into these bytes. Unlike a pickle, the bytes can't make this process run
     code.
 
     Raises:
@@ -162,14 +162,15 @@ def deserialize(data: bytes) -> nixlXferDList | nixlRegDList:
 
 
 class StridedRows:
-    """The rows (address, bytes, device) of blocks whose addresses are equally far apart. A block's row is computed only
-    when the block is picked, because a cache may have millions of blocks.
+    """The rows (address, bytes, device) of blocks at a constant stride. A block's row is computed only when a transfer
+    picks the block, because a cache may have millions of blocks.
 
     Args:
         descs: uint64 or int64 [N, 5], rows of (address, bytes, device, stride, count). Strides are in bytes.
 
     Attributes:
-        spans: uint64 [N, 3], for each row the (address, bytes, device) of the memory from its first block to its last.
+        spans: uint64 [N, 3], for each row of `descs` the (address, bytes, device) of the memory from the row's first
+            block to its last block.
 
     Raises:
         TypeError, ValueError: `descs` is not such an array.
@@ -192,8 +193,8 @@ class StridedRows:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def __getitem__(self, indices: NDArray[Any]) -> NDArray[np.uint64]:
-        """Returns the rows of the blocks with these indices, uint64 [M, 3]. The blocks of all rows are numbered
-        consecutively.
+        """Returns the rows of the blocks with these indices, uint64 [M, 3]. Indices of blocks continue from row to
+        row.
         """
         blocks = indices.astype(np.uint64)
         of_row = np.searchsorted(self._ends, blocks, side="right")

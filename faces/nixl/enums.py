@@ -23,7 +23,7 @@ class nixl_mem_t(IntEnum):
 
 
 class nixl_xfer_op_t(IntEnum):
-    """The direction of a transfer, from the initiator's view."""
+    """The direction of a transfer: READ copies to the initiator's memory, WRITE copies from it."""
 
     NIXL_READ = 0
     NIXL_WRITE = 1

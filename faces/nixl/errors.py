@@ -68,7 +68,7 @@ class nixlNoTelemetryError(_NixlError):
     status = nixl_status_t.NIXL_ERR_NO_TELEMETRY
 
 
-_THEIRS: dict[type[ProxyCCLError], type[_NixlError]] = {  # the first class of which the error is an instance is used
+_THEIRS: dict[type[ProxyCCLError], type[_NixlError]] = {  # subclasses precede base classes
     ours.NotStartedError: nixlNotPostedError,
     ours.UnknownAgentError: nixlNotFoundError,
     ours.NotRegisteredError: nixlNotFoundError,

@@ -18,9 +18,7 @@ _LEVELS = {
 
 
 class _Standard(logging.StreamHandler):  # type: ignore[type-arg]
-    """A handler that writes to the current `sys.stdout`, even if a program has replaced it since the handler was
-    made.
-    """
+    """A handler that always writes to the current `sys.stdout`, which a program may replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stdout

@@ -1,8 +1,9 @@
-"""NIXL's exchange of metadata by sockets. A peer asks a listening agent to add the peer's metadata, to send its own, or
-to remove the peer.
+"""NIXL's exchange of metadata by sockets. A peer asks a listening agent to add the peer's metadata, to send the agent's
+metadata, or to remove the peer.
 
-Like NIXL's exchange, it is neither encrypted nor authenticated: anyone who reaches the port can fetch the agent's
-metadata, which give access to its memory. Agents that exchange metadata by other means need no listener.
+As in NIXL, the exchange is neither encrypted nor authenticated: anyone who reaches the port can fetch the agent's
+metadata, which give access to the agent's memory. Agents whose programs exchange the metadata themselves need no
+listener.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from proxyccl.proxy.connecting import NoAddressError, connect_to_any
 _HEAD = struct.Struct("<4sBQ")
 _FORMAT = b"PXM1"
 _LONGEST = 64 << 20
-_SECONDS = 5.0  # the bound of one exchange, and of the wait until a peer listens
-_MOST_AT_ONCE = 256  # exchanges in progress; a further exchange replaces the oldest
+_SECONDS = 5.0  # the time-out of one exchange, and of the wait until a peer listens
+_MOST_AT_ONCE = 256  # exchanges in progress; another one cancels the oldest
 _PART = 1 << 20
 _PAUSE_SECONDS = 0.05
 _logger = get_logger(__name__.removeprefix("proxyccl.nixl."))
 
 
 class Request(IntEnum):
-    """A request to a peer. LOAD asks the peer to add the metadata that it contains, FETCH to send its own metadata, and
-    INVALIDATE to remove the sender. INVALIDATE contains the sender's metadata, which distinguish the sender from a
-    later agent of the same name.
+    """A request to a peer. LOAD asks the peer to add the request's metadata, FETCH asks the peer to send the peer's
+    metadata, and INVALIDATE asks the peer to remove the sender. INVALIDATE contains the sender's metadata, because
+    another agent may have taken the sender's name.
     """
 
     LOAD = 1
@@ -75,8 +76,8 @@ def _end(listener: socket.socket) -> None:
 
 
 async def _serve(listener: socket.socket, reference: weakref.ref[Exchanging]) -> None:
-    """Serves all peers in one thread, without blocking on any of them, so that a silent peer does not delay other
-    peers. Ends when the listener is shut down.
+    """Serves all peers with one event loop, so that a silent peer does not delay other peers. Returns when the listener
+    is shut down.
     """
     exchanges: dict[asyncio.Task[None], None] = {}  # ordered from the oldest
     listener.setblocking(False)
@@ -87,7 +88,7 @@ async def _serve(listener: socket.socket, reference: weakref.ref[Exchanging]) ->
             except OSError:
                 if reference() is None:
                     return
-                await asyncio.sleep(_PAUSE_SECONDS)  # the process has no file descriptor left, so the peer waits
+                await asyncio.sleep(_PAUSE_SECONDS)  # no file descriptor is left, so the peer waits
                 continue
             if len(exchanges) >= _MOST_AT_ONCE:
                 _logger.warning("a peer's metadata request failed: too many peers have come after it")
@@ -97,11 +98,10 @@ async def _serve(listener: socket.socket, reference: weakref.ref[Exchanging]) ->
             task = asyncio.create_task(_answer(connection, reference))
             exchanges[task] = None
             task.add_done_callback(lambda ended: exchanges.pop(ended, None))
-            await asyncio.sleep(0)  # lets the exchanges proceed while peers wait to be accepted
+            await asyncio.sleep(0)  # lets exchanges proceed even if more peers wait in accept
 
 
 async def _answer(connection: socket.socket, reference: weakref.ref[Exchanging]) -> None:
-    """Serves one peer. If this fails, logs a warning, and only this peer's request is lost."""
     try:
         with connection:
             async with _bounded(connection):
@@ -112,7 +112,6 @@ async def _answer(connection: socket.socket, reference: weakref.ref[Exchanging])
 
 
 def _carry_out(agent: Exchanging | None, request: int, data: bytes) -> bytes:
-    """Carries out a peer's request. Returns the bytes of the answer; b"" for requests that have no answer."""
     if agent is None:
         return b""
     if request == Request.LOAD:
@@ -162,7 +161,6 @@ class Sender:
 
 
 def _reach(address: str, port: int) -> socket.socket:
-    """Connects to a peer. If the peer does not listen yet, tries again for a few seconds."""
     deadline = time.monotonic() + _SECONDS
     while True:
         try:
@@ -175,9 +173,6 @@ def _reach(address: str, port: int) -> socket.socket:
 
 
 async def _receive(connection: socket.socket) -> tuple[int, bytes]:
-    """Receives a request or an answer. Returns its kind and its data. Raises OSError if the peer has closed the
-    connection, or has sent invalid bytes.
-    """
     received = bytearray()
     length = 0
     while len(received) < _HEAD.size + length:
@@ -194,7 +189,6 @@ async def _receive(connection: socket.socket) -> tuple[int, bytes]:
 
 @contextlib.asynccontextmanager
 async def _bounded(connection: socket.socket) -> AsyncIterator[None]:
-    """A context that bounds the time of an exchange over a connection, as a whole."""
     connection.setblocking(False)
     try:
         async with asyncio.timeout(_SECONDS):

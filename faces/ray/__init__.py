@@ -1,4 +1,4 @@
-"""Transports tensors between Ray's actors directly, by ProxyCCL's agents.
+"""Transports tensors directly between Ray's actors, with ProxyCCL's agents.
 
     import proxyccl.ray
 
@@ -9,7 +9,7 @@
         @ray.method(tensor_transport="proxyccl")
         def weights(self): ...
 
-Ray imports its own modules only when `register` is called. See `proxyccl.ray.transport` for Ray's interface.
+This module imports Ray only when `register` is called. See `proxyccl.ray.transport` for Ray's interface.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ __all__ = ["NAME", "register"]
 def register(data_type: type | None = None, devices: Sequence[str] = ("cuda", "cpu")) -> None:
     """Registers the transport with Ray (`ray.experimental.register_tensor_transport`), under the name "proxyccl".
 
-    The driver calls this before it defines the classes of the actors that use the transport. ProxyCCL must also be
-    installed where the actors run.
+    The driver calls this function before the driver defines the classes of the actors that use the transport. ProxyCCL
+    must also be installed where the actors run.
 
     Args:
         data_type: `torch.Tensor` (also if None), or `numpy.ndarray`.
         devices: the types of devices that tensors may be on.
 
     Raises:
-        ImportError: Ray is not installed, or has no direct transport yet; or `data_type` is None and torch is not
+        ImportError: Ray is not installed, or too old for direct transports; or `data_type` is None and torch is not
             installed.
         ValueError: the transport is already registered.
     """

@@ -1,11 +1,11 @@
-"""Ray's interface of tensor transports, implemented by an agent in each actor.
+"""Implements Ray's interface of tensor transports by an agent in each actor.
 
 The interface is that of Ray 2.60, python/ray/experimental/rdt/tensor_transport_manager.py. Ray makes one transport for
 each process and calls it in several threads: its main thread and the "_ray_system" thread of an actor.
 
-The source registers a tensor's memory, and returns its agent's metadata and the tensor's address to Ray, which passes
-them to the destination. The destination reads the tensor, without the source's program. Ray keeps a tensor alive until
-it calls `garbage_collect`.
+The source actor registers a tensor's memory, and returns the metadata of the actor's agent and the tensor's address to
+Ray, which passes both to the destination actor. The destination reads the tensor; the source's program takes no part in
+the read. Ray keeps a tensor alive until Ray calls `garbage_collect`.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from proxyccl.device.process.left_behind import take_each
 from ray.experimental import CommunicatorMetadata, TensorTransportManager, TensorTransportMetadata
 from ray.experimental.rdt.tensor_transport_manager import FetchRequest
 
-_MOST_KNOWN = 1024  # after this many objects of a peer, the peer is removed and added again, which drops their regions
+_MOST_KNOWN = 1024  # after this many objects, a peer is removed and added again, to drop the objects' regions
 _MOST_PEERS = 1000  # the limit of Ray's own transport for NIXL
 _LONG, _SHORTEST = 3600.0, 1e-6  # seconds
 
 
 @dataclass
 class ProxyCCLMetadata(TensorTransportMetadata):
-    """Where an object's tensors are in the source's memory.
+    """The places of an object's tensors in the source's memory.
 
     Attributes:
         agent: the name of the source's agent; "" for an object without tensors.
-        agent_metadata: that agent's metadata, with the regions of this object.
+        agent_metadata: the source agent's metadata, with the registered regions of this object.
         places: (address, bytes) of each tensor.
-        generation: the number of times that the source has deregistered device memory. When the number changes, peers
-            may have mapped memory that no longer exists.
+        generation: the number of times that the source has deregistered device memory. After the number has changed,
+            mappings of earlier memory may be stale.
     """
 
     agent: str = ""
@@ -59,18 +59,13 @@ class _Peer:
 
 
 class _Reading:
-    """A read in progress and the memory that it writes to."""
-
     def __init__(self, obj_id: str, peer: str, regions: list[Region], transfer: Transfer, tensors: list[Any]) -> None:
         self.obj_id, self.peer, self.regions, self.transfer = obj_id, peer, regions, transfer
-        self.tensors = tensors  # kept alive while the read may write to them, even if Ray drops the fetch
+        self.tensors = tensors  # references that keep the tensors alive while the read may write to them
         self.settled = False
-        self._error: tuple[type[TransferError], str] | None = None  # an exception would keep frames alive
+        self._error: tuple[type[TransferError], str] | None = None  # an exception would keep its frames alive
 
     def settle(self, timeout: float) -> None:
-        """Waits until the read has ended, and stores its error if it failed. Raises TransferTimeoutError if the read is
-        still active after `timeout` seconds.
-        """
         if not self.settled:
             try:
                 self.transfer.wait(timeout)
@@ -88,7 +83,7 @@ class _Reading:
 
 @dataclass
 class ProxyCCLFetch(FetchRequest):
-    """A fetch in progress. Once nothing refers to this object, the transport's next call ends the fetch."""
+    """A fetch in progress. After this object is garbage-collected, the transport's next call cancels the fetch."""
 
     reading: _Reading | None = None
 
@@ -98,18 +93,18 @@ class ProxyCCLTransport(TensorTransportManager):
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._starting = threading.Lock()  # protects a peer from removal between its addition and the start of the read
+        self._starting = threading.Lock()  # held from adding a peer until the read starts
         self._made: Agent | None = None
         self._generation = 0
         self._objects: dict[str, list[Region]] = {}
-        self._peers: dict[str, _Peer] = {}  # ordered by last use
+        self._peers: dict[str, _Peer] = {}  # the most recently used peer is last
         self._readings: list[_Reading] = []  # reads that may be active; their memory is registered
         self._dropped: deque[_Reading] = deque()  # reads whose fetches were freed
         self._aborted: set[str] = set()
 
     @property
     def _agent(self) -> Agent:
-        with self._lock:  # made when first needed, because the driver only coordinates and needs no agent
+        with self._lock:  # made at the first use, because the driver needs no agent
             if self._made is None:
                 self._made = Agent(f"ray-{os.getpid()}-{uuid.uuid4().hex}")
             return self._made
@@ -119,23 +114,23 @@ class ProxyCCLTransport(TensorTransportManager):
 
     @staticmethod
     def is_one_sided() -> bool:
-        """Returns True, because only the destination makes calls for a transfer."""
+        """Returns True, because only the destination takes part in a transfer."""
         return True
 
     @staticmethod
     def can_abort_transport() -> bool:
-        """Returns True: a transfer can be aborted, so that Ray need not kill its actors."""
+        """Returns True, so that Ray aborts a transfer instead of killing the transfer's actors."""
         return True
 
     def actor_has_tensor_transport(self, actor: Any) -> bool:
-        """Returns True without asking the actor whether it can use the transport, because Ray calls this before each
-        call.
+        """Returns True without asking the actor, because Ray calls this method before each call that uses the
+        transport.
         """
         return True
 
     def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: list[Any]) -> ProxyCCLMetadata:
-        """Waits until the devices have written an object's tensors, and registers their memory in the actor that has
-        them.
+        """Waits until the devices have written an object's tensors, and registers the tensors' memory. Runs in the
+        actor that has the tensors.
 
         Raises:
             ValueError: the tensors are not contiguous, or not on one type of device.
@@ -163,7 +158,7 @@ class ProxyCCLTransport(TensorTransportManager):
         )
 
     def get_communicator_metadata(self, src_actor: Any, dst_actor: Any, backend: str | None = None) -> Any:
-        """Returns metadata without content, because the tensors' metadata already name the source."""
+        """Returns empty metadata, because the metadata of the tensors already name the source."""
         return CommunicatorMetadata()
 
     def fetch_multiple_tensors(
@@ -173,10 +168,10 @@ class ProxyCCLTransport(TensorTransportManager):
         communicator_metadata: Any,
         target_buffers: Sequence[Any] | None = None,
     ) -> ProxyCCLFetch:
-        """Begins to read an object's tensors into `target_buffers`, or without buffers into new tensors.
+        """Starts to read an object's tensors into `target_buffers`, or into new tensors if there are no buffers.
 
         Raises:
-            ValueError: a buffer is not contiguous, or its size differs from its tensor's.
+            ValueError: a buffer is not contiguous, or its size differs from the size of its tensor.
             CanceledError: Ray has aborted the transfer.
             TransferError: see `Agent.prepare` and `Transfer.start`.
         """
@@ -202,7 +197,7 @@ class ProxyCCLTransport(TensorTransportManager):
             with self._starting:
                 self._add(meta)
                 begun = _Reading(obj_id, meta.agent, regions, agent.prepare("read", meta.agent, blocks), tensors)
-                with self._lock:  # an abort comes either before this block, or after the transfer has started
+                with self._lock:  # so that an abort is either seen here, or finds a started transfer
                     self._refuse_if_aborted(obj_id, meta)
                     self._readings.append(begun)
                     reading = begun
@@ -223,13 +218,13 @@ class ProxyCCLTransport(TensorTransportManager):
 
         Args:
             fetch_request: the result of `fetch_multiple_tensors`.
-            timeout: the bound of the wait in seconds. If it is negative, the wait lasts until the transfer has ended or
-                the source is lost.
+            timeout: the time-out in seconds; if negative, the call waits until the transfer has ended or the source is
+                lost.
 
         Raises:
             TimeoutError: the transfer is still active.
-            TransferError: the transfer failed: the source has ended (DisconnectedError), or Ray aborted the transfer
-                (CanceledError).
+            TransferError: the transfer failed, for example because the source has ended (DisconnectedError), or because
+                Ray aborted the transfer (CanceledError).
         """
         self._end_dropped()
         reading: _Reading | None = fetch_request.reading
@@ -251,18 +246,16 @@ class ProxyCCLTransport(TensorTransportManager):
         communicator_metadata: Any,
         target_buffers: Sequence[Any] | None = None,
     ) -> list[Any]:
-        """Reads an object's tensors. Arguments and errors are those of `fetch_multiple_tensors` and
-        `wait_fetch_complete`.
-        """
+        """Reads an object's tensors, by `fetch_multiple_tensors` and `wait_fetch_complete`."""
         fetch = self.fetch_multiple_tensors(obj_id, tensor_transport_metadata, communicator_metadata, target_buffers)
         return self.wait_fetch_complete(fetch)
 
     def send_multiple_tensors(self, tensors: Any, tensor_transport_metadata: Any, communicator_metadata: Any) -> None:
-        """Raises NotImplementedError. Ray does not call this, because the destination reads the tensors."""
+        """Raises NotImplementedError. Ray does not call this method, because the destination reads the tensors."""
         raise NotImplementedError("the transport is one-sided: the destination reads")
 
     def garbage_collect(self, obj_id: str, tensor_transport_meta: Any, tensors: Any) -> None:
-        """Deregisters the tensors of an object to which nothing refers any longer."""
+        """Deregisters the tensors of an object, which the program no longer uses."""
         self._end_dropped()
         with self._lock:
             regions = self._objects.pop(obj_id, [])
@@ -271,11 +264,13 @@ class ProxyCCLTransport(TensorTransportManager):
             self._agent.deregister(*regions)
 
     def abort_transport(self, obj_id: str, communicator_metadata: Any) -> None:
-        """Aborts the transfer of an object: its fetch raises CanceledError, even if the fetch begins only later."""
+        """Aborts the transfer of an object: the object's fetch raises CanceledError, also if the fetch starts after
+        this call.
+        """
         self._end_dropped()
         with self._lock:
             readings = [reading for reading in self._readings if reading.obj_id == obj_id]
-            if not readings and obj_id not in self._objects:  # the source has no transfer to abort
+            if not readings and obj_id not in self._objects:  # on the source, there is nothing to abort
                 self._aborted.add(obj_id)
         for reading in readings:
             reading.transfer.cancel()
@@ -287,7 +282,6 @@ class ProxyCCLTransport(TensorTransportManager):
                 raise CanceledError(f"the transfer of object {obj_id} was aborted", meta.agent)
 
     def _add(self, meta: ProxyCCLMetadata) -> None:
-        """Adds the source's agent as a peer, with the registered memory of this object."""
         agent = self._agent
         if meta.agent == agent.name:
             return
@@ -295,8 +289,8 @@ class ProxyCCLTransport(TensorTransportManager):
         if peer is None:
             self._remove_unused()
         elif peer.generation < meta.generation or peer.known >= _MOST_KNOWN:
-            # This agent's mappings of the peer's memory may be stale, or it knows too many regions. So the peer is
-            # removed and added again, after active reads that use the mappings have ended.
+            # This agent's mappings of the peer's memory may be stale, or the agent knows too many regions of the peer.
+            # After the active reads from the peer, the peer is therefore removed and added again.
             with self._lock:
                 readings = [reading for reading in self._readings if reading.peer == meta.agent]
             for reading in readings:
@@ -305,11 +299,11 @@ class ProxyCCLTransport(TensorTransportManager):
         agent.add(meta.agent_metadata)
         peer = self._peers.pop(meta.agent, None) or _Peer(meta.generation)
         peer.known += 1
-        self._peers[meta.agent] = peer  # moved to the end, as the most recently used
+        self._peers[meta.agent] = peer  # moved to the end: the most recently used peer is last
 
     def _remove_unused(self) -> None:
-        """Makes room for a further peer. Removes peers that have ended, because their memory would stay mapped, and if
-        there are too many peers, those that were used least recently.
+        """Removes peers that have ended, because their memory would stay mapped. If there are too many peers, also
+        removes the least recently used ones.
         """
         with self._lock:
             active = {reading.peer for reading in self._readings}
@@ -327,7 +321,6 @@ class ProxyCCLTransport(TensorTransportManager):
         self._release(reading)
 
     def _release(self, reading: _Reading) -> None:
-        """Deregisters the local memory of a read that has ended."""
         with self._lock:
             if reading not in self._readings:
                 return
@@ -341,8 +334,8 @@ class ProxyCCLTransport(TensorTransportManager):
             for reading in take_each(self._dropped):
                 active.append(reading)
                 try:
-                    reading.transfer.cancel(_SHORTEST)  # not closed, because another thread may wait for it
-                except ActiveError:  # an adapter may still write
+                    reading.transfer.cancel(_SHORTEST)  # not close(), because another thread may wait for the transfer
+                except ActiveError:  # a network adapter may still write the tensors
                     continue
                 self._release(active.pop())
         finally:
@@ -354,7 +347,7 @@ def _device_type(tensor: Any) -> str:
 
 
 def _synchronize(tensors: Iterable[Any]) -> None:
-    """Waits for all work of the tensors' GPUs, because an agent's copies are not ordered by streams."""
+    """Waits for all work of the tensors' GPUs, because agents copy without regard to streams."""
     gpus = {tensor.device for tensor in tensors if _device_type(tensor) == "cuda"}
     if gpus:
         import torch
@@ -364,7 +357,6 @@ def _synchronize(tensors: Iterable[Any]) -> None:
 
 
 def _region(tensor: Any) -> Region:
-    """Returns the memory of a tensor. Ray keeps the tensor alive. Raises ValueError if the tensor is not contiguous."""
     if isinstance(tensor, np.ndarray):
         if not tensor.flags.c_contiguous:
             raise ValueError("the array is not contiguous")

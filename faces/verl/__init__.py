@@ -1,6 +1,6 @@
-"""verl's checkpoint engine by agents: the backend "proxyccl", which is registered when this module is imported.
+"""A checkpoint engine for verl, implemented by agents. Importing this module registers the engine as "proxyccl".
 
-verl imports it where its configuration of a rollout's checkpoint engine has ``custom_backend_module: proxyccl.verl``.
+verl imports the module if the configuration of a checkpoint engine has ``custom_backend_module: proxyccl.verl``.
 """
 
 from proxyccl.verl.checkpoint_engine import ProxyCCLCheckpointEngine

@@ -1,7 +1,7 @@
-"""A worker's place in the chain along which buckets travel, from the trainer through all rollout workers.
+"""A worker's links in the chain along which buckets are sent, from the trainer through all rollout workers.
 
-Each bucket crosses each link of the chain once. A worker has memory for two buckets: while the following worker reads
-one bucket, and the worker's own model takes weights from it, the worker reads the next bucket into the other memory.
+Each bucket is sent over each link once. A worker has memory for two buckets: it reads the next bucket into one, while
+the following worker and the worker's own model read from the other.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Piece(Message, frozen=True):
     Attributes:
         name: the weight's name.
         dtype: torch's name of the element type.
-        shape: the whole weight's shape.
+        shape: the shape of the whole weight.
         first: the piece's offset in the weight, in bytes.
-        offset, nbytes: the piece's offset in the bucket and its size, in bytes.
+        offset, nbytes: the piece's offset in the bucket and the piece's size, both in bytes.
     """
 
     name: Annotated[str, Meta(max_length=4096)]
@@ -44,13 +44,13 @@ class Piece(Message, frozen=True):
 
 
 class Bucket(Message, frozen=True, tag="bucket"):
-    """A message to the following worker: a bucket is ready to read.
+    """A message that a bucket is ready, from a worker to the following worker.
 
     Attributes:
         number: the bucket's number, from 0.
         address, nbytes: the bucket's address in the sender's memory and its size in bytes.
         pieces: the bucket's contents.
-        last: whether no other bucket follows.
+        last: whether this is the last bucket.
     """
 
     number: Uint64
@@ -61,7 +61,9 @@ class Bucket(Message, frozen=True, tag="bucket"):
 
 
 class HasRead(Message, frozen=True, tag="read"):
-    """A message to the previous worker: the bucket with this number was read, so its memory may be reused."""
+    """A message that a bucket's memory may be reused, from the worker that has read the bucket to the previous
+    worker.
+    """
 
     number: Uint64
 
@@ -70,8 +72,9 @@ _CODEC: Codec[Bucket | HasRead] = Codec(Bucket | HasRead, 64 << 20, name="messag
 
 
 class Chain:
-    """A worker's links to the previous and the following worker, whose agents are given by their metadata, or None at
-    an end of the chain. This object takes all messages that the worker's own agent receives.
+    """A worker's links to the previous and the following worker of the chain. `previous` and `following` are the
+    metadata of these workers' agents, or None at an end of the chain. This object takes all messages that `agent`
+    receives.
     """
 
     def __init__(
@@ -84,24 +87,26 @@ class Chain:
         self._read = -1  # the number of the last bucket that the following worker has read
 
     async def until_free(self, number: int) -> None:
-        """Waits until the memory for a bucket is free: until the following worker has read the bucket that was there
-        before.
+        """Waits until the following worker has read the earlier bucket in the memory for bucket `number`.
 
         Raises:
-            DisconnectedError: a neighbour has ended. The error's `peer` is the neighbour's name.
+            DisconnectedError: a neighbour has ended, or has closed its agent. The error's `peer` is the neighbour's
+                name.
             TransferTimeoutError: the following worker did not read the earlier bucket within the agent's time-out.
         """
         if self._following is not None:
             await self._until(lambda: self._read >= number - len(self._buckets), f"{self._following} to read a bucket")
 
     def offer(self, number: int, nbytes: int, pieces: list[Piece], *, last: bool) -> None:
-        """Tells the following worker that a bucket can be read. Raises DisconnectedError if that worker has ended."""
+        """Tells the following worker that a bucket can be read. Raises DisconnectedError if that worker has ended, or
+        has closed its agent.
+        """
         if self._following is not None:
             address = self._buckets[number % 2].address
             self._agent.notify(self._following, _CODEC.encode(Bucket(number, address, nbytes, pieces, last)))
 
     async def fetch(self, number: int) -> Bucket:
-        """Reads a bucket from the previous worker, and offers it to the following worker. Raises the errors of
+        """Reads a bucket from the previous worker, and offers the bucket to the following worker. Raises the errors of
         `until_free`.
         """
         previous = self._previous
@@ -142,4 +147,4 @@ class Chain:
         try:
             self._agent.wait_for_message(_SLICE)
         except TransferTimeoutError:
-            return  # the caller then checks its deadline and its links
+            return  # `_until` then checks its deadline and the neighbours

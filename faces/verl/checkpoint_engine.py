@@ -1,7 +1,7 @@
 """verl's checkpoint engine. The interface is that of verl 0.9.1, `verl.checkpoint_engine.base`.
 
-In verl, a trainer's ranks all gather each weight, and the first rank sends it. Weights are sent in buckets, along a
-chain of all rollout workers in which the workers of a host are neighbours.
+In verl, all ranks of a trainer gather each weight, and the first rank sends the weight. Weights are sent in buckets,
+along a chain of all rollout workers in which the workers of a host are neighbours.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
 
     Args:
         bucket_size: the size of a bucket in bytes. Each worker has two buckets.
-        device: the device of the buckets: "cuda" or "cpu"; None takes the GPU if there is one.
-        rollout_dtype: the element type to which weights are converted before they are sent; None sends them unchanged.
+        device: the device of the buckets: "cuda" or "cpu"; None means the GPU, or the CPU if there is no GPU.
+        rollout_dtype: the element type to which weights are converted before sending; None leaves them unchanged.
         is_master: without effect; verl sets it on the trainer's first rank.
-        timeout: the bound of each wait for a neighbour, in seconds.
+        timeout: the time-out of each wait for a neighbour, in seconds.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
         self._chain: Chain | None = None
 
     def prepare(self) -> dict[str, Any]:
-        """Makes this update's agent, and allocates its buckets. Returns the agent's metadata.
+        """Makes this update's agent and this update's buckets. Returns the agent's metadata.
 
-        verl does not call `finalize` after an update that failed. So `prepare` ends an earlier update first, and waits
-        of that update raise ClosedError.
+        If an earlier update was not finalized, `prepare` first ends that update, because verl does not call `finalize`
+        after a failure. Waits of the earlier update then raise ClosedError.
         """
         self.finalize()
         self._agent = Agent(f"verl {uuid.uuid4().hex}", timeout=self._timeout)
@@ -72,17 +72,17 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Returns the arguments of `init_process_group`: first those for the trainer workers, then those for the
-        rollout workers. Each is a dict that has, by argument, a list of one value for each worker.
+        """Returns the arguments of `init_process_group` as two dicts, for the trainer workers and for the rollout
+        workers. Each dict maps the name of an argument to a list with one value for each worker.
 
         Args:
-            actor_wg_world_size, rollout_world_size: the numbers of trainer workers and rollout workers.
+            actor_wg_world_size, rollout_world_size: the number of trainer workers, and the number of rollout workers.
             metadata: the results of `prepare` on all workers, with the trainer workers first.
         """
         agents = [each["metadata"] for each in metadata]
         rollouts = agents[actor_wg_world_size:]
         hosts = [host_of(agent) for agent in rollouts]
-        first_host = [host_of(agents[0]), *hosts]  # sorts by host: first the trainer's host
+        first_host = [host_of(agents[0]), *hosts]  # hosts in the order of the chain
         order = sorted(range(rollout_world_size), key=lambda index: (first_host.index(hosts[index]), index))
         chain = [agents[0], *(rollouts[index] for index in order)]
         place = {index: position for position, index in enumerate(order, 1)}
@@ -100,7 +100,7 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
         return trainer, rollout
 
     def init_process_group(self, *, sends: bool, previous: bytes | None, following: bytes | None) -> None:
-        """Joins the chain, if this worker is a part of it. `build_topology` returns the arguments."""
+        """Joins the chain, if this worker is a part of the chain. `build_topology` returns the arguments."""
         if sends or previous is not None:
             assert self._agent is not None
             first, second = self._agent.regions
@@ -114,17 +114,17 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
 
     @torch.no_grad()
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> None:
-        """Sends weights, on the trainer's first rank. The trainer's other ranks only run the generator, because it
-        gathers each weight on all ranks.
+        """Sends weights, if this is the trainer's first rank. The trainer's other ranks only run the generator, because
+        the generator gathers each weight from all ranks.
 
         Args:
             weights: a generator of (name, tensor) pairs, asynchronous or not.
             global_steps: the trainer's step.
 
         Raises:
-            DisconnectedError: the first rollout worker has ended.
+            DisconnectedError: the first rollout worker has ended, or has closed its agent.
             TransferTimeoutError: the first rollout worker did not read a bucket within the time-out.
-            ClosedError: the next update was prepared before this one had ended.
+            ClosedError: the next update was prepared before this update had ended.
         """
         if self._chain is None:
             async for _ in _each(weights):
@@ -148,7 +148,7 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
             first = 0
             while True:
                 room = self.bucket_size - at
-                if room < min(self.bucket_size, flat.numel() - first):  # a weight that fits in a bucket is not cut
+                if room < min(self.bucket_size, flat.numel() - first):  # a weight shorter than a bucket is not cut
                     await flush(last=False)
                     continue
                 nbytes = min(room, flat.numel() - first)
@@ -171,13 +171,13 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
 
         Raises:
             RuntimeError: this worker is not in the chain.
-            DisconnectedError: a neighbour in the chain has ended.
+            DisconnectedError: a neighbour in the chain has ended, or has closed its agent.
             TransferTimeoutError: a neighbour did not offer or read a bucket within the time-out.
-            ClosedError: the next update was prepared before this one had ended.
+            ClosedError: the next update was prepared before this update had ended.
         """
         if self._chain is None:
             raise RuntimeError("init_process_group has not been called")
-        chain, buckets = self._chain, self._buckets  # kept: `prepare` may replace them
+        chain, buckets = self._chain, self._buckets  # local references, because `prepare` may replace the attributes
         number, whole = 0, torch.empty(0, dtype=torch.uint8, device=self.device)
         bucket = await chain.fetch(number)
         while True:
@@ -196,7 +196,7 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
                     whole[piece.first : piece.first + piece.nbytes].copy_(part, non_blocking=True)
                     if piece.first + piece.nbytes == nbytes:
                         yield piece.name, whole.view(dtype).view(piece.shape)
-                self._synchronize()  # because the bucket's memory is reused after this
+                self._synchronize()  # because the next bucket may overwrite this bucket's memory
                 if following is None:
                     break
                 number, bucket = number + 1, await following

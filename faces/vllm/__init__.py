@@ -1,4 +1,6 @@
-"""vLLM's weight transfer by agents: the backend "proxyccl". vLLM calls `register` by the entry point of its plugins."""
+"""The backend "proxyccl" of vLLM's weight transfer, implemented by agents. vLLM calls `register`, which is an entry
+point of vLLM's plugins.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ _registered = False
 
 
 def register() -> None:
-    """Registers the backend "proxyccl" with vLLM's factories of weight transfer engines, of workers and of trainers."""
+    """Registers the backend "proxyccl" with vLLM's two factories of weight transfer engines, for workers and for
+    trainers.
+    """
     global _registered  # noqa: PLW0603
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 

@@ -1,9 +1,8 @@
-"""The two engines of vLLM's weight transfer: one for vLLM's workers, one for the ranks of a trainer.
+"""The backend's two engines for vLLM's weight transfer: one for vLLM's workers, one for the ranks of a trainer.
 
 The interface is that of vLLM 0.33.0, `vllm.distributed.weight_transfer.base`. The trainer's ranks offer their shards in
-place, without gathering them. Each worker reads a group of whole tensors into a staging buffer, passes them to the
-model's `load_weights`, and then does the same with the next group. The workers of a host share the data that each of
-them has read.
+place, without gathering them. Each worker reads a group of whole tensors into a staging buffer, passes the tensors to
+the model's `load_weights`, and then reads the next group. The workers of a host share the data that they have read.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ _Value = TypeVar("_Value")
 
 @dataclass
 class ProxyCCLWeightTransferInitInfo(WeightTransferInitInfo):
-    """The trainer's first message to workers, which can be sent as JSON.
+    """The trainer's first message to workers, which can be encoded as JSON.
 
     Attributes:
         cards: the results of `WeightSource.card` on the trainer's ranks, in base64.
         bucket_bytes: the size of the staging buffer in bytes. If a tensor is larger, the buffer has that tensor's size.
-        timeout: the bound of each wait, in seconds.
+        timeout: the time-out of each wait, in seconds.
     """
 
     cards: list[str]
@@ -54,10 +53,10 @@ class ProxyCCLWeightTransferInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class ProxyCCLWeightTransferUpdateInfo(WeightTransferUpdateInfo):
-    """The trainer's message to workers in each round.
+    """The trainer's message to workers in each update.
 
     Attributes:
-        version: the number of the version of the weights that the trainer's ranks offer.
+        version: the version number of the weights that the trainer's ranks offer.
     """
 
     version: int
@@ -65,12 +64,12 @@ class ProxyCCLWeightTransferUpdateInfo(WeightTransferUpdateInfo):
 
 @dataclass
 class ProxyCCLTrainerInitInfo(TrainerInitInfo):
-    """A trainer's settings, besides its rank.
+    """A trainer's settings, besides the rank.
 
     Attributes:
         bucket_bytes: the size of each worker's staging buffer in bytes. If a tensor is larger, the buffer has that
             tensor's size.
-        timeout: the bound of each wait, in seconds.
+        timeout: the time-out of each wait, in seconds.
     """
 
     backend: ClassVar[str] = "proxyccl"
@@ -128,7 +127,7 @@ class ProxyCCLWeightTransferEngine(
 
         Raises:
             RuntimeError: the engine is not initialized.
-            DisconnectedError: a rank of the trainer, or another worker, has ended.
+            DisconnectedError: a rank of the trainer, or another worker, has ended or has closed its agent.
             TransferTimeoutError: the version did not arrive within the time-out.
         """
         if self._target is None:
@@ -153,16 +152,16 @@ class ProxyCCLWeightTransferEngine(
 class ProxyCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[ProxyCCLTrainerInitInfo]):
     """The engine of a trainer, on each rank of torch's default process group.
 
-    If a parameter's memory stays the same between rounds, workers read the parameter in place. Otherwise, or if its
-    type differs from the declared type, the engine copies the parameter into memory of its own, which workers read. The
-    engine never writes the trainer's memory.
+    Workers read a parameter in place if its memory is the same in each update and its type is the declared type.
+    Otherwise the engine copies the parameter into its own memory, which workers read. The engine never writes to the
+    trainer's memory.
     """
 
     init_info_cls = ProxyCCLTrainerInitInfo
 
     @classmethod
     def trainer_init(cls, init_info: ProxyCCLTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
-        """Makes the engine and registers this rank's shards. On the sender, also connects the workers.
+        """Makes the engine and registers this rank's shards. The sender also connects the workers.
 
         Raises:
             ValueError: `source` is None.
@@ -185,13 +184,13 @@ class ProxyCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[ProxyCCLTr
         self._kept: dict[str, torch.Tensor] = {}
         self._in_place: dict[str, int] = {}  # addresses of the parameters that workers read in place
         self._look()
-        self._look()  # a second look finds shards that the source makes anew each time: these are copied from the start
+        self._look()  # the second call finds the shards whose memory differs each time, so that they are copied
         self._register()
         if self.is_sender:
             self._connect_workers()
 
     def _look(self) -> bool:
-        """Updates the memory that the workers read, by the source's current shards. Returns whether a part of this
+        """Updates the memory that the workers read from the source's current shards. Returns whether a part of that
         memory is new and must be registered.
         """
         new = False
@@ -200,7 +199,7 @@ class ProxyCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[ProxyCCLTr
             if name in self._kept and name not in self._in_place:
                 self._kept[name].copy_(tensor.detach())
             elif self._in_place.get(name) != address:
-                # A parameter that has moved is copied: its earlier memory belongs to the trainer, which may use it for
+                # A parameter whose memory has changed is copied, because the trainer may use the earlier memory for
                 # something else.
                 made = tensor.detach().to(self._declared[name].dtype, copy=name in self._kept).contiguous()
                 if made.data_ptr() == address:
@@ -227,7 +226,7 @@ class ProxyCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[ProxyCCLTr
         the workers first connect again.
 
         Raises:
-            RuntimeError: the sender could not update the workers. The sender itself raises the client's exception
+            RuntimeError: the sender could not update the workers. On the sender, the client's exception is raised
                 instead.
         """
         if any(_gather(self._look())):
@@ -248,7 +247,7 @@ class ProxyCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[ProxyCCLTr
                     self.client.update_weights({"version": self._version})
                     self.client.finish_weight_update()
                 except Exception as error:
-                    failure = error  # raised after the other ranks have learned of the failure
+                    failure = error  # raised below, after the other ranks know of the failure
             reason = _gather(None if failure is None else repr(failure))[0]  # the first rank is the sender
         if failure is not None:
             raise failure
@@ -264,7 +263,7 @@ def _name(rank: int) -> str:
 
 
 def _sharding(meta: Any) -> Sharding | None:
-    """Returns a parameter's sharding, whose holders are given by the names of their agents; None if every rank has the
+    """Returns a parameter's sharding, whose mesh consists of the names of ranks' agents; None if every rank has the
     whole parameter.
     """
     if meta.owners is None:
@@ -279,7 +278,6 @@ def _sharding(meta: Any) -> Sharding | None:
 
 
 def _gather(value: _Value, group: dist.ProcessGroup | None = None) -> list[_Value]:
-    """Returns the values that all ranks pass, in the order of the ranks."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -300,8 +298,9 @@ def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def _grouped(nbytes: dict[str, int], most: int) -> list[dict[str, int]]:
-    """Splits tensors, given by their names and sizes, into groups of at most `most` bytes; a larger tensor is a group
-    of its own. Returns for each group the names, with each tensor's size rounded up to a multiple of 256.
+    """Splits tensors into groups of at most `most` bytes; a larger tensor is a group of its own. `nbytes` maps the
+    tensors' names to their sizes in bytes. Returns a dict like `nbytes` for each group, with sizes rounded up to
+    multiples of 256.
     """
     room = {name: -(-each // _ALIGNMENT) * _ALIGNMENT for name, each in nbytes.items()}
     ends = itertools.accumulate(room.values())

@@ -1,7 +1,7 @@
 """ProxyCCL: host-proxy communication for GPU kernels.
 
 A kernel pushes 128-bit triggers into a ring in pinned host memory. A proxy on the CPU drains the ring and moves the
-data. This module holds the public names and nothing else. DESIGN.md describes the packages that define them.
+data. This module contains only the public names. DESIGN.md describes the packages that define these names.
 
 The first use of a name imports its module, so a program loads only the parts that it uses.
 """
@@ -133,10 +133,10 @@ _NAMES = {
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = sorted(_MODULES)  # noqa: PLE0605
 
-if not TYPE_CHECKING:  # with `__getattr__`, a type checker would accept any name
+if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any name
 
     def __getattr__(name: str) -> object:
-        """Looks up a public name, or the version, at its first use. Thread-safe."""
+        """Returns the value of a public name, or the version, at the first use. Thread-safe."""
         if name == "__version__":
             from importlib.metadata import version
 

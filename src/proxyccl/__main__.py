@@ -1,6 +1,6 @@
-"""The `proxyccl` command: parses the arguments and calls the tools. It holds no logic of its own.
+"""The `proxyccl` command: parses the arguments and calls a tool.
 
-A command imports its own modules, so that other commands' modules do not delay its start.
+Only the modules of the called command are imported, so that the command starts fast.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from proxyccl.device.shown_text import shown_lines
 
 
 class _ShowVersion(argparse.Action):
-    """Prints the version and exits. The version is looked up only here, because that takes 10 ms."""
-
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         from importlib.metadata import version
 
@@ -45,11 +43,11 @@ def _tool(command: str) -> Any:
 
 
 def command_parser(chosen: str | None = None) -> argparse.ArgumentParser:
-    """The parser of the command line.
+    """Returns the parser of the command line.
 
     Args:
-        chosen: the command that is called. Other commands are then listed without their arguments, and their modules
-            are not imported. None for the arguments of all commands.
+        chosen: the name of the called command. Other commands have no arguments in the parser, because their modules
+            are not imported. If None, all commands have their arguments.
     """
     parser = argparse.ArgumentParser(prog="proxyccl", description="Host-proxy communication for GPU kernels.")
     parser.add_argument("--version", action=_ShowVersion, nargs=0, help="print the version and exit")
@@ -65,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
     Args:
-        arguments: without the program's name; None for `sys.argv`.
+        arguments: the arguments without the program's name; None for those of `sys.argv`.
 
     Returns:
         The exit code: 0, or 1 for a failure.
@@ -74,12 +72,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SystemExit: with code 2 for wrong arguments, with 0 after ``--help`` or ``--version``.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # like stderr: its encoding may lack a name's characters
+        sys.stdout.reconfigure(errors="backslashreplace")  # as on stderr: stdout's encoding may lack characters
     try:
         code = _run(arguments)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader of the pipe, such as `head`, has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout at its exit
+    except BrokenPipeError:  # the pipe's reader, such as `head`, has exited
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # because Python flushes stdout at exit
         return 0
     return code
 
@@ -88,7 +86,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     parser = command_parser(next((each for each in given if not each.startswith("-")), ""))
     parsed = parser.parse_args(arguments)
-    if parsed.command != "info":  # info lists unknown variables itself
+    if parsed.command != "info":  # info itself lists unknown variables
         warn_of_unknown()
     try:
         return int(_tool(parsed.command).run(parsed))

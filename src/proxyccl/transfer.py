@@ -1,6 +1,6 @@
-"""Agents, which come and go, and transfers between their memory: ``from proxyccl.transfer import Agent``.
+"""Agents, which may join and leave, and transfers between agents' memory: ``from proxyccl.transfer import Agent``.
 
-This module holds the public names and nothing else. docs/transfers.md is an introduction.
+This module contains only the public names. docs/transfers.md is an introduction.
 """
 
 from proxyccl.channels.transfers.agent import Agent

@@ -1,6 +1,6 @@
-"""Weights from trainers to samplers, from one sharding to another: ``from proxyccl.weights import WeightSource``.
+"""Transfers weights from trainers to samplers, between shardings: ``from proxyccl.weights import WeightSource``.
 
-This module holds the public names and nothing else. docs/weights.md is an introduction.
+This module contains only the public names. docs/weights.md is an introduction.
 """
 
 from proxyccl.channels.weights.card import tensors_of

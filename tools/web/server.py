@@ -1,10 +1,9 @@
-"""Serves the page, the state as server-sent events, and a trace on request.
+"""Serves the page of `proxyccl top --web`, the machine's state as server-sent events, and a trace on request.
 
 Server-sent events: https://html.spec.whatwg.org/multipage/server-sent-events.html
 
-Anybody on the machine may connect, so every request needs the token in the printed address, which only this user knows.
-`LocalPages` checks the token first. The page's Content-Security-Policy keeps it from loading anything from, or sending
-anything to, another server.
+Anybody on the machine may connect, so every request needs the token that is part of the printed URL. `LocalPages`
+checks the token first. The Content-Security-Policy prevents the page from loading from, or sending to, another server.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ _MOST_TRACE_SECONDS = 60.0
 
 @contextlib.contextmanager
 def serve(address: str, interval: float, job: str | None = None, process: int | None = None) -> Iterator[str]:
-    """Runs a server as a context, whose value is the server's URL with the token. `address` is HOST:PORT or a part of
-    it; "" stands for any free port of localhost. `interval` is the seconds between two states; see `find` for `job` and
-    `process`.
+    """A context manager that runs a server, and whose value is the server's URL with the token. `address` is HOST:PORT,
+    HOST or :PORT; "" means any free port of localhost. `interval` is the time between two states in seconds; `job` and
+    `process` select services, see `find`.
 
     Raises:
         ArgumentError: `address` is not an address.
@@ -49,7 +48,7 @@ def serve(address: str, interval: float, job: str | None = None, process: int | 
 
 
 def run(address: str, interval: float, job: str | None, process: int | None) -> int:
-    """Runs the command, which serves until Ctrl-C. Returns the exit code. Arguments and errors are those of `serve`."""
+    """Runs a server until Ctrl-C. Returns the exit code. Arguments and errors are those of `serve`."""
     with serve(address, interval, job, process) as url, contextlib.suppress(KeyboardInterrupt):
         print(f"{url}\n(Ctrl-C ends it)", flush=True)
         threading.Event().wait()
@@ -57,7 +56,7 @@ def run(address: str, interval: float, job: str | None, process: int | None) -> 
 
 
 class _Events:
-    """The events that all open pages share. Nothing is observed while no page is open."""
+    """The events that all open pages share. While no page is open, no events are made."""
 
     def __init__(self, states: States, interval: float) -> None:
         self._states = states
@@ -69,7 +68,7 @@ class _Events:
         self._closed = False
 
     def after(self, number: int) -> tuple[int, bytes]:
-        """Waits until the next event after the one with this number is due. Returns the event and its number."""
+        """Waits until the event after event `number` is due. Returns the number and the text of the newest event."""
         with self._changed:
             while self._number <= number or time.monotonic() > self._made + 2 * self._interval:
                 if self._closed:
@@ -87,7 +86,7 @@ class _Events:
         except ArgumentError as error:
             state = State(time.strftime("%H:%M:%S"), str(error))
         self._number += 1
-        data = shown_in_json(STATES.encode(state).decode())  # JSON has no newlines
+        data = shown_in_json(STATES.encode(state).decode())  # JSON without newlines, which would end the event
         self._event = f"data: {data}\n\n".encode()
         self._made = time.monotonic()
         self._changed.notify_all()
@@ -130,7 +129,6 @@ def _handler(token: str, name: str, events: _Events, record: Callable[[float], b
                     self.send_error(404)
 
         def _asked(self) -> str | None:
-            """Returns the request's path; None if the request was refused."""
             given = self.query.get("token", [""])[0]
             if hmac.compare_digest(given.encode(), token.encode()):
                 return self.path_asked
@@ -160,7 +158,7 @@ def _handler(token: str, name: str, events: _Events, record: Callable[[float], b
             self._begin("text/event-stream")
             self.end_headers()
             number = 0
-            while True:  # until the server is closed, or until a write fails because the page was closed
+            while True:  # ends when the server or the page is closed
                 number, event = events.after(number)
                 self.wfile.write(event)
 

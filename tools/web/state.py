@@ -1,4 +1,4 @@
-"""Makes the state that the page shows, as one message: ranks, waits, rates of proxies and failures."""
+"""Makes the state that the page of `proxyccl top --web` shows: ranks, waits, rates of proxies and failures."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from proxyccl.proxy.reports.document import MOST_BYTES, ReportError
 from proxyccl.proxy.reports.files import directory, reports_in
 from proxyccl.tools.communicators import CommunicatorView, WaitView, communicators
 
-_REPORTS = 64  # number of the newest reports that are read
-_DIAGNOSES = 5  # number of the newest failures that are shown
+_REPORTS = 64  # how many of the newest reports are read
+_DIAGNOSES = 5  # how many of the newest failures are shown
 
 
 class State(Message, frozen=True):
@@ -32,9 +32,9 @@ class State(Message, frozen=True):
         time: the time of day.
         problem: the reason why the other attributes are empty; "" if there is no problem.
         communicators: the communicators, sorted by name.
-        services: the proxies' rates since the last state; new proxies are left out.
+        services: the proxies' rates since the previous state; proxies without a previous state are left out.
         agents: a line for each agent.
-        failures: the newest diagnoses of reports, the newest first.
+        failures: diagnoses of the newest reports, the newest diagnosis first.
     """
 
     time: str
@@ -49,12 +49,12 @@ STATES = Codec(State, MOST_BYTES)
 
 
 class States:
-    """Makes the successive states, for one job or all jobs, and for the proxies of one process or of all processes."""
+    """Makes successive states. `job` None means all jobs, and `process` None means the proxies of all processes."""
 
     def __init__(self, job: str | None, process: int | None) -> None:
         self._job = job
         self._watch = Watch(job, process)
-        self._made: dict[tuple[str, int], int] = {}  # each rank's number of calls at the last state
+        self._made: dict[tuple[str, int], int] = {}  # each rank's number of calls in the previous state
         self._reports: list[Path] = []
         self._failures: tuple[Diagnosis, ...] = ()
 
@@ -62,7 +62,7 @@ class States:
         """Returns the current state.
 
         Raises:
-            ArgumentError: the directory of publications is not this user's own.
+            ArgumentError: another user owns the directory of publications.
         """
         rates = self._watch.rates()
         views = [self._with_waits(view) for view in communicators() if self._job in (None, view.name)]
@@ -74,8 +74,8 @@ class States:
         return replace(of, waits=(*_schedules(of.name, self._watch.views), *self._behind(of)))
 
     def _behind(self, of: CommunicatorView) -> Iterator[WaitView]:
-        """Yields a wait of each rank that has made the most calls for each rank that has made fewer. Yields nothing if
-        any rank of the communicator has made a call since the last state.
+        """Yields, for each rank that has made the most calls, a wait for each rank that has made fewer calls. Yields
+        nothing if any rank has made a call since the previous state.
         """
         still = all(self._made.get((of.name, view.rank)) == view.made for view in of.present)
         most = max((view.made for view in of.present), default=0)
@@ -91,12 +91,12 @@ class States:
     def _newest_failures(self) -> tuple[Diagnosis, ...]:
         try:
             names = reports_in(directory())[-_REPORTS:]
-        except OSError:  # there is no directory of reports
+        except OSError:  # the directory does not exist
             names = []
         if names != self._reports:
             found = Found()
             for name in names:
-                with contextlib.suppress(ReportError):  # `proxyccl doctor` shows the error
+                with contextlib.suppress(ReportError):  # left to `proxyccl doctor`, which prints the error
                     found.read(name)
             self._reports, self._failures = names, tuple(diagnose(found.ranks, found.daemons)[:_DIAGNOSES])
         return self._failures

@@ -1,4 +1,4 @@
-"""DeepEP's interface, implemented by ProxyCCL, under the name by which programs and their workers import it."""
+"""DeepEP's interface, implemented by ProxyCCL, under DeepEP's package name."""
 
 from deep_ep import buffers, utils
 from deep_ep.utils.envs import get_logical_domain_size, get_physical_domain_size

@@ -1,4 +1,6 @@
-"""NIXL's interface, implemented by ProxyCCL. The modules are the modules of `proxyccl.nixl`, under NIXL's names."""
+"""NIXL's interface, implemented by ProxyCCL. The modules of this package are those of `proxyccl.nixl`, under NIXL's
+names.
+"""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The package `nixl` under the name of NIXL's edition for ROCm."""
+"""The package `nixl`, under the name of NIXL's version for ROCm."""
 
 import sys
 

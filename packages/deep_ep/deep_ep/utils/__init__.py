@@ -1,5 +1,5 @@
-"""The names that programs import from deep_ep.utils. This package has the modules that programs of DeepEP 2 import:
-helpers for tests and benchmarks, which no buffer needs.
+"""The names that programs import from deep_ep.utils. This package's modules, which programs for DeepEP 2 import, are
+helpers for tests and benchmarks.
 """
 
 from deep_ep.utils.envs import check_nvlink_connections

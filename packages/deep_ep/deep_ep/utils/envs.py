@@ -1,4 +1,4 @@
-"""The environment of a program: its ranks, their seeds, and the links between them."""
+"""The environment of a program: its ranks, the ranks' seeds, and the links between ranks."""
 
 from __future__ import annotations
 
@@ -44,13 +44,14 @@ def dist_print(s: str = "", once_in_node: bool = False) -> None:
 
 
 def init_dist(local_rank: int, num_local_ranks: int, seed: int = 0) -> tuple[int, int, Any]:
-    """Makes the process group of a program that spawned a process for each GPU of its node. By default, tensors are
-    then bfloat16 and on that GPU. Without GPUs, ranks use gloo and CPU tensors.
+    """Makes the process group of a program that spawned a process for each GPU of its node. Sets torch's default type
+    to bfloat16, and torch's default device to the process's GPU. Without GPUs, ranks use gloo and CPU tensors.
 
-    MASTER_ADDR and MASTER_PORT name the first node; WORLD_SIZE and RANK count nodes.
+    The environment variables MASTER_ADDR and MASTER_PORT are the address of the first node, WORLD_SIZE is the number of
+    nodes, and RANK is the number of this node.
 
     Args:
-        local_rank, num_local_ranks: this process's number on its node, and the number of the node's processes.
+        local_rank, num_local_ranks: this process's number on its node, and the number of processes on the node.
         seed: for `init_seed`.
 
     Returns:
@@ -90,16 +91,18 @@ def get_physical_domain_size(group: Any) -> tuple[int, int]:
 
 
 def get_logical_domain_size(group: Any, allow_hybrid_mode: bool = True) -> tuple[int, int]:
-    """Returns the number of nodes and of ranks in a node. Without the hybrid mode all ranks count as one node."""
+    """Returns (number of nodes, number of ranks on each node). Without the hybrid mode, returns (1, number of
+    ranks).
+    """
     return get_physical_domain_size(group) if allow_hybrid_mode else (1, group.size())
 
 
 def check_nvlink_connections(group: Any) -> None:
-    """Does nothing: ranks whose GPUs can't reach each other's memory send their rows by proxies."""
+    """Does nothing, because ranks whose GPUs can't access each other's memory send rows by proxies."""
 
 
 def check_torch_deterministic() -> None:
-    """Does nothing: in deterministic mode, torch fills new outputs on the stream that uses them next."""
+    """Does nothing, because in deterministic mode torch fills a new output on the stream that uses the output."""
 
 
 def get_nvlink_gbs(factor: float = 0.9) -> float:
@@ -112,20 +115,19 @@ def get_nvlink_gbs(factor: float = 0.9) -> float:
 
 
 def get_rdma_gbs(nic_name: str | None = None) -> float:
-    """Returns the speed of a NIC's first port in GB/s; 0 if the speed is not known. EP_NIC_NAME names the NIC if no
-    argument does.
+    """Returns the speed of a NIC's first port in GB/s; 0 if the speed is not known. Without an argument, EP_NIC_NAME
+    names the NIC.
     """
     rate = re.match(r"\d+", _of_nic(nic_name, "ports/1/rate"))
     return int(rate[0]) / 8 if rate else 0
 
 
 def check_fast_rdma_atomic_support(nic_name: str | None = None) -> bool:
-    """Returns whether a NIC is of the kind whose atomics DeepEP knows to be fast (MT4131)."""
+    """Returns whether a NIC is an MT4131, whose RDMA atomics DeepEP takes to be fast."""
     return _of_nic(nic_name, "hca_type") == "MT4131"
 
 
 def _of_nic(name: str | None, attribute: str) -> str:
-    """Returns an attribute of a NIC from sysfs; an empty text if there is no NIC of that name."""
     nic = name or os.environ.get("EP_NIC_NAME", "mlx5_0")
     path = Path("/sys/class/infiniband") / nic / attribute
     return path.read_text().strip() if path.exists() else ""

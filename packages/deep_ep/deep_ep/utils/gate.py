@@ -1,4 +1,4 @@
-"""Scores with which tokens choose experts so that the first rank gets more tokens than the others."""
+"""Makes scores by which tokens choose experts, such that the first rank gets more tokens than each other rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from deep_ep.utils.math import ceil_div
 
 _STEPS = 20
 _MOST = 100.0
-_THRESHOLD = 0.9  # a token's chosen experts have scores above this
+_THRESHOLD = 0.9  # only the scores of a token's chosen experts are greater
 
 
 def get_unbalanced_scores(
@@ -20,8 +20,8 @@ def get_unbalanced_scores(
 
     Args:
         ratio: the first rank's number of tokens, divided by the number of each other rank; at least 1.
-        precise: whether these tokens reach the ratio exactly, with equal numbers for all other ranks; otherwise they
-            reach it only on average over many tokens, like those of a gate.
+        precise: whether the numbers of tokens have exactly this ratio, with equal numbers for all other ranks;
+            otherwise the ratio holds only on average over many tokens.
 
     Raises:
         ValueError: `precise` is true, and num_topk experts can't be chosen at that ratio.
@@ -32,7 +32,7 @@ def get_unbalanced_scores(
 
 
 def get_random_unbalanced_scores(num_tokens: int, num_experts: int, num_ranks: int, num_topk: int, ratio: float) -> Any:
-    """Makes scores for `get_unbalanced_scores`: random scores; those of the first rank's experts are scaled by a
+    """Returns random scores for `get_unbalanced_scores`, with the scores of the first rank's experts scaled by a
     factor.
     """
     low, high = 1.0, _MOST if ratio != 1 else 1.0
@@ -49,7 +49,9 @@ def get_random_unbalanced_scores(num_tokens: int, num_experts: int, num_ranks: i
 def get_precise_unbalanced_scores(
     num_tokens: int, num_experts: int, num_ranks: int, num_topk: int, ratio: float
 ) -> Any:
-    """Makes scores for `get_unbalanced_scores`: chooses each token's ranks first, then equally many experts of each."""
+    """Returns scores for `get_unbalanced_scores`, by which each token chooses equally many experts of each of its
+    ranks.
+    """
     per_rank = num_experts // num_ranks
     least, most = max(1, ceil_div(num_topk, per_rank)), min(num_topk, num_ranks, int((num_ranks - 1) / ratio) + 1)
     if ratio < 1 or least > most:
@@ -57,7 +59,8 @@ def get_precise_unbalanced_scores(
     at_random = _chosen(_scores(num_tokens, num_experts, num_ranks, 1.0), num_topk).view(num_tokens, num_ranks, -1)
     wanted = at_random.any(2).sum(1).clamp(least, most)  # the number of ranks that each token goes to
     goes = _ranks_of_tokens(wanted, num_ranks, ratio)
-    # A token's choices are divided equally among its ranks; the first ranks get one more if they do not divide evenly.
+    # A token chooses equally many experts of each of its ranks, or one more of the first ranks if num_topk does not
+    # divide evenly.
     place = goes.cumsum(1) - 1
     choices = torch.where(goes, num_topk // wanted.unsqueeze(1) + (place < (num_topk % wanted).unsqueeze(1)), 0)
     order = torch.rand(num_tokens, num_ranks, per_rank, dtype=torch.float32).argsort(2).argsort(2)
@@ -67,12 +70,12 @@ def get_precise_unbalanced_scores(
 
 
 def _ranks_of_tokens(wanted: Any, ranks: int, ratio: float) -> Any:
-    """Chooses `wanted` ranks for each token. Returns bool [T, ranks]: which ranks each token goes to. The first rank
-    gets `ratio` times as many tokens as each other rank; the others get equal numbers, or one more.
+    """Chooses `wanted` ranks for each token. Returns bool [T, ranks]: whether each token goes to each rank. The first
+    rank gets `ratio` times as many tokens as each other rank; the numbers of the other ranks differ by at most one.
     """
     tokens, others = len(wanted), ranks - 1
     first = round(float(wanted.sum()) * ratio / (others + ratio))
-    must = wanted == ranks  # these tokens go to all ranks
+    must = wanted == ranks  # the tokens that go to all ranks
     in_order = torch.where(must, -1.0, torch.rand(tokens, dtype=torch.float32)).argsort()
     goes = torch.zeros(tokens, ranks, dtype=torch.bool)
     goes[in_order[: max(first, int(must.sum()))], 0] = True
@@ -80,7 +83,7 @@ def _ranks_of_tokens(wanted: Any, ranks: int, ratio: float) -> Any:
     begin = left.cumsum(0) - left
     offset = (
         torch.arange(others).unsqueeze(0) - begin.unsqueeze(1)
-    ) % others  # numbered from the token's first rank among the others
+    ) % others  # relative to the token's first rank other than rank 0
     goes[:, 1:] = offset < left.unsqueeze(1)
     return goes
 
@@ -92,10 +95,8 @@ def _scores(tokens: int, experts: int, ranks: int, factor: float) -> Any:
 
 
 def _chosen(scores: Any, topk: int) -> Any:
-    """Returns bool [T, experts]: which experts have each token's greatest scores."""
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, scores.topk(topk, dim=1).indices, True)
 
 
 def _tokens_of_ranks(scores: Any, ranks: int, topk: int) -> Any:
-    """Returns float32 [ranks]: how many tokens have an expert of each rank."""
     return _chosen(scores, topk).view(len(scores), ranks, -1).any(2).float().sum(0)

@@ -1,4 +1,6 @@
-"""Arithmetic of tests and benchmarks: differences, float8 with a scale for each 128 elements, and sums of bits."""
+"""Arithmetic for tests and benchmarks: differences of tensors, conversion to float8 with a scale for each 128 elements,
+and checksums.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +58,8 @@ def per_token_cast_back(x_fp8: Any, x_scales: Any) -> Any:
 
 
 def inplace_unique(x: Any, num_slots: int) -> None:
-    """Keeps each number from 0 to num_slots - 1 once in each row of x, in some order, and fills the rest of the row
-    with -1.
+    """Removes duplicates in place: each row of x keeps each of its numbers from 0 to num_slots - 1 once, in any order,
+    followed by -1.
     """
     rows = len(x)
     present = torch.zeros(rows, num_slots + 1, dtype=torch.bool, device=x.device)
@@ -70,20 +72,22 @@ def inplace_unique(x: Any, num_slots: int) -> None:
 
 
 def create_grouped_scores(scores: Any, group_idx: Any, num_groups: int) -> Any:
-    """Copies scores [T, experts], with zeros for experts outside each token's groups, [T, n]."""
+    """Returns a copy of scores [T, experts], with zeros for experts outside the token's groups. group_idx, [T, n], has
+    the groups of each token.
+    """
     tokens, experts = scores.shape
     chosen = torch.zeros(tokens, num_groups, dtype=torch.bool, device=scores.device).scatter_(1, group_idx, True)
     return (scores.view(tokens, num_groups, -1) * chosen.unsqueeze(2)).view(tokens, experts)
 
 
 def hash_tensor(t: Any) -> int:
-    """Returns the sum of a tensor's words."""
+    """Returns the sum of a tensor's elements, viewed as int32."""
     return int(t.view(torch.int32).sum())
 
 
 def hash_tensors(*tensors: Any) -> int:
-    """Returns the exclusive or of the tensors' `hash_tensor`. Arguments may be tensors, None, and tuples or lists of
-    these.
+    """Returns the exclusive or of all tensors' results of `hash_tensor`. Arguments may be tensors, None, and tuples or
+    lists of these.
     """
     value = 0
     for each in _flat(tensors):

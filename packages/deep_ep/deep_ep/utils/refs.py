@@ -1,4 +1,4 @@
-"""Computes the results of dispatch and combine by torch.distributed's own calls, for tests."""
+"""Computes the results of dispatch and combine with torch.distributed, for tests."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ def dispatch(
     Args:
         x: [T, hidden], or a pair of such rows and scales, [T, n].
         topk_idx, topk_weights: [T, topk].
-        num_max_tokens_per_rank: tokens are numbered over all ranks as if each rank had this many tokens.
+        num_max_tokens_per_rank: token t of rank r has the number r * num_max_tokens_per_rank + t.
         num_experts: the experts of all ranks together.
 
     Returns:
-        The rows, ordered by source rank and token; the experts' numbers on this rank, or -1; all weights of each row;
-        the number of each row's token; and int32 [ranks] on the CPU, the rows from each rank.
+        The rows, ordered by source rank and token; the experts' numbers on this rank, or -1 for experts of other ranks;
+        all weights of each row; the number of each row's token; and int32 [ranks] on the CPU, the number of rows from
+        each rank.
     """
     ranks, per_rank = dist.get_world_size(), num_experts // dist.get_world_size()
     rows, scales = x if isinstance(x, tuple) else (x, None)
@@ -56,8 +57,8 @@ def dispatch(
 def generate_pre_combine_data(
     src_token_global_idx: Any, num_max_tokens_per_rank: int, num_topk: int, hidden: int
 ) -> Any:
-    """Returns bfloat16 [rows, num_topk, hidden]: values that depend on the number of each row's token, the slot and the
-    column, so that each rank can compute the values that the others send.
+    """Returns bfloat16 [rows, num_topk, hidden]: values that depend only on the number of the row's token, the slot and
+    the column, so that each rank can compute the values that other ranks send.
     """
     device = src_token_global_idx.device
     slots = src_token_global_idx.long().unsqueeze(1) * num_topk + torch.arange(num_topk, device=device)
@@ -68,8 +69,8 @@ def generate_pre_combine_data(
 
 
 def ordered_accumulate(data: Any, initial_value: Any = None) -> Any:
-    """Sums data, [T, topk, hidden], over the slots in float32 and in their order. Returns [T, hidden] in the data's
-    type. The sums begin with an initial value, if one is given.
+    """Sums data, [T, topk, hidden], over the slots, in float32 and in the order of the slots. Returns [T, hidden] in
+    the type of the data. If `initial_value` is given, it is the first term of the sums.
     """
     shape, device = (data.shape[0], data.shape[2]), data.device
     total = torch.zeros(shape, dtype=torch.float32, device=device) if initial_value is None else initial_value.float()
@@ -93,11 +94,11 @@ def combine(
     Args:
         y: the row of each slot, [T, topk, hidden].
         topk_idx: the expert of each slot, [T, topk].
-        num_scaleout_ranks, num_scaleup_ranks: the number of nodes, and of ranks in each node.
+        num_scaleout_ranks, num_scaleup_ranks: the number of nodes, and the number of ranks on each node.
         num_experts: the experts of all ranks together.
         bias: [T, hidden], a pair of such tensors, or None: the initial value of the sums.
-        reduce_in_local: whether each rank first sums its rows of a token, and rounds.
-        reduce_in_scaleup: whether each node then sums its ranks' rows, and rounds.
+        reduce_in_local: whether each rank first sums its rows of a token, and rounds the sum.
+        reduce_in_scaleup: whether each node then sums the rows of its ranks, and rounds the sum.
     """
     per_rank = num_experts // (num_scaleout_ranks * num_scaleup_ranks)
     if reduce_in_local:

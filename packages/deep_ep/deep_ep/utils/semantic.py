@@ -1,4 +1,4 @@
-"""Small helpers of Python code."""
+"""Small helper functions."""
 
 from __future__ import annotations
 

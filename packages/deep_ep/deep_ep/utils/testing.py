@@ -1,4 +1,4 @@
-"""Measures GPU work: by events, and kernels by name in a profile."""
+"""Measures the time of GPU work with events, and the time of kernels with a profiler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SLEEP_CYCLES = 20_000_000  # about 10 ms
 
 
 def flush_l2_cache(enabled: bool = True) -> None:
-    """Writes more than a GPU's cache holds."""
+    """Writes more bytes than a GPU's L2 cache holds."""
     if enabled:
         torch.empty(_CACHE_BYTES // 4, dtype=torch.int32, device="cuda").zero_()
 
@@ -28,12 +28,12 @@ def bench(
     post_fn: Callable[[], Any] | None = None,
     flush_l2: bool = True,
 ) -> tuple[float, float, float]:
-    """Measures the GPU work that a call queues. Returns its average, least and greatest seconds. The average leaves out
-    the first measured call.
+    """Measures the GPU work that a call queues. Returns the average, least and greatest time in seconds, without the
+    first measured call.
 
     Args:
         fn: makes the call.
-        num_warmups, num_tests: the number of calls before and during the measurement.
+        num_warmups, num_tests: the number of calls before the measurement, and the number of measured calls.
         post_fn: called after each measured call.
         flush_l2: see `flush_l2_cache`.
     """
@@ -59,7 +59,7 @@ class empty_suppress(contextlib.nullcontext[None]):  # noqa: N801 - DeepEP's nam
 
 @contextlib.contextmanager
 def suppress_stdout_stderr() -> Iterator[None]:
-    """Discards what the process writes to its standard output and error, also from C."""
+    """Discards all output of the process to stdout and stderr, also output from C."""
     with open(os.devnull, "w") as nowhere, contextlib.ExitStack() as undo:
         for stream in (1, 2):
             kept = os.dup(stream)
@@ -80,21 +80,21 @@ def bench_kineto(
     num_kernels_per_period: int = 1,
     barrier: Callable[[], Any] | None = None,
 ) -> Any:
-    """Measures the kernels whose names contain a text. Returns their average seconds; 0 if there are no such kernels.
-    With EP_USE_NVIDIA_TOOLS=1, another tool profiles, and each result is 1. EP_DISABLE_BARRIER_PROFILING=1 turns
-    barrier_comm_profiling off.
+    """Measures the kernels whose names contain a text. Returns the average time in seconds; 0 if there are no such
+    kernels. With EP_USE_NVIDIA_TOOLS=1, nothing is measured, because another tool profiles, and each result is 1.
+    EP_DISABLE_BARRIER_PROFILING=1 disables barrier_comm_profiling.
 
     Args:
         fn: makes a call.
         kernel_names: the texts; all kernels that match a text must have the same name.
-        num_tests: the number of calls before the profile, and the number of calls in it.
+        num_tests: the number of calls for warm-up, and also the number of profiled calls.
         suppress_kineto_output: see `suppress_stdout_stderr`.
-        trace_path: where to write the profile as a trace; None for nowhere.
+        trace_path: the path of a file for the profile as a trace, or None.
         flush_l2: see `flush_l2_cache`.
-        barrier_comm_profiling: let the ranks begin each call together, after all of them have queued it.
-        num_kernels_per_period: kernels of a name in one call. With more than 1, the result is a list with a time for
-            each.
-        barrier: makes the ranks begin together; None for an all-reduce.
+        barrier_comm_profiling: whether the ranks start each call together, after all ranks have queued the call.
+        num_kernels_per_period: the number of kernels of the same name in one call. If it is greater than 1, the result
+            is a list with a time for each of these kernels.
+        barrier: a function that makes the ranks start together; None for an all-reduce.
 
     Returns:
         The time, or a list of times for a tuple of texts.
