@@ -259,7 +259,7 @@ class Driver(ABC):
 
     @abstractmethod
     def dmabuf(self, base: int, nbytes: int) -> int:
-        """Returns the file descriptor of a DMA-BUF of device memory, in whole pages. The caller closes the descriptor."""
+        """Returns the file descriptor, which the caller closes, of a DMA-BUF of whole pages of device memory."""
 
     def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         """Queues a copy between any two addresses."""

@@ -181,7 +181,7 @@ class ProxyLostError(CommunicatorError):
 
 
 class ContextLostError(CommunicatorError):
-    """An error, most often in a kernel, destroyed the GPU context of a rank's process, which can't use the GPU again."""
+    """An error, most often in a kernel, destroyed a rank's GPU context, so the process can't use the GPU again."""
 
 
 class TransportError(CommunicatorError):

@@ -12,7 +12,7 @@ def find_integer(value: Any) -> int | None:
     """Returns the value of an object with ``__index__``; returns None for other objects, and for True and False."""
     if type(value) is int:
         return value
-    # torch's bool tensors have __index__, but are no integers.
+    # Unlike numpy's bool arrays, torch's bool tensors have __index__.
     if isinstance(value, bool) or str(getattr(value, "dtype", "")) == "torch.bool":
         return None
     try:
