@@ -70,8 +70,8 @@ class GpuEvent(Owned):
             ArgumentError: `stream` is not a stream, or it is None while the calling thread captures a stream into a
                 graph.
         """
-        # If the caller names the stream, it is not checked for captures, because recording an event is no work that a
-        # graph would miss.
+        # A stream that the caller names is not checked for captures: a graph does not miss an event that is recorded
+        # outside of it.
         handle = stream_handle(self._context, None) if stream is None else handle_of(self._driver, stream)
         with self._context.current():
             self._driver.call("EventRecord", self.handle, handle)
