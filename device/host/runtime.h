@@ -3,8 +3,8 @@
  * Functions that C code calls have the signatures and status codes of the driver's functions, such as cuMemcpyAsync, so
  * that one function table serves all three runtimes.
  *
- * fibers.cpp runs the threads of a block as fibers of one OS thread
- * waiting.cpp what a waiting thread does
+ *   fibers.cpp   the threads of a block, which are fibers of one OS thread
+ *   waiting.cpp  the work of a waiting thread
  *   streams.cpp  streams, events and launches
  *   memory.cpp   memory that other processes can map
  */
@@ -45,8 +45,7 @@ int proxyccl_host_stream_destroy(void* stream); /* waits for queued work */
 int proxyccl_host_stream_query(void* stream);
 int proxyccl_host_stream_synchronize(void* stream);
 /* Waits for the work queued so far, at most this long. Returns PROXYCCL_HOST_NOT_READY if the work is not done, so that
- * the caller can run signal handlers and call again. *target must be 0 in the first call and be kept for further calls.
- * */
+ * the caller can run signal handlers and call again. *target must be 0 in the first call and be kept for later ones. */
 int proxyccl_host_stream_await(void* stream, uint64_t* target, unsigned milliseconds);
 int proxyccl_host_stream_wait_event(void* stream, void* event, unsigned flags);
 
@@ -83,8 +82,7 @@ int proxyccl_host_is_looking(void);
 int proxyccl_host_module_load(void** module, const char* path); /* sets dlerror() on failure */
 int proxyccl_host_module_unload(void* module);                  /* queued launches still run */
 const char* proxyccl_host_module_error(void);
-int proxyccl_host_module_function(void** function, void* module,
-                                  const char* name); /* valid while the module is loaded */
+int proxyccl_host_module_function(void** function, void* module, const char* name); /* valid until the unload */
 /* Returns the address of a variable, or NULL if there is none. Each module has its own proxyccl_default_control. */
 void* proxyccl_host_module_variable(void* module, const char* name);
 /* Returns the kernel's parameter table (kernel.h), or NULL if it has none. */

@@ -278,8 +278,7 @@ class Stream {
   }
 
   const int kind_;
-  std::mutex
-      mutex_;  // guards the fields below; held while an operation runs in its caller, so that operations run in order
+  std::mutex mutex_;  // guards the fields below; held while an operation runs in its caller
   std::condition_variable changed_;
   std::deque<std::function<int()>> operations_;
   uint64_t queued_ = 0, completed_ = 0;

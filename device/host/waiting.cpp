@@ -76,8 +76,7 @@ constexpr uint32_t kYields = 200;
 using Clock = std::chrono::steady_clock;
 std::atomic<pthread_t> looking_thread{};
 std::atomic<void (*)(void*)> look{nullptr};
-thread_local void* running_here =
-    nullptr;  // the stream whose work this thread runs, if it is looking_thread; else null
+thread_local void* running_here = nullptr;  // the stream whose work this thread, looking_thread, runs; else null
 thread_local bool is_looking = false;
 thread_local Clock::time_point looked;  // the last time that timeToLook() returned true; 0 before the first long wait
 

@@ -25,5 +25,5 @@ NOT_PASSED = (
 
 
 def passes_namespaces(handle: bytes) -> bool:
-    """Whether processes of other PID namespaces can open a handle. IPC handles are valid only within one PID namespace."""
+    """Whether processes of other PID namespaces can open a handle. IPC handles can't pass PID namespaces."""
     return sharing_of(handle) != "IPC"
