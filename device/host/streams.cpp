@@ -463,7 +463,7 @@ namespace {
 void carryOut(const ProxycclStreamOperation& operation) {
   auto* word = reinterpret_cast<uint64_t*>(operation.address);
   if (operation.kind == PROXYCCL_STREAM_WRITE) {
-    __atomic_store_n(word, operation.value, __ATOMIC_RELEASE);  // see enqueueWrite()
+    __atomic_store_n(word, operation.value, __ATOMIC_RELEASE);  // a release; see enqueueWrite()
     return;
   }
   // Acquire: pairs with the release of the word's writer, so that the stream's later work sees the writer's earlier
