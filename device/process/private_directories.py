@@ -23,7 +23,8 @@ def require_private(directory: Path, argument: str = "directory", *, secret: boo
 
     Args:
         directory: an existing directory.
-        argument: its name in the error. secret: whether other users must also be unable to read or enter the directory.
+        argument: the argument's name in the error.
+        secret: whether other users must also be unable to read or enter the directory.
 
     Raises:
         UntrustedPathError: the directory belongs to another user, other users can write to it, or it is a link.
@@ -72,7 +73,7 @@ def read_private(
         directory: a descriptor of the file's directory.
         path: the file's path, of which only the name is used.
         limit: the most bytes to read; None for all.
-        argument: its name in the error.
+        argument: the argument's name in the error.
         secret: whether other users must also be unable to read the file.
 
     Raises:

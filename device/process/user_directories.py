@@ -32,7 +32,7 @@ def user_directory(variable: str, below_home: str, purpose: str) -> Path:
 
 
 def runtime_directory() -> Path:
-    """Returns the directory for this user's sockets and other files of running processes. The directory need not exist."""
+    """Returns the directory for this user's sockets and files of running processes. The directory need not exist."""
     named = os.environ.get("XDG_RUNTIME_DIR", "")
     if named and os.path.isdir(named):
         return Path(named) / NAME
