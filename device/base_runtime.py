@@ -21,7 +21,7 @@ or ``ptr``.
 
 
 class Memory(Protocol):
-    """A piece of memory that a runtime allocated or opened. Freed by `close`, which may be called twice."""
+    """A piece of memory that a runtime allocated or opened. `close` frees the memory; a second call does nothing."""
 
     @property
     def ptr(self) -> int:
@@ -66,7 +66,7 @@ class Stream(Protocol):
         """The driver's handle."""
 
     def synchronize(self) -> None:
-        """Waits until all queued work is done. Raises KernelError if any of it failed."""
+        """Waits until all queued work is done. Raises KernelError if queued work failed."""
 
     def query(self) -> bool:
         """Whether all queued work is done."""
@@ -258,7 +258,7 @@ class LaunchDefaults(Struct, frozen=True):
 
 
 class BaseRuntime(Protocol):
-    """A device and its driver. The bodies of methods in this class serve devices without a driver.
+    """A device and its driver. If a method has a body here, the body is for devices without a driver.
 
     Attributes:
         name: one of "host", "cuda" and "hip".
@@ -295,7 +295,7 @@ class BaseRuntime(Protocol):
         """Returns a one-line description of the device."""
 
     def allocate(self, nbytes: int) -> Memory:
-        """Allocates zeroed device memory that can be exported. Raises ResourceError if too little is left."""
+        """Allocates zeroed device memory that can be exported. Raises ResourceError if too little memory is left."""
 
     def share_across_namespaces(self) -> None:
         """Makes later calls of `allocate` return memory that processes of other PID namespaces can also map.
@@ -315,7 +315,7 @@ class BaseRuntime(Protocol):
         """Pins host memory of other libraries until the returned object is closed, so that copies to and from the
         device are not staged. Returns None if the device has no need of pinning.
 
-        Raises ResourceError if the driver refuses.
+        Raises ResourceError if the driver refuses to pin the memory.
         """
         return None
 
@@ -336,7 +336,7 @@ class BaseRuntime(Protocol):
         """Maps memory that this or another process exported. Raises ArgumentError if the handle is invalid."""
 
     def open_pinned(self, handle: bytes) -> PinnedMemory:
-        """Maps the pinned memory of another process whose `PinnedMemory.handle` this is."""
+        """Maps another process's pinned memory, given its `PinnedMemory.handle`."""
 
     def adopt_pinned(self, descriptor: int, nbytes: int) -> PinnedMemory:
         """Maps another process's pinned memory by its file descriptor. The returned object closes the descriptor.
@@ -345,8 +345,8 @@ class BaseRuntime(Protocol):
         """
 
     def keep_pins(self) -> Callable[[], None]:
-        """Makes the process's other devices delay unpinning, if the driver unpins only after the kernels of all
-        devices.
+        """Makes the process's other devices delay unpinning, if the driver waits for the kernels of all devices before
+        it unpins memory.
 
         Returns a function that ends the delay, to be called when this device's kernels have ended.
         """
@@ -366,8 +366,8 @@ class BaseRuntime(Protocol):
 
     @property
     def loads_lazily(self) -> bool:
-        """Whether the driver may load a kernel only at the kernel's first launch, which blocks all other driver
-        calls of the process.
+        """Whether the driver may load a kernel only at its first launch. Loading blocks all other driver calls of the
+        process.
         """
         return False
 
@@ -407,7 +407,7 @@ class BaseRuntime(Protocol):
 
     def whole_allocation(self, ptr: int, nbytes: int) -> tuple[int, int] | None:
         """Returns address and size of the allocation, or of the adjacent allocations, that contain a range. Returns
-        None if the driver knows none."""
+        None if the driver knows no such allocation."""
 
     def allocations(self, ptr: int, nbytes: int) -> Allocations:
         """Returns the allocations that contain a range; an empty tuple if the driver knows none.
@@ -462,7 +462,7 @@ class BaseRuntime(Protocol):
         """Waits for all work of the device's default stream and of the streams that `create_stream` made."""
 
     def synchronize_stream(self, stream: StreamLike) -> None:
-        """Waits for all work queued on a stream. Raises KernelError if any of it failed."""
+        """Waits for all work queued on a stream. Raises KernelError if queued work failed."""
 
     def check(self, status: int, call: str) -> None:
         """Raises an exception with the call's name and the driver's message if `status` is not 0."""

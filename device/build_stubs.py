@@ -104,7 +104,7 @@ class _Declarations:
                 self.constants += [each for each in tp.enumerators if each not in self.constants]
             elif isinstance(tp, model.StructType):
                 self.structs[_name(tp)] = tp
-        # The types have no parameter names, so these are read from the syntax tree.
+        # cffi's types have no parameter names, so the names are read from the syntax tree.
         tree, _, _ = Parser()._parse(source)
         self.parameters = {
             node.name: [parameter.name for parameter in node.type.args.params if parameter.name]  # "(void)" has no name

@@ -223,7 +223,7 @@ class Driver(ABC):
 
     def address_range(self, ptr: int, nbytes: int = 1) -> tuple[int, int]:
         """Returns base and size of the allocation, or of the adjacent allocations, that contain a range. If the range
-        extends past the allocations, the returned range does not contain its end.
+        extends past the allocations, the returned range ends before it.
         """
         base, size = self.call("MemGetAddressRange", ptr)
         return int(base), int(size)

@@ -23,7 +23,7 @@ def _restored(kind: type[ProxyCCLError], args: tuple[object, ...], attributes: d
     error.args = args
     error.__dict__.update(attributes)
     if notes := getattr(error, "__notes__", None):
-        error.__notes__ = list(notes)  # so that the copy's notes can differ
+        error.__notes__ = list(notes)  # not shared with the original
     return error
 
 
@@ -177,7 +177,7 @@ class PeerLostError(CommunicatorError):
 
 
 class ProxyLostError(CommunicatorError):
-    """The node daemon that ran a rank's proxy ended or does not answer, or its proxy hangs."""
+    """A rank's proxy hangs, or the node daemon that runs the proxy has ended or does not answer."""
 
 
 class ContextLostError(CommunicatorError):
@@ -189,9 +189,9 @@ class TransportError(CommunicatorError):
 
 
 class TriggerError(CommunicatorError):
-    """A trigger or schedule has an unused id or a range outside its memory. Or a kernel used an SmChannel with such a
-    range, with a range that packets can't carry whole, or with packet flag 0. Or, on the host runtime, two threads
-    waited on a channel at once.
+    """A kernel or a schedule of the proxy used a channel wrongly: with an unused id, a range outside the memory, a
+    range that packets can't carry whole, or packet flag 0. On the host runtime it is also raised if two threads wait on
+    a channel at once.
     """
 
 
@@ -215,7 +215,7 @@ class ExchangeError(CommunicatorError):
 
 
 class ExcludedError(CommunicatorError):
-    """The other ranks shrank the communicator and continue without this rank, which joined the shrinking too late."""
+    """The other ranks shrank the communicator and continue without this rank, which arrived too late."""
 
 
 class AbortedError(CommunicatorError):

@@ -1,4 +1,4 @@
-"""The structs of a C extension that cffi built."""
+"""Fills structs of C extensions that cffi has built."""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ def identify_stream(runtime: BaseRuntime, handle: int) -> int | ThreadStream:
 def reachable_stream(runtime: BaseRuntime, stream: int | ThreadStream) -> int:
     """Returns a handle, valid in the calling thread, of `stream` or of a stream that is ordered after it.
 
-    The second case is another thread's own default stream, for which the calling thread has no handle. The legacy
-    default stream is ordered after it.
+    Another thread's own default stream has no handle in the calling thread. For such a stream, returns the legacy
+    default stream, which is ordered after all threads' default streams.
     """
     if isinstance(stream, int):
         return stream
@@ -79,7 +79,7 @@ class InFlight:
         self._runtime = weakref.proxy(runtime)  # the runtime owns this object
         self._lock = threading.Lock()
         self._launchers: weakref.WeakSet[Launcher] = weakref.WeakSet()
-        self._open: dict[int | ThreadStream, tuple[StreamLike, list[object]]] = {}  # by stream; no event follows yet
+        self._open: dict[int | ThreadStream, tuple[StreamLike, list[object]]] = {}  # batches with no event, by stream
         self._batches: deque[tuple[Event, list[object]]] = deque()
 
     def add(self, kept: object, stream: StreamLike, handle: int) -> None:

@@ -22,7 +22,7 @@ from proxyccl.device.in_flight import LaunchRuntime
 from proxyccl.device.sleepers import wakes
 
 if TYPE_CHECKING:
-    from proxyccl.device._native import VoidPointer  # a type that only the stub defines, not cffi
+    from proxyccl.device._native import VoidPointer  # defined only in the type stub
 
 BYTES, INTEGER, FLOAT, POINTER = range(4)  # kernel.h, ParameterKind
 _FLOAT_FORMAT = {4: "<f", 8: "<d"}
@@ -167,8 +167,9 @@ class Kernel:
     """A kernel of a module, launched as ``kernel(grid, block, *args, stream=None, shared=0)``.
 
     Arguments for pointers are arrays of any library, registered memories, integer addresses, or None for NULL.
-    Arguments for structs are channel handles, or bytes of the struct's size. Arguments for pointers to handles are sets
-    of channels, or their `semaphores`; arguments for handles are channels, or their `semaphore` or `fifo`.
+    Arguments for integers and floats are numbers. Arguments for structs are channel handles, or bytes of the struct's
+    size. Arguments for pointers to handles are sets of channels, or their `semaphores`; arguments for handles are
+    channels, or their `semaphore` or `fifo`.
     """
 
     def __init__(
@@ -273,7 +274,7 @@ class Kernel:
 
 
 def _require_handle(value: Any, expected: int, argument: str) -> None:
-    """Raises HandleTypeError for a handle of the wrong kind. Addresses, arrays and bytes have no kind."""
+    """Raises HandleTypeError for a handle of the wrong kind. Addresses, arrays and bytes are not checked."""
     given = getattr(value, "handle_kind", 0)
     if given in (0, expected) or (expected == lib.PROXYCCL_HANDLE_SEMAPHORE and given in _SEMAPHORES):
         return

@@ -90,8 +90,8 @@ def _first_with_a_device() -> str:
 
 
 def _has_a_driver(name: str) -> bool:
-    """Whether the vendor's driver is installed. Otherwise the vendor's packages are not imported, because that takes
-    longer than making a communicator.
+    """Whether the vendor's driver is installed. Without a driver, the vendor's packages are not imported, because
+    importing takes longer than making a communicator.
     """
     if name == "hip":
         return any(os.path.exists(node) for node in _AMD_NODES)
@@ -107,7 +107,7 @@ def open_runtime(name: str | None = None, device: int | None = None, *, local_ra
 
     Args:
         name: "host", "cuda" or "hip"; None for ``PROXYCCL_RUNTIME``, else `find_runtime()`.
-        device: the device's number. With None, GPU number `local_rank` modulo the number of GPUs.
+        device: the device's number. None means GPU number `local_rank` modulo the number of GPUs.
         local_rank: the number of this rank among the ranks of this machine.
 
     Raises:

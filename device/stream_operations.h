@@ -8,7 +8,7 @@
 /* The values are those of CU_STREAM_MEM_OP_WAIT_VALUE_64 and CU_STREAM_MEM_OP_WRITE_VALUE_64. */
 typedef enum {
   PROXYCCL_STREAM_WAIT = 4, /* waits until the word is at least `value` */
-  PROXYCCL_STREAM_WRITE = 5 /* writes after all earlier work of the stream; its stores are visible before */
+  PROXYCCL_STREAM_WRITE = 5 /* writes after all earlier work of the stream, whose stores are visible first */
 } ProxycclStreamOperationKind;
 
 /* An operation on a word, laid out as a CUstreamBatchMemOpParams. */
@@ -22,8 +22,7 @@ typedef struct ProxycclStreamOperation {
   uint64_t reserved2[2];
 } ProxycclStreamOperation;
 
-/* A step, which has the first of these that is not 0: operations on words, a launch, or a copy. A copy from NULL sets
- * all bits. */
+/* A step is one of: operations on words; else a launch; else a copy. A copy from NULL sets all bits. */
 typedef struct ProxycclStreamStep {
   uint32_t words;               /* the number of operations on words, which the steps take in order */
   const ProxycclLaunch* launch; /* in the context that the streams belong to */

@@ -21,5 +21,5 @@ def as_flag(value: Any, argument: str) -> bool:
         return value
     try:
         return bool(value)
-    except (TypeError, ValueError, RuntimeError):  # numpy and torch raise these for arrays of several elements
+    except (TypeError, ValueError, RuntimeError):  # numpy's and torch's errors for arrays of several elements
         raise ArgumentError(argument, f"must be True or False, not {value!r}") from None

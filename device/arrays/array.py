@@ -23,7 +23,7 @@ from proxyccl.device.base_runtime import BaseRuntime, Memory, StreamLike
 from proxyccl.device.errors import ArgumentError, ClosedError
 
 if TYPE_CHECKING:
-    from proxyccl.device._native import VoidPointer  # a type that only the stub defines, not cffi
+    from proxyccl.device._native import VoidPointer  # defined only in the type stub
 
 __all__ = ["Array", "ArrayView", "as_view", "current_stream"]
 
@@ -145,7 +145,7 @@ class Array:
         # On each device the array has only the attributes of protocols that the device supports: other libraries test
         # with hasattr().
         if name == "__array_interface__" and self._runtime.name == "host":
-            # Passes a buffer instead of the address: with an address, numpy would not keep the array from being freed.
+            # Passes a buffer, through which numpy keeps the array alive; with an address numpy would not.
             return self._interface(ffi.buffer(self.hold(), self.nbytes))
         if name == "__cuda_array_interface__" and self._runtime.name != "host":
             return self._interface((self.ptr, False))
@@ -240,7 +240,7 @@ def as_view(x: Any, argument: str, gpu: str = "cuda") -> ArrayView:
         ) from None
     except (BufferError, ValueError) as error:  # the buffer was closed or released
         raise ArgumentError(argument, f"the {type(x).__name__} gives no buffer: {error}") from error
-    if buffer.c_contiguous:  # before numpy, which would allocate memory for an array at address 0
+    if buffer.c_contiguous:  # checked here, because numpy would replace address 0
         require_memory(int(_cast("uintptr_t", _from_buffer(buffer))), buffer.shape or (), argument)
     try:
         array = np.asarray(buffer)

@@ -12,7 +12,7 @@ from proxyccl.device.arrays.view import ArrayView, require_contiguous, require_m
 from proxyccl.device.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from proxyccl.device._native import VoidPointer  # a type that only the stub defines, not cffi
+    from proxyccl.device._native import VoidPointer  # defined only in the type stub
 
 # DLPack device types (dlpack.h, DLDeviceType).
 _DL_CPU, _DL_CUDA, _DL_CUDA_HOST, _DL_ROCM, _DL_ROCM_HOST, _DL_CUDA_MANAGED = 1, 2, 3, 10, 11, 13
@@ -93,7 +93,7 @@ def _release_export(managed: Any) -> None:
 
 
 def _drop_capsule(capsule: int) -> None:
-    # A consumer renames the capsule. With its first name, the capsule still owns the tensor.
+    # Consumers rename a capsule. A capsule that still has its first name owns the tensor.
     holder = ctypes.cast(capsule, ctypes.py_object)
     if _is_valid(holder, _DLTENSOR):
         _exported.pop(int(_get_pointer(holder, _DLTENSOR)), None)

@@ -42,7 +42,7 @@ class DType(ElementType):
 
 
 DTYPES: dict[str, DType] = {row.name: DType(**vars(row)) for row in ELEMENT_TYPES}
-_KNOWN: dict[Any, DType] = {}  # other libraries' types, because reading their names takes microseconds
+_KNOWN: dict[Any, DType] = {}  # caches other libraries' types, because reading a type's name takes microseconds
 _BY_DLPACK = {(*dtype.dlpack, dtype.lanes): dtype for dtype in DTYPES.values()}
 
 

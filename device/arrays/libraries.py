@@ -31,7 +31,7 @@ def from_torch(x: Any, argument: str, *, in_bytes: bool = False) -> ArrayView:
         ArgumentError: the tensor has no memory, is a lazy view, is not contiguous, or has an unknown element type or
             device.
     """
-    # DLPack would take microseconds, and would refuse tensors that require a gradient.
+    # Avoids DLPack, which takes microseconds and refuses tensors that require a gradient.
     require_tensor_memory(x, argument)
     for is_lazy, kind, method in ((x.is_conj(), "conjugate", "conj"), (x.is_neg(), "negative", "neg")):
         if is_lazy:
@@ -100,14 +100,13 @@ def _torch_stream(x: Any) -> int | None:
     device = x.get_device()
     if device < 0:  # the CPU
         return None
-    # torch.cuda.current_stream() would take microseconds. torch's compiled code uses this function too.
+    # Avoids torch.cuda.current_stream(), which takes microseconds. torch's compiled code does the same.
     stream: int = sys.modules["torch"]._C._cuda_getCurrentRawStream(device)
     return stream
 
 
 def _cupy_stream(_: Any) -> StreamLike:
-    # Returns cupy's stream object instead of the handle, because cupy destroys a stream without references; torch never
-    # does.
+    # Returns cupy's stream object instead of its handle, because cupy destroys a stream that has no references.
     stream: StreamLike = sys.modules["cupy"].cuda.get_current_stream()
     return stream
 

@@ -118,7 +118,7 @@ def loaded_object(key_parts: tuple[str, ...], build: Callable[[], bytes], load: 
 
 
 def _once(name: str, build: Callable[[], bytes]) -> Callable[[], bytes]:
-    """Returns a function that calls `build` at most once, and not if an earlier result could not be saved."""
+    """Returns a function that returns an earlier result that could not be saved, or else calls `build` once."""
     return functools.cache(lambda: _unsaved[name] if name in _unsaved else build())
 
 

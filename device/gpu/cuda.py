@@ -228,6 +228,7 @@ def _pointer_attribute() -> Any:
 
 @functools.cache
 def _find_address(name: str, version: int) -> tuple[int, int]:
-    """Returns the driver's status, and the address of a driver function as of a CUDA version."""
+    """Returns the driver's status, and the address of a driver function with the signature of CUDA version
+    `version`."""
     status, *found = cu.cuGetProcAddress(name.encode(), version, 0)
     return int(status), 0 if status else int(found[0])

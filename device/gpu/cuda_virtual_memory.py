@@ -3,9 +3,9 @@
 CUDA IPC refuses such memory, for example torch's expandable segments: it consists of separately allocated blocks at
 adjacent addresses.
 
-The program may unmap a block whenever no call uses the block. If it does so while `cuMemRetainAllocationHandle` looks
-up the block, the driver's memory is corrupted. So `export` retains the blocks' handles during the call that uses the
-memory, and the server makes descriptors from the retained handles.
+The program may unmap a block whenever no call uses the block. If the program unmaps a block while
+`cuMemRetainAllocationHandle` looks up the block, the driver's memory is corrupted. So `export` retains the blocks'
+handles during the call that uses the memory, and the server makes descriptors from the retained handles.
 """
 
 from __future__ import annotations

@@ -311,7 +311,7 @@ class GpuMemoryRuntime(Runtime):
         return self._pin_shared(SharedMemory.adopt(descriptor, nbytes))
 
     def _pin_shared(self, shared: SharedMemory) -> GpuPinnedMemory:
-        """Pins shared host memory and maps it for the device. The returned object closes `shared`, as does an error."""
+        """Pins shared host memory and maps it for the device. Closing the returned object closes `shared`."""
         # A process pins the memory once, whole and for all devices, because ranks that are threads share its address.
         start, nbytes = shared.mapped_range
         key, addresses = (self.driver.runtime, start), shared.addresses()

@@ -140,8 +140,8 @@ class GpuRuntime(GpuMemoryRuntime):
         )
 
     def warm_up(self, peers: Collection[str]) -> None:
-        """Enables access to peers' memory, and makes each driver call of a copy and of its signal once. Does this once
-        per device."""
+        """Enables access to peers' memory, and makes each driver call of a copy and of its signal once. For each device
+        only the first call does so."""
         cold = {self.device_id, *peers} - self._warm
         self._warm |= cold
         for peer in range(self.driver.device_count()) if cold else ():

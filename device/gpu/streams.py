@@ -70,8 +70,8 @@ class GpuEvent(Owned):
             ArgumentError: `stream` is not a stream, or it is None while the calling thread captures a stream into a
                 graph.
         """
-        # A stream that the caller names is not checked for captures: a graph does not miss an event that is recorded
-        # outside of it.
+        # Recording an event on a named stream is allowed during another stream's capture: the graph does not need the
+        # event.
         handle = stream_handle(self._context, None) if stream is None else handle_of(self._driver, stream)
         with self._context.current():
             self._driver.call("EventRecord", self.handle, handle)
@@ -98,7 +98,7 @@ def synchronize(context: DeviceContext, stream: int) -> None:
 
 
 def stream_handle(context: DeviceContext, stream: StreamLike) -> int:
-    """Returns `handle_of` a call's stream.
+    """Returns the handle of a call's stream, by `handle_of`.
 
     Raises:
         ArgumentError: `stream` is not a stream or is closed, or the calling thread captures another stream into a

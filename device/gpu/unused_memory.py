@@ -118,7 +118,7 @@ class UnusedMemory:
             free()
         taken = deque(take_each(self._allocations))
         try:
-            # The other calls come first, because the hold of a failed communicator ends only after its failure.
+            # Queries holds last, because a communicator that fails releases its hold only after its failure.
             if taken and not is_held():
                 for _, free in take_each(taken):
                     free()

@@ -1,4 +1,4 @@
-// Threads of a block as fibers of one OS thread: creation, switching, barriers, warp exchanges.
+// Runs the threads of a block as fibers of one OS thread.
 //
 // If ThreadSanitizer is in the process, this file calls the sanitizer's fiber functions, so that the sanitizer sees
 // each GPU thread as a thread and finds a kernel's races. This file itself is never instrumented. It reports only
@@ -111,7 +111,7 @@ namespace host {
 namespace {
 
 constexpr uint64_t kCanary = 0x5afec0de5afec0deull;
-constexpr uint64_t kCanaryOffset = 8 * 1024;  // bytes from the stack's end; below the canary an overrun is harmless
+constexpr uint64_t kCanaryOffset = 8 * 1024;  // bytes below the canary, into which an overrun is harmless
 constexpr uint32_t kWarp = PROXYCCL_WARP_SIZE;
 constexpr unsigned kTsanNoSync = 1;
 
@@ -128,7 +128,7 @@ struct FiberState : Fiber {
   uint32_t exchange_mask, exchange_source;
   bool exchange_is_ballot;
   uint64_t exchange_value, exchange_result;
-  // Their addresses identify this fiber's arrival at a barrier, and its release, to the sanitizer.
+  // The addresses of these fields identify this fiber's arrival at a barrier, and its release, to the sanitizer.
   uint64_t arrived, released;
 };
 static_assert(sizeof(FiberState) <= kFiberSlot, "a fiber's description must fit its slot");
@@ -147,7 +147,7 @@ struct Block {
   FiberState* interrupted;  // the fiber to continue with after lookAround()
   void* host_stack_pointer;
   void* host_sanitizer;
-  uint64_t started, ended;  // their addresses identify the fibers' starts and ends to the sanitizer
+  uint64_t started, ended;  // addresses that identify the fibers' starts and ends to the sanitizer
 };
 
 // The stacks of one OS thread, which all its blocks use. If a block needs more stacks, they are added as one mapping,

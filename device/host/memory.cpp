@@ -39,7 +39,7 @@ constexpr std::chrono::seconds kMovingTime(2);
 
 struct Mapping {
   size_t bytes;
-  int descriptor;  // owned; -1 if the memory is not of proxyccl_host_allocate()
+  int descriptor;  // owned descriptor of memory of proxyccl_host_allocate(); else -1
   uint64_t id;
 };
 

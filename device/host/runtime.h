@@ -31,9 +31,9 @@ enum {
 
 /* Kinds of streams: which thread runs the operations. */
 enum {
-  /* A thread of the stream. */
+  /* The stream's own thread. */
   PROXYCCL_HOST_QUEUED,
-  /* The calling thread, before the call returns. Only one thread may use the stream, a proxy's. Launches and waits are
+  /* The calling thread, before the call returns. Only one thread, a proxy's, may use the stream. Launches and waits are
    * refused. */
   PROXYCCL_HOST_INLINE,
   /* The calling thread, before the call returns. Launches and waits are allowed, and other threads' calls wait for the
@@ -44,8 +44,9 @@ int proxyccl_host_stream_create(void** stream, int kind);
 int proxyccl_host_stream_destroy(void* stream); /* waits for queued work */
 int proxyccl_host_stream_query(void* stream);
 int proxyccl_host_stream_synchronize(void* stream);
-/* Waits for the work queued so far, at most this long. Returns PROXYCCL_HOST_NOT_READY if the work is not done, so that
- * the caller can run signal handlers and call again. *target must be 0 in the first call and be kept for later ones. */
+/* Waits for the work queued so far, for at most `milliseconds`. Returns PROXYCCL_HOST_NOT_READY if the work is not
+ * done, so that the caller can run signal handlers and call again. *target must be 0 in the first call and be kept for
+ * later ones. */
 int proxyccl_host_stream_await(void* stream, uint64_t* target, unsigned milliseconds);
 int proxyccl_host_stream_wait_event(void* stream, void* event, unsigned flags);
 

@@ -37,7 +37,7 @@ from proxyccl.device.process.cpu import cpu_name, describe_cpu
 from proxyccl.device.runtime import Runtime
 
 if TYPE_CHECKING:
-    from proxyccl.device._native import Uint64Pointer, VoidPointer  # types that only the stub defines, not cffi
+    from proxyccl.device._native import Uint64Pointer, VoidPointer  # defined only in the type stub
 
 
 def _address(name: str) -> int:

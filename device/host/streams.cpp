@@ -110,8 +110,7 @@ class Start {
  public:
   explicit Start(uint32_t threads) : missing_(threads) {}
 
-  // Called once by each thread. `ready` says whether the thread has its memory. Returns whether all threads have
-  // theirs.
+  // Called once by each thread. `ready` says whether the thread has its memory. Returns whether all have memory.
   bool meet(bool ready) {
     std::unique_lock<std::mutex> lock(mutex_);
     ready_ &= ready;
@@ -235,7 +234,7 @@ class Stream {
   }
 
  private:
-  // Takes the lock. Returns false if another caller's operation holds it for longer than `longest`.
+  // Takes the lock. Returns false if another caller's operation holds the lock for longer than `longest`.
   bool lockWithin(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds longest) const {
     if (kind_ != PROXYCCL_HOST_IN_CALLER) {
       lock.lock();
@@ -445,7 +444,7 @@ namespace {
 template <class Word>
 int enqueueWrite(void* stream, Word* address, Word value) {
   return enqueue(stream, [=] {
-    // Release: pairs with the acquire of a thread that waits for the word, so that it sees the stream's earlier copies.
+    // Release: pairs with the acquire of a thread that waits for the word, which then sees the stream's earlier copies.
     __atomic_store_n(address, value, __ATOMIC_RELEASE);
     return 0;
   });

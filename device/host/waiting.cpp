@@ -1,10 +1,10 @@
-// While a kernel or a stream waits, its thread runs helpers or yields the core. When a kernel ends, its thread runs
-// helpers once more.
+// A thread that waits in a kernel or a stream runs helpers or yields the core. A thread whose kernel has ended runs
+// helpers once.
 //
 // A helper is a proxy of this process. If ranks outnumber cores, a thread that waits for its proxy would have to give
 // its core to the proxy's thread and get the core back. Instead, the waiting thread does the proxy's work. A kernel
-// whose peers' data has already arrived never waits. So helpers also run at its end: otherwise its triggers would stay
-// in the ring until the proxy's thread wakes.
+// whose peers' data has already arrived never waits. So helpers also run when a kernel ends: otherwise the kernel's
+// triggers would stay in the ring until the proxy's thread wakes.
 //
 // A waiting thread also calls lookAround(): Python runs signal handlers only in its main thread, and the main thread
 // may be the one that waits.

@@ -21,8 +21,8 @@ class HandleCache:
 
     A handle identifies memory independently of its address, so a cached mapping is never stale. But while this process
     maps memory that its owner has freed, a driver may refuse to map the owner's new memory at the same address. Then
-    all idle mappings of this process are removed. If a daemon's other client still uses the old memory, `acquire` waits
-    for at most PATIENCE seconds.
+    all idle mappings of this process are removed. If another client of a daemon still uses the old memory, `acquire`
+    waits for at most PATIENCE seconds.
 
     Args:
         open_handle: maps the memory of a handle.

@@ -26,8 +26,8 @@ Device devices[PROXYCCL_POOL_DEVICES];
 
 Device* find_device(int number) { return number >= 0 && number < PROXYCCL_POOL_DEVICES ? &devices[number] : nullptr; }
 
-// Returns the address of the list's link to the segment that matches; of the last link, which is null, if none does.
-// The caller holds the device's lock.
+// Returns the address of the link to the first segment that matches, or of the last link, which is null. The caller
+// holds the device's lock.
 template <typename Predicate>
 Segment** find_link(Device& device, Predicate wanted) {
   Segment** link = &device.segments;

@@ -2,8 +2,8 @@
  * with peers.
  *
  * A library's caching allocator calls the two functions with its own lock held, possibly without the GIL. If these
- * functions waited for the GIL, they could deadlock with a Python thread that waits for the allocator. So they only
- * record each allocation, called a segment, and Python reads the records later.
+ * functions waited for the GIL, they could deadlock with a Python thread that waits for the allocator. So they use no
+ * Python: they record each allocation, called a segment, and Python reads the records later.
  *
  * A communicator that shares a segment with peers holds the segment. When the library frees a segment, its memory is
  * freed if there is no hold, otherwise when the last hold ends.

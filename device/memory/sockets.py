@@ -128,7 +128,7 @@ def _path(place: Path, token: bytes) -> str:
 
 
 def add_broker(name: str, connect: Connect) -> None:
-    """Registers a broker: a process that connects processes between which there is no other shared socket.
+    """Registers a broker: a process through which this process connects to processes that share no socket with it.
 
     Args:
         name: the broker's name in errors. The new broker replaces an earlier broker of the same name.

@@ -23,8 +23,8 @@ def usable_cores(cores: int | None = None) -> int:
 
 
 def core_share(host_ranks: int, container_ranks: int) -> int:
-    """Returns a rank's equal share of the machine's cores, and at most of the cores that control groups allow; at least
-    1.
+    """Returns an equal share, per rank, of the machine's cores or of the cores that control groups allow, whichever
+    share is smaller; at least 1.
 
     Args:
         host_ranks: the number of ranks on the machine.
