@@ -37,8 +37,8 @@ static inline int proxyccl_launch_current(const ProxycclLaunch* launch, uintptr_
                       NULL);
 }
 
-/* Issues a launch and returns the driver's status. If another context is current, only returns PROXYCCL_OTHER_CONTEXT.
- * */
+/* Issues a launch and returns the driver's status. Does nothing and returns PROXYCCL_OTHER_CONTEXT if
+ * another context is current. */
 static inline int proxyccl_launch(const ProxycclLaunch* launch, uintptr_t stream) {
   if (!proxyccl_is_current(launch->current, launch->context)) return PROXYCCL_OTHER_CONTEXT;
   return proxyccl_launch_current(launch, stream);

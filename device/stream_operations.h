@@ -93,8 +93,8 @@ static inline int proxyccl_stream_issue_current(ProxycclStreamOperations* self, 
   return first;
 }
 
-/* Issues the steps and returns the driver's status. If another context is current, only returns PROXYCCL_OTHER_CONTEXT.
- * */
+/* Issues the steps and returns the driver's status. Does nothing and returns PROXYCCL_OTHER_CONTEXT if
+ * another context is current. */
 static inline int proxyccl_stream_issue(ProxycclStreamOperations* self, uintptr_t stream) {
   if (!proxyccl_is_current(self->current, self->context)) return PROXYCCL_OTHER_CONTEXT;
   return proxyccl_stream_issue_current(self, stream);

@@ -33,8 +33,8 @@ static inline int proxyccl_stream_captures(const ProxycclStreamOrder* self, uint
   return status == PROXYCCL_CAPTURE_IMPLICIT || (status == 0 && captures != 0);
 }
 
-/* Stores whether a stream's work goes into a graph. Returns the driver's status. If another context is current, only
- * returns PROXYCCL_OTHER_CONTEXT. */
+/* Stores whether a stream's work goes into a graph. Returns the driver's status; does nothing and returns
+ * PROXYCCL_OTHER_CONTEXT if another context is current. */
 static inline int proxyccl_stream_ask_capture(const ProxycclStreamOrder* self, uintptr_t stream, int* captures) {
   if (!proxyccl_order_is_current(self)) return PROXYCCL_OTHER_CONTEXT;
   const int status = self->is_capturing == NULL ? 0 : self->is_capturing((void*)stream, captures);
@@ -42,8 +42,8 @@ static inline int proxyccl_stream_ask_capture(const ProxycclStreamOrder* self, u
   return status == PROXYCCL_CAPTURE_IMPLICIT ? 0 : status;
 }
 
-/* Records an event on a stream. This function and the next two return the driver's status. If another context is
- * current, they only return PROXYCCL_OTHER_CONTEXT. */
+/* Records an event on a stream. This function and the next two return the driver's status; they do nothing and return
+ * PROXYCCL_OTHER_CONTEXT if another context is current. */
 static inline int proxyccl_stream_mark(const ProxycclStreamOrder* self, uintptr_t event, uintptr_t stream) {
   return proxyccl_order_is_current(self) ? self->record((void*)event, (void*)stream) : PROXYCCL_OTHER_CONTEXT;
 }
