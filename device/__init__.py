@@ -1,7 +1,4 @@
-"""The device's side: headers that kernels include, kernels that ship, and the runtimes that run them.
-
-It does not know about ranks.
-"""
+"""Headers that kernels include, kernels that ship, and the runtimes that run kernels."""
 
 from proxyccl.device._native import ffi as _ffi
 from proxyccl.device.ffi_types import realize_types as _realize_types

@@ -1,6 +1,6 @@
-"""The runtime protocol without kernels: memory, streams, events, copies, and the addresses of the driver's calls.
+"""The base protocol of runtimes: memory, streams, events and copies.
 
-Arrays, launches and `InFlight` need only this part of a runtime; `proxyccl.device.runtime.Runtime` adds kernels.
+`proxyccl.device.runtime.Runtime` adds kernels.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ or ``ptr``.
 
 
 class Memory(Protocol):
-    """A piece of memory that a runtime allocated or opened. Freed by `close`, which may be called twice."""
+    """A piece of memory that a runtime allocated or opened. `close` frees the memory; a second call does nothing."""
 
     @property
     def ptr(self) -> int:
@@ -40,18 +40,18 @@ class Memory(Protocol):
 
 
 class PinnedMemory(Memory, Protocol):
-    """Memory that the CPU and the device both reach, and that other processes of the node can map."""
+    """Memory that the CPU and the device can access, and that other processes of the node can map."""
 
     @property
     def host_ptr(self) -> int:
-        """Address for the CPU; `ptr` is the device's."""
+        """Address for the CPU; `ptr` is the address for the device."""
 
     @property
     def handle(self) -> bytes:
         """The handle by which other processes of the node map this memory (`Runtime.open_pinned`)."""
 
     def export(self, host_ptr: int, nbytes: int) -> bytes:
-        """Returns a handle of `nbytes` of this memory, from `host_ptr` on."""
+        """Returns a handle of the `nbytes` bytes at `host_ptr`, an address within this memory."""
 
     @property
     def descriptor(self) -> int:
@@ -66,7 +66,7 @@ class Stream(Protocol):
         """The driver's handle."""
 
     def synchronize(self) -> None:
-        """Waits until all queued work is done. Raises KernelError if any of it failed."""
+        """Waits until all queued work is done. Raises KernelError if queued work failed."""
 
     def query(self) -> bool:
         """Whether all queued work is done."""
@@ -83,16 +83,16 @@ class Event(Protocol):
         """The driver's handle."""
 
     def record(self, stream: StreamLike = None) -> None:
-        """Marks the stream's current end."""
+        """Makes the event complete when the work queued so far on the stream is done."""
 
     def query(self) -> bool:
-        """Whether the stream has reached the marked point."""
+        """Whether the work before the event is done."""
 
     def synchronize(self) -> None:
-        """Waits for the marked point."""
+        """Waits until the work before the event is done."""
 
     def elapsed(self, start: Any) -> float:
-        """Returns the milliseconds from `start` to this event. The streams must have reached both events."""
+        """Returns the milliseconds from event `start` to this event. Both events must be complete."""
 
     def close(self) -> None:
         """Destroys the event."""
@@ -101,35 +101,35 @@ class Event(Protocol):
 class DriverCalls(Struct, frozen=True):
     """Addresses of the driver's calls, for callers in C: the proxy's engine, launches and operations of streams.
 
-    The address is 0 if the driver lacks a call or does not need it. The host runtime has neither contexts nor captures.
+    An address is 0 if the driver lacks the call, or if callers need not make it.
 
     Attributes:
         copy: copies between addresses of the device.
         copy_many: makes several copies in one call.
         set: sets bytes.
         write64, write32: make a stream write a word.
-        wait64: makes a stream wait for a word; needed if `batch` is 0.
+        wait64: makes a stream wait for a word; not 0 if `batch` is 0.
         batch: queues several operations, each a write of a word or a wait for a word, in one call.
         event_record: records an event on a stream.
         event_query: tells whether an event was reached.
         wait_event: makes a stream wait for an event.
         launch: launches a kernel, with cuLaunchKernel's signature.
-        synchronize: waits for a stream, where a call without a stream returns only when its work is done.
-        current: stores the thread's current context.
-        make_current: makes a context current. Threads that serve several devices call it.
+        synchronize: waits for a stream; 0 if a call without a stream may return before its work is done.
+        current: stores the calling thread's current context.
+        make_current: makes a context current on the calling thread.
         context: the context that this runtime's kernels, streams and memory belong to.
         is_capturing: whether a stream is being captured.
         exchange_capture_mode: exchanges the thread's capture mode.
         relaxed: the capture mode that allows allocations and event queries.
-        allocate: allocates device memory; 0 if memory needs flags.
-        allocate_with_flags: allocates with `flags`; needed if `allocate` is 0.
+        allocate: allocates device memory without flags; 0 if the runtime's allocations need flags.
+        allocate_with_flags: allocates device memory with `flags`; 0 if `allocate` is not 0.
         flags: the flags for `allocate_with_flags`.
         free: frees memory, after it has waited for the device.
         pointer_attribute: returns an attribute of an address.
         buffer_id: CU_POINTER_ATTRIBUTE_BUFFER_ID or its counterpart, which gives the number of the address's
             allocation.
-        add_helper, remove_helper: register helpers of waiting kernels (host/runtime.h); 0 unless kernels run on the
-            CPU.
+        add_helper, remove_helper: register and unregister functions that waiting kernels call (host/runtime.h); 0 on
+            GPUs.
     """
 
     copy: int = 0
@@ -161,12 +161,12 @@ class DriverCalls(Struct, frozen=True):
 
 
 class StreamEvents(Struct, frozen=True):
-    """Events for a caller in C that orders a device's streams itself.
+    """The driver's calls and unused events with which C code orders a device's streams.
 
     Attributes:
         order: address of a ProxycclStreamOrder (stream_order.h).
         take: takes an unused event and returns the event's handle.
-        give: puts an event back that is no longer used.
+        give: takes back an event from `take`, given its handle.
     """
 
     order: int
@@ -181,51 +181,51 @@ number of the allocation.
 
 
 class LaunchDefaults(Struct, frozen=True):
-    """Launch shapes that suit the device.
+    """Default sizes of launches, and thresholds between kernels and schedules, for a device.
 
     Attributes:
-        threads: threads in a block of the shipped kernels.
+        threads: threads per block of the shipped kernels.
         blocks: most blocks that a shipped collective uses.
-        efficient_blocks: the limit in place of `blocks` under the policy `efficiency`, which uses fewer multiprocessors
-            and takes a little longer.
+        efficient_blocks: replaces `blocks` under the policy `efficiency`, which trades some speed for fewer
+            multiprocessors.
         copy_blocks: most blocks that a proxied collective uses.
-        small_threads: threads in a block of the kernel of a reduction by proxy (`PROXYCCL_SMALL_KERNEL`).
-        small_blocks: most blocks of that kernel.
-        small_bytes: least bytes of each rank's data that a block of that kernel reduces at a time.
-        awaits_data: whether the kernel of a short reduction by proxy is launched as soon as all ranks have joined, and
-            itself waits for their data.
-        bytes_per_block: a collective takes one block for each multiple of this number of bytes that a rank contributes.
-        exchange_bytes: the bytes that a rank receives from all others at a time, in each buffer for rounds (team.h).
-        pipeline_bytes: the bytes in each buffer for pipelines.
+        small_threads: threads per block of a `PROXYCCL_SMALL_KERNEL`, the kernel of a reduction whose data the proxy
+            moves.
+        small_blocks: most blocks of a `PROXYCCL_SMALL_KERNEL`.
+        small_bytes: least bytes of each rank's data per block of a `PROXYCCL_SMALL_KERNEL`.
+        awaits_data: whether the kernel of a short reduction by proxy is launched before the other ranks' data has
+            arrived, and waits for the data itself.
+        bytes_per_block: bytes of a rank's contribution for which a collective launches one block.
+        exchange_bytes: bytes, from all other ranks together, that a rank receives per round (team.h).
+        pipeline_bytes: bytes of each pipeline buffer.
         meeting_bytes: least bytes of a share for which ranks exchange the addresses of their outputs before sending.
-        offered_bytes: most bytes of an in-place all_reduce whose ranks load each other's inputs directly.
-        proxied_kernel_bytes: longest share that a kernel moves to peers of other nodes, through the proxy, by default.
-            A schedule moves a longer share: its ranks synchronize first, and nothing is staged. 0: schedules move all.
-        pinned_kernel_bytes: most bytes that a kernel sends to peers of other nodes through pinned memory, by default,
-            where transports stage the data of all remote peers. 0: no kernel does so.
-        packet_threads: a packet kernel takes one block for each multiple of this number of packets. If that would be
-            more than packet_blocks blocks, the blocks get more threads instead, up to `threads`.
+        offered_bytes: most bytes of an in-place all_reduce in which each rank loads the other ranks' inputs directly.
+        proxied_kernel_bytes: longest share, in bytes, that a kernel sends through the proxy to ranks of other nodes by
+            default. Schedules send longer shares, without staging. 0: kernels send none.
+        pinned_kernel_bytes: most bytes that a kernel sends through pinned memory to ranks of other nodes by default, if
+            the transports to all remote ranks stage data. 0: none.
+        packet_threads: packets for which a packet kernel launches one block. For more than packet_blocks times this
+            many, blocks get more threads, up to `threads`.
         packet_blocks: most blocks of a packet kernel.
-        pair_packet_blocks: most blocks of a packet kernel of two ranks, each of which sends to one peer only.
-        packet_move_bytes: most bytes that a rank sends to all others in packets, in an all_gather or an all_to_all. 0:
-            none are sent in packets.
+        pair_packet_blocks: most blocks of a packet kernel between two ranks.
+        packet_move_bytes: most bytes that a rank sends, to all others together, as packets in an all_gather or
+            all_to_all. 0: packets are not used.
         line_bytes: least bytes from one rank to another that are sent as lines (lines.h) instead of packets, if all
             links carry whole lines. 0: lines are not used.
-        line_blocks: most blocks of a kernel whose packets are lines; under the policy `efficiency` at most
-            efficient_blocks.
-        line_move_bytes: the limit in place of packet_move_bytes where lines may be used.
-        row_blocks: blocks of the clusters that share a row in a kernel whose packets are lines; 1 without clusters.
-        pinned_bytes: most bytes that a schedule moves through pinned memory, because a copy engine takes longer to
-            start than such a copy takes. 0: none, for example if one call issues the copies to all peers.
-        staged_pinned_bytes: most bytes for each peer if transports stage the data of all remote peers, because a
-            daemon's short copies wait for the kernels of its clients.
-        own_box_bytes: most bytes for each peer for which a schedule's stream copies the rank's own data through a
-            peer's memory. Copy engines make such copies; the driver makes a local copy with a kernel, which waits for a
-            multiprocessor.
-            0: none.
-        one_crossing_bytes: a reduction by proxy sends everything to every rank, so that the data crosses a link once,
-            if a rank receives at most this many bytes from all others. For more bytes it is faster if each rank reduces
-            one share and sends the result to all, although the data then crosses links twice.
+        line_blocks: most blocks of a kernel that sends lines.
+        line_move_bytes: replaces packet_move_bytes where lines may be used.
+        row_blocks: blocks per cluster in a kernel that sends lines, where a cluster's blocks share a row; 1 without
+            clusters.
+        pinned_bytes: most bytes that a schedule moves through pinned memory instead of by copy engine, which starts
+            more slowly. 0: none.
+        staged_pinned_bytes: most bytes per peer that a schedule moves through pinned memory, if the transports to all
+            remote ranks stage data.
+        own_box_bytes: most bytes, times the number of peers, that a schedule's stream copies within the device by way
+            of a peer's memory. Copy engines do this; a direct copy would be a kernel, which may wait for a
+            multiprocessor. 0: none.
+        one_crossing_bytes: most bytes that a rank may receive, from all others together, for a reduction by proxy to
+            send all data to all ranks in one step. For more bytes each rank reduces one share and sends the result to
+            all, in two steps.
     """
 
     threads: int
@@ -258,16 +258,16 @@ class LaunchDefaults(Struct, frozen=True):
 
 
 class BaseRuntime(Protocol):
-    """A device and its driver. Methods with a body are those of a device without a driver.
+    """A device and its driver. If a method has a body here, the body is for devices without a driver.
 
     Attributes:
         name: one of "host", "cuda" and "hip".
-        device: number of the device that this runtime object uses.
+        device: the driver's number of the device.
         device_id: identifies the physical device on this machine, the same in every process.
         launch_defaults: launch shapes that suit the device.
-        thread_stream: the handle that means each thread's own default stream; None if there is none.
-        legacy_stream: the handle of the stream whose work runs after all work on the threads' default streams; None if
-            threads have no default streams.
+        thread_stream: the handle of the calling thread's own default stream; None if threads have no default streams.
+        legacy_stream: the handle of the default stream that all threads share (CU_STREAM_LEGACY in CUDA); None if there
+            is none.
         calls: the driver's calls, for callers in C.
     """
 
@@ -280,7 +280,7 @@ class BaseRuntime(Protocol):
     calls: DriverCalls
 
     def activate(self, *, for_proxy: bool = False) -> None:
-        """Makes the device current on the calling thread; `for_proxy` if the thread runs the engine."""
+        """Makes the device current on the calling thread. `for_proxy` says that the thread runs the engine."""
         return
 
     def current(self) -> contextlib.AbstractContextManager[None]:
@@ -289,13 +289,13 @@ class BaseRuntime(Protocol):
 
     @property
     def device_name(self) -> str:
-        """The vendor's name for the device's model."""
+        """The vendor's name of the device's model, such as "NVIDIA H200"."""
 
     def describe(self) -> str:
-        """Returns one line of text on the device."""
+        """Returns a one-line description of the device."""
 
     def allocate(self, nbytes: int) -> Memory:
-        """Allocates zeroed device memory that can be exported. Raises ResourceError if too little is left."""
+        """Allocates zeroed device memory that can be exported. Raises ResourceError if too little memory is left."""
 
     def share_across_namespaces(self) -> None:
         """Makes later calls of `allocate` return memory that processes of other PID namespaces can also map.
@@ -305,30 +305,30 @@ class BaseRuntime(Protocol):
         return
 
     def expect_reuse(self, ptr: int, nbytes: int) -> None:
-        """Hints that a range of memory will be used repeatedly. The range may be any memory; contents do not change."""
+        """Hints that a range of memory will be used repeatedly. Contents do not change."""
         return
 
     def allocate_pinned(self, nbytes: int) -> PinnedMemory:
         """Allocates zeroed pinned host memory that other processes can map."""
 
     def pin(self, ptr: int, nbytes: int) -> Memory | None:
-        """Pins host memory that other code allocated, until the result is closed, so that copies to and from the device
-        are not staged. Returns None if there is nothing to pin.
+        """Pins host memory of other libraries until the returned object is closed, so that copies to and from the
+        device are not staged. Returns None if the device has no need of pinning.
 
-        Raises ResourceError if the driver refuses.
+        Raises ResourceError if the driver refuses to pin the memory.
         """
         return None
 
     def export(self, ptr: int, nbytes: int) -> bytes:
-        """Returns a handle by which other processes can open the memory at `ptr`, which must not be freed during the
+        """Returns a handle by which other processes can open the memory at `ptr`. Nobody may free the memory during the
         call.
 
         Raises ArgumentError if the memory can't be shared.
         """
 
     def end_export(self, handle: bytes) -> None:
-        """Ends an `export`, after which other processes can't rely on the handle. Until then some drivers keep the
-        memory allocated even if its owner frees it.
+        """Invalidates a handle from `export`. Until this call some drivers keep the memory allocated even if its owner
+        frees it.
         """
         return
 
@@ -336,26 +336,27 @@ class BaseRuntime(Protocol):
         """Maps memory that this or another process exported. Raises ArgumentError if the handle is invalid."""
 
     def open_pinned(self, handle: bytes) -> PinnedMemory:
-        """Maps another process's pinned memory, by its `handle`."""
+        """Maps another process's pinned memory, given its `PinnedMemory.handle`."""
 
     def adopt_pinned(self, descriptor: int, nbytes: int) -> PinnedMemory:
-        """Maps another process's pinned memory, by its `descriptor`, which the returned memory will close.
+        """Maps another process's pinned memory by its file descriptor. The returned object closes the descriptor.
 
-        Raises ArgumentError if the file has fewer bytes.
+        Raises ArgumentError if the file has less than `nbytes` bytes.
         """
 
     def keep_pins(self) -> Callable[[], None]:
-        """Keeps memory of other devices pinned, if unpinning waits for the kernels of all devices of the process.
+        """Makes the process's other devices delay unpinning, if the driver waits for the kernels of all devices before
+        it unpins memory.
 
-        Returns a function to call when those kernels have ended, after which the memory may be unpinned.
+        Returns a function that ends the delay, to be called when this device's kernels have ended.
         """
         return lambda: None
 
     def warm_up(self, peers: Collection[str]) -> None:
-        """Prepares copies to peers: makes the driver do now what it would otherwise do at the first copy to each peer.
+        """Makes the driver set up copies to peers now instead of at the first copy to each peer.
 
         Args:
-            peers: the peers' device_ids. Devices that this process does not see, or can't reach, are skipped.
+            peers: the peers' device_ids. Devices that this process can't see or access are skipped.
         """
         return
 
@@ -365,28 +366,27 @@ class BaseRuntime(Protocol):
 
     @property
     def loads_lazily(self) -> bool:
-        """Whether the driver may load a kernel only at the kernel's first launch, which blocks all other driver
-        calls of the process.
+        """Whether the driver may load a kernel only at its first launch. Loading blocks all other driver calls of the
+        process.
         """
         return False
 
     @property
     def queue_limit(self) -> str | None:
-        """The setting by which streams share fewer of the device's queues than usual, such as
-        ``CUDA_DEVICE_MAX_CONNECTIONS=1``; None if there is none.
+        """The environment setting that reduces the device's hardware queues, such as ``CUDA_DEVICE_MAX_CONNECTIONS=1``;
+        None if none is set.
         """
         return None
 
     @property
     def orders_rdma_writes(self) -> bool:
-        """Whether a kernel that sees a word written by RDMA, in any memory, also sees earlier RDMA writes to the
-        device."""
+        """Whether a kernel that sees a word written by RDMA, in host or device memory, also sees all earlier RDMA
+        writes to the device's memory."""
 
     def dmabuf(self, ptr: int, nbytes: int) -> tuple[int, int] | None:
-        """Returns the descriptor of a DMA-BUF that contains device memory, for another device's driver, and the
-        memory's offset in it.
+        """Returns the file descriptor of a DMA-BUF that contains device memory, and the memory's offset in the DMA-BUF.
 
-        The caller closes the descriptor. Returns None if the driver does not offer one, or for host memory.
+        The caller closes the descriptor. Returns None for host memory, and if the driver does not support DMA-BUF.
         """
         return None
 
@@ -394,9 +394,9 @@ class BaseRuntime(Protocol):
         """Whether this device's kernels can access memory of the device with this `device_id`."""
 
     def adds_at_peer(self, device_id: str) -> bool:
-        """Whether this device's kernels can add atomically to reachable memory of the device with this id.
+        """Whether this device's kernels can add atomically to accessible memory of the device with this id.
 
-        Returns False if the driver does not report such atomics: over PCIe, or if this process does not see the device.
+        Returns False if the driver reports no such atomics, as over PCIe, or if this process does not see the device.
         """
 
     def pointer_device(self, ptr: int) -> int | None:
@@ -406,36 +406,36 @@ class BaseRuntime(Protocol):
         """Returns the device's free memory and total memory, in bytes."""
 
     def whole_allocation(self, ptr: int, nbytes: int) -> tuple[int, int] | None:
-        """Returns address and size of the allocation that contains a range, or of several adjacent allocations that
-        together contain it; None if the driver knows no such allocation."""
+        """Returns address and size of the allocation, or of the adjacent allocations, that contain a range. Returns
+        None if the driver knows no such allocation."""
 
     def allocations(self, ptr: int, nbytes: int) -> Allocations:
         """Returns the allocations that contain a range; an empty tuple if the driver knows none.
 
-        No other allocation of this process ever gets the same number, not even one at the same address.
+        In a process no two allocations ever have the same number, even at the same address.
         """
 
     def free_later(self, ptr: int) -> None:
-        """Frees memory that `calls.allocate` allocated, at the next wait for the device."""
+        """Frees memory from `calls.allocate` when the runtime next waits for the device."""
 
     def create_stream(self, *, for_proxy: bool = False, in_caller: bool = False) -> Stream:
         """Creates a stream.
 
         Args:
-            for_proxy: the stream is for the engine's copies, and need not take launches.
-            in_caller: each call that queues work returns when the work is done. Only the host runtime has such streams;
-                GPUs ignore the option.
+            for_proxy: whether the engine will use the stream, for copies only.
+            in_caller: whether the host runtime does the stream's work within the calls that queue it. GPUs ignore this
+                option.
         """
 
     def create_event(self, *, times: bool = True) -> Event:
-        """Creates an event. Without `times` the event does not support `elapsed`, and costs a little less."""
+        """Creates an event. Without `times` the event does not support `elapsed`, and recording it is faster."""
 
     def stream_handle(self, stream: StreamLike) -> int:
-        """Returns the driver's handle of the stream given to a call, which may be of any kind in `StreamLike`.
+        """Returns the driver's handle of a stream.
 
         Raises:
-            ArgumentError: `stream` is not a stream; or the calling thread captures torch's or cupy's current stream
-                into a graph, and the graph would miss the call.
+            ArgumentError: `stream` is not a stream, or the calling thread captures torch's or cupy's current stream
+                into a graph while work on `stream` would not be captured.
         """
 
     def is_capturing(self, stream: int) -> bool:
@@ -443,13 +443,14 @@ class BaseRuntime(Protocol):
         return False
 
     def order_streams(self, first: int, then: int) -> None:
-        """Makes later work of stream handle `then` wait for work queued on `first`; both must exist."""
+        """Makes later work of stream `then` wait for the work queued so far on stream `first`. Both are handles of
+        streams."""
 
     def stream_events(self) -> StreamEvents:
-        """Returns the `StreamEvents` with which callers in C order this device's streams."""
+        """Returns what C code needs to order this device's streams."""
 
     def wait_event(self, stream: int, event: Event) -> None:
-        """Makes later work of the stream with this handle wait for the event's last record."""
+        """Makes later work of a stream, given by its handle, wait for the event's last record."""
 
     def copy(self, dst: int, src: int, nbytes: int, stream: StreamLike = None) -> None:
         """Copies between any two addresses. Without a stream, returns when the copy is done."""
@@ -461,14 +462,14 @@ class BaseRuntime(Protocol):
         """Waits for all work of the device's default stream and of the streams that `create_stream` made."""
 
     def synchronize_stream(self, stream: StreamLike) -> None:
-        """Waits for all work queued on a stream. Raises KernelError if any of it failed."""
+        """Waits for all work queued on a stream. Raises KernelError if queued work failed."""
 
     def check(self, status: int, call: str) -> None:
-        """Raises an exception that names the call and the driver's message unless status is 0."""
+        """Raises an exception with the call's name and the driver's message if `status` is not 0."""
 
 
 def foreign_stream_handle(stream: StreamLike) -> int:
-    """Returns the handle of another library's stream.
+    """Returns the handle of another library's stream object.
 
     Raises:
         ArgumentError: the object is not a stream.

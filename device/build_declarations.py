@@ -1,7 +1,6 @@
-"""Finds the declarations in C headers for cffi, which does not read preprocessor lines, attributes and bodies.
+"""Extracts declarations from C headers for cffi, which can't parse preprocessor lines, attributes and bodies.
 
-It relies on the layout that clang-format gives the headers: a declaration begins at the beginning of a line, where no
-other code does. The build scripts run it.
+The headers must be formatted by clang-format, so that exactly the declarations begin in a line's first column.
 """
 
 import re
@@ -19,11 +18,10 @@ _FUNCTION_NAME = re.compile(r"^(?!PROXYCCL_)(?:[A-Za-z][^;=\n]*\W)?(proxyccl_\w+
 
 
 def declarations(source: str) -> str:
-    """Returns the integer constants, types and functions that C code declares or defines, without those of its
-    includes.
+    """Returns declarations of the integer constants, types and functions of C code, without those of included headers.
 
-    ``...`` makes cffi take the layout of a struct and the value of a constant from the compiler. Raises ValueError if a
-    function's layout differs.
+    ``...`` makes cffi ask the compiler for a struct's layout or a constant's value. Raises ValueError if a function's
+    return type and name are not on one line.
     """
     found = []
     code = _DROPPED.sub("", source)

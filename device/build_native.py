@@ -107,7 +107,7 @@ ffi.set_source(
     ],
     depends=[*HEADERS, *(f"device/host/{name}.h" for name in ("fibers", "status", "link_old_symbols"))],
     include_dirs=[".", "device", "device/memory", "device/include", "device/host", "device/kernels"],
-    # fibers.cpp tells ThreadSanitizer about its fibers, and must not itself be instrumented.
+    # fibers.cpp calls ThreadSanitizer's functions for fibers, and must not be instrumented itself.
     extra_compile_args=["-std=c++17", "-O2", "-fvisibility=hidden", "-fno-sanitize=thread"],
     extra_link_args=["-pthread"],
 )

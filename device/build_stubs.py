@@ -1,7 +1,4 @@
-"""Makes the type stubs of the C extensions from the declarations that their build scripts pass to cffi.
-
-setup.py runs it before it builds the extensions.
-"""
+"""Makes the type stubs of the C extensions from the declarations that their build scripts pass to cffi."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ _CDATA = Path(__file__).with_name("_cdata.pyi")
 
 
 def _read(tp: Any) -> str:
-    """Returns Python's type of a C value of this type, when read."""
+    """Returns the Python type to which cffi converts values of a C type."""
     match tp:
         case model.VoidType():
             return "None"
@@ -40,7 +37,7 @@ def _read(tp: Any) -> str:
 
 
 def _pointer(to: Any) -> str:
-    """Returns the name of the class of a pointer to values of this type."""
+    """Returns the name of the stub's class for pointers to a C type."""
     match to:
         case model.VoidType():
             return "VoidPointer"
@@ -54,7 +51,7 @@ def _pointer(to: Any) -> str:
 
 
 def _argument(tp: Any) -> str:
-    """Returns Python's type of a parameter of this type."""
+    """Returns the Python type that the stub gives a parameter of a C type."""
     if not isinstance(tp, model.PointerType):
         return _read(tp)
     match tp.totype:
@@ -68,7 +65,7 @@ def _argument(tp: Any) -> str:
 
 
 def _field(tp: Any) -> str:
-    """Returns the type of a struct's field."""
+    """Returns the Python type that the stub gives a struct's field of a C type."""
     match tp:
         case model.PointerType(totype=model.VoidType()):
             return "Field[VoidPointer, Pointer]"
@@ -84,7 +81,7 @@ def _name(tp: Any) -> str:
 
 
 def _c_name(tp: Any) -> str:
-    return str(tp.get_c_name()).replace("$", "").replace(" const ", " ")  # cffi's types do not know const
+    return str(tp.get_c_name()).replace("$", "").replace(" const ", " ")  # cffi ignores const
 
 
 class _Declarations:
@@ -107,16 +104,16 @@ class _Declarations:
                 self.constants += [each for each in tp.enumerators if each not in self.constants]
             elif isinstance(tp, model.StructType):
                 self.structs[_name(tp)] = tp
-        # cffi's model drops the names of parameters.
+        # cffi's types have no parameter names, so the names are read from the syntax tree.
         tree, _, _ = Parser()._parse(source)
         self.parameters = {
-            node.name: [parameter.name for parameter in node.type.args.params if parameter.name]  # none in "void"
+            node.name: [parameter.name for parameter in node.type.args.params if parameter.name]  # "(void)" has no name
             for node in tree.ext
             if node.name in self.functions
         }
 
     def pointed_to(self) -> dict[str, Any]:
-        """Returns, by their C names, all types to which a declaration has a pointer, and all structs."""
+        """Returns all structs, and all types to which a declaration has a pointer, by their C names."""
         found: dict[str, Any] = {}
 
         def note(tp: Any) -> None:
@@ -151,7 +148,7 @@ def _lib(declared: _Declarations) -> Iterator[str]:
     yield "class Lib:\n"
     for name in declared.constants:
         yield f"    {name}: Final[int]\n"
-    for name, tp in declared.functions.items():  # whose parameters may be called self
+    for name, tp in declared.functions.items():  # "lib", because a parameter may be called "self"
         names = declared.parameters[name]
         arguments = ", ".join(f"{n}: {_argument(a)}" for n, a in zip(names, tp.args, strict=True))
         yield f"    def {name}(lib{f', {arguments}, /' if arguments else ''}) -> {_read(tp.result)}: ...\n"
@@ -190,8 +187,7 @@ def _overload(method: str, cdecl: str, parameter: str, result: str) -> Iterator[
 
 
 def make_stub(script: Path) -> tuple[Path, str]:
-    """Returns the stub of the extension that a build script declares: the stub's path, beside the script, and its
-    text."""
+    """Returns the path and the text of the type stub of a build script's extension."""
     ffi = runpy.run_path(str(script))["ffi"]
     declared = _Declarations(ffi)
     body = "".join((*_structs(declared), *_lib(declared), *_ffi(declared), "ffi: FFI\nlib: Lib\n"))

@@ -1,9 +1,9 @@
-"""A GPU vendor's driver and run-time compiler: the calls that `GpuRuntime` is made of.
+"""The base class of the vendors' drivers, and the protocol of their run-time compilers.
 
-CUDA's driver API and HIP's are twins, so a call is made by CUDA's name without its prefix. Methods exist for calls with
-several callers, and for calls that differ between the vendors in more than the name; the vendors' classes implement the
-latter. Pointers, streams, events, modules and functions are integers. Every call raises DriverError where the driver
-reports a failure, and acts on the calling thread's current context.
+HIP mirrors CUDA's driver API, so `Driver.call` takes CUDA's name of a call without the prefix "cu". Calls that differ
+between the vendors in more than the name are abstract methods. Pointers, streams, events, modules and functions are
+integers. Every call acts on the calling thread's current context, and raises DriverError if the driver reports a
+failure.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ LOST_CONTEXT = {
 }
 """The statuses of errors that end the process's context, and their descriptions.
 
-All later calls into that context also return an error status. Other processes' contexts are not affected. Source:
-cuda.h, on CUresult ("the process ... must be terminated and relaunched").
+All later calls into such a context fail too. Other processes' contexts are not affected.
 """
 
 # Statuses, flags and modes have the same numbers in CUDA and in HIP.
@@ -48,14 +47,13 @@ class DeviceInfo(Struct, frozen=True):
     """A driver's description of a device.
 
     Attributes:
-        name: the vendor's name for the device.
-        device_id: the name of the physical device, the same in every process of the machine.
-        architecture: the compiler's name of the architecture, such as "sm_90" or "gfx942".
+        name: the vendor's name of the device's model.
+        device_id: identifies the physical device, by the same text in every process of the machine.
+        architecture: the architecture's name in compiler options, such as "sm_90" or "gfx942".
         multiprocessors: the number of SMs or compute units.
         memory_bytes: size of the device's memory.
         pci_address: the PCI address in the form of sysfs: "0000:3b:00.0".
-        orders_rdma_writes: whether kernels that see a word written by RDMA, in any memory, also see earlier RDMA writes
-            to the device's memory.
+        orders_rdma_writes: see `BaseRuntime.orders_rdma_writes`.
     """
 
     name: str
@@ -78,23 +76,23 @@ class Compiler(Protocol):
         """Returns the compiler's name and version."""
 
     def options(self, architecture: str) -> tuple[str, ...]:
-        """Returns the options for all sources of this library, for a device's architecture."""
+        """Returns the options that all sources of this library need on an architecture."""
 
     def compile(self, source: str, options: tuple[str, ...]) -> bytes:
         """Compiles a source to a loadable image. Raises CompileError with the compiler's messages."""
 
 
 class Driver(ABC):
-    """A vendor's driver. A process has one such object, which holds no state of a device.
+    """A vendor's driver. The object holds no state of a device, and a process needs only one.
 
     Attributes:
         runtime: the runtime's name: "cuda" or "hip".
         compiler: the compiler of the images that this driver loads.
-        already_mapped: the status of an import while this process still maps older memory that had the same address at
-            its owner.
+        already_mapped: the status of an import if this process still maps freed memory that had the same address in the
+            exporting process.
         out_of_memory: the status of an allocation that does not fit.
         thread_stream: the handle that means the calling thread's own default stream.
-        legacy_stream: the handle of the default stream that all threads share, which is ordered with each thread's own.
+        legacy_stream: the handle of the legacy default stream, which all threads share.
     """
 
     runtime: ClassVar[str]
@@ -104,21 +102,21 @@ class Driver(ABC):
 
     _PREFIX: ClassVar[str]
     _OTHER_NAMES: ClassVar[Mapping[str, str]] = {}
-    """The vendor's names of calls, by CUDA's names, where the two differ. Names are without prefixes."""
+    """The vendor's names of calls that CUDA names differently, by CUDA's names. Both are without prefixes."""
 
     # -- the binding ---
 
     @abstractmethod
     def _status_of(self, name: str, *args: Any) -> tuple[int, tuple[Any, ...]]:
-        """Makes the binding's call of this name. Returns its status and results."""
+        """Calls a function of the Python binding. Returns its status and results."""
 
     @abstractmethod
     def _address_of(self, name: str) -> int:
-        """Returns the address of the driver's call of this name."""
+        """Returns the address of a driver function, for callers in C."""
 
     @abstractmethod
     def error_text(self, status: int) -> str:
-        """Returns the driver's own name and text for a status."""
+        """Returns the driver's name and description of a status."""
 
     def _name(self, call: str) -> str:
         return self._PREFIX + self._OTHER_NAMES.get(call, call)
@@ -130,7 +128,7 @@ class Driver(ABC):
             call: CUDA's name of the call, without its prefix.
             args: the arguments of the call.
             allowed: the statuses that are not errors, other than 0.
-            of: the object of the call, for errors.
+            of: the name of the kernel or variable, for the error's text.
         """
         name = self._name(call)
         status, results = self._status_of(name, *args)
@@ -145,7 +143,7 @@ class Driver(ABC):
         self.call(call, *args, allowed=LOST_CONTEXT)
 
     def is_done(self, call: str, handle: int) -> bool:
-        """Whether the work that a query, named as for `call`, asks about is done."""
+        """Whether the work of a stream or event is done, by the query `call`, such as "EventQuery"."""
         name = self._name(call)
         status, _ = self._status_of(name, handle)
         if status not in (0, _NOT_READY):
@@ -153,14 +151,14 @@ class Driver(ABC):
         return status == 0
 
     def address(self, call: str) -> int:
-        """Returns the address of a call, named as for `call`, for callers in C."""
+        """Returns the address of a driver function, given CUDA's name without prefix."""
         return self._address_of(self._name(call))
 
     # -- the process ---
 
     @abstractmethod
     def versions(self) -> str:
-        """Returns the versions of the driver, its binding and the compiler, in words."""
+        """Returns a text with the versions of the driver, its Python binding and the compiler."""
 
     @property
     def loads_lazily(self) -> bool:
@@ -188,7 +186,7 @@ class Driver(ABC):
 
     @abstractmethod
     def current(self) -> int | None:
-        """Returns the calling thread's current context; None if it has none."""
+        """Returns the calling thread's current context, or None."""
 
     def make_current(self, context: int) -> None:
         """Makes a context the calling thread's current one."""
@@ -200,10 +198,10 @@ class Driver(ABC):
 
     @abstractmethod
     def adds_at_peer(self, ordinal: int, peer: int) -> bool:
-        """Whether the link from device `ordinal` to device `peer` carries atomic adds."""
+        """Whether the link from device `ordinal` to device `peer` supports atomic adds."""
 
     def enable_peer_access(self, peer_context: int) -> None:
-        """Lets the current context access a peer's memory. A repeated call is not an error."""
+        """Lets the current context access the memory of a peer's context. Does nothing if access is already enabled."""
         self.call("CtxEnablePeerAccess", peer_context, 0, allowed=(_PEER_ACCESS_ALREADY_ENABLED,))
 
     # -- memory ---
@@ -214,18 +212,18 @@ class Driver(ABC):
 
     @abstractmethod
     def allocate_block(self, nbytes: int) -> int:
-        """Allocates device memory whose handles processes of other PID namespaces can also open.
+        """Allocates device memory that processes of other PID namespaces can also map.
 
         Raises RuntimeUnavailableError if the driver does not support such memory.
         """
 
     def free(self, ptr: int) -> None:
-        """Frees memory of `allocate` or `allocate_block`. Waits for the work that may use it."""
+        """Frees memory from `allocate` or `allocate_block`, after waiting for the device."""
         self.release("MemFree", ptr)
 
     def address_range(self, ptr: int, nbytes: int = 1) -> tuple[int, int]:
-        """Returns base and size of the allocation that contains `nbytes` at an address, or of several such allocations
-        that are mapped side by side. The size is below `nbytes` if the bytes extend past these allocations.
+        """Returns base and size of the allocation, or of the adjacent allocations, that contain a range. If the range
+        extends past the allocations, the returned range ends before it.
         """
         base, size = self.call("MemGetAddressRange", ptr)
         return int(base), int(size)
@@ -236,35 +234,32 @@ class Driver(ABC):
 
     @abstractmethod
     def allocation_id(self, ptr: int) -> int:
-        """Returns the number of the allocation that contains an address. A later allocation at the same address has
-        another number."""
+        """Returns the driver's number of the allocation that contains an address. The driver never reuses a number."""
 
     @abstractmethod
     def export_memory(self, base: int, size: int) -> bytes:
         """Returns a handle, of at most 64 bytes, by which other processes map a range that `address_range` returned.
 
-        An export may keep the memory from being freed until `end_export`.
+        Some drivers keep the memory allocated until `end_export`, even if its owner frees it.
         """
 
     @abstractmethod
     def end_export(self, handle: bytes) -> None:
-        """Ends an `export_memory`, after which other processes can't rely on the handle."""
+        """Invalidates a handle from `export_memory`."""
 
     @abstractmethod
     def import_memory(self, handle: bytes) -> int:
-        """Maps memory of another process for the current context, and returns the address of its first byte. Raises
-        OSError if the exporting process does not hand the memory over.
+        """Maps memory that another process exported, and returns its address. Raises OSError if the exporting process
+        sends no descriptors for the memory.
         """
 
     def release_memory(self, base: int) -> None:
-        """Unmaps memory of `import_memory`."""
+        """Unmaps memory that `import_memory` mapped."""
         self.release("IpcCloseMemHandle", base)
 
     @abstractmethod
     def dmabuf(self, base: int, nbytes: int) -> int:
-        """Returns a file descriptor of a DMA-BUF of whole pages of device memory, for other devices' drivers. The
-        caller closes it.
-        """
+        """Returns the file descriptor, which the caller closes, of a DMA-BUF of whole pages of device memory."""
 
     def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         """Queues a copy between any two addresses."""
@@ -276,19 +271,19 @@ class Driver(ABC):
         """Creates a stream that does not wait for the legacy default stream.
 
         Args:
-            first: whether blocks of its kernels are scheduled before waiting blocks of other streams' kernels.
+            first: whether the stream gets the highest priority, so that blocks of its kernels are scheduled first.
         """
         priority = self.call("CtxGetStreamPriorityRange")[1] if first else 0
         return int(self.call("StreamCreateWithPriority", _STREAM_NON_BLOCKING, priority))
 
     @abstractmethod
     def relax_capture(self, mode: int = CAPTURE_MODE_RELAXED) -> int:
-        """Sets the calling thread's capture mode, and returns the previous mode. By default the new mode allows calls
-        that a capture in progress on another thread would forbid.
+        """Sets the calling thread's capture mode, and returns the previous mode. The default, relaxed mode allows calls
+        that another thread's capture would forbid.
         """
 
     def create_event(self, *, times: bool = True) -> int:
-        """Creates an event. Without `times` the event does not record its time, and recording it takes less time."""
+        """Creates an event. Without `times` the event records no time, and recording it is faster."""
         return int(self.call("EventCreate", 0 if times else _EVENT_DISABLE_TIMING))
 
     # -- kernels ---
@@ -302,20 +297,20 @@ class Driver(ABC):
         return int(self.call("ModuleGetFunction", module, name.encode(), of=name))
 
     def module_global(self, module: int, name: str) -> tuple[int, int]:
-        """Returns address and size of a module's variable."""
+        """Returns address and bytes of a module's variable."""
         address, nbytes = self.call("ModuleGetGlobal", module, name.encode(), of=name)
         return int(address), int(nbytes)
 
     @abstractmethod
     def allow_shared_memory(self, function: int, nbytes: int) -> None:
-        """Allows launches of a kernel with this much dynamic shared memory."""
+        """Allows launches of a kernel with up to `nbytes` of dynamic shared memory."""
 
     @abstractmethod
     def _own_calls(self) -> dict[str, int]:
-        """Returns the addresses of those `calls` that differ between vendors."""
+        """Returns the fields of `DriverCalls` that differ between the vendors."""
 
     def calls(self) -> DriverCalls:
-        """Returns the addresses of the driver's calls for callers in C. The runtime sets the field `context`."""
+        """Returns the addresses of the driver's calls, without `context`, which the runtime sets."""
         return DriverCalls(
             set=self.address("MemsetD8Async"),
             write64=self.address("StreamWriteValue64"),

@@ -66,25 +66,23 @@ _warned: set[str] = set()
 
 
 def set_variables() -> dict[str, str]:
-    """Returns this process's variables with ProxyCCL's prefix, sorted by name."""
+    """Returns the environment variables with ProxyCCL's prefix, sorted by name."""
     return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_PREFIX)}
 
 
 def problem_with(name: str) -> str:
-    """Returns why a variable with ProxyCCL's prefix is ignored, with the nearest known name; "" if the variable is
-    known.
-    """
+    """Returns "" for a known variable; for an unknown one, a message that suggests the nearest known name."""
     if name in VARIABLES or name in OF_TESTS:
         return ""
     from difflib import get_close_matches  # imported in this function, because misspelt names are rare
 
-    # Names are compared without the prefix, which would make any two names similar.
+    # The prefix is left out, because it would make any two names similar.
     nearest = get_close_matches(name.removeprefix(_PREFIX), [known.removeprefix(_PREFIX) for known in VARIABLES], 1)
     return f"ignored: ProxyCCL has no variable {name}" + (f"; did you mean {_PREFIX}{nearest[0]}?" if nearest else "")
 
 
 def warn_of_unknown() -> None:
-    """Warns once of each unknown variable with ProxyCCL's prefix."""
+    """Issues one warning for each unknown variable with ProxyCCL's prefix."""
     for name in os.environ:
         if name.startswith(_PREFIX) and name not in _warned and (problem := problem_with(name)):
             _warned.add(name)

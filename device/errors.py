@@ -1,7 +1,6 @@
 """The exceptions of ProxyCCL.
 
-The exceptions live in the lowest package, so that every package can raise them. An exception that ends a communicator
-derives from `CommunicatorError` and names the rank, peer, channel, operation and offset, as far as they are known.
+An exception that ends a communicator derives from `CommunicatorError`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any, NoReturn
 
 
 class ProxyCCLError(Exception):
-    """Base of all exceptions of this library. Each can be pickled, with its attributes."""
+    """Base of all exceptions of this library, which can all be pickled with their attributes."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restored, (type(self), self.args, self.__dict__)
@@ -24,15 +23,15 @@ def _restored(kind: type[ProxyCCLError], args: tuple[object, ...], attributes: d
     error.args = args
     error.__dict__.update(attributes)
     if notes := getattr(error, "__notes__", None):
-        error.__notes__ = list(notes)  # a separate list for the copy
+        error.__notes__ = list(notes)  # not shared with the original
     return error
 
 
 def raise_in_place_of(caught: BaseException, error: BaseException) -> NoReturn:
-    """Raises `error` with `caught` as its cause; if the two are the same exception, raises that exception again.
+    """Raises `error` with `caught` as its cause, or without a cause if the two are the same exception.
 
-    No frame keeps a reference to the error: the error's traceback refers to the frame, and the cycle would keep all
-    callers' arrays alive until a garbage collection.
+    The frame drops its references to the errors, because an error's traceback refers to the frame: the cycle would keep
+    all callers' arrays alive until a garbage collection.
     """
     try:
         if error is caught:
@@ -43,7 +42,7 @@ def raise_in_place_of(caught: BaseException, error: BaseException) -> NoReturn:
 
 
 class ArgumentError(ProxyCCLError, ValueError):
-    """An argument is wrong; the call had no effect. `argument` is its name."""
+    """An argument of a call is wrong, and the call had no effect. `argument` is the argument's name."""
 
     def __init__(self, argument: str, message: str) -> None:
         super().__init__(f"{argument}: {message}")
@@ -51,7 +50,7 @@ class ArgumentError(ProxyCCLError, ValueError):
 
 
 class HandleTypeError(ArgumentError, TypeError):
-    """A kernel's argument is a handle of another kind than its parameter takes."""
+    """An argument of a launch is a handle of another kind than the kernel's parameter."""
 
 
 class UntrustedPathError(ArgumentError):
@@ -60,15 +59,16 @@ class UntrustedPathError(ArgumentError):
 
 
 class AlreadyMappedError(ArgumentError):
-    """Memory can't be mapped while this process still maps earlier memory that had the same address at its owner."""
+    """Memory can't be mapped while this process still maps freed memory that had the same address in the exporting
+    process."""
 
 
 class ResourceError(ProxyCCLError):
-    """A limited resource ran out, such as memory ids, channel ids or device memory."""
+    """A limited resource, such as memory ids, channel ids or device memory, is used up."""
 
 
 class CapacityError(ProxyCCLError):
-    """More data arrived than a fixed maximum allows. `needed` is the amount of data; nothing was overwritten."""
+    """More data arrived than a fixed maximum allows, and nothing was overwritten. `needed` is the amount of data."""
 
     def __init__(self, message: str, needed: int) -> None:
         super().__init__(message)
@@ -82,13 +82,13 @@ class ClosedError(ProxyCCLError):
 class ConcurrentCallError(ProxyCCLError, RuntimeError):
     """Another thread of this rank is in a call that only one thread may make at a time.
 
-    The call had no effect. But a collective can't be called again: ranks may have compared the call, so it counts as
-    one of the calls that all ranks make in the same order.
+    The call moved no data. Do not repeat a refused collective: the other ranks may have matched it as one of the calls
+    that all ranks make in the same order.
     """
 
 
 class ProtocolError(ProxyCCLError):
-    """Another process sent an invalid message. The text names the sender, the field and the expected value."""
+    """Another process sent an invalid message. The error's text names the sender, the field and the expected value."""
 
 
 class RuntimeUnavailableError(ProxyCCLError):
@@ -108,7 +108,7 @@ class KernelError(ProxyCCLError):
 
 
 class DriverError(KernelError):
-    """A call into a GPU's driver failed. A kernel's failure may show in any later call.
+    """A call into a GPU's driver failed. If a kernel failed, any later call may raise this error.
 
     Attributes:
         status: the driver's status code.
@@ -122,13 +122,13 @@ class DriverError(KernelError):
 class CommunicatorError(ProxyCCLError):
     """The communicator failed and can't be used. All reachable ranks were notified.
 
-    Attributes are None if they do not apply or are not known.
+    An attribute is None if it is unknown or does not apply.
 
     Attributes:
         rank: the rank that found the failure.
         peer: the rank that the failure concerns.
         channel: channel id.
-        operation: the operation in progress, in words.
+        operation: a description of the operation in progress.
         offset: byte offset of the transfer that failed.
     """
 
@@ -151,11 +151,11 @@ class CommunicatorError(ProxyCCLError):
 
 
 def renumbered(error: CommunicatorError, ranks: Sequence[int]) -> CommunicatorError:
-    """Returns a communicator's error with its ranks renumbered as in another communicator.
+    """Returns a copy of a communicator's error in which the ranks have another communicator's numbers.
 
     Args:
-        error: an error that names ranks by their indices in `ranks`.
-        ranks: by index, the ranks' numbers in the other communicator.
+        error: the error of the first communicator.
+        ranks: for each rank of the first communicator, its number in the other communicator.
     """
     if list(ranks) == list(range(len(ranks))):
         return error
@@ -169,7 +169,7 @@ def renumbered(error: CommunicatorError, ranks: Sequence[int]) -> CommunicatorEr
 
 
 class WaitTimeoutError(CommunicatorError, TimeoutError):
-    """A bounded wait, in a kernel or on the CPU, ran out."""
+    """A wait, in a kernel or on the CPU, took longer than its timeout."""
 
 
 class PeerLostError(CommunicatorError):
@@ -177,23 +177,21 @@ class PeerLostError(CommunicatorError):
 
 
 class ProxyLostError(CommunicatorError):
-    """The node daemon that ran a rank's proxy ended or does not answer, or its proxy hangs."""
+    """A rank's proxy hangs, or the node daemon that runs the proxy has ended or does not answer."""
 
 
 class ContextLostError(CommunicatorError):
-    """An error, most often in a kernel, ended a rank's context on its GPU. The rank's process can no longer use the
-    GPU.
-    """
+    """An error, most often in a kernel, destroyed a rank's GPU context, so the process can't use the GPU again."""
 
 
 class TransportError(CommunicatorError):
-    """A copy or a work request failed."""
+    """A copy or an RDMA work request failed."""
 
 
 class TriggerError(CommunicatorError):
-    """A kernel pushed a trigger with an unused id or a range outside its memory, passed an SmChannel a range outside
-    its memory or one that packets can't carry whole, used packet flag 0, or (host runtime) waited on a channel with two
-    threads at once. It is also raised if a schedule of the proxy has an unused id or a range outside its memory.
+    """A kernel or a schedule of the proxy used a channel wrongly: with an unused id, a range outside the memory, a
+    range that packets can't carry whole, or packet flag 0. On the host runtime it is also raised if two threads wait on
+    a channel at once.
     """
 
 
@@ -213,12 +211,12 @@ class MismatchError(CommunicatorError, ValueError):
 
 
 class ExchangeError(CommunicatorError):
-    """A rank's message in an exchange of the bootstrap can't be read. `peer` is that rank."""
+    """A rank's message in an exchange of the bootstrap can't be decoded. `peer` is the sender's rank."""
 
 
 class ExcludedError(CommunicatorError):
-    """The other ranks shrank the communicator, and continue without this rank, which arrived too late."""
+    """The other ranks shrank the communicator and continue without this rank, which arrived too late."""
 
 
 class AbortedError(CommunicatorError):
-    """Another rank ended the communicator for its own reason."""
+    """Another rank aborted the communicator."""

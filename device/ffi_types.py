@@ -1,4 +1,4 @@
-"""The structs of a C extension that cffi built."""
+"""Fills structs of C extensions that cffi has built."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from proxyccl.device.errors import ArgumentError
 
 
 def realize_types(ffi: Any) -> None:
-    """Makes cffi compute the fields of all structs now.
+    """Makes cffi compute the fields of all structs of an extension now.
 
-    cffi computes them at a struct's first use, and fails if two threads make the first use concurrently (cffi 2.1.1: an
-    assertion in realize_c_type.c, or a crash).
+    cffi computes a struct's fields at the first use, and fails or crashes if two threads do so at once (cffi 2.1.1,
+    realize_c_type.c).
     """
     types, structs, _ = ffi.list_types()
     for ctype in (*map(ffi.typeof, types), *(ffi.typeof(f"struct {name}") for name in structs)):
@@ -25,9 +25,9 @@ def set_functions(ffi: Any, struct: Any, calls: object, *names: str, **other_nam
     Args:
         ffi: the extension's `ffi`.
         struct: the struct.
-        calls: an object with the functions' addresses as attributes; 0 means NULL.
-        names: the fields whose attributes have the same names.
-        other_names: for the other fields, the attributes' names by the fields' names.
+        calls: an object whose attributes are the functions' addresses; 0 means NULL.
+        names: fields that have the same names as their attributes.
+        other_names: the attributes' names of other fields, by field.
     """
     for field, name in (*zip(names, names, strict=True), *other_names.items()):
         setattr(struct, field, ffi.cast("void *", getattr(calls, name)))
@@ -42,7 +42,7 @@ def _is_complete(ffi: Any, ctype: Any) -> bool:
 
 
 def fill(native_options: Any, **fields: Any) -> Any:
-    """Sets fields of a struct of C, and returns the struct.
+    """Sets fields of a C struct, and returns the struct.
 
     Raises:
         ArgumentError: a value does not fit its field; the error names the field.

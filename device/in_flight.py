@@ -1,4 +1,4 @@
-"""Keeps the arguments of queued launches alive until the launches are done, and waits for launches."""
+"""Keeps arguments of queued launches alive until the launches are done, and waits for launches."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from proxyccl.device.owned import OwnedStream, closed_stream
 
 _BATCH = 16
 _MOST_OPEN = 8
-"""The most streams whose latest launches have no event after them yet. At most this number of unused streams, with
-their arrays, are kept alive.
+"""The most streams that have a batch without an event. At most this number of unused streams, and their arguments, are
+kept alive.
 """
 
 
@@ -35,7 +35,7 @@ _numbers, _local = itertools.count(1), _Local()
 
 
 def thread_number() -> int:
-    """Returns a number of the calling thread that is never reused, unlike `get_ident`'s."""
+    """Returns a number of the calling thread, which unlike `threading.get_ident()` is never reused."""
     number = _local.number
     if not number:
         number = _local.number = next(_numbers)
@@ -43,15 +43,15 @@ def thread_number() -> int:
 
 
 def identify_stream(runtime: BaseRuntime, handle: int) -> int | ThreadStream:
-    """Returns the identity of the stream that a handle means in the calling thread."""
+    """Returns a key for the stream that a handle means in the calling thread."""
     return (handle, thread_number()) if handle == runtime.thread_stream else handle
 
 
 def reachable_stream(runtime: BaseRuntime, stream: int | ThreadStream) -> int:
-    """Returns a handle, for the calling thread, of a stream that ends after `stream`'s queued work.
+    """Returns a handle, valid in the calling thread, of `stream` or of a stream that is ordered after it.
 
-    A thread has no handle for another thread's own default stream. For such a stream the function returns the legacy
-    default stream, whose work runs after all work on the threads' default streams.
+    Another thread's own default stream has no handle in the calling thread. For such a stream, returns the legacy
+    default stream, which is ordered after all threads' default streams.
     """
     if isinstance(stream, int):
         return stream
@@ -62,51 +62,53 @@ def reachable_stream(runtime: BaseRuntime, stream: int | ThreadStream) -> int:
 
 
 class Launcher(Protocol):
-    """An object that launches repeatedly, each launch ordered after the previous one."""
+    """An object whose launches are each ordered after the previous launch."""
 
     @property
     def last_stream(self) -> int | None:
-        """The handle, in the calling thread, of a stream that ends after the latest launch."""
+        """A stream that is ordered after the latest launch: its handle in the calling thread, or None."""
 
 
 class InFlight:
-    """References to the arguments of launches, released in batches once the streams have completed the launches.
+    """Keeps references to the arguments of launches until the launches are done.
 
-    One event follows each batch, because an event for every launch would take more time.
+    The launches of a stream form batches, each followed by an event, because an event per launch would take more time.
     """
 
     def __init__(self, runtime: BaseRuntime) -> None:
         self._runtime = weakref.proxy(runtime)  # the runtime owns this object
         self._lock = threading.Lock()
         self._launchers: weakref.WeakSet[Launcher] = weakref.WeakSet()
-        self._open: dict[int | ThreadStream, tuple[StreamLike, list[object]]] = {}  # by stream, for all threads
+        self._open: dict[int | ThreadStream, tuple[StreamLike, list[object]]] = {}  # batches with no event, by stream
         self._batches: deque[tuple[Event, list[object]]] = deque()
 
     def add(self, kept: object, stream: StreamLike, handle: int) -> None:
-        """Keeps an object, and the stream with this handle, until all work now queued on the stream is done."""
+        """Keeps an object and a stream alive until all work queued so far on the stream, whose handle is `handle`, is
+        done."""
         with self._lock:
             key = identify_stream(self._runtime, handle)
             if key in self._open and closed_stream(self._open[key][0]) is not None:
-                self._end_batch(key)  # the handle was reused for another stream
+                self._end_batch(key)  # another stream has got the handle of a closed stream
             _, batch = self._open.setdefault(key, (stream, []))
             batch.append(kept)
             if len(self._open) > _MOST_OPEN:
                 self._end_an_open_batch()
-            # A captured event never completes by itself; the batch waits for a later launch.
+            # An event recorded during a capture never completes, so the batch stays open until a launch outside the
+            # capture.
             if len(batch) < _BATCH or self._runtime.is_capturing(handle):
                 return
             self._end_batch(key)
             self._release_done()
 
     def _release_done(self) -> None:
-        # Each batch is queried once; incomplete batches go to the end of the queue.
+        # Queries each batch once, and puts back the batches that are not done.
         for _ in range(len(self._batches)):
             waiting = self._batches.popleft()
             if not waiting[0].query():
                 self._batches.append(waiting)
 
     def _end_an_open_batch(self) -> None:
-        """Ends the oldest batch that is not full, because the program may have dropped the batch's stream."""
+        """Records an event for the oldest open batch, because the program may no longer use the batch's stream."""
         for key, (stream, _) in self._open.items():
             if isinstance(stream, OwnedStream) and self._is_reachable(key) and not self._is_capturing(key, stream):
                 self._end_batch(key)
@@ -118,23 +120,22 @@ class InFlight:
 
     @staticmethod
     def _is_reachable(key: int | ThreadStream) -> bool:
-        """Whether the calling thread has a handle that means this stream."""
+        """Whether the calling thread has a handle of this stream."""
         return isinstance(key, int) or key[1] == thread_number()
 
     def follow(self, launcher: Launcher) -> None:
-        """Makes `wait` also wait for this launcher's launches, as long as the launcher exists."""
+        """Makes `wait` include this launcher's launches while the launcher exists."""
         with self._lock:
             self._launchers.add(launcher)
 
     def wait(self) -> None:
-        """Waits until all launches are done, before a driver call that waits for the device.
+        """Waits until all launches are done.
 
-        Such a call, to load a module or to free memory, holds the device's context while it waits. The copies of the
-        process's proxy then wait for it, and kernels wait for those copies.
+        Call this before the driver loads a module or frees memory: the driver then locks the context and waits for
+        kernels. If these wait for copies of the process's proxy, which wait for the context, the result is a deadlock.
 
-        This method waits neither for graphs nor for the last few launches on other threads' own default streams. It
-        also skips the last few launches on streams that the program passes as integers, because these streams may have
-        been destroyed.
+        Does not wait for graphs, nor for open batches on other threads' own default streams or on streams that the
+        program passes as integers, because such streams may have been destroyed.
         """
         with self._lock:
             for key, (stream, _) in list(self._open.items()):
@@ -151,8 +152,8 @@ class InFlight:
 
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
-        """Returns a context in which the caller waits for all streams. When the context ends, all objects that were
-        kept when it began are released, unless a signal handler ended the wait.
+        """Returns a context in which the caller waits for all streams. When the context ends, the objects that were
+        kept at its beginning are released, unless a signal handler's exception ended the wait.
         """
         with self._lock:
             opened, batches = self._open, self._batches

@@ -1,7 +1,7 @@
-"""Compiled kernels: packing arguments and launching.
+"""Packs arguments of compiled kernels, and launches the kernels.
 
-A kernel exports a table of its parameters' sizes and kinds (kernel.h), so Python values are converted to the
-kernel's types, or refused by position, before anything is launched.
+Before a launch, Python values are converted to the kernel's parameter types, or refused, by a table of sizes and kinds
+that each kernel exports (kernel.h).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from proxyccl.device.in_flight import LaunchRuntime
 from proxyccl.device.sleepers import wakes
 
 if TYPE_CHECKING:
-    from proxyccl.device._native import VoidPointer  # a type in the stub, which cffi lacks at run time
+    from proxyccl.device._native import VoidPointer  # defined only in the type stub
 
 BYTES, INTEGER, FLOAT, POINTER = range(4)  # kernel.h, ParameterKind
 _FLOAT_FORMAT = {4: "<f", 8: "<d"}
@@ -44,10 +44,9 @@ class Parameter(NamedTuple):
     """A kernel's parameter.
 
     Attributes:
-        size: bytes.
+        size: bytes of the parameter.
         kind: BYTES, INTEGER, FLOAT or POINTER.
-        handle: the ProxycclHandleKind of the handles that the parameter takes, by value or by pointer; 0 if it takes
-            none.
+        handle: the ProxycclHandleKind that the parameter takes, by value or by pointer; 0 if it takes no handles.
     """
 
     size: int
@@ -56,15 +55,13 @@ class Parameter(NamedTuple):
 
 
 def parameters_of(table: Any) -> list[Parameter]:
-    """Returns the parameters that a kernel's table describes. The table (kernel.h) is the number of parameters, then a
-    word for each."""
+    """Returns the parameters in a kernel's table (kernel.h), which has their number and then a word for each."""
     words = [int(table[1 + i]) for i in range(table[0])]
     return [Parameter(word >> 8, word & 3, word >> 2 & 63) for word in words]
 
 
 def find_range(ranges: Sequence[tuple[int, int]], address: int) -> int | None:
-    """Returns the index of the first range that contains an address; None if none does. A range is an address and a
-    size."""
+    """Returns the index of the first range, (address, size), that contains an address; None if no range does."""
     return next((i for i, (start, size) in enumerate(ranges) if start <= address < start + max(size, 1)), None)
 
 
@@ -78,9 +75,9 @@ def _dimensions(shape: Shape, argument: str) -> tuple[int, int, int]:
 
 
 class Launch:
-    """A launch whose arguments are packed: calling it is one call into the driver.
+    """A launch with packed arguments. Calling the object launches the kernel.
 
-    A call first wakes the proxies to whose channels the kernel pushes: those of arguments that have `sleepers`.
+    Before the launch, the proxies of all channels among the arguments are woken (`sleepers`).
 
     Attributes:
         prepared: the ProxycclLaunch (launch.h), for callers in C.
@@ -102,22 +99,22 @@ class Launch:
         self.prepared.wakes = self._wakes = wakes(self._sleepers)
 
     def replace(self, index: int, raw: bytes) -> None:
-        """Changes a struct argument for later launches; queued launches keep their arguments."""
+        """Changes a struct argument for later launches. Launches that are already queued are not affected."""
         self._values[index][:] = raw
 
     def copy(self) -> Launch:
-        """Returns a copy of this launch, whose arguments are packed anew from the original values."""
+        """Returns a new launch with the same grid, block and arguments, which are packed again."""
         prepared = self.prepared
         return Launch(self._kernel, tuple(prepared.grid), tuple(prepared.block), self._arguments, prepared.shared_bytes)
 
     def pointers_into(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
-        """Finds which words of the packed arguments point into given ranges of memory.
+        """Finds the words of the packed arguments that point into given ranges of memory.
 
         Args:
             ranges: address and size in bytes of each range.
 
         Returns:
-            For each word its address, the number of the range, and the offset in that range.
+            For each word: its address, the index of the range, and the offset in the range.
         """
         found = []
         for index, (argument, parameter) in enumerate(zip(self._arguments, self._kernel.parameters, strict=True)):
@@ -132,7 +129,7 @@ class Launch:
 
     @property
     def peers_words(self) -> int:
-        """The address of the words that an argument's `ProxiedStruct.peers_words` locates; 0 if there are none."""
+        """The address of the words at offset `ProxiedStruct.peers_words` of a packed argument; 0 if there are none."""
         for index, argument in enumerate(self._arguments):
             offset: int | None = getattr(argument, "peers_words", None)
             if offset is not None:
@@ -140,8 +137,8 @@ class Launch:
         return 0
 
     def packed(self, index: int) -> VoidPointer:
-        """Returns the address of a packed argument. Writing there changes later launches; queued launches keep their
-        arguments.
+        """Returns the address of a packed argument. Writing to this address changes later launches, but not queued
+        ones.
         """
         return ffi.cast("void *", ffi.from_buffer(self._values[index]))
 
@@ -154,7 +151,7 @@ class Launch:
         self.check(status)
 
     def check(self, status: int) -> None:
-        """Raises KernelError unless `status`, which the driver returned for this launch, is 0."""
+        """Raises KernelError if `status`, which the driver returned for this launch, is not 0."""
         if status:
             grid, block = tuple(self.prepared.grid), tuple(self.prepared.block)
             try:
@@ -169,9 +166,10 @@ class Launch:
 class Kernel:
     """A kernel of a module, launched as ``kernel(grid, block, *args, stream=None, shared=0)``.
 
-    A pointer parameter takes an array (anything that `as_view` takes), a registered memory, an integer address or
-    None; an integer or floating parameter a number; a struct by value a channel handle or bytes of its size. A pointer
-    to handles takes a set of channels, or its `semaphores`; a handle by value a channel, or its `semaphore` or `fifo`.
+    Arguments for pointers are arrays of any library, registered memories, integer addresses, or None for NULL.
+    Arguments for integers and floats are numbers. Arguments for structs are channel handles, or bytes of the struct's
+    size. Arguments for pointers to handles are sets of channels, or their `semaphores`; arguments for handles are
+    channels, or their `semaphore` or `fifo`.
     """
 
     def __init__(
@@ -185,20 +183,20 @@ class Kernel:
         self.runtime = runtime
         self.name = name
         self.function = function
-        self._module = module  # the module is unloaded with its last kernel
+        self._module = module  # keeps the module loaded
         self.parameters = tuple(parameters)
 
     def __repr__(self) -> str:
         return f"<Kernel {self.name} with {len(self.parameters)} parameters on {self.runtime.name}>"
 
     def __call__(self, grid: Shape, block: Shape, *args: Any, stream: StreamLike = None, shared: int = 0) -> None:
-        """Queues the kernel on the stream and returns. The arguments are kept alive until it has run.
+        """Queues the kernel on the stream and returns. The arguments are kept alive until the kernel has run.
 
         Raises:
-            ArgumentError: an argument does not fit its parameter, or grid or block is not a shape; or the calling
-                thread captures another stream into a graph, which would miss the launch.
-            HandleTypeError: an argument is a handle of another kind than the parameter takes, such as a ProxyChannel's
-                handle for an SmChannel's.
+            ArgumentError: an argument does not fit its parameter, `grid` or `block` is not a shape, or the calling
+                thread captures another stream into a graph.
+            HandleTypeError: an argument is a handle of the wrong kind, such as a ProxyChannel where the parameter is an
+                SmChannel.
             KernelError: the driver refused the launch.
         """
         launch = Launch(self, grid, block, args, shared)
@@ -207,11 +205,11 @@ class Kernel:
         self.runtime.in_flight.add(launch, stream, handle)
 
     def prepare(self, grid: Shape, block: Shape, *args: Any, shared: int = 0) -> Launch:
-        """Packs the arguments once, for many launches. The `Launch` keeps them alive."""
+        """Packs the arguments once, for many launches. The returned object keeps the arguments alive."""
         return Launch(self, grid, block, args, shared)
 
     def pack(self, args: tuple[Any, ...]) -> tuple[list[bytearray], list[object]]:
-        """Returns the bytes of each argument, and the objects that must outlive the launch."""
+        """Returns each argument's bytes, and the objects that must live until the kernel has run."""
         if len(args) != len(self.parameters):
             raise ArgumentError("args", f"kernel {self.name} takes {len(self.parameters)} arguments, not {len(args)}")
         kept: list[object] = []
@@ -236,7 +234,7 @@ class Kernel:
                 return struct.pack(_FLOAT_FORMAT[size], float(value))
             except OverflowError:
                 raise ArgumentError(argument, f"{value} does not fit in a float of {size} bytes") from None
-            except (TypeError, ValueError) as error:  # raised for an array of several numbers, or of texts
+            except (TypeError, ValueError) as error:  # for example, an array of several numbers
                 raise ArgumentError(argument, f"expected a number: {error}") from error
         if kind == INTEGER:
             number, bits = int(value) if isinstance(value, bool | np.bool_) else find_integer(value), 8 * size
@@ -261,7 +259,7 @@ class Kernel:
     def _address(self, value: Any, argument: str) -> int:
         if value is None:
             return 0
-        if isinstance(value, int | np.integer):  # checked first, because a numpy number is a buffer too
+        if isinstance(value, int | np.integer):  # checked before buffers, because a numpy number is also a buffer
             return as_integer(value, argument, "expected an address from 0 to 2**64 - 1", 0, (1 << 64) - 1)
         address = getattr(value, "device_pointer", None)
         if isinstance(address, int):
@@ -276,7 +274,7 @@ class Kernel:
 
 
 def _require_handle(value: Any, expected: int, argument: str) -> None:
-    """Raises HandleTypeError for a handle of another kind. Addresses, arrays and bytes are not checked."""
+    """Raises HandleTypeError for a handle of the wrong kind. Addresses, arrays and bytes are not checked."""
     given = getattr(value, "handle_kind", 0)
     if given in (0, expected) or (expected == lib.PROXYCCL_HANDLE_SEMAPHORE and given in _SEMAPHORES):
         return
@@ -314,7 +312,7 @@ class Module:
         return f"<Module with {', '.join(self._kernels)}>"
 
     def __call__(self, grid: Shape, block: Shape, *args: Any, stream: StreamLike = None, shared: int = 0) -> None:
-        """Launches the only kernel of this module; see `Kernel.__call__`."""
+        """Launches the module's only kernel; see `Kernel.__call__`."""
         if len(self._kernels) != 1:
             raise ArgumentError(
                 "name", f"this source has {len(self._kernels)} kernels; say which: {', '.join(self._kernels)}"

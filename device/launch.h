@@ -1,5 +1,4 @@
-/* A launch with packed arguments, and the call that issues it: on the CPU, a prepared kernel costs no more than this
- * call. */
+/* A launch with packed arguments, and the function that issues it. */
 #pragma once
 
 #include <stddef.h>
@@ -25,14 +24,12 @@ typedef struct ProxycclLaunch {
 
 enum { PROXYCCL_OTHER_CONTEXT = -1 };
 
-/* Whether a context is the calling thread's current one, as `current` reports; `current` is NULL if there is only one
- * context. */
+/* Whether a context is the calling thread's current context. `current` is NULL if there is only one context. */
 static inline int proxyccl_is_current(int (*current)(uint64_t* context), uint64_t context) {
   uint64_t here = 0;
   return current == NULL || (current(&here) == 0 && here == context);
 }
 
-/* Returns the driver's status. */
 static inline int proxyccl_launch_current(const ProxycclLaunch* launch, uintptr_t stream) {
   proxyccl_wake_all(launch->wakes);
   return launch->call(launch->function, launch->grid[0], launch->grid[1], launch->grid[2], launch->block[0],
@@ -40,7 +37,8 @@ static inline int proxyccl_launch_current(const ProxycclLaunch* launch, uintptr_
                       NULL);
 }
 
-/* Returns the driver's status, or PROXYCCL_OTHER_CONTEXT if it has done nothing because another context is current. */
+/* Issues a launch and returns the driver's status. Does nothing and returns PROXYCCL_OTHER_CONTEXT if
+ * another context is current. */
 static inline int proxyccl_launch(const ProxycclLaunch* launch, uintptr_t stream) {
   if (!proxyccl_is_current(launch->current, launch->context)) return PROXYCCL_OTHER_CONTEXT;
   return proxyccl_launch_current(launch, stream);

@@ -1,4 +1,4 @@
-"""A driver's objects, released when they are closed or with their last reference."""
+"""Objects of a driver that are released when they are closed or have no references."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from proxyccl.device.process import forks
 
 
 class Owned:
-    """An object that is released once, by `release(*args)`."""
+    """An object that calls `release(*args)` once, when it is closed or has no references."""
 
     def __init__(self, release: Callable[..., Any], *args: Any) -> None:
         self._process = forks.here()
@@ -23,16 +23,15 @@ class Owned:
         return not self._finalizer.alive
 
     def close(self) -> None:
-        """Releases the object. Work that is queued on a stream is still done."""
+        """Releases the object."""
         self._finalizer()
 
 
 class OwnedStream(Owned):
-    """A stream that raises ArgumentError if used after it was closed.
+    """A stream that refuses use after it was closed.
 
     Attributes:
-        end: once the stream is closed, an event after the stream's last work; None if that work was done when the
-            stream was closed.
+        end: after `close`, an event recorded after the stream's last work; None if the work was done before.
     """
 
     end: Event | None = None
@@ -44,7 +43,7 @@ class OwnedStream(Owned):
 
 
 def closed_stream(stream: Any) -> OwnedStream | None:
-    """Returns the stream if it is one that the program has closed, else None. A closed stream's handle may belong to
-    another stream.
+    """Returns `stream` if it is a closed `OwnedStream`, else None. The handle of a closed stream may belong to a new
+    stream.
     """
     return stream if isinstance(stream, OwnedStream) and stream.closed else None

@@ -1,9 +1,9 @@
-/* Exceptions in extensions that look into objects of other libraries. Include it after Python.h. */
+/* Handles exceptions in accesses to objects of other libraries. Include this header after Python.h. */
 #pragma once
 
-/* Called after an access to an object that may be of another kind: clears a pending Exception, which only means that
- * the object is of another kind. An exception of the program, such as KeyboardInterrupt, stays, because the access may
- * have run Python code. Returns 0, or -1 if an exception stays. */
+/* Called after an attempt to access an object that may be of another type. Clears a pending exception of class
+ * Exception, which only means that the type is another, and returns 0. Other exceptions, such as KeyboardInterrupt,
+ * stay pending, and -1 is returned. */
 static inline int proxyccl_clear_exception(void) {
   if (PyErr_Occurred() == NULL) return 0;
   if (!PyErr_ExceptionMatches(PyExc_Exception)) return -1;

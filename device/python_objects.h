@@ -1,4 +1,4 @@
-/* CPython's limited API, as the extensions that are written by hand use it. */
+/* Includes CPython's limited API, for extensions that do not use cffi. */
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -9,11 +9,12 @@
 
 #include "python_errors.h"
 
-/* Visits the references of an object: REFERENCES(apply) expands to apply(member) for each reference. */
+/* For tp_traverse and tp_clear: a type defines REFERENCES(apply), which applies one of these macros to each member that
+ * is a reference. */
 #define PROXYCCL_VISIT(member) Py_VISIT(self->member);
 #define PROXYCCL_CLEAR(member) Py_CLEAR(self->member);
 
-/* Frees an object of a type that the garbage collector knows, by its tp_clear. */
+/* Implements tp_dealloc of a type with garbage collection. `clear` is the type's tp_clear. */
 static inline void proxyccl_free(PyObject* object, inquiry clear) {
   PyTypeObject* type = Py_TYPE(object);
   PyObject_GC_UnTrack(object);
@@ -22,7 +23,8 @@ static inline void proxyccl_free(PyObject* object, inquiry clear) {
   Py_DECREF(type);
 }
 
-/* Whether a call has this many arguments; sets an exception if not. `call` is the call's signature. */
+/* Returns 1 if a call has `wanted` arguments; otherwise sets a TypeError and returns 0. `call` is the signature in the
+ * error. */
 static inline int proxyccl_has_arguments(Py_ssize_t count, Py_ssize_t wanted, const char* call) {
   if (count == wanted) return 1;
   PyErr_Format(PyExc_TypeError, "%s takes %zd arguments", call, wanted);

@@ -1,7 +1,7 @@
 """The runtime protocol: the operations that a device and its driver must offer.
 
-Three runtimes implement it: host (a CPU emulates the GPU), cuda and hip. It does not know about ranks. The proxy's
-engine does not call it: it gets the addresses in `calls` and calls the driver itself.
+Three runtimes implement the protocol: host (a CPU emulates the GPU), cuda and hip. The proxy's engine does not use the
+protocol, but calls the driver directly, by the addresses in `calls`.
 """
 
 from __future__ import annotations
@@ -26,16 +26,15 @@ class Runtime(LaunchRuntime, Protocol):
     def compile(
         self, source: str, *, options: tuple[str, ...] = (), include_dirs: tuple[str, ...] = (), control: int = 0
     ) -> Module:
-        """Compiles a source (cached on disk). Raises CompileError.
+        """Compiles a source, or loads its kernels from the cache on disk. Raises CompileError.
 
-        `control` is the device address of the control block for waits in these kernels that pass none: its abort word
-        and time-out end such waits, and their error record is stored in it. If `control` is 0, such a wait ends after
-        30 s without an error.
+        `control` is the device address of the control block for waits that are given none: its abort word and its
+        time-out end such waits, and their error record is stored in it. If `control` is 0, such waits end after 30 s
+        without an error.
         """
 
     def release_control(self, control: int) -> None:
-        """Detaches the kernels that were compiled for a control block from that block. No such kernel may be
-        running."""
+        """Detaches kernels from the control block for which they were compiled. No such kernel may be running."""
 
     def shipped(
         self,
@@ -46,8 +45,8 @@ class Runtime(LaunchRuntime, Protocol):
         *,
         compiled_only: bool = False,
     ) -> Kernel:
-        """Returns a shipped kernel, for an element type and a reduction operation if it has them. With `compiled_only`,
-        raises CompileError instead of compiling.
+        """Returns a shipped kernel, or its instance for an element type and a reduction operation. With
+        `compiled_only`, raises CompileError instead of compiling the kernel.
         """
         found = (file, kernel, dtype, op)
         known = self._shipped.get(found)

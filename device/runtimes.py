@@ -1,6 +1,6 @@
 """Opens a runtime, or a vendor's driver or compiler, by name.
 
-A vendor's module is imported only on request, so other vendors' packages need not be installed.
+Each vendor's module is imported only when it is needed, so other vendors' packages need not be installed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ _GPUS = ("cuda", "hip")
 RUNTIMES = ("host", *_GPUS)
 _NVIDIA_DRIVER = "libcuda.so.1"  # the name by which cuda-bindings loads the library
 _AMD_NODES = ("/dev/kfd", "/dev/dxg")
-"""The device files of AMD's kernel driver, and of its counterpart on Linux under Windows."""
+"""The device files of AMD's kernel driver on Linux and in WSL."""
 
-# A lock, because a module that fails to import must not be imported by two threads concurrently: the second thread
-# would see a half-initialised module.
+# If two threads import a module concurrently and the import fails, the second thread sees a half-initialised module.
 _opening = threading.RLock()
 forks.hold_while_forking(_opening)
 
@@ -91,8 +90,8 @@ def _first_with_a_device() -> str:
 
 
 def _has_a_driver(name: str) -> bool:
-    """Whether the vendor's driver is installed. Without it, the vendor's packages are not imported; importing them
-    takes longer than everything else in making a communicator.
+    """Whether the vendor's driver is installed. Without a driver, the vendor's packages are not imported, because
+    importing takes longer than making a communicator.
     """
     if name == "hip":
         return any(os.path.exists(node) for node in _AMD_NODES)
@@ -104,13 +103,12 @@ def _has_a_driver(name: str) -> bool:
 
 
 def open_runtime(name: str | None = None, device: int | None = None, *, local_rank: int = 0) -> Runtime:
-    """Opens the runtime that `name` names, or else ``PROXYCCL_RUNTIME``; without either name, opens the default
-    runtime.
+    """Opens a runtime.
 
     Args:
         name: "host", "cuda" or "hip"; None for ``PROXYCCL_RUNTIME``, else `find_runtime()`.
-        device: device number; None for `local_rank` modulo the number of devices.
-        local_rank: number of this rank among those of this host.
+        device: the device's number. None means GPU number `local_rank` modulo the number of GPUs.
+        local_rank: the number of this rank among the ranks of this machine.
 
     Raises:
         ArgumentError: the runtime or the device is unknown.

@@ -1,4 +1,4 @@
-"""Makes text from other programs safe to show on terminals and pages: names of agents, hosts and programs, errors."""
+"""Makes text from other programs, such as names and errors, safe to show on terminals and web pages."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ _IN_JSON = re.compile(rf'\\["\\/]|{_CONTROL}|[^\x00-\x7e]')
 
 
 def shown(text: object) -> str:
-    """Returns the text on one line. Characters that do not print, such as newlines, terminal control sequences and
-    marks that reorder text, become Python's escapes.
+    """Returns the text on one line. Characters that are not printable, such as newlines, terminal control characters
+    and bidirectional marks, become Python's escapes.
     """
     line = str(text)
     return line if line.isprintable() else "".join(map(_escaped, line))
 
 
 def shown_lines(text: object) -> str:
-    """Returns text of several lines, each made safe by `shown`."""
+    """Returns `shown` of each line of a text."""
     return "\n".join(map(shown, str(text).split("\n")))
 
 
 def printed_json(document: str) -> str:
-    """Returns the same JSON, safe for a terminal: encoders escape only control characters of ASCII."""
+    """Returns equivalent JSON in which all characters that are not printable are escaped; JSON encoders escape only
+    those of ASCII."""
     return _IN_JSON.sub(lambda found: _json_escape(found[0]), document)
 
 
 def shown_in_json(document: str) -> str:
-    """Returns JSON whose strings are made safe by `shown`, for a page that shows them."""
+    """Returns JSON whose strings are replaced by `shown` of the strings, for a web page."""
     return _IN_JSON.sub(lambda found: _shown_token(found[0]), document)
 
 
@@ -36,7 +37,7 @@ def _escaped(character: str) -> str:
 
 
 def _json_escape(token: str) -> str:
-    if token.isprintable():  # becomes an escape too
+    if token.isprintable():  # (not printable: becomes an escape)
         return token
     units = token.encode("utf-16-be")
     return "".join(f"\\u{units[i : i + 2].hex()}" for i in range(0, len(units), 2))

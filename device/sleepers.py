@@ -1,4 +1,4 @@
-"""The sleeping threads of a proxy, which a launch wakes if it gives them work (waking.h)."""
+"""The sleeping threads of a proxy, which a launch that gives them work wakes (waking.h)."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ MOST_SLEEPERS: int = lib.PROXYCCL_MOST_SLEEPERS
 
 
 class Sleepers:
-    """The words of threads that may sleep. Threads may be added while others wake them.
+    """The words by which a proxy's sleeping threads are woken. Threads may be added while other threads wake them.
 
     Attributes:
-        pointer: the ProxycclSleepers.
+        pointer: the ProxycclSleepers (waking.h).
     """
 
     def __init__(self) -> None:
         self.pointer = ffi.new("ProxycclSleepers *")
-        self._memories: list[SharedMemory] = []  # kept mapped as long as a launch may read the words
+        self._memories: list[SharedMemory] = []  # kept mapped, because launches read the words
 
     def add(self, word: SharedMemory) -> None:
-        """Adds the word of a thread. Launches do not wake threads beyond `MOST_SLEEPERS`, which wake by themselves."""
+        """Adds the word of a thread. Launches wake at most `MOST_SLEEPERS` threads; further threads wake up by
+        themselves."""
         self._memories.append(word)
         lib.proxyccl_sleepers_add(self.pointer, ffi.cast("uint32_t *", word.ptr))
 
 
 class ProxiedStruct(bytes):
-    """A struct argument of a kernel, with what a launch must know beyond its bytes.
+    """The bytes of a kernel's struct argument, with what a launch must know about the struct.
 
     Attributes:
-        sleepers: the sleepers of the proxy that takes triggers of the struct's channels; None without such channels.
-        pointers: the offsets of pointers to a call's arrays.
-        peers_words: offset of the table of addresses, by rank, at which kernels of all ranks reach a call's output.
-            None if the struct has no such table, or the call leaves the table null.
+        sleepers: the sleepers of the proxy of the struct's channels; None if the struct has no ProxyChannels.
+        pointers: the offsets, in bytes, of pointers to a call's arrays.
+        peers_words: offset, in bytes, of the table that has, by rank, the address at which that rank's kernels access a
+            call's output. None if there is no table, or the call leaves the table null.
     """
 
     sleepers: Sleepers | None = None
@@ -51,7 +52,7 @@ class ProxiedStruct(bytes):
         pointers: tuple[int, ...] = (),
         peers_words: int | None = None,
     ) -> bytes:
-        """Returns the struct as a ProxiedStruct, or as plain bytes if a launch needs nothing more."""
+        """Returns the struct as a ProxiedStruct, or as plain bytes if all attributes have their defaults."""
         if sleepers is None and not pointers and peers_words is None:
             return raw
         made = cls(raw)
@@ -60,7 +61,7 @@ class ProxiedStruct(bytes):
 
 
 def wakes(sleepers: Iterable[object]) -> Any:
-    """Returns the NULL-terminated list of the distinct `Sleepers` among `sleepers`, for a launch, which must keep it
+    """Returns a NULL-terminated array of the distinct `Sleepers` among `sleepers`, or NULL. The caller keeps the array
     (launch.h)."""
     found = {id(each): each for each in sleepers if isinstance(each, Sleepers)}
     if not found:

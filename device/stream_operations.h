@@ -1,5 +1,4 @@
-/* Operations of a stream in order, issued by one call: writes of and waits for words, which need no kernel, copies and
- * launches. On the CPU, notifying a proxy costs no more than this call. */
+/* Operations of a stream, issued in order by one call: writes of words, waits for words, copies and launches. */
 #pragma once
 
 #include <stdint.h>
@@ -9,29 +8,28 @@
 /* The values are those of CU_STREAM_MEM_OP_WAIT_VALUE_64 and CU_STREAM_MEM_OP_WRITE_VALUE_64. */
 typedef enum {
   PROXYCCL_STREAM_WAIT = 4, /* waits until the word is at least `value` */
-  PROXYCCL_STREAM_WRITE = 5 /* writes after all earlier work of the stream, whose writes are visible first */
+  PROXYCCL_STREAM_WRITE = 5 /* writes after all earlier work of the stream, whose stores are visible first */
 } ProxycclStreamOperationKind;
 
 /* An operation on a word, laid out as a CUstreamBatchMemOpParams. */
 typedef struct ProxycclStreamOperation {
   uint32_t kind; /* ProxycclStreamOperationKind */
   uint32_t reserved0;
-  uint64_t address; /* the device's address of an aligned word of 8 bytes */
+  uint64_t address; /* the device address of an aligned 8-byte word */
   uint64_t value;   /* below 2^63, because drivers compare larger values differently */
   uint32_t flags;   /* must be 0 */
   uint32_t reserved1;
   uint64_t reserved2[2];
 } ProxycclStreamOperation;
 
-/* The work of one driver call: operations on words, else a kernel, else a copy; a copy from NULL sets all bits. A copy
- * of no bytes takes no call. */
+/* A step is one of: operations on words; else a launch; else a copy. A copy from NULL sets all bits. */
 typedef struct ProxycclStreamStep {
-  uint32_t words;               /* the number of operations on words; they follow the operations of earlier steps */
-  const ProxycclLaunch* launch; /* a kernel of the streams' context */
-  uint64_t dst, src, bytes;     /* a copy between the device's addresses */
+  uint32_t words;               /* the number of operations on words, which the steps take in order */
+  const ProxycclLaunch* launch; /* in the context that the streams belong to */
+  uint64_t dst, src, bytes;     /* device addresses */
 } ProxycclStreamStep;
 
-/* The steps, in order. For operations on words the driver offers either `batch`, or `write` and `wait`. */
+/* The steps, in order, and the driver's functions. A driver has either `batch`, or `write64` and `wait64`. */
 typedef struct ProxycclStreamOperations {
   /* cuStreamBatchMemOp, proxyccl_host_stream_operations */
   int (*batch)(void* stream, unsigned count, ProxycclStreamOperation* operations, unsigned flags);
@@ -45,13 +43,13 @@ typedef struct ProxycclStreamOperations {
   int (*set)(uint64_t dst, int value, size_t bytes, void* stream);
   /* cuStreamIsCapturing, hipStreamIsCapturing; NULL if there are no graphs */
   int (*is_capturing)(void* stream, int* status);
-  /* Stores the thread's current context (cuCtxGetCurrent, hipGetDevice); NULL if there is none. */
+  /* Stores the calling thread's current context (cuCtxGetCurrent, hipGetDevice); NULL on the host. */
   int (*current)(uint64_t* context);
   uint64_t context; /* the context that the streams belong to */
   ProxycclStreamOperation* words;
   const ProxycclStreamStep* steps;
   uint32_t count;    /* number of steps */
-  uint32_t captured; /* 1: a graph contains the steps, so they may run again at any time */
+  uint32_t captured; /* 1 if a graph contains the steps and may run them at any time */
   const ProxycclSleepers* const*
       wakes; /* NULL-terminated list of the sleepers of the proxies that the steps notify; or NULL */
 } ProxycclStreamOperations;
@@ -68,8 +66,8 @@ static inline int proxyccl_stream_issue_words(const ProxycclStreamOperations* se
   return 0;
 }
 
-/* Issues the steps. Returns the first driver status that is not 0. Steps after a refused one are still issued: a stream
- * that has started a schedule must wait for the schedule, and let it continue. */
+/* Issues the steps. Returns the first driver status that is not 0. After a step that the driver refuses, later steps
+ * are still issued, because a stream that has started a schedule of the proxy must also wait for the schedule. */
 static inline int proxyccl_stream_issue_current(ProxycclStreamOperations* self, uintptr_t stream) {
   ProxycclStreamOperation* words = self->words;
   int first = 0, capturing = 0;
@@ -95,8 +93,8 @@ static inline int proxyccl_stream_issue_current(ProxycclStreamOperations* self, 
   return first;
 }
 
-/* Issues the steps. Returns the driver's status, or PROXYCCL_OTHER_CONTEXT if it has done nothing because another
- * context is current. */
+/* Issues the steps and returns the driver's status. Does nothing and returns PROXYCCL_OTHER_CONTEXT if
+ * another context is current. */
 static inline int proxyccl_stream_issue(ProxycclStreamOperations* self, uintptr_t stream) {
   if (!proxyccl_is_current(self->current, self->context)) return PROXYCCL_OTHER_CONTEXT;
   return proxyccl_stream_issue_current(self, stream);

@@ -1,4 +1,4 @@
-"""Operations of a stream in order, issued by one call into C: writes of words, waits for words, copies, bit fills and
+"""Operations of a stream, issued in order by one call into C: writes of words, waits for words, copies, bit fills and
 launches."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _VALUES = range(1 << 63)
 
 
 class WriteValue(Struct, frozen=True):
-    """Makes a stream store a value after all its earlier work.
+    """Makes a stream store a value in a word, after all earlier work of the stream.
 
     Attributes:
         ptr: the device's address of a word of 8 bytes, aligned to 8.
@@ -32,7 +32,7 @@ class WriteValue(Struct, frozen=True):
 
 
 class WaitValue(Struct, frozen=True):
-    """Holds up later work of the stream until a word is at least `value`. The wait is not bounded.
+    """Makes a stream wait, without a time limit, until a word is at least `value`.
 
     Attributes:
         ptr: the device's address of a word of 8 bytes, aligned to 8.
@@ -47,7 +47,7 @@ class CopyBytes(Struct, frozen=True):
     """Copies, after all earlier work of the stream.
 
     Attributes:
-        dst, src: the device's addresses. If they are equal, nothing is copied.
+        dst, src: the device's addresses. If the two are equal, nothing is copied.
         nbytes: may be 0.
     """
 
@@ -73,21 +73,22 @@ Operation = WriteValue | WaitValue | CopyBytes | SetBits | Launch
 
 
 class StreamOperations:
-    """Operations of a stream, in order. Calling this object queues them; in a capture they become part of the graph.
+    """Operations of a stream, in order. Calling this object queues the operations; in a capture they become part of the
+    graph.
 
-    An operation that the driver refuses is skipped, and the others are still queued: a stream that has rung the
-    proxy must wait for it.
+    If the driver refuses an operation, later operations are still queued, because a stream that has notified the proxy
+    must also wait for the proxy.
 
     Args:
         runtime: the runtime of the streams.
-        operations: at least one.
-        sleepers: the sleepers of the proxy that the operations notify, which is woken first; None if they notify none.
+        operations: the operations, at least one.
+        sleepers: the sleepers of the proxy that the operations notify, which are woken first; None without a proxy.
 
     Attributes:
         prepared: the ProxycclStreamOperations (stream_operations.h), for callers in C.
 
     Raises:
-        ArgumentError: there is no operation, an address is not that of a word, or a value is out of range.
+        ArgumentError: there is no operation, an address is not a multiple of 8, or a value is out of range.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class StreamOperations:
         self.prepared.wakes = self._wakes = wakes([sleepers])
 
     def __call__(self, stream: StreamLike = None) -> None:
-        """Queues the operations. Raises KernelError if the driver refuses one."""
+        """Queues the operations. Raises KernelError if the driver refuses an operation."""
         handle = self._runtime.stream_handle(stream)
         status = lib.proxyccl_stream_issue(self.prepared, handle)
         if status == lib.PROXYCCL_OTHER_CONTEXT:
@@ -134,7 +135,7 @@ class StreamOperations:
         self.check(status)
 
     def pointers_into(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
-        """Finds which words of copies and launches point into given ranges of memory. See `Launch.pointers_into`."""
+        """Finds the words of copies and launches that point into given ranges of memory. See `Launch.pointers_into`."""
         found = [pointer for launch in self._launches for pointer in launch.pointers_into(ranges)]
         for step in self._steps:
             for field in ("dst", "src") if step.bytes else ():
@@ -150,12 +151,12 @@ class StreamOperations:
         return int(ffi.cast("uintptr_t", self._steps + step))
 
     def set_copy(self, step: int, copied: CopyBytes) -> None:
-        """Changes a step's copy for later calls. The step must be a copy."""
+        """Replaces the copy of step number `step`, which must be a copy, for later calls."""
         made = self._steps[step]
         made.dst, made.src, made.bytes = copied.dst, copied.src, copied.nbytes
 
     def check(self, status: int) -> None:
-        """Raises KernelError unless `status`, which the driver returned for these operations, is 0."""
+        """Raises KernelError if `status`, which the driver returned for these operations, is not 0."""
         self._runtime.check(status, "stream operations")
 
 

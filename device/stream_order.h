@@ -1,4 +1,4 @@
-/* Order between streams by events, each operation one call: the driver's functions, without a binding around them. */
+/* Orders streams by events, with direct calls of the driver's functions. */
 #pragma once
 
 #include <stdint.h>
@@ -7,21 +7,21 @@
 
 enum { /* status codes of CUDA and HIP */
        PROXYCCL_NOT_READY = 600,
-       PROXYCCL_CAPTURE_IMPLICIT = 906 /* the stream would join a capture */
+       PROXYCCL_CAPTURE_IMPLICIT = 906 /* for the legacy default stream, during a capture */
 };
 
 typedef struct ProxycclStreamOrder {
   int (*record)(void* event, void* stream);               /* cuEventRecord, hipEventRecord */
   int (*wait)(void* stream, void* event, unsigned flags); /* cuStreamWaitEvent, hipStreamWaitEvent */
   int (*query)(void* event);                              /* cuEventQuery, hipEventQuery */
-  int (*is_capturing)(void* stream, int* status);         /* cuStreamIsCapturing, hip's; NULL: there are no graphs */
+  int (*is_capturing)(void* stream, int* status);         /* cuStreamIsCapturing, hip's; NULL on the host */
   int (*exchange_capture_mode)(int* mode);                /* cuThreadExchangeStreamCaptureMode, hip's */
-  int (*current)(uint64_t* context); /* cuCtxGetCurrent, hipGetDevice; NULL: there is only one context */
-  int relaxed;                       /* the capture mode in which an event may be queried */
-  uint64_t context;                  /* the context that the streams and events belong to */
+  int (*current)(uint64_t* context);                      /* cuCtxGetCurrent, hipGetDevice; NULL on the host */
+  int relaxed;                                            /* the capture mode that allows queries of events */
+  uint64_t context;                                       /* the context that the streams and events belong to */
 } ProxycclStreamOrder;
 
-/* Whether the order's context is current: the meaning of a default stream's handle depends on that. */
+/* Whether the streams' context is current, on which the meaning of a default stream's handle depends. */
 static inline int proxyccl_order_is_current(const ProxycclStreamOrder* self) {
   return proxyccl_is_current(self->current, self->context);
 }
@@ -33,8 +33,8 @@ static inline int proxyccl_stream_captures(const ProxycclStreamOrder* self, uint
   return status == PROXYCCL_CAPTURE_IMPLICIT || (status == 0 && captures != 0);
 }
 
-/* Stores whether a stream's work goes into a graph. Returns the driver's status, or PROXYCCL_OTHER_CONTEXT if it has
- * done nothing because another context is current. */
+/* Stores whether a stream's work goes into a graph. Returns the driver's status; does nothing and returns
+ * PROXYCCL_OTHER_CONTEXT if another context is current. */
 static inline int proxyccl_stream_ask_capture(const ProxycclStreamOrder* self, uintptr_t stream, int* captures) {
   if (!proxyccl_order_is_current(self)) return PROXYCCL_OTHER_CONTEXT;
   const int status = self->is_capturing == NULL ? 0 : self->is_capturing((void*)stream, captures);
@@ -42,8 +42,8 @@ static inline int proxyccl_stream_ask_capture(const ProxycclStreamOrder* self, u
   return status == PROXYCCL_CAPTURE_IMPLICIT ? 0 : status;
 }
 
-/* Records an event on a stream. This function and the next two return the driver's status, or PROXYCCL_OTHER_CONTEXT if
- * they have done nothing because another context is current. */
+/* Records an event on a stream. This function and the next two return the driver's status; they do nothing and return
+ * PROXYCCL_OTHER_CONTEXT if another context is current. */
 static inline int proxyccl_stream_mark(const ProxycclStreamOrder* self, uintptr_t event, uintptr_t stream) {
   return proxyccl_order_is_current(self) ? self->record((void*)event, (void*)stream) : PROXYCCL_OTHER_CONTEXT;
 }
@@ -52,8 +52,8 @@ static inline int proxyccl_stream_wait(const ProxycclStreamOrder* self, uintptr_
   return proxyccl_order_is_current(self) ? self->wait((void*)stream, (void*)event, 0) : PROXYCCL_OTHER_CONTEXT;
 }
 
-/* Makes later work of `then` wait for work queued on `first`, by an event that nothing else uses during the call. With
- * `alike`, does nothing if one of the two streams is being captured and the other is not. */
+/* Makes later work of stream `then` wait for the work queued so far on stream `first`. Nothing else may use `event`
+ * during the call. With `alike`, does nothing if one of the streams is being captured and the other is not. */
 static inline int proxyccl_stream_follow(const ProxycclStreamOrder* self, uintptr_t event, uintptr_t first,
                                          uintptr_t then, int alike) {
   if (!proxyccl_order_is_current(self)) return PROXYCCL_OTHER_CONTEXT;
@@ -62,8 +62,7 @@ static inline int proxyccl_stream_follow(const ProxycclStreamOrder* self, uintpt
   return status != 0 ? status : self->wait((void*)then, (void*)event, 0);
 }
 
-/* Returns the driver's status, which is 0 if the stream has reached the event. The query breaks no capture, neither in
- * this thread nor in another. */
+/* Returns the driver's status, which is 0 if the work before the event is done. The query does not break captures. */
 static inline int proxyccl_event_query(const ProxycclStreamOrder* self, uintptr_t event) {
   int mode = self->relaxed;
   const int exchanged = self->exchange_capture_mode(&mode);

@@ -1,1 +1,1 @@
-"""Checks of values from callers: flags, integers and texts."""
+"""Checks arguments from callers: flags, integers and texts."""

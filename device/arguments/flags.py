@@ -1,4 +1,4 @@
-"""Flags from callers: True and False, and other objects that convert to a bool, such as numpy's bools."""
+"""Checks flags from callers."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def as_flag(value: Any, argument: str) -> bool:
         return value
     try:
         return bool(value)
-    except (TypeError, ValueError, RuntimeError):  # raised by numpy's and torch's arrays
+    except (TypeError, ValueError, RuntimeError):  # numpy's and torch's errors for arrays of several elements
         raise ArgumentError(argument, f"must be True or False, not {value!r}") from None

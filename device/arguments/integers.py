@@ -1,5 +1,4 @@
-"""Integers from callers: Python's, numpy's and torch's, and any other object that can be an index. Also rounds
-integers."""
+"""Checks integers from callers, and rounds integers."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ def find_integer(value: Any) -> int | None:
     """Returns the value of an object with ``__index__``; returns None for other objects, and for True and False."""
     if type(value) is int:
         return value
-    # A bool tensor of torch has __index__; a bool array of numpy does not.
+    # Unlike numpy's bool arrays, torch's bool tensors have __index__.
     if isinstance(value, bool) or str(getattr(value, "dtype", "")) == "torch.bool":
         return None
     try:
@@ -26,12 +25,13 @@ def find_items(value: Any) -> list[Any] | None:
     """Returns the items of a caller's collection, in order; None if the value is not a collection."""
     try:
         return list(value)
-    except TypeError:  # an array of no dimensions also raises TypeError, although it has __iter__
+    except TypeError:  # an array of 0 dimensions has __iter__, but raises TypeError
         return None
 
 
 def find_extents(value: Any) -> list[Any] | None:
-    """Returns the extents of a caller's shape, which is a number or a collection; None for anything else."""
+    """Returns a list of the extents of a shape, which may be a number or a collection; returns None for anything
+    else."""
     return [value] if find_integer(value) is not None else find_items(value)
 
 
@@ -41,8 +41,8 @@ def as_integer(value: Any, argument: str, expected: str, lowest: int, highest: i
     Args:
         value: the argument.
         argument: the argument's name in messages.
-        expected: the valid values in words: "must be a rank from 0 to 3".
-        lowest, highest: the range; highest None for no upper limit.
+        expected: the error's description of valid values, such as "must be a rank from 0 to 3".
+        lowest, highest: the valid range. With `highest` None there is no upper limit.
 
     Raises:
         ArgumentError: the value is not an integer, or is out of range.

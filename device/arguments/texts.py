@@ -1,4 +1,4 @@
-"""Texts that callers give: sources, options and paths for a compiler, and names."""
+"""Checks strings and paths from callers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from proxyccl.device.errors import ArgumentError
 
 
 def require_text(value: Any, argument: str) -> str:
-    """Returns a string or path as a str that UTF-8 can encode and that contains no NUL character.
+    """Returns a caller's string or path as a str.
 
-    Raises ArgumentError for anything else.
+    Raises ArgumentError for other objects, and for text that contains NUL or that UTF-8 can't encode.
     """
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str):

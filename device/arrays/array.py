@@ -1,7 +1,6 @@
-"""Arrays: a view of any library's array, and our own memory as an array.
+"""`Array`, this library's array, and `as_view`, which reads any library's array.
 
-`as_view` takes any array (by DLPack, else the CUDA array interface, else the buffer protocol) and returns a view with
-its address and device. This module does not know about ranks and does not copy.
+`as_view` reads an array by DLPack, else by the CUDA array interface, else by the buffer protocol. Nothing is copied.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from proxyccl.device.base_runtime import BaseRuntime, Memory, StreamLike
 from proxyccl.device.errors import ArgumentError, ClosedError
 
 if TYPE_CHECKING:
-    from proxyccl.device._native import VoidPointer  # a type in the stub, which cffi lacks at run time
+    from proxyccl.device._native import VoidPointer  # defined only in the type stub
 
 __all__ = ["Array", "ArrayView", "as_view", "current_stream"]
 
@@ -33,13 +32,13 @@ _from_buffer, _cast = ffi.from_buffer, ffi.cast  # cached, because looking up th
 
 
 class Array:
-    """Contiguous device memory as an array, in C order; made by `Communicator.empty`.
+    """A contiguous array in device memory, in C order. `Communicator.empty` makes such arrays.
 
     On the host runtime ``numpy.asarray(a)`` shares the array's memory; on a GPU the array offers
     ``__cuda_array_interface__`` and ``__dlpack__``.
 
     Attributes:
-        address: `ptr`, while the memory exists and only this array may free it; else None.
+        address: `ptr` while the memory exists and this array is its only owner; else None.
     """
 
     def __init__(self, runtime: BaseRuntime, memory: Memory, shape: tuple[int, ...], dtype: DType) -> None:
@@ -112,10 +111,10 @@ class Array:
         return self
 
     def free(self) -> None:
-        """Frees the memory now, not only with the last reference to the array. No queued work may use it.
+        """Frees the memory now instead of with the last reference to the array. No queued work may use the memory.
 
-        On a GPU the caller must drop views by ``__cuda_array_interface__`` first: this library does not know how long
-        they live.
+        On a GPU the caller must first drop views that were made by ``__cuda_array_interface__``, because this library
+        does not know of these views.
 
         Raises:
             BufferError: numpy, or another library by DLPack, still has views of the array.
@@ -130,9 +129,7 @@ class Array:
         return self.upload(value)
 
     def hold(self) -> VoidPointer:
-        """Returns the address of the first element, for another library's view. While the returned object lives, the
-        array does too, and can't be freed.
-        """
+        """Returns the address of the first element. While the returned object lives, the array can't be freed."""
         number = next(self._view_numbers)
         self._views.add(number)
 
@@ -145,9 +142,10 @@ class Array:
         return {"shape": self.shape, "typestr": self.dtype.numpy().str, "data": data, "strides": None, "version": 3}
 
     def __getattr__(self, name: str) -> Any:
-        # Each protocol attribute exists only on devices that support it: callers ask with hasattr().
+        # On each device the array has only the attributes of protocols that the device supports: other libraries test
+        # with hasattr().
         if name == "__array_interface__" and self._runtime.name == "host":
-            # Passes a buffer instead of the address: with an address, numpy would not keep the array from being freed.
+            # Passes a buffer, through which numpy keeps the array alive; with an address numpy would not.
             return self._interface(ffi.buffer(self.hold(), self.nbytes))
         if name == "__cuda_array_interface__" and self._runtime.name != "host":
             return self._interface((self.ptr, False))
@@ -197,7 +195,7 @@ def _from_numpy(x: NDArray[Any], writable: bool, owner: object, argument: str) -
 
 
 def require_unmasked(x: object, argument: str) -> None:
-    """Raises ArgumentError for a masked array of numpy, whose memory holds values under the mask."""
+    """Raises ArgumentError for numpy's masked arrays, because their memory also holds the values that are masked."""
     numpy_ma = sys.modules.get("numpy.ma")  # no array is masked until numpy.ma is imported
     if isinstance(x, getattr(numpy_ma, "MaskedArray", ())):
         raise ArgumentError(argument, "the array is masked; pass x.filled(), which replaces the masked values")
@@ -210,8 +208,8 @@ def as_view(x: Any, argument: str, gpu: str = "cuda") -> ArrayView:
         x: an `Array`, or anything with ``__dlpack__``, ``__cuda_array_interface__`` or the buffer protocol;
             contiguous in C order.
         argument: the argument's name in messages.
-        gpu: the runtime whose memory ``__cuda_array_interface__`` describes, because AMD's packages offer the same
-            attribute.
+        gpu: the runtime of arrays with ``__cuda_array_interface__``: "cuda", or "hip", because AMD's packages also
+            offer this attribute.
 
     Raises:
         ArgumentError: `x` is not an array, has no memory, has a mask, is a lazy view of torch's, is not contiguous, or
@@ -222,15 +220,15 @@ def as_view(x: Any, argument: str, gpu: str = "cuda") -> ArrayView:
     if isinstance(x, Array):
         return x.view()
     if isinstance(x, np.ndarray):
-        # numpy's arrays come before DLPack, which numpy refuses for read-only arrays and for ml_dtypes' types.
+        # numpy's arrays are not read by DLPack: numpy refuses it for read-only arrays and for ml_dtypes' types.
         return _from_numpy(x, x.flags.writeable, x, argument)
     if libraries[type(x)].is_torch:
         return from_torch(x, argument)
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         return from_dlpack(x, argument)
     if hasattr(x, "__cuda_array_interface__"):
-        # Under the host runtime, ``__cuda_array_interface__`` also describes a GPU's memory, which the CPU can't
-        # access.
+        # With the host runtime too, ``__cuda_array_interface__`` describes a GPU's memory, so the array's device is a
+        # GPU.
         return _from_interface(x, ("cuda" if gpu == "host" else gpu, -1), argument)
     try:
         buffer = memoryview(x)
@@ -242,7 +240,7 @@ def as_view(x: Any, argument: str, gpu: str = "cuda") -> ArrayView:
         ) from None
     except (BufferError, ValueError) as error:  # the buffer was closed or released
         raise ArgumentError(argument, f"the {type(x).__name__} gives no buffer: {error}") from error
-    if buffer.c_contiguous:  # the address comes from the buffer: numpy would allocate memory for an array at address 0
+    if buffer.c_contiguous:  # checked here, because numpy would replace address 0
         require_memory(int(_cast("uintptr_t", _from_buffer(buffer))), buffer.shape or (), argument)
     try:
         array = np.asarray(buffer)

@@ -1,4 +1,4 @@
-"""Imports arrays of other libraries by DLPack, and exports this library's, through the C structs alone."""
+"""Imports other libraries' arrays by DLPack's C structs, and exports this library's arrays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from proxyccl.device.arrays.view import ArrayView, require_contiguous, require_m
 from proxyccl.device.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from proxyccl.device._native import VoidPointer  # a type in the stub, which cffi lacks at run time
+    from proxyccl.device._native import VoidPointer  # defined only in the type stub
 
 # DLPack device types (dlpack.h, DLDeviceType).
 _DL_CPU, _DL_CUDA, _DL_CUDA_HOST, _DL_ROCM, _DL_ROCM_HOST, _DL_CUDA_MANAGED = 1, 2, 3, 10, 11, 13
@@ -30,7 +30,7 @@ class Exportable(Protocol):
     """An array in C order that can be exported."""
 
     def hold(self) -> VoidPointer:
-        """Returns the address of the first element; the returned object keeps the array and its memory alive."""
+        """Returns the address of the first element, in an object that keeps the array and its memory alive."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -84,7 +84,7 @@ _REFUSALS = (BufferError, RuntimeError, TypeError, ValueError)
 deleted.
 """
 
-# The objects that each exported tensor refers to. They are kept until the tensor's consumer calls the deleter.
+# The objects that keep each exported tensor's memory alive until its consumer calls the deleter.
 _exported: dict[int, tuple[object, ...]] = {}
 
 
@@ -93,7 +93,7 @@ def _release_export(managed: Any) -> None:
 
 
 def _drop_capsule(capsule: int) -> None:
-    # A consumed capsule has been renamed; an unconsumed one still owns its tensor.
+    # Consumers rename a capsule. A capsule that still has its first name owns the tensor.
     holder = ctypes.cast(capsule, ctypes.py_object)
     if _is_valid(holder, _DLTENSOR):
         _exported.pop(int(_get_pointer(holder, _DLTENSOR)), None)
@@ -133,7 +133,8 @@ def from_dlpack(x: Any, argument: str) -> ArrayView:
     runtime = _DL_RUNTIME.get(device_type)
     if runtime is None:
         raise ArgumentError(argument, f"DLPack device type {device_type} is not supported; expected CPU, CUDA or ROCm")
-    # On a GPU, stream -1 tells the exporter not to order streams: the caller of the collective chooses the stream.
+    # On a GPU, stream -1 tells the exporter not to synchronize: the collective runs on a stream that its caller
+    # chooses.
     try:
         capsule = x.__dlpack__() if runtime == "host" else x.__dlpack__(stream=-1)
         managed = int(_get_pointer(capsule, _DLTENSOR))

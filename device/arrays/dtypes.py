@@ -1,6 +1,6 @@
-"""Element types by name, as kernels, numpy, torch and DLPack spell them. `element_types.py` has the table.
+"""Finds element types by numpy's, torch's or DLPack's names. `element_types.py` has the table.
 
-numpy is imported only when an array needs it: commands name element types too, and importing numpy takes 0.1 s.
+numpy takes 0.1 s to import, so it is imported only when an array needs it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class DType(ElementType):
 
 
 DTYPES: dict[str, DType] = {row.name: DType(**vars(row)) for row in ELEMENT_TYPES}
-_KNOWN: dict[Any, DType] = {}  # caches other libraries' types, whose names take microseconds to read
+_KNOWN: dict[Any, DType] = {}  # caches other libraries' types, because reading a type's name takes microseconds
 _BY_DLPACK = {(*dtype.dlpack, dtype.lanes): dtype for dtype in DTYPES.values()}
 
 
@@ -92,7 +92,7 @@ def from_dlpack_type(code: int, bits: int, lanes: int) -> DType | None:
 
 
 def reduction_dtypes() -> list[str]:
-    """Returns the names of the element types that kernels can reduce."""
+    """Returns the names of the element types for which the library has reduction kernels."""
     return [name for name, dtype in DTYPES.items() if dtype.c_name]
 
 

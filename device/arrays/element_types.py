@@ -1,8 +1,7 @@
-"""The table of element types: a new element type needs only a row in it.
+"""The table of element types. A new element type needs only a row in this table.
 
-From it `dtypes.py` makes the library's `DType` objects, setup.py the host's library of kernels for each type that
-kernels reduce, and `compile_cache.py` the source of one kernel for a run-time compiler. Each of these sources repeats
-the table's entry for a type, so that it does not compile if `reduce.h` differs.
+`dtypes.py` makes the `DType` objects from the table; setup.py and `compile_cache.py` make kernel sources from it. Each
+such source checks that `reduce.h` agrees with the type's row (`c_check`).
 
 This module imports nothing of the project: setup.py reads it before anything is installed.
 """
@@ -20,13 +19,13 @@ class ElementType:
     """An element type.
 
     Attributes:
-        name: as numpy, ml_dtypes and torch spell it: ``"float32"``, ``"bfloat16"``, …
-        itemsize: bytes.
+        name: the name in numpy, ml_dtypes and torch: ``"float32"``, ``"bfloat16"``, …
+        itemsize: bytes of an element.
         dlpack: DLPack's (type code, bits).
-        c_name: the type in kernels (``reduce.h``), or "" if kernels only move it.
-        plan_name: the type in kernels of execution plans (``float8.h``), if only those kernels reduce it.
-        lanes: DLPack's values in an element.
-        accumulator: bytes of the type that reductions accumulate in; 0 for the type itself.
+        c_name: the type's name in kernels (``reduce.h``); "" if kernels do not reduce the type.
+        plan_name: the type's name in ``float8.h``, if only kernels of execution plans reduce the type.
+        lanes: the number of DLPack values in an element.
+        accumulator: bytes of the type in which reductions accumulate; 0 if that is the element type.
         tokens: whether tokens of the expert-parallel layer can have this type.
     """
 
@@ -50,7 +49,7 @@ class ElementType:
         return bool(self.c_name) and self.dlpack[0] in (_INT, _UINT)
 
     def c_check(self) -> str:
-        """Returns a line for a kernel source that compiles only if ``reduce.h`` agrees with the table on the type."""
+        """Returns a line of C that compiles only if ``reduce.h`` describes the type as this row does."""
         name = self.c_name or self.plan_name
         return (
             f"static_assert(sizeof({name}) == {self.itemsize} && "
@@ -85,7 +84,7 @@ ELEMENT_TYPES = (
 
 
 def check_table(rows: tuple[ElementType, ...]) -> None:
-    """Raises ValueError, which names the row, if a row contradicts itself or another."""
+    """Raises ValueError, which names the row, if a row is inconsistent in itself or with another row."""
     for i, row in enumerate(rows):
         if row.dlpack[1] * row.lanes != 8 * row.itemsize:
             raise ValueError(f"{row.name}: {row.dlpack[1]} bits in DLPack, but {row.itemsize} bytes")

@@ -1,4 +1,4 @@
-"""Access to torch's and cupy's arrays and streams beyond DLPack. Imports neither library."""
+"""Reads torch's tensors, and torch's and cupy's current streams, without importing either library."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def _is_cupy(kind: type) -> bool:
 
 
 def from_torch(x: Any, argument: str, *, in_bytes: bool = False) -> ArrayView:
-    """Returns a view of a tensor. With `in_bytes`, the view has the tensor's bytes in one dimension, for any element
-    type.
+    """Returns a view of a tensor. With `in_bytes`, the view is a one-dimensional array of the tensor's bytes, and any
+    element type is allowed.
 
     Raises:
         ArgumentError: the tensor has no memory, is a lazy view, is not contiguous, or has an unknown element type or
             device.
     """
-    # This path avoids DLPack, which takes microseconds and refuses tensors that require a gradient.
+    # Avoids DLPack, which takes microseconds and refuses tensors that require a gradient.
     require_tensor_memory(x, argument)
     for is_lazy, kind, method in ((x.is_conj(), "conjugate", "conj"), (x.is_neg(), "negative", "neg")):
         if is_lazy:
@@ -67,10 +67,10 @@ def _find_instead(kind: type) -> str | None:
 
 
 def require_tensor_memory(x: Any, argument: str) -> None:
-    """Raises ArgumentError unless a tensor's elements lie in memory of a CPU or a GPU, contiguous or not.
+    """Raises ArgumentError unless a tensor has memory, contiguous or not, on a CPU or a GPU.
 
-    DTensors and other tensors that are made of tensors have no memory. Nor have tensors of FakeTensorMode, those within
-    ``torch.vmap`` and other transformations, and those whose storage was freed by ``resize_(0)``.
+    Tensors without memory are: tensors made of other tensors, such as DTensor; tensors of FakeTensorMode; tensors
+    within ``torch.vmap`` and other transformations; tensors whose storage was freed by ``resize_(0)``.
     """
     kind = type(x)
     instead = libraries[kind].instead
@@ -90,7 +90,7 @@ def require_tensor_memory(x: Any, argument: str) -> None:
         address, held = storage.data_ptr(), storage.nbytes()
     except RuntimeError:  # the tensor has no storage, or the storage has no address
         address, held = 0, 0
-    # x.data_ptr() would return the offset for a view of a freed storage.
+    # The storage is asked, because x.data_ptr() of a view of a freed storage returns the view's offset instead of 0.
     if not address or held < needed:
         reason = f"its storage has {held} bytes; expected {needed}" if held else "its storage was freed, or it has none"
         raise ArgumentError(argument, f"the {kind.__name__} of shape {tuple(x.shape)} has no memory: {reason}")
@@ -98,15 +98,15 @@ def require_tensor_memory(x: Any, argument: str) -> None:
 
 def _torch_stream(x: Any) -> int | None:
     device = x.get_device()
-    if device < 0:  # -1 is the CPU
+    if device < 0:  # the CPU
         return None
-    # torch's compiled code also uses this function. torch.cuda.current_stream() makes objects and takes microseconds.
+    # Avoids torch.cuda.current_stream(), which takes microseconds. torch's compiled code does the same.
     stream: int = sys.modules["torch"]._C._cuda_getCurrentRawStream(device)
     return stream
 
 
 def _cupy_stream(_: Any) -> StreamLike:
-    # Returns cupy's stream object, not its handle: a reference keeps the stream alive. torch never destroys streams.
+    # Returns cupy's stream object instead of its handle, because cupy destroys a stream that has no references.
     stream: StreamLike = sys.modules["cupy"].cuda.get_current_stream()
     return stream
 
@@ -116,9 +116,7 @@ def _nothing(_: Any) -> None:
 
 
 class _Library(Struct, frozen=True):
-    """The properties of an array type: the function that returns the array's current stream, whether the
-    type is torch's, and the advice in the error for an array without memory.
-    """
+    """Properties of an array type."""
 
     stream: Callable[[Any], StreamLike]
     is_torch: bool = False
@@ -140,11 +138,11 @@ def _find_library(kind: type) -> _Library:
 
 
 class _Libraries(dict[type, _Library]):
-    """The library of each array type, found at the type's first lookup.
+    """The `_Library` of each array type, found at the type's first lookup.
 
     Attributes:
-        tensor_types: for the types of torch's tensors that have memory of their own, the capsule of DLPack's functions
-            in C, which describe a tensor.
+        tensor_types: by type of torch's tensors, the capsule of DLPack's exchange functions in C. Only types whose
+            tensors have memory of their own are included.
     """
 
     def __init__(self) -> None:
@@ -175,9 +173,8 @@ LEGACY_STREAMS = (0, 1)
 
 
 def other_streams(device: int, handle: int) -> tuple[tuple[str, int], ...]:
-    """Returns the current streams of the calling thread's libraries on a GPU, except the stream with this handle and
-    the legacy default stream. Each result is a Python expression for the stream, and the stream's handle. The function
-    neither imports a library nor initialises a GPU.
+    """Returns torch's and cupy's current streams on a GPU, each as a Python expression and a handle. Leaves out the
+    legacy default stream and the stream `handle`. Neither imports a library nor initialises a GPU.
     """
     found: tuple[tuple[str, int], ...] = ()
     raw_stream = _raw_stream
@@ -192,8 +189,8 @@ def other_streams(device: int, handle: int) -> tuple[tuple[str, int], ...]:
 
 def _find_raw_stream() -> Callable[[int], int] | None:
     global _raw_stream  # noqa: PLW0603
-    # Another thread may be importing torch. Before torch uses a GPU it has no current stream, and its function would
-    # create a context on the process's first device.
+    # While another thread imports torch, torch may lack attributes. Before torch uses a GPU, no stream is current, and
+    # torch's function would create a context on the process's first device.
     cuda = getattr(sys.modules["torch"], "cuda", None)
     if cuda is not None and hasattr(cuda, "is_initialized") and cuda.is_initialized():
         _raw_stream = _Library.current_of_device()
@@ -202,7 +199,7 @@ def _find_raw_stream() -> Callable[[int], int] | None:
 
 def _cupys_handle(device: int) -> int:
     """Returns the handle of cupy's current stream if that stream belongs to a device; otherwise 0."""
-    # Another thread may be importing cupy.
+    # While another thread imports cupy, cupy may lack attributes.
     get_current = getattr(getattr(sys.modules["cupy"], "cuda", None), "get_current_stream", None)
     stream = None if get_current is None else get_current()
     return stream.ptr if stream is not None and stream.device_id in (-1, device) else 0

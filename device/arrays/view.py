@@ -1,4 +1,4 @@
-"""A view of an array of any library."""
+"""`ArrayView`, which describes an array of any library."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from proxyccl.device.errors import ArgumentError
 
 @dataclass(frozen=True)
 class ArrayView:
-    """A view of an array. The view keeps `owner` alive and does not own the memory.
+    """Address, shape and type of a contiguous array in C order. The view keeps the array's `owner` alive.
 
     Attributes:
         ptr: address of the first element.
-        shape: elements in each dimension; the array is contiguous in C order.
+        shape: elements in each dimension.
         dtype: element type.
         device: runtime ("host", "cuda", "hip") and device number; the number is -1 if the exporter does not report it.
         writable: whether the exporter allows writes.
@@ -46,13 +46,13 @@ class ArrayView:
 
 
 def require_memory(address: int, shape: Sequence[int], argument: str) -> None:
-    """Raises ArgumentError for an array that has elements but address 0, and so no memory."""
+    """Raises ArgumentError if an array has elements and its address is 0."""
     if not address and 0 not in shape:
         raise ArgumentError(argument, f"the array of shape {tuple(shape)} has no memory: its address is 0")
 
 
 def require_contiguous(shape: Sequence[int], strides: Sequence[int] | None, dtype: DType, argument: str) -> None:
-    """Raises ArgumentError unless strides, in bytes, are those of C order. `strides` None means C order."""
+    """Raises ArgumentError unless an array is in C order. `strides` are in bytes; None means C order."""
     if strides is None or math.prod(shape) == 0:
         return
     expected = dtype.itemsize

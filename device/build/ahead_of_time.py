@@ -1,4 +1,4 @@
-"""Kernels that are compiled before a call needs them: by a command, or beside a program that will need them."""
+"""Compiles kernels before a call needs them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from proxyccl.device.build.compile_cache import compiled_image, image_is_there, 
 from proxyccl.device.driver import Compiler
 
 Shipped = tuple[str, str, str | None, str | None]
-"""File, kernel, element type and operation, as `Runtime.shipped` takes them."""
+"""File, kernel, element type and operation: the arguments of `Runtime.shipped`."""
 
 
 def compile_kernels(compiler: Compiler, architecture: str, kernels: Sequence[Shipped], threads: int) -> tuple[int, int]:
@@ -19,7 +19,7 @@ def compile_kernels(compiler: Compiler, architecture: str, kernels: Sequence[Shi
         compiler: the GPU's compiler.
         architecture: the GPU's architecture.
         kernels: the kernels, in the order in which compilations start.
-        threads: how many are compiled at a time.
+        threads: the number of threads that compile.
 
     Returns:
         The number of images that were compiled, and the number that were already in the cache.
@@ -28,7 +28,7 @@ def compile_kernels(compiler: Compiler, architecture: str, kernels: Sequence[Shi
         CompileError: the compiler failed, for example because it does not know the architecture.
     """
     options = shipped_options(compiler, architecture)
-    sources = list(dict.fromkeys(shipped_source(*kernel) for kernel in kernels))  # a file's kernels share an image
+    sources = list(dict.fromkeys(shipped_source(*kernel) for kernel in kernels))  # kernels may share a source
     missing = [source for source in sources if not image_is_there(compiler, source, options)]
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(lambda source: compiled_image(compiler, source, options), missing))

@@ -1,9 +1,10 @@
-"""A cache of compiled kernels on disk, keyed by everything that goes into them.
+"""A cache of compiled kernels on disk.
 
 The key covers the source with its includes, the options, the compiler and every shipped header, so a cached file is
-never stale. A file ends with its length and digest: a damaged file is compiled again. A new file is written under a
-temporary name and moved into place. Of threads and processes that need the same source at the same time, the first
-compiles it and the others wait. Loaded code runs as this user, so neither directory nor file may be another user's.
+never stale. A file ends with its length and digest, so a damaged file is detected and compiled again. A new file is
+written under a temporary name and moved into place. If several threads or processes need a source at the same time, the
+first compiles it and the others wait. Cached code runs as this user, so neither the directory nor a file may be another
+user's.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from proxyccl.device.process.user_directories import user_directory
 
 INCLUDE_DIR = Path(__file__).parents[1] / "include"
 CUDA_NAMES_DIR = INCLUDE_DIR / "cuda_names"
-"""Replacements for CUDA's own headers, for targets that lack these."""
+"""Replacements for CUDA's headers, for targets that lack CUDA's headers."""
 RTC_NAMES_DIR = INCLUDE_DIR / "rtc_names"
 """Replacements for headers of libc and C++, which run-time compilers lack."""
 KERNEL_DIR = Path(__file__).parents[1] / "kernels"
@@ -88,11 +89,12 @@ def _name(key_parts: tuple[str, ...], suffix: str) -> str:
 
 _building: dict[str, threading.Lock] = {}
 _unsaved: dict[str, bytes] = {}  # files that could not be saved in the cache, by name
-os.register_at_fork(after_in_child=_building.clear)  # the threads that held the locks do not exist in the child
+os.register_at_fork(after_in_child=_building.clear)  # a fork's child lacks the threads that would release the locks
 
 
 def loaded_object(key_parts: tuple[str, ...], build: Callable[[], bytes], load: Callable[[Path], T]) -> T:
-    """Returns `load(path)` for the shared object of this key, which `build()` makes unless it is cached.
+    """Returns `load(path)` for the shared object with this key. If the cache has no such object, `build()` returns its
+    contents.
 
     If the cache can't be used, this process keeps the file in memory, and a warning is issued once.
 
@@ -116,12 +118,12 @@ def loaded_object(key_parts: tuple[str, ...], build: Callable[[], bytes], load: 
 
 
 def _once(name: str, build: Callable[[], bytes]) -> Callable[[], bytes]:
-    """Returns a function that builds at its first call, and reuses a file that could not be saved before."""
+    """Returns a function that returns an earlier result that could not be saved, or else calls `build` once."""
     return functools.cache(lambda: _unsaved[name] if name in _unsaved else build())
 
 
 def _found_or_built(directory: int, path: Path, build: Callable[[], bytes]) -> tuple[Path, bytes]:
-    """Returns a file's contents, and a path through the checked directory's descriptor, valid even if names change."""
+    """Returns a file's path through the checked directory's descriptor, and its contents."""
     content = _found(directory, path)
     if content is None:
         with one_builder(directory, path) as waited:
@@ -133,7 +135,8 @@ def _found_or_built(directory: int, path: Path, build: Callable[[], bytes]) -> t
 
 
 def _found(directory: int, path: Path) -> bytes | None:
-    """Returns a file's contents; None if the file does not exist, or if it is damaged or untrusted, which is logged."""
+    """Returns a file's contents; returns None if the file does not exist, or, with a warning in the log, if it is
+    damaged or untrusted."""
     try:
         content = unsealed(read_private(directory, path))
     except FileNotFoundError:
@@ -157,16 +160,17 @@ def _open_cache(*, make: bool) -> int:
     try:
         return _keep_open(open_private(cache_dir(), "PROXYCCL_CACHE" if named else "cache", make=make))
     except UntrustedPathError as error:
-        if named:  # the error is raised, because the user chose this directory
+        if named:  # the user chose this directory
             raise
         raise PermissionError(str(error)) from error
 
 
-_open: dict[tuple[int, int], int] = {}  # by device and inode
+_open: dict[tuple[int, int], int] = {}  # descriptors of directories, by device and inode
 
 
 def _keep_open(descriptor: int) -> int:
-    """Returns a descriptor of the same directory, which stays open, so that paths of loaded objects stay unique."""
+    """Returns a descriptor of the directory that stays open, so that the paths of its loaded objects stay valid and
+    unique."""
     info = os.fstat(descriptor)
     identity = info.st_dev, info.st_ino
     kept = _open.setdefault(identity, descriptor)
@@ -189,7 +193,8 @@ def _done_without(error: OSError) -> str:
 
 @functools.cache
 def _file_in_memory(name: str) -> Path:
-    """Returns a path of a file that could not be saved. Its descriptor stays open, so that the path stays unique."""
+    """Returns the path of a memfd with the contents of a file that could not be saved. The descriptor stays open, so
+    that no other file gets this path."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
     with open(descriptor, "wb", closefd=False) as file:
         file.write(_unsaved[name])
@@ -202,7 +207,8 @@ def shipped_options(compiler: Compiler, architecture: str) -> tuple[str, ...]:
 
 
 def compiled_image(compiler: Compiler, source: str, options: tuple[str, ...]) -> bytes:
-    """Returns a GPU's image of a source that includes only this library's headers, compiled unless it is cached.
+    """Returns the GPU image of a source, from the cache or by compiling. The source may include only this library's
+    headers.
 
     If the cache can't be used, this process keeps the image in memory, and a warning is issued once.
 
@@ -222,7 +228,7 @@ def compiled_image(compiler: Compiler, source: str, options: tuple[str, ...]) ->
 
 
 def image_is_there(compiler: Compiler, source: str, options: tuple[str, ...]) -> bool:
-    """Whether `compiled_image` would find the image in the cache. Raises UntrustedPathError like `compiled_image`."""
+    """Whether `compiled_image` would find the image in the cache."""
     name = _image_name(compiler, source, options)
     try:
         return name in _unsaved or _found(_open_cache(make=False), cache_dir() / name) is not None

@@ -1,8 +1,7 @@
-"""Finds the names of the kernels in a source before it is compiled: an export is appended for each (kernel.h).
+"""Finds the names of the kernels in a source, so that exports for them (kernel.h) can be appended before compiling.
 
-Most sources show their kernels in plain text. Macros and conditions may hide kernels, and only a preprocessor can
-expand these. The host's compiler has one. NVRTC and HIPRTC do not expose their preprocessors, so for them such a source
-is compiled once without exports, and the kernels' names are read from the image. This needs no toolkit.
+Where macros or ``#if`` may hide kernels, a source must be preprocessed. The host's compiler can do this. NVRTC and
+HIPRTC can't, so a GPU's source is compiled once without exports, and the kernels' names are read from the image.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ _OWN_HEADER = re.compile(
     r'[ \t]*(?:"{0}"|<{0}>)[ \t]*'.format(
         r"(?:proxyccl/\w+\.h|mscclpp/\w+\.hpp|cuda_(?:fp16|bf16|fp8)\.h|assert\.h|c(?:assert|stdint|stddef)|stdint\.h)"
     )
-)  # also matches other headers that certainly contain no kernels
+)  # this library's headers, and others that contain no kernels
 _TOKEN = re.compile(r"\w+|[(){};<>]|\[\[|\]\]")
 _NOT_A_FUNCTION = {"alignas", "decltype", "noexcept", "sizeof"}
 
 
 def _without_text(source: str) -> str:
-    """Returns the source without comments and literals, except those that name an #include's header."""
+    """Returns the source without comments and literals. Names of included headers stay."""
 
     def blank(match: re.Match[str]) -> str:
         before = source[source.rfind("\n", 0, match.start()) + 1 : match.start()]
@@ -36,8 +35,7 @@ def _without_text(source: str) -> str:
 
 
 def in_plain_text(source: str, options: Iterable[str] = ()) -> bool:
-    """Whether `kernel_names` finds all kernels in the plain text: macros, options, conditions and headers can't add
-    any."""
+    """Whether `kernel_names` finds all kernels of the source without a preprocessor."""
     if any("__global__" in option for option in options):
         return False
     for directive in _DIRECTIVE.finditer(_without_text(source)):
@@ -50,13 +48,13 @@ def in_plain_text(source: str, options: Iterable[str] = ()) -> bool:
 
 
 def kernel_names(source: str) -> list[str]:
-    """Returns the names of the ``__global__`` functions that a source, preprocessed or `in_plain_text`, defines.
+    """Returns the names of the ``__global__`` functions that a source defines.
 
-    Templates and declarations are not kernels. Attributes may stand anywhere before the name or after the parameters.
+    The source is preprocessed or `in_plain_text`. Templates and declarations are left out.
     """
     tokens = _TOKEN.findall(_DIRECTIVE.sub("", _without_text(source)))
     names: dict[str, None] = {}
-    start = 0  # where the token's declaration begins
+    start = 0  # index of the first token of the current declaration
     for at, token in enumerate(tokens):
         if token in ("{", "}", ";"):
             start = at + 1
@@ -68,13 +66,13 @@ def kernel_names(source: str) -> list[str]:
 
 
 def _defined(tokens: list[str], at: int) -> str | None:
-    """Returns the name of the function whose definition continues with token `at`; None for a declaration."""
+    """Returns the name of the function whose declaration continues with token `at`; None if no body follows."""
     name, depth = None, 0
     for here in range(at, len(tokens)):
         token = tokens[here]
         if token == "(":
             before = tokens[here - 1]
-            # A name that starts with two underscores is an attribute: __launch_bounds__, __maxnreg__, __attribute__.
+            # A name that starts with two underscores, such as __launch_bounds__, is an attribute.
             if depth == 0 and name is None and before.isidentifier() and not before.startswith("__"):
                 name = before if before not in _NOT_A_FUNCTION else None
             depth += 1
@@ -85,7 +83,7 @@ def _defined(tokens: list[str], at: int) -> str | None:
     return None
 
 
-# A cubin has a bank of constants for each kernel; AMD's code object has a descriptor. A mangled name is not extern "C".
+# For each kernel a cubin has a section ".nv.constant0.NAME", and AMD's code object a symbol "NAME.kd".
 _IN_IMAGE = re.compile(rb"\0(?:\.nv\.constant0\.(\w+)|(\w+)\.kd)(?=\0)")
 _CONSTANTS = b".nv.constant0."
 _IN_NAMESPACE = re.compile(rb"_ZN8proxyccl(\d+)(\w+)(\.kd)?")
@@ -98,7 +96,8 @@ def kernels_of_image(image: bytes) -> list[str]:
 
 
 def symbols_in_namespace(image: bytes) -> dict[str, str]:
-    """Returns the symbols of an image's kernels in the namespace `proxyccl`, by their names within the namespace."""
+    """Returns the mangled symbols of an image's kernels in the namespace `proxyccl`, by the kernels' unmangled
+    names."""
     return {
         match[2][: int(match[1])].decode(): match[0].removesuffix(b".kd").decode()
         for match in _IN_NAMESPACE.finditer(image)
@@ -107,6 +106,6 @@ def symbols_in_namespace(image: bytes) -> dict[str, str]:
 
 
 def text_with_exports(source: str, names: Iterable[str]) -> str:
-    """Returns the text to compile for a source. The source's lines keep their numbers."""
+    """Returns a source with exports of its kernels appended. Compilers report the original line numbers."""
     exports = "".join(f"PROXYCCL_EXPORT_KERNEL({name})\n" for name in names)
     return f'#include "proxyccl/kernel.h"\n#line 1 "kernel source"\n{source}\n{exports}'

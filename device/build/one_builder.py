@@ -1,4 +1,4 @@
-"""One process at a time builds a file: ranks that start together need the same kernels at the same time."""
+"""A lock that lets one process at a time build a file, because ranks that start together need the same kernels."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-_LONGEST_WAIT = 600.0  # seconds, the longest time that a compiler may take
+_LONGEST_WAIT = 600.0  # seconds
 _PAUSE = 0.01  # seconds between two attempts to lock
 
 
 @contextlib.contextmanager
 def one_builder(directory: int, path: Path) -> Iterator[bool]:
-    """Returns a context in which other processes that want to build the same file wait, for at most 10 minutes.
+    """Returns a context that holds the lock of a file. Waits at most 10 minutes for another process's lock.
 
-    The lock ends with the process, even if the process is killed.
+    The operating system releases the lock if the process is killed.
 
     Args:
         directory: a descriptor of the file's directory, in which the lock file is created.
@@ -37,12 +37,12 @@ def one_builder(directory: int, path: Path) -> Iterator[bool]:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=directory)
         with contextlib.suppress(OSError):  # the file system has no locks
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a fork's child may have the descriptor too
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing would not unlock if a fork's child has the descriptor
         os.close(descriptor)
 
 
 def _lock(directory: int, name: str) -> tuple[int, bool]:
-    """Returns a descriptor of the locked file, and whether locking took more than one attempt."""
+    """Returns a descriptor of the lock file, and whether locking took more than one attempt."""
     ends = time.monotonic() + _LONGEST_WAIT
     waited = False
     while True:
@@ -63,7 +63,7 @@ def _lock(directory: int, name: str) -> tuple[int, bool]:
 
 
 def _is_named(descriptor: int, directory: int, name: str) -> bool:
-    """Whether the lock file's name still refers to this file: the last owner may have removed the name."""
+    """Whether the lock file still has its name, which the lock's last owner may have removed."""
     try:
         return os.path.samestat(os.stat(name, dir_fd=directory, follow_symlinks=False), os.fstat(descriptor))
     except FileNotFoundError:

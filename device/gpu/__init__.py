@@ -1,1 +1,1 @@
-"""The runtimes of GPUs: one for both vendors, and their differences."""
+"""The GPU runtime, and the drivers and compilers of NVIDIA and AMD."""

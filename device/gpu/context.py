@@ -1,4 +1,4 @@
-"""A GPU's context, which a driver's calls act on."""
+"""Makes a GPU's context current for driver calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from proxyccl.device.driver import Driver
 
 
 class DeviceContext:
-    """A device's context, made current for calls.
+    """A device's primary context.
 
     Finalizers hold this object instead of the runtime, so that the runtime can be collected.
 
@@ -25,8 +25,8 @@ class DeviceContext:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Makes the device current within a block. In the block, calls are allowed that a graph capture on another
-        thread forbids.
+        """Makes the device current within a `with` block. The block may make calls that another thread's graph capture
+        would forbid.
         """
         before = self.driver.current()
         if before != self.handle:

@@ -1,4 +1,4 @@
-"""NVIDIA's driver as a `Driver`, by cuda-bindings from PyPI; it needs no CUDA toolkit."""
+"""NVIDIA's `Driver`, on the PyPI package cuda-bindings. No CUDA toolkit is needed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from proxyccl.device.gpu.cuda_compiler import CudaCompiler, compiler_version
 from proxyccl.device.gpu.cuda_virtual_memory import VirtualMemory
 
 _OLDEST_DRIVER = 12000
-"""CUDA 12.0: the first version whose driver API has every call that this module makes, under the same name."""
+"""CUDA 12.0, the oldest driver API that has all calls of this module under their present names."""
 _BATCHES_SINCE = 13000
-"""CUDA 13.0: from here on `cuMemcpyBatchAsync` lacks its earlier parameter for failures."""
+"""CUDA 13.0, since which `cuMemcpyBatchAsync` has no parameter `failIdx`."""
 
 _QUEUES = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_MAX_COPY_CONNECTIONS")
 _QUEUES_UNLESS_SET = 8
@@ -26,7 +26,7 @@ def check_versions(driver: int, compiler_major: int) -> None:
     """Raises RuntimeUnavailableError if the driver can't run the compiler's output.
 
     Args:
-        driver: 1000 * major + 10 * minor, as cuDriverGetVersion returns it.
+        driver: the CUDA version of the driver, 1000 * major + 10 * minor.
         compiler_major: NVRTC's major version. NVRTC's cubins run on drivers of the same major version and later.
     """
     have = _in_words(driver)
@@ -56,7 +56,7 @@ class CudaDriver(Driver):
     def __init__(self) -> None:
         try:
             status = int(cu.cuInit(0)[0])
-        except RuntimeError as error:  # raised by the binding if it can't load the library
+        except RuntimeError as error:  # the binding can't load the driver's library
             raise RuntimeUnavailableError(f"cuda: NVIDIA's driver is not installed: {error}") from None
         if status == int(cu.CUresult.CUDA_ERROR_NO_DEVICE):
             raise RuntimeUnavailableError("cuda: NVIDIA's driver sees no device")
@@ -71,7 +71,7 @@ class CudaDriver(Driver):
         return int(status), tuple(results)
 
     def _address_of(self, name: str) -> int:
-        # The version selects a call's signature: CUDA 12.0, the oldest supported version.
+        # Asks for the signatures of CUDA 12.0, the oldest supported version.
         status, address = _find_address(name, _OLDEST_DRIVER)
         if status:
             raise DriverError(f"cuGetProcAddress({name})", status, self.error_text(status))
@@ -84,12 +84,12 @@ class CudaDriver(Driver):
 
     @property
     def loads_lazily(self) -> bool:
-        """Whether the driver was initialised with lazy loading (CUDA_MODULE_LOADING)."""
+        """Implements `BaseRuntime.loads_lazily` (CUDA_MODULE_LOADING)."""
         return bool(self.call("ModuleGetLoadingMode") == cu.CUmoduleLoadingMode.CU_MODULE_LAZY_LOADING)
 
     @property
     def queue_limit(self) -> str | None:
-        """Read from the environment, because the driver does not report how many queues it uses."""
+        """Reads the environment, because the driver does not report its number of queues."""
         for name in _QUEUES:
             value = os.environ.get(name, "")
             if value.isdecimal() and int(value) < _QUEUES_UNLESS_SET:
@@ -143,7 +143,7 @@ class CudaDriver(Driver):
         return int(self.call("MemAlloc", nbytes))
 
     def allocate_block(self, nbytes: int) -> int:
-        """Allocates device memory as a separately mapped block."""
+        """Allocates a block by CUDA's virtual memory management."""
         return self._virtual_memory.allocate(nbytes)
 
     def free(self, ptr: int) -> None:
@@ -162,7 +162,7 @@ class CudaDriver(Driver):
         status, kind = cu.cuPointerGetAttribute(kinds.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, ptr)
         if status or int(kind) != int(cu.CUmemorytype.CU_MEMORYTYPE_DEVICE):
             return None
-        # Calls the driver directly, because the binding was seen to return 0 for the memory of every device.
+        # Calls the driver directly, because the binding returned 0 for memory of other devices too.
         ordinal = ctypes.c_int()
         attribute = int(kinds.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL)
         failed = _pointer_attribute()(ctypes.byref(ordinal), attribute, ptr)
@@ -174,7 +174,7 @@ class CudaDriver(Driver):
         return int(self.call("PointerGetAttribute", cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID, ptr))
 
     def export_memory(self, base: int, size: int) -> bytes:
-        """Returns a CUDA IPC handle or, for mapped blocks, which IPC refuses, a handle of their descriptors."""
+        """Returns a CUDA IPC handle, or a handle of `VirtualMemory` for mapped blocks, which CUDA IPC refuses."""
         try:
             return bytes(self.call("IpcGetMemHandle", base).reserved)
         except DriverError:
@@ -205,7 +205,7 @@ class CudaDriver(Driver):
         return int(self.call("ThreadExchangeStreamCaptureMode", cu.CUstreamCaptureMode(mode)))
 
     def allow_shared_memory(self, function: int, nbytes: int) -> None:
-        """Raises the kernel's limit of shared memory, which is 48 KiB at first."""
+        """Raises the kernel's limit of dynamic shared memory, which is 48 KiB unless raised."""
         if nbytes > 48 * 1024:
             kind = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             self.call("FuncSetAttribute", cu.CUfunction(function), kind, nbytes)
@@ -228,6 +228,7 @@ def _pointer_attribute() -> Any:
 
 @functools.cache
 def _find_address(name: str, version: int) -> tuple[int, int]:
-    """Returns the status and the address of a driver call with the signature of a CUDA version."""
+    """Returns the driver's status, and the address of a driver function with the signature of CUDA version
+    `version`."""
     status, *found = cu.cuGetProcAddress(name.encode(), version, 0)
     return int(status), 0 if status else int(found[0])

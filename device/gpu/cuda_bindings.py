@@ -1,4 +1,4 @@
-"""Imports cuda-bindings for the modules for CUDA."""
+"""Imports cuda-bindings, or raises RuntimeUnavailableError."""
 
 from __future__ import annotations
 

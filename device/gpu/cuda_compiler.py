@@ -1,4 +1,4 @@
-"""NVIDIA's run-time compiler as a `Compiler`: NVRTC from PyPI. NVRTC needs no driver and no device."""
+"""NVIDIA's `Compiler`: NVRTC from PyPI."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class CudaCompiler:
         return f"NVRTC {major}.{minor}"
 
     def options(self, architecture: str) -> tuple[str, ...]:
-        """Returns options for a cubin instead of PTX, which a driver older than the compiler would refuse."""
+        """Returns options for compiling to a cubin instead of PTX, because drivers refuse PTX of newer compilers."""
         return (f"-arch={architecture}", "-std=c++17", "-default-device")
 
     def compile(self, source: str, options: tuple[str, ...]) -> bytes:
@@ -60,12 +60,12 @@ class CudaCompiler:
 
 
 class CudaLinkCompiler(CudaCompiler):
-    """NVRTC for code that a linker inlines into another compiler's code. The images are LTO-IR."""
+    """NVRTC for LTO-IR images, which a linker inlines into another compiler's code."""
 
     _image = "LTOIR"
 
     def options(self, architecture: str) -> tuple[str, ...]:
-        """Returns the options of `NVRTC`, except that optimisation is left to the linker."""
+        """Returns the options of `CudaCompiler`, and those that leave optimisation to the linker."""
         return (*super().options(architecture), "-dlto", "-rdc=true")
 
 

@@ -1,11 +1,11 @@
-"""Memory that a program mapped itself by CUDA's virtual memory management, shared as POSIX file descriptors.
+"""Shares memory of CUDA's virtual memory management by POSIX file descriptors.
 
-Such memory, for example torch's expandable segments, consists of blocks that lie side by side in a range of addresses,
-each a separate allocation, and CUDA IPC refuses such memory.
+CUDA IPC refuses such memory, for example torch's expandable segments: it consists of separately allocated blocks at
+adjacent addresses.
 
-The owner may unmap a block whenever it is not in use by a call. The driver's call that finds a block's handle by
-address would then corrupt the driver's memory. So `export` retains the handles, in the call that uses the memory, and
-the server of descriptors works with the retained handles.
+The program may unmap a block whenever no call uses the block. If the program unmaps a block while
+`cuMemRetainAllocationHandle` looks up the block, the driver's memory is corrupted. So `export` retains the blocks'
+handles during the call that uses the memory, and the server makes descriptors from the retained handles.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Export(Struct):
 
     Attributes:
         blocks: the size and the retained handle of each block.
-        users: calls of `export` without their `end_export`, plus requests in progress.
+        users: the number of exports that have not ended, plus that of descriptor requests in progress.
     """
 
     blocks: list[tuple[int, Any]]
@@ -48,7 +48,7 @@ class _Export(Struct):
 
 
 class VirtualMemory:
-    """Exports and imports ranges of mapped blocks. A process has one such object.
+    """Exports and imports ranges of mapped blocks, for all devices of a process.
 
     Args:
         driver: CUDA's driver.
@@ -61,13 +61,13 @@ class VirtualMemory:
         self._imported: dict[int, int] = {}
         self._allocated: dict[int, int] = {}
         self._exported: dict[bytes, _Export] = {}  # by request
-        self._lock = threading.RLock()  # guards the exports; reentrant, because garbage collection may end an export
+        self._lock = threading.RLock()  # guards `_exported`; reentrant, because garbage collection may end an export
 
     def allocate(self, nbytes: int) -> int:
-        """Allocates a separate block on the current context's device and maps it for that device. Returns its base.
+        """Allocates a block on the current context's device, maps it for that device and returns its address.
 
         Raises:
-            DriverError: the device is full, or the driver does not share blocks by file descriptors.
+            DriverError: the device is full, or the driver does not support sharing by file descriptors.
         """
         device = self._driver.call("CtxGetDevice")
         properties = cu.CUmemAllocationProp()
@@ -92,16 +92,16 @@ class VirtualMemory:
                 self._unmap(base, mapped, size)
                 raise
         finally:
-            self._driver.release("MemRelease", block)  # the mapping keeps the block
+            self._driver.release("MemRelease", block)  # a block lives while it is mapped
         self._allocated[base] = size
         return base
 
     def free(self, base: int) -> bool:
-        """Frees memory of `allocate`, after the current context's work. Returns False for other memory."""
+        """Waits for the current context's work, and frees memory from `allocate`. Returns False for other memory."""
         size = self._allocated.pop(base, None)
         if size is None:
             return False
-        self._driver.release("CtxSynchronize")  # waits for the context's work, as cuMemFree does and cuMemUnmap may not
+        self._driver.release("CtxSynchronize")  # cuMemUnmap need not wait for the context's work
         self._unmap(base, size, size)
         return True
 
@@ -112,12 +112,12 @@ class VirtualMemory:
         return not self._pointer_attribute(ctypes.byref(capable), which, ptr) and not capable.value
 
     def export(self, base: int, size: int) -> bytes:
-        """Returns a handle of a whole range of blocks, which must stay mapped during the call.
+        """Returns a handle of a range of whole blocks, which must stay mapped during the call.
 
-        Peers can map the blocks, and the blocks keep their memory, until `end_export`.
+        Until `end_export`, peers can map the blocks, and the blocks' memory is not freed.
 
         Raises:
-            DriverError: the blocks were not made for sharing by file descriptors.
+            DriverError: the blocks were allocated without CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR.
         """
         context = int(self._driver.call("CtxGetCurrent"))
         blocks = list(self._blocks(base, size))
@@ -125,7 +125,7 @@ class VirtualMemory:
         digest = int.from_bytes(hashlib.blake2b(numbers, digest_size=8).digest(), "little")
         request = _REQUEST.pack(context, base, size, digest)
         with self._lock:
-            if request in self._exported:  # no call before the next line, because garbage collection may end the export
+            if request in self._exported:  # makes no call first: garbage collection may end the export
                 self._exported[request].users += 1
             else:
                 self._exported[request] = self._retain(blocks)
@@ -146,7 +146,7 @@ class VirtualMemory:
             for ptr, nbytes in blocks:
                 handle = self._driver.call("MemRetainAllocationHandle", ptr)
                 export.blocks.append((nbytes, handle))
-            os.close(self._descriptor_of(export.blocks[0][1]))  # fails here if descriptors can't be made
+            os.close(self._descriptor_of(export.blocks[0][1]))  # raises if descriptors can't be made
         except DriverError:
             self._release_blocks(export)
             raise
@@ -160,7 +160,7 @@ class VirtualMemory:
             self._driver.release("MemRelease", block)
 
     def end_export(self, handle: bytes) -> None:
-        """Ends an `export`. The last `end_export` for a range releases the blocks' memory."""
+        """Ends an `export`. When all exports of a range have ended, its blocks' handles are released."""
         self._end(_HANDLE.unpack_from(handle)[2])
 
     def _end(self, request: bytes) -> None:
@@ -189,11 +189,12 @@ class VirtualMemory:
         return handle.startswith(MAPPED_BLOCKS)
 
     def open(self, handle: bytes) -> int:
-        """Maps another process's blocks side by side, for the current context's device. Returns their base.
+        """Maps another process's blocks at adjacent addresses for the current context's device. Returns the first
+        address.
 
         Raises:
             DriverError: a block can't be mapped.
-            OSError: the exporting process does not hand the blocks over.
+            OSError: the exporting process does not send the blocks' descriptors.
         """
         _, process, request = _HANDLE.unpack_from(handle)
         blocks = fetch_descriptors(process, _KIND, request)
@@ -213,7 +214,7 @@ class VirtualMemory:
                 try:
                     self._driver.call("MemMap", base + mapped, nbytes, 0, block, 0)
                 finally:
-                    self._driver.release("MemRelease", block)  # the mapping keeps the block
+                    self._driver.release("MemRelease", block)  # a block lives while it is mapped
                 mapped += nbytes
             device = self._driver.call("CtxGetDevice")
             self._grant(base, size, int(device))
@@ -236,7 +237,7 @@ class VirtualMemory:
         self._driver.release("MemAddressFree", base, size)
 
     def release(self, base: int) -> bool:
-        """Unmaps memory of `open`. Returns False for an address that `open` did not map."""
+        """Unmaps memory from `open`. Returns False for other memory."""
         size = self._imported.pop(base, None)
         if size is None:
             return False

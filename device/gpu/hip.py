@@ -1,6 +1,6 @@
-"""AMD's driver as a `Driver`: hip-python over a machine's ROCm libraries.
+"""AMD's `Driver`, on hip-python and the machine's ROCm libraries.
 
-HIP's calls are CUDA's under other names, with two differences. HIP has no contexts: calls act on the calling thread's
+HIP's calls differ from CUDA's in their names and in two points. HIP has no contexts: calls act on the calling thread's
 current device, so a device's number serves as the context. And by default, memory is coherent between devices only at
 the boundaries of kernels, so device memory is allocated uncached.
 """
@@ -24,7 +24,7 @@ def check_versions(driver: int, runtime: int) -> None:
     """Raises RuntimeUnavailableError if the driver is older than the runtime.
 
     Args:
-        driver: 10,000,000 * major + 100,000 * minor + patch, as hipDriverGetVersion returns it.
+        driver: the HIP version of the driver, 10,000,000 * major + 100,000 * minor + patch.
         runtime: the runtime library's version in the same form.
     """
     if driver // 100_000 < runtime // 100_000:
@@ -39,7 +39,8 @@ def _version(number: int) -> str:
 
 
 class HipDriver(Driver):
-    """AMD's driver. ROCm also loads kernels lazily, but is not known to block other calls while it loads one.
+    """AMD's driver. ROCm loads kernels lazily, but is not known to block other calls meanwhile, so `loads_lazily` is
+    False.
 
     Raises:
         RuntimeUnavailableError: the package, ROCm or a device is missing, or the driver is too old.
@@ -47,7 +48,7 @@ class HipDriver(Driver):
 
     runtime = "hip"
     _PREFIX = "hip"
-    _OTHER_NAMES = {  # noqa: RUF012  (nobody changes it)
+    _OTHER_NAMES = {  # noqa: RUF012  (never changed)
         "CtxEnablePeerAccess": "DeviceEnablePeerAccess",
         "CtxGetCurrent": "GetDevice",
         "CtxGetStreamPriorityRange": "DeviceGetStreamPriorityRange",
@@ -107,7 +108,7 @@ class HipDriver(Driver):
     @functools.lru_cache(maxsize=64)  # noqa: B019  (one object per process)
     def device(self, ordinal: int) -> DeviceInfo:
         properties = self.call("GetDeviceProperties", ordinal)
-        # The order is 0, which means unordered writes, if HIP lacks the attribute.
+        # Without the attribute, RDMA writes are assumed to be unordered (0).
         kind = getattr(hip.hipDeviceAttribute_t, "hipDeviceAttributeGPUDirectRDMAWritesOrdering", None)
         ordering = 0 if kind is None else int(self.call("DeviceGetAttribute", kind, ordinal))
         return DeviceInfo(
@@ -138,7 +139,7 @@ class HipDriver(Driver):
         return int(self.call("ExtMallocWithFlags", nbytes, _MALLOC_UNCACHED))
 
     def allocate_block(self, nbytes: int) -> int:
-        """Raises RuntimeUnavailableError: this is untested on AMD GPUs."""
+        """Raises RuntimeUnavailableError, because such allocations are untested on AMD GPUs."""
         raise RuntimeUnavailableError(
             "hip: memory of AMD GPUs is not passed between PID namespaces; start the ranks in one: --pid=host or "
             "hostPID for containers"
@@ -160,7 +161,7 @@ class HipDriver(Driver):
         return ctypes.string_at(handle.as_c_void_p().value, handle.c_sizeof())
 
     def end_export(self, handle: bytes) -> None:
-        """Does nothing: a HIP IPC handle keeps no resource."""
+        """Does nothing, because a HIP IPC handle keeps no memory allocated."""
 
     def import_memory(self, handle: bytes) -> int:
         ipc = hip.hipIpcMemHandle_st.fromObj(bytearray(handle))
@@ -177,20 +178,20 @@ class HipDriver(Driver):
 
     def relax_capture(self, mode: int = CAPTURE_MODE_RELAXED) -> int:
         exchanged = ctypes.c_int(mode)
-        # hip-python's wrapper takes no mode, but passes an uninitialised word.
+        # hip-python's wrapper has no parameter for the mode, and passes an uninitialised word.
         status = library().hipThreadExchangeStreamCaptureMode(ctypes.byref(exchanged))
         if status:
             raise DriverError("hipThreadExchangeStreamCaptureMode", status, self.error_text(status))
         return exchanged.value
 
     def load_module(self, image: bytes) -> int:
-        return int(self.call("ModuleLoadData", bytearray(image)))  # hip-python never frees bytes objects
+        return int(self.call("ModuleLoadData", bytearray(image)))  # a bytearray, because hip-python never frees bytes
 
     def allow_shared_memory(self, function: int, nbytes: int) -> None:
-        """Does nothing: any launch may use all shared memory."""
+        """Does nothing, because HIP does not limit a launch's shared memory."""
 
     def _own_calls(self) -> dict[str, int]:
-        """Returns calls for single words: older ROCm lacks hipStreamBatchMemOp."""
+        """Returns the calls without `batch`, because older ROCm lacks hipStreamBatchMemOp."""
         return {
             "copy": self.address("MemcpyDtoDAsync"),
             "wait64": self.address("StreamWaitValue64"),

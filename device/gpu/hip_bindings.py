@@ -1,7 +1,7 @@
-"""Imports hip-python for the modules for HIP.
+"""Imports hip-python, or raises RuntimeUnavailableError.
 
-hip-python wraps each call, with its arguments and results as Python objects. Functions that C calls, and one call that
-hip-python wraps wrongly, are taken directly from the library that hip-python has loaded.
+`library` returns the library that hip-python has loaded, for addresses of functions and for a call that hip-python
+wraps wrongly.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""AMD's run-time compiler as a `Compiler`: HIPRTC of a machine's ROCm. HIPRTC needs no driver and no device."""
+"""AMD's `Compiler`: HIPRTC from the machine's ROCm."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ def compiler_version() -> tuple[int, int]:
 
 
 def compile_options(architecture: str) -> tuple[str, ...]:
-    """Returns the options of every source, for an architecture such as "gfx942". Before ROCm 7 __shfl_sync must be
-    requested."""
+    """Returns the options for an architecture such as "gfx942". The last one enables __shfl_sync before ROCm 7."""
     return (f"--offload-arch={architecture}", "-std=c++17", "-O3", "-DHIP_ENABLE_WARP_SYNC_BUILTINS")
 
 

@@ -1,4 +1,4 @@
-"""Memory of a GPU, over any vendor's `Driver`: allocated, pinned, and shared with other processes and devices."""
+"""Allocates, pins and shares memory of a GPU, through any vendor's `Driver`."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from proxyccl.device.process.namespaces import proc_view
 from proxyccl.device.runtime import Runtime
 
 _MOST_KEPT_BYTES, _MOST_KEPT_PINS = 1 << 30, 4096
-"""The most unused memory that stays pinned. If there is more, the oldest memory is unpinned, even if unpinning waits
+"""The most bytes and pieces of unused memory that stay pinned. The oldest excess memory is unpinned, even if this waits
 for kernels.
 """
 
 
 class GpuMemory(Owned):
-    """Device memory that this process allocated, or mapped from another.
+    """Device memory that this process allocated, or mapped from another process.
 
-    Freeing waits for the device's kernels. So memory without references is freed when its runtime next waits for the
-    device or needs room. It is not freed during garbage collection, which may run in a thread of a rank for which those
-    kernels wait.
+    Freeing waits for the device's kernels, and these may wait for the rank whose thread runs garbage collection. So
+    memory without references is not freed by garbage collection, but when its runtime next waits for the device or runs
+    out of memory.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class GpuMemory(Owned):
         super().__init__(later, release)
 
     def close(self) -> None:
-        """Frees or unmaps the memory. Waits for the work that may use it."""
+        """Frees or unmaps the memory, after waiting for the device."""
         if self._finalizer.detach() is not None and self._process.is_here:
             self._release()
 
@@ -78,8 +78,8 @@ class GpuAllocation(GpuMemory):
         self._in_flight = in_flight
 
     def close(self) -> None:
-        """Frees the memory when this thread's launches are done; later if kernels of another device may still use
-        it."""
+        """Waits for this thread's launches, and frees the memory. If other devices' kernels may use the memory, it is
+        freed later."""
         if self.closed:
             return
         if is_held():
@@ -90,7 +90,7 @@ class GpuAllocation(GpuMemory):
 
 
 class GpuPinnedMemory(GpuMemory):
-    """Shared memory of the host that the device also reaches. `ptr` is the device's address."""
+    """Shared host memory that the device can access. `ptr` is the address for the device."""
 
     def __init__(self, ptr: int, shared: SharedMemory, unused: UnusedMemory, release: Callable[[], None]) -> None:
         super().__init__(ptr, shared.nbytes, unused.append, release)
@@ -113,7 +113,7 @@ class GpuPinnedMemory(GpuMemory):
 
 
 class MemoryHandle:
-    """The handle by which another process, or another device's runtime in this process, maps device memory."""
+    """The handle by which another process or another device maps device memory."""
 
     _LAYOUT = struct.Struct("<8s16sQqQQQQ64s")
     _MAGIC = DEVICE_MEMORY
@@ -121,7 +121,8 @@ class MemoryHandle:
 
     @classmethod
     def pack(cls, device: int, base: int, allocation: int, offset: int, nbytes: int, raw: bytes) -> bytes:
-        """Returns a handle. `base` and `allocation` name the allocation, `offset` and `nbytes` the range in it."""
+        """Returns a handle of the range of `nbytes` at `offset` in the allocation number `allocation` at address
+        `base`."""
         return cls._LAYOUT.pack(
             cls._MAGIC, forks.here().token, proc_view(), device, base, allocation, offset, nbytes, raw
         )
@@ -151,7 +152,7 @@ class MemoryHandle:
 
 
 _Once = LeaseCache[Hashable, tuple[int, Callable[[int], None]]]
-"""A driver's action that is done once for a process: its result, and the call that undoes the action."""
+"""A cache of driver actions that a process does once: for each, the result and the function that undoes the action."""
 
 
 def _undo(done: tuple[int, Callable[[int], None]]) -> None:
@@ -160,29 +161,27 @@ def _undo(done: tuple[int, Callable[[int], None]]) -> None:
 
 
 class _PinHolds:
-    """Counts each device's holds. A hold says that kernels of the device may wait for work of this process. A device is
-    a runtime's name and a number.
+    """Counts the open groups of each device, called holds: while a device has a hold, its kernels may wait for this
+    process. A device is a pair of runtime name and number.
 
     CUDA's call that unpins (`cuMemHostUnregister`) waits for the kernels of all devices of the process (seen with
-    driver 580). Such a kernel may wait for a launch of the calling thread, or for a proxy's copy, which waits for the
-    driver: a deadlock. So unused memory stays pinned while other devices have holds.
+    driver 580). If such a kernel waits for a launch of the calling thread, or for a proxy's copy, which waits for the
+    driver, the result is a deadlock. So unused memory stays pinned while other devices have holds.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # an RLock, because garbage collection may free memory anywhere
+        self._lock = threading.RLock()  # reentrant, because garbage collection may free memory anywhere
         self._holds: Counter[tuple[str, int]] = Counter()
 
     def unchanged(self) -> contextlib.AbstractContextManager[object]:
-        """Returns a context in which no other thread begins or ends a hold, so that a decision to unpin stays valid."""
+        """Returns a context in which other threads can't begin or end a hold."""
         return self._lock
 
     def begin(self, device: tuple[str, int]) -> None:
-        """Begins a hold of a device. Each call is paired with an `end`."""
         with self._lock:
             self._holds[device] += 1
 
     def end(self, device: tuple[str, int]) -> None:
-        """Ends a hold of a device, whose kernels have ended."""
         with self._lock:
             self._holds[device] -= 1
             self._holds = +self._holds
@@ -197,8 +196,7 @@ class _Pin(Struct, frozen=True):
     """A range of pinned host memory.
 
     Attributes:
-        addresses: an object that keeps the addresses from reuse while they are pinned; None if other code prevents the
-            reuse.
+        addresses: an object that keeps the address range from being reused; None if the memory's owner does this.
     """
 
     driver: Driver
@@ -207,24 +205,24 @@ class _Pin(Struct, frozen=True):
     addresses: object
 
     def unpin(self) -> None:
-        """Unpins the memory in the current context, because the context that pinned the memory may be lost."""
+        """Unpins the memory, in the current context because the context that pinned the memory may be lost."""
         self.driver.release("MemHostUnregister", self.start)
 
 
 class GpuMemoryRuntime(Runtime):
-    """The memory of a GPU's runtime: allocated, pinned, exported and mapped.
+    """The part of a GPU's runtime that allocates, pins, exports and maps memory.
 
     Args:
-        driver: the vendor's.
-        device: number among the devices that this process may use.
+        driver: the vendor's driver.
+        device: the device's number, among the devices that this process may use.
 
     Attributes:
         info: the driver's description of the device.
         context: the device's context.
-        unused: memory without remaining references; freed when a call next waits for the device.
+        unused: the device's memory without references, which is freed when a call next waits for the device.
 
     Raises:
-        RuntimeUnavailableError: there is no device.
+        RuntimeUnavailableError: this process sees no device.
         ArgumentError: there is no device of that number.
     """
 
@@ -255,9 +253,7 @@ class GpuMemoryRuntime(Runtime):
         return self.context.current()
 
     def share_across_namespaces(self) -> None:
-        """Makes later calls of `allocate` use blocks of the driver's virtual memory, which descriptors can pass to
-        other processes.
-        """
+        """Makes `allocate` use the driver's virtual memory, whose blocks are shared by file descriptors."""
         self._new = self.driver.allocate_block
 
     def allocate(self, nbytes: int) -> GpuMemory:
@@ -315,10 +311,8 @@ class GpuMemoryRuntime(Runtime):
         return self._pin_shared(SharedMemory.adopt(descriptor, nbytes))
 
     def _pin_shared(self, shared: SharedMemory) -> GpuPinnedMemory:
-        """Pins shared memory of the host and maps it for the device. `shared` is closed with the result, or on a
-        failure."""
-        # The memory is pinned once in a process, as a whole and for all devices, so ranks that are threads see the same
-        # address.
+        """Pins shared host memory and maps it for the device. Closing the returned object closes `shared`."""
+        # A process pins the memory once, whole and for all devices, because ranks that are threads share its address.
         start, nbytes = shared.mapped_range
         key, addresses = (self.driver.runtime, start), shared.addresses()
         pinned, holds, here, context = self._pinned, self._pin_holds, (self.name, self.device), self.context
@@ -371,18 +365,18 @@ class GpuMemoryRuntime(Runtime):
         self.driver.end_export(MemoryHandle.unpack(handle)[-1])
 
     def open(self, handle: bytes) -> GpuMemory:
-        """Maps memory that a process of this machine exported, this process included."""
+        """Maps memory that this process or another process of this machine exported."""
         own, device, base, allocation, offset, nbytes, raw = MemoryHandle.unpack(handle)
         if own:
             self._check_own(device, base, allocation, offset + nbytes)
         with self.current():
-            # Peer access does not cover another device's mapped blocks, and their owner may unmap them at any moment:
-            # this device maps the blocks itself.
+            # Another device's mapped blocks are imported even if they are this process's: peer access does not include
+            # them, and their owner may unmap them at any moment.
             if own and (device == self.device or sharing_of(handle) == "IPC"):
                 if device != self.device:
                     self.driver.enable_peer_access(self.driver.context(device))
                 return GpuMemory(base + offset, nbytes, self.unused.append, lambda: None)
-            # Ranges of one allocation share one mapping, because not every driver maps an allocation twice.
+            # Ranges of one allocation share one mapping, because some drivers refuse to map an allocation twice.
             key = (self.context.handle, MemoryHandle.process_of(handle), device, base, allocation, raw)
             try:
                 mapped, _ = self._imported.acquire(
@@ -400,16 +394,17 @@ class GpuMemoryRuntime(Runtime):
         return memory
 
     def _holds(self, mapped: int, nbytes: int) -> bool:
-        """Whether `nbytes` of another process's allocation are mapped at `mapped`; True if the driver can't tell."""
+        """Whether a mapping of another process's memory has at least `nbytes`. Returns True if the driver can't
+        tell."""
         with self.current():
             try:
                 base, size = self.driver.address_range(mapped, nbytes)
-            except DriverError:  # not every driver knows another process's allocation
+            except DriverError:  # some drivers do not report the size of another process's allocation
                 return True
         return mapped + nbytes <= base + size
 
     def _check_own(self, device: int, base: int, allocation: int, end: int) -> None:
-        """Raises ArgumentError if a handle of this process is damaged, or the memory that it names was freed."""
+        """Raises ArgumentError if a handle that this process made is damaged, or if its memory was freed."""
         if not 0 <= device < self.driver.device_count():
             raise ArgumentError("handle", f"names device {device}, which this process does not have")
         with DeviceContext(self.driver, device).current():

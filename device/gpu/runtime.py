@@ -1,7 +1,7 @@
-"""The runtime of a GPU, over any vendor's `Driver`: memory, streams, kernels and the engine's calls.
+"""The runtime of a GPU, on any vendor's `Driver`.
 
-This module does not know the vendors: their differences are in cuda.py and hip.py. Every method may be called from any
-thread; it makes the device current for the call and restores the previous one, as other libraries of the process do.
+What differs between vendors is in cuda.py and hip.py. Any thread may call any method. Each method makes the device
+current and afterwards restores the thread's previous device.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ from proxyccl.device.stream_operations import StreamOperations, WriteValue
 _NAMES = (
     f"-I{CUDA_NAMES_DIR}",
     f"-I{RTC_NAMES_DIR}",
-)  # after the program's own directories, which may have a toolkit's headers
+)  # last, so that headers of a CUDA toolkit in the program's own directories are preferred
 
 
 class _LoadedModule:
-    """An image in a device's context, unloaded when neither its runtime nor a kernel of it remains.
+    """A loaded image. It is unloaded when neither the runtime nor a kernel refers to it.
 
-    Unloading waits for the device. So, like freeing memory, it is deferred until the runtime next waits for the device.
+    Unloading waits for the device, so it is deferred until the runtime next waits for the device.
 
     Attributes:
         handle: the driver's handle.
-        symbols: what `symbols_in_namespace` returns for the image.
+        symbols: the image's `symbols_in_namespace`.
     """
 
     def __init__(self, context: DeviceContext, image: bytes, unused: UnusedMemory) -> None:
@@ -81,15 +81,15 @@ class GpuRuntime(GpuMemoryRuntime):
         self.thread_stream = driver.thread_stream
         self.legacy_stream = driver.legacy_stream
         bundles = self.calls.copy_many != 0
-        processors = self.info.multiprocessors  # at most one block on each, because blocks wait for one another
-        small = driver.runtime == "cuda"  # PROXYCCL_SMALL_BLOCKS (instance.h)
+        processors = self.info.multiprocessors  # so that blocks that wait for each other run at once
+        small = driver.runtime == "cuda"  # see PROXYCCL_SMALL_BLOCKS in instance.h
         self.launch_defaults = LaunchDefaults(
             threads=512,
             blocks=min(132, processors),
             efficient_blocks=min(64, processors),
             copy_blocks=min(32, processors),
             small_threads=32 if small else 512,
-            small_blocks=2 * processors if small else min(32, processors),  # its blocks wait only for running blocks
+            small_blocks=2 * processors if small else min(32, processors),  # these wait only for running blocks
             small_bytes=2 * 1024 if small else 16 * 1024,
             awaits_data=True,
             bytes_per_block=16 * 1024,
@@ -113,7 +113,7 @@ class GpuRuntime(GpuMemoryRuntime):
             one_crossing_bytes=8 * 1024 * 1024,
         )
         self._lock = threading.Lock()
-        self._warm: set[str] = set()  # devices for which copies were prepared, this device included
+        self._warm: set[str] = set()  # devices, including this one, for which `warm_up` is done
         self._modules: dict[int, dict[str, _LoadedModule]] = {}  # by control block address
         self._shipped: dict[Shipped, Kernel] = {}
         self._copies = GpuStream(self.context)
@@ -125,7 +125,7 @@ class GpuRuntime(GpuMemoryRuntime):
     def activate(self, *, for_proxy: bool = False) -> None:
         self.driver.make_current(self.context.handle)
         if for_proxy:
-            # The engine may query events at any time, and must not break a capture on another thread.
+            # Otherwise the engine's queries of events would break other threads' captures.
             self.driver.relax_capture()
 
     @property
@@ -140,8 +140,8 @@ class GpuRuntime(GpuMemoryRuntime):
         )
 
     def warm_up(self, peers: Collection[str]) -> None:
-        """Opens the peers' memory to this device, if that was not done before, and makes each driver call of a copy and
-        of its signal once."""
+        """Enables access to peers' memory, and makes each driver call of a copy and of its signal once. For each device
+        only the first call does so."""
         cold = {self.device_id, *peers} - self._warm
         self._warm |= cold
         for peer in range(self.driver.device_count()) if cold else ():
@@ -158,7 +158,7 @@ class GpuRuntime(GpuMemoryRuntime):
                 each.close()
 
     def numa_node(self) -> int | None:
-        """Returns the NUMA node that sysfs names for the device; None if sysfs names none."""
+        """Returns the device's NUMA node according to sysfs, or None."""
         path = Path("/sys/bus/pci/devices") / self.info.pci_address / "numa_node"
         number = int(path.read_text()) if path.exists() else -1
         return number if number >= 0 else None
@@ -176,14 +176,14 @@ class GpuRuntime(GpuMemoryRuntime):
         return self.info.orders_rdma_writes
 
     def _ordinal(self, device_id: str) -> int | None:
-        """Returns the number by which this process knows a device; None if the process does not see the device."""
+        """Returns the device's number in this process; None if this process does not see the device."""
         every = range(self.driver.device_count())
         return next((each for each in every if self.driver.device(each).device_id == device_id), None)
 
     def can_access_peer(self, device_id: str) -> bool:
         """Whether this device's kernels can access the other device's memory.
 
-        Returns True if this process does not see the device: drivers can also map such a device's memory.
+        Returns True if this process does not see the other device, because drivers can map its memory nevertheless.
         """
         if not device_id.startswith(f"{self.name}:"):
             return False
@@ -195,15 +195,13 @@ class GpuRuntime(GpuMemoryRuntime):
         return peer is not None and (peer == self.device or self.driver.adds_at_peer(self.device, peer))
 
     def copy(self, dst: int, src: int, nbytes: int, stream: StreamLike = None) -> None:
-        """Copies between any two addresses. Without a stream, returns when the copy is done; the copy is then not
-        ordered after other work.
+        """Copies between any two addresses. Without a stream, returns when the copy is done, and the copy does not wait
+        for earlier work.
         """
         self._queue(functools.partial(self.driver.copy, dst, src, nbytes), stream)
 
     def fill(self, dst: int, value: int, nbytes: int, stream: StreamLike = None) -> None:
-        """Sets bytes. Without a stream, returns when the bytes are set; the operation is then not ordered after
-        other work.
-        """
+        """Sets bytes. Without a stream, returns when the bytes are set, and does not wait for earlier work."""
         self._queue(functools.partial(self.driver.call, "MemsetD8Async", dst, value, nbytes), stream)
 
     def _queue(self, call: Callable[[int], None], stream: StreamLike) -> None:
@@ -228,12 +226,11 @@ class GpuRuntime(GpuMemoryRuntime):
         return self._order.ask_capture(stream)
 
     def order_streams(self, first: int, then: int) -> None:
-        # A stream that is being captured into a graph can't be ordered with a stream that is not captured; the graph's
-        # owner orders the graph's launches.
+        # `alike`, because a captured stream can't be ordered with a stream that is not captured.
         self._order.follow(first, then, alike=True)
 
     def stream_events(self) -> StreamEvents:
-        """Returns the order of this device's streams, and events that live as long as the device's context."""
+        """Returns the address of this device's stream order, and functions that take and return its events."""
         address, idle, take, _ = self._order.in_c()
         return StreamEvents(address, take, idle.append)
 
@@ -261,7 +258,7 @@ class GpuRuntime(GpuMemoryRuntime):
         full = (*compiler.options(self.info.architecture), f"-I{INCLUDE_DIR}", *extra, *_NAMES)
 
         def image(text: str) -> bytes:
-            if extra:  # foreign headers may be included, and their changes can't be detected
+            if extra:  # not cached, because changes of other headers can't be detected
                 return compiler.compile(text, full)
             return compiled_image(compiler, text, full)
 
@@ -284,13 +281,13 @@ class GpuRuntime(GpuMemoryRuntime):
         return self._kernel(module, name)
 
     def load_kernel(self, image: bytes, name: str, parameters: Sequence[tuple[int, int]], shared: int) -> Kernel:
-        """Loads a kernel of an image that another compiler made. Waits until no work of this runtime runs.
+        """Waits until no work of this runtime runs, and loads a kernel from an image of another compiler.
 
         Args:
             image: an image for this device's architecture.
             name: the kernel's name.
             parameters: size and kind of each parameter (kernel.py).
-            shared: bytes of dynamic shared memory of its launches.
+            shared: bytes of dynamic shared memory per block.
         """
         self.in_flight.wait()
         module = _LoadedModule(self.context, image, self.unused)
@@ -301,11 +298,10 @@ class GpuRuntime(GpuMemoryRuntime):
         return Kernel(self, name, ffi.cast("void *", function), table, module)
 
     def release_control(self, control: int) -> None:
-        """Unloads the modules that were compiled for a control block, except those with kernels that are still
-        referenced."""
+        """Unloads the modules of a control block, except those whose kernels are still referenced."""
         with self._lock:
             modules = self._modules.pop(control, {})
-        with contextlib.suppress(DriverError):  # a failed device no longer runs kernels
+        with contextlib.suppress(DriverError):  # if the device failed, no kernel reads the control block
             for module in modules.values():
                 self._set_control(module, 0)
 

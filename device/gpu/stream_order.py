@@ -1,5 +1,5 @@
-"""Orders a GPU's streams by events that are reused. Each call takes a microsecond; through a Python binding it would
-take ten.
+"""Orders a GPU's streams by events, which are reused. Calls to C take 1 µs each instead of 10 µs through a Python
+binding.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _CALLS: dict[str, Callable[..., int]] = {
 
 
 class StreamMark:
-    """A point in a stream, recorded by an event (`StreamOrder.mark`). The event is reused when the mark is freed.
+    """A point in a stream, made by `StreamOrder.mark`. When the mark is freed, its event is reused.
 
     Args:
-        order: the order of the stream's device.
+        order: the `StreamOrder` of the stream's device.
         event: the event, which the mark owns.
     """
 
@@ -45,15 +45,15 @@ class StreamMark:
         self._order._idle.append(self._event)
 
     def hold(self, stream: int) -> None:
-        """Makes later work of the stream with this handle wait until the marked point is reached."""
+        """Makes later work of the stream with handle `stream` wait until the marked work is done."""
         status = lib.proxyccl_stream_wait(self._order._order, stream, self._event)
         if status:
             self._order.finish(status, "stream wait", (stream, self._event))
 
 
 class StreamOrder:
-    """Orders the streams of one device, named by their handles. Any thread may use the object; `of` returns the object
-    of a device.
+    """Orders the streams, given by their handles, of one device. `of` returns a device's object, which any thread may
+    use.
 
     The methods raise DriverError if the driver reports an error, for example because the device's context is lost.
     """
@@ -65,11 +65,11 @@ class StreamOrder:
         set_functions(ffi, self._order, calls, "is_capturing", "exchange_capture_mode", "current")
         set_functions(ffi, self._order, calls, record="event_record", wait="wait_event", query="event_query")
         self._order.relaxed, self._order.context = calls.relaxed, context.handle
-        self._idle: list[int] = []  # unused events; single list operations take and return them, which are atomic
+        self._idle: list[int] = []  # unused events; threads take and return them by atomic list operations
 
     def in_c(self) -> tuple[int, list[int], Callable[[], int], Callable[[int, str, tuple[int, ...]], None]]:
-        """Returns the parts for callers in C: the address of the order (stream_order.h), the unused events, a function
-        that makes one more event, and `finish`.
+        """Returns the address of the ProxycclStreamOrder, the list of unused events, the function that takes an unused
+        event, and `finish`.
         """
         return int(ffi.cast("uintptr_t", self._order)), self._idle, self._take, self.finish
 
@@ -78,8 +78,8 @@ class StreamOrder:
         return bool(lib.proxyccl_stream_captures(self._order, stream))
 
     def ask_capture(self, stream: int) -> bool:
-        """Like `is_capturing`, but first makes this device current, because a default stream's handle depends on the
-        current device.
+        """Whether a stream's work goes into a graph. Makes this device current, because the handle of a default stream
+        refers to the current device.
         """
         captures = ffi.new("int *")
         status = lib.proxyccl_stream_ask_capture(self._order, stream, captures)
@@ -88,7 +88,7 @@ class StreamOrder:
         return bool(captures[0])
 
     def mark(self, stream: int) -> StreamMark:
-        """Marks the end of the work queued on a stream."""
+        """Marks the point after the work queued so far on a stream."""
         event = self._take()
         mark = StreamMark(self, event)
         status = lib.proxyccl_stream_mark(self._order, event, stream)
@@ -99,21 +99,22 @@ class StreamOrder:
     def follow(self, first: int, then: int, *, alike: bool = False) -> None:
         """Makes later work of `then` wait for work queued on `first`.
 
-        With `alike` it does nothing if one of them is being captured into a graph and the other is not.
+        With `alike`, does nothing if one of the streams is captured into a graph and the other is not.
         """
         event = self._take()
         status = lib.proxyccl_stream_follow(self._order, event, first, then, alike)
-        self._idle.append(event)  # the wait refers to this recording of the event, even if the event is recorded again
+        self._idle.append(event)  # recording the event again does not change a wait that is already queued
         if status:
             self.finish(status, "order of streams", (event, first, then, alike))
 
     def finish(self, status: int, name: str, arguments: tuple[Any, ...]) -> None:
-        """Handles a call's nonzero status: repeats the call with the device current, or raises its error.
+        """Handles a call's nonzero status: repeats the call with the device current if it was not, else raises
+        DriverError.
 
         Args:
             status: the call's status.
             name: the call's name in `_CALLS`.
-            arguments: the call's arguments, after the order.
+            arguments: the call's arguments except the first, the order.
         """
         if status == lib.PROXYCCL_OTHER_CONTEXT:
             with self._context.current():
@@ -140,9 +141,7 @@ _made: dict[tuple[str, int], StreamOrder] = {}
 
 
 def of(driver: Driver, ordinal: int) -> StreamOrder:
-    """Returns the `StreamOrder` of a device, one in each process, because its events live as long as the device's
-    context.
-    """
+    """Returns the process's `StreamOrder` of a device."""
     context = DeviceContext(driver, ordinal)
     with _lock:
         found = _made.get((driver.runtime, context.handle))

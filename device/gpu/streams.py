@@ -1,4 +1,4 @@
-"""Streams and events of a GPU, over any vendor's `Driver`."""
+"""Streams and events of a GPU, on any vendor's `Driver`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class GpuStream(OwnedStream):
 
     Args:
         context: the device's context.
-        first: as for `Driver.create_stream`; such a stream is for the library's own copies, which are not captured
-            into graphs.
+        first: see `Driver.create_stream`. Streams with `first` are for the library's own copies, which are never
+            captured.
     """
 
     def __init__(self, context: DeviceContext, *, first: bool = False) -> None:
@@ -31,9 +31,9 @@ class GpuStream(OwnedStream):
         super().__init__(context.call, self._driver.release, "StreamDestroy", self.handle)
 
     def close(self) -> None:
-        """Destroys the stream, after an event `end` that marks its last work. The driver finishes that work first."""
+        """Records the event `end` and destroys the stream. The driver finishes the stream's work first."""
         if not self.closed and self._process.is_here:
-            with contextlib.suppress(KernelError):  # the device's context and its work are lost
+            with contextlib.suppress(KernelError):  # the device's context is lost, so there is no work to wait for
                 end = GpuEvent(self._context)
                 end.record(self)
                 self.end = end
@@ -54,7 +54,7 @@ class GpuEvent(Owned):
 
     Args:
         context: the device's context.
-        times: as for `Driver.create_event`.
+        times: see `Driver.create_event`.
     """
 
     def __init__(self, context: DeviceContext, *, times: bool = True) -> None:
@@ -64,13 +64,14 @@ class GpuEvent(Owned):
         super().__init__(context.call, self._driver.release, "EventDestroy", self.handle)
 
     def record(self, stream: StreamLike = None) -> None:
-        """Records the event at the stream's current end.
+        """Records the event after the work queued so far on a stream.
 
         Raises:
-            ArgumentError: `stream` is not a stream; or it is None while the calling thread captures a stream into a
+            ArgumentError: `stream` is not a stream, or it is None while the calling thread captures a stream into a
                 graph.
         """
-        # A named stream may be marked even while another is captured: an event record is not work for the graph.
+        # Recording an event on a named stream is allowed during another stream's capture: the graph does not need the
+        # event.
         handle = stream_handle(self._context, None) if stream is None else handle_of(self._driver, stream)
         with self._context.current():
             self._driver.call("EventRecord", self.handle, handle)
@@ -90,18 +91,18 @@ class GpuEvent(Owned):
 
 
 def synchronize(context: DeviceContext, stream: int) -> None:
-    """Waits until all work queued on the stream with this handle is done."""
+    """Waits for all work queued on a stream, given by its handle."""
     with context.current():
         await_driver(context.driver.address("StreamQuery"), stream)
         context.driver.call("StreamSynchronize", stream)
 
 
 def stream_handle(context: DeviceContext, stream: StreamLike) -> int:
-    """Returns the handle of a call's stream, as `handle_of` does.
+    """Returns the handle of a call's stream, by `handle_of`.
 
     Raises:
-        ArgumentError: `stream` is not a stream, or is closed; or the calling thread captures another stream into a
-            graph, which would miss the call.
+        ArgumentError: `stream` is not a stream or is closed, or the calling thread captures another stream into a
+            graph.
     """
     handle = handle_of(context.driver, stream)
     others = other_streams(context.device, handle)
@@ -121,17 +122,17 @@ def _refuse_beside_capture(context: DeviceContext, handle: int, others: tuple[tu
 
 
 def handle_of(driver: Driver, stream: StreamLike) -> int:
-    """Returns the handle of a stream of any library; for None, the handle of the calling thread's default stream.
+    """Returns the handle of any library's stream, or of the calling thread's default stream for None.
 
-    That stream is ordered with the legacy default stream, on which other libraries work by default. It is not ordered
-    with other threads' default streams, so ranks that are threads don't wait for each other's kernels.
+    A thread's default stream is ordered with the legacy default stream, which other libraries use by default. It is not
+    ordered with other threads' default streams, so ranks that are threads don't wait for each other's kernels.
 
     Raises:
         ArgumentError: `stream` is not a stream, or is closed.
     """
     if stream is None:
         return driver.thread_stream
-    if type(stream) is int and stream >> 64 == 0:  # a handle, as the library's own calls pass
+    if type(stream) is int and stream >> 64 == 0:  # already a handle
         return stream
     if isinstance(stream, GpuStream):
         stream._require_open()

@@ -1,7 +1,7 @@
-"""Frees memory and modules without references, when a call next waits for their device.
+"""Frees a device's memory and modules without references when a call next waits for the device.
 
-A wait for a device covers the device's kernels, but not other devices' and processes' kernels that access its memory.
-While a `Hold` says that such kernels may run, no allocation is freed in this process.
+Such a wait does not include other devices' and processes' kernels that access the device's memory. While a `Hold` says
+that such kernels may run, this process frees no allocation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class Hold(Protocol):
     """A condition that may keep this process's allocations from being freed."""
 
     def holds(self) -> bool:
-        """Whether kernels that this process can't wait for may use its memory now. Any thread may call this method."""
+        """Whether kernels that this process can't wait for may now access its memory. Any thread may call this
+        method."""
 
 
 _lock = threading.RLock()  # reentrant: garbage collection may free memory anywhere
@@ -29,7 +30,7 @@ _holds: list[Hold] = []
 
 
 def add_hold(hold: Hold) -> None:
-    """Registers a hold, which is queried before memory is freed, until `remove_hold`."""
+    """Registers a hold, which `UnusedMemory.free` queries until `remove_hold`."""
     with _lock:
         _holds.append(hold)
 
@@ -51,25 +52,25 @@ def is_held() -> bool:
 
 
 class UnusedMemory:
-    """The pending calls that free one device's unreferenced memory. A device has one such object."""
+    """One device's queue of calls that free memory without references."""
 
     _on: ClassVar[dict[tuple[str, int], UnusedMemory]] = {}
     _kept: ClassVar[list[tuple[int, Free]]] = []
 
     def __init__(self) -> None:
         self._others: deque[Free] = deque()
-        self._pins: deque[tuple[int, int, Free]] = deque()  # pins to end, with the ranges' addresses and sizes
-        self._allocations: deque[tuple[int, Free]] = deque()  # allocations to free, with their addresses
+        self._pins: deque[tuple[int, int, Free]] = deque()  # address, size, and the call that unpins
+        self._allocations: deque[tuple[int, Free]] = deque()  # address, and the call that frees
 
     @classmethod
     def on(cls, runtime: str, device: int) -> UnusedMemory:
-        """Returns the object for a device. The object outlives runtime objects, because their memory may remain."""
+        """Returns the process's object for a device."""
         return cls._on.setdefault((runtime, device), cls())
 
     @classmethod
     def keep_all(cls) -> int:
-        """Keeps the allocations that are pending now, on all devices, and never frees them. Returns the number of these
-        allocations."""
+        """Makes sure that the allocations that are queued now, on all devices, are never freed. Returns their
+        number."""
         kept = [each for unused in list(cls._on.values()) for each in take_each(unused._allocations)]
         cls._kept += kept
         return len(kept)
@@ -78,17 +79,17 @@ class UnusedMemory:
         return bool(self._others or self._pins or self._allocations)
 
     def append(self, free: Free) -> None:
-        """Adds the call that frees a resource that no other device's kernels use, such as a mapping or a module."""
+        """Queues a call that frees a mapping, a module or another resource that only this device's kernels use."""
         self._others.append(free)
 
     def append_pin(self, ptr: int, nbytes: int, free: Free) -> None:
-        """Adds the call that unpins a range of the host's memory, which its owner may have freed."""
+        """Queues a call that unpins a range of host memory. The range's owner may have freed the memory."""
         self._pins.append((ptr, nbytes, free))
 
     @classmethod
     def unpin(cls, ptr: int, nbytes: int) -> None:
-        """Ends the pins, on all devices, that overlap a range, because the range may be new memory at the addresses
-        of the pinned memory.
+        """Unpins queued ranges, of all devices, that overlap a range, which may be new memory at the addresses of freed
+        memory.
         """
         for unused in list(cls._on.values()):
             for pin in list(unused._pins):
@@ -96,31 +97,30 @@ class UnusedMemory:
                 if first < ptr + nbytes and ptr < first + size:
                     try:
                         unused._pins.remove(pin)
-                    except ValueError:  # another thread has taken the call
+                    except ValueError:  # another thread has unpinned it
                         continue
                     free()
 
     def append_allocation(self, ptr: int, free: Free) -> None:
-        """Adds the call that frees an allocation of this process, with its address."""
+        """Queues a call that frees this process's allocation at address `ptr`."""
         self._allocations.append((ptr, free))
 
     def has_allocation(self, ptr: int) -> bool:
-        """Whether the allocation at an address is to be freed by this object, or will never be freed."""
+        """Whether the allocation at an address is queued for freeing, or is one that `keep_all` keeps."""
         return any(ptr == unused for unused, _ in (*self._allocations, *self._kept))
 
     def free(self) -> None:
-        """Makes the pending calls, except those that free allocations if a hold is active. The caller must have waited
-        for the device."""
+        """Makes the queued calls. While a hold is active, allocations are not freed. The caller must have waited for
+        the device."""
         for free in take_each(self._others):
             free()
         for *_, free in take_each(self._pins):
             free()
         taken = deque(take_each(self._allocations))
         try:
-            # Holds are queried after the other calls, because a failed communicator releases its hold only after its
-            # failure.
+            # Queries holds last, because a communicator that fails releases its hold only after its failure.
             if taken and not is_held():
                 for _, free in take_each(taken):
                     free()
-        finally:  # puts back the calls that are held, or that follow a call that raised
+        finally:  # puts back the calls that were not made
             self._allocations.extend(taken)

@@ -1,9 +1,9 @@
-"""The host runtime: runs kernels on the CPU, a fiber for each GPU thread.
+"""The host runtime, which runs kernels on the CPU with one fiber per GPU thread.
 
-The host runtime needs no GPU, and allows a race detector to check a kernel. Device memory is anonymous shared memory,
-so that ranks can be processes and a killed one leaves no files.
+Race detectors can check kernels on the host runtime. Device memory is anonymous shared memory, so that ranks can be
+processes, and a killed process leaves no files.
 
-The runtime is imported at its first use: the import, with numpy, takes 0.1 s, and some commands need only the compiler.
+`HostRuntime` is imported at its first use, because the import takes 0.1 s and some commands need only the compiler.
 """
 
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HostRuntime"]
 
-if not TYPE_CHECKING:  # hidden from type checkers, which would accept any name as an attribute of this module
+if not TYPE_CHECKING:  # with __getattr__, a type checker would accept any attribute
 
     def __getattr__(name: str) -> object:
         if name not in __all__:

@@ -1,4 +1,4 @@
-"""The machine's C++ compiler, which makes kernels for the host runtime."""
+"""Compiles kernels for the host runtime with the machine's C++ compiler."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from proxyccl.device.host.shipped_libraries import ships_kernels
 T = TypeVar("T")
 
 _LIMIT = 600.0  # seconds that a compiler may take
-_PATIENCE = 1.0  # seconds that a process waits for compilers before it prints a message
-_LARGEST_FRAME = 96 << 10  # bytes of a function's variables: a kernel's thread has a stack of 128 KiB (platform_host.h)
+_PATIENCE = 1.0  # seconds of compiling before a process prints a message
+_LARGEST_FRAME = 96 << 10  # bytes of a function's stack frame; a kernel's thread has a stack of 128 KiB
 
 
 def find_compiler() -> list[str]:
@@ -58,14 +58,14 @@ def compiler_version(command: tuple[str, ...]) -> str:
 def load_source(
     source: str, names: list[str], options: tuple[str, ...], include_dirs: tuple[str, ...], load: Callable[[Path], T]
 ) -> T:
-    """Compiles a source into a shared object, unless it is in the cache, and returns the result of `load(path)`.
+    """Returns `load(path)` of a source's shared object, which is compiled unless it is in the cache.
 
     Raises:
         CompileError: there is no compiler, or the source does not compile; the error has the compiler's messages.
     """
     command = _command(options, include_dirs)
     key = text = text_with_exports(for_the_host(source), names)
-    if include_dirs or _may_include(options):  # not cached, because other projects' headers may change
+    if include_dirs or _may_include(options):  # the key includes the text of other projects' headers
         key = _run([*command, "-E"], text, "preprocess")
     return _loaded(key, command, lambda: _compiled(command, text, ", ".join(names)), load)
 
@@ -73,8 +73,8 @@ def load_source(
 def load_shipped(
     source: str, name: str, options: tuple[str, ...], load: Callable[[Path], T], *, compiled_only: bool = False
 ) -> T:
-    """Does what `load_source` does, for a shipped kernel. With `compiled_only`, raises CompileError unless the kernel
-    is in the cache."""
+    """Returns `load(path)` of a shipped kernel's shared object, like `load_source`. With `compiled_only`, raises
+    CompileError unless the kernel is in the cache."""
     command = _command((*options, f"-I{KERNEL_DIR}"), ())
     text = text_with_exports(source, ())
 
@@ -84,14 +84,13 @@ def load_shipped(
             raise CompileError(f"kernel {name} was not compiled beforehand{how}; run: proxyccl compile")
         return _compiled(command, text, name)
 
-    # The cache's key covers shipped headers. Only options can make a shipped kernel include other headers.
+    # The key of `loaded_object` includes shipped headers. Shipped kernels include other headers only if options say so.
     key = _run([*command, "-E"], text, "preprocess") if _may_include(options) else text
     return _loaded(key, command, build, load)
 
 
 def _may_include(options: tuple[str, ...]) -> bool:
-    """Whether options may include other projects' headers. Options for levels, such as -O1 and -g, and for sanitizers
-    do not."""
+    """Whether options may make the compiler include other headers: all options may, except -O, -g and -fsanitize."""
     return not all(re.fullmatch(r"-(O|g)\w?|-fsanitize=\w+", option) for option in options)
 
 
@@ -100,8 +99,8 @@ def _loaded(key: str, command: list[str], build: Callable[[], bytes], load: Call
 
 
 def _compiled(command: list[str], text: str, kernels: str) -> bytes:
-    # A compiler's failure does not tell whether the disk is full. So the compiler writes to its own temporary
-    # directory, and this module writes the file to the cache, where an error shows that the cache can't be used.
+    # The compiler writes to a temporary directory, not to the cache: its exit status would not tell a full disk from an
+    # error in the source.
     with tempfile.TemporaryDirectory(prefix="proxyccl-") as directory:
         made = Path(directory, "kernels.so")
         _run([*command, "-o", str(made)], text, "compile", lambda: _announce(kernels))
@@ -109,7 +108,7 @@ def _compiled(command: list[str], text: str, kernels: str) -> bytes:
 
 
 def preprocessed(source: str, options: tuple[str, ...], include_dirs: tuple[str, ...]) -> str:
-    """Preprocesses a source, so that `kernel_names` also finds kernels that macros make."""
+    """Returns a preprocessed source, in which `kernel_names` finds all kernels."""
     command = _command(options, include_dirs)
     return _run([*command, "-E", "-DPROXYCCL_FIND_KERNELS"], text_with_exports(source, ()), "preprocess")
 
@@ -127,15 +126,14 @@ def _announce(kernels: str) -> None:
     )
 
 
-_compiling = 0.0  # seconds that this process has waited for compilers, summed over concurrent compilations
+_compiling = 0.0  # seconds of compiling in this process, summed over threads
 
 
 def _run(command: list[str], text: str, action: str, announce: Callable[[], None] = lambda: None) -> str:
-    """Runs the compiler and returns its output. Calls `announce` once this process has waited a second for
-    compilers."""
-    global _compiling  # noqa: PLW0603  of this process, as its user waits
+    """Runs the compiler and returns its output. Calls `announce` if this process has compiled for a second in all."""
+    global _compiling  # noqa: PLW0603
     began = time.monotonic()
-    with open(os.memfd_create("kernel source"), "w+b") as source:  # `communicate` can't resume a pipe
+    with open(os.memfd_create("kernel source"), "w+b") as source:  # `communicate` can't resume writing to a pipe
         source.write(text.encode())
         source.seek(0)
         process = subprocess.Popen(command, stdin=source, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

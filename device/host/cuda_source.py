@@ -1,6 +1,6 @@
-"""Rewrites CUDA C++ that the host's compiler can't parse, and names CUDA functions that the host target lacks.
+"""Rewrites declarations of dynamic shared memory for the host, and finds unknown CUDA names in compiler errors.
 
-The functions that the host target has are in host_cuda.h and platform_host.h.
+CUDA functions for the host are in host_cuda.h and platform_host.h.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _CUDA = re.compile(r"__\w+|(?:atomic|cuda|tex|surf|cg|cooperative_groups)\w*")
 
 
 def for_the_host(source: str) -> str:
-    """Returns the source with declarations of dynamic shared memory rewritten for the emulator, on the same lines.
+    """Returns the source with declarations of dynamic shared memory rewritten for the emulator. Line numbers stay the
+    same.
 
-    CUDA C++ declares an array without a size, ``extern __shared__ float values[];``. The emulator needs a pointer to
-    the memory that the launch has allocated.
+    ``extern __shared__ float values[];`` becomes a pointer to memory that the launch has allocated.
     """
 
     def declared(match: re.Match[str]) -> str:
@@ -35,7 +35,7 @@ def for_the_host(source: str) -> str:
 
 
 def _in_a_function(before: str) -> bool:
-    """Whether the text ends inside a function's body, that is, whether a brace that follows a parenthesis is open."""
+    """Whether the text ends inside a function's body: in braces that follow a closing parenthesis."""
     functions: list[bool] = []
     for brace in _BRACE_OF_A_FUNCTION.findall(before):
         if brace != "}":
@@ -46,8 +46,7 @@ def _in_a_function(before: str) -> bool:
 
 
 def missing(log: str) -> str:
-    """Returns the CUDA names that a compiler's log reports as unknown, as a clause for an error message; "" if it
-    reports none."""
+    """Returns an error text with the CUDA names that a compiler's log reports as unknown; "" if there are none."""
     unknown = dict.fromkeys(match["name"] for match in _UNKNOWN.finditer(log))
     names = [name for name in unknown if _CUDA.fullmatch(name)]
     return f": the host runtime has no {', '.join(names)}" if names else ""

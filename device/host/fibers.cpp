@@ -1,8 +1,8 @@
-// Threads of a block as fibers of one OS thread: creation, switching, barriers, warp exchanges.
+// Runs the threads of a block as fibers of one OS thread.
 //
-// This file is never instrumented by ThreadSanitizer, but calls its fiber functions when the sanitizer is in the
-// process: a switch does not synchronise, a barrier does. So the sanitizer sees each GPU thread as a thread and finds a
-// kernel's races. The sanitizer is told only about orders that a GPU guarantees too: if unrelated barriers shared an
+// If ThreadSanitizer is in the process, this file calls the sanitizer's fiber functions, so that the sanitizer sees
+// each GPU thread as a thread and finds a kernel's races. This file itself is never instrumented. It reports only
+// orders that a GPU guarantees too: a barrier synchronises fibers, a switch does not. If unrelated barriers shared an
 // address, the sanitizer would miss races between them.
 #include "link_old_symbols.h"
 
@@ -29,15 +29,15 @@ void __tsan_acquire(void* address) __attribute__((weak));
 void __tsan_release(void* address) __attribute__((weak));
 }
 
-// The loader's function: returns the address of a module's thread-local memory in the calling thread, and allocates it
-// if necessary.
+// The dynamic loader's function that returns a module's thread-local memory in the calling thread, and allocates it if
+// necessary.
 struct TlsIndex {
   unsigned long module, offset;
 };
 extern "C" void* __tls_get_addr(TlsIndex*);
 
-// Saves the callee-saved registers on the current stack, stores its pointer, and continues on another stack: this takes
-// a few nanoseconds; swapcontext, with a system call, takes hundreds.
+// Saves the callee-saved registers on the current stack, stores the stack pointer, and continues on another stack. This
+// takes a few nanoseconds, while swapcontext takes hundreds because of its system call.
 extern "C" void proxyccl_host_switch(void** save, void* to);
 #if defined(__x86_64__)
 asm(R"(
@@ -111,7 +111,7 @@ namespace host {
 namespace {
 
 constexpr uint64_t kCanary = 0x5afec0de5afec0deull;
-constexpr uint64_t kCanaryOffset = 8 * 1024;  // distance from the stack's end, within which an overrun is harmless
+constexpr uint64_t kCanaryOffset = 8 * 1024;  // bytes below the canary, into which an overrun is harmless
 constexpr uint32_t kWarp = PROXYCCL_WARP_SIZE;
 constexpr unsigned kTsanNoSync = 1;
 
@@ -124,11 +124,11 @@ struct FiberState : Fiber {
   void* sanitizer;
   uint32_t index;
   bool live;
-  // The warp exchange for which this fiber waits.
+  // the warp exchange for which this fiber waits
   uint32_t exchange_mask, exchange_source;
   bool exchange_is_ballot;
   uint64_t exchange_value, exchange_result;
-  // Addresses by which the sanitizer knows this fiber's arrival at a barrier and its release from it.
+  // The addresses of these fields identify this fiber's arrival at a barrier, and its release, to the sanitizer.
   uint64_t arrived, released;
 };
 static_assert(sizeof(FiberState) <= kFiberSlot, "a fiber's description must fit its slot");
@@ -144,14 +144,14 @@ struct Block {
   uint32_t live, runnable, at_barrier;
   uint32_t idle_turns, idle_rounds;
   bool deadlocked;
-  FiberState* interrupted;  // the fiber with which the thread continues after lookAround()
+  FiberState* interrupted;  // the fiber to continue with after lookAround()
   void* host_stack_pointer;
   void* host_sanitizer;
-  uint64_t started, ended;  // addresses by which the sanitizer orders the fibers' starts and ends
+  uint64_t started, ended;  // addresses that identify the fibers' starts and ends to the sanitizer
 };
 
-// The stacks of one OS thread, reused by its blocks. The stacks that a larger block adds share one mapping, because the
-// system limits a process's mappings (vm.max_map_count), and many threads may run large blocks concurrently.
+// The stacks of one OS thread, which all its blocks use. If a block needs more stacks, they are added as one mapping,
+// because the system limits a process's mappings (vm.max_map_count).
 class StackPool {
  public:
   ~StackPool() {
@@ -175,7 +175,7 @@ class StackPool {
   };
 
   void add(size_t count) {
-    // Room for one more stack, because stacks are aligned. Untouched pages take no memory, unless they are huge.
+    // Maps one stack more, because stacks are aligned. Untouched pages take no memory if they are not huge.
     const size_t bytes = (count + 1) * kStackBytes;
     void* mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapped == MAP_FAILED) throw std::bad_alloc();
@@ -235,14 +235,14 @@ void suspend(FiberState* fiber) {
   Block* block = fiber->block;
   unlink(fiber);
   if (block->runnable == 0) {
-    block->deadlocked = true;  // all live fibers wait for one another, at a barrier that not all of them reach
+    block->deadlocked = true;  // all live fibers wait, but not all in the same barrier
     leaveToHost(fiber);
   }
   resume(fiber, next);
 }
 
-// Tells the sanitizer about a barrier: all fibers' earlier accesses happen before the last arrival, which happens
-// before all releases.
+// These functions tell the sanitizer about a barrier: all fibers' accesses before the barrier happen before the last
+// fiber's arrival, and this happens before each fiber's release.
 void announceArrival(FiberState* fiber) {
   if (__tsan_release) __tsan_release(&fiber->arrived);
 }
@@ -258,7 +258,7 @@ void waitForOthers(FiberState* fiber) {
   if (__tsan_acquire) __tsan_acquire(&fiber->released);
 }
 
-// Makes every live fiber of the block runnable: all of them wait at the barrier, except `current` if it is live.
+// Makes every live fiber of the block runnable. All of them wait at the barrier, except perhaps `current`.
 void releaseBarrier(Block* block, FiberState* current) {
   block->at_barrier = 0;
   FiberState* position = current;
@@ -285,7 +285,8 @@ void syncBlock(Fiber* base) {
 
 FiberState* laneOf(Block* block, uint32_t warp, uint32_t lane) { return block->fibers[warp * kWarp + lane]; }
 
-// Completes the exchange over `mask` if each of its live lanes waits in it. `current` is running and stays linked.
+// Completes a warp exchange if each live lane of `mask` waits in it. `current` is the running fiber, which stays
+// linked.
 bool completeExchange(Block* block, uint32_t warp_index, uint32_t mask, FiberState* current) {
   Warp& warp = block->warps[warp_index];
   const uint32_t members = mask & warp.live;
@@ -306,8 +307,8 @@ bool completeExchange(Block* block, uint32_t warp_index, uint32_t mask, FiberSta
       fiber->exchange_result = bits;
     } else {
       const uint32_t source = fiber->exchange_source;
-      // If the source lane does not take part, the result is undefined on a GPU; in this emulator it is the reader's
-      // own value.
+      // If the source lane does not take part, a GPU's result is undefined. This emulator returns the reading lane's
+      // value.
       fiber->exchange_result =
           members >> source & 1 ? laneOf(block, warp_index, source)->exchange_value : fiber->exchange_value;
     }
@@ -346,12 +347,12 @@ uint32_t ballotLanes(Fiber* fiber, uint32_t mask, uint32_t predicate) {
 void spin(Fiber* base, uint32_t spins) {
   auto* fiber = static_cast<FiberState*>(base);
   Block* block = fiber->block;
-  if (spins == 0) block->idle_rounds = 0;        // a new wait means that the previous wait has succeeded
-  if (++block->idle_turns >= block->runnable) {  // every fiber has spun since the last progress
+  if (spins == 0) block->idle_rounds = 0;        // a new wait: the previous one has succeeded
+  if (++block->idle_turns >= block->runnable) {  // every fiber has spun without progress
     block->idle_turns = 0;
     backOff(block->idle_rounds++);
     if (timeToLook(block->idle_rounds)) {
-      block->interrupted = fiber;  // the thread's own stack runs lookAround(), because a fiber's stack is too small
+      block->interrupted = fiber;  // lookAround() runs on the thread's stack, because a fiber's is too small
       leaveToHost(fiber);
     }
   }
@@ -379,7 +380,8 @@ const EmulatorApi kApi = {syncBlock, shuffleLanes, ballotLanes, spin, nowNanosec
   --block->live;
   warp.live &= ~(1u << fiber->lane);
   block->idle_rounds = 0;
-  // Releases the fibers that waited for this one, which stays in the list until they are linked after it.
+  // Releases the fibers that waited for this fiber. This fiber stays linked until the released ones are linked after
+  // it.
   if (block->live > 0 && block->at_barrier == block->live) releaseBarrier(block, fiber);
   for (uint32_t lane = 0; lane < kWarp && warp.waiting; ++lane)
     if (warp.waiting >> lane & 1)
@@ -392,7 +394,7 @@ const EmulatorApi kApi = {syncBlock, shuffleLanes, ballotLanes, spin, nowNanosec
     leaveToHost(fiber);
   }
   resume(fiber, next);
-  std::abort();  // unreachable: a fiber that has ended is not resumed
+  std::abort();  // unreachable, because a fiber that has ended is never resumed
 }
 
 void prepare(FiberState* fiber) {
@@ -430,8 +432,8 @@ BlockResult runBlock(const Launch& launch, uint32_t block_index) {
   std::fill(block.warps.begin(), block.warps.end(), Warp{0, 0});
   void* dynamic_shared = reinterpret_cast<void*>((reinterpret_cast<uint64_t>(shared.data()) + 63) & ~uint64_t{63});
 
-  // Kernels' __shared__ variables are thread-local, and the loader allocates them at the first access. If a fiber made
-  // that access, a sanitizer would take the allocation for a write that races with the other fibers.
+  // Allocates kernels' __shared__ variables, which are thread-local. Otherwise the loader would do so at a fiber's
+  // first access, and a sanitizer would report a race with the other fibers.
   if (launch.tls_module != 0) {
     TlsIndex index = {launch.tls_module, 0};
     __tls_get_addr(&index);
@@ -483,7 +485,7 @@ BlockResult runBlock(const Launch& launch, uint32_t block_index) {
   for (FiberState* fiber : block.fibers) {
     auto* canary = reinterpret_cast<uint64_t*>(StackPool::base(fiber) + kCanaryOffset);
     overflowed |= *canary != kCanary;
-    *canary = kCanary;  // the canary is restored, because the stack is reused
+    *canary = kCanary;  // for the next block that uses this stack
   }
   if (overflowed) return BlockResult::kStackOverflow;
   return block.deadlocked ? BlockResult::kDeadlock : BlockResult::kDone;

@@ -1,4 +1,4 @@
-// Runs the blocks of a launch on the calling OS thread, one at a time. Internal to the host runtime.
+// Runs blocks of a launch on the calling OS thread, one at a time.
 #pragma once
 
 #include <chrono>
@@ -11,7 +11,7 @@ namespace host {
 
 struct Launch {
   void (*entry)(void** arguments);
-  uint64_t tls_module;  // the loader's number of the kernel's module, 0 if the module has no thread-local memory
+  uint64_t tls_module;  // the dynamic loader's TLS number of the kernel's module; 0 if it has no thread-local memory
   void** arguments;
   Dim3 grid, block;
   uint32_t shared_bytes;
@@ -20,13 +20,12 @@ struct Launch {
 
 enum class BlockResult { kDone, kDeadlock, kStackOverflow };
 
-// Called between two polls of a wait, after `rounds` polls without success. Runs a helper if a helper has work.
-// Otherwise gives up the core: at first by yielding, which costs the waiter least, then by sleeping, so that many
-// waiting ranks on few cores do not starve the rank that works.
+// Called between two polls of a wait, after `rounds` polls without success. Runs the helpers (runtime.h). If no helper
+// has work, yields the core, and after many rounds sleeps, so that waiting ranks do not starve a working rank.
 void backOff(uint32_t rounds);
 
-// While this object exists, the calling thread runs a stream's work itself, and may interrupt the work for
-// lookAround().
+// While this object exists, the calling thread runs the work of a PROXYCCL_HOST_IN_CALLER stream, and may call
+// lookAround() between two steps.
 class RunsHere {
  public:
   explicit RunsHere(void* stream);
@@ -35,18 +34,18 @@ class RunsHere {
   RunsHere& operator=(const RunsHere&) = delete;
 };
 
-// Whether the calling thread should call lookAround() now, after `rounds` polls of a wait. The thread must make the
-// call on its own stack, and hold only the stream's lock.
+// Whether the calling thread should now call lookAround(), after `rounds` polls of a wait. It must make the call on its
+// own stack, not on a fiber's, and hold no lock but the stream's.
 bool timeToLook(uint32_t rounds);
 void lookAround();
-// Like timeToLook(), for a wait that sleeps for kBetweenLooks at a time.
+// Whether a wait that sleeps for kBetweenLooks at a time should call lookAround() after each sleep.
 bool mayLook();
 constexpr std::chrono::milliseconds kBetweenLooks(50);
 
-// Runs the helpers when a kernel ends, so that the proxy takes the kernel's last triggers.
+// Runs the helpers. Called when a kernel ends, so that the proxy takes the kernel's last triggers.
 void helpOut();
 
-// Allocates the memory that the calling thread needs for blocks of a launch. Returns false if there is too little.
+// Allocates the calling thread's memory for blocks of a launch. Returns false if memory runs out.
 bool prepareBlocks(const Launch& launch);
 // Runs a block. prepareBlocks() must have succeeded for the same launch.
 BlockResult runBlock(const Launch& launch, uint32_t block);

@@ -1,7 +1,7 @@
 // Memory that other processes can map: anonymous shared memory with a file descriptor.
 //
-// A name in /dev/shm would outlive a killed process. A memfd has no name: the kernel frees the memory with its last
-// mapping, and a peer of the same user opens it through /proc/<pid>/fd.
+// A file in /dev/shm would outlive a killed process. A memfd is freed with its last mapping or descriptor. Peers of the
+// same user open it through /proc/<pid>/fd.
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
@@ -32,15 +32,14 @@ int proxyccl_host_memory_create(int* descriptor, size_t bytes) {
 
 namespace {
 
-constexpr uintptr_t kHugePage = 2 << 20;  // the size on x86-64, and on arm64 with 4 KiB pages; on other systems, this
-                                          // file has no effect on page sizes
+constexpr uintptr_t kHugePage = 2 << 20;  // on x86-64, and on arm64 with 4 KiB pages; on other systems madvise() fails
 constexpr int kCollapse = 25;             // MADV_COLLAPSE of Linux 6.1, which older headers lack
 constexpr uintptr_t kMovedAtOnce = 32 << 20;
 constexpr std::chrono::seconds kMovingTime(2);
 
 struct Mapping {
   size_t bytes;
-  int descriptor;  // owned descriptor of an allocation of proxyccl_host_allocate; else -1
+  int descriptor;  // owned descriptor of memory of proxyccl_host_allocate(); else -1
   uint64_t id;
 };
 
@@ -49,7 +48,7 @@ struct Mappings {
   std::map<uintptr_t, Mapping> by_address;
   uint64_t last_id = 0;
 
-  // Returns the mapping that contains an address, else end(). The caller holds the lock.
+  // Returns the mapping that contains an address, or end(). The caller holds the lock.
   std::map<uintptr_t, Mapping>::iterator find(uint64_t ptr) {
     auto found = by_address.upper_bound(ptr);
     if (found == by_address.begin()) return by_address.end();
@@ -60,14 +59,14 @@ struct Mappings {
 
 Mappings& mappings() { return proxyccl::host::Lasting<Mappings>::get(); }
 
-// A fork's child inherits the mappings, but not the thread that could release the lock.
+// Forks wait for the lock, because a fork's child lacks the thread that would release it.
 [[maybe_unused]] const int kForksWait = pthread_atfork(
     [] { mappings().mutex.lock(); }, [] { mappings().mutex.unlock(); }, [] { mappings().mutex.unlock(); });
 
 uintptr_t roundUp(uintptr_t value, uintptr_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// Maps a whole file. A file with room for a huge page is mapped at a multiple of the huge page's size, as the kernel
-// uses huge pages only at such addresses.
+// Maps a whole file. If the file is at least as large as a huge page, its address is a multiple of that size, because
+// the kernel uses huge pages only at such addresses.
 void* mapAligned(int descriptor, size_t bytes) {
   constexpr int kProtection = PROT_READ | PROT_WRITE;
   void* mapping = mmap(nullptr, bytes, kProtection, MAP_SHARED, descriptor, 0);
@@ -127,7 +126,7 @@ void proxyccl_host_memory_use_huge_pages(uint64_t ptr, size_t bytes) {
   end -= end % kHugePage;
   const auto deadline = std::chrono::steady_clock::now() + kMovingTime;
   for (uintptr_t piece = roundUp(ptr, kHugePage); piece < end; piece += kMovedAtOnce) {
-    // If the kernel lacks this call, or has run out of huge pages, the pages stay as they are.
+    // If the call fails, the pages stay small.
     madvise(reinterpret_cast<void*>(piece), std::min(kMovedAtOnce, end - piece), kCollapse);
     if (std::chrono::steady_clock::now() > deadline) return;
   }
@@ -136,8 +135,7 @@ void proxyccl_host_memory_use_huge_pages(uint64_t ptr, size_t bytes) {
 int proxyccl_host_memory_unmap(void* address, size_t bytes) {
   Mappings& all = mappings();
   {
-    // The entry is removed before the address is unmapped, because another thread may map memory at that address right
-    // after it is unmapped.
+    // The entry is removed first, because another thread may map memory at the address as soon as it is unmapped.
     const std::lock_guard<std::mutex> lock(all.mutex);
     all.by_address.erase(reinterpret_cast<uintptr_t>(address));
   }

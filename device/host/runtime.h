@@ -1,12 +1,10 @@
-/* The host runtime: a CUDA or HIP driver's functions, on a CPU.
+/* The host runtime: functions like those of CUDA's and HIP's drivers, on a CPU.
  *
- * Signatures and status codes of the calls that C code makes (copy, write, stream operations, event record and
- * query, launch, allocate, free, pointer attribute) are those of cuMemcpyAsync,
- * cuStreamWriteValue32, cuStreamWriteValue64, cuStreamBatchMemOp, cuEventRecord, cuEventQuery, cuLaunchKernel,
- * cuMemAlloc, cuMemFree and cuPointerGetAttribute, so that one function table serves all three runtimes.
+ * Functions that C code calls have the signatures and status codes of the driver's functions, such as cuMemcpyAsync, so
+ * that one function table serves all three runtimes.
  *
- *   fibers.cpp   threads of a block as fibers of one OS thread
- *   waiting.cpp  a thread's actions while it waits
+ *   fibers.cpp   the threads of a block, which are fibers of one OS thread
+ *   waiting.cpp  the work of a waiting thread
  *   streams.cpp  streams, events and launches
  *   memory.cpp   memory that other processes can map
  */
@@ -23,32 +21,32 @@ enum {
   PROXYCCL_HOST_OUT_OF_MEMORY = 2, /* out of memory or threads */
   PROXYCCL_HOST_NOT_FOUND = 500,
   PROXYCCL_HOST_NOT_READY = 600,
-  PROXYCCL_HOST_IN_HANDLER = 601, /* a signal handler may not use the object that it interrupts */
+  PROXYCCL_HOST_IN_HANDLER = 601, /* a signal handler used the stream whose wait it interrupted */
   PROXYCCL_HOST_LAUNCH_FAILED = 719,
   PROXYCCL_HOST_MAX_THREADS_PER_BLOCK = 1024,
   PROXYCCL_HOST_MAX_RESIDENT_BLOCKS = 512,
   PROXYCCL_HOST_MAX_SHARED_BYTES = 160 * 1024,
-  PROXYCCL_HOST_BUFFER_ID = 7 /* CU_POINTER_ATTRIBUTE_BUFFER_ID: the number of a mapping; HIP has the same value */
+  PROXYCCL_HOST_BUFFER_ID = 7 /* CU_POINTER_ATTRIBUTE_BUFFER_ID, HIP_POINTER_ATTRIBUTE_BUFFER_ID */
 };
 
-/* The thread that runs a stream's operations, in order and one at a time. */
+/* Kinds of streams: which thread runs the operations. */
 enum {
   /* The stream's own thread. */
   PROXYCCL_HOST_QUEUED,
-  /* The calling thread, before the call returns. This is for a proxy's stream, which a single thread uses, and which
-   * accepts neither launches nor waits. */
+  /* The calling thread, before the call returns. Only one thread, a proxy's, may use the stream. Launches and waits are
+   * refused. */
   PROXYCCL_HOST_INLINE,
-  /* The calling thread, before the call returns, also for launches and waits; other threads' calls on the stream wait
-   * until it has returned. As for a queued stream, query and synchronize report failures. */
+  /* The calling thread, before the call returns. Launches and waits are allowed, and other threads' calls wait for the
+   * running one. Failures are reported by query and synchronize. */
   PROXYCCL_HOST_IN_CALLER
 };
 int proxyccl_host_stream_create(void** stream, int kind);
 int proxyccl_host_stream_destroy(void* stream); /* waits for queued work */
 int proxyccl_host_stream_query(void* stream);
 int proxyccl_host_stream_synchronize(void* stream);
-/* Synchronizes for at most this many milliseconds, then returns PROXYCCL_HOST_NOT_READY: the caller runs signal
- * handlers and calls again. *target must be 0 in the first call, which stores a number there that identifies the wait
- * in later calls. */
+/* Waits for the work queued so far, for at most `milliseconds`. Returns PROXYCCL_HOST_NOT_READY if the work is not
+ * done, so that the caller can run signal handlers and call again. *target must be 0 in the first call and be kept for
+ * later ones. */
 int proxyccl_host_stream_await(void* stream, uint64_t* target, unsigned milliseconds);
 int proxyccl_host_stream_wait_event(void* stream, void* event, unsigned flags);
 
@@ -65,29 +63,27 @@ int proxyccl_host_copy(void* dst, const void* src, size_t bytes, void* stream);
 int proxyccl_host_set(void* dst, int value, size_t bytes, void* stream);
 int proxyccl_host_write64(void* stream, uint64_t* address, uint64_t value, unsigned flags);
 int proxyccl_host_write32(void* stream, uint32_t* address, uint32_t value, unsigned flags);
-/* Queues operations on words as one operation. A wait polls its word in the thread that runs the stream, with ever
- * longer pauses; an inline stream accepts no wait. */
+/* Queues writes of and waits for words as one operation. An inline stream refuses waits. */
 int proxyccl_host_stream_operations(void* stream, unsigned count, ProxycclStreamOperation* operations, unsigned flags);
 
-/* Registers a helper. Threads of this process call help(argument, 1) while a kernel or a stream waits, before they
- * yield; help() returns whether it made progress. They call help(argument, 0) when a kernel ends, so that the helper
- * takes the kernel's last triggers. Only one thread at a time runs a helper, possibly on a kernel's stack. If memory is
- * short, the helper is not registered: helpers are optional. */
+/* Registers a helper, such as a proxy of this process, whose work is done by waiting threads. Before a thread yields in
+ * a kernel or a stream that waits, it calls help(argument, 1), which returns whether it made progress. When a kernel
+ * ends, a thread calls help(argument, 0), so that the proxy takes the kernel's last triggers. One thread at a time runs
+ * helpers, possibly on a kernel's stack. If memory runs out, the helper is silently not registered. */
 void proxyccl_host_add_helper(int (*help)(void*, int), void* argument);
-void proxyccl_host_remove_helper(void* argument); /* returns when no thread is in the helper */
+void proxyccl_host_remove_helper(void* argument); /* returns when no thread runs the helper */
 
-/* Makes one thread call look(stream) every 50 ms while work that the thread itself runs on a stream
- * (PROXYCCL_HOST_IN_CALLER) waits. The call is made on the thread's own stack, between two steps of that work, which
- * continues when it returns. During the call this thread may not run other work of such streams. */
+/* Makes a thread call look(stream) every 50 ms while it waits in work of a PROXYCCL_HOST_IN_CALLER stream. The work
+ * continues when look() returns. During look() the thread may not use such streams. */
 void proxyccl_host_look_around(uint64_t thread, void (*look)(void* stream));
 /* Whether the calling thread is in look(). */
 int proxyccl_host_is_looking(void);
 
-/* A module is one use of a shared object, which stays loaded. Modules of one object have different control blocks. */
-int proxyccl_host_module_load(void** module, const char* path); /* after a failure, dlerror() gives the error text */
-int proxyccl_host_module_unload(void* module);                  /* work that was queued before still runs */
+/* A module is a shared object with a control block. Several modules may use one object, which is never unloaded. */
+int proxyccl_host_module_load(void** module, const char* path); /* sets dlerror() on failure */
+int proxyccl_host_module_unload(void* module);                  /* queued launches still run */
 const char* proxyccl_host_module_error(void);
-int proxyccl_host_module_function(void** function, void* module, const char* name); /* lives as long as the module */
+int proxyccl_host_module_function(void** function, void* module, const char* name); /* valid until the unload */
 /* Returns the address of a variable, or NULL if there is none. Each module has its own proxyccl_default_control. */
 void* proxyccl_host_module_variable(void* module, const char* name);
 /* Returns the kernel's parameter table (kernel.h), or NULL if it has none. */
@@ -96,20 +92,19 @@ int proxyccl_host_launch(void* function, unsigned grid_x, unsigned grid_y, unsig
                          unsigned block_y, unsigned block_z, unsigned shared_bytes, void* stream, void** parameters,
                          void** extra);
 
-/* Anonymous shared memory: it lives as long as a descriptor or a mapping does, so nothing remains when a process is
- * killed. */
+/* Anonymous shared memory, which is freed with its last descriptor or mapping. */
 int proxyccl_host_memory_create(int* descriptor, size_t bytes);
 int proxyccl_host_memory_map(void** address, int descriptor, size_t bytes);
 int proxyccl_host_memory_unmap(void* address, size_t bytes);
-/* Moves a range that was used before to huge pages, if the kernel has them. During the call the range stays mapped and
- * usable. Stops after two seconds, because peers may wait. Does nothing for memory that proxyccl_host_memory_map() has
- * not mapped. */
+/* Moves a range to huge pages, if the kernel supports this. During the call the range stays usable. Stops after two
+ * seconds, because peers may wait. Does nothing for memory that this runtime has not mapped. */
 void proxyccl_host_memory_use_huge_pages(uint64_t ptr, size_t bytes);
 
-/* These two functions allocate and free memory as a driver's calls do: memory is freed by its address. */
+/* Allocate and free memory like a driver's calls, by address. */
 int proxyccl_host_allocate(uint64_t* ptr, size_t bytes);
 int proxyccl_host_free(uintptr_t ptr);
-/* Finds the allocation of proxyccl_host_allocate that contains an address, or returns PROXYCCL_HOST_NOT_FOUND. */
+/* Finds the allocation that contains an address. Returns PROXYCCL_HOST_NOT_FOUND for memory not of
+ * proxyccl_host_allocate(). */
 int proxyccl_host_allocation(uint64_t ptr, uint64_t* base, uint64_t* bytes, int* descriptor);
-/* Stores the unique number of the mapping that contains an address, whether mapped or allocated. */
+/* Stores the number of the mapping or allocation that contains an address. Numbers are never reused. */
 int proxyccl_host_pointer_attribute(void* data, int attribute, uint64_t ptr);

@@ -37,7 +37,7 @@ from proxyccl.device.process.cpu import cpu_name, describe_cpu
 from proxyccl.device.runtime import Runtime
 
 if TYPE_CHECKING:
-    from proxyccl.device._native import Uint64Pointer, VoidPointer  # types in the stub, which cffi lacks
+    from proxyccl.device._native import Uint64Pointer, VoidPointer  # defined only in the type stub
 
 
 def _address(name: str) -> int:
@@ -48,13 +48,13 @@ class HostRuntime(Runtime):
     """The CPU as a device.
 
     Args:
-        device: any small number, because all devices are this machine's memory.
-        async_copies: whether the proxy's copies to each peer run in a separate thread, like a copy engine's. By default
-            the proxy's thread makes the copies, which is faster with few cores.
-        cxxflags: options added to every compilation, for example for a sanitizer; shipped kernels are then also
-            compiled at run time.
-        blocks: most blocks of a shipped collective, the same on all ranks. Each block takes a core: several blocks are
-            slower unless each rank has that many cores.
+        device: the device's number. All devices are this machine's CPU.
+        async_copies: whether a separate thread per peer makes the proxy's copies, like a copy engine. By default the
+            proxy's thread makes them, which is faster with few cores.
+        cxxflags: options for the C++ compiler, for example for a sanitizer. With options, shipped kernels are compiled
+            at run time.
+        blocks: most blocks of a shipped collective, the same on all ranks. More blocks than cores per rank make
+            collectives slower.
     """
 
     name = "host"
@@ -123,8 +123,8 @@ class HostRuntime(Runtime):
         self._cxxflags = (*os.environ.get("PROXYCCL_CXXFLAGS", "").split(), *cxxflags)
         self._lock = threading.Lock()
         self._streams: weakref.WeakSet[HostStream] = weakref.WeakSet()
-        self._streams_lock = threading.Lock()  # ranks that are threads may share a runtime
-        self._default_stream: HostStream | None = None  # created at first use, because it has a thread
+        self._streams_lock = threading.Lock()  # guards `_streams`, because ranks that are threads may share a runtime
+        self._default_stream: HostStream | None = None  # created at first use, because a stream starts a thread
         self._modules: dict[int, dict[str, VoidPointer]] = {}  # by control block address
         self._shipped: dict[Shipped, Kernel] = {}
 
@@ -139,18 +139,18 @@ class HostRuntime(Runtime):
         return describe_cpu()
 
     def allocate(self, nbytes: int) -> SharedMemory:
-        """Allocates zeroed shared memory. `host_ptr` equals `ptr`: the device is the CPU."""
+        """Allocates zeroed shared memory."""
         memory = SharedMemory.allocate(nbytes)
         with self._allocations_lock:
             self._allocations[memory.ptr] = memory
         return memory
 
     def expect_reuse(self, ptr: int, nbytes: int) -> None:
-        """Moves shared memory to huge pages, which Linux does not do by itself. Other memory is left as it is."""
+        """Moves shared memory to huge pages. Does nothing for other memory."""
         lib.proxyccl_host_memory_use_huge_pages(ptr, nbytes)
 
     def allocate_pinned(self, nbytes: int) -> SharedMemory:
-        """Allocates zeroed shared memory: on this runtime, device memory and pinned memory are the same."""
+        """Allocates zeroed shared memory, like `allocate`."""
         return self.allocate(nbytes)
 
     def export(self, ptr: int, nbytes: int) -> bytes:
@@ -178,11 +178,11 @@ class HostRuntime(Runtime):
 
     @property
     def orders_rdma_writes(self) -> bool:
-        """Returns True: data and words are in the host's memory, which the network adapter writes in order."""
+        """Returns True, because network adapters write host memory in order."""
         return True
 
     def can_access_peer(self, device_id: str) -> bool:
-        """Returns whether the other device is a host device, because all host devices are this machine's memory."""
+        """Returns whether the other device is a host device of this machine."""
         return device_id.startswith("host:")
 
     def adds_at_peer(self, device_id: str) -> bool:
@@ -193,25 +193,25 @@ class HostRuntime(Runtime):
         return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
 
     def whole_allocation(self, ptr: int, nbytes: int) -> tuple[int, int] | None:
-        """Returns the allocation of shared memory that has no Python object; None for all other memory."""
+        """Returns the allocation, made by `calls.allocate`, that contains a range. Returns None for other memory."""
         base, size, descriptor = ffi.new("uint64_t *"), ffi.new("uint64_t *"), ffi.new("int *")
         if lib.proxyccl_host_allocation(ptr, base, size, descriptor) or ptr + nbytes > base[0] + size[0]:
             return None
         return base[0], size[0]
 
     def allocations(self, ptr: int, nbytes: int) -> Allocations:
-        """Returns the shared memory in which a range begins; empty for memory that is private to its process."""
+        """Returns the shared memory in which a range begins; an empty tuple for private memory."""
         number = ffi.new("uint64_t *")
         if lib.proxyccl_host_pointer_attribute(number, lib.PROXYCCL_HOST_BUFFER_ID, ptr):
             return ()
         return ((ptr, number[0]),)
 
     def free_later(self, ptr: int) -> None:
-        """Frees memory immediately: the system keeps the memory until its last mapping ends."""
+        """Frees memory immediately, because peers' mappings stay valid."""
         check_status(lib.proxyccl_host_free(ptr), "free")
 
     def create_stream(self, *, for_proxy: bool = False, in_caller: bool = False) -> HostStream:
-        """Creates a stream. A proxy's stream runs its copies in the proxy's thread unless `async_copies` is set."""
+        """Creates a stream. With `for_proxy`, the calling thread makes the copies unless `async_copies` is set."""
         kind: int = lib.PROXYCCL_HOST_QUEUED
         if in_caller:
             kind = lib.PROXYCCL_HOST_IN_CALLER
@@ -230,7 +230,7 @@ class HostRuntime(Runtime):
         return HostEvent(self.stream_handle)
 
     def stream_handle(self, stream: StreamLike) -> int:
-        """Returns the handle of a `HostStream`; for None, the handle of the default stream."""
+        """Returns the handle of a `HostStream`, or of the default stream for None."""
         return self._stream_of(stream).handle
 
     def _stream_of(self, stream: StreamLike) -> HostStream:
@@ -241,12 +241,12 @@ class HostRuntime(Runtime):
             found = stream
         else:
             handle = foreign_stream_handle(stream)
-            # A closed stream's handle may belong to another stream.
+            # A closed stream is skipped, because an open stream may have the same handle.
             found = next((own for own in self._all_streams() if own.handle == handle and not own.closed), None)
             if found is None:
                 expected = "a stream of the host runtime (runtime.create_stream() makes one)"
                 raise ArgumentError("stream", f"expected {expected}, not {stream!r}")
-        found._require_open()  # a fork's child lacks the stream's thread
+        found._require_open()  # raises in a fork's child, which lacks the stream's thread
         return found
 
     def _open_default_stream(self) -> HostStream:
@@ -256,7 +256,7 @@ class HostRuntime(Runtime):
             return self._default_stream
 
     def stream_events(self) -> StreamEvents:
-        """Returns the host runtime's own calls, with events that are destroyed when they are returned."""
+        """Returns the host runtime's calls, and functions that create and destroy events."""
         events: dict[int, HostEvent] = {}
 
         def take() -> int:
@@ -267,7 +267,8 @@ class HostRuntime(Runtime):
         return StreamEvents(int(ffi.cast("uintptr_t", _ORDER)), take, lambda handle: events.pop(handle).close())
 
     def order_streams(self, first: int, then: int) -> None:
-        """Makes later work of `then` wait for work queued on `first`; a closed stream has no queued work."""
+        """Makes later work of `then` wait for work queued on `first`. Does nothing if `first` is closed, because it has
+        no queued work."""
         if any(stream.handle == first and not stream.closed for stream in self._all_streams()):
             event = self.create_event()
             event.record(first)
@@ -300,13 +301,13 @@ class HostRuntime(Runtime):
             for stream in self._all_streams():  # including streams of ranks that are threads
                 try:
                     stream.finish()
-                except KernelError as error:  # this error is raised later, after the waits for the other streams
+                except KernelError as error:  # raised after all streams have been waited for
                     failed = failed or error
         if failed is not None:
             try:
                 raise failed
             finally:
-                del failed  # avoids a reference cycle of the error, its traceback and this frame
+                del failed  # breaks the reference cycle of error, traceback and frame
 
     def synchronize_stream(self, stream: StreamLike) -> None:
         self._stream_of(stream).synchronize()
@@ -326,14 +327,15 @@ class HostRuntime(Runtime):
         return Module({name: self._kernel(module, name) for name in names})
 
     def release_control(self, control: int) -> None:
-        """Releases the modules that were compiled for a control block; kernels that are still referenced stay valid."""
+        """Releases the modules of a control block, except those whose kernels are still referenced."""
         with self._lock:
             modules = self._modules.pop(control, {})
         for module in modules.values():
             _default_control(module)[0] = 0
 
     def _load_shipped(self, name: str, kernel: Shipped, compiled_only: bool) -> Kernel:
-        """Takes a kernel from the installation's library if it has one, else from the cache, else compiles it."""
+        """Loads a kernel from the installation's libraries if it has them, else from the cache, or compiles the
+        kernel."""
         file, _, dtype, _ = kernel
         library = shipped_library(group_of(file, dtype))
         if library is None or self._cxxflags:
@@ -352,11 +354,11 @@ class HostRuntime(Runtime):
         check_status(status, call)
 
     def pointer_device(self, ptr: int) -> int:
-        """Returns this device, because every address is the CPU's."""
+        """Returns this device's number for every address."""
         return self.device
 
     def _load(self, path: Path, control: int = 0) -> VoidPointer:
-        """Loads a shared object once for each control block. Raises OSError."""
+        """Loads a shared object, once per control block. Raises OSError."""
         with self._lock:
             modules = self._modules.setdefault(control, {})
             if str(path) not in modules:

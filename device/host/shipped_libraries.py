@@ -1,7 +1,7 @@
-"""The libraries of shipped kernels that an installation may have.
+"""Finds the libraries of shipped kernels in an installation.
 
-`make wheel` builds them (setup.py), for machines without a compiler. In other installations the host runtime
-compiles a shipped kernel at its first use.
+Only wheels contain these libraries, which `make wheel` builds. In other installations the host runtime compiles a
+shipped kernel at its first use.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 
 
 def group_of(file: str, dtype: str | None) -> str:
-    """Returns the name of the group to which a file's kernel belongs: "experts", "norms", the element type of a
-    reduction, or "moves" for kernels that only move bytes. `dtype` is the element type, or None.
+    """Returns the group of a shipped kernel: "experts", "norms", a reduction's element type, or "moves" for kernels
+    that only move bytes. Each group is a library.
     """
     if file.startswith("experts/"):
         return "experts"
@@ -22,7 +22,7 @@ def group_of(file: str, dtype: str | None) -> str:
 
 @functools.cache
 def shipped_library(group: str) -> Path | None:
-    """Returns the installation's library of a group of shipped kernels; None if the installation lacks it."""
+    """Returns the path of a group's library, or None if the installation lacks it."""
     found = importlib.util.find_spec(f"proxyccl.device._kernels_{group}")  # finds the file without loading it
     return None if found is None or found.origin is None else Path(found.origin)
 

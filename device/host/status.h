@@ -1,4 +1,4 @@
-// The status of a function that C calls, and objects that outlast threads. Internal to the host runtime.
+// Turns exceptions into status codes, and holds objects that are never destroyed.
 #pragma once
 
 #include <exception>
@@ -9,7 +9,7 @@
 namespace proxyccl {
 namespace host {
 
-// Returns the call's status. An exception becomes the status for a lack of memory or threads.
+// Returns the call's status, or PROXYCCL_HOST_OUT_OF_MEMORY if it throws.
 template <class Call>
 int statusOf(Call&& call) noexcept {
   try {
@@ -19,8 +19,8 @@ int statusOf(Call&& call) noexcept {
   }
 }
 
-// The process's only object of type T. The object is never destroyed, because threads may still use it at exit. It is
-// not on the heap, which may be full.
+// The process's only object of type T. It is never destroyed, because threads may still use it at exit. It is not on
+// the heap, so that creating it can't fail.
 template <class T>
 class Lasting {
  public:
@@ -28,7 +28,7 @@ class Lasting {
     static T& only = *new (room_) T();
     return only;
   }
-  // Called in a fork's child, because a thread that the child lacks may hold the object's lock.
+  // Replaces the object in a fork's child, which may lack the thread that holds the object's lock.
   static void startAnew() {
     get();
     new (room_) T();

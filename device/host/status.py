@@ -1,4 +1,4 @@
-"""The meanings of the status codes of the host runtime's C functions."""
+"""Raises errors for status codes of the host runtime's C functions."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ _MESSAGES = {
 
 
 def check_status(status: int, call: str, kind: type[ProxyCCLError] = KernelError) -> None:
-    """Raises an error of the given kind, which names the call, unless the status is 0."""
+    """Raises `kind` with the call's name and the meaning of `status`, unless `status` is 0."""
     if status:
         raise kind(f"{call}: {_MESSAGES.get(status, f'status {status}')}")

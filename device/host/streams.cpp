@@ -1,7 +1,7 @@
 // Streams, events and launches of the host runtime.
 //
-// A stream is a queue with a thread that executes it, or it runs everything in the calling thread. A launch gives each
-// block except the first an OS thread from a pool, because the blocks of a communication kernel wait for one another.
+// A stream is a queue with a thread, or runs everything in the calling thread. A launch runs its first block in that
+// thread, and each other block in a thread from a pool, because blocks of communication kernels wait for one another.
 #include "link_old_symbols.h"
 
 #include <dlfcn.h>
@@ -33,8 +33,7 @@ namespace proxyccl {
 namespace host {
 namespace {
 
-// A pool of threads that run blocks. The pool grows to one thread for each block that waits to run, so submitters never
-// wait.
+// A pool of threads that run blocks. The pool grows so that every submitted task has a thread immediately.
 class BlockThreads {
  public:
   // Runs each task in a separate thread. Throws, without running any, if there can't be enough threads.
@@ -76,7 +75,7 @@ class BlockThreads {
 
 [[maybe_unused]] const int kForksStartAnew = pthread_atfork(nullptr, nullptr, Lasting<BlockThreads>::startAnew);
 
-// Waits for a condition. A thread that runs a stream's work itself calls lookAround() while it waits.
+// Waits for a condition, and calls lookAround() while it waits if mayLook().
 template <class Condition>
 void waitFor(std::unique_lock<std::mutex>& lock, std::condition_variable& changed, Condition condition) {
   if (!mayLook()) {
@@ -106,14 +105,12 @@ struct Module {
   std::map<std::string, Function> functions;
 };
 
-// A barrier of a launch's threads before any block begins: blocks begin only if all threads have their memory. So a
-// launch that lacks memory runs no block at all.
+// A barrier of a launch's threads before any block begins. If a thread can't allocate its memory, no block runs.
 class Start {
  public:
   explicit Start(uint32_t threads) : missing_(threads) {}
 
-  // Called once by each thread; `ready` tells whether the thread has its memory. Returns whether all threads have their
-  // memory.
+  // Called once by each thread. `ready` says whether the thread has its memory. Returns whether all have memory.
   bool meet(bool ready) {
     std::unique_lock<std::mutex> lock(mutex_);
     ready_ &= ready;
@@ -131,13 +128,13 @@ class Start {
   bool ready_ = true;
 };
 
-// Runs all blocks of a launch, the first in this thread, and returns when the last has ended. Throws if there are too
-// few threads.
+// Runs all blocks of a launch, the first in this thread, and returns when all have ended. Throws if threads can't be
+// started.
 int runLaunch(const Launch& launch) {
   const uint32_t blocks = launch.grid.x * launch.grid.y * launch.grid.z;
   const uint32_t resident = std::min<uint32_t>(blocks, PROXYCCL_HOST_MAX_RESIDENT_BLOCKS);
-  // Each thread begins with its own block. If all blocks came from the queue, one thread might run several in turn, in
-  // an order that hides their races from a sanitizer.
+  // Each thread begins with its own block. Otherwise one thread might run several blocks in order, which would hide the
+  // blocks' races from a sanitizer.
   std::atomic<uint32_t> next{resident};
   std::atomic<bool> failed{false}, begun{false};
   Start start(resident);
@@ -175,7 +172,7 @@ class Stream {
 
   ~Stream() {
     {
-      std::lock_guard<std::mutex> lock(mutex_);  // waits for another caller's work
+      std::lock_guard<std::mutex> lock(mutex_);  // waits for a running operation of another caller
       stopping_ = true;
     }
     if (kind_ != PROXYCCL_HOST_QUEUED) return;
@@ -185,8 +182,8 @@ class Stream {
 
   bool mayWait() const { return kind_ != PROXYCCL_HOST_INLINE; }
 
-  // This function is a template, so that an operation that runs in the caller needs no std::function, which would
-  // allocate memory. Throws if memory runs out, and then queues nothing.
+  // A template, because a std::function would allocate memory even for an operation that runs in the caller. If it
+  // throws, nothing is queued.
   template <class Operation>
   int enqueue(Operation operation) {
     if (kind_ == PROXYCCL_HOST_INLINE) return operation();
@@ -225,8 +222,8 @@ class Stream {
     return status;
   }
 
-  // Waits for at most `longest`. *target is one more than the number of operations that must be done, or 0 for all
-  // operations queued so far.
+  // Waits for at most `longest` until *target - 1 operations are done. If *target is 0, sets it so that all operations
+  // queued so far must be done.
   int await(uint64_t* target, std::chrono::milliseconds longest) {
     if (kind_ == PROXYCCL_HOST_IN_CALLER && proxyccl_host_is_looking()) return PROXYCCL_HOST_IN_HANDLER;
     std::unique_lock<std::mutex> lock(mutex_, std::defer_lock);
@@ -237,7 +234,7 @@ class Stream {
   }
 
  private:
-  // Takes the lock, and returns false if another caller's operation runs for longer than `longest`.
+  // Takes the lock. Returns false if another caller's operation holds the lock for longer than `longest`.
   bool lockWithin(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds longest) const {
     if (kind_ != PROXYCCL_HOST_IN_CALLER) {
       lock.lock();
@@ -255,7 +252,7 @@ class Stream {
   void noteStatus(int status) {
     if (status_ == PROXYCCL_HOST_SUCCESS) status_ = status;
   }
-  // Reports a failure once; the failure does not affect later work on the stream.
+  // Returns the first failure's status once: a failure does not affect later work on the stream.
   int takeStatus() {
     const int status = status_;
     status_ = PROXYCCL_HOST_SUCCESS;
@@ -280,8 +277,7 @@ class Stream {
   }
 
   const int kind_;
-  std::mutex mutex_;  // guards the fields below; held while an operation runs in its caller, so that no operation
-                      // overtakes another
+  std::mutex mutex_;  // guards the fields below; held while an operation runs in its caller
   std::condition_variable changed_;
   std::deque<std::function<int()>> operations_;
   uint64_t queued_ = 0, completed_ = 0;
@@ -297,8 +293,8 @@ class Event {
     pending_.push_back(++recorded_);
     return recorded_;
   }
-  // Withdraws a record that begin() returned and no stream will finish. Whoever waits for this record then waits for
-  // the record before it.
+  // Withdraws a record from begin() that no stream will finish. Waits for this record become waits for the previous
+  // record.
   void withdraw(uint64_t record) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (recorded_ == record) --recorded_;
@@ -321,7 +317,7 @@ class Event {
     std::unique_lock<std::mutex> lock(mutex_);
     host::waitFor(lock, changed_, [&] { return isDone(record); });
   }
-  // Waits for at most `longest`. *target is one more than the record's number, or 0 for the last record so far.
+  // Waits for at most `longest` for record *target - 1. If *target is 0, sets it to the last record so far.
   int await(uint64_t* target, std::chrono::milliseconds longest) {
     std::unique_lock<std::mutex> lock(mutex_);
     if (*target == 0) *target = recorded_ + 1;
@@ -334,7 +330,7 @@ class Event {
   }
 
  private:
-  // Records on several streams end in any order, so each is tracked separately.
+  // Records are tracked separately, because records on several streams end in any order.
   bool isDone(uint64_t record) const {
     return std::find(pending_.begin(), pending_.end(), std::min(record, recorded_)) == pending_.end();
   }
@@ -350,7 +346,7 @@ class Event {
   std::chrono::steady_clock::time_point time_{};
 };
 
-// Ownership is shared, because an event may be destroyed while a stream still has to record it.
+// Shared, because an event may be destroyed while a stream still has to record it.
 using EventHolder = std::shared_ptr<Event>;
 
 Stream* asStream(void* stream) { return static_cast<Stream*>(stream); }
@@ -448,7 +444,7 @@ namespace {
 template <class Word>
 int enqueueWrite(void* stream, Word* address, Word value) {
   return enqueue(stream, [=] {
-    // A release, after the stream's copies, that pairs with the waiter's acquire.
+    // Release: pairs with the acquire of a thread that waits for the word, which then sees the stream's earlier copies.
     __atomic_store_n(address, value, __ATOMIC_RELEASE);
     return 0;
   });
@@ -466,11 +462,11 @@ namespace {
 void carryOut(const ProxycclStreamOperation& operation) {
   auto* word = reinterpret_cast<uint64_t*>(operation.address);
   if (operation.kind == PROXYCCL_STREAM_WRITE) {
-    __atomic_store_n(word, operation.value, __ATOMIC_RELEASE);  // a release, as in proxyccl_host_write64()
+    __atomic_store_n(word, operation.value, __ATOMIC_RELEASE);  // a release; see enqueueWrite()
     return;
   }
-  // An acquire that pairs with the release of the word's writer: later work sees everything that was done before the
-  // release.
+  // Acquire: pairs with the release of the word's writer, so that the stream's later work sees the writer's earlier
+  // stores.
   for (uint32_t rounds = 0; __atomic_load_n(word, __ATOMIC_ACQUIRE) < operation.value; ++rounds) {
     backOff(rounds);
     if (timeToLook(rounds)) lookAround();
@@ -512,7 +508,7 @@ int proxyccl_host_module_function(void** function, void* module, const char* nam
     void* entry = dlsym(from->library, ("proxyccl_entry_" + suffix).c_str());
     const void* parameters = dlsym(from->library, ("proxyccl_parameters_" + suffix).c_str());
     if (entry == nullptr || parameters == nullptr) return PROXYCCL_HOST_NOT_FOUND;
-    size_t tls_module = 0;  // stays 0 if the module has no shared memory
+    size_t tls_module = 0;  // stays 0 without __shared__ variables
     dlinfo(from->library, RTLD_DI_TLS_MODID, &tls_module);
     const Function found = {reinterpret_cast<void (*)(void**)>(entry), static_cast<const uint32_t*>(parameters),
                             tls_module, from};
@@ -536,7 +532,7 @@ struct Arguments {
   std::vector<void*> addresses;
 };
 
-// Copies the arguments, as a driver does, because the caller's arguments may be gone when the launch runs.
+// Copies the arguments, because the caller may free them before the launch runs.
 std::shared_ptr<Arguments> copied(const Function* kernel, void** parameters) {
   auto arguments = std::make_shared<Arguments>();
   const uint32_t count = kernel->parameters[0];

@@ -15,10 +15,11 @@ from proxyccl.device.process.interrupts import SLICE_MS
 
 
 class HostStream(OwnedStream):
-    """A queue of host-runtime work, which its own thread or the caller runs.
+    """A stream of the host runtime.
 
     Args:
-        kind: the thread that runs the stream: PROXYCCL_HOST_QUEUED, INLINE or IN_CALLER (runtime.h).
+        kind: which thread runs the work: PROXYCCL_HOST_QUEUED, PROXYCCL_HOST_INLINE or PROXYCCL_HOST_IN_CALLER
+            (runtime.h).
 
     Raises:
         ResourceError: the stream's thread can't be started.
@@ -29,7 +30,7 @@ class HostStream(OwnedStream):
         check_status(lib.proxyccl_host_stream_create(out, kind), "stream create", ResourceError)
         self._stream = out[0]
         self.handle = int(ffi.cast("uintptr_t", self._stream))
-        # A stream without references finishes its work and ends its thread.
+        # The finalizer waits for the stream's work and ends the stream's thread.
         super().__init__(lib.proxyccl_host_stream_destroy, self._stream)
         self._end = threading.Lock()
 
@@ -37,11 +38,11 @@ class HostStream(OwnedStream):
         """Destroys the stream once its queued work is done and no thread waits for it in `finish`."""
         with self._end:
             if not self.closed and self._process.is_here:
-                self._await()  # waits before the destroy call, whose own wait can't be interrupted
+                self._await()  # first, because the wait in the destroy call can't be interrupted by signal handlers
             super().close()
 
     def finish(self) -> None:
-        """Waits for all queued work, even if another thread closes the stream during the wait."""
+        """Waits for all queued work. Another thread may close the stream during the wait."""
         with self._end:
             if not self.closed:
                 self.synchronize()
@@ -51,7 +52,7 @@ class HostStream(OwnedStream):
         check_status(self._await(), "stream synchronize")
 
     def _await(self) -> int:
-        # Waits in slices, between which signal handlers run.
+        # Each C call waits for a limited time, so that signal handlers run between the calls.
         target = ffi.new("uint64_t *")
         while True:
             status = lib.proxyccl_host_stream_await(self._stream, target, SLICE_MS)
@@ -89,7 +90,7 @@ class HostEvent(Owned):
         self._process.require("the event")
         target = ffi.new("uint64_t *")
         while lib.proxyccl_host_event_await(self._event, target, SLICE_MS) == lib.PROXYCCL_HOST_NOT_READY:
-            pass  # signal handlers run between two calls
+            pass  # signal handlers run between the calls
 
     def elapsed(self, start: Any) -> float:
         out = ffi.new("float *")

@@ -1,10 +1,10 @@
-// What a thread does while a kernel or a stream waits: it runs helpers, or yields the core. This file also has what a
-// thread does when a kernel ends.
+// A thread that waits in a kernel or a stream runs helpers or yields the core. A thread whose kernel has ended runs
+// helpers once.
 //
-// A proxy of this process is a helper. If ranks outnumber cores, a thread that waits for its proxy would have to give
-// its core to the proxy's thread and then get the core back. Instead, the waiting thread does the proxy's work itself.
-// A kernel whose peers' data has already arrived does not wait, so its triggers would stay in the ring until the
-// proxy's thread wakes, while the peers wait for them.
+// A helper is a proxy of this process. If ranks outnumber cores, a thread that waits for its proxy would have to give
+// its core to the proxy's thread and get the core back. Instead, the waiting thread does the proxy's work. A kernel
+// whose peers' data has already arrived never waits. So helpers also run when a kernel ends: otherwise the kernel's
+// triggers would stay in the ring until the proxy's thread wakes.
 //
 // A waiting thread also calls lookAround(): Python runs signal handlers only in its main thread, and the main thread
 // may be the one that waits.
@@ -48,8 +48,7 @@ class Helpers {
   }
 
   bool help(bool waits) {
-    // Does nothing under the sanitizer: a thread that ran both the kernel and the proxy would order their accesses, and
-    // hide races.
+    // Does nothing under ThreadSanitizer, which would not see races between kernel and proxy if one thread ran both.
     if (__tsan_get_current_fiber) return false;
     if (count_.load(std::memory_order_relaxed) == 0) return false;  // relaxed: the lock orders accesses to the list
     std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
@@ -77,9 +76,9 @@ constexpr uint32_t kYields = 200;
 using Clock = std::chrono::steady_clock;
 std::atomic<pthread_t> looking_thread{};
 std::atomic<void (*)(void*)> look{nullptr};
-thread_local void* running_here = nullptr;  // the stream whose work this thread runs, if this thread looks around
+thread_local void* running_here = nullptr;  // the stream whose work this thread, looking_thread, runs; else null
 thread_local bool is_looking = false;
-thread_local Clock::time_point looked;  // when this work last called lookAround(); 0 before a long wait
+thread_local Clock::time_point looked;  // the last time that timeToLook() returned true; 0 before the first long wait
 
 }  // namespace
 
@@ -111,7 +110,7 @@ bool mayLook() { return running_here != nullptr; }
 bool timeToLook(uint32_t rounds) {
   if (rounds < kYields || !mayLook()) return false;
   const Clock::time_point now = Clock::now();
-  if (looked == Clock::time_point{}) looked = now;  // starts the interval: most waits end before the first look
+  if (looked == Clock::time_point{}) looked = now;  // starts the first interval only now: most waits are too short
   if (now - looked < kBetweenLooks) return false;
   looked = now;
   return true;

@@ -1,5 +1,5 @@
-/* Checks that addresses are still in the same allocations: a driver numbers allocations, and may reuse an address but
- * never a number. */
+/* Checks that addresses are still in the same allocations, by the driver's allocation numbers. The driver may reuse an
+ * address, but never a number. */
 #pragma once
 
 #include <stdint.h>
@@ -7,14 +7,14 @@
 typedef struct ProxycclAllocationGuard {
   /* cuPointerGetAttribute, hipPointerGetAttribute, proxyccl_host_pointer_attribute */
   int (*pointer_attribute)(void* data, int attribute, uint64_t ptr);
-  int attribute;        /* CU_POINTER_ATTRIBUTE_BUFFER_ID or its counterpart: gives the allocation's 64-bit number */
-  const uint64_t* ptrs; /* ascending addresses: each allocation ends where the next begins */
+  int attribute;        /* CU_POINTER_ATTRIBUTE_BUFFER_ID or HIP's, a 64-bit allocation number */
+  const uint64_t* ptrs; /* one address in each of several adjacent allocations, ascending */
   const uint64_t* ids;  /* the expected number for each address */
   uint32_t count;
 } ProxycclAllocationGuard;
 
-/* Queries the numbers of the allocations that contain a range. Returns 1 if all are unchanged; 0 if one has changed or
- * the driver can't tell. */
+/* Queries the numbers of the allocations that contain a range. Returns 1 if all numbers are as expected; 0 if one
+ * differs or a query fails. */
 static inline int proxyccl_allocations_hold(const ProxycclAllocationGuard* self, uint64_t start, uint64_t end) {
   for (uint32_t i = 0; i < self->count && self->ptrs[i] < end; ++i) {
     if (i + 1 < self->count && self->ptrs[i + 1] <= start) continue;

@@ -1,4 +1,4 @@
-"""Checks whether memory still belongs to the same allocation, at the cost of one call into C."""
+"""Checks whether memory still belongs to the same allocation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _LAST_ADDRESS = (1 << 64) - 1
 
 
 class AllocationGuard:
-    """Remembers the numbers of allocations, to check them later (allocation_guard.h).
+    """Stores the driver's numbers of allocations, and checks later that they are unchanged (allocation_guard.h).
 
     Args:
         calls: the runtime's driver calls.
@@ -26,11 +26,11 @@ class AllocationGuard:
 
     @property
     def holds(self) -> bool:
-        """Whether each address still lies in its allocation. Returns False if the driver can't tell."""
+        """Whether each address still lies in its allocation. False if the driver can't tell."""
         return bool(lib.proxyccl_allocations_hold(self._guard, 0, _LAST_ADDRESS))
 
     @property
     def addresses(self) -> tuple[int, int]:
-        """The addresses, for callers in C, of the function that checks a range, and of its first argument."""
+        """The addresses of the C function that checks a range, and of its first argument."""
         function = ffi.addressof(lib, "proxyccl_allocations_hold")
         return int(ffi.cast("uintptr_t", function)), int(ffi.cast("uintptr_t", self._guard))

@@ -1,8 +1,8 @@
-"""Hands file descriptors to other processes of this machine: memory is shared by descriptor.
+"""Sends file descriptors of memory to other processes of this machine.
 
-A descriptor can't be sent as bytes, so the handle that ranks exchange names a server: a thread of the process that owns
-the memory, which makes descriptors on request and does not keep them. The server's name is the process's token, which
-only handles contain; clients reach it by that name through a socket that both processes see (`sockets.py`).
+Ranks exchange handles as bytes, which can't contain a descriptor. So a handle contains the token of the process that
+owns the memory. A thread of that process, the server, makes descriptors on request. Clients connect to the server by
+its token, through a socket that both processes can access (`sockets.py`).
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ from proxyccl.device.process.threads import Thread
 
 _TIMEOUT = 10.0
 _PAUSE_SECONDS = 0.01
-_REQUEST_SECONDS = 2.0  # clients send immediately after they connect, so only a stopped client takes so long
+_REQUEST_SECONDS = 2.0  # clients send their request right after connecting
 _LONGEST_REQUEST = 256
 _PART = struct.Struct("<Q")
 
 Supply = Callable[[bytes], Iterator[tuple[int, int]]]
-"""Makes (number, descriptor) pairs for a request, or raises if it can't serve the request. The server closes the
-descriptors."""
+"""Yields pairs of a number and a descriptor for a request, or raises. The server closes the descriptors."""
 
 _supplies: dict[bytes, tuple[Supply, tuple[type[Exception], ...]]] = {}
 _lock = threading.Lock()
@@ -43,19 +42,18 @@ forks.hold_while_forking(_lock)
 
 
 def supply(kind: bytes, make: Supply, failures: tuple[type[Exception], ...]) -> None:
-    """Makes this process's server supply descriptors of a kind.
+    """Registers a function that makes descriptors of a kind for this process's server.
 
     Args:
-        kind: the first byte of the requests; `make` gets the rest.
-        make: called in a thread of the server.
-        failures: the exceptions that `make` raises for a request that can't be served, such as one for memory that is
-            gone.
+        kind: the first byte of the requests.
+        make: the function, which a thread of the server calls with the rest of the request.
+        failures: the exceptions by which `make` refuses a request, for example because the memory was freed.
     """
     _supplies[kind] = make, failures
 
 
 class DescriptorServer:
-    """This process's server, for processes of the same user. `serve` returns it."""
+    """This process's server, which `serve` returns. It serves processes of the same user."""
 
     def __init__(self) -> None:
         self.process = forks.here()
@@ -70,7 +68,7 @@ class DescriptorServer:
             undo.pop_all()
 
     def listen_in_directory(self) -> None:
-        """Also accepts processes of other network namespaces that see the directory of sockets.
+        """Also accepts clients from other network namespaces, by a socket in `sockets.directory()`.
 
         Raises:
             OSError: no socket can be made in the directory.
@@ -103,16 +101,16 @@ class DescriptorServer:
     def _accept(self, listener: socket.socket) -> None:
         try:
             connection, _ = listener.accept()
-        except BlockingIOError:  # the client has gone
+        except BlockingIOError:  # the client has disconnected
             return
         except OSError:
-            time.sleep(_PAUSE_SECONDS)  # the client waits, and may succeed when there are descriptors or memory again
+            time.sleep(_PAUSE_SECONDS)  # keeps the client waiting until descriptors or memory are free again
             return
         self.answer(connection)
 
     def answer(self, connection: socket.socket) -> None:
-        """Serves one client on any kind of connection, and closes the connection. Any thread may call it."""
-        # If a client leaves or does not read, only its own answer is lost.
+        """Serves one client and closes its connection. Any thread may call this method."""
+        # Errors of the connection are ignored, because they affect only this client.
         with connection, contextlib.suppress(OSError):
             connection.settimeout(_REQUEST_SECONDS)
             self._serve(connection)
@@ -136,7 +134,7 @@ class DescriptorServer:
         except failures as error:
             _refuse(connection, str(error) or repr(error))
         except OSError as error:
-            if error.errno not in EXHAUSTED:  # the client closed its end
+            if error.errno not in EXHAUSTED:  # the client has disconnected
                 raise
             _refuse(connection, str(error))
 
@@ -150,10 +148,10 @@ _left_files: list[tuple[forks.Process, str]] = []
 
 
 def serve() -> DescriptorServer:
-    """Returns this process's server, which the first call starts. Processes of the same network namespace reach it.
+    """Returns this process's server. The first call starts it.
 
     Raises:
-        ResourceError: there are too few descriptors or threads.
+        ResourceError: no descriptor or thread is left.
     """
     global _server  # noqa: PLW0603  a process has one server
     with _lock:
@@ -162,7 +160,7 @@ def serve() -> DescriptorServer:
         return _server
 
 
-@atexit.register  # registered at import, so that communicators, which register later, are closed first
+@atexit.register  # registered before communicators' exit handlers, and so called after them
 def _remove_files() -> None:
     for process, path in _left_files:
         if process.is_here:
@@ -171,16 +169,17 @@ def _remove_files() -> None:
 
 
 def fetch_descriptors(token: bytes, kind: bytes, request: bytes) -> list[tuple[int, int]]:
-    """Fetches the descriptors that a process's server supplies for a request. The caller closes them.
+    """Returns the (number, descriptor) pairs that a process's server makes for a request. The caller closes the
+    descriptors.
 
     Args:
         token: the process's token.
-        kind: as for `supply`.
+        kind: the first byte of the request (`supply`).
         request: the rest of the request.
 
     Raises:
-        UnreachableError: the process is gone, or no socket that both processes see leads to it.
-        OSError: the process belongs to another user, did not answer within 10 s, or can't serve the request.
+        UnreachableError: the process has ended, or its server has no socket that this process can access.
+        OSError: the process belongs to another user, does not answer within 10 s, or refuses the request.
     """
     deadline = time.monotonic() + _TIMEOUT
     parts: list[tuple[int, int]] = []
@@ -203,7 +202,8 @@ def fetch_descriptors(token: bytes, kind: bytes, request: bytes) -> list[tuple[i
 
 
 def fetch_descriptor(token: bytes, kind: bytes, request: bytes = b"") -> int:
-    """Fetches the only descriptor that a server supplies for a request. Raises OSError like `fetch_descriptors`."""
+    """Returns the only descriptor that a process's server makes for a request. Raises OSError like
+    `fetch_descriptors`."""
     parts = fetch_descriptors(token, kind, request)
     if len(parts) != 1:
         _close(parts)

@@ -1,4 +1,4 @@
-"""File descriptors: errors for their limits, and passing them over Unix sockets."""
+"""Passes file descriptors over Unix sockets, and raises errors if too few are left."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def out_of_descriptors(what: str, number: int | None) -> ResourceError:
     """Returns the error for a descriptor that could not be opened.
 
     Args:
-        what: the descriptor's purpose.
-        number: the errno; ENFILE if the system's table of files is full.
+        what: the descriptor's purpose, for the error's text.
+        number: the errno. ENFILE means that the system's limit is reached, anything else the process's.
     """
     if number == errno.ENFILE:
         return ResourceError(f"no file descriptor is left for {what}: the system's limit on open files is reached")
@@ -33,8 +33,8 @@ def out_of_descriptors(what: str, number: int | None) -> ResourceError:
 
 @contextlib.contextmanager
 def naming_exhaustion(what: str) -> Iterator[None]:
-    """Returns a context for code that opens descriptors: it raises ResourceError, which names their purpose, if there
-    are too few."""
+    """Returns a context that raises ResourceError, with the descriptors' purpose, if its code runs out of
+    descriptors."""
     try:
         yield
     except OSError as error:
@@ -44,8 +44,7 @@ def naming_exhaustion(what: str) -> Iterator[None]:
 
 
 def require_descriptors(count: int) -> None:
-    """Raises OSError unless this process can open this many more. Another thread may open descriptors after this
-    check."""
+    """Raises OSError unless this process can now open `count` more descriptors."""
     opened: list[int] = []
     try:
         opened.append(os.eventfd(0, os.EFD_CLOEXEC))
@@ -56,7 +55,7 @@ def require_descriptors(count: int) -> None:
             os.close(descriptor)
 
 
-# The functions of Python 3.11's `socket` that pass descriptors leave out the flags.
+# Used instead of `socket.send_fds` and `recv_fds`, which ignore the flags in Python 3.11.
 def send_with_descriptors(connection: socket.socket, data: bytes, descriptors: Sequence[int], flags: int = 0) -> None:
     """Sends a message. Raises OSError as `socket.sendmsg` does."""
     passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
@@ -66,15 +65,15 @@ def send_with_descriptors(connection: socket.socket, data: bytes, descriptors: S
 def receive_with_descriptors(
     connection: socket.socket, longest: int, most: int, flags: int = 0
 ) -> tuple[bytes, list[int], int]:
-    """Receives a message. Returns the message's bytes, its descriptors, which the caller must close, and its flags.
+    """Receives a message. Returns the message's bytes, descriptors and flags. The caller closes the descriptors.
 
-    Child processes do not inherit the descriptors.
+    The descriptors have the flag FD_CLOEXEC.
 
     Args:
         connection: a socket.
         longest: most bytes of a message.
         most: most descriptors.
-        flags: as for `socket.recvmsg`, which raises OSError.
+        flags: the flags of `socket.recvmsg`, whose OSError is passed on.
     """
     room = socket.CMSG_LEN(most * _DESCRIPTOR_BYTES)
     data, ancillary, came, _ = connection.recvmsg(longest, room, flags | socket.MSG_CMSG_CLOEXEC)

@@ -17,18 +17,17 @@ _POLL_SECONDS = 0.001
 
 
 class HandleCache:
-    """Mappings of memory that other processes exported, by handle. The most recently used mappings stay mapped while
-    unused.
+    """A cache of mappings of memory that other processes exported, by handle.
 
-    A handle names the memory itself and not its address, so a cached mapping is never stale. But while this process
-    still maps freed memory, a driver may refuse to map new memory of the same address at its owner: then all idle
-    mappings of this process are removed. In a daemon the old memory may be mapped for another client that has yet to
-    close it: `acquire` then waits for at most PATIENCE seconds.
+    A handle identifies memory independently of its address, so a cached mapping is never stale. But while this process
+    maps memory that its owner has freed, a driver may refuse to map the owner's new memory at the same address. Then
+    all idle mappings of this process are removed. If another client of a daemon still uses the old memory, `acquire`
+    waits for at most PATIENCE seconds.
 
     Args:
-        open_handle: maps memory.
-        keep: most unused mappings that are kept.
-        below: the cache from which `open_handle` leases.
+        open_handle: maps the memory of a handle.
+        keep: most unused mappings that are kept, the most recently used ones.
+        below: the cache whose `lease` is `open_handle`, if any.
     """
 
     PATIENCE: ClassVar[float] = 5.0
@@ -46,7 +45,7 @@ class HandleCache:
             self._caches.add(self)
 
     def acquire(self, handle: bytes) -> Memory:
-        """Returns the memory, mapped unless it is already. Each call is paired with a `release`."""
+        """Returns a handle's memory, and maps it if necessary. Call `release` once for each call."""
         return self._mappings.acquire(handle, lambda: self._map(handle))
 
     def _map(self, handle: bytes) -> Memory:
@@ -63,7 +62,7 @@ class HandleCache:
                     raise
 
     def _unmap_idle(self) -> bool:
-        """Unmaps unused memory, in all caches of this process. Returns whether there was any."""
+        """Unmaps unused memory in all caches of this process. Returns whether anything was unmapped."""
         with self._caches_lock:
             caches = list(self._caches)
         unmapped = False
@@ -72,25 +71,25 @@ class HandleCache:
         return unmapped
 
     def lease(self, handle: bytes) -> Memory:
-        """Does what `acquire` does, for a cache on top of this one: closing the result releases the memory."""
+        """Acquires a handle's memory. Closing the returned object releases the memory."""
         return _Leased(self, handle)
 
     def release(self, handle: bytes, *, keep: bool = True) -> None:
-        """Ends one use. Without `keep`, also unmaps the memory if nobody else uses it. That is for memory that its
-        owner frees, because drivers keep freed memory until it is unmapped everywhere.
+        """Ends one use of a handle's memory. Without `keep`, also unmaps memory without other users, because drivers
+        keep memory that its owner has freed until all processes have unmapped it.
         """
         self._mappings.release(handle, keep=keep)
         if not keep and self._below is not None:
             self._below._mappings.discard(handle)
 
     def hold(self) -> HandleCache:
-        """Adds a holder, which must also call `close`. Returns this cache."""
+        """Adds a user of this cache, who must call `close`. Returns this cache."""
         with self._caches_lock:
             self._holders += 1
         return self
 
     def close(self) -> None:
-        """Ends a hold. When the last holder has called it, all memory is unmapped."""
+        """Removes a user of this cache. When there is no user left, all memory is unmapped."""
         with self._caches_lock:
             self._holders -= 1
             if self._holders:

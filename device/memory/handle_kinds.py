@@ -6,12 +6,12 @@ DEVICE_MEMORY = b"PXCCLgpu"
 """The first bytes of handles of a GPU's memory."""
 
 MAPPED_BLOCKS = b"PXCCLvmm"
-"""The first bytes of a driver's handle of memory that a program mapped itself."""
+"""The first bytes of a `VirtualMemory` handle of mapped blocks."""
 
 
 def sharing_of(handle: bytes) -> str:
-    """Returns how a handle's memory is shared: "IPC" or "VMM" for GPU memory, "shared memory" for the host
-    runtime's."""
+    """Returns how a handle's memory is shared: for GPU memory "IPC" (CUDA or HIP IPC) or "VMM" (CUDA virtual memory),
+    for the host runtime's memory "shared memory"."""
     if not handle.startswith(DEVICE_MEMORY):
         return "shared memory"
     return "VMM" if MAPPED_BLOCKS in handle else "IPC"
@@ -25,7 +25,5 @@ NOT_PASSED = (
 
 
 def passes_namespaces(handle: bytes) -> bool:
-    """Whether processes of other PID namespaces can open a handle: drivers share plain GPU memory only within one
-    PID namespace.
-    """
+    """Whether processes of other PID namespaces can open a handle. IPC handles can't pass PID namespaces."""
     return sharing_of(handle) != "IPC"

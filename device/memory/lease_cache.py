@@ -1,4 +1,4 @@
-"""A cache of values that are made once for a key, shared by counted users, and kept for a while when unused."""
+"""A cache that counts the users of its values, and keeps some unused values."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ Value = TypeVar("Value")
 class _Entry(Struct, Generic[Value], eq=False):
     users: int = 0
     value: Value | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)  # held while the value is made or discarded
+    lock: threading.Lock = field(default_factory=threading.Lock)  # held while making or discarding the value
 
 
 class LeaseCache(Generic[Key, Value]):
-    """Makes a value for the first user of a key, and discards it some time after the last.
+    """Makes a value for the first user of a key, and discards the value some time after its last use.
 
-    Threads may share a cache. A thread that makes or discards a value blocks only threads that want the same value: a
-    driver may take long.
+    Threads may share a cache. While one thread makes or discards a value, which may take long, only threads that want
+    the same value wait.
 
     Args:
-        discard: called with a value when it leaves the cache; undoes what `make` did.
-        keep: most values that are kept idle. The least recently used values are discarded first.
-        weigh: the weight of a value; without it every value weighs nothing.
-        keep_weight: most weight that is kept idle.
+        discard: a function that is called with each value that leaves the cache.
+        keep: most unused values that are kept. The least recently used values are discarded first.
+        weigh: a function that returns a value's weight. By default the weight is 0.
+        keep_weight: most total weight of unused values that are kept.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class LeaseCache(Generic[Key, Value]):
         return self._closed
 
     def acquire(self, key: Key, make: Callable[[], Value]) -> Value:
-        """Returns the key's value, which `make` makes if there is none. Each call is paired with a `release`.
+        """Returns the key's value, and calls `make` if there is none. Call `release` once for each call.
 
-        If `make` raises an exception, `acquire` raises it too, and there is nothing to release.
+        If `make` raises an exception, `acquire` raises it too, and `release` must not be called.
 
         Raises:
             ClosedError: the cache is closed.
@@ -83,7 +83,8 @@ class LeaseCache(Generic[Key, Value]):
             return entry.value
 
     def release(self, key: Key, *, keep: bool = True) -> None:
-        """Ends one use. After the last use the value is kept idle, or discarded without `keep`.
+        """Ends one use of a key's value. After the last use the value is kept for a while, or, without `keep`,
+        discarded.
 
         Does nothing if the cache is closed.
 
@@ -100,7 +101,7 @@ class LeaseCache(Generic[Key, Value]):
             if entry.users:
                 return
             weight = 0 if entry.value is None else self._weigh(entry.value)
-            keep = keep and weight <= self._keep_weight  # a heavier value would evict all others
+            keep = keep and weight <= self._keep_weight  # a heavier value would displace all others
             if keep and entry.value is not None:
                 self._idle[key] = weight
         if not keep:
@@ -115,7 +116,7 @@ class LeaseCache(Generic[Key, Value]):
             self._discard_unused(key, entry)
 
     def discard_idle(self) -> bool:
-        """Discards every unused value. Returns whether there was any."""
+        """Discards every unused value. Returns whether any was discarded."""
         return self._discard_idle(0, 0)
 
     def close(self) -> None:
@@ -138,7 +139,7 @@ class LeaseCache(Generic[Key, Value]):
             del self._entries[key]
 
     def _discard_idle(self, keep: int, keep_weight: float) -> bool:
-        """Discards idle values until at most this number of them, and this weight, remain."""
+        """Discards unused values until at most `keep` values with a total weight of `keep_weight` remain."""
         discarded: list[bool] = []
 
         def discard(key: Key, entry: _Entry[Value]) -> None:
@@ -156,7 +157,7 @@ class LeaseCache(Generic[Key, Value]):
         with entry.lock:
             with self._lock:
                 value = entry.value
-                if entry.users or value is None:  # since the value was chosen, another thread acquired or discarded it
+                if entry.users or value is None:  # another thread has acquired or discarded the value meanwhile
                     return False
                 entry.value = None
                 self._idle.pop(key, None)

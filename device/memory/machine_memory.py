@@ -1,4 +1,4 @@
-"""The most memory that a process of this machine can have: the machine's own, and the limits of its control groups."""
+"""The limits, by the machine and by control groups, on the memory of this process."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Limit:
     """A limit on memory.
 
     Attributes:
-        nbytes: the limit, with the machine's swap space.
-        origin: the machine or the file that sets the limit, as the subject of a sentence with its verb.
+        nbytes: bytes of memory and swap space.
+        origin: the start of a sentence on the limit, such as "this machine has".
     """
 
     nbytes: int
@@ -27,10 +27,10 @@ class Limit:
 
 
 def memory_limit() -> Limit | None:
-    """Returns the smallest limit; None if the system reports none.
+    """Returns the smallest limit, or None if the system reports no limit.
 
-    The limit counts all memory, not only free memory: pages are taken when first touched, and other memory may be freed
-    until then.
+    The limit is on all memory, not only free memory, because pages are allocated when first touched, and other memory
+    may be freed until then.
     """
     totals = dict(re.findall(r"^(MemTotal|SwapTotal): +(\d+) kB", _text(_PROC / "meminfo"), re.MULTILINE))
     swap = int(totals.get("SwapTotal", 0)) << 10
@@ -41,7 +41,7 @@ def memory_limit() -> Limit | None:
 
 
 def _group_limits() -> list[tuple[Path, int]]:
-    """Returns the limits of this process's control groups and of the groups above them, of cgroup v2 and v1."""
+    """Returns the limits of this process's control groups (v1 and v2) and of their parent groups."""
     found = []
     for line in _text(_PROC / "self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
@@ -51,11 +51,11 @@ def _group_limits() -> list[tuple[Path, int]]:
             root, name = _CGROUPS / "memory", "memory.limit_in_bytes"
         else:
             continue
-        # In a container the path may be the host's, and only the root is mounted.
+        # In a container the path may be one of the host, of which only the root is mounted here.
         inner = root / group.lstrip("/")
         for directory in (inner, *inner.parents):
             text = _text(directory / name).strip()
-            if text.isdigit():  # cgroup v2 says "max" for none
+            if text.isdigit():  # cgroup v2 writes "max" for no limit
                 found.append((directory / name, int(text)))
             if directory == root:
                 break

@@ -1,4 +1,5 @@
-// One table of segments per device. No driver call is made with its lock held, because drivers wait for kernels.
+// Keeps a table of segments per device. No driver call is made with a table's lock held, because drivers wait for
+// kernels.
 #include "memory_pool.h"
 
 #include <mutex>
@@ -25,7 +26,8 @@ Device devices[PROXYCCL_POOL_DEVICES];
 
 Device* find_device(int number) { return number >= 0 && number < PROXYCCL_POOL_DEVICES ? &devices[number] : nullptr; }
 
-// Returns the link to the segment that matches, or to null if none does. The caller holds the device's lock.
+// Returns the address of the link to the first segment that matches, or of the last link, which is null. The caller
+// holds the device's lock.
 template <typename Predicate>
 Segment** find_link(Device& device, Predicate wanted) {
   Segment** link = &device.segments;
@@ -43,7 +45,7 @@ uint64_t remove(Device& device, Segment** link) {
   return ptr;
 }
 
-// While this object exists, the device's context is the thread's current one, in the capture mode that allows
+// While this object exists, the device's context is the thread's current context, and the thread's capture mode allows
 // allocations.
 class InContext {
  public:
@@ -83,8 +85,8 @@ uint64_t allocate(const ProxycclPoolCalls& calls, size_t bytes) {
   return calls.allocate_with_flags(&ptr, bytes, calls.flags) == 0 ? reinterpret_cast<uintptr_t>(ptr) : 0;
 }
 
-// The library accepts no status. A device that can't free memory has failed, and reports the failure to its next
-// caller.
+// The driver's status is dropped, because the library's function returns none. If a device can't free memory, it has
+// failed, and the next driver call reports the failure.
 void free_memory(const ProxycclPoolCalls& calls, uint64_t ptr) {
   const InContext context(calls);
   if (!context.failed()) calls.free(ptr);
@@ -137,7 +139,7 @@ void proxyccl_pool_free(void* ptr, ssize_t, int number, void*) {
   const uint64_t address = reinterpret_cast<uintptr_t>(ptr);
   {
     const std::lock_guard<std::mutex> lock(device->mutex);
-    // Freed memory keeps its address until it is returned to the driver.
+    // Skips segments that the library has freed: their memory may still be held.
     Segment** link =
         find_link(*device, [address](const ProxycclSegment& each) { return each.ptr == address && !each.freed; });
     if (*link == nullptr) return;

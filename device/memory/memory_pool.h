@@ -1,12 +1,12 @@
-/* Memory that another library allocates and frees through two C functions, and that communicators offer to peers.
+/* Memory that another library, such as torch, allocates and frees through two C functions, and that communicators share
+ * with peers.
  *
- * A library's caching allocator calls the two functions with its own lock held, possibly without the GIL. Code that
- * waited for the GIL in such a call could deadlock with a Python thread that waits for the allocator. So no code in
- * this file is Python, and each allocation, called a segment, is only recorded. Python reads the records when it needs
- * them.
+ * A library's caching allocator calls the two functions with its own lock held, possibly without the GIL. If these
+ * functions waited for the GIL, they could deadlock with a Python thread that waits for the allocator. So they use no
+ * Python: they record each allocation, called a segment, and Python reads the records later.
  *
- * A communicator that offers a segment to its peers holds it. A segment that the library frees returns to the driver
- * immediately if there is no hold on it, otherwise when the last hold ends.
+ * A communicator that shares a segment with peers holds the segment. When the library frees a segment, its memory is
+ * freed if there is no hold, otherwise when the last hold ends.
  */
 #pragma once
 
@@ -14,10 +14,10 @@
 #include <stdint.h>
 #include <sys/types.h>
 
-/* Exported by name; all other symbols are hidden. */
+/* All other symbols are hidden. */
 #define PROXYCCL_EXPORTED extern "C" __attribute__((visibility("default")))
 
-enum { PROXYCCL_POOL_DEVICES = 64 }; /* devices are numbered from 0 */
+enum { PROXYCCL_POOL_DEVICES = 64 }; /* device numbers are below this */
 
 /* The driver's calls for a device. The driver offers either `allocate` or `allocate_with_flags`. */
 typedef struct ProxycclPoolCalls {
@@ -28,38 +28,38 @@ typedef struct ProxycclPoolCalls {
   unsigned flags;
   /* cuMemFree, hipFree, proxyccl_host_free: waits for the device */
   int (*free)(uintptr_t ptr);
-  /* Stores the thread's current context (cuCtxGetCurrent, hipGetDevice); NULL if there is none. */
+  /* Stores the calling thread's current context (cuCtxGetCurrent, hipGetDevice); NULL on the host. */
   int (*current)(uint64_t* context);
-  /* cuCtxSetCurrent, hipSetDevice; NULL if there is no context. */
+  /* cuCtxSetCurrent, hipSetDevice; NULL on the host */
   int (*make_current)(uintptr_t context);
   uint64_t context; /* the device's context */
-  /* Exchanges the thread's capture mode (cuThreadExchangeStreamCaptureMode and HIP's); NULL if there is none. */
+  /* cuThreadExchangeStreamCaptureMode, hipThreadExchangeStreamCaptureMode; NULL on the host */
   int (*exchange_capture_mode)(int* mode);
   int relaxed; /* the capture mode in which allocating is allowed */
 } ProxycclPoolCalls;
 
 typedef struct ProxycclSegment {
-  uint64_t number; /* unique to this segment; numbers count up from 1 */
+  uint64_t number; /* from 1 on, never reused */
   uint64_t ptr;
   uint64_t bytes;
-  uint32_t freed; /* 1: the library has freed the segment, and a hold remains */
+  uint32_t freed; /* 1 if the library has freed the segment, but a hold remains */
 } ProxycclSegment;
 
-/* Makes a device's segments come from these calls. Returns 0, or -1 if the number is not a device's or the device has
+/* Sets the driver's calls for a device. Returns 0, or -1 if the device's number is too large or the device already has
  * other calls. */
 int proxyccl_pool_configure(int device, const ProxycclPoolCalls* calls);
 
-/* For the library, by name; the signatures are those of torch.cuda.memory.CUDAPluggableAllocator. `stream` is not used:
- * memory may be used on all streams, and freeing waits for all of them. */
-PROXYCCL_EXPORTED void* proxyccl_pool_allocate(ssize_t bytes, int device, void* stream); /* NULL: out of memory */
+/* The functions that the library calls, with the signatures of torch.cuda.memory.CUDAPluggableAllocator. `stream` is
+ * ignored, because freeing waits for all streams. */
+PROXYCCL_EXPORTED void* proxyccl_pool_allocate(ssize_t bytes, int device, void* stream); /* or NULL */
 PROXYCCL_EXPORTED void proxyccl_pool_free(void* ptr, ssize_t bytes, int device, void* stream);
 
-/* Returns the number of changes of a device's segments so far. */
+/* Returns a number that grows with every change of a device's segments. */
 uint64_t proxyccl_pool_changes(int device);
-/* Copies the segments, at most `room` of them. Returns how many there are. */
+/* Copies at most `room` segments. Returns the number of all segments. */
 size_t proxyccl_pool_segments(int device, ProxycclSegment* segments, size_t room);
-/* Holds a segment: the segment's memory stays allocated even if the library frees it. Returns 0 if the library had
- * freed it before. */
+/* Holds a segment, so that its memory stays allocated even if the library frees the segment. Returns 0, without a hold,
+ * if the library has already freed it. */
 int proxyccl_pool_hold(int device, uint64_t number);
 /* Ends a hold. Returns the segment's address if the caller must now free it, else 0. */
 uint64_t proxyccl_pool_release(int device, uint64_t number);

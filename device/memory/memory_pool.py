@@ -1,4 +1,4 @@
-"""Memory that another library allocates and frees through C functions, as segments that this process may share."""
+"""The segments of memory that another library allocates and frees (memory_pool.h)."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from proxyccl.device.ffi_types import set_functions
 from proxyccl.device.owned import Owned
 
 ALLOCATE, FREE = "proxyccl_pool_allocate", "proxyccl_pool_free"
-"""The names of the functions; memory_pool.h has their signatures."""
+"""The names of the C functions that the other library calls."""
 
 
 def library() -> str:
-    """Returns the path of the library that exports the functions."""
+    """Returns the path of the shared object that exports the C functions."""
     found = importlib.util.find_spec("proxyccl.device._native")
     assert found is not None
-    assert found.origin is not None  # the module is found, because it was imported above
+    assert found.origin is not None  # imported above
     return found.origin
 
 
 class Segment(Struct, frozen=True):
-    """An allocation of the library.
+    """An allocation of the other library.
 
     Attributes:
-        number: unique to this segment.
+        number: the segment's number, which is never reused.
         ptr: its address.
         nbytes: its size.
-        freed: whether the library has freed it; its memory then exists until the last hold ends.
+        freed: whether the library has freed the segment, whose memory remains until the last hold ends.
     """
 
     number: int
@@ -41,9 +41,7 @@ class Segment(Struct, frozen=True):
 
 
 class SegmentHold(Owned):
-    """Keeps a segment's memory until it is closed, or has no more references. If the library has freed the segment, and
-    this was the last hold, the memory is freed then.
-    """
+    """Keeps a segment's memory allocated until this object is closed or has no references."""
 
 
 def _release(runtime: BaseRuntime, number: int) -> None:
@@ -53,15 +51,16 @@ def _release(runtime: BaseRuntime, number: int) -> None:
 
 
 class MemoryPool:
-    """The segments of a runtime's device. The library's allocations on the device fail until a pool was made for it.
+    """The segments of a runtime's device.
 
-    All `MemoryPool` objects of a device stand for the same pool.
+    Until the first `MemoryPool` of a device, the library's allocations on the device fail. All `MemoryPool` objects of
+    a device share its segments.
 
     Args:
-        runtime: the source of the segments' memory.
+        runtime: the runtime whose driver allocates the segments.
 
     Raises:
-        ArgumentError: the device's number is too large, or another runtime has a pool on the device of this number.
+        ArgumentError: the device's number is too large, or another runtime has a pool for this device number.
     """
 
     def __init__(self, runtime: BaseRuntime) -> None:
@@ -78,11 +77,11 @@ class MemoryPool:
 
     @property
     def changes(self) -> int:
-        """The number of times that segments were added, freed or removed."""
+        """A number that grows when segments are added, freed or removed."""
         return lib.proxyccl_pool_changes(self._device)
 
     def segments(self) -> list[Segment]:
-        """Returns the present segments."""
+        """Returns all segments, including freed ones that are still held."""
         room = lib.proxyccl_pool_segments(self._device, ffi.NULL, 0)
         while True:
             found = ffi.new("ProxycclSegment[]", room)
@@ -92,7 +91,8 @@ class MemoryPool:
             room = count
 
     def hold(self, number: int) -> SegmentHold | None:
-        """Keeps a segment's memory even if the library frees it. Returns None if the library has freed it already."""
+        """Keeps a segment's memory even if the library frees the segment. Returns None if the library has already freed
+        it."""
         if not lib.proxyccl_pool_hold(self._device, number):
             return None
         return SegmentHold(_release, self._runtime, number)

@@ -8,7 +8,7 @@
 struct ProxycclPlaces {
   uint64_t start, bytes;
   uint32_t count;
-  std::unique_ptr<uint64_t[]> states;  // ready, taken, or the number of the free that made a place idle
+  std::unique_ptr<uint64_t[]> states;  // kReady, kTaken, or for an idle place the number of its free
   ProxycclPlaces* next;
 };
 
@@ -16,11 +16,11 @@ namespace {
 
 constexpr uint64_t kReady = 0, kTaken = ~uint64_t{0};
 
-std::mutex mutex;  // guards everything below, and all states
+std::mutex mutex;  // guards the variables below, except `chosen`, and all states
 ProxycclPlaces* all = nullptr;
 thread_local ProxycclPlaces* chosen = nullptr;
-uint64_t mark = uint64_t{1} << 63;  // the address for the next allocation that gets no place
-uint64_t freed = 0;                 // the number of the last free
+uint64_t mark = uint64_t{1} << 63;  // the address for the next allocation if no place is left
+uint64_t freed = 0;                 // the number of frees so far
 
 }  // namespace
 

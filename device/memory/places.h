@@ -1,15 +1,14 @@
-/* Places: equal parts of one memory, which another library's caching allocator allocates and frees as if they were
- * whole allocations. So the allocator decides when a place is free again, because it knows on which streams its arrays
+/* Places are equal parts of one memory, each of which another library's caching allocator, such as torch's, uses as a
+ * whole allocation. The allocator frees a place only when it is unused, because it knows on which streams its arrays
  * are used.
  *
- * A thread chooses the places that its next allocations come from. If all places are taken, an allocation gets an
- * unmapped address, which the caller recognises and frees immediately. Each such address is unique, because the library
- * identifies its allocations by address. A failure would make the library free its cached memory and wait for the
- * device.
+ * A thread chooses the set of places for its next allocations. If all places are taken, an allocation returns a unique
+ * unmapped address, which the caller must recognise and free immediately. NULL instead would make the library free its
+ * cached memory and wait for the device.
  *
- * The library calls with its own lock held, so no code in this file is Python (memory_pool.h). Kernels that it queued
- * may still use a place that it has freed; where drivers free memory, they wait for such kernels. So a freed place is
- * idle until a caller that has waited for the device renews it.
+ * The functions here never take the GIL, because the library calls them with its own lock held (memory_pool.h). When
+ * the library frees a place, queued kernels may still use the place. So a freed place is idle, and not allocated again
+ * until a caller has waited for the device and renewed it.
  */
 #pragma once
 
@@ -17,20 +16,20 @@
 
 typedef struct ProxycclPlaces ProxycclPlaces;
 
-/* Makes `count` places of `bytes` bytes each, from `start` on. Returns NULL if memory has run out. */
+/* Makes `count` places of `bytes` bytes each, from address `start` on. Returns NULL if host memory has run out. */
 ProxycclPlaces* proxyccl_places_open(uint64_t start, uint64_t bytes, uint32_t count);
-/* Sets the places that this thread's allocations come from; NULL for none. */
+/* Sets the places from which the calling thread allocates; NULL for none. */
 void proxyccl_places_choose(ProxycclPlaces* places);
-/* Frees are numbered. Returns the number of the last free of a place that was not renewed since; 0 if there is no such
- * place. */
+/* Returns the number of the latest free of a place that is still idle; 0 if no place is idle. Frees are numbered from
+ * 1. */
 uint64_t proxyccl_places_idle(ProxycclPlaces* places);
-/* Makes the places of all frees up to number `last` available again. The caller must have waited for the device after
- * that free. */
+/* Makes the places that are idle since free number `last` or earlier available again. The caller must have waited for
+ * the device after free `last`. */
 void proxyccl_places_renew(ProxycclPlaces* places, uint64_t last);
-/* Closes the places if the library uses none of them, and returns whether they are closed. No thread may have chosen
- * these places. */
+/* Closes the places if the library uses none of them. Returns whether they are closed. No thread may have chosen these
+ * places. */
 int proxyccl_places_close(ProxycclPlaces* places);
 
-/* For the library, by name; the signatures are those of torch.cuda.memory.CUDAPluggableAllocator. */
-PROXYCCL_EXPORTED void* proxyccl_place_allocate(ssize_t bytes, int device, void* stream); /* NULL: too many bytes */
+/* The functions that the library calls, with the signatures of torch.cuda.memory.CUDAPluggableAllocator. */
+PROXYCCL_EXPORTED void* proxyccl_place_allocate(ssize_t bytes, int device, void* stream); /* NULL if too large */
 PROXYCCL_EXPORTED void proxyccl_place_free(void* ptr, ssize_t bytes, int device, void* stream);

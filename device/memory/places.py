@@ -1,4 +1,4 @@
-"""Places: equal parts of one memory that another library's caching allocator hands out (places.h)."""
+"""Places: equal parts of one memory, each of which torch's caching allocator uses as an allocation (places.h)."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from proxyccl.device.base_runtime import BaseRuntime, Memory
 from proxyccl.device.errors import ResourceError
 
 ALLOCATE, FREE = "proxyccl_place_allocate", "proxyccl_place_free"
-"""The names of the library's functions, which are exported where those of `memory_pool` are."""
+"""The names of the C functions that torch calls, which `memory_pool.library()` exports."""
 _MIN_LARGE, _ROUND_LARGE = 10 << 20, 2 << 20
 
 
 def own_segment_bytes(nbytes: int) -> int:
-    """Returns the least size of at least `nbytes` for which torch's caching allocator makes a separate allocation.
+    """Returns the smallest size, at least `nbytes`, of which torch's caching allocator makes a separate allocation.
 
-    It cuts smaller arrays out of larger allocations (c10/cuda/CUDACachingAllocator.cpp, kMinLargeAlloc and
+    For smaller arrays torch splits larger allocations (c10/cuda/CUDACachingAllocator.cpp, kMinLargeAlloc and
     kRoundLarge).
     """
     return -(-max(nbytes, _MIN_LARGE) // _ROUND_LARGE) * _ROUND_LARGE
 
 
 class Places:
-    """Places in one memory. The memory is kept until the library has freed all of them.
+    """Places in one memory. The memory is kept until torch has freed all places.
 
     Args:
         runtime: the memory's runtime.
         memory: the memory that contains the places.
         offset: the offset of the first place.
-        nbytes: size of each place.
-        count: their number.
+        nbytes: bytes of each place.
+        count: the number of places.
 
     Raises:
         ResourceError: the table of places can't be allocated.
     """
 
     _lock: ClassVar[threading.Lock] = threading.Lock()
-    _outlived: ClassVar[list[Places]] = []  # closed objects whose places the library still uses
+    _outlived: ClassVar[list[Places]] = []  # closed objects of which torch still uses places
 
     def __init__(self, runtime: BaseRuntime, memory: Memory, offset: int, nbytes: int, count: int) -> None:
         self._runtime, self._memory = runtime, memory
@@ -49,13 +49,13 @@ class Places:
         self._let_go()
 
     def choose(self) -> None:
-        """Makes this thread's allocations until `leave` return a place or, if none is left, an address outside all
-        places. An allocation outside all places must be freed immediately, unused.
+        """Makes torch's allocations in this thread return places, until `leave`. If no place is left, torch gets an
+        address outside all places, which the caller must free immediately without using it.
         """
         idle = lib.proxyccl_places_idle(self._native)
         if idle:
             self._runtime.synchronize()
-            lib.proxyccl_places_renew(self._native, idle)  # places freed since then are not renewed
+            lib.proxyccl_places_renew(self._native, idle)  # not those freed since `idle` was read
         lib.proxyccl_places_choose(self._native)
 
     @staticmethod
@@ -64,17 +64,17 @@ class Places:
         lib.proxyccl_places_choose(ffi.NULL)
 
     def number_at(self, ptr: int) -> int | None:
-        """Returns the number, from 0, of the place that begins at an address; None if no place begins there."""
+        """Returns the index of the place that begins at an address, or None."""
         number, behind = divmod(ptr - self._start, self._nbytes)
         return number if behind == 0 and 0 <= number < self._count else None
 
     def close(self) -> None:
-        """Frees the places, or keeps them until the library has freed all of them."""
+        """Frees the memory as soon as torch has freed all places."""
         self._let_go(self)
 
     @classmethod
     def _let_go(cls, *closed: Places) -> None:
-        """Drops the closed places of which the library holds none."""
+        """Drops closed objects of which torch uses no place."""
         with cls._lock:
             cls._outlived[:] = [
                 places for places in (*cls._outlived, *closed) if not lib.proxyccl_places_close(places._native)

@@ -1,7 +1,7 @@
-"""Shared memory without a name, as the host runtime's device memory and as every runtime's pinned memory.
+"""Anonymous shared memory, which is the host runtime's device memory and every runtime's pinned memory.
 
-The memory is a memfd. Another process of the same user opens it as /proc/<pid>/fd/<fd>, so a killed process leaves no
-files, and the size limit of /dev/shm does not apply. A process of another PID or user namespace asks the owner for a
+The memory is a memfd, so a killed process leaves no files, and the size limit of /dev/shm does not apply. Other
+processes of the same user open it as /proc/<pid>/fd/<fd>. From another PID or user namespace they ask the owner for a
 descriptor (`descriptor_server.py`).
 """
 
@@ -26,12 +26,12 @@ from proxyccl.device.process import forks
 from proxyccl.device.process.namespaces import proc_view
 
 _LARGE = 64 << 20
-"""The least bytes of an allocation that is checked against the machine's memory. Linux would not refuse it: pages are
-taken when first touched, and Linux kills the process if there are none."""
+"""Allocations of at least this many bytes are checked against `memory_limit`. Linux does not refuse too large ones, but
+kills the process when no page is left."""
 
 
 class _Origin(Struct, frozen=True):
-    """A process that offers a file, and the file's descriptor in that process.
+    """The process that exports a file, and the file's descriptor in that process.
 
     Attributes:
         view: the process's `proc_view`, in which `pid` is valid.
@@ -45,7 +45,7 @@ class _Origin(Struct, frozen=True):
 
     @classmethod
     def here(cls, descriptor: int) -> _Origin:
-        """Returns the `_Origin` of a file of which this process has a descriptor."""
+        """Returns the `_Origin` of a descriptor of this process."""
         process = forks.here()
         return cls(proc_view(), process.pid, process.token, descriptor)
 
@@ -56,14 +56,14 @@ def _page_round(nbytes: int) -> int:
 
 
 class _Mapping:
-    """A file mapped into this process, unmapped with the last `SharedMemory` that uses it.
+    """A file that is mapped in this process until no `SharedMemory` uses it.
 
-    A file is mapped once in a process, so ranks that are threads see one address. A race detector knows memory by its
-    address, so it would miss races between two mappings of the same memory. Pinned addresses may stay mapped when they
-    have no more users (`SharedMemory.addresses`); the descriptor is then closed.
+    A process maps a file only once, because race detectors identify memory by its address, and would miss races of
+    ranks that are threads if each had a mapping. A pinned mapping may stay mapped without users
+    (`SharedMemory.addresses`), but its descriptor is closed.
     """
 
-    _lock = threading.RLock()  # an RLock, because garbage collection may close memory anywhere
+    _lock = threading.RLock()  # reentrant, because garbage collection may close memory anywhere
     _by_file: ClassVar[weakref.WeakValueDictionary[tuple[int, int], _Mapping]] = weakref.WeakValueDictionary()
 
     def __init__(self, descriptor: int, info: os.stat_result, origin: _Origin | None) -> None:
@@ -77,22 +77,22 @@ class _Mapping:
         self.address = int(ffi.cast("uintptr_t", address[0]))
         self.nbytes = nbytes
         self._users = 1
-        self._descriptors: list[int] = []  # a descriptor if the file is this process's own and has users, else empty
+        self._descriptors: list[int] = []  # the descriptor of this process's own file, unless it has no users
         self._name_by(descriptor, origin)
-        # The finalizer does not run at exit: communicators close later, and their proxies still use the memory.
+        # The finalizer does not run at exit, because the proxies of communicators, which close later, use the memory.
         weakref.finalize(self, _Mapping._release, self.address, nbytes, self._descriptors).atexit = False
 
     @property
     def descriptor(self) -> int:
-        """The descriptor of the file; -1 if the file is another process's, or if the mapping has no users."""
+        """The file's descriptor; -1 if the file belongs to another process, or if the mapping has no users."""
         return self._descriptors[0] if self._descriptors else -1
 
     @classmethod
     def of(cls, descriptor: int, origin: _Origin | None = None) -> _Mapping:
-        """Returns the mapping of a descriptor's file, for one more user. Takes ownership of the descriptor.
+        """Adds a user to the mapping of a descriptor's file, and returns the mapping. Takes ownership of the
+        descriptor.
 
-        For a file of another process, this process keeps no descriptor open: the owner's process and descriptor are
-        enough to name it.
+        The descriptor of another process's file is closed, because the owner's descriptor identifies the file.
         """
         info = os.fstat(descriptor)
         with cls._lock:
@@ -108,7 +108,7 @@ class _Mapping:
             return mapping
 
     def leave(self) -> None:
-        """Removes a user. When no user is left, the descriptor is closed."""
+        """Removes a user. After the last user, closes the descriptor."""
         self._users -= 1
         if self._users == 0 and self._descriptors:
             os.close(self._descriptors.pop())
@@ -131,7 +131,7 @@ forks.hold_while_forking(_Mapping._lock)
 
 
 class SharedMemory:
-    """Shared memory, or a range of it, that is mapped in this process."""
+    """A range of shared memory that is mapped in this process."""
 
     def __init__(self, mapping: _Mapping, offset: int, nbytes: int) -> None:
         self._mapping: _Mapping | None = mapping
@@ -150,7 +150,7 @@ class SharedMemory:
 
     @property
     def mapped_range(self) -> tuple[int, int]:
-        """Address and size of the whole mapping that contains this memory."""
+        """Address and bytes of the whole mapping that contains this memory."""
         if self._mapping is None:
             raise ClosedError("the memory is closed")
         return self._mapping.address, self._mapping.nbytes
@@ -161,8 +161,8 @@ class SharedMemory:
 
     @classmethod
     def allocate(cls, nbytes: int) -> SharedMemory:
-        """Allocates zeroed memory. Raises ArgumentError unless the size is positive, ResourceError if there is no
-        room."""
+        """Allocates zeroed memory. Raises ArgumentError if the size is not positive, and ResourceError if memory runs
+        out."""
         if nbytes <= 0:
             raise ArgumentError("nbytes", f"must be positive, not {nbytes}")
         if nbytes >= 1 << 63:
@@ -181,18 +181,17 @@ class SharedMemory:
 
     @classmethod
     def open(cls, handle: bytes) -> SharedMemory:
-        """Maps memory that a process of this machine and user exported. Raises ArgumentError if the handle is
+        """Maps memory that a process of the same user on this machine exported. Raises ArgumentError if the handle is
         invalid."""
         descriptor, offset, nbytes = open_descriptor(handle)
         return cls(_Mapping.of(descriptor, _Handle.origin(handle)), offset, nbytes)
 
     @classmethod
     def adopt(cls, descriptor: int, nbytes: int) -> SharedMemory:
-        """Maps a file that another process handed over. The memory owns the descriptor, which is also closed on
-        failure.
+        """Maps the shared memory of a descriptor, and takes ownership of the descriptor, also on failure.
 
         Raises:
-            ArgumentError: the file is not shared memory of at least `nbytes`.
+            ArgumentError: the descriptor is not shared memory of at least `nbytes` bytes.
         """
         try:
             _require_memory(descriptor, nbytes)
@@ -212,7 +211,7 @@ class SharedMemory:
         return self.ptr <= ptr and ptr + nbytes <= self.ptr + self.nbytes
 
     def addresses(self) -> object:
-        """Returns an object that keeps this memory's addresses from reuse, even after `close`."""
+        """Returns an object that keeps this memory mapped, even after `close`, so that its addresses are not reused."""
         if self._mapping is None:
             raise ClosedError("the memory is closed")
         return self._mapping
@@ -226,8 +225,8 @@ class SharedMemory:
 
 
 def find_range(ptr: int, nbytes: int) -> SharedMemory | None:
-    """Returns a `SharedMemory` for a range of memory that this process has mapped; the caller must not close the
-    result. Returns None if this process has not mapped such memory."""
+    """Returns the `SharedMemory` at an address range, which the caller must not close. Returns None if the range is not
+    in shared memory."""
     with _Mapping._lock:
         for mapping in list(_Mapping._by_file.values()):
             if mapping._users and mapping.address <= ptr and ptr + nbytes <= mapping.address + mapping.nbytes:
@@ -236,8 +235,8 @@ def find_range(ptr: int, nbytes: int) -> SharedMemory | None:
 
 
 def open_descriptor(handle: bytes) -> tuple[int, int, int]:
-    """Opens the file that a handle names. Returns the descriptor, for the caller to close, and the range's offset and
-    size.
+    """Opens a handle's file. Returns the descriptor, which the caller closes, and offset and bytes of the handle's
+    range.
 
     Raises ArgumentError like `SharedMemory.open`.
     """
@@ -245,14 +244,14 @@ def open_descriptor(handle: bytes) -> tuple[int, int, int]:
 
 
 def export_descriptor(descriptor: int, offset: int, nbytes: int) -> bytes:
-    """Returns a handle of a range of a descriptor's file in this process, valid while the descriptor is open."""
+    """Returns a handle, valid while `descriptor` is open, of a range of the descriptor's file."""
     info = os.fstat(descriptor)
     return _Handle.pack(_Origin.here(descriptor), (info.st_dev, info.st_ino), offset, nbytes)
 
 
 class _Handle:
-    """The handle by which another process opens a `SharedMemory`: the owner, its descriptor, and the identity of the
-    file.
+    """Packs and opens the handle of a range of shared memory: the owner, the owner's descriptor, and the file's device
+    and inode.
     """
 
     _LAYOUT = struct.Struct("<8sQq16sqQQQQ")
@@ -266,13 +265,13 @@ class _Handle:
 
     @classmethod
     def origin(cls, handle: bytes) -> _Origin:
-        """Returns the process and the descriptor that a handle names."""
+        """Returns a handle's process and descriptor."""
         _, *owner = cls._LAYOUT.unpack(handle)[:5]
         return _Origin(*owner)
 
     @classmethod
     def open(cls, handle: bytes) -> tuple[int, int, int]:
-        """Opens a handle's file. Returns (a descriptor of this process, offset, nbytes)."""
+        """Returns a new descriptor of a handle's file, and the handle's offset and nbytes."""
         if len(handle) != cls.SIZE:
             raise ArgumentError(
                 "handle", f"expected a handle of shared memory, {cls.SIZE} bytes, not {len(handle)} bytes"
@@ -298,7 +297,7 @@ class _Handle:
 
 
 def _descriptor_of(origin: _Origin, identity: tuple[int, int]) -> int:
-    """Returns a descriptor of the file that a process offers, for the caller to close. Raises OSError."""
+    """Returns a new descriptor of an `_Origin`'s file, which the caller closes. Raises OSError."""
     if origin.view and origin.view == proc_view():
         return os.open(f"/proc/{origin.pid}/fd/{origin.descriptor}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     if origin.token == forks.here().token:  # needs no /proc
@@ -311,7 +310,7 @@ _REQUEST = struct.Struct("<qQQ")  # descriptor, device, inode
 
 
 def _supply(request: bytes) -> Iterator[tuple[int, int]]:
-    """Supplies a descriptor of this process's memory to a process of another PID namespace."""
+    """Makes a descriptor of this process's memory for a process of another namespace."""
     if len(request) != _REQUEST.size:
         raise ArgumentError("request", f"expected {_REQUEST.size} bytes, not {len(request)}")
     named, device, inode = _REQUEST.unpack(request)
@@ -335,9 +334,9 @@ supply(_KIND, _supply, (ArgumentError,))
 
 
 def _require_memory(descriptor: int, nbytes: int, identity: tuple[int, int] | None = None) -> None:
-    """Raises ArgumentError unless a file is the one with this device and inode, large enough, and sealed.
+    """Raises ArgumentError unless a file has the device and inode `identity`, has at least `nbytes`, and is sealed.
 
-    If another process cut an unsealed file short, reading past the cut would end this process.
+    Another process could truncate an unsealed file, and accesses past its end would end this process by SIGBUS.
     """
     info = os.fstat(descriptor)
     if identity is not None and (info.st_dev, info.st_ino) != identity:

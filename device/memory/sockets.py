@@ -1,8 +1,8 @@
-"""The sockets through which clients reach a process's descriptor server (descriptor_server.py), also from containers.
+"""The sockets by which clients connect to a process's descriptor server (descriptor_server.py), also across containers.
 
-Processes of one network namespace use an abstract name, which needs no file. Processes of different network namespaces
-use a file in a directory that both see: ``PROXYCCL_SOCKETS``, else the user's runtime directory. If they share only the
-node daemon's socket, the daemon connects them (proxy/daemon/broker.py).
+In one network namespace, the socket has an abstract name. Across network namespaces, the socket is a file in a shared
+directory: ``PROXYCCL_SOCKETS``, else the user's runtime directory. If two processes share only the node daemon's
+socket, the daemon connects them (proxy/daemon/broker.py).
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ _LONGEST_PATH = 107
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 Connect = Callable[[bytes, float], socket.socket]
-"""Connects to the server of a process, by the process's token and a time-out in seconds. Raises OSError."""
+"""Connects to a process's server, given the process's token and a time-out in seconds. Raises OSError."""
 
 _brokers: dict[str, Connect] = {}
 
 
 class UnreachableError(ConnectionRefusedError):
-    """A process can't be reached: it has ended, or its container shares no socket with this process's container."""
+    """A process has ended, or its container shares no socket with this process's container."""
 
 
 def directory() -> Path:
-    """Returns the directory of sockets, which need not exist."""
+    """Returns the directory of sockets. The directory need not exist."""
     named = os.environ.get("PROXYCCL_SOCKETS")
     return Path(named).absolute() if named else runtime_directory()
 
 
 def usable_directory() -> tuple[str, str]:
-    """Returns two texts, one of which is "": a text that is the same in all processes with the same directory of
-    sockets, and the reason if this process can't use the directory.
+    """Returns an identifier of the directory of sockets and "", or, if this process can't use the directory, "" and the
+    reason.
 
-    The user's runtime directory is made if it is missing.
+    The identifier is the same in all processes that see the directory. The user's runtime directory is made if it is
+    missing.
     """
     place = directory()
     try:
@@ -64,14 +65,13 @@ def usable_directory() -> tuple[str, str]:
 
 
 def shared_network() -> str:
-    """Returns a text that is the same in all processes of one network namespace; "" if /proc does not show the
-    namespace."""
+    """Returns an identifier of this process's network namespace; "" if /proc does not show the namespace."""
     number = network_namespace()
     return f"network {number}" if number else ""
 
 
 def listen_in_network(token: bytes) -> socket.socket:
-    """Returns a socket that listens at a process's abstract name. Raises OSError."""
+    """Returns a socket that listens at the abstract name for a process's token. Raises OSError."""
     with contextlib.ExitStack() as undo:
         listener = undo.enter_context(_socket())
         listener.bind(_abstract(token))
@@ -81,7 +81,7 @@ def listen_in_network(token: bytes) -> socket.socket:
 
 
 def listen_in_directory(place: Path, token: bytes) -> tuple[socket.socket, str]:
-    """Returns a socket that listens at a process's file in a directory, and the file's path. Raises OSError."""
+    """Returns a socket that listens at a file for a process's token, and the file's path. Raises OSError."""
     _remove_left(place)
     path = _path(place, token)
     draft = os.path.join(place, f".{os.path.basename(path)[:8]}")
@@ -91,7 +91,7 @@ def listen_in_directory(place: Path, token: bytes) -> tuple[socket.socket, str]:
         undo.callback(os.unlink, draft)
         os.chmod(draft, 0o600)
         listener.listen(64)
-        os.rename(draft, path)  # renamed once it listens: `_remove_left` removes sockets that don't
+        os.rename(draft, path)  # only now, because `_remove_left` removes sockets that do not listen
         undo.pop_all()
     return listener, path
 
@@ -102,7 +102,7 @@ def _remove_left(place: Path) -> None:
         with contextlib.suppress(OSError), _socket() as probe:
             if not stat.S_ISSOCK(path.lstat().st_mode):
                 continue
-            probe.setblocking(False)  # BlockingIOError means that the process is alive and busy
+            probe.setblocking(False)  # BlockingIOError means that a busy process listens
             try:
                 probe.connect(os.fspath(path))
             except ConnectionRefusedError:
@@ -120,7 +120,6 @@ def _abstract(token: bytes) -> bytes:
 
 
 def _fits(place: Path) -> bool:
-    """Whether the path of a socket in this directory is short enough."""
     return len(os.fsencode(_path(place, bytes(TOKEN_BYTES)))) <= _LONGEST_PATH
 
 
@@ -129,10 +128,10 @@ def _path(place: Path, token: bytes) -> str:
 
 
 def add_broker(name: str, connect: Connect) -> None:
-    """Registers a broker, which is a process that connects other processes, for processes that no other socket reaches.
+    """Registers a broker: a process through which this process connects to processes that share no socket with it.
 
     Args:
-        name: the broker's name in errors. It replaces a broker of the same name.
+        name: the broker's name in errors. The new broker replaces an earlier broker of the same name.
         connect: connects to a process through the broker. Raises OSError if the broker does not know the process.
     """
     _brokers[name] = connect
@@ -148,7 +147,7 @@ def connect(token: bytes, timeout: float) -> socket.socket:
 
     Args:
         token: the process's token.
-        timeout: seconds for each step.
+        timeout: seconds for each attempt.
 
     Raises:
         UnreachableError: the process can't be reached.
@@ -165,7 +164,7 @@ def connect(token: bytes, timeout: float) -> socket.socket:
 
 
 def _ways(token: bytes) -> Iterator[tuple[str, Callable[[float], socket.socket]]]:
-    """Yields functions that connect to a process's server, each after the name that errors give it."""
+    """Yields pairs of an error text and a function that takes a time-out and connects to a process's server."""
     yield "in this network namespace", lambda timeout: _connect(_abstract(token), timeout)
     place = directory()
     if _fits(place):
@@ -189,8 +188,8 @@ def _connect(address: str | bytes, timeout: float) -> socket.socket:
 
 
 def peer_credentials(connection: socket.socket) -> tuple[int, int]:
-    """Returns the process id and user id at the other end, from the kernel. The process id is 0 if the process has no
-    number in this PID namespace."""
+    """Returns process id and user id of a connection's other end, from the kernel. The process id is 0 if the process
+    is not visible in this PID namespace."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, user, _ = _CREDENTIALS.unpack(raw)
     return pid, user

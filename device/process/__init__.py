@@ -1,1 +1,1 @@
-"""This process: its forks, threads and signals, its namespaces, and its user's directories."""
+"""Forks, threads, signals, namespaces and CPU cores of this process, and directories of its user."""

@@ -1,4 +1,4 @@
-"""The cores that a process's threads may use, by the machine and the control groups."""
+"""Counts the CPU cores that this process may use."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def usable_cores(cores: int | None = None) -> int:
-    """Returns the number of cores that this process may use, limited by its control groups.
+    """Returns the smaller of `cores` and the number of cores that control groups allow this process; at least 1.
 
     Args:
-        cores: the number of cores to limit; None for the machine's.
+        cores: a number of cores; None for all cores of the machine.
     """
     allowed = cores_allowed()
     found = cores if cores is not None else os.cpu_count() or 1
@@ -23,24 +23,23 @@ def usable_cores(cores: int | None = None) -> int:
 
 
 def core_share(host_ranks: int, container_ranks: int) -> int:
-    """Returns the number of cores that a rank's threads may keep busy: an equal share of the machine's cores and of the
-    cores that its control groups allow.
+    """Returns an equal share, per rank, of the machine's cores or of the cores that control groups allow, whichever
+    share is smaller; at least 1.
 
     Args:
-        host_ranks: the number of ranks on the machine. The cores to which a launcher has bound this rank don't count,
-            because they may be few.
-        container_ranks: how many of these ranks are in this process's container and share its limit.
+        host_ranks: the number of ranks on the machine.
+        container_ranks: the number of ranks in this process's container, which share its control group's limit.
     """
     share, allowed = (os.cpu_count() or 1) // host_ranks, cores_allowed()
     return max(1, share if allowed is None else min(share, math.floor(allowed) // container_ranks))
 
 
 def cores_allowed(root: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> float | None:
-    """Returns the number of cores that control groups allow this process, by quotas of CPU time and sets of cores.
-    Returns None if there is no limit, or none can be read.
+    """Returns the number of cores that control groups allow this process, by CPU quotas and cpusets; None if no limit
+    can be read.
 
     Args:
-        root: where control groups are mounted.
+        root: the directory at which control groups are mounted.
         own: the file that names the process's control groups.
     """
     limits = []
@@ -58,7 +57,7 @@ def cores_allowed(root: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> float | No
 
 
 def _upwards(mounted: Path, path: str) -> list[Path]:
-    """Returns the directories of a group and of its parents, whose limits also apply."""
+    """Returns the directories of a control group and of its parents."""
     group = PurePosixPath(path).relative_to("/")
     return [mounted / group, *(mounted / parent for parent in group.parents)]
 
@@ -66,7 +65,7 @@ def _upwards(mounted: Path, path: str) -> list[Path]:
 def _limit(directory: Path) -> float | None:
     with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
         quota, period = (directory / "cpu.max").read_text().split()
-        return int(quota) / int(period)  # "max" stands for no limit
+        return int(quota) / int(period)  # int("max"), for no limit, raises ValueError
     return None
 
 
@@ -78,8 +77,7 @@ def _old_limit(directory: Path) -> float | None:
 
 
 def _cores_of(effective: Path) -> int | None:
-    """Returns the number of cores in the file's list, such as 0-3,8; the system lists only cores that the parents also
-    allow."""
+    """Returns the number of cores in a file such as "0-3,8"."""
     with contextlib.suppress(OSError, ValueError):
         bounds = [part.split("-") for part in effective.read_text().strip().split(",")]
         return sum(int(bound[-1]) - int(bound[0]) + 1 for bound in bounds)

@@ -1,4 +1,4 @@
-"""This machine's CPU: its name, and a line on it."""
+"""Describes this machine's CPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def cpu_name() -> str:
-    """Returns the CPU's name in /proc/cpuinfo."""
+    """Returns the CPU's model name."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -18,5 +18,5 @@ def cpu_name() -> str:
 
 
 def describe_cpu() -> str:
-    """Returns one line on the CPU: its name, the cores that this process may run on, and its architecture."""
+    """Returns one line with the CPU's name, the number of cores that this process may run on, and the architecture."""
     return f"{cpu_name()}, {len(os.sched_getaffinity(0))} cores, {platform.machine()}"

@@ -1,6 +1,7 @@
-"""Ownership by one process: a fork's child has copies of its parent's objects, but not its threads or its role.
+"""Makes objects usable only in the process that made them, because a fork's child has copies of the objects but lacks
+their threads.
 
-In the child, using such an object raises ClosedError, and its finalizer does nothing. The child may make its own
+In the child, using an inherited object raises ClosedError, and its finalizer does nothing. The child may make its own
 objects.
 """
 
@@ -18,11 +19,11 @@ from proxyccl.device.errors import ClosedError
 
 
 class Process(Struct, frozen=True, eq=False):
-    """A process that makes objects. There is one instance in each process (`here`).
+    """The identity of a process. `here` returns the process's only instance.
 
     Attributes:
-        pid: the process id, which the system may reuse for a later process.
-        token: 16 bytes that no other process has.
+        pid: the process id, which the system may reuse.
+        token: 16 random bytes, which are unique.
     """
 
     pid: int = field(default_factory=os.getpid)
@@ -30,17 +31,17 @@ class Process(Struct, frozen=True, eq=False):
 
     @property
     def is_here(self) -> bool:
-        """Whether this is the calling process, and not an ancestor that forked it."""
+        """Whether this is the calling process, and not its parent before a fork."""
         return self is _here
 
     def require(self, owned: str) -> None:
-        """Raises ClosedError, which names the fork, in any process other than this one. `owned` names the object in the
+        """Raises ClosedError if the calling process is a fork of this process. `owned` names the object in the
         error."""
         if self is not _here:
             raise ClosedError(self.refusal(owned))
 
     def refusal(self, owned: str) -> str:
-        """Returns the error text for another process that uses this process's objects."""
+        """Returns the error text for a fork's child that uses this process's object `owned`."""
         return (
             f"{owned} belongs to process {self.pid}; this process, {_here.pid}, is a fork of it and must make its own"
         )
@@ -51,12 +52,12 @@ _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def here() -> Process:
-    """Returns the calling process, for an object to remember as its maker."""
+    """Returns the calling process."""
     return _here
 
 
 def finalizer(owner: Any, release: Callable[..., Any], *arguments: Any) -> weakref.finalize[..., Any]:
-    """Returns a `weakref.finalize` that runs only in the process that made it.
+    """Returns a `weakref.finalize` that does nothing in forks' children.
 
     The finalizer does not run at exit, because communicators are closed later.
     """
@@ -71,8 +72,7 @@ def _release(process: Process, release: Callable[..., Any], arguments: tuple[Any
 
 
 def keep_from_children(connection: socket.socket) -> None:
-    """Closes a socket in forks' children: otherwise the process at its other end would not learn that this process has
-    ended."""
+    """Makes forks' children close a socket, because otherwise the other end would not notice when this process ends."""
     _sockets.add(connection)
 
 
@@ -82,16 +82,16 @@ class _Lock(Protocol):
 
 
 def hold_while_forking(lock: _Lock) -> None:
-    """Makes forks wait until a lock is free, because the child lacks the thread that would release it. The lock must be
-    held only briefly."""
+    """Makes forks wait until a lock is free, because the child would lack the thread that releases the lock. Hold the
+    lock only briefly."""
     os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 
 
 def _begin() -> None:
-    global _here  # noqa: PLW0603  the process that this module's objects are made in
+    global _here  # noqa: PLW0603
     _here = Process()
     for connection in list(_sockets):
-        connection.close()  # the socket is closed but not shut down, because the parent still uses it
+        connection.close()  # without shutdown(), because the parent still uses the socket
 
 
 os.register_at_fork(after_in_child=_begin)

@@ -1,8 +1,8 @@
-"""Lets Python's signal handlers run while the main thread waits in C, so that Ctrl-C ends any wait without delay.
+"""Lets Python's signal handlers run while the main thread waits in C, so that Ctrl-C ends any wait quickly.
 
-Python runs handlers only in the main thread, and only after it has returned from C. So waits return from time to time.
-Waits that can't return, such as for a kernel that the host runtime runs in its caller, call `_look`: if a handler
-raises, the exception is kept, the awaited work is told to end, and `raise_interrupt` raises the exception after the
+Python runs handlers only in the main thread, after it has returned from C. So waits return from time to time. Some
+waits can't return, such as those of a kernel that the host runtime runs in the main thread. They call `_look`. If a
+handler then raises an exception, the awaited work is aborted, and `raise_interrupt` raises the exception after the
 wait. A driver's wait for a whole device runs in another thread.
 """
 
@@ -18,19 +18,19 @@ from proxyccl.device._native import ffi, lib
 from proxyccl.device.process.threads import Thread
 
 SLICE_MS = 50
-"""Milliseconds that a wait stays in C at a time."""
+"""The most milliseconds that a wait stays in C."""
 
 _interrupted: BaseException | None = None
 _when_interrupted: dict[int, Callable[[BaseException], None]] = {}
 
 
 def _look(stream: object) -> None:
-    """Does nothing. C calls it because Python runs pending signal handlers before a function's first statement."""
+    """Called from C, only because Python runs pending signal handlers before a function's first statement."""
 
 
 def _keep(_kind: type[BaseException], error: BaseException, trace: TracebackType) -> None:
-    """Keeps the exception that a handler raised in `_look`."""
-    global _interrupted  # noqa: PLW0603  the main thread's, of which there is one
+    """Stores the exception that a signal handler raised in `_look`, and ends the stream's waits."""
+    global _interrupted  # noqa: PLW0603
     if _interrupted is None:
         _interrupted = error
     stream = int(ffi.cast("uintptr_t", trace.tb_frame.f_locals["stream"]))
@@ -51,47 +51,47 @@ os.register_at_fork(after_in_child=_look_from_main_thread)
 
 
 def when_interrupted(stream: int, end: Callable[[BaseException], None]) -> None:
-    """Sets how to end the waits of work that a host stream runs in its caller.
+    """Sets the function that ends the waits of a PROXYCCL_HOST_IN_CALLER stream's work if a signal handler raises.
 
     Args:
         stream: the stream's handle.
-        end: called with a handler's exception. It must make the waits of that work end.
+        end: the function, which is called with the handler's exception.
     """
     _when_interrupted[stream] = end
 
 
 def forget(stream: int) -> None:
-    """Ends `when_interrupted`, for a stream that is closed."""
+    """Undoes `when_interrupted` for a closed stream."""
     _when_interrupted.pop(stream, None)
 
 
 def raise_interrupt() -> None:
-    """In the main thread, raises the exception that a signal handler raised during a wait in C, if there is one."""
+    """Raises, in the main thread, the exception that `_look` has stored, if any."""
     global _interrupted
     if _interrupted is not None and threading.current_thread() is threading.main_thread():
         error, _interrupted = _interrupted, None
         try:
             raise error
         finally:
-            del error  # avoids a reference cycle of the error, its traceback and this frame
+            del error  # breaks the reference cycle of error, traceback and frame
 
 
 def in_handler() -> bool:
-    """Whether the caller is a signal handler that interrupts a wait in C, which continues when the handler returns."""
+    """Whether the caller is a signal handler that runs in `_look`, during a wait in C."""
     return bool(lib.proxyccl_host_is_looking())
 
 
 def await_driver(query: int, handle: int) -> None:
-    """In the main thread, polls until a stream or an event is done. The caller then makes the driver's own wait, which
-    returns the status.
+    """Polls, in the main thread, until a stream or an event is done, so that signal handlers run meanwhile. Afterwards
+    the caller makes the driver's own wait for the status.
 
     Args:
-        query: address of the driver's call that queries a stream or an event.
+        query: address of the driver's function that queries a stream or an event.
         handle: the stream's or event's handle.
     """
     if threading.current_thread() is threading.main_thread():
         while lib.proxyccl_driver_await(query, handle, SLICE_MS) == lib.PROXYCCL_HOST_NOT_READY:
-            pass  # signal handlers run between two queries
+            pass  # signal handlers run between the calls
 
 
 class _Outcome:
@@ -117,7 +117,7 @@ class _Helper:
             function, outcome = self._calls.get()
             try:
                 function()
-            except BaseException as error:  # raised in the thread that waits for the call
+            except BaseException as error:  # `wait_elsewhere` raises it
                 outcome.error = error
             del function
             _idle.append(self)
@@ -129,13 +129,12 @@ os.register_at_fork(after_in_child=_idle.clear)
 
 
 def wait_elsewhere(wait: Callable[[], None], look: Callable[[], None] | None = None) -> None:
-    """Makes a call that may wait long in C, and raises its exceptions. If the caller is the main thread, another thread
-    makes the call, which continues there if the main thread is interrupted.
+    """Makes a call that may wait long in C, and raises its exceptions. In the main thread, or with `look`, another
+    thread makes the call. If a signal handler or `look` raises, the call continues in that thread.
 
     Args:
         wait: the call.
-        look: called from time to time, in any thread; it may raise to end the wait. The call itself continues in the
-            other thread.
+        look: a function to call every SLICE_MS while waiting, which may raise an exception to end the wait.
     """
     if look is None and threading.current_thread() is not threading.main_thread():
         wait()

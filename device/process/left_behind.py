@@ -1,6 +1,6 @@
-"""Work that finalizers leave to later calls.
+"""Takes the work that finalizers have queued.
 
-Garbage collection may run while its thread holds any lock. So a finalizer only appends to a deque.
+A finalizer only appends to a deque, because garbage collection may run in a thread that holds any lock.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def take_each(left: deque[T]) -> Iterator[T]:
-    """Removes and yields the items, one after another, until none is left. Several threads may do this concurrently."""
+    """Removes and yields the items until none is left. Several threads may take items concurrently."""
     while left:
         try:
             item = left.popleft()

@@ -1,5 +1,4 @@
-"""The namespaces of this process: containers have their own, and processes of different PID namespaces don't see each
-other's numbers."""
+"""Identifies the PID, user and network namespaces of this process."""
 
 from __future__ import annotations
 
@@ -7,9 +6,9 @@ import os
 
 
 def pid_namespace() -> str:
-    """Returns the PID namespace of this process; "" if /proc does not show it.
+    """Returns an identifier of this process's PID namespace.
 
-    /proc does not show it if /proc is missing or belongs to another namespace.
+    Returns "" if /proc is missing or belongs to another PID namespace.
     """
     try:
         if os.readlink("/proc/self") == str(os.getpid()):
@@ -20,13 +19,10 @@ def pid_namespace() -> str:
 
 
 def proc_view() -> int:
-    """Returns a number that is equal for processes that can open each other's entries in /proc; 0 if /proc does not
-    show this process.
+    """Returns a number of at most 61 bits that is equal for processes that can open each other's entries in /proc.
+    Returns 0 if /proc does not show this process.
 
-    Such processes have the same PID namespace, so a process id means the same process, and the same user namespace:
-    entries of another can't be opened, even by the same user.
-
-    The number has at most 61 bits: the system numbers namespaces from 0xe0000000 on.
+    The number identifies the PID and the user namespace. Linux numbers namespaces from 0xe0000000 on.
     """
     processes, users = _number(pid_namespace()), _number(_link("user"))
     return (processes & 0x1FFFFFFF) << 32 | users if processes and users else 0
@@ -45,6 +41,6 @@ def _link(kind: str) -> str:
 
 
 def _number(link: str) -> int:
-    """Returns the number in a text such as "pid:[4026531836]"; 0 if the text contains none."""
+    """Returns the number in a text such as "pid:[4026531836]", or 0."""
     digits = link.partition("[")[2].rstrip("]")
     return int(digits) if digits.isdigit() else 0

@@ -1,8 +1,7 @@
-"""Directories and files that only this user and root can change, as ssh asks of its keys.
+"""Opens directories and files only if no user but this one and root can change them.
 
-The checks apply to the opened object, and later accesses use the same descriptor, so that nobody can replace the object
-in between. Parent directories are not checked: a user who can rename one can at most substitute another directory that
-passes the checks.
+Checks and accesses use the same descriptor, so that nobody can replace a directory or file after its check. Parent
+directories are not checked: a user who can rename a parent can only substitute a directory that passes the checks too.
 """
 
 from __future__ import annotations
@@ -20,33 +19,33 @@ _ACCESSIBLE = stat.S_IRWXG | stat.S_IRWXO
 
 
 def require_private(directory: Path, argument: str = "directory", *, secret: bool = False) -> None:
-    """Checks that only this user and root can change a directory's contents.
+    """Raises UntrustedPathError unless only this user and root can change a directory's contents.
 
     Args:
         directory: an existing directory.
-        argument: its name in the error.
+        argument: the argument's name in the error.
         secret: whether other users must also be unable to read or enter the directory.
 
     Raises:
         UntrustedPathError: the directory belongs to another user, other users can write to it, or it is a link.
-        OSError: the directory can't be opened; NotADirectoryError: the path is a file.
+        OSError: the directory can't be opened. NotADirectoryError: the path is a file.
     """
     os.close(open_private(directory, argument, secret=secret))
 
 
 def make_private(directory: Path, argument: str = "directory", *, secret: bool = False) -> None:
-    """Makes a directory and its missing parents, unless it exists; then checks it by `require_private`."""
+    """Makes a directory and its parents if they are missing, and calls `require_private` for the directory."""
     os.close(open_private(directory, argument, secret=secret, make=True))
 
 
 def open_private(directory: Path, argument: str = "directory", *, secret: bool = False, make: bool = False) -> int:
-    """Opens a directory that passes `require_private`. Returns its descriptor, which the caller closes.
+    """Opens a directory, with the checks of `require_private`. Returns the descriptor, which the caller closes.
 
     Args:
         directory: see `require_private`.
         argument: see `require_private`.
         secret: see `require_private`.
-        make: make the directory, and those above it, if they are missing.
+        make: whether to make the directory and its parents if they are missing.
     """
     if make:
         _make(directory, 0o700 if secret else 0o755)
@@ -68,21 +67,20 @@ def open_private(directory: Path, argument: str = "directory", *, secret: bool =
 def read_private(
     directory: int, path: Path, limit: int | None = None, *, argument: str = "file", secret: bool = False
 ) -> bytes:
-    """Reads a file that only this user and root can change.
+    """Returns the contents of a file, if only this user and root can change the file.
 
     Args:
         directory: a descriptor of the file's directory.
         path: the file's path, of which only the name is used.
         limit: the most bytes to read; None for all.
-        argument: its name in the error.
-        secret: whether other users must also be unable to read it.
+        argument: the argument's name in the error.
+        secret: whether other users must also be unable to read the file.
 
     Raises:
-        UntrustedPathError: the file belongs to another user, other users can write to it, or it is a link or not a
-            file.
+        UntrustedPathError: the file belongs to another user, other users can write to it, or it is not a regular file.
         OSError: the file can't be read. FileNotFoundError: the file does not exist.
     """
-    try:  # O_NONBLOCK, because opening a pipe would block
+    try:  # O_NONBLOCK, because opening a named pipe would block
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         descriptor = os.open(path.name, flags, dir_fd=directory)
     except OSError as error:
@@ -101,7 +99,7 @@ def read_private(
 
 
 def write_private(directory: int, path: Path, data: bytes) -> None:
-    """Writes a file atomically: under another name, which begins with a dot, moved once the disk has it.
+    """Writes a file atomically: writes a temporary file, synchronizes it to disk, and renames it.
 
     Args:
         directory: a descriptor of the file's directory.
@@ -118,7 +116,7 @@ def write_private(directory: int, path: Path, data: bytes) -> None:
         with open(descriptor, "wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(descriptor)  # otherwise a crash may leave the name without the contents
+            os.fsync(descriptor)  # a crash after the rename may otherwise lose the contents
         os.rename(draft, path.name, src_dir_fd=directory, dst_dir_fd=directory)
     finally:
         with contextlib.suppress(FileNotFoundError):  # the file was renamed
@@ -126,7 +124,7 @@ def write_private(directory: int, path: Path, data: bytes) -> None:
 
 
 def _make(directory: Path, mode: int) -> None:
-    """Makes a directory and its missing parents with the same mode; `Path.mkdir` gives the parents a different mode."""
+    """Makes a directory and its missing parents, all with the same mode, unlike `Path.mkdir`."""
     for missing in reversed([each for each in (directory, *directory.parents) if not os.path.lexists(each)]):
         missing.mkdir(mode=mode, exist_ok=True)
 

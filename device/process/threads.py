@@ -1,5 +1,5 @@
-"""Threads of the library. Starting a thread takes a bounded time, and raises ResourceError if memory or threads have
-run out. An error that ends a thread is logged, and passed to the thread's owner.
+"""Threads whose `start` raises ResourceError within a bounded time if memory or threads have run out. If an exception
+ends a thread, it is logged and passed to the thread's owner.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _logger = logging.getLogger("proxyccl")
 
 
 class _Started(threading.Event):
-    """The event that `threading.Thread.start` waits for. A thread that lacks memory to begin never sets the event, and
-    `start` has no time-out (https://github.com/python/cpython/issues/140746).
+    """The event that `threading.Thread.start` waits for, with a time-out: a thread that lacks memory to begin never
+    sets the event (https://github.com/python/cpython/issues/140746).
     """
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -28,14 +28,13 @@ class _Started(threading.Event):
 
 
 class Thread(threading.Thread):
-    """A daemon thread: the process does not wait for it when it ends.
+    """A daemon thread, for which the process does not wait at exit.
 
     Args:
         run: the thread's function.
         name: the thread's name in debuggers and reports.
         arguments: the arguments of `run`.
-        failed: called in the thread with an exception of `run`, which is also logged; it should end what depends on the
-            thread.
+        failed: a function that the thread calls with an exception of `run`, to end what depends on the thread.
     """
 
     def __init__(
@@ -48,14 +47,14 @@ class Thread(threading.Thread):
         super().__init__(name=name, daemon=True)
         self._started = _Started()
         self._failed = failed
-        self._lock = threading.Lock()  # decides between a thread that begins late and a start that gives up
-        self._call: Callable[[], object] | None = functools.partial(run, *arguments)  # until it begins or is abandoned
+        self._lock = threading.Lock()  # guards `_call`, which a late thread and a start that gives up both take
+        self._call: Callable[[], object] | None = functools.partial(run, *arguments)  # None once taken
 
     def start(self) -> None:
-        """Starts the thread, and returns when the thread has begun to run.
+        """Starts the thread, and returns when it has begun to run.
 
         Raises:
-            ResourceError: the thread can't be started, and will not begin later.
+            ResourceError: the thread did not begin, and will not call `run` later.
         """
         try:
             super().start()
@@ -75,10 +74,10 @@ class Thread(threading.Thread):
             if self._failed is not None:
                 self._failed(error)
         finally:
-            self._failed = None  # drops the reference to the owner of the thread
+            self._failed = None  # drops the reference to the thread's owner
 
     def _take(self) -> Callable[[], object] | None:
-        # Python keeps a thread that did not begin forever, but not the objects that it would have used.
+        # Dropping `_call` frees the thread's arguments, because Python keeps a thread that did not begin forever.
         with self._lock:
             call, self._call = self._call, None
         return call

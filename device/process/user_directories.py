@@ -1,4 +1,4 @@
-"""The directories for this user's files that outlive a process: by the XDG rules, also for a user without a home.
+"""Finds directories for this user's files by the XDG rules, also for users without a home directory.
 
 Containers often run as a user without an entry in the passwd file, with no HOME, with HOME=/ or with a home that can't
 be written.
@@ -14,13 +14,13 @@ NAME = "proxyccl"
 
 
 def user_directory(variable: str, below_home: str, purpose: str) -> Path:
-    """Returns the directory for a kind of this library's files. The directory need not exist, and may fail
+    """Returns the directory for one kind of this library's files. The directory need not exist or pass
     `require_private`.
 
     Args:
         variable: the XDG variable that names the parent directory.
         below_home: the parent directory's path in the user's home, if the variable is not set.
-        purpose: the kind of files, for a name in ``$TMPDIR``, else ``/tmp``, if the home can't be used.
+        purpose: the kind of files, a part of the directory's name in ``$TMPDIR`` or ``/tmp`` if the home can't be used.
     """
     named = os.environ.get(variable, "")
     if os.path.isabs(named):  # the XDG rules ignore relative paths
@@ -32,9 +32,7 @@ def user_directory(variable: str, below_home: str, purpose: str) -> Path:
 
 
 def runtime_directory() -> Path:
-    """Returns the directory for this user's sockets and for files that end with their process. The directory need
-    not exist.
-    """
+    """Returns the directory for this user's sockets and files of running processes. The directory need not exist."""
     named = os.environ.get("XDG_RUNTIME_DIR", "")
     if named and os.path.isdir(named):
         return Path(named) / NAME
@@ -42,7 +40,7 @@ def runtime_directory() -> Path:
 
 
 def _home() -> Path | None:
-    """Returns the user's home directory; None if it does not exist."""
+    """Returns the user's home directory, or None if it does not exist."""
     named = os.environ.get("HOME", "")
     try:
         home = named or pwd.getpwuid(os.getuid()).pw_dir
@@ -52,7 +50,7 @@ def _home() -> Path | None:
 
 
 def _is_usable(home: Path, directory: Path) -> bool:
-    """Whether a directory in the home exists or can be made there."""
+    """Whether a directory in the user's home exists or can be made."""
     if os.path.isdir(directory):
         return True
     above = next(each for each in directory.parents if each == home or os.path.isdir(each))
