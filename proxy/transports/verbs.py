@@ -57,7 +57,6 @@ NEEDS = "libibverbs' headers (Debian, Ubuntu: apt install libibverbs-dev; Fedora
 
 
 def _status_text(status: int) -> str:
-    """Returns a status of the transport in words (see PROXYCCL_VERBS_COMPLETION in engine/verbs_transport.h)."""
     if status == lib.PROXYCCL_VERBS_NO_INLINE:
         return "the device does not support inline data, in which values travel; put them from memory"
     if status == lib.PROXYCCL_VERBS_NO_READS:
