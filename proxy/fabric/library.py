@@ -125,7 +125,7 @@ class FabricOffer:
         address: the endpoint's IP address if known in advance; otherwise None.
         address_format: libfabric's number for the format of addresses.
         ordered: whether an endpoint's writes reach a peer's memory in order.
-        parts: the most memory ranges of one write, at the source and at the target each.
+        parts: the most memory ranges that one write may read from or write to.
         reads: whether an endpoint can also read peers' memory, for gets.
         remote: whether an endpoint reaches other hosts.
         device_memory: whether an endpoint can access GPUs' memory; False if the offers were requested without it.

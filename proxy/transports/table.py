@@ -20,8 +20,7 @@ def find_transport(name: str) -> Transport:
 
 
 def find_copying_transport(name: str) -> Transport:
-    """Returns the transport with this name. Raises ArgumentError if no transport with this name copies within a host.
-    """
+    """Returns the transport with this name. Raises ArgumentError if there is none that copies within a host."""
     found = find_transport(name)
     if found.is_remote:
         copying = (each.name for each in TRANSPORTS.values() if not each.is_remote)

@@ -25,8 +25,7 @@ ffi, lib = _engine.ffi, _engine.lib
 
 
 class EngineRuntime:
-    """A GPU runtime, the addresses of the driver functions that the engine calls, and device memory that connections
-    share.
+    """A runtime, the addresses of the driver functions that the engine calls, and device memory that connections share.
 
     Attributes:
         runtime: the runtime.
