@@ -126,7 +126,7 @@ static int look(ProxycclTransfer *transfer) {
   for (uint32_t i = 0; i < PROXYCCL_STAGES; ++i) stepped |= step(self, i);
   --transfer->copying;
   if (transfer->cancel) {
-    pthread_cond_broadcast(&agent->changed); /* the thread that cancels the transfer ends it */
+    pthread_cond_broadcast(&agent->changed); /* the canceling thread ends the transfer */
     return 0;
   }
   for (uint32_t i = 0; i < PROXYCCL_STAGES; ++i) {
