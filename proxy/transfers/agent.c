@@ -18,7 +18,8 @@ int agent_watch(ProxycclAgent *agent, int descriptor, uintptr_t tag, int operati
 void agent_wake(ProxycclAgent *agent) {
   const uint64_t one = 1;
   const ssize_t written = write(agent->wake, &one, sizeof one);
-  (void)written; /* fails only if the eventfd's count would overflow, and then the thread is awake already */
+  (void)
+      written; /* a write to an eventfd fails only if the count would overflow, and then the thread is awake already */
 }
 
 struct timespec agent_deadline(uint64_t timeout_ns) {
@@ -122,8 +123,7 @@ int proxyccl_agent_set_memory(ProxycclAgent *agent, const ProxycclStaging *stagi
 static int hold(const Ranges *ranges, const struct iovec *block) {
   const uint64_t *starts = ranges->bounds, *ends = starts + ranges->count;
   const uint64_t address = (uintptr_t)block->iov_base;
-  uint64_t low = 0,
-           high = ranges->count; /* after the loop, `low` is the number of ranges that start at or before the block */
+  uint64_t low = 0, high = ranges->count; /* `low` becomes the number of ranges that start at or before the block */
   while (low < high) {
     const uint64_t middle = (low + high) / 2;
     if (starts[middle] <= address) {

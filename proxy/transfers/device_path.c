@@ -84,8 +84,7 @@ static void begin(ProxycclTransfer *transfer, const uint64_t *stream) {
 static int look(ProxycclTransfer *transfer) {
   DeviceTransfer *self = (DeviceTransfer *)transfer;
   ProxycclAgent *agent = transfer->agent;
-  if (transfer->copying > 0 || transfer->cancel)
-    return 0; /* another thread polls or cancels the transfer, and ends it */
+  if (transfer->copying > 0 || transfer->cancel) return 0; /* another thread ends the transfer */
   if (!is_over(self)) {
     const uint64_t now = now_ns();
     if (now - self->checked < CHECK_NS) return 0;

@@ -22,8 +22,8 @@ enum {
 /* A posted request. The provider owns `context` until the completion. */
 typedef struct Posted {
   struct fi_context2 context;
-  struct Posted *next; /* next unused entry */
-  Rdma *rdma;          /* NULL if fabric_stop has ended the Rdma before the request completed */
+  struct Posted *next;
+  Rdma *rdma; /* NULL if fabric_stop has ended the Rdma before the request completed */
   uint64_t remote;
 } Posted;
 
@@ -163,9 +163,8 @@ void rdma_start(ProxycclAgent *agent, Rdma *rdma, uint64_t bytes) {
   rdma->error = 0;
   rdma->fault = 0;
   queue_push(&fabric->waiting, rdma);
-  fabric_poll(agent); /* fabric_poll may end and free the Rdma */
-  if (fabric->outstanding > 0)
-    agent_wake(agent); /* the thread may be in a long sleep, which a completion may not end */
+  fabric_poll(agent);                             /* fabric_poll may end and free the Rdma */
+  if (fabric->outstanding > 0) agent_wake(agent); /* a completion may not wake the thread */
 }
 
 void rdma_drop(ProxycclAgent *agent, Rdma *rdma) { drop_rest(agent->fabric, rdma); }

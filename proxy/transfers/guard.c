@@ -1,8 +1,9 @@
 /* Copies by the CPU from and to memory that the program may free, protect or truncate at any moment. See parts.h.
  *
- * An access to inaccessible memory raises SIGSEGV or SIGBUS. If a guarded copy raised the signal, this file's handler
- * jumps back to the copy; it passes all other signals to the handler that was installed before. process_vm_readv would
- * return an error instead, but it takes 1.6 us longer per copy, and twice as long for a megabyte.
+ * Access to memory that has been freed, protected or truncated raises SIGSEGV or SIGBUS. If a guarded copy raised the
+ * signal, this file's handler jumps back to the copy; it passes all other signals to the handler that was installed
+ * before. process_vm_readv would return an error instead, but it takes 1.6 us longer per copy, and twice as long for a
+ * megabyte.
  */
 #include <errno.h>
 #include <setjmp.h>

@@ -285,9 +285,7 @@ static const char *end_data(ProxycclLink *link) {
   --request->unanswered;
   if (in->frame.count != 0 && request->refusal == 0) {
     request->refusal = in->frame.count;
-    const uint64_t block =
-        at.index +
-        in->frame.bytes; /* the peer counts from the frame's first block, of which the frame may have only a part */
+    const uint64_t block = at.index + in->frame.bytes; /* the peer counts from the frame's first block */
     if (!request->asks && block < request->count) {
       char *address = request->remote[block].iov_base;
       request->fault.address = (uintptr_t)(in->frame.bytes == 0 ? address + at.offset : address);

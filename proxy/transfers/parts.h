@@ -47,7 +47,6 @@ typedef struct Ranges {
   uint64_t *bounds, count;
 } Ranges;
 
-/* A position in a list of blocks. */
 typedef struct Position {
   uint64_t index, offset;
 } Position;
@@ -188,7 +187,6 @@ typedef struct Sending {
   size_t tail_left;     /* bytes of `tail` that have not been sent */
 } Sending;
 
-/* The parts of a frame, in their order. */
 typedef enum FramePart { IN_HEAD, IN_BODY, IN_DATA, IN_TAIL } FramePart;
 
 /* The frame that is being received: a head, a body that the link stores, data for blocks, and the second head of an

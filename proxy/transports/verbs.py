@@ -71,8 +71,6 @@ def _status_text(status: int) -> str:
 
 
 class _Endpoint:
-    """A `TransportEndpoint` over verbs."""
-
     def __init__(self, device: VerbsContext) -> None:
         segment = device.setup.segment
         registration = device.registrations.register(segment.host_ptr, segment.nbytes)
