@@ -124,7 +124,7 @@ class FabricEndpoint(RegistrationCache):
                 f"{self.offer} of format {self.offer.address_format}; choose with the options provider and interface",
             )
         known = ffi.new("uint64_t *")
-        whole = theirs.address.ljust(_ADDRESS_BYTES, b"\0")  # providers read the format's longest length
+        whole = theirs.address.ljust(_ADDRESS_BYTES, b"\0")  # providers read the full length of the address format
         self._check("fi_av_insert", lib.proxyccl_fabric_insert(self._endpoint, whole, known))
         return known[0], theirs
 
@@ -281,8 +281,8 @@ class FabricContext(RemoteDevice):
         self._wire_endpoints = [self.endpoint]
 
     def wire_endpoints(self) -> list[FabricEndpoint]:
-        """Returns the endpoints for staged data: `FabricOptions.streams` endpoints of the same offer. The first call
-        opens all but the first endpoint, and raises the constructor's exceptions.
+        """Returns the `FabricOptions.streams` endpoints for staged data, all of the same offer. The first call opens
+        all but the first endpoint, and raises the constructor's exceptions.
         """
         offer, made = self.endpoint.offer, self._wire_endpoints
         streams = self.options.streams or (default_streams(self.setup.core_share) if offer.is_stream else 1)

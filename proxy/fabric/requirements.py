@@ -1,5 +1,5 @@
-"""Checks whether this machine has what the transport over libfabric needs. The check does not load libfabric, because
-every rank makes it and few machines have the library.
+"""Checks whether this machine meets the requirements of the transport over libfabric. The check does not load
+libfabric, because every rank makes the check and few machines have libfabric.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-/* Transfers that threads copy piece by piece: with the CPU if this process maps both sides, else with the kernel. See
- * transfers.h. */
+/* Transfers that threads copy piece by piece: with the CPU if this process maps the local and the remote memory, else
+ * with the kernel. See transfers.h. */
 #include <errno.h>
 #include <limits.h>
 
@@ -9,7 +9,7 @@ typedef struct CopyTransfer {
   ProxycclTransfer base;
   uint64_t faulted;               /* bytes left to copy when the piece that caused `fault` began */
   pid_t pid;                      /* the process that the kernel copies from and to; 0 if the CPU copies */
-  const ProxycclStaging *staging; /* NULL if pieces are not copied through stages */
+  const ProxycclStaging *staging; /* the stages for device memory; NULL for host memory */
   int staged[PROXYCCL_STAGES];    /* for each stage, whether a thread uses it */
 } CopyTransfer;
 

@@ -15,7 +15,7 @@
 
 enum {
   ACTIVE_NS = 20000, /* ns between two polls of a completion queue that has no descriptor */
-  IDLE_NS = 1000000  /* ns between two such polls while this agent has no outstanding request */
+  IDLE_NS = 1000000  /* ns between two polls of such a queue while the agent has no outstanding request */
 };
 #define LONGEST_STOP_NS 1000000000ull
 
@@ -31,7 +31,7 @@ typedef struct Fabric {
   ProxycclFabricPort port;
   struct fid_ep *endpoint;
   struct fid_cq *queue;
-  Queue waiting; /* the Rdmas with requests to post, which post one request each in turn */
+  Queue waiting; /* the Rdmas with requests to post; each posts one request in turn */
   Posted *unused;
   uint32_t outstanding;
   int failed; /* the completion queue's error; 0 while the queue works */
@@ -164,7 +164,7 @@ void rdma_start(ProxycclAgent *agent, Rdma *rdma, uint64_t bytes) {
   rdma->fault = 0;
   queue_push(&fabric->waiting, rdma);
   fabric_poll(agent);                             /* fabric_poll may end and free the Rdma */
-  if (fabric->outstanding > 0) agent_wake(agent); /* a completion may not wake the thread */
+  if (fabric->outstanding > 0) agent_wake(agent); /* completions may not wake the thread */
 }
 
 void rdma_drop(ProxycclAgent *agent, Rdma *rdma) { drop_rest(agent->fabric, rdma); }
@@ -224,7 +224,7 @@ void fabric_stop(ProxycclAgent *agent) {
     nanosleep(&pause, NULL);
     pthread_mutex_lock(&agent->lock);
   }
-  for (uint32_t i = 0; i < fabric->port.depth; ++i) { /* ends the rest without completions */
+  for (uint32_t i = 0; i < fabric->port.depth; ++i) { /* ends the remaining requests without completions */
     Rdma *rdma = fabric->posted[i].rdma;
     fabric->posted[i].rdma = NULL;
     if (rdma == NULL) continue;

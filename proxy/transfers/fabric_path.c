@@ -5,7 +5,7 @@
 #include "clock.h"
 #include "parts.h"
 
-enum { PAUSE_NS = 20000 }; /* ns between two polls of a canceling thread */
+enum { PAUSE_NS = 20000 }; /* ns that a canceling thread sleeps between two polls */
 
 typedef struct FabricTransfer {
   ProxycclTransfer base;

@@ -15,7 +15,7 @@
 enum {
   MOST_REPLACED = 8,
   SMALLEST_PAGE = 4096,
-  NEAR = 1 << 16 /* the largest page, because a signal may report the page instead of the byte */
+  NEAR = 1 << 16 /* size of the largest page, because a signal may report the page instead of the byte */
 };
 
 /* A guarded copy that a thread is making: the point to which the handler jumps back, and the blocks. */

@@ -1,5 +1,5 @@
 /* Links, which are sockets between agents. See transfers.h and parts.h. link_send.c and link_receive.c send and receive
- * their frames.
+ * the links' frames.
  */
 #include <errno.h>
 #include <sys/epoll.h>
@@ -100,7 +100,7 @@ void link_lose(ProxycclLink *link, const char *reason) {
   if (!link->serves) {
     const uint64_t one = 1;
     const ssize_t written = write(agent->losses, &one, sizeof one);
-    (void)written; /* fails only if the eventfd's count would overflow, and then the reader wakes anyway */
+    (void)written; /* the write fails only if the eventfd's count would overflow, and then the reader wakes anyway */
   }
   if (link->in.stage != NULL) stage_give(link->in.stage);
   link->in.stage = NULL;
@@ -158,7 +158,7 @@ void proxyccl_link_release(ProxycclLink *link) {
   ProxycclAgent *agent = link->agent;
   pthread_mutex_lock(&agent->lock);
   link_lose(link, "the peer was removed");
-  ++agent->references; /* this call holds a reference */
+  ++agent->references; /* prevents that the agent is freed during this call */
   link_unreference(link);
   agent_unreference(agent);
 }

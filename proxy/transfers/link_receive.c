@@ -285,7 +285,7 @@ static const char *end_data(ProxycclLink *link) {
   --request->unanswered;
   if (in->frame.count != 0 && request->refusal == 0) {
     request->refusal = in->frame.count;
-    const uint64_t block = at.index + in->frame.bytes; /* the peer counts from the frame's first block */
+    const uint64_t block = at.index + in->frame.bytes; /* the peer numbers blocks from the frame's first block */
     if (!request->asks && block < request->count) {
       char *address = request->remote[block].iov_base;
       request->fault.address = (uintptr_t)(in->frame.bytes == 0 ? address + at.offset : address);
@@ -297,8 +297,8 @@ static const char *end_data(ProxycclLink *link) {
   return NULL;
 }
 
-/* Records that received data can't be stored, because its destination is freed or protected. The rest of the frame's
- * data is then discarded. */
+/* Records that received data can't be stored, because its destination is freed or protected. The link then discards the
+ * rest of the frame's data. */
 static void note_fault(ProxycclLink *link, const struct iovec *blocks) {
   Receiving *in = &link->in;
   const char *address = (char *)blocks[in->at.index].iov_base + in->at.offset;

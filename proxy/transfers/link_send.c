@@ -16,7 +16,7 @@ enum {
                       the answer */
 };
 
-/* Turns an answer into an error if its blocks are no longer registered. */
+/* Turns an answer into an error if the answer's blocks are not registered any more. */
 static void check_answer(const ProxycclLink *link, Answer *answer) {
   Device *device;
   const uint64_t lacking = agent_lacks(link->agent, answer->blocks, answer->count, &device);
@@ -225,7 +225,7 @@ static void spoil(ProxycclLink *link) {
   }
   request_refuse(link, request, block, unread);
   if (out->sent > 0) return;
-  link_end_sending(link); /* drops the frame */
+  link_end_sending(link);
   --link->unanswered;
   if (--request->unanswered == 0) request_end(request);
 }

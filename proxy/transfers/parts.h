@@ -26,7 +26,7 @@ enum {
   TURN_BYTES = 2 << 20,      /* most bytes that a link sends or receives before other links are served */
   PIECE_BYTES = 1 << 20,     /* most bytes of one piece of a copy */
   SHORT_BYTES = 64 << 10,    /* a thread that queues a device copy of at most this length spins until the copy ends */
-  SHORT_NS = 20000,          /* longest such spin; waking a thread takes longer */
+  SHORT_NS = 20000,          /* longest spin for a short device copy; waking a thread takes longer */
   SHORTEST_PAUSE_NS = 20000, /* the agent's thread pauses at least this long between two polls */
   ROW = 6,                   /* words that describe a libfabric request: see proxyccl_transfer_create_by_fabric */
   LONGEST_CANCEL_S = 30,     /* a device or network adapter that does not stop within this time is assumed to hang */
@@ -53,7 +53,7 @@ typedef struct Position {
 
 /* A list of reads or of writes of a peer's memory by libfabric. */
 typedef struct Rdma {
-  Node node; /* in the list of Rdmas with requests to post */
+  Node node; /* element of the list of Rdmas with requests to post */
   ProxycclLink *link;
   int writes;
   const uint64_t *rows;             /* see proxyccl_transfer_create_by_fabric */
@@ -64,13 +64,13 @@ typedef struct Rdma {
   int error;                        /* the error of the first request that failed */
   uint64_t fault;                   /* the address in the peer that the first failed request accessed */
   int canceled;                     /* whether the agent stopped before the requests were complete */
-  void (*ended)(struct Rdma *self); /* called after the last request; may free `self` */
+  void (*ended)(struct Rdma *self); /* called when the last request has completed; may free `self` */
 } Rdma;
 
 /* A buffer through which a link serves requests for a device's memory: one of the device's pinned stages or, if all are
  * in use, pageable memory. */
 typedef struct Stage {
-  Node node; /* in the agent's list of stages with a device copy */
+  Node node; /* element of the agent's list of stages with a device copy */
   ProxycclAgent *agent;
   struct Device *device;
   uint32_t number; /* index of the pinned stage; PROXYCCL_STAGES for pageable memory */
@@ -80,7 +80,7 @@ typedef struct Stage {
   Rdma rdma;          /* the libfabric request of the stage */
   uint64_t row[ROW];  /* the row of `rdma` */
   uint64_t turn;      /* number of the stage's last device copy; each agent numbers its copies */
-  ProxycclLink *link; /* NULL if the link is lost */
+  ProxycclLink *link; /* the link that uses the stage; NULL if the link is lost */
 } Stage;
 
 /* A device whose memory peers reach through sockets. */
@@ -106,18 +106,18 @@ typedef enum FrameKind {
 
 /* The head of each frame on a socket. Both sides must have the same byte order; otherwise the version in the greeting
  * does not match. A HELLO, the greeting, has the version in `count`, followed by `bytes` bytes: the secret and the
- * sender's name. A PERMIT asks the receiver to let the sender's process copy from and to the receiver's process. It
- * replaces the HELLO as the only frame of its connection, and has the version in `count`, followed by the secret. A
- * MESSAGE is followed by a text of `bytes` bytes. An ADDRESS is followed by the address of the sender's libfabric
- * endpoint, `bytes` bytes. A WRITE or READ is followed by `count` blocks (address, bytes) of the receiver's memory, and
- * a WRITE's blocks by their data. A FETCH or STORE is followed by `count` blocks of the receiver's memory and an
- * Origin, which names memory of the sender. By libfabric, the receiver reads a FETCH's data from the sender's memory,
- * and writes a STORE's data to the sender's memory. A CHECK is followed by `count` blocks, and asks whether the blocks
- * are registered and mapped. An ANSWER is sent for each WRITE, READ, FETCH, STORE, PERMIT and CHECK, in the order of
- * these frames. Its `count` is 0 or an errno. If a block is not registered (EACCES), not mapped (EFAULT) or protected
- * (EPERM), `bytes` is the block's number. The ANSWER to a READ without an error is followed by `bytes` bytes of data
- * and a second head. If blocks are freed or deregistered while the data is sent, the errno in the second head is
- * nonzero, and the rest of the data is zeros. */
+ * sender's name. A PERMIT asks the receiver to let the sender's process copy from and to the receiver's process. A
+ * PERMIT is sent instead of a HELLO, as the only frame of its connection, and has the version in `count`, followed by
+ * the secret. A MESSAGE is followed by a text of `bytes` bytes. An ADDRESS is followed by the address of the sender's
+ * libfabric endpoint, `bytes` bytes. A WRITE or READ is followed by `count` blocks (address, bytes) of the receiver's
+ * memory, and a WRITE's blocks by their data. A FETCH or STORE is followed by `count` blocks of the receiver's memory
+ * and an Origin, which names memory of the sender. By libfabric, the receiver reads a FETCH's data from the sender's
+ * memory, and writes a STORE's data to the sender's memory. A CHECK is followed by `count` blocks, and asks whether the
+ * blocks are registered and mapped. An ANSWER is sent for each WRITE, READ, FETCH, STORE, PERMIT and CHECK, in the
+ * order of these frames. The `count` of an ANSWER is 0 or an errno. If a block is not registered (EACCES), not mapped
+ * (EFAULT) or protected (EPERM), `bytes` is the block's number. The ANSWER to a READ without an error is followed by
+ * `bytes` bytes of data and a second head. If blocks are freed or deregistered while the data is sent, the errno in the
+ * second head is nonzero, and the rest of the data is zeros. */
 typedef struct Frame {
   uint32_t kind, count;
   uint64_t bytes;
@@ -131,7 +131,7 @@ typedef struct Origin {
 /* A list of blocks that a link moves in frames, and the position that the link has reached. If `asks` is set, the link
  * sends a CHECK of one block instead. */
 typedef struct Request {
-  Node node; /* in the link's list of requests with frames to send */
+  Node node; /* element of the link's list of requests with frames to send */
   ProxycclTransfer *transfer;
   int active; /* whether the request has been started on the link and has not ended */
   int writes;
@@ -149,16 +149,16 @@ typedef struct Request {
 
 /* A frame that the peer has not answered. */
 typedef struct Awaited {
-  Request *request; /* NULL if the request was canceled */
+  Request *request; /* the frame's request; NULL if the request was canceled */
   Position at;      /* position of the frame's first block in the request's lists */
   uint64_t bytes;   /* bytes of a READ's data; 0 for other frames */
 } Awaited;
 
 /* An answer that waits to be sent. */
 typedef struct Answer {
-  Node node; /* in the link's list of answers */
+  Node node; /* element of the link's list of answers */
   uint32_t error;
-  uint64_t bytes; /* bytes of a READ's data; after an error, the number of the block that caused it */
+  uint64_t bytes; /* bytes of a READ's data; after an error, the number of the block that caused the error */
   Device *device; /* the device whose memory the request names; NULL for host memory */
   Stage *stage;   /* the stage for the request's data; NULL if no stage is needed or none is assigned yet */
   struct iovec staged;
@@ -209,7 +209,7 @@ typedef struct Receiving {
 } Receiving;
 
 struct ProxycclLink {
-  ProxycclLink *next; /* in the agent's list of links */
+  ProxycclLink *next; /* next in the agent's list of links */
   ProxycclAgent *agent;
   int socket, process; /* the link's socket and the peer's pidfd; -1 if closed or missing */
   int serves;          /* whether the peer opened the link */
@@ -239,7 +239,7 @@ struct ProxycclLink {
 
 /* The registrations of a transfer's local or remote blocks: see proxyccl_transfer_guard. */
 typedef struct Guard {
-  const uint64_t *ledger, *rows; /* NULL if only the peer checks the blocks */
+  const uint64_t *ledger, *rows; /* the ledger and its rows; NULL if only the peer checks the blocks */
   uint64_t count;
   uint64_t seen; /* word 0 of the ledger at the last successful check; UINT64_MAX before the first check */
 } Guard;
@@ -263,17 +263,17 @@ typedef struct TransferPath {
    * time-out. Called only if the transfer's request is not active; `finish` is NULL if such a transfer has no work to
    * stop. */
   int (*finish)(ProxycclTransfer *self, uint64_t timeout_ns);
-  /* Called for a transfer in the agent's list `copies` when its link is lost. */
+  /* Called for a transfer in the agent's list `copies` when the transfer's link is lost. */
   void (*lose)(ProxycclTransfer *self);
   int silent; /* whether waiting callers must poll, because no event wakes them */
   int soon;   /* whether the agent's thread polls at the shortest interval, even if the transfer takes long */
 } TransferPath;
 
 struct ProxycclTransfer {
-  Node node; /* in at most one of the agent's lists */
+  Node node; /* element of at most one of the agent's lists */
   const TransferPath *path;
   ProxycclAgent *agent;
-  ProxycclLink *link; /* NULL for a transfer within the agent */
+  ProxycclLink *link; /* the transfer's link; NULL for a transfer within the agent */
   int writes;
   uint64_t blocks, bytes;
   /* The blocks that a link or threads move. After a failed copy or libfabric request, `request` asks the peer whether
@@ -300,7 +300,7 @@ struct ProxycclAgent {
   pthread_cond_t changed; /* signaled when a transfer ends, a message arrives, a copy stops, or the agent stops */
   pthread_t thread;
   int epoll, wake;
-  int spare; /* a spare descriptor: if the process runs out of descriptors, the thread closes it to accept and close a
+  int spare; /* a spare descriptor: if the process runs out of descriptors, the thread closes it to accept and refuse a
                 connection */
   int *listeners;
   uint32_t listener_count;
@@ -317,8 +317,8 @@ struct ProxycclAgent {
   Buffer inbox;
   size_t read;              /* number of leading bytes of the inbox that have been read */
   uint64_t unread;          /* atomic: unread bytes of the inbox */
-  ProxycclTransferLog *log; /* NULL if no transfers are recorded */
-  struct Fabric *fabric;    /* NULL without a libfabric endpoint */
+  ProxycclTransferLog *log; /* the records of transfers; NULL if none are recorded */
+  struct Fabric *fabric;    /* the libfabric endpoint, or NULL */
   Ranges host;
   Device *devices;
   uint64_t memory;     /* counts the changes of the registered ranges */
@@ -331,8 +331,8 @@ struct ProxycclAgent {
 
 /* The functions of each file. A file calls only functions of the files above it. */
 
-/* guard.c. Its functions are called without the agent's lock. */
-/* Installs this library's fault handler, unless it is the process's current one. Returns 0 or an errno. */
+/* The functions of guard.c are called without the agent's lock. */
+/* Installs this library's fault handler, unless the process uses the handler already. Returns 0 or an errno. */
 int guard_install(void);
 /* Removes SIGSEGV and SIGBUS from a set of signals to block, because the kernel ends the process if a thread that
  * blocks them faults. */
@@ -350,7 +350,7 @@ uint64_t blocks_parts(const struct iovec *blocks, uint64_t count, Position at, u
 void blocks_advance(const struct iovec *blocks, Position *at, uint64_t bytes);
 int is_mapped(const void *address); /* whether this process has the address mapped */
 
-/* driver.c. Its functions are called without the agent's lock, and return the driver's statuses. */
+/* The functions of driver.c are called without the agent's lock, and return the driver's statuses. */
 /* The calling thread's state before driver_enter, for driver_leave to restore. */
 typedef struct Entered {
   uint64_t context;
@@ -362,7 +362,7 @@ void driver_leave(const ProxycclCopier *copier, Entered before);
 /* Queues copies between a stage's memory and a device's blocks, and records the stage's event. */
 int staging_queue(const ProxycclStaging *staging, uint32_t stage, void *memory, int to_device,
                   const struct iovec *blocks, uint64_t count);
-int staging_reached(const ProxycclStaging *staging, uint32_t stage); /* queries the event; returns its status */
+int staging_reached(const ProxycclStaging *staging, uint32_t stage); /* queries the stage's event */
 int staging_await(const ProxycclStaging *staging, uint32_t stage);   /* waits for the stage's event, at most 30 s */
 
 /* agent.c. All functions below are called with the agent locked. */
@@ -385,16 +385,17 @@ int fabric_failed(const ProxycclAgent *agent); /* returns 1 if the completion qu
 void fabric_poll(ProxycclAgent *agent);
 uint64_t fabric_rest(ProxycclAgent *agent); /* ns until the next poll; UINT64_MAX if an event wakes the thread */
 void fabric_lose(ProxycclLink *link);       /* drops a lost link's requests that are not posted */
-/* Waits at most a second for posted requests, and then ends the rest without a completion, because their memory is not
- * reused before the endpoint is closed. */
+/* Waits at most a second for posted requests, and then ends the remaining requests without a completion. This is safe,
+ * because their memory is not reused before the endpoint is closed. */
 void fabric_stop(ProxycclAgent *agent);
 
-/* stages.c. Called by the agent's thread. */
-Stage *stage_take(ProxycclLink *link, Device *device); /* NULL if out of memory */
+/* The functions of stages.c are called by the agent's thread. */
+Stage *stage_take(ProxycclLink *link, Device *device); /* returns NULL if out of memory */
 /* Returns NULL if no pinned stage is free; the agent's `feeds` is then set when one becomes free. */
 Stage *stage_take_pinned(ProxycclLink *link, Device *device);
 void stage_give(Stage *stage); /* releases a stage that its link no longer needs */
-void stage_copy(Stage *stage, int to_device, const struct iovec *blocks, uint64_t count); /* unlocks during the call */
+void stage_copy(Stage *stage, int to_device, const struct iovec *blocks,
+                uint64_t count); /* unlocks the agent during the call */
 /* Copies by libfabric: from the stage to a peer's memory if `writes`, else from the peer's memory to the stage. */
 void stage_carry(Stage *stage, int writes, uint64_t bytes, const Origin *origin);
 void stages_look(ProxycclAgent *agent);   /* unlocks the agent during the call; sets `feeds` if copies have ended */
@@ -431,7 +432,7 @@ void link_look(ProxycclLink *link);                     /* ends the link if the 
 void log_end(const ProxycclTransfer *transfer, ProxycclTransferState state);
 
 /* transfer.c */
-/* Creates a path's struct of `bytes` bytes. Called without the lock. Returns NULL on failure and sets errno. */
+/* Creates a path's struct of `bytes` bytes. Called without the agent's lock. Returns NULL on failure and sets errno. */
 ProxycclTransfer *transfer_new(ProxycclAgent *agent, ProxycclLink *link, size_t bytes, const TransferPath *path);
 ProxycclTransfer *transfer_of_blocks(ProxycclAgent *agent, ProxycclLink *link, size_t bytes, const TransferPath *path,
                                      const ProxycclBlocks *blocks);
@@ -441,7 +442,7 @@ void transfer_end(ProxycclTransfer *transfer, ProxycclTransferState state);
 /* Ends a transfer with the result that the answers to its request report. */
 void transfer_answered(Request *request);
 /* Returns 1 if all registrations in the transfer's `guards` are valid. Otherwise sets the transfer's `fault` to the
- * first invalid one, and returns 0. */
+ * first invalid registration, and returns 0. */
 int transfer_stands(ProxycclTransfer *transfer);
 void transfer_end_deregistered(ProxycclTransfer *transfer); /* ends a transfer after transfer_stands has returned 0 */
 void transfer_watch(ProxycclTransfer *transfer);            /* makes the thread poll the transfer */

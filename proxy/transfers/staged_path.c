@@ -18,7 +18,7 @@ typedef enum PartState {
 /* One part of the transfer, which uses one stage. */
 typedef struct Part {
   PartState state;
-  Request request; /* a request of one frame */
+  Request request; /* the part's request, of one frame */
   Origin origin;   /* the stage's address and key for libfabric */
   struct iovec stage, local[FRAME_BLOCKS], remote[FRAME_BLOCKS];
   uint32_t blocks;
@@ -74,7 +74,7 @@ static int has_failed(const StagedTransfer *self) {
   return transfer->error != 0 || transfer->request.refusal != 0 || transfer->abandoned || transfer->link->lost != NULL;
 }
 
-/* Advances a part as far as possible. Returns 1 if its state has changed. */
+/* Advances a part as far as possible without waiting. Returns 1 if the part's state has changed. */
 static int step(StagedTransfer *self, uint32_t i) {
   Part *part = &self->parts[i];
   int stepped = 0;

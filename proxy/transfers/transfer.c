@@ -270,7 +270,7 @@ int transfer_cancel(ProxycclTransfer *transfer, uint64_t timeout_ns) {
   ProxycclAgent *agent = transfer->agent;
   if (transfer->state != PROXYCCL_TRANSFER_ACTIVE) return 0;
   transfer->cancel = 1;
-  while (transfer->copying > 0) pthread_cond_wait(&agent->changed, &agent->lock); /* waits at most a piece per thread */
+  while (transfer->copying > 0) pthread_cond_wait(&agent->changed, &agent->lock); /* waits for one piece per thread */
   if (transfer->state != PROXYCCL_TRANSFER_ACTIVE) return 0;
   if (transfer->request.active) {
     link_forget(transfer->link, &transfer->request);
@@ -294,7 +294,7 @@ int proxyccl_transfer_cancel(ProxycclTransfer *transfer, uint64_t timeout_ns) {
 int proxyccl_transfer_release(ProxycclTransfer *transfer) {
   ProxycclAgent *agent = transfer->agent;
   pthread_mutex_lock(&agent->lock);
-  ++agent->references; /* this call holds a reference */
+  ++agent->references; /* prevents that the agent is freed during this call */
   const int error = transfer_cancel(transfer, LONGEST_CANCEL_S * 1000000000ull);
   if (error == 0) {
     free_transfer(transfer);

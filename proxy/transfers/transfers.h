@@ -85,10 +85,10 @@ typedef struct ProxycclCopier {
 typedef struct ProxycclDeviceCopies {
   const uint64_t *rows; /* (to, from, bytes) of each copy by the copy engine, with device addresses */
   uint64_t count;
-  uint64_t launch;               /* a ProxycclLaunch that copies the blocks that have no row, or 0 */
-  uint64_t blocks, bytes;        /* blocks and bytes of the whole transfer */
-  uint64_t stream;               /* the stream of a post that names no stream */
-  uint64_t event;                /* never recorded, so a query of the event only tells whether the device has failed */
+  uint64_t launch;        /* a ProxycclLaunch that copies the blocks that have no row, or 0 */
+  uint64_t blocks, bytes; /* blocks and bytes of the whole transfer */
+  uint64_t stream;        /* the stream for a post without a stream */
+  uint64_t event;         /* never recorded, so that a query of the event only tells whether the device has failed */
   uint64_t word, word_on_device; /* a pinned word of this transfer: its CPU address and device address */
 } ProxycclDeviceCopies;
 
@@ -109,12 +109,12 @@ typedef struct ProxycclStaging {
 /* Creates an agent and its thread. Takes ownership of the listening sockets, even if it fails. `secret`: the bytes that
  * a peer must send first. `copied`: whether peers of this host may ask for permission to copy from and to this process
  * (see proxyccl_ask_to_copy). `losses`: an eventfd that is signaled when a link that the agent opened is lost, and that
- * outlives the links. `log`: records the transfers until the agent is stopped. Returns NULL on failure and sets
- * errno. */
+ * outlives the links. `log`: where the agent records transfers until it is stopped, or NULL. Returns NULL on failure
+ * and sets errno. */
 ProxycclAgent *proxyccl_agent_create(const char *name, const char *secret, int copied, const int *listeners,
                                      uint32_t count, int losses, ProxycclTransferLog *log);
-/* Ends the agent's thread, links and transfers. All functions may still be called afterwards; all but the release
- * functions then fail or have no effect. */
+/* Ends the agent's thread, links and transfers. All functions may still be called afterwards, but all except the
+ * release functions then fail or do nothing. */
 void proxyccl_agent_stop(ProxycclAgent *agent);
 /* Releases the handle. The agent is freed once its handle, its links and its transfers are all released. */
 void proxyccl_agent_release(ProxycclAgent *agent);
@@ -126,8 +126,8 @@ void proxyccl_agent_forget(ProxycclAgent *agent);
  * Returns the number of copied records. */
 uint32_t proxyccl_transfer_log_read(const ProxycclTransferLog *log, uint64_t *next, ProxycclTransferRecord *records,
                                     uint32_t room, uint64_t *lost);
-/* Returns the address of the agent's secret. A peer of this host reads the secret to check that it can read this
- * process. */
+/* Returns the address of the agent's secret. A peer of this host reads the secret to check that the peer can read this
+ * process's memory. */
 uint64_t proxyccl_agent_secret(const ProxycclAgent *agent);
 /* Replaces the ranges that peers may reach through sockets. `ranges`: the first addresses of `count` ranges in
  * ascending order, and then `count` ends: for each range, the highest end of the range and all ranges before it.
@@ -166,9 +166,9 @@ uint64_t proxyccl_ledger_count(const uint64_t *ledger);
 
 /* Creates a link over a connected stream socket. Takes ownership of the socket, even if it fails. `peer_secret`: the
  * secret of the agent at the other end. `process`: a pidfd of the peer's process, which this function also takes
- * ownership of, or -1. `pid`: the peer's process if process_vm_readv works for it, else 0. `address`: the address of
- * this agent's libfabric endpoint, or 0 bytes if the peer does not use that endpoint. Returns NULL on failure and sets
- * errno. */
+ * ownership of, or -1. `pid`: the id of the peer's process if process_vm_readv works for that process, else 0.
+ * `address`: the address of this agent's libfabric endpoint, or 0 bytes if the peer does not use that endpoint. Returns
+ * NULL on failure and sets errno. */
 ProxycclLink *proxyccl_link_create(ProxycclAgent *agent, int socket, const char *peer_secret, int process, int32_t pid,
                                    const char *address, uint64_t address_bytes);
 /* Ends the link. Its active transfers end with the state LOST. */
@@ -203,17 +203,17 @@ ProxycclTransfer *proxyccl_transfer_create(ProxycclAgent *agent, ProxycclLink *l
 ProxycclTransfer *proxyccl_transfer_create_by_socket(ProxycclAgent *agent, ProxycclLink *link,
                                                      const ProxycclBlocks *blocks);
 /* Creates a transfer between a device and the link through `staging`, stages that only this transfer uses and that must
- * outlive it. `by_fabric`: whether the peer's libfabric endpoint reads and writes the stages; otherwise the socket
- * carries their data. */
+ * outlive the transfer. `by_fabric`: whether the peer's libfabric endpoint reads and writes the stages; otherwise the
+ * socket carries their data. */
 ProxycclTransfer *proxyccl_transfer_create_staged(ProxycclAgent *agent, ProxycclLink *link,
                                                   const ProxycclBlocks *blocks, const ProxycclStaging *staging,
                                                   int by_fabric);
 /* A libfabric endpoint, by which transfers read and write registered memory of peers. */
 typedef struct ProxycclFabricPort {
   uint64_t endpoint, queue, fabric, peers; /* fid_ep *, fid_cq *, fid_fabric *, fid_av * */
-  int32_t descriptor;   /* readable when the queue has completions; -1 if the queue has no descriptor */
-  uint32_t depth;       /* the highest number of outstanding requests */
-  uint64_t max_message; /* most bytes of one request */
+  int32_t descriptor;                      /* the queue's descriptor, or -1; readable when the queue has completions */
+  uint32_t depth;                          /* the highest number of outstanding requests */
+  uint64_t max_message;                    /* most bytes of one request */
 } ProxycclFabricPort;
 /* Sets an agent's libfabric endpoint, which outlives the agent's thread. Returns 0, ENOMEM, or ENOSYS in a build
  * without libfabric. */
@@ -238,10 +238,9 @@ void proxyccl_transfer_set_label(ProxycclTransfer *transfer, uint32_t label);
  * EBUSY (see proxyccl_transfer_cancel), and the transfer's stages must then stay allocated. */
 int proxyccl_transfer_release(ProxycclTransfer *transfer);
 /* Starts the transfer. `message`: a message to send to the peer once the data has arrived, or NULL. `stream`: a stream
- * of the copying device, or NULL; the copies run after the stream's earlier work and before its later work. A short
- * transfer without a stream ends before the function returns. Returns 0, EBUSY if the transfer is active, EMSGSIZE, or
- * ENOMEM.
- */
+ * of the copying device, or NULL; the copies run after the stream's earlier work and before its later work. If `stream`
+ * is NULL, a short transfer ends before the function returns. Returns 0, EBUSY if the transfer is active, EMSGSIZE, or
+ * ENOMEM. */
 int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint64_t bytes, const uint64_t *stream);
 /* Starts the transfer once a stream has set words[0] to a nonzero value. When the transfer has ended, successfully or
  * not, words[1] becomes 1, and the stream's later work waits for words[1]. At the call both words must be 0. The words

@@ -134,9 +134,9 @@ class DeviceChoice(NamedTuple):
 def rdma_devices(root: Path = SYSFS) -> list[RdmaDevice]:
     """Returns the RDMA devices of this machine, sorted by name.
 
-    Most attributes are read from sysfs, which needs no privileges and no package; the others come from pyverbs. If
-    pyverbs is available, it also lists all GIDs, with one call; sysfs has one file for each entry of a port's GID
-    table, which may have a thousand entries.
+    Most attributes are read from sysfs, which needs no privileges and no package; the others come from pyverbs. pyverbs
+    also lists all GIDs with one call, whereas sysfs has one file for each entry of a port's GID table, which may have a
+    thousand entries.
 
     Args:
         root: the directory where sysfs is mounted. For any other directory than /sys, pyverbs is not used, because

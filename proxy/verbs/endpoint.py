@@ -97,7 +97,7 @@ class VerbsDevice:
         """Opens a device.
 
         Raises:
-            ArgumentError: the port lacks the chosen GID or the MTU of `options`; the message says which the port has.
+            ArgumentError: the port lacks the chosen GID or the MTU of `options`; the message says what the port has.
             ResourceError: the device can't allocate a protection domain.
             RuntimeUnavailableError: pyverbs is missing, or can't open the device; the message says why.
         """
@@ -136,8 +136,8 @@ class VerbsDevice:
         return made
 
     def scratch(self) -> Any:
-        """Returns a registered region of 8 bytes, to which fetch-adds write the old values. Nothing reads these values.
-        The first call registers the region.
+        """Returns a registered region of 8 bytes, to which fetch-adds write the old values, which nothing reads. The
+        first call registers the region.
         """
         with self._lock:
             if self._scratch is None:
@@ -258,7 +258,7 @@ class Endpoint:
 
         Raises:
             ArgumentError: the bytes are not an address, or this port can't reach the peer.
-            TransportError: the system refuses to connect, or has not resolved the address in time.
+            TransportError: the system refuses to connect, or the network has not resolved the address in time.
         """
         self._require_open()
         if self.peer is not None:

@@ -100,8 +100,8 @@ class Pyverbs:
         return kind(f"{call} of {subject}: {words}")
 
     def open(self, device: str) -> Any:
-        """Opens the device with this name. Returns a pyverbs Context. Raises RuntimeUnavailableError if that fails; the
-        message says why.
+        """Opens the device with this name. Returns a pyverbs Context. Raises RuntimeUnavailableError if the device
+        can't be opened; the message says why.
         """
         try:
             return self.Context(name=device)
