@@ -158,7 +158,7 @@ void proxyccl_link_release(ProxycclLink *link) {
   ProxycclAgent *agent = link->agent;
   pthread_mutex_lock(&agent->lock);
   link_lose(link, "the peer was removed");
-  ++agent->references; /* prevents that the agent is freed during this call */
+  ++agent->references; /* keeps the agent allocated during this call */
   link_unreference(link);
   agent_unreference(agent);
 }

@@ -12,8 +12,8 @@
 #include "parts.h"
 
 enum {
-  ANSWER_STEPS = 3 /* steps of a FETCH or a STORE: the copy between peer and stage, the copy between stage and device,
-                      the answer */
+  ANSWER_STEPS =
+      3 /* steps of a FETCH or a STORE: the copy between peer and stage, the copy between stage and device, an answer */
 };
 
 /* Turns an answer into an error if the answer's blocks are not registered any more. */

@@ -394,8 +394,7 @@ Stage *stage_take(ProxycclLink *link, Device *device); /* returns NULL if out of
 /* Returns NULL if no pinned stage is free; the agent's `feeds` is then set when one becomes free. */
 Stage *stage_take_pinned(ProxycclLink *link, Device *device);
 void stage_give(Stage *stage); /* releases a stage that its link no longer needs */
-void stage_copy(Stage *stage, int to_device, const struct iovec *blocks,
-                uint64_t count); /* unlocks the agent during the call */
+void stage_copy(Stage *stage, int to_device, const struct iovec *blocks, uint64_t count); /* unlocks the agent */
 /* Copies by libfabric: from the stage to a peer's memory if `writes`, else from the peer's memory to the stage. */
 void stage_carry(Stage *stage, int writes, uint64_t bytes, const Origin *origin);
 void stages_look(ProxycclAgent *agent);   /* unlocks the agent during the call; sets `feeds` if copies have ended */

@@ -294,7 +294,7 @@ int proxyccl_transfer_cancel(ProxycclTransfer *transfer, uint64_t timeout_ns) {
 int proxyccl_transfer_release(ProxycclTransfer *transfer) {
   ProxycclAgent *agent = transfer->agent;
   pthread_mutex_lock(&agent->lock);
-  ++agent->references; /* prevents that the agent is freed during this call */
+  ++agent->references; /* keeps the agent allocated during this call */
   const int error = transfer_cancel(transfer, LONGEST_CANCEL_S * 1000000000ull);
   if (error == 0) {
     free_transfer(transfer);
