@@ -246,7 +246,7 @@ static const char *take_body(ProxycclLink *link) {
   return NULL;
 }
 
-/* Makes the link discard a WRITE's data if the WRITE's blocks are not registered any more. */
+/* Makes the link discard a WRITE's data if the WRITE's blocks are no longer registered. */
 static void check_write(ProxycclLink *link) {
   Receiving *in = &link->in;
   Device *device;

@@ -16,7 +16,7 @@ enum {
       3 /* steps of a FETCH or a STORE: the copy between peer and stage, the copy between stage and device, an answer */
 };
 
-/* Turns an answer into an error if the answer's blocks are not registered any more. */
+/* Turns an answer into an error if the answer's blocks are no longer registered. */
 static void check_answer(const ProxycclLink *link, Answer *answer) {
   Device *device;
   const uint64_t lacking = agent_lacks(link->agent, answer->blocks, answer->count, &device);

@@ -239,7 +239,7 @@ struct ProxycclLink {
 
 /* The registrations of a transfer's local or remote blocks: see proxyccl_transfer_guard. */
 typedef struct Guard {
-  const uint64_t *ledger, *rows; /* the ledger and its rows; NULL if only the peer checks the blocks */
+  const uint64_t *ledger, *rows; /* the ledger and the registrations' rows; NULL if only the peer checks the blocks */
   uint64_t count;
   uint64_t seen; /* word 0 of the ledger at the last successful check; UINT64_MAX before the first check */
 } Guard;
