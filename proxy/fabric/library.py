@@ -46,8 +46,8 @@ _IPV4, _IPV6 = slice(4, 8), slice(8, 24)
 def keeping_signal_handlers() -> Iterator[None]:
     """Restores the process's signal handlers when the context ends, for code that loads libraries.
 
-    PSM's libraries, which some builds of libfabric load, replace the handlers of SIGINT, SIGTERM and signals of faults
-    by a handler that ends the process.
+    PSM's libraries, which some builds of libfabric load, replace the handlers of SIGINT, SIGTERM and fault signals by a
+    handler that ends the process.
     """
     sigaction = ctypes.CDLL(None).sigaction
 
@@ -109,8 +109,8 @@ class Library:
 @functools.cache
 def load() -> Library:
     """Loads libfabric at the first call, and returns it. The library is the file that ``PROXYCCL_LIBFABRIC`` names,
-    otherwise the libfabric that MPI has loaded, otherwise the system's libfabric. Raises RuntimeUnavailableError if it
-    can't be loaded.
+    otherwise the libfabric that MPI has loaded, otherwise the system's libfabric. Raises RuntimeUnavailableError if
+    libfabric can't be loaded.
     """
     return Library(library_name())
 
@@ -269,7 +269,7 @@ def choose_offer(offers: list[FabricOffer], options: FabricOptions, *, local_ran
 
     Skips interfaces with loopback or link-local addresses, and prefers IPv4 to IPv6. If the provider's interfaces have
     no IP addresses, `local_rank` distributes the ranks of a host over the interfaces. Interfaces with IP addresses may
-    belong to separate networks, so all ranks use the first of them.
+    belong to separate networks, so all ranks use the first such interface.
 
     Raises:
         ArgumentError: no provider or interface matches the options; the message names the option.

@@ -27,7 +27,7 @@ static void accept_link(ProxycclAgent *agent, int listener) {
   }
   if (socket < 0) return; /* the peer has already closed the connection */
   uint32_t ungreeted = 0;
-  ProxycclLink *oldest = NULL; /* the last found, because the list begins with the newest link */
+  ProxycclLink *oldest = NULL; /* the last link found, because the list begins with the newest link */
   for (ProxycclLink *link = agent->links; link != NULL; link = link->next) {
     if (!link->serves || link->greeted || proxyccl_link_lost(link) != NULL) continue;
     oldest = link;
@@ -136,8 +136,8 @@ static void *run(void *argument) {
   return NULL;
 }
 
-/* Starts the thread with all signals except faults blocked, so that the program's signal handlers run in the program's
- * threads. Returns 0 or an errno. */
+/* Starts the thread with all signals except fault signals blocked, so that the program's signal handlers run in the
+ * program's threads. Returns 0 or an errno. */
 static int start_thread(ProxycclAgent *agent) {
   sigset_t all, before;
   sigfillset(&all);
@@ -209,12 +209,12 @@ void proxyccl_agent_stop(ProxycclAgent *agent) {
   for (ProxycclLink *link = agent->links; link != NULL; link = link->next) ++link->references; /* keeps the link */
   for (ProxycclLink *link = agent->links; link != NULL; link = link->next) link_lose(link, "the agent was closed");
   while (agent->copies.first != NULL)
-    transfer_cancel((ProxycclTransfer *)agent->copies.first, 0); /* transfers within the agent, which have no link */
+    transfer_cancel((ProxycclTransfer *)agent->copies.first, 0); /* transfers within the agent have no link */
   while (agent->looked_at.first != NULL) transfer_cancel((ProxycclTransfer *)agent->looked_at.first, 0);
   stages_finish(agent);
   fabric_stop(agent);
   for (ProxycclLink *link = agent->links; link != NULL; link = link->next) --link->references;
-  agent->log = NULL; /* because the log's memory is freed with the agent's handle */
+  agent->log = NULL; /* stops recording, because the log's memory is freed with the agent's handle */
   reap(agent);
   pthread_mutex_unlock(&agent->lock);
 }

@@ -73,7 +73,7 @@ class EngineConnection(Struct, frozen=True):
         owned: the streams and events of the connection's copies, to be closed in this order after the connection is
             destroyed.
         wires: pairs (number, wire), where a wire is a ProxycclConnection that a separate thread may poll. One thread
-            polls the wires with the same number of all connections.
+            polls all connections' wires with the same number.
         ends: the number of this rank's endpoints for wires; wire numbers are below `ends`.
     """
 
@@ -134,7 +134,7 @@ class TransportEndpoint(Protocol):
 
 
 def require_unstaged(theirs: EndpointInfo) -> None:
-    """Raises ArgumentError if a peer's endpoint is that of a staged transport."""
+    """Raises ArgumentError if a peer's endpoint belongs to a staged transport."""
     if theirs.ring_bytes:
         raise ArgumentError("peer", "its end of the connection is staged, but this end is not")
 
@@ -148,7 +148,7 @@ class RemoteFunctions(Struct, frozen=True):
             Raises the exceptions of the first call of `ServiceRemote`.
         make_endpoint: makes an endpoint on the device that `open` returned.
         refusal: error text for the case that memory of rank `{rank}` could not be exposed because of `{reason}`.
-        stages: whether data is staged through pinned memory. If not, both ranks register their memory with the device.
+        stages: whether data is staged through pinned memory, so that the ranks' memory need not be registered.
         rehearses: whether this transport is the default between nodes that one host simulates (rehearses).
     """
 
