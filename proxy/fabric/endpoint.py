@@ -24,7 +24,7 @@ ffi, lib = _engine.ffi, _engine.lib
 
 _ADDRESS_BYTES = 512
 _COMPLETIONS = 8192
-_KEY_EXISTS = 269  # FI_ENOKEY, with which providers refuse a key that is in use
+_KEY_EXISTS = 269  # FI_ENOKEY, a provider's error if the requested key is in use
 _KEY_TRIES = 8
 _OWNERS = {"cuda": lib.PROXYCCL_FABRIC_CUDA, "hip": lib.PROXYCCL_FABRIC_ROCR}
 _LOCAL_KEYS: int = lib.PROXYCCL_FABRIC_LOCAL_KEYS
@@ -35,7 +35,7 @@ and the operating system.
 
 
 class FabricAddress(Message, frozen=True):
-    """A description of an endpoint, which its rank sends to peers.
+    """A description of an endpoint, which a rank sends to its peers.
 
     Attributes:
         provider: the name of the provider, which must be the same at the peer.
@@ -56,14 +56,14 @@ ADDRESS = Codec(FabricAddress, 2048, "endpoint's address")
 
 
 class FabricEndpoint(RegistrationCache):
-    """An endpoint that a rank uses for all peers. It is also the `RegistrationCache` of the memory that is registered
-    with it, of hosts and of GPUs. Several threads may use it.
+    """A libfabric endpoint that a rank uses for all peers, and the `RegistrationCache` of the host and GPU memory that
+    is registered with the endpoint. Several threads may use an instance.
 
     Args:
         offer: the provider and its interface.
         options: the endpoint's settings.
         waits: whether to open the completion queue with a file descriptor that becomes readable when there is a
-            completion; ignored if the provider does not support one.
+            completion; ignored if the provider does not support such a descriptor.
 
     Attributes:
         offer: the provider and its interface.
@@ -92,7 +92,7 @@ class FabricEndpoint(RegistrationCache):
         self._endpoint: Any = made[0]
         self.parts: Any = ffi.new("ProxycclFabricParts *")
         lib.proxyccl_fabric_parts(self._endpoint, self.parts)
-        self._descriptors = ffi.new("uint64_t[]", _LOCAL_KEYS)  # key 0 has no descriptor
+        self._descriptors = ffi.new("uint64_t[]", _LOCAL_KEYS)  # local key 0 stands for memory without a descriptor
         self._looks = ffi.new("uint64_t *")
         self._free_keys = deque(range(1, _LOCAL_KEYS))
         self._lock = threading.Lock()
@@ -109,8 +109,8 @@ class FabricEndpoint(RegistrationCache):
         return ADDRESS.encode(FabricAddress(offer.provider, offer.address_format, raw, offer.reads, offer.in_order))
 
     def insert(self, peer: bytes) -> tuple[int, FabricAddress]:
-        """Adds a peer to the address vector. Returns the peer's fi_addr_t and its decoded address. Raises as `connect`
-        does.
+        """Adds a peer to the address vector. Returns the peer's fi_addr_t and its decoded address. Raises the
+        exceptions of `connect`.
         """
         self._require_open()
         try:
@@ -124,7 +124,7 @@ class FabricEndpoint(RegistrationCache):
                 f"{self.offer} of format {self.offer.address_format}; choose with the options provider and interface",
             )
         known = ffi.new("uint64_t *")
-        whole = theirs.address.ljust(_ADDRESS_BYTES, b"\0")  # providers read the longest length of the format
+        whole = theirs.address.ljust(_ADDRESS_BYTES, b"\0")  # providers read the full length of the address format
         self._check("fi_av_insert", lib.proxyccl_fabric_insert(self._endpoint, whole, known))
         return known[0], theirs
 
@@ -134,8 +134,8 @@ class FabricEndpoint(RegistrationCache):
         self._check("fi_av_remove", lib.proxyccl_fabric_remove(self._endpoint, peer))
 
     def connect(self, peer: bytes, signal_key: int) -> Any:
-        """Returns the ProxycclFabricOptions for a connection to a peer's endpoint, given the `address` of that endpoint
-        and the key of the memory with the peer's semaphore words.
+        """Returns the ProxycclFabricOptions for a connection to the endpoint whose `address` is `peer`. `signal_key` is
+        the key of the memory that contains the peer's semaphore words.
 
         Raises:
             ArgumentError: the bytes are not an address, or are an address of another provider.
@@ -168,9 +168,9 @@ class FabricEndpoint(RegistrationCache):
     def register(
         self, ptr: int, nbytes: int, *, device: tuple[str, int] | None = None, allocation: Hashable = None
     ) -> Registration:
-        """Registers a range, unless it is registered already. Each call must be paired with a `release`. `device` is
-        the runtime's name and the number of the GPU that owns the memory; None for memory of the host. Raises as
-        `register_of` does.
+        """Registers a memory range, unless it is registered already. Each call must be paired with a `release`.
+        `device` is None for host memory, and the runtime's name and the GPU's number for GPU memory. Raises the
+        exceptions of `register_of`.
         """
         self._require_open()
         return self._acquire(ptr, nbytes, allocation, lambda: self._register(ptr, nbytes, device, allocation))
@@ -186,7 +186,7 @@ class FabricEndpoint(RegistrationCache):
             return self.register(ptr, nbytes, device=(runtime.name, number), allocation=allocation)
 
     def descriptor(self, registration: Registration) -> int:
-        """Returns the descriptor of registered memory that requests of this rank pass to the provider; 0 if the
+        """Returns the descriptor of registered memory, which this rank's requests pass to the provider; 0 if the
         provider needs none.
         """
         return int(self._descriptors[registration.local_key])
@@ -198,7 +198,8 @@ class FabricEndpoint(RegistrationCache):
         owner = _OWNERS.get(runtime, lib.PROXYCCL_FABRIC_HOST)
         made = ffi.new("ProxycclFabricRegion *")
         for _ in range(_KEY_TRIES):
-            # If this side chooses the key, the key is random, because whoever knows it may write.
+            # If this rank chooses the key, the key is random, because any process that knows the key can write to the
+            # memory.
             key = 0 if self.offer.provider_keys else secrets.randbits(8 * min(self.offer.key_bytes, 8))
             error = lib.proxyccl_fabric_register(self._endpoint, ptr, nbytes, key, owner, number, made)
             if error != _KEY_EXISTS:
@@ -241,7 +242,7 @@ class FabricEndpoint(RegistrationCache):
             raise ClosedError("the fabric's endpoint is closed")
 
     def close(self) -> None:
-        """Deregisters all memory and closes the endpoint. Engines must no longer use the endpoint."""
+        """Deregisters all memory and closes the endpoint. No engine may still use the endpoint."""
         if self._endpoint is None:
             return
         super().close()
@@ -251,15 +252,15 @@ class FabricEndpoint(RegistrationCache):
 
 
 class FabricContext(RemoteDevice):
-    """A rank's libfabric endpoints. The control segment is registered with the first.
+    """A rank's libfabric endpoints. The rank's control segment is registered with the first endpoint.
 
     Attributes:
-        endpoint: the first endpoint, which data that is not staged uses alone.
+        endpoint: the first endpoint, the only one for data that is not staged.
         registered_segment: the registration of the control segment.
         staged_peers: the number of peers for which staging areas were made.
 
     Raises:
-        ArgumentError: an option names something that does not exist.
+        ArgumentError: no provider or interface matches the options.
         ResourceError: the system or the provider is out of memory or descriptors.
         RuntimeUnavailableError: no provider can be used; the message says why.
     """
@@ -280,8 +281,8 @@ class FabricContext(RemoteDevice):
         self._wire_endpoints = [self.endpoint]
 
     def wire_endpoints(self) -> list[FabricEndpoint]:
-        """Returns the endpoints for staged data, `FabricOptions.streams` endpoints of the same offer. The first call
-        opens those that are missing, and raises as the constructor does.
+        """Returns the `FabricOptions.streams` endpoints for staged data, all of the same offer. The first call opens
+        all but the first endpoint, and raises the constructor's exceptions.
         """
         offer, made = self.endpoint.offer, self._wire_endpoints
         streams = self.options.streams or (default_streams(self.setup.core_share) if offer.is_stream else 1)

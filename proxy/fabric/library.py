@@ -44,10 +44,10 @@ _IPV4, _IPV6 = slice(4, 8), slice(8, 24)
 
 @contextlib.contextmanager
 def keeping_signal_handlers() -> Iterator[None]:
-    """A context manager for loading libraries: at its end, it restores the process's signal handlers.
+    """Restores the process's signal handlers when the context ends, for code that loads libraries.
 
-    PSM's libraries, which some builds of libfabric load, replace the handlers of SIGINT, SIGTERM and signals of faults
-    by a handler that ends the process.
+    PSM's libraries, which some builds of libfabric load, replace the handlers of SIGINT, SIGTERM and fault signals by a
+    handler that ends the process.
     """
     sigaction = ctypes.CDLL(None).sigaction
 
@@ -98,7 +98,7 @@ class Library:
         return str(self._strerror(error).decode())
 
     def check(self, call: str, subject: str, error: int) -> None:
-        """Raises an exception if an error number is not 0: ResourceError if memory or descriptors ran out, otherwise
+        """Raises an exception if `error` is not 0: ResourceError if memory or descriptors ran out, otherwise
         RuntimeUnavailableError.
         """
         if error:
@@ -108,8 +108,9 @@ class Library:
 
 @functools.cache
 def load() -> Library:
-    """Loads libfabric at the first call, and returns it: the file that ``PROXYCCL_LIBFABRIC`` names, otherwise the
-    library that MPI has loaded, otherwise the system's. Raises RuntimeUnavailableError if it can't be loaded.
+    """Loads libfabric at the first call, and returns it. The library is the file that ``PROXYCCL_LIBFABRIC`` names,
+    otherwise the libfabric that MPI has loaded, otherwise the system's libfabric. Raises RuntimeUnavailableError if
+    libfabric can't be loaded.
     """
     return Library(library_name())
 
@@ -124,14 +125,14 @@ class FabricOffer:
         address: the endpoint's IP address if known in advance; otherwise None.
         address_format: libfabric's number for the format of addresses.
         ordered: whether an endpoint's writes reach a peer's memory in order.
-        parts: the most memory ranges that one write may read from, and the most that it may write to.
+        parts: the most memory ranges that one write may read from or write to.
         reads: whether an endpoint can also read peers' memory, for gets.
         remote: whether an endpoint reaches other hosts.
         device_memory: whether an endpoint can access GPUs' memory; False if the offers were requested without it.
-        virtual_keys: whether peers name registered memory by addresses; if not, by offsets from its start.
+        virtual_keys: whether requests name a peer's registered memory by address; if not, by offset from its start.
         provider_keys: whether the provider chooses the keys of registered memory; if not, this rank does.
         key_bytes: length of a key in bytes.
-        depth: writes that may be outstanding.
+        depth: most outstanding writes.
         max_message: most bytes of one write; if `ordered`, most bytes of a write that keeps the order.
         rate: the link's rate in Gbit/s; 0 if unknown.
         source: the list that contains the offer (a ProxycclFabricOffers), and the offer's index in it.
@@ -188,9 +189,9 @@ class FabricOffer:
 
 
 def fabric_offers(*, device_memory: bool = False) -> list[FabricOffer]:
-    """Returns the providers' offers of endpoints that can write to peers' memory, and read it if a provider supports
-    that, in libfabric's order of preference. With `device_memory`, endpoints can also access the memory of GPUs if
-    their provider supports that.
+    """Returns the endpoints that providers offer, in libfabric's order of preference. All offered endpoints can write
+    to peers' memory. If their provider supports it, they can also read peers' memory and, with `device_memory`, access
+    GPU memory.
 
     Raises:
         ResourceError: out of memory.
@@ -204,8 +205,8 @@ def fabric_offers(*, device_memory: bool = False) -> list[FabricOffer]:
 
 def best_of(answers: list[list[FabricOffer]]) -> list[FabricOffer]:
     """Merges libfabric's answers to successively weaker requests. Each offer is taken from the first answer that
-    contains it. The result has the order of the last answer, because libfabric may prefer a provider with fewer
-    capabilities.
+    contains the offer. The result has the order of the last answer, which is libfabric's preference if nothing optional
+    is requested.
     """
     best: dict[tuple[str, str, object, int], FabricOffer] = {}
     for answer in reversed(answers):
@@ -264,15 +265,14 @@ def _ip_address(address_format: int, raw: bytes) -> ipaddress.IPv4Address | ipad
 
 
 def choose_offer(offers: list[FabricOffer], options: FabricOptions, *, local_rank: int = 0) -> FabricOffer:
-    """Returns the offer to use: that of the first provider in libfabric's order that reaches other hosts, on one of the
-    provider's interfaces.
+    """Returns the offer to use: an offer of the first provider, in libfabric's order, that reaches other hosts.
 
-    Interfaces with loopback or link-local addresses are skipped, and IPv4 is preferred. Ranks of a host are spread by
-    `local_rank` over a provider's interfaces without IP addresses. They are not spread over interfaces with IP
-    addresses, because these may belong to separate networks.
+    Skips interfaces with loopback or link-local addresses, and prefers IPv4 to IPv6. If the provider's interfaces have
+    no IP addresses, `local_rank` distributes the ranks of a host over the interfaces. Interfaces with IP addresses may
+    belong to separate networks, so all ranks use the first such interface.
 
     Raises:
-        ArgumentError: an option names something that does not exist; the message lists what exists.
+        ArgumentError: no provider or interface matches the options; the message names the option.
         RuntimeUnavailableError: no provider reaches other hosts.
     """
     usable = offers

@@ -1,5 +1,5 @@
-"""Checks whether this machine has what the transport over libfabric needs. The check does not load libfabric, because
-every rank makes it and few machines have the library.
+"""Checks whether this machine meets the requirements of the transport over libfabric. The check does not load
+libfabric, because every rank makes the check and few machines have libfabric.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def missing() -> str:
     """Returns the requirements of the transport over libfabric that this machine lacks, in words; "" if it lacks none.
 
     The check does not ask providers, because they may take a second to answer. It does not load the library, because a
-    process can load only one libfabric: after the system's, a newer one that MPI brings could not be loaded.
+    process can load only one libfabric: after the system's, MPI could not load a newer one.
     """
     lacks = []
     if not lib.proxyccl_fabric_built():
@@ -50,8 +50,7 @@ def _is_there(name: str) -> bool:
         return True
     try:
         cache = _LINKER_CACHE.read_bytes()
-    except OSError:  # the system has no such cache
-        return True  # not known: loading the library will show whether it exists
-    # The cache (glibc, sysdeps/generic/dl-cache.h) ends with strings. One of them is the library's name, or a path that
-    # ends with it.
+    except OSError:  # this system's linker has no cache
+        return True  # unknown until the library is loaded
+    # The cache (glibc, sysdeps/generic/dl-cache.h) contains the libraries' names and paths as strings.
     return re.search(rb"[/\0]" + re.escape(os.fsencode(name)) + rb"\0", cache) is not None

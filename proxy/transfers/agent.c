@@ -1,4 +1,4 @@
-/* The functions for an agent's inbox, and for the ranges of memory that peers may reach. See transfers.h. */
+/* Implements an agent's inbox, and the ranges of memory that peers may reach. See transfers.h. */
 #include <errno.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -85,7 +85,7 @@ int proxyccl_agent_tell_itself(ProxycclAgent *agent, const char *message, uint64
 
 uint64_t proxyccl_agent_secret(const ProxycclAgent *agent) { return (uintptr_t)agent->secret; }
 
-/* Returns the ranges of a device's memory, or of host memory if `staging` is NULL. Returns NULL if out of memory. */
+/* Returns the ranges of a device's memory, or of host memory if `staging` is NULL; NULL if out of memory. */
 static Ranges *ranges_of(ProxycclAgent *agent, const ProxycclStaging *staging) {
   if (staging == NULL) return &agent->host;
   Device *device = agent->devices;
@@ -123,7 +123,7 @@ int proxyccl_agent_set_memory(ProxycclAgent *agent, const ProxycclStaging *stagi
 static int hold(const Ranges *ranges, const struct iovec *block) {
   const uint64_t *starts = ranges->bounds, *ends = starts + ranges->count;
   const uint64_t address = (uintptr_t)block->iov_base;
-  uint64_t low = 0, high = ranges->count; /* `low` ends as the number of ranges that start at or before the block */
+  uint64_t low = 0, high = ranges->count; /* `low` becomes the number of ranges that start at or before the block */
   while (low < high) {
     const uint64_t middle = (low + high) / 2;
     if (starts[middle] <= address) {

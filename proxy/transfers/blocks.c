@@ -1,4 +1,4 @@
-/* The functions for lists of blocks of memory. See parts.h. */
+/* Implements lists of memory blocks. See parts.h. */
 #include <errno.h>
 #include <sys/mman.h>
 #include <unistd.h>

@@ -10,7 +10,7 @@ typedef struct Buffer {
   size_t used, room;
 } Buffer;
 
-/* Extends the buffer by `more` bytes. Returns their address, or NULL if out of memory. */
+/* Extends the buffer by `more` bytes. Returns the address of the new bytes, or NULL if out of memory. */
 static inline char *buffer_extend(Buffer *buffer, size_t more) {
   if (buffer->room - buffer->used < more) {
     const size_t room = (buffer->used + more) * 2;

@@ -1,5 +1,5 @@
-/* Transfers that threads copy piece by piece: with the CPU if this process maps both sides, else with the kernel. See
- * transfers.h. */
+/* Transfers that threads copy piece by piece: with the CPU if this process maps the local and the remote memory, else
+ * with the kernel. See transfers.h. */
 #include <errno.h>
 #include <limits.h>
 
@@ -7,9 +7,9 @@
 
 typedef struct CopyTransfer {
   ProxycclTransfer base;
-  uint64_t faulted;               /* bytes that were left to copy when the piece of the recorded fault began */
+  uint64_t faulted;               /* bytes left to copy when the piece that caused `fault` began */
   pid_t pid;                      /* the process that the kernel copies from and to; 0 if the CPU copies */
-  const ProxycclStaging *staging; /* NULL if pieces are not copied through stages */
+  const ProxycclStaging *staging; /* the stages for device memory; NULL for host memory */
   int staged[PROXYCCL_STAGES];    /* for each stage, whether a thread uses it */
 } CopyTransfer;
 
@@ -19,8 +19,8 @@ int proxyccl_process_read(int32_t pid, uint64_t address, char *to, uint64_t byte
   return read == (ssize_t)bytes ? 0 : read < 0 ? errno : EFAULT;
 }
 
-/* A piece of a copy: either whole blocks, for which `local` and `remote` point into the transfer's lists, or a part of
- * one long block, for which they point to `parts`. */
+/* A piece of a copy. If it consists of whole blocks, `local` and `remote` point into the transfer's lists; if it is a
+ * part of one long block, `local` and `remote` point to `parts`. */
 typedef struct Piece {
   struct iovec parts[2];
   const struct iovec *local, *remote;
@@ -35,7 +35,7 @@ static uint32_t free_stage(const CopyTransfer *transfer) {
   return stage;
 }
 
-/* Removes the next piece from the data that is left to copy. */
+/* Takes the next piece from the data that is left to copy. */
 static void next_piece(CopyTransfer *self, Piece *piece) {
   Request *all = &self->base.request;
   const Position at = all->at;
@@ -104,9 +104,9 @@ static void drop_rest(CopyTransfer *self) {
   queue_remove(&self->base.agent->copies, self);
 }
 
-/* Records the address at which a copy stopped: the local address if it is not mapped, otherwise the peer's address. If
- * the copy uses a stage, the fault is the peer's, because a stage is always mapped. If the CPU copies, both addresses
- * are in this process. */
+/* Records the address at which a copy stopped: the local address if that address is not mapped, otherwise the remote
+ * address. If the copy uses a stage, records the remote address, because a stage is always mapped. If the CPU copies,
+ * both addresses belong to this process. */
 static void note_fault(CopyTransfer *self, const Piece *piece) {
   ProxycclFault *fault = &self->base.fault;
   Position at = {0, 0};
@@ -128,8 +128,7 @@ static void end(CopyTransfer *self) {
   if (!transfer_stands(transfer)) {
     transfer_end_deregistered(transfer);
   } else if (self->pid != 0 && transfer->error == EFAULT && transfer->fault.kind == PROXYCCL_FAULT_PROTECTED) {
-    /* Asks the peer whether the block is mapped; its answer ends the transfer. If the peer has gone, the end of the
-     * link ends the transfer. */
+    /* Asks the peer whether the block is mapped. The peer's answer, or the loss of the link, ends the transfer. */
     link_start(link, &transfer->request, 0, &transfer->fault);
   } else {
     transfer_end(transfer, transfer->error != 0 ? PROXYCCL_TRANSFER_FAILED : PROXYCCL_TRANSFER_DONE);
@@ -160,18 +159,18 @@ static int copy(ProxycclTransfer *transfer) {
   pthread_mutex_lock(&agent->lock);
   --transfer->copying;
   self->staged[stage] = 0;
-  if (self->staging != NULL) { /* a thread may wait for the stage */
+  if (self->staging != NULL) { /* a thread may be waiting for a free stage */
     pthread_cond_broadcast(&agent->changed);
     if (agent->waits_for_stage) agent_wake(agent);
   }
   if (error == EFAULT && (transfer->error == 0 || (transfer->error == EFAULT && left > self->faulted))) {
-    note_fault(self, &piece); /* of several failed pieces, the fault of the first in the list is kept */
+    note_fault(self, &piece); /* if several pieces fail, keeps the fault of the piece that comes first in the list */
     self->faulted = left;
   }
   if (transfer->error == 0) transfer->error = error;
   if (error != 0 || (transfer->link != NULL && transfer->link->lost != NULL)) drop_rest(self);
   if (transfer->cancel) {
-    pthread_cond_broadcast(&agent->changed); /* the thread that cancels the transfer ends it */
+    pthread_cond_broadcast(&agent->changed); /* the canceling thread ends the transfer */
   } else if (*rest == 0 && transfer->copying == 0) {
     end(self);
   }
@@ -199,7 +198,7 @@ static int finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
 static void lose(ProxycclTransfer *transfer) {
   drop_rest((CopyTransfer *)transfer);
   if (transfer->copying == 0)
-    transfer_end(transfer, PROXYCCL_TRANSFER_LOST); /* if copies run, the last one ends the transfer */
+    transfer_end(transfer, PROXYCCL_TRANSFER_LOST); /* otherwise the last running copy ends the transfer */
 }
 
 ProxycclTransfer *proxyccl_transfer_create(ProxycclAgent *agent, ProxycclLink *link, const ProxycclBlocks *blocks,

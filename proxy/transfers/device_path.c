@@ -1,7 +1,7 @@
-/* Transfers that a device copies. The copies are queued on a stream, and after them the write of a word that shows
- * their end. See transfers.h.
+/* Transfers that a device copies. The copies are queued on a stream, followed by the write of a word that shows that
+ * the copies have ended. See transfers.h.
  *
- * A caller that waits or polls reads the word itself. The agent's thread also reads the word from time to time.
+ * Waiting and polling callers read the word, and so does the agent's thread from time to time.
  */
 #include <time.h>
 
@@ -9,23 +9,23 @@
 #include "launch.h"
 #include "parts.h"
 
-enum { CHECK_NS = 1000000 }; /* time between two checks for a failure of the device */
+enum { CHECK_NS = 1000000 }; /* ns between two checks whether the device has failed */
 
 typedef struct DeviceTransfer {
   ProxycclTransfer base;
   const ProxycclCopier *copier;
   ProxycclDeviceCopies copies;
   uint64_t turn;    /* the value that the stream writes to the word after the copies */
-  uint64_t checked; /* time of the last check for a failure of the device */
+  uint64_t checked; /* time of the last check whether the device has failed */
 } DeviceTransfer;
 
-/* Whether the copies have ended, after which the stream writes the transfer's word. */
+/* Returns whether the stream has written the transfer's word, as it does after the copies. */
 static int is_over(const DeviceTransfer *self) {
   return __atomic_load_n((const uint64_t *)(uintptr_t)self->copies.word, __ATOMIC_ACQUIRE) == self->turn;
 }
 
-/* Returns the status of a failure of the device, after which the word may never be written, or 0. The event was never
- * recorded, so a query of the event reports only failures. */
+/* Returns the driver's status if the device has failed, or 0. After a failure the stream may never write the word. The
+ * event is never recorded, so a query of the event reports only failures. */
 static int failure(const DeviceTransfer *self) {
   const Entered before = driver_enter(self->copier);
   const int status = self->copier->event_query((void *)(uintptr_t)self->copies.event);
@@ -33,9 +33,8 @@ static int failure(const DeviceTransfer *self) {
   return status == PROXYCCL_RUNTIME_NOT_READY ? 0 : status;
 }
 
-/* Queues the copies and then the write of the word. If a copy can't be queued, the write is queued all the same,
- * because earlier copies may be running. Sets *queued to whether the write was queued. Returns the driver's first
- * failure, or 0. */
+/* Queues the copies and then the write of the word. Queues the write even if a copy can't be queued, because earlier
+ * copies may be running. Sets *queued to whether the write was queued. Returns the driver's first failure, or 0. */
 static int issue(const DeviceTransfer *self, uint64_t stream, int *queued) {
   const ProxycclLaunch *launch = (const ProxycclLaunch *)(uintptr_t)self->copies.launch;
   void *queue = (void *)(uintptr_t)stream;
@@ -59,7 +58,7 @@ static void end(ProxycclTransfer *transfer) {
 }
 
 static void begin(ProxycclTransfer *transfer, const uint64_t *stream) {
-  static uint64_t turns; /* values are unique, so that a late write of an abandoned transfer does not end a later one */
+  static uint64_t turns; /* unique, so that the late write of an abandoned transfer does not end a later transfer */
   DeviceTransfer *self = (DeviceTransfer *)transfer;
   ProxycclAgent *agent = transfer->agent;
   const int is_short = stream == NULL && transfer->bytes <= SHORT_BYTES;
@@ -74,7 +73,7 @@ static void begin(ProxycclTransfer *transfer, const uint64_t *stream) {
   pthread_mutex_lock(&agent->lock);
   --transfer->copying;
   transfer->error = -status;
-  if (transfer->cancel) pthread_cond_broadcast(&agent->changed); /* the thread that cancels the transfer ends it */
+  if (transfer->cancel) pthread_cond_broadcast(&agent->changed); /* the canceling thread ends the transfer */
   if (queued && !is_over(self)) {
     transfer_watch(transfer);
   } else if (!transfer->cancel) {
@@ -85,7 +84,7 @@ static void begin(ProxycclTransfer *transfer, const uint64_t *stream) {
 static int look(ProxycclTransfer *transfer) {
   DeviceTransfer *self = (DeviceTransfer *)transfer;
   ProxycclAgent *agent = transfer->agent;
-  if (transfer->copying > 0 || transfer->cancel) return 0; /* another thread polls or cancels it, and ends it */
+  if (transfer->copying > 0 || transfer->cancel) return 0; /* another thread ends the transfer */
   if (!is_over(self)) {
     const uint64_t now = now_ns();
     if (now - self->checked < CHECK_NS) return 0;

@@ -1,4 +1,4 @@
-/* The driver calls for a device that copies, and the copies between the device's memory and stages. See parts.h. */
+/* Calls the driver of a device that copies, and queues copies between the device's memory and stages. See parts.h. */
 #include "clock.h"
 #include "parts.h"
 

@@ -1,7 +1,7 @@
-/* The functions for an agent's libfabric endpoint, and for the requests that it posts. See transfers.h.
+/* Posts an agent's libfabric requests and polls for their completions. See transfers.h.
  *
- * Some providers carry out a peer's requests only when this side reads its completion queue. So the agent's thread
- * reads the queue even while none of the agent's requests is outstanding.
+ * Some providers execute a peer's requests only when this process polls its completion queue, so the agent's thread
+ * polls the queue even while the agent has no outstanding request.
  */
 #include <errno.h>
 #include <sys/epoll.h>
@@ -14,16 +14,16 @@
 #include "fabric_queue.h"
 
 enum {
-  ACTIVE_NS = 20000, /* time between two polls of a completion queue without a descriptor */
-  IDLE_NS = 1000000  /* time between two such polls while no local request is outstanding */
+  ACTIVE_NS = 20000, /* ns between two polls of a completion queue that has no descriptor */
+  IDLE_NS = 1000000  /* ns between two polls of such a queue while the agent has no outstanding request */
 };
 #define LONGEST_STOP_NS 1000000000ull
 
 /* A posted request. The provider owns `context` until the completion. */
 typedef struct Posted {
   struct fi_context2 context;
-  struct Posted *next; /* next in the list of free entries */
-  Rdma *rdma;          /* NULL if fabric_stop has ended the Rdma before the request completed */
+  struct Posted *next;
+  Rdma *rdma; /* NULL if fabric_stop has ended the Rdma before the request completed */
   uint64_t remote;
 } Posted;
 
@@ -31,10 +31,10 @@ typedef struct Fabric {
   ProxycclFabricPort port;
   struct fid_ep *endpoint;
   struct fid_cq *queue;
-  Queue waiting; /* the Rdmas with requests to post, which take turns */
+  Queue waiting; /* the Rdmas with requests to post; each posts one request in turn */
   Posted *unused;
   uint32_t outstanding;
-  int failed; /* the error that ended the queue; 0 while the queue works */
+  int failed; /* the completion queue's error; 0 while the queue works */
   Posted posted[];
 } Fabric;
 
@@ -72,7 +72,7 @@ static void drop_rest(Fabric *fabric, Rdma *rdma) {
   queue_remove(&fabric->waiting, rdma);
 }
 
-/* Records that a request has failed, and drops the requests of its Rdma that are not posted. */
+/* Records the failure of an Rdma's request, and drops the Rdma's requests that are not posted. */
 static void fail(Fabric *fabric, Rdma *rdma, int error, uint64_t remote) {
   if (rdma->error == 0) {
     rdma->error = error;
@@ -114,7 +114,7 @@ static void complete(void *owner, void *context, int error, const struct fi_cq_e
   Fabric *fabric = owner;
   Posted *posted = context;
   (void)entry;
-  if (posted == NULL) return; /* reports a failure of the queue, not a completion */
+  if (posted == NULL) return; /* NULL reports a failure of the queue, not a completion */
   Rdma *rdma = posted->rdma;
   posted->rdma = NULL;
   posted->next = fabric->unused;
@@ -143,7 +143,7 @@ void fabric_poll(ProxycclAgent *agent) {
   uint32_t taken = 0;
   if (fabric->failed == 0) {
     fabric->failed = fabric_drain(fabric->queue, complete, fabric, &taken);
-    /* The descriptor of a failed queue may stay readable forever. */
+    /* Stops watching the descriptor, which may stay readable forever after the queue has failed. */
     if (fabric->failed != 0 && fabric->port.descriptor >= 0)
       agent_watch(agent, fabric->port.descriptor, 0, EPOLL_CTL_DEL, 0);
   }
@@ -164,7 +164,7 @@ void rdma_start(ProxycclAgent *agent, Rdma *rdma, uint64_t bytes) {
   rdma->fault = 0;
   queue_push(&fabric->waiting, rdma);
   fabric_poll(agent);                             /* fabric_poll may end and free the Rdma */
-  if (fabric->outstanding > 0) agent_wake(agent); /* the thread may be in a sleep that the queue does not end */
+  if (fabric->outstanding > 0) agent_wake(agent); /* completions may not wake the thread */
 }
 
 void rdma_drop(ProxycclAgent *agent, Rdma *rdma) { drop_rest(agent->fabric, rdma); }
@@ -201,7 +201,7 @@ void fabric_lose(ProxycclLink *link) {
     next = each->next;
     if (rdma->link != link) continue;
     drop_rest(fabric, rdma);
-    end_if_over(rdma); /* ends it now if no request is posted; otherwise the last completion does */
+    end_if_over(rdma); /* ends the Rdma unless requests are posted; otherwise the last completion ends it */
   }
 }
 
@@ -224,7 +224,7 @@ void fabric_stop(ProxycclAgent *agent) {
     nanosleep(&pause, NULL);
     pthread_mutex_lock(&agent->lock);
   }
-  for (uint32_t i = 0; i < fabric->port.depth; ++i) { /* the endpoint is closed before the requests' memory is reused */
+  for (uint32_t i = 0; i < fabric->port.depth; ++i) { /* ends the remaining requests without completions */
     Rdma *rdma = fabric->posted[i].rdma;
     fabric->posted[i].rdma = NULL;
     if (rdma == NULL) continue;

@@ -5,7 +5,7 @@
 #include "clock.h"
 #include "parts.h"
 
-enum { PAUSE_NS = 20000 }; /* time between two polls by a thread that cancels a transfer */
+enum { PAUSE_NS = 20000 }; /* ns that a canceling thread sleeps between two polls */
 
 typedef struct FabricTransfer {
   ProxycclTransfer base;
@@ -18,14 +18,14 @@ static void ended(Rdma *rdma) {
   transfer->error = rdma->error;
   transfer->fault.address = rdma->fault;
   if (transfer->cancel) {
-    pthread_cond_broadcast(&transfer->agent->changed); /* the thread that cancels the transfer ends it */
+    pthread_cond_broadcast(&transfer->agent->changed); /* the canceling thread ends the transfer */
   } else if (rdma->canceled) {
     transfer_end(transfer, PROXYCCL_TRANSFER_CANCELED);
   } else if (transfer->error == 0) {
     transfer_end(transfer, PROXYCCL_TRANSFER_DONE);
   } else if (transfer->abandoned || fabric_failed(transfer->agent)) {
     transfer_end(transfer, PROXYCCL_TRANSFER_FAILED);
-  } else { /* asks the peer whether its memory is mapped; if the peer has gone, the link's end ends the transfer */
+  } else { /* asks the peer whether its memory is mapped; the answer, or the loss of the link, ends the transfer */
     link_start(transfer->link, &transfer->request, 0, &transfer->fault);
   }
 }

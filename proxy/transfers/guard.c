@@ -1,9 +1,9 @@
 /* Copies by the CPU from and to memory that the program may free, protect or truncate at any moment. See parts.h.
  *
- * An access to such memory raises SIGSEGV or SIGBUS. If a guarded copy raised the signal, the process's handler jumps
- * back to that copy; all other signals go to the handler that was installed before. With process_vm_readv, such an
- * access would return an error instead of raising a signal, but that takes 1.6 us more for each copy, and twice as long
- * for a megabyte.
+ * Access to memory that has been freed, protected or truncated raises SIGSEGV or SIGBUS. If a guarded copy raised the
+ * signal, this file's handler jumps back to the copy; it passes all other signals to the handler that was installed
+ * before. process_vm_readv would return an error instead, but it takes 1.6 us longer per copy, and twice as long for a
+ * megabyte.
  */
 #include <errno.h>
 #include <setjmp.h>
@@ -15,30 +15,31 @@
 enum {
   MOST_REPLACED = 8,
   SMALLEST_PAGE = 4096,
-  NEAR = 1 << 16 /* a signal may report the page instead of the byte; pages are at most this large */
+  NEAR = 1 << 16 /* size of the largest page, because a signal may report the page instead of the byte */
 };
 
-/* A thread's running guarded copy: where the handler jumps back to, and the blocks. */
+/* A guarded copy that a thread is making: the point to which the handler jumps back, and the blocks. */
 typedef struct GuardedCopy {
   sigjmp_buf back;
   const struct iovec *to, *from;
   uint64_t count;
 } GuardedCopy;
 
-/* A thread's running call of a replaced handler: its stack frame, and the handler's index in Replaced. */
+/* A call of a replaced handler that a thread is making: the stack frame of pass_on, and the handler's index in
+ * Replaced. */
 typedef struct Passing {
   const char *frame;
   int level;
 } Passing;
 
-/* The handlers of a signal that this file's handler replaced, the oldest first. */
+/* The handlers that this file's handler has replaced for one signal, the oldest first. */
 typedef struct Replaced {
   struct sigaction actions[MOST_REPLACED];
   int count; /* number of actions; atomic */
 } Replaced;
 
-/* A signal handler may not allocate memory. With other TLS models a thread's first access to such a variable allocates,
- * so this model is needed. */
+/* These variables need the TLS model initial-exec, because with other models a thread's first access allocates memory,
+ * which a signal handler may not do. */
 static __thread GuardedCopy *current __attribute__((tls_model("initial-exec")));
 static __thread Passing passing __attribute__((tls_model("initial-exec")));
 static const int signals[] = {SIGSEGV, SIGBUS};
@@ -53,11 +54,11 @@ static int is_near(const struct iovec *blocks, uint64_t count, uintptr_t address
   return 0;
 }
 
-/* Whether the guarded copy caused the signal, directly, or because a handler that was installed later raised the signal
+/* Returns whether the guarded copy caused the signal, either directly or through a later handler that raised the signal
  * again. */
 static int is_of(const GuardedCopy *guard, const siginfo_t *info) {
   if (info->si_code <= 0) return info->si_pid == getpid();
-  if (info->si_code == SI_KERNEL) return 1; /* the kernel does not report a non-canonical address */
+  if (info->si_code == SI_KERNEL) return 1; /* an access to a non-canonical address, which the kernel does not report */
   const uintptr_t address = (uintptr_t)info->si_addr;
   return is_near(guard->to, guard->count, address) || is_near(guard->from, guard->count, address);
 }
@@ -66,16 +67,16 @@ static int is_of(const GuardedCopy *guard, const siginfo_t *info) {
 static void end_process(int number, const siginfo_t *info) {
   const struct sigaction end = {.sa_handler = SIG_DFL};
   sigaction(number, &end, NULL);
-  if (info->si_code <= 0) raise(number); /* a fault recurs by itself when the handler returns */
+  if (info->si_code <= 0) raise(number); /* not after a fault, which recurs when the handler returns */
 }
 
-/* Passes a signal on to the newest of the replaced handlers. If that handler was installed after this file's and
- * therefore calls this file's handler in turn, the signal goes to the next older handler. */
+/* Passes a signal to the newest replaced handler. If the replaced handler calls this file's handler, because it was
+ * installed after this file's handler, the nested call passes the signal to the next older handler. */
 static void pass_on(int number, siginfo_t *info, void *context) {
   const Replaced *before = &replaced[number == SIGBUS];
   const char *frame = __builtin_frame_address(0);
   const int nested =
-      passing.frame != NULL && frame < passing.frame; /* otherwise the program left the recorded call by longjmp */
+      passing.frame != NULL && frame < passing.frame; /* 0 if the program has left the recorded call by longjmp */
   const int level = nested ? passing.level - 1 : __atomic_load_n(&before->count, __ATOMIC_ACQUIRE) - 1;
   const struct sigaction *action = &before->actions[level < 0 ? 0 : level];
   const Passing outer = passing;
@@ -83,7 +84,7 @@ static void pass_on(int number, siginfo_t *info, void *context) {
   if (level >= 0 && (action->sa_flags & SA_SIGINFO) != 0) {
     action->sa_sigaction(number, info, context);
   } else if (level < 0 || action->sa_handler == SIG_DFL || (action->sa_handler == SIG_IGN && info->si_code > 0)) {
-    end_process(number, info); /* also if the replaced action ignores the signal, because a fault can't be ignored */
+    end_process(number, info); /* also for SIG_IGN after a fault, because a fault can't be ignored */
   } else if (action->sa_handler != SIG_IGN) {
     action->sa_handler(number);
   }
@@ -102,8 +103,8 @@ static void handle(int number, siginfo_t *info, void *context) {
   siglongjmp(guard->back, 1);
 }
 
-/* Records a replaced action as the newest one. If the action is recorded already, the program has restored it, so the
- * actions that were recorded after it are dropped. */
+/* Records a replaced action as the newest. If the action is recorded already, the program has restored the action, so
+ * later entries are dropped. */
 static void note_replaced(Replaced *before, const struct sigaction *action) {
   int count = 0;
   while (count < before->count && before->actions[count].sa_handler != action->sa_handler) ++count;
@@ -116,7 +117,8 @@ static void hold(void) { pthread_mutex_lock(&lock); }
 
 static void let_go(void) { pthread_mutex_unlock(&lock); }
 
-/* Makes fork take the lock: if another thread held it during the fork, no thread of the child could release it. */
+/* Makes fork take the lock, because no thread of the child could release a lock that another thread held at the
+ * fork. */
 __attribute__((constructor)) static void hold_while_forking(void) { pthread_atfork(hold, let_go, let_go); }
 
 int guard_install(void) {
@@ -161,9 +163,8 @@ static size_t within_page(const char *address, size_t bytes) {
 
 uint64_t guard_copy(const struct iovec *to, const struct iovec *from, uint64_t count, uint64_t bytes) {
   if (copy(to, from, count)) return bytes;
-  /* memmove copies in any order, so the fault does not show how far it came. This repeats the copy page by page,
-   * because the bytes of a page are either all accessible or all not.
-   */
+  /* memmove copies in any order, so the fault does not show how many bytes were copied. The loop repeats the copy page
+   * by page, because either all bytes of a page are accessible or none is. */
   uint64_t done = 0;
   for (uint64_t i = 0; i < count; ++i) {
     struct iovec there = to[i], here = from[i];

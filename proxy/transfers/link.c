@@ -1,5 +1,5 @@
 /* Links, which are sockets between agents. See transfers.h and parts.h. link_send.c and link_receive.c send and receive
- * their frames.
+ * the links' frames.
  */
 #include <errno.h>
 #include <sys/epoll.h>
@@ -9,8 +9,8 @@
 
 const char *proxyccl_link_lost(const ProxycclLink *link) { return __atomic_load_n(&link->lost, __ATOMIC_ACQUIRE); }
 
-/* Removes a descriptor from the epoll set and closes it. Without the removal, a copy of the descriptor in a fork's
- * child would keep it in the set. */
+/* Removes a descriptor from the epoll set and closes it. Closing alone does not remove a descriptor from the set while
+ * a fork's child has a copy. */
 static void unwatch(ProxycclAgent *agent, int *descriptor) {
   if (*descriptor < 0) return;
   agent_watch(agent, *descriptor, 0, EPOLL_CTL_DEL, 0);
@@ -100,7 +100,7 @@ void link_lose(ProxycclLink *link, const char *reason) {
   if (!link->serves) {
     const uint64_t one = 1;
     const ssize_t written = write(agent->losses, &one, sizeof one);
-    (void)written; /* a write to an eventfd fails only if the count would overflow, and then the reader wakes anyway */
+    (void)written; /* the write fails only if the eventfd's count would overflow, and then the reader wakes anyway */
   }
   if (link->in.stage != NULL) stage_give(link->in.stage);
   link->in.stage = NULL;
@@ -124,7 +124,7 @@ void link_unreference(ProxycclLink *link) {
   ProxycclAgent *agent = link->agent;
   if (--link->references > 0 || link->lost == NULL) return;
   if (!agent->stopped) {
-    agent_wake(agent); /* the thread frees the link, because events that it has received may still name the link */
+    agent_wake(agent); /* the agent's thread frees the link, because events that it has received may name the link */
     return;
   }
   ProxycclLink **at = &agent->links;
@@ -158,7 +158,7 @@ void proxyccl_link_release(ProxycclLink *link) {
   ProxycclAgent *agent = link->agent;
   pthread_mutex_lock(&agent->lock);
   link_lose(link, "the peer was removed");
-  ++agent->references; /* this call holds a reference */
+  ++agent->references; /* keeps the agent allocated during this call */
   link_unreference(link);
   agent_unreference(agent);
 }

@@ -12,15 +12,14 @@
 
 enum { LONGEST_NAME = 4096 };
 
-/* Ends a link after `got`, the result of a receive, reports the end of the stream or an error. Does nothing after
- * EAGAIN. */
+/* Ends a link if `got`, the result of a receive, reports the end of the stream or an error other than EAGAIN. */
 static void lose_at_end(ProxycclLink *link, ssize_t got) {
   if (got < 0 && errno == EAGAIN) return;
   link_lose(link, got == 0 || errno == ECONNRESET ? "the peer has closed the link" : "the peer's host does not answer");
 }
 
-/* Reads data ahead, unless data of an earlier call is left. Returns 0 if the socket is empty or the link is lost, else
- * 1. */
+/* Fills the link's read-ahead buffer, unless the buffer has data. Returns 0 if the socket is empty or the link is lost,
+ * else 1. */
 static int read_ahead(ProxycclLink *link) {
   if (link->ahead_at < link->ahead_end) return 1;
   ssize_t got;
@@ -36,8 +35,8 @@ static int read_ahead(ProxycclLink *link) {
   return 1;
 }
 
-/* Receives at most `bytes` bytes, and discards them if `to` is NULL. Returns their number, which is 0 if the socket is
- * empty or the link is lost. */
+/* Receives at most `bytes` bytes, and discards them if `to` is NULL. Returns the number of received bytes, which is 0
+ * if the socket is empty or the link is lost. */
 static size_t take(ProxycclLink *link, void *to, size_t bytes) {
   if (!read_ahead(link)) return 0;
   const size_t ready = link->ahead_end - link->ahead_at;
@@ -61,8 +60,8 @@ static size_t copy_out(const struct iovec *parts, uint32_t count, const char *fr
   return done;
 }
 
-/* Receives bytes into a program's memory, and reads ahead. Returns the number of received bytes; 0 if the socket is
- * empty or the link is lost; or -1 if the memory can't be written, and then receives nothing. */
+/* Receives at most `bytes` bytes into blocks, and further bytes into the read-ahead buffer. Returns the number of bytes
+ * in the blocks: 0 if the socket is empty or the link is lost, -1 if the blocks can't be written. */
 static ssize_t take_out(ProxycclLink *link, const struct iovec *blocks, uint64_t count, Position at, uint64_t bytes) {
   struct iovec parts[FRAME_BLOCKS + 1];
   uint32_t used;
@@ -80,7 +79,7 @@ static ssize_t take_out(ProxycclLink *link, const struct iovec *blocks, uint64_t
       return (ssize_t)bytes;
     }
     if (got > 0) return got;
-    if (got == 0 || errno != EFAULT) { /* after EFAULT, copy_out finds the faulty byte */
+    if (got == 0 || errno != EFAULT) { /* after EFAULT, copy_out finds the inaccessible byte */
       lose_at_end(link, got);
       return 0;
     }
@@ -116,7 +115,7 @@ static int64_t body_of(const ProxycclLink *link, const Frame *frame) {
   return (int64_t)(frame->count * sizeof(struct iovec) + (by_fabric ? sizeof(Origin) : 0));
 }
 
-/* Queues an answer, and returns it. Returns NULL if out of memory. */
+/* Queues an answer. Returns the answer, or NULL if out of memory. */
 static Answer *answer(ProxycclLink *link, uint32_t error, uint64_t bytes, const struct iovec *blocks, uint64_t count) {
   Answer *made = malloc(sizeof *made + count * sizeof *blocks);
   if (made == NULL) return NULL;
@@ -127,12 +126,12 @@ static Answer *answer(ProxycclLink *link, uint32_t error, uint64_t bytes, const 
   return made;
 }
 
-/* Queues an answer without data. Returns why the link must end, or NULL. */
+/* Queues an answer without data. Returns the reason if the link must end, else NULL. */
 static const char *reply(ProxycclLink *link, uint32_t error, uint64_t block) {
   return answer(link, error, error != 0 ? block : 0, NULL, 0) != NULL ? NULL : OUT_OF_MEMORY;
 }
 
-/* Whether the blocks of a peer's request add up to `bytes`. */
+/* Returns whether no block of a peer's request is empty, and all blocks have `bytes` bytes in all. */
 static int blocks_have(const struct iovec *blocks, uint64_t count, uint64_t bytes) {
   for (uint64_t i = 0; i < count; ++i) {
     if (blocks[i].iov_len == 0 || blocks[i].iov_len > bytes) return 0;
@@ -151,11 +150,10 @@ static uint64_t find_unmapped(const struct iovec *blocks, uint64_t count) {
 }
 
 /* Permits the peer's process to copy from and to this process. Yama records only one permitted process, so for a second
- * peer this function permits every process that may trace this one by the other rules. Returns 0 or an errno, which is
- * EINVAL on a system without Yama.
- */
+ * peer this function permits all processes, to which the kernel's other checks still apply. Returns 0 or an errno,
+ * which is EINVAL on a system without Yama. */
 static int permit(const ProxycclLink *link) {
-  static pid_t permitted; /* atomic, because all agents of the process use it */
+  static pid_t permitted; /* atomic, because all agents of the process use this variable */
   struct ucred peer;
   socklen_t size = sizeof peer;
   if (!link->agent->copied) return EPERM;
@@ -167,7 +165,7 @@ static int permit(const ProxycclLink *link) {
   return prctl(PR_SET_PTRACER, only ? (unsigned long)peer.pid : PR_SET_PTRACER_ANY, 0, 0, 0) == 0 ? 0 : errno;
 }
 
-/* Handles the complete body of a FETCH or a STORE. Returns why the link must end, or NULL. */
+/* Handles the complete body of a FETCH or a STORE. Returns the reason if the link must end, else NULL. */
 static const char *take_by_fabric(ProxycclLink *link, const struct iovec *blocks, Device *device) {
   const Receiving *in = &link->in;
   Answer *made = answer(link, 0, 0, blocks, in->frame.count);
@@ -186,7 +184,7 @@ static const char *take_by_fabric(ProxycclLink *link, const struct iovec *blocks
   return NULL;
 }
 
-/* Handles a complete body. Returns why the link must end, or NULL. */
+/* Handles a complete body. Returns the reason if the link must end, else NULL. */
 static const char *take_body(ProxycclLink *link) {
   Receiving *in = &link->in;
   const Frame *frame = &in->frame;
@@ -226,7 +224,7 @@ static const char *take_body(ProxycclLink *link) {
     }
     if (frame->kind == FRAME_CHECK) {
       uint32_t error = in->block < frame->count ? EACCES : 0;
-      if (error == 0 && device == NULL) { /* not for device memory, which the CPU may not map */
+      if (error == 0 && device == NULL) { /* skips device memory, which may not be mapped for the CPU */
         in->block = find_unmapped(blocks, frame->count);
         if (in->block < frame->count) error = EFAULT;
       }
@@ -248,7 +246,7 @@ static const char *take_body(ProxycclLink *link) {
   return NULL;
 }
 
-/* Discards the data of a WRITE whose blocks are no longer registered. */
+/* Makes the link discard a WRITE's data if the WRITE's blocks are no longer registered. */
 static void check_write(ProxycclLink *link) {
   Receiving *in = &link->in;
   Device *device;
@@ -261,8 +259,8 @@ static void check_write(ProxycclLink *link) {
   in->memory = link->agent->memory;
 }
 
-/* Handles the end of a frame's data: queues the answer to a WRITE, or ends a request's frame. Returns why the link must
- * end, or NULL. */
+/* Handles the end of a frame's data. For a WRITE, queues the answer; for an ANSWER, removes the answered frame from its
+ * request. Returns the reason if the link must end, else NULL. */
 static const char *end_data(ProxycclLink *link) {
   Receiving *in = &link->in;
   if (link->serves) {
@@ -287,7 +285,7 @@ static const char *end_data(ProxycclLink *link) {
   --request->unanswered;
   if (in->frame.count != 0 && request->refusal == 0) {
     request->refusal = in->frame.count;
-    const uint64_t block = at.index + in->frame.bytes; /* a frame may begin in the middle of its first block */
+    const uint64_t block = at.index + in->frame.bytes; /* the peer numbers blocks from the frame's first block */
     if (!request->asks && block < request->count) {
       char *address = request->remote[block].iov_base;
       request->fault.address = (uintptr_t)(in->frame.bytes == 0 ? address + at.offset : address);
@@ -299,7 +297,8 @@ static const char *end_data(ProxycclLink *link) {
   return NULL;
 }
 
-/* Records that the destination of data is freed or protected. The rest of the frame's data is then discarded. */
+/* Records that received data can't be stored, because its destination is freed or protected. The link then discards the
+ * rest of the frame's data. */
 static void note_fault(ProxycclLink *link, const struct iovec *blocks) {
   Receiving *in = &link->in;
   const char *address = (char *)blocks[in->at.index].iov_base + in->at.offset;
@@ -340,13 +339,13 @@ static size_t take_data(ProxycclLink *link) {
   return (size_t)taken;
 }
 
-/* Extends the memory of a body, in proportion to the bytes that have arrived. Returns 0 if out of memory. */
+/* Extends a body's buffer, in proportion to the bytes that have arrived. Returns 0 if out of memory. */
 static int extend_body(Receiving *in) {
   const uint64_t left = in->body_bytes - in->body.used, step = in->body.used + AHEAD_BYTES;
   return buffer_extend(&in->body, left < step ? left : step) != NULL;
 }
 
-/* Returns the number of bytes that are missing from the part that is being received. */
+/* Returns the number of bytes of the current part that have not arrived. */
 static uint64_t lacks(const Receiving *in) {
   switch (in->part) {
     case IN_DATA:
@@ -358,8 +357,8 @@ static uint64_t lacks(const Receiving *in) {
   }
 }
 
-/* Receives bytes of the current part. Returns their number, which is 0 if the socket is empty or if the link must end,
- * for the reason *problem. */
+/* Receives bytes of the current part. Returns the number of received bytes, which is 0 if the socket is empty, or if
+ * the link must end; *problem is then the reason. */
 static size_t take_part(ProxycclLink *link, const char **problem) {
   Receiving *in = &link->in;
   const int in_body = in->part == IN_BODY;
@@ -378,7 +377,7 @@ static size_t take_part(ProxycclLink *link, const char **problem) {
   return taken;
 }
 
-/* Advances to the next part once the current part is complete. Returns why the link must end, or NULL. */
+/* Advances to the next part once the current part is complete. Returns the reason if the link must end, else NULL. */
 static const char *next_part(ProxycclLink *link) {
   Receiving *in = &link->in;
   const FramePart ended = in->part;
@@ -406,8 +405,8 @@ static const char *next_part(ProxycclLink *link) {
   return NULL;
 }
 
-/* Receives bytes of one part, and handles the part's end. Returns 0 if the socket is empty or the link is lost. A part
- * of 0 bytes ends together with the part before it, because no further byte may arrive. */
+/* Receives bytes of the current part, and handles the part's end. Returns 0 if the socket is empty or the link is lost,
+ * else 1. Handles a following part of 0 bytes immediately, because no further byte may arrive. */
 static int step(ProxycclLink *link, uint64_t *turn) {
   const char *problem = NULL;
   const size_t taken = take_part(link, &problem);
@@ -423,7 +422,7 @@ void link_ready(ProxycclLink *link, uint32_t events) {
   if (link->lost != NULL) return;
   if (events & (EPOLLIN | EPOLLHUP | EPOLLERR)) {
     while (step(link, &turn) && turn < TURN_BYTES) {}
-    /* Handles all data that was read ahead: it is no longer in the socket, so no event would wake the thread for it. */
+    /* Handles all data that was read ahead, because no event wakes the thread for data that has left the socket. */
     while (link->lost == NULL && link->ahead_at < link->ahead_end && step(link, &turn)) {}
   }
   if (link->lost == NULL) link_send(link);

@@ -1,7 +1,7 @@
 /* Sends a link's frames. See parts.h.
  *
- * The side that opened a link sends greetings, messages and requests; the other side only answers. The number of
- * unanswered requests does not limit answers, and the opener always reads, so neither side waits for the other to read.
+ * The side that opened a link sends greetings, messages and requests; the other side only answers. The opener always
+ * reads, and the limit on unanswered requests does not apply to answers, so neither side waits for the other to read.
  * Data is sent directly from the blocks.
  */
 #include <errno.h>
@@ -13,10 +13,10 @@
 
 enum {
   ANSWER_STEPS =
-      3 /* steps of a FETCH or a STORE: the copy between peer and stage, the copy between stage and device, the end */
+      3 /* steps of a FETCH or a STORE: the copy between peer and stage, the copy between stage and device, an answer */
 };
 
-/* Turns an answer into an error if its blocks are no longer registered. */
+/* Turns an answer into an error if the answer's blocks are no longer registered. */
 static void check_answer(const ProxycclLink *link, Answer *answer) {
   Device *device;
   const uint64_t lacking = agent_lacks(link->agent, answer->blocks, answer->count, &device);
@@ -25,7 +25,7 @@ static void check_answer(const ProxycclLink *link, Answer *answer) {
   answer->bytes = lacking < answer->count ? lacking : 0;
 }
 
-/* Advances a FETCH or a STORE as far as possible. */
+/* Begins further steps of a FETCH or a STORE, as far as possible without waiting. */
 static void feed_by_fabric(ProxycclLink *link, Answer *answer) {
   while (answer->error == 0 && answer->steps < ANSWER_STEPS && (answer->stage == NULL || !answer->stage->copying)) {
     if (answer->stage != NULL && answer->stage->status != 0) {
@@ -45,8 +45,8 @@ static void feed_by_fabric(ProxycclLink *link, Answer *answer) {
   }
 }
 
-/* For the next FED answers that need a stage, starts the device's copy of their data into a stage, or advances the
- * FETCH or STORE. */
+/* Advances the next FED answers that need a stage: for a READ, starts the device's copy of the data into a stage; for a
+ * FETCH or STORE, begins further steps. */
 static void feed_answers(ProxycclLink *link) {
   uint32_t fed = 0;
   for (Node *each = link->answers.first; each != NULL && fed < FED; each = each->next) {
@@ -100,7 +100,7 @@ static int begin_answer(ProxycclLink *link) {
   return buffer_append(&out->head, &frame, sizeof frame);
 }
 
-/* Begins to send the next frame of the request whose turn it is. Returns 0 if out of memory. */
+/* Begins to send the next frame of the first request in the queue. Returns 0 if out of memory. */
 static int begin_request(ProxycclLink *link) {
   Sending *out = &link->out;
   Request *request = queue_pop(&link->requests);
@@ -157,9 +157,9 @@ static int begin_frame(ProxycclLink *link) {
   return begun > 0;
 }
 
-/* Replaces the unsent data by a copy, in which zeros replace all bytes from the first unreadable one on; unless
- * `may_read`, all bytes are zeros. Returns the address of the unreadable byte, which lies in block *block, or NULL. If
- * out of memory, ends the link and returns NULL. */
+/* Replaces the unsent data by a copy. If `may_read` is 0, the copy consists of zeros; otherwise zeros replace the first
+ * unreadable byte and all bytes after it. Returns the address of the first unreadable byte and sets *block to the
+ * number of its block; returns NULL if there is none. If out of memory, ends the link and returns NULL. */
 static const char *copy_rest(ProxycclLink *link, int may_read, uint64_t *block) {
   Sending *out = &link->out;
   const char *unread = NULL;
@@ -199,8 +199,8 @@ void request_refuse(ProxycclLink *link, Request *request, uint64_t block, const 
   queue_remove(&link->requests, request);
 }
 
-/* Makes the answer that is being sent report an error: in its first head if nothing of that is sent, otherwise in its
- * second head. */
+/* Makes the answer that is being sent report an error: in its second head if sending has begun, otherwise in its first
+ * head. */
 static void spoil_answer(Sending *out, uint32_t error, uint64_t block) {
   const Frame frame = {FRAME_ANSWER, error, block};
   if (out->sent > 0) {
@@ -211,8 +211,8 @@ static void spoil_answer(Sending *out, uint32_t error, uint64_t block) {
   out->left = out->tail_left = 0;
 }
 
-/* Replaces the rest of a frame's data by zeros after the kernel could not read the data. Drops the frame if nothing of
- * it has been sent. */
+/* Handles data that the kernel could not read: replaces the rest of the frame's data by zeros, or drops the frame if no
+ * byte has been sent. */
 static void spoil(ProxycclLink *link) {
   Sending *out = &link->out;
   Request *request = out->request;
@@ -225,12 +225,12 @@ static void spoil(ProxycclLink *link) {
   }
   request_refuse(link, request, block, unread);
   if (out->sent > 0) return;
-  link_end_sending(link); /* drops the frame, of which nothing has been sent */
+  link_end_sending(link);
   --link->unanswered;
   if (--request->unanswered == 0) request_end(request);
 }
 
-/* Checks the blocks of the answer that is being sent again, after the registered ranges have changed. */
+/* After a change of the registered ranges, checks again the blocks of the answer that is being sent. */
 static void check_sending(ProxycclLink *link) {
   Sending *out = &link->out;
   const Answer *answer = out->answer;
@@ -244,10 +244,8 @@ static void check_sending(ProxycclLink *link) {
   if (link->lost == NULL) spoil_answer(out, EACCES, lacking < count ? lacking : 0);
 }
 
-/* Whether bytes of the frame that is being sent are left: of its head, its data or its second head. */
 static int has_more(const Sending *out) { return out->sent < out->head.used || out->left > 0 || out->tail_left > 0; }
 
-/* Advances the frame past bytes that were sent. */
 static void note_sent(Sending *out, uint64_t sent) {
   const uint64_t head = out->head.used - out->sent, of_head = sent < head ? sent : head;
   const uint64_t of_data = sent - of_head < out->left ? sent - of_head : out->left;

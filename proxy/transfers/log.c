@@ -31,7 +31,7 @@ uint32_t proxyccl_transfer_log_read(const ProxycclTransferLog *log, uint64_t *ne
   const uint32_t taken = count - first < room ? (uint32_t)(count - first) : room;
   for (uint32_t i = 0; i < taken; ++i) records[i] = log->records[(first + i) % PROXYCCL_TRANSFER_RECORDS];
   __atomic_thread_fence(__ATOMIC_ACQUIRE);
-  /* Records that were overwritten during the copy are lost as well. */
+  /* Records that a writer has overwritten during the copy are lost too. */
   const uint64_t after = __atomic_load_n(&log->count, __ATOMIC_RELAXED);
   const uint64_t kept = after >= PROXYCCL_TRANSFER_RECORDS ? after - (PROXYCCL_TRANSFER_RECORDS - 1) : 0;
   const uint32_t gone = kept <= first ? 0 : kept - first < taken ? (uint32_t)(kept - first) : taken;

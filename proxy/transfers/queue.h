@@ -14,7 +14,6 @@ typedef struct Queue {
   Node *first, **last; /* `last` is valid only if the list is not empty */
 } Queue;
 
-/* Appends an element. */
 static inline void queue_push(Queue *queue, void *element) {
   Node *node = element;
   if (queue->first == NULL) queue->last = &queue->first;

@@ -1,4 +1,4 @@
-/* Transfers whose data the frames of a link carry. See transfers.h. */
+/* Transfers whose data is sent in the frames of a link. See transfers.h. */
 #include "parts.h"
 
 static void begin(ProxycclTransfer *transfer, const uint64_t *stream) {

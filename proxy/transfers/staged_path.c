@@ -1,8 +1,8 @@
 /* Transfers between a device and a link, through stages. See transfers.h and parts.h.
  *
- * Each stage holds one part of the data at a time, which one frame carries: the device fills the stage and the link
- * sends it, or the link fills the stage and the device copies from it. The stages are independent of each other, so the
- * device copies one part while the link carries another.
+ * Each stage holds one part of the data at a time, which is sent in one frame. For a write, the device fills the stage
+ * and the link sends the stage's data; for a read, the link fills the stage and the device copies the data out. The
+ * stages are independent, so the device copies one part while the link sends or receives another.
  */
 #include <errno.h>
 
@@ -18,19 +18,18 @@ typedef enum PartState {
 /* One part of the transfer, which uses one stage. */
 typedef struct Part {
   PartState state;
-  Request request; /* a request of one frame */
+  Request request; /* the part's request, of one frame */
   Origin origin;   /* the stage's address and key for libfabric */
   struct iovec stage, local[FRAME_BLOCKS], remote[FRAME_BLOCKS];
   uint32_t blocks;
 } Part;
 
 typedef struct StagedTransfer {
-  ProxycclTransfer base; /* the request of `base` is never started; it holds the first refusal of the parts' requests */
+  ProxycclTransfer base; /* `base.request` is never started; it records the first refusal of a part's request */
   const ProxycclStaging *staging;
   Part parts[PROXYCCL_STAGES];
 } StagedTransfer;
 
-/* Starts the device's copies of a part. */
 static void copy_part(StagedTransfer *self, uint32_t i) {
   Part *part = &self->parts[i];
   ProxycclTransfer *transfer = &self->base;
@@ -42,7 +41,6 @@ static void copy_part(StagedTransfer *self, uint32_t i) {
   if (status != 0 && transfer->error == 0) transfer->error = -status;
 }
 
-/* Whether the device has finished the copies of a part. */
 static int is_copied(StagedTransfer *self, uint32_t i) {
   ProxycclTransfer *transfer = &self->base;
   pthread_mutex_unlock(&transfer->agent->lock);
@@ -76,7 +74,7 @@ static int has_failed(const StagedTransfer *self) {
   return transfer->error != 0 || transfer->request.refusal != 0 || transfer->abandoned || transfer->link->lost != NULL;
 }
 
-/* Advances a part as far as possible. Returns 1 if its state has changed. */
+/* Advances a part as far as possible without waiting. Returns 1 if the part's state has changed. */
 static int step(StagedTransfer *self, uint32_t i) {
   Part *part = &self->parts[i];
   int stepped = 0;
@@ -126,7 +124,7 @@ static int look(ProxycclTransfer *transfer) {
   for (uint32_t i = 0; i < PROXYCCL_STAGES; ++i) stepped |= step(self, i);
   --transfer->copying;
   if (transfer->cancel) {
-    pthread_cond_broadcast(&agent->changed); /* the thread that cancels the transfer ends it */
+    pthread_cond_broadcast(&agent->changed); /* the canceling thread ends the transfer */
     return 0;
   }
   for (uint32_t i = 0; i < PROXYCCL_STAGES; ++i) {
@@ -135,7 +133,7 @@ static int look(ProxycclTransfer *transfer) {
     active |= state != PART_IDLE;
   }
   const int queued = transfer->node.queued;
-  if (!active || !waits) queue_remove(&agent->looked_at, transfer); /* part_moved adds the transfer again */
+  if (!active || !waits) queue_remove(&agent->looked_at, transfer); /* part_moved adds the transfer to the list again */
   if (!active) {
     end(self);
   } else if (waits && !queued) {
@@ -150,7 +148,7 @@ static void part_moved(Request *request) {
   while (&part->request != request) ++part;
   part->state = PART_MOVED;
   pthread_cond_broadcast(&transfer->agent->changed); /* wakes a thread that is canceling the transfer */
-  /* If so, another thread advances the transfer. */
+  /* If the transfer is queued, copying or being canceled, another thread advances it. */
   if (transfer->node.queued || transfer->copying > 0 || transfer->cancel) return;
   transfer_watch(transfer);
 }

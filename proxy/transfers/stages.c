@@ -1,5 +1,5 @@
-/* The functions for stages: pinned buffers through which an agent serves requests for a device's memory. See
- * transfers.h and parts.h.
+/* Implements stages: pinned buffers through which an agent serves requests for a device's memory. See transfers.h and
+ * parts.h.
  *
  * The agent's thread queues a frame's copies and later polls for their end, so the device copies one frame while the
  * socket carries another.
@@ -66,7 +66,7 @@ static void carried(Rdma *rdma) {
     agent_wake(stage->agent); /* the thread may now free the link */
     free_stage(stage);
   } else {
-    feed(stage->agent); /* wakes the agent's thread, which alone serves links; a caller may run this function */
+    feed(stage->agent); /* wakes the agent's thread, because only that thread serves links */
   }
 }
 
@@ -94,7 +94,7 @@ void stage_copy(Stage *stage, int to_device, const struct iovec *blocks, uint64_
   const uint64_t deadline = now_ns() + SHORT_NS;
   while (bytes <= SHORT_BYTES && now_ns() < deadline &&
          staging_reached(staging, stage->number) == PROXYCCL_RUNTIME_NOT_READY) {}
-  if (stage->number == PROXYCCL_STAGES) { /* waits here, because copies of pageable memory share one event */
+  if (stage->number == PROXYCCL_STAGES) { /* waits, because all copies of pageable memory share one event */
     const int ended = staging_await(staging, stage->number);
     if (stage->status == 0) stage->status = ended;
   }

@@ -14,11 +14,11 @@
 
 enum { EVENTS = 32, REST_MS = 1, SLACK_NS = 1000 };
 
-/* Accepts one link. The number of links that have sent no greeting is limited, because each of them holds a descriptor:
- * when there are too many, the oldest is closed. */
+/* Accepts one link. If UNGREETED links have sent no greeting, ends the oldest of these links, because each link holds a
+ * descriptor. */
 static void accept_link(ProxycclAgent *agent, int listener) {
   int socket = accept4(listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
-  if (socket < 0 && (errno == EMFILE || errno == ENFILE)) { /* refuses the link, or it would wake the thread again */
+  if (socket < 0 && (errno == EMFILE || errno == ENFILE)) { /* refuses the link to prevent further wake-ups */
     close(agent->spare);
     socket = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
     if (socket >= 0) close(socket);
@@ -27,7 +27,7 @@ static void accept_link(ProxycclAgent *agent, int listener) {
   }
   if (socket < 0) return; /* the peer has already closed the connection */
   uint32_t ungreeted = 0;
-  ProxycclLink *oldest = NULL; /* the last found, because the list begins with the newest link */
+  ProxycclLink *oldest = NULL; /* the last link found, because the list begins with the newest link */
   for (ProxycclLink *link = agent->links; link != NULL; link = link->next) {
     if (!link->serves || link->greeted || proxyccl_link_lost(link) != NULL) continue;
     oldest = link;
@@ -37,7 +37,7 @@ static void accept_link(ProxycclAgent *agent, int listener) {
   link_new(agent, socket, -1, 1); /* closes the socket if out of memory */
 }
 
-/* Returns sockets to the thread if no caller has polled them since the last call of this function. */
+/* Makes the thread watch again all sockets that no caller has polled since the last call of this function. */
 static void wake_links(ProxycclAgent *agent) {
   for (ProxycclLink *link = agent->links; link != NULL && agent->resting > 0; link = link->next) {
     if (!link->resting) continue;
@@ -46,7 +46,6 @@ static void wake_links(ProxycclAgent *agent) {
   }
 }
 
-/* Frees links that have ended and have no references. */
 static void reap(ProxycclAgent *agent) {
   for (ProxycclLink **at = &agent->links; *at != NULL;) {
     ProxycclLink *link = *at;
@@ -72,10 +71,10 @@ static void handle(ProxycclAgent *agent, const struct epoll_event *event) {
     case TAG_LISTENER:
       accept_link(agent, *(const int *)object);
       break;
-    case TAG_FABRIC: /* nothing to do, because the thread polls the completion queue in each turn */
+    case TAG_FABRIC: /* nothing to do, because the thread's loop polls the completion queue */
       break;
     case TAG_PROCESS:
-      link_ready(object, EPOLLIN); /* reads the process's last messages first */
+      link_ready(object, EPOLLIN); /* first reads the last messages of the ended process */
       link_lose(object, "the peer's process has ended");
       break;
     default:
@@ -83,8 +82,9 @@ static void handle(ProxycclAgent *agent, const struct epoll_event *event) {
   }
 }
 
-/* Copies one piece of the next transfer of which a piece can be begun, and moves this transfer to the queue's end.
- * Returns 0 if there is no such transfer; a caller wakes the thread when it starts a transfer or returns a stage. */
+/* Copies one piece of the first transfer that has a piece to copy and a free stage if it needs one, and moves the
+ * transfer to the queue's end. Returns 0 if there is no such transfer. A thread that starts a transfer or frees a stage
+ * wakes this thread. */
 static int copy_next(ProxycclAgent *agent) {
   agent->waits_for_stage = 0;
   for (Node *each = agent->copies.first; each != NULL; each = each->next) {
@@ -103,7 +103,7 @@ static void *run(void *argument) {
   ProxycclAgent *agent = argument;
   struct epoll_event events[EVENTS];
   uint64_t woken = 0;
-  prctl(PR_SET_TIMERSLACK, SLACK_NS, 0, 0, 0); /* for the pauses below: the default slack of 50 us is too long */
+  prctl(PR_SET_TIMERSLACK, SLACK_NS, 0, 0, 0); /* the default slack of 50 us is too long for the pauses below */
   pthread_mutex_lock(&agent->lock);
   while (!agent->stopped) {
     const int copied = copy_next(agent);
@@ -136,8 +136,8 @@ static void *run(void *argument) {
   return NULL;
 }
 
-/* Starts the thread with all signals except faults blocked, so that the program's signal handlers run in the program's
- * threads. Returns 0 or an errno. */
+/* Starts the thread with all signals except fault signals blocked, so that the program's signal handlers run in the
+ * program's threads. Returns 0 or an errno. */
 static int start_thread(ProxycclAgent *agent) {
   sigset_t all, before;
   sigfillset(&all);
@@ -209,12 +209,12 @@ void proxyccl_agent_stop(ProxycclAgent *agent) {
   for (ProxycclLink *link = agent->links; link != NULL; link = link->next) ++link->references; /* keeps the link */
   for (ProxycclLink *link = agent->links; link != NULL; link = link->next) link_lose(link, "the agent was closed");
   while (agent->copies.first != NULL)
-    transfer_cancel((ProxycclTransfer *)agent->copies.first, 0); /* transfers within the agent, which have no link */
+    transfer_cancel((ProxycclTransfer *)agent->copies.first, 0); /* transfers within the agent have no link */
   while (agent->looked_at.first != NULL) transfer_cancel((ProxycclTransfer *)agent->looked_at.first, 0);
   stages_finish(agent);
   fabric_stop(agent);
   for (ProxycclLink *link = agent->links; link != NULL; link = link->next) --link->references;
-  agent->log = NULL; /* because the log's memory is freed with the agent's handle */
+  agent->log = NULL; /* stops recording, because the log's memory is freed with the agent's handle */
   reap(agent);
   pthread_mutex_unlock(&agent->lock);
 }
@@ -226,7 +226,7 @@ void proxyccl_agent_release(ProxycclAgent *agent) {
 }
 
 void proxyccl_agent_forget(ProxycclAgent *agent) {
-  /* Runs without the lock, which a thread may have held at the fork. For this reason it only closes descriptors. */
+  /* Does not take the lock, because a thread may have held it at the fork, and so only closes descriptors. */
   close(agent->epoll);
   close(agent->wake);
   close(agent->spare);

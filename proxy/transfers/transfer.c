@@ -6,13 +6,13 @@
 #include "parts.h"
 
 enum {
-  SPIN_NS = 250000, /* a waiting caller spins this long: 64 MiB between GPUs take 180 us, and waking from a sleep takes
-                       70 us */
+  SPIN_NS = 250000, /* a waiting caller spins this long, because copying 64 MiB between GPUs takes 180 us and waking
+                       from a sleep 70 us */
   LONGEST_PAUSE_NS = 1000000 /* the agent's thread pauses at most this long between two polls */
 };
 
-/* Finds the first registration that has ended, and records it as the transfer's fault. Returns 0 if none has ended,
- * else 1. */
+/* Finds the first registration that has ended, and records its block as the transfer's fault. Returns 1, or 0 if no
+ * registration has ended. */
 static int find_ended(ProxycclTransfer *transfer, int remote, uint64_t now) {
   Guard *guard = &transfer->guards[remote];
   for (uint64_t i = 0; i < guard->count; ++i) {
@@ -75,7 +75,7 @@ ProxycclTransferState proxyccl_transfer_state(const ProxycclTransfer *transfer) 
   return __atomic_load_n(&transfer->state, __ATOMIC_ACQUIRE);
 }
 
-/* The caller holds a reference to the agent and the lock. */
+/* The caller holds the lock and a reference to the agent. */
 static void free_transfer(ProxycclTransfer *transfer) {
   --transfer->agent->references;
   if (transfer->link != NULL) link_unreference(transfer->link);
@@ -88,7 +88,8 @@ void transfer_end(ProxycclTransfer *transfer, ProxycclTransferState state) {
   if (transfer->abandoned) {
     state = PROXYCCL_TRANSFER_CANCELED;
   } else if (lost && state != PROXYCCL_TRANSFER_CANCELED) {
-    state = PROXYCCL_TRANSFER_LOST; /* even if the copies succeeded: the system may have reused the peer's process id */
+    state = PROXYCCL_TRANSFER_LOST; /* even if the copies succeeded, because another process may have got the peer's
+                                       process id */
   }
   if (state == PROXYCCL_TRANSFER_DONE && transfer->has_message) {
     ProxycclAgent *agent = transfer->agent;
@@ -104,7 +105,7 @@ void transfer_end(ProxycclTransfer *transfer, ProxycclTransferState state) {
     if (error != 0) state = error == ENOTCONN ? PROXYCCL_TRANSFER_LOST : PROXYCCL_TRANSFER_FAILED;
   }
   transfer->times.ended = now_ns();
-  if (transfer->words != NULL) { /* the data becomes visible before the word that releases the stream */
+  if (transfer->words != NULL) { /* release: the stream that sees words[1] also sees the data */
     __atomic_store_n(&transfer->words[1], 1, __ATOMIC_RELEASE);
     transfer->words = NULL;
   }
@@ -152,7 +153,7 @@ ProxycclTransfer *transfer_new(ProxycclAgent *agent, ProxycclLink *link, size_t 
 
 ProxycclTransfer *transfer_of_blocks(ProxycclAgent *agent, ProxycclLink *link, size_t bytes, const TransferPath *path,
                                      const ProxycclBlocks *blocks) {
-  const int error = guard_install(); /* the program may have installed another handler */
+  const int error = guard_install(); /* the program may have replaced the fault handler */
   ProxycclTransfer *transfer = error == 0 ? transfer_new(agent, link, bytes, path) : NULL;
   if (transfer == NULL) return NULL;
   transfer->writes = transfer->request.writes = blocks->writes;
@@ -233,7 +234,7 @@ static int look(ProxycclTransfer *transfer) {
 void transfers_look(ProxycclAgent *agent) {
   uint32_t count = 0;
   for (const Node *each = agent->looked_at.first; each != NULL; each = each->next) ++count;
-  /* The list may change while the lock is released, so each turn takes the first transfer and appends it at the end. */
+  /* The list may change while the lock is released, so each iteration moves the first transfer to the end. */
   for (; count > 0 && agent->looked_at.first != NULL; --count) {
     ProxycclTransfer *first = queue_pop(&agent->looked_at);
     queue_push(&agent->looked_at, first);
@@ -253,11 +254,12 @@ uint64_t transfers_pause(const ProxycclAgent *agent) {
   return shortest < SHORTEST_PAUSE_NS ? SHORTEST_PAUSE_NS : shortest;
 }
 
-/* Pauses a waiting caller between two polls: not at all at first, then for longer as the transfer takes longer. */
+/* Pauses a waiting caller between two polls. The pause is 0 at first, and then grows with the transfer's running
+ * time. */
 static void rest(ProxycclTransfer *transfer) {
   const uint64_t elapsed = now_ns() - transfer->times.posted;
   pthread_mutex_unlock(&transfer->agent->lock);
-  if (elapsed > SPIN_NS) { /* pauses, so the end of a long copy is noticed a little late */
+  if (elapsed > SPIN_NS) { /* sleeps, at the cost of noticing the end of a long copy a little late */
     const uint64_t pause = elapsed / 16 < SHORTEST_PAUSE_NS ? elapsed / 16 : SHORTEST_PAUSE_NS;
     nanosleep(&(struct timespec){0, (long)pause}, NULL);
   }
@@ -268,7 +270,7 @@ int transfer_cancel(ProxycclTransfer *transfer, uint64_t timeout_ns) {
   ProxycclAgent *agent = transfer->agent;
   if (transfer->state != PROXYCCL_TRANSFER_ACTIVE) return 0;
   transfer->cancel = 1;
-  while (transfer->copying > 0) pthread_cond_wait(&agent->changed, &agent->lock); /* for at most one piece per thread */
+  while (transfer->copying > 0) pthread_cond_wait(&agent->changed, &agent->lock); /* waits for one piece per thread */
   if (transfer->state != PROXYCCL_TRANSFER_ACTIVE) return 0;
   if (transfer->request.active) {
     link_forget(transfer->link, &transfer->request);
@@ -292,7 +294,7 @@ int proxyccl_transfer_cancel(ProxycclTransfer *transfer, uint64_t timeout_ns) {
 int proxyccl_transfer_release(ProxycclTransfer *transfer) {
   ProxycclAgent *agent = transfer->agent;
   pthread_mutex_lock(&agent->lock);
-  ++agent->references; /* this call holds a reference */
+  ++agent->references; /* keeps the agent allocated during this call */
   const int error = transfer_cancel(transfer, LONGEST_CANCEL_S * 1000000000ull);
   if (error == 0) {
     free_transfer(transfer);
@@ -303,7 +305,6 @@ int proxyccl_transfer_release(ProxycclTransfer *transfer) {
   return error;
 }
 
-/* Copies a piece if there is one. Returns whether it has copied a piece. */
 static int copy(ProxycclTransfer *transfer) { return transfer->path->copy != NULL && transfer->path->copy(transfer); }
 
 ProxycclTransferState proxyccl_transfer_wait(ProxycclTransfer *transfer, uint64_t timeout_ns) {

@@ -2,11 +2,11 @@
  *
  * An agent has one thread, which sleeps until a socket or a caller has work for it. A link is a socket from one agent
  * to another: the side that opened the link sends requests, and the other side serves them. A transfer copies a list of
- * blocks over one link, or within the agent. Each path that a transfer's data can take has its own function to create
- * transfers: with copies by the CPU or by process_vm_readv and process_vm_writev, through the link's socket, by
- * libfabric, by a device to which both sides are mapped, or between a device and a link through stages.
+ * blocks over one link, or within the agent. A transfer's path is the method that moves its data: copies by threads
+ * (with the CPU or process_vm_readv and process_vm_writev), the link's socket, libfabric, copies by a device to which
+ * both sides are mapped, or stages between a device and a link. Each path has its own function to create transfers.
  *
- * Every function may be called from any thread at any time. No function waits for a peer without a bound.
+ * Every function may be called from any thread at any time. No function waits for a peer without a time limit.
  */
 #ifndef PROXYCCL_TRANSFERS_H
 #define PROXYCCL_TRANSFERS_H
@@ -27,8 +27,8 @@ typedef enum ProxycclTransferState {
   PROXYCCL_TRANSFER_DONE,     /* all data has arrived */
   PROXYCCL_TRANSFER_CANCELED, /* this side canceled the transfer */
   PROXYCCL_TRANSFER_LOST,     /* the link ended */
-  PROXYCCL_TRANSFER_REFUSED,  /* the peer has not registered a block: proxyccl_transfer_fault */
-  PROXYCCL_TRANSFER_FAILED    /* a copy failed: proxyccl_transfer_error, proxyccl_transfer_fault */
+  PROXYCCL_TRANSFER_REFUSED,  /* the peer has not registered a block; see proxyccl_transfer_fault */
+  PROXYCCL_TRANSFER_FAILED    /* a copy failed; see proxyccl_transfer_error and proxyccl_transfer_fault */
 } ProxycclTransferState;
 
 /* The reason why a transfer could not access memory. */
@@ -46,7 +46,7 @@ typedef struct ProxycclFault {
   uint64_t address; /* address of the first inaccessible byte, in the process that owns the memory */
 } ProxycclFault;
 
-/* When a transfer began and ended, by CLOCK_MONOTONIC in ns. */
+/* The times when a transfer began and ended, in ns of CLOCK_MONOTONIC. */
 typedef struct ProxycclTransferTimes {
   uint64_t posted;   /* when the last post began */
   uint64_t returned; /* when the last post returned */
@@ -80,41 +80,41 @@ typedef struct ProxycclCopier {
   int32_t relaxed;  /* the thread's stream capture mode in which these calls are allowed during a capture */
 } ProxycclCopier;
 
-/* The copies that a device makes for a transfer, and their stream. The memory that this struct names must outlive the
+/* The copies that a device makes for a transfer, and their stream. All memory that the fields refer to must outlive the
  * transfer. */
 typedef struct ProxycclDeviceCopies {
-  const uint64_t *rows; /* (to, from, bytes) of each copy by the copy engine: the device's addresses */
+  const uint64_t *rows; /* (to, from, bytes) of each copy by the copy engine, with device addresses */
   uint64_t count;
-  uint64_t launch;               /* a ProxycclLaunch that copies the blocks that have no row, or 0 */
-  uint64_t blocks, bytes;        /* blocks and bytes of the whole transfer */
-  uint64_t stream;               /* the stream of a post that names no stream */
-  uint64_t event;                /* never recorded, so a query of the event only tells whether the device has failed */
+  uint64_t launch;        /* a ProxycclLaunch that copies the blocks that have no row, or 0 */
+  uint64_t blocks, bytes; /* blocks and bytes of the whole transfer */
+  uint64_t stream;        /* the stream for a post without a stream */
+  uint64_t event;         /* never recorded, so that a query of the event only tells whether the device has failed */
   uint64_t word, word_on_device; /* a pinned word of this transfer: its CPU address and device address */
 } ProxycclDeviceCopies;
 
 enum { PROXYCCL_STAGES = 4, PROXYCCL_STAGE_BYTES = 1 << 19 };
 
-/* Pinned memory through which data moves between a device's memory and another process. Each stage has
- * PROXYCCL_STAGE_BYTES, at an address that is the same for the device and the CPU, and an event. A copy from the device
+/* Pinned buffers, called stages, through which data moves between a device's memory and another process. Each stage has
+ * PROXYCCL_STAGE_BYTES bytes, the same address for the device and the CPU, and its own event. A copy from the device
  * runs on the stage's own stream; all copies to the device run on the first stage's stream. The last stream and event
  * are for memory that is not pinned. */
 typedef struct ProxycclStaging {
   const ProxycclCopier *copier;
   uint64_t memory[PROXYCCL_STAGES]; /* the stages' addresses; the stages are consecutive */
   int32_t by_fabric;                /* 1 if the stages are registered with the agent's libfabric endpoint */
-  uint64_t descriptor, key, base;   /* for libfabric: descriptor, key, and first byte's address for requests */
+  uint64_t descriptor, key, base;   /* for libfabric requests: descriptor, key, and address of the first byte */
   uint64_t streams[PROXYCCL_STAGES + 1], events[PROXYCCL_STAGES + 1];
 } ProxycclStaging;
 
 /* Creates an agent and its thread. Takes ownership of the listening sockets, even if it fails. `secret`: the bytes that
  * a peer must send first. `copied`: whether peers of this host may ask for permission to copy from and to this process
  * (see proxyccl_ask_to_copy). `losses`: an eventfd that is signaled when a link that the agent opened is lost, and that
- * outlives the links. `log`: records the transfers until the agent is stopped. Returns NULL on failure and sets
- * errno. */
+ * outlives the links. `log`: where the agent records transfers until it is stopped, or NULL. Returns NULL on failure
+ * and sets errno. */
 ProxycclAgent *proxyccl_agent_create(const char *name, const char *secret, int copied, const int *listeners,
                                      uint32_t count, int losses, ProxycclTransferLog *log);
-/* Ends the agent's thread, links and transfers. All functions may still be called afterwards; all but the release
- * functions then fail or have no effect. */
+/* Ends the agent's thread, links and transfers. All functions may still be called afterwards, but all except the
+ * release functions then fail or do nothing. */
 void proxyccl_agent_stop(ProxycclAgent *agent);
 /* Releases the handle. The agent is freed once its handle, its links and its transfers are all released. */
 void proxyccl_agent_release(ProxycclAgent *agent);
@@ -126,40 +126,39 @@ void proxyccl_agent_forget(ProxycclAgent *agent);
  * Returns the number of copied records. */
 uint32_t proxyccl_transfer_log_read(const ProxycclTransferLog *log, uint64_t *next, ProxycclTransferRecord *records,
                                     uint32_t room, uint64_t *lost);
-/* Returns the address of the agent's secret. A peer of this host reads the secret to check that it can read this
- * process. */
+/* Returns the address of the agent's secret. A peer of this host reads the secret to check that the peer can read this
+ * process's memory. */
 uint64_t proxyccl_agent_secret(const ProxycclAgent *agent);
-/* Replaces the ranges that peers may reach through sockets. `ranges`: the first addresses of `count` ranges, in
- * ascending order, and then for each range the highest end of this range and all ranges before it. `staging`: the
- * stages of the device that owns the memory; NULL for host memory. The pointer identifies the device in later calls,
- * and the stages must outlive the agent's thread. Waits at most 30 s for the device's copies from and to removed
- * ranges; afterwards no socket accesses these ranges. Returns 0 or ENOMEM. */
+/* Replaces the ranges that peers may reach through sockets. `ranges`: the first addresses of `count` ranges in
+ * ascending order, and then `count` ends: for each range, the highest end of the range and all ranges before it.
+ * `staging`: the stages of the device that owns the memory; NULL for host memory. The pointer identifies the device in
+ * later calls, and the stages must outlive the agent's thread. Waits at most 30 s for the device's copies from and to
+ * removed ranges; afterwards no socket accesses these ranges. Returns 0 or ENOMEM. */
 int proxyccl_agent_set_memory(ProxycclAgent *agent, const ProxycclStaging *staging, const uint64_t *ranges,
                               uint64_t count);
-/* Returns the number of unread bytes in the inbox. A message consists of the lengths of the sender's name and of the
- * text (8 bytes each), the name, and the text.
- */
+/* Returns the number of unread bytes in the inbox. A message in the inbox consists of the lengths of the sender's name
+ * and the text (8 bytes each), the name, and the text. */
 uint64_t proxyccl_agent_unread(const ProxycclAgent *agent);
-/* Moves as many whole messages to `to` as fit into `room` bytes. Returns the bytes of these messages. */
+/* Moves as many whole messages to `to` as fit into `room` bytes. Returns the number of moved bytes. */
 uint64_t proxyccl_agent_take(ProxycclAgent *agent, char *to, uint64_t room);
 /* Waits until the inbox has a message, or the agent is stopped. Returns 1 if the inbox has a message. */
 int proxyccl_agent_wait(ProxycclAgent *agent, uint64_t timeout_ns);
 /* Puts a message into the agent's own inbox. Returns 0, EMSGSIZE or ENOMEM. */
 int proxyccl_agent_tell_itself(ProxycclAgent *agent, const char *message, uint64_t bytes);
 
-/* Reads memory of another process by process_vm_readv. The caller thereby checks that the call works and that `pid`
- * names the intended process. Returns 0 or an errno. */
+/* Reads memory of another process by process_vm_readv. Callers use this function to check that process_vm_readv works
+ * and that `pid` is the intended process. Returns 0 or an errno. */
 int proxyccl_process_read(int32_t pid, uint64_t address, char *to, uint64_t bytes);
 
-/* Asks the agent at the other end of a connected Unix socket to let this process copy from and to its process, for
- * systems on which Yama restricts such copies to parents. Use the socket for nothing else, because the answer may
- * arrive after the time-out. Returns 0 or an errno, which is ETIMEDOUT after `timeout_ms`. */
+/* Asks the agent at the other end of a connected Unix socket to let this process copy from and to the agent's process.
+ * Needed on systems where Yama permits such copies only to parent processes. Use the socket for nothing else, because
+ * the answer may arrive after the time-out. Returns 0 or an errno, which is ETIMEDOUT after `timeout_ms`. */
 int proxyccl_ask_to_copy(int socket, const char *secret, int timeout_ms);
 
 /* An agent's ledger shows which of its registrations are valid. It has PROXYCCL_LEDGER_WORDS words in memory that peers
- * of the host map. Each registration has a number, which is never used again, and the word number %
- * PROXYCCL_LEDGER_WORDS. This word is the number while the memory is registered, and the number's bitwise complement if
- * the memory was freed before it was deregistered. Word 0 counts the registrations that have ended. */
+ * of the host map. Each registration has a number n, which is never used again, and uses the word n %
+ * PROXYCCL_LEDGER_WORDS. The word is n while the memory is registered, and ~n if the memory was freed before it was
+ * deregistered. Word 0 counts the registrations that have ended. */
 void proxyccl_ledger_begin(uint64_t *ledger, uint64_t number);
 /* Ends a registration, unless it has ended already. `freed`: whether the memory is no longer mapped. Thread-safe. */
 void proxyccl_ledger_end(uint64_t *ledger, uint64_t number, int freed);
@@ -167,12 +166,12 @@ uint64_t proxyccl_ledger_count(const uint64_t *ledger);
 
 /* Creates a link over a connected stream socket. Takes ownership of the socket, even if it fails. `peer_secret`: the
  * secret of the agent at the other end. `process`: a pidfd of the peer's process, which this function also takes
- * ownership of, or -1. `pid`: the peer's process if process_vm_readv works for it, else 0. `address`: the address of
- * this agent's libfabric endpoint, or 0 bytes if the peer does not use that endpoint. Returns NULL on failure and sets
- * errno. */
+ * ownership of, or -1. `pid`: the id of the peer's process if process_vm_readv works for that process, else 0.
+ * `address`: the address of this agent's libfabric endpoint, or 0 bytes if the peer does not use that endpoint. Returns
+ * NULL on failure and sets errno. */
 ProxycclLink *proxyccl_link_create(ProxycclAgent *agent, int socket, const char *peer_secret, int process, int32_t pid,
                                    const char *address, uint64_t address_bytes);
-/* Ends the link, and its active transfers with the state LOST. */
+/* Ends the link. Its active transfers end with the state LOST. */
 void proxyccl_link_end(ProxycclLink *link);
 /* Ends the link and releases its handle. */
 void proxyccl_link_release(ProxycclLink *link);
@@ -180,85 +179,86 @@ void proxyccl_link_release(ProxycclLink *link);
 const char *proxyccl_link_lost(const ProxycclLink *link);
 /* Polls the socket, so that proxyccl_link_lost reports a disconnect immediately. */
 void proxyccl_link_look(ProxycclLink *link);
-/* Sends a message, in order after all earlier messages. Returns 0, ENOTCONN, EMSGSIZE, ENOBUFS if too many messages
- * wait for the peer, or ENOMEM. */
+/* Sends a message after all earlier messages. Returns 0, ENOTCONN, EMSGSIZE, ENOMEM, or ENOBUFS if too many messages
+ * wait for the peer. */
 int proxyccl_link_tell(ProxycclLink *link, const char *message, uint64_t bytes);
 
-/* `count` blocks of at least one byte: two arrays of (address, bytes), with equal bytes at each index. Both arrays
- * outlive the transfer. */
+/* The blocks of a transfer: two arrays of `count` pairs (address, bytes). At each index, the local and the remote block
+ * have the same length, at least one byte. Both arrays must outlive the transfer. */
 typedef struct ProxycclBlocks {
-  int32_t writes; /* 1 if data moves to the remote blocks, 0 if from them */
+  int32_t writes; /* 1 if data moves to the remote blocks, 0 if it moves to the local blocks */
   const uint64_t *local, *remote;
   uint64_t count;
 } ProxycclBlocks;
 
-/* Each path has a function that creates its transfers. `link` is NULL for a transfer within the agent. On failure these
- * functions return NULL and set errno.
+/* The following functions create transfers, one function for each path. `link` is NULL for a transfer within the agent.
+ * On failure these functions return NULL and set errno.
  *
- * This function creates a transfer that is copied by threads. `pid`: the process that the kernel copies from and to, or
- * 0 if the CPU copies between addresses of this process. `staging`: stages that only this transfer uses, if the local
- * blocks are in a device's memory, otherwise NULL. */
+ * proxyccl_transfer_create creates a transfer that threads copy. `pid`: the process that the kernel copies from and to,
+ * or 0 if the CPU copies between addresses of this process. `staging`: NULL if the local blocks are in host memory,
+ * otherwise stages that only this transfer uses. */
 ProxycclTransfer *proxyccl_transfer_create(ProxycclAgent *agent, ProxycclLink *link, const ProxycclBlocks *blocks,
                                            const ProxycclStaging *staging, int32_t pid);
 /* Creates a transfer through the link's socket. */
 ProxycclTransfer *proxyccl_transfer_create_by_socket(ProxycclAgent *agent, ProxycclLink *link,
                                                      const ProxycclBlocks *blocks);
-/* Creates a transfer between a device and the link through stages, which only this transfer uses and which outlive it.
- * `by_fabric`: whether the peer's libfabric endpoint reads and writes the stages; otherwise the socket carries their
- * data. */
+/* Creates a transfer between a device and the link through `staging`, stages that only this transfer uses and that must
+ * outlive the transfer. `by_fabric`: whether the peer's libfabric endpoint reads and writes the stages; otherwise the
+ * socket carries their data. */
 ProxycclTransfer *proxyccl_transfer_create_staged(ProxycclAgent *agent, ProxycclLink *link,
                                                   const ProxycclBlocks *blocks, const ProxycclStaging *staging,
                                                   int by_fabric);
 /* A libfabric endpoint, by which transfers read and write registered memory of peers. */
 typedef struct ProxycclFabricPort {
   uint64_t endpoint, queue, fabric, peers; /* fid_ep *, fid_cq *, fid_fabric *, fid_av * */
-  int32_t descriptor;                      /* readable when the queue has completions; -1 if there is none */
+  int32_t descriptor;                      /* the queue's descriptor, or -1; readable when the queue has completions */
   uint32_t depth;                          /* the highest number of outstanding requests */
-  uint64_t max_message;                    /* bytes that one request may carry */
+  uint64_t max_message;                    /* most bytes of one request */
 } ProxycclFabricPort;
 /* Sets an agent's libfabric endpoint, which outlives the agent's thread. Returns 0, ENOMEM, or ENOSYS in a build
  * without libfabric. */
 int proxyccl_agent_set_fabric(ProxycclAgent *agent, const ProxycclFabricPort *port);
-/* Creates a transfer by the agent's libfabric endpoint. `rows`: `count` rows of (local address, the peer's address for
- * requests, bytes, local descriptor, the peer's key, the peer's address), which outlive the transfer. `peer`: an
- * fi_addr_t. */
+/* Creates a transfer by the agent's libfabric endpoint. `rows`: `count` rows of (local address, remote address for
+ * requests, bytes, local descriptor, remote key, address in the peer's process), which must outlive the transfer.
+ * `peer`: an fi_addr_t. */
 ProxycclTransfer *proxyccl_transfer_create_by_fabric(ProxycclAgent *agent, ProxycclLink *link, int writes,
                                                      const uint64_t *rows, uint64_t count, uint64_t peer);
-/* Creates a transfer that a device copies. `copier` outlives the transfer. */
+/* Creates a transfer that a device copies. `copier` must outlive the transfer. */
 ProxycclTransfer *proxyccl_transfer_create_on_device(ProxycclAgent *agent, ProxycclLink *link, int writes,
                                                      const ProxycclCopier *copier, const ProxycclDeviceCopies *copies);
-/* Sets the registrations to which a transfer's local or, if `remote`, remote blocks belong: `count` rows of (number,
- * address of a block), and the ledger with these numbers. Both outlive the transfer. Once one of these registrations
- * has ended, the transfer does not begin, and copies that the CPU or the kernel has begun stop. */
+/* Sets the registrations of a transfer's remote blocks if `remote` is 1, else of its local blocks: `count` rows of
+ * (registration number, block address), and the ledger with these numbers. Rows and ledger must outlive the transfer.
+ * After one of these registrations has ended, the transfer does not begin, and the CPU or the kernel copies no further
+ * piece. */
 void proxyccl_transfer_guard(ProxycclTransfer *transfer, int remote, const uint64_t *ledger, const uint64_t *rows,
                              uint64_t count);
-/* Sets the number that the transfer's records contain, by which Python finds the transfer's peer and path. */
+/* Sets the number in the transfer's log records by which Python finds the transfer's peer and path. */
 void proxyccl_transfer_set_label(ProxycclTransfer *transfer, uint32_t label);
 /* Cancels the transfer if it is active, and frees it. Returns 0. If the cancel has not succeeded after 30 s, returns
  * EBUSY (see proxyccl_transfer_cancel), and the transfer's stages must then stay allocated. */
 int proxyccl_transfer_release(ProxycclTransfer *transfer);
 /* Starts the transfer. `message`: a message to send to the peer once the data has arrived, or NULL. `stream`: a stream
- * of the copying device, or NULL; the copies run after the stream's earlier work and before its later work. A short
- * transfer without a stream ends before the function returns. Returns 0, EBUSY if the transfer is active, EMSGSIZE, or
- * ENOMEM.
- */
+ * of the copying device, or NULL; the copies run after the stream's earlier work and before its later work. If `stream`
+ * is NULL, a short transfer ends before the function returns. Returns 0, EBUSY if the transfer is active, EMSGSIZE, or
+ * ENOMEM. */
 int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint64_t bytes, const uint64_t *stream);
-/* Starts the transfer once a stream has set words[0] to a nonzero value. When the transfer has ended, in whatever
- * state, words[1] becomes 1, and the stream's later work waits for that. At the call both words must be 0. They must
- * not be used for another start, must be in memory that streams can write and wait for, and must outlive the transfer.
- * Not for transfers that a device copies. Returns 0 or an error of proxyccl_transfer_post. */
+/* Starts the transfer once a stream has set words[0] to a nonzero value. When the transfer has ended, successfully or
+ * not, words[1] becomes 1, and the stream's later work waits for words[1]. At the call both words must be 0. The words
+ * must not be used for another start, must be in memory that streams can write and wait for, and must outlive the
+ * transfer. Must not be called for transfers that a device copies. Returns 0 or an error of proxyccl_transfer_post. */
 int proxyccl_transfer_post_after(ProxycclTransfer *transfer, const char *message, uint64_t bytes, uint64_t *words);
-/* Cancels an active transfer. Copies by a device and libfabric requests of either side can't be withdrawn: this
- * function waits at most 30 s for a device's copies and the stream's work before them, and until the time-out for
- * libfabric requests. Returns 0 once nothing accesses the local memory. Returns EBUSY if libfabric requests may still
- * access the local memory: the transfer then stays active, and ends as canceled after the last of the requests. */
+/* Cancels an active transfer. A device's copies and both agents' libfabric requests can't be withdrawn, so this
+ * function waits for them: at most 30 s for the copies and the stream's work before the copies, and at most
+ * `timeout_ns` for libfabric requests. Returns 0 once nothing accesses the local memory. Returns EBUSY if libfabric
+ * requests may still access the local memory: the transfer then stays active, and ends as canceled after the last of
+ * the requests. */
 int proxyccl_transfer_cancel(ProxycclTransfer *transfer, uint64_t timeout_ns);
 ProxycclTransferState proxyccl_transfer_state(const ProxycclTransfer *transfer);
 /* Advances the transfer: copies a piece that no thread has begun, or polls the device, the link or the fabric. Returns
  * the transfer's state afterwards. */
 ProxycclTransferState proxyccl_transfer_help(ProxycclTransfer *transfer);
 /* Waits until the transfer has ended, and advances it during the wait, as proxyccl_transfer_help does. Returns the
- * state, which is ACTIVE after a time-out. The wait exceeds the time-out by at most the copy of one piece. */
+ * state, which is ACTIVE after a time-out. The wait exceeds the time-out by at most the time to copy one piece. */
 ProxycclTransferState proxyccl_transfer_wait(ProxycclTransfer *transfer, uint64_t timeout_ns);
 /* Returns the errno of a failed copy, or the negated driver status of a failed copy by a device. */
 int proxyccl_transfer_error(const ProxycclTransfer *transfer);

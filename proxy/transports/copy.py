@@ -13,8 +13,8 @@ ffi = _engine.ffi
 
 
 def make_copy_options(runtime: Runtime, undo: contextlib.ExitStack) -> tuple[Any, Stream, Event]:
-    """Makes a ProxycclCopyOptions without the table for puts of values. Returns it with its stream and its event, which
-    `undo` closes.
+    """Returns a ProxycclCopyOptions without the table for puts of values, and its new stream and event, which `undo`
+    closes.
     """
     stream = runtime.create_stream(for_proxy=True)
     undo.callback(stream.close)

@@ -42,7 +42,7 @@ def _status_text(status: int) -> str:
 
     try:
         return load().words(error)
-    except RuntimeUnavailableError:  # this machine lacks the library: the status comes from another rank
+    except RuntimeUnavailableError:  # a rank with libfabric sent the status to this machine without it
         return f"libfabric's error {error}"
 
 
@@ -51,7 +51,7 @@ def _error_text(connection: Any) -> str:
 
 
 class _Endpoint:
-    """A `TransportEndpoint` over libfabric. It stands for the rank's single libfabric endpoint, which all peers use."""
+    """A `TransportEndpoint` that wraps the libfabric endpoint that a rank uses for all peers."""
 
     def __init__(self, device: FabricContext) -> None:
         self._device = device
@@ -94,7 +94,7 @@ def _staged_error_text(connection: Any) -> str:
 
 
 def _wire(endpoint: FabricEndpoint, number: int) -> Wire:
-    """Makes a wire to one peer over `endpoint`, which the device owns."""
+    """Makes a wire that leaves its endpoint open, because the device owns the endpoint."""
     return Wire(
         endpoint.address,
         number,
@@ -114,8 +114,8 @@ def first_wire(wires: int, peers: int) -> int:
     """Returns the index of the endpoint that a peer's first wire uses, given the number of wires to the peer and the
     number of peers so far, this peer included.
 
-    Short puts use only a connection's first wires. So each peer's first wire is as far as possible from those of
-    earlier peers. With n wires, the peers' first wires are 0, n/2, n/4, 3n/4, …
+    Short puts use only a connection's first wires, so each peer's first wire is as far as possible from the first wires
+    of earlier peers. With n wires, the peers' first wires are 0, n/2, n/4, 3n/4, …
     """
     place, step, left = 0.0, 0.5, peers - 1
     while left:

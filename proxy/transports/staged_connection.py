@@ -38,13 +38,13 @@ _REFUSALS = {
 
 
 class StagedWire(Struct, frozen=True):
-    """A wire of a staged connection.
+    """The engine's options for a wire, which connects the staging areas of two ranks.
 
     Attributes:
-        options: the options struct of the wire's transport; its key for signals is that of the peer's area.
+        options: the options struct of the wire's transport, with the key of the peer's staging area as the key for
+            signals.
         area_key, peer_area, peer_area_key: as in ProxycclStagedWire.
-        number: index of the endpoint of this rank that the wire uses. One thread serves all wires of an endpoint, to
-            all peers.
+        number: index of this rank's endpoint that the wire uses. One thread serves an endpoint's wires to all peers.
     """
 
     options: Any
@@ -103,13 +103,13 @@ def _status_text(status: int) -> str:
 
 
 class Wire(Struct, frozen=True):
-    """This rank's end of a link between two staging areas.
+    """This rank's end of a wire, a connection between two staging areas.
 
     Attributes:
-        address: this end's address for the peer.
-        number: index of the endpoint of this rank that the wire uses.
-        connect: connects this end to the peer's, as `TransportEndpoint.connect` does; signals on the wire go to the
-            peer's area.
+        address: this end's address, which the peer uses to connect.
+        number: index of this rank's endpoint that the wire uses.
+        connect: connects this end to the peer's end, as `TransportEndpoint.connect` does; the wire's signals go to the
+            peer's staging area.
         close: frees this end.
     """
 
@@ -127,7 +127,7 @@ class StagedEndpoint:
         device: the network device that the wires use.
         registrars: for each wire, the cache with which the staging area is registered.
         make_wires: makes the wires, in the order of `registrars`.
-        ring_bytes: bytes of each of this side's rings.
+        ring_bytes: bytes of each of this rank's two rings.
         chunk_bytes: most bytes of a put in one message.
         credits_tell: whether the peer's credit for a message implies that the message's write is complete on its wire.
 
@@ -194,7 +194,7 @@ class StagedEndpoint:
         )
 
     def close(self) -> None:
-        """Frees the wires and the area. No copy or request that uses them may be outstanding."""
+        """Frees the wires and the staging area. No copy or request that uses them may be outstanding."""
         self._close()
 
 
@@ -212,9 +212,9 @@ def staged_over(
     statuses: range = range(0),
     error_text: Callable[[Any], str] | None = None,
 ) -> Transport:
-    """Makes the staged transport whose wires are connections of the transport `wire`. `needs`: that transport's build
-    requirements, in words. `make_endpoint`, `statuses` and `error_text` are fields of the new transport; `error_text`
-    defaults to that of `wire`.
+    """Makes the staged transport whose wires are connections of the transport `wire`. `needs`: the build requirements
+    of `wire`, in words. `make_endpoint`, `statuses` and `error_text` are fields of the new transport; `error_text`
+    defaults to the field of `wire`.
     """
     assert wire.remote is not None  # a wire is always a remote transport
     return Transport(

@@ -20,9 +20,7 @@ def find_transport(name: str) -> Transport:
 
 
 def find_copying_transport(name: str) -> Transport:
-    """Returns the transport with this name. Raises ArgumentError unless there is such a transport and it copies within
-    a host.
-    """
+    """Returns the transport with this name. Raises ArgumentError if no such transport copies within a host."""
     found = find_transport(name)
     if found.is_remote:
         copying = (each.name for each in TRANSPORTS.values() if not each.is_remote)
@@ -44,7 +42,7 @@ def remote_functions(name: str) -> RemoteFunctions:
 def missing_transports() -> dict[str, str]:
     """Returns, for each remote transport, the requirements that this machine lacks, in words; "" if it lacks none."""
     remote = {name: each.remote.missing for name, each in TRANSPORTS.items() if each.remote is not None}
-    # The transports of one device have the same function, which is called once.
+    # Transports of the same device share this function, which is then called once.
     answers = {missing: missing() for missing in remote.values()}
     return {name: answers[missing] for name, missing in remote.items()}
 

@@ -1,7 +1,7 @@
 """The Python side of a transport: a record of functions. The engine's side is in transport.h.
 
-A transport has a file in this package, a file in the engine, and an entry in each side's table of transports. Other
-modules use a transport's record and never compare its name.
+A transport has a file in this package, a file in the engine, and an entry in Python's and in the engine's table of
+transports. Other modules use a transport's record and never compare its name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ffi, lib = _engine.ffi, _engine.lib
 
 
 class EngineRuntime:
-    """A runtime, the addresses of its driver functions that the engine calls, and device memory that connections share.
+    """A runtime, the addresses of the driver functions that the engine calls, and device memory that connections share.
 
     Attributes:
         runtime: the runtime.
@@ -44,7 +44,7 @@ class EngineRuntime:
         self._lock = threading.Lock()
 
     def shorts(self) -> int:
-        """Returns the address in device memory of a table with all 16-bit values in order. The first call makes the
+        """Returns the device address of a table of all 16-bit values in ascending order. The first call makes the
         table.
         """
         with self._lock:
@@ -58,7 +58,7 @@ class EngineRuntime:
             return self._shorts.ptr
 
     def close(self) -> None:
-        """Frees the table of `shorts`, which connections must no longer use."""
+        """Frees the table of `shorts`. No connection may still use the table."""
         with self._lock:
             if self._shorts is not None:
                 self._shorts.close()
@@ -66,15 +66,15 @@ class EngineRuntime:
 
 
 class EngineConnection(Struct, frozen=True):
-    """A new connection of the engine, and what belongs to it.
+    """A new connection of the engine, and the objects that it uses.
 
     Attributes:
         pointer: a ProxycclConnection.
-        owned: the streams and events of the connection's copies. After the connection is destroyed, they are to be
-            closed in this order.
-        wires: the connection's wires, each with its number, which other threads may poll as connections. One thread
-            polls all wires with the same number, of all connections.
-        ends: the number of this rank's endpoints for wires; wire numbers are below it.
+        owned: the streams and events of the connection's copies, to be closed in this order after the connection is
+            destroyed.
+        wires: pairs (number, wire), where a wire is a ProxycclConnection that a separate thread may poll. One thread
+            polls all connections' wires with the same number.
+        ends: the number of this rank's endpoints for wires; wire numbers are below `ends`.
     """
 
     pointer: Any
@@ -129,12 +129,12 @@ class TransportEndpoint(Protocol):
         ...
 
     def close(self) -> None:
-        """Frees the endpoint. Connections must no longer use it."""
+        """Frees the endpoint. No connection may still use the endpoint."""
         ...
 
 
 def require_unstaged(theirs: EndpointInfo) -> None:
-    """Raises ArgumentError if a peer's endpoint is that of a staged transport."""
+    """Raises ArgumentError if a peer's endpoint belongs to a staged transport."""
     if theirs.ring_bytes:
         raise ArgumentError("peer", "its end of the connection is staged, but this end is not")
 
@@ -145,11 +145,11 @@ class RemoteFunctions(Struct, frozen=True):
     Attributes:
         missing: returns the requirements of the transport that this machine lacks, in words; "" if it lacks none.
         open: opens the rank's network device for the transport. Transports with the same `open` share the device.
-            Raises as the first call of `ServiceRemote` does.
+            Raises the exceptions of the first call of `ServiceRemote`.
         make_endpoint: makes an endpoint on the device that `open` returned.
         refusal: error text for the case that memory of rank `{rank}` could not be exposed because of `{reason}`.
-        stages: whether data is staged through pinned memory. Otherwise the device registers the memory of both sides.
-        rehearses: whether this transport is used by default between nodes that are rehearsed on one host.
+        stages: whether data is staged through pinned memory, so that the ranks' memory need not be registered.
+        rehearses: whether this transport is the default between nodes that one host simulates (rehearses).
     """
 
     missing: Callable[[], str]

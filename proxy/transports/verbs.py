@@ -57,7 +57,6 @@ NEEDS = "libibverbs' headers (Debian, Ubuntu: apt install libibverbs-dev; Fedora
 
 
 def _status_text(status: int) -> str:
-    """Returns a status of the transport in words (see PROXYCCL_VERBS_COMPLETION in engine/verbs_transport.h)."""
     if status == lib.PROXYCCL_VERBS_NO_INLINE:
         return "the device does not support inline data, in which values travel; put them from memory"
     if status == lib.PROXYCCL_VERBS_NO_READS:
@@ -72,8 +71,6 @@ def _status_text(status: int) -> str:
 
 
 class _Endpoint:
-    """A `TransportEndpoint` over verbs."""
-
     def __init__(self, device: VerbsContext) -> None:
         segment = device.setup.segment
         registration = device.registrations.register(segment.host_ptr, segment.nbytes)

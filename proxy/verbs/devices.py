@@ -40,8 +40,7 @@ class RdmaGid:
 
 @dataclass(frozen=True)
 class RdmaPort:
-    """A port of an RDMA device. The attributes that come from pyverbs are None if pyverbs is missing or can't open the
-    device.
+    """A port of an RDMA device. Attributes from pyverbs are None if pyverbs is missing or can't open the device.
 
     Attributes:
         number: the port's number, from 1.
@@ -67,8 +66,8 @@ class RdmaPort:
 
     @property
     def best_gid(self) -> RdmaGid | None:
-        """The GID to use by default: one of RoCE v2 with an IPv4 address, otherwise another one of RoCE v2, otherwise
-        the first; None if the port has no GID.
+        """The default GID: a RoCE v2 GID with an IPv4 address, otherwise another RoCE v2 GID, otherwise the port's
+        first GID; None if the port has no GID.
         """
         return min(self.gids, key=_gid_preference, default=None)
 
@@ -84,8 +83,7 @@ class RdmaPort:
 
 @dataclass(frozen=True)
 class RdmaDevice:
-    """An RDMA device of this machine. The attributes that come from pyverbs are None if pyverbs is missing or can't
-    open the device.
+    """An RDMA device of this machine. Attributes from pyverbs are None if pyverbs is missing or can't open the device.
 
     Attributes:
         name: the device's name, such as "mlx5_0".
@@ -126,7 +124,7 @@ class RdmaDevice:
 
 
 class DeviceChoice(NamedTuple):
-    """The choice of a device, of one of its ports by number, and of one of the port's GIDs by index."""
+    """A chosen device, the number of one of its ports, and the index of one of the port's GIDs."""
 
     device: RdmaDevice
     port: int
@@ -136,9 +134,9 @@ class DeviceChoice(NamedTuple):
 def rdma_devices(root: Path = SYSFS) -> list[RdmaDevice]:
     """Returns the RDMA devices of this machine, sorted by name.
 
-    Most attributes are read from sysfs, which needs no privileges and no package; the others come from pyverbs. With
-    pyverbs, one call also lists all GIDs; sysfs has a file for each of a port's entries, of which there may be a
-    thousand.
+    Most attributes are read from sysfs, which needs no privileges and no package; the others come from pyverbs. pyverbs
+    also lists all GIDs with one call, whereas sysfs has one file for each entry of a port's GID table, which may have a
+    thousand entries.
 
     Args:
         root: the directory where sysfs is mounted. For any other directory than /sys, pyverbs is not used, because
@@ -193,7 +191,7 @@ def _read(path: Path | str) -> str:
     try:
         with open(path) as file:
             return file.read().strip()
-    except OSError:  # the file is absent or can't be read, as that of an empty GID
+    except OSError:  # the file is absent or, for an empty GID, can't be read
         return ""
 
 
@@ -251,7 +249,6 @@ def _read_gids(port: Path, link_layer: str, used: Iterable[tuple[int, str]]) -> 
 
 
 def _used_gids(table: Path) -> Iterable[tuple[int, str]]:
-    """Yields the index and the text of each GID in a table's directory. Skips empty entries, which most are."""
     if not table.is_dir():
         return
     directory = os.open(table, os.O_RDONLY | os.O_DIRECTORY)
@@ -276,9 +273,6 @@ def _written(address: ipaddress.IPv6Address) -> str:
 
 
 def _netdev_of(device: Path, port: int) -> str | None:
-    """Returns the name of an InfiniBand port's network interface, which the port's GIDs do not name; None if there is
-    none.
-    """
     for path in sorted((device / "device/net").glob("*")):
         if _number(_read(path / "dev_port")) == port - 1:
             return path.name
@@ -296,20 +290,21 @@ def choose_device(
     local_rank: int = 0,
     root: Path = SYSFS,
 ) -> DeviceChoice:
-    """Chooses the active port nearest to a NUMA node, and of equally near ports the fastest. If several ports are
-    equally near and fast, the ranks of a node are spread over them.
+    """Chooses the active port nearest to a NUMA node; among equally near ports, the fastest. If several ports are
+    equally near and fast, `local_rank` distributes a node's ranks over these ports.
 
     By default the GID is the port's `best_gid`. Options override the choice of device, port and GID.
 
     Args:
         devices: the machine's devices (`rdma_devices`).
         options: the device, the port and the GID to use; each may be None.
-        near: NUMA node of the rank's GPU or process; None if all NUMA nodes count as equally near.
+        near: NUMA node of the rank's GPU or process; None to treat all NUMA nodes as equally near.
         local_rank: the rank's number on its node.
         root: the directory where sysfs is mounted, from which the distances between NUMA nodes are read.
 
     Raises:
-        ArgumentError: an option names something that does not exist or is not active; the message lists what exists.
+        ArgumentError: an option names a device, port or GID that does not exist or is not active; the message lists
+            those that exist.
         RuntimeUnavailableError: no device has an active port.
     """
     if options.device is not None:
@@ -362,7 +357,7 @@ def _states(devices: Iterable[RdmaDevice]) -> str:
 
 
 def inactive_ports(root: Path = SYSFS) -> str | None:
-    """Returns the ports of this machine and their states, in words, if no port is active; otherwise None."""
+    """If no RDMA port of this machine is active, returns the ports and their states in words; otherwise None."""
     devices = []
     for device in _devices(root):  # stops at the first active port: every rank makes this check, so it must be fast
         if any(_state(device, port) == "active" for port in device.ports):
@@ -383,9 +378,6 @@ def _gid_preference(gid: RdmaGid) -> tuple[int, int]:
 
 
 def _distances(near: int | None, root: Path) -> dict[int, int]:
-    """Returns the distance of each NUMA node from the node `near`, as the firmware reports it; that of `near` itself is
-    10.
-    """
     if near is None:
         return {}
     told = _read(root / f"devices/system/node/node{near}/distance").split()

@@ -26,7 +26,7 @@ _MOST_READS = 16
 _HOP_LIMIT = 64
 _RNR_TIMER = 12  # libibverbs' code for 0.64 ms
 _RETRY_PAUSE = 0.05
-# Errors of the system as long as the peer's address is not resolved on the network.
+# The system's errors while the network has not resolved the peer's address.
 _NOT_YET = (errno.ETIMEDOUT, errno.EAGAIN, errno.EHOSTUNREACH, errno.EINTR)
 
 
@@ -47,7 +47,8 @@ class VerbsDevice:
         gid: the chosen GID.
         options: the settings of the device's endpoints.
         pd: the protection domain, a pyverbs object.
-        access: libibverbs' access flags for memory that is registered with the device; they say what peers may do.
+        access: libibverbs' access flags for memory that is registered with the device, which say how peers may access
+            it.
         mtu: the largest path MTU that endpoints may use, in bytes.
         max_message: bytes that one work request can carry.
         reads: number of a peer's reads and atomics that the device executes at a time; 0 if it supports none.
@@ -96,8 +97,7 @@ class VerbsDevice:
         """Opens a device.
 
         Raises:
-            ArgumentError: the port lacks something that an option or the choice names; the message says what the port
-                has.
+            ArgumentError: the port lacks the chosen GID or the MTU of `options`; the message says what the port has.
             ResourceError: the device can't allocate a protection domain.
             RuntimeUnavailableError: pyverbs is missing, or can't open the device; the message says why.
         """
@@ -128,7 +128,7 @@ class VerbsDevice:
 
         Raises:
             ResourceError: the device can't allocate another queue.
-            RuntimeUnavailableError: the device supports neither kind of signal, or lacks the requested kind.
+            RuntimeUnavailableError: the device does not support the requested kind of signal, or supports none.
         """
         self.require_open()
         made = Endpoint(self, self._context, self._limits)
@@ -136,8 +136,8 @@ class VerbsDevice:
         return made
 
     def scratch(self) -> Any:
-        """Returns a registered region of 8 bytes, to which fetch-adds write the old values that nothing reads. The
-        first call registers it.
+        """Returns a registered region of 8 bytes, to which fetch-adds write the old values, which nothing reads. The
+        first call registers the region.
         """
         with self._lock:
             if self._scratch is None:
@@ -150,7 +150,7 @@ class VerbsDevice:
         self._dependents.add(dependent)
 
     def disown(self, dependent: _Dependent) -> None:
-        """Removes an object that was added by `adopt` and is closed."""
+        """Removes a closed object that `adopt` added."""
         self._dependents.discard(dependent)
 
     def require_open(self) -> None:
@@ -254,11 +254,11 @@ class Endpoint:
         endpoint.
 
         The call does not wait for the peer to connect. While the network does not resolve the peer's address, the call
-        retries for `timeout` seconds, or until `given_up` returns True.
+        retries until `timeout` seconds have passed or `given_up` returns True.
 
         Raises:
             ArgumentError: the bytes are not an address, or this port can't reach the peer.
-            TransportError: the system refuses to connect, or has not resolved the address in time.
+            TransportError: the system refuses to connect, or the network has not resolved the address in time.
         """
         self._require_open()
         if self.peer is not None:
@@ -327,8 +327,8 @@ class Endpoint:
         )
 
     def engine_options(self, signal_rkey: int) -> Any:
-        """Returns the ProxycclVerbsOptions for a connection over this endpoint, which must outlive the connection.
-        `signal_rkey` is the remote key of the memory with the peer's semaphore words.
+        """Returns the ProxycclVerbsOptions for a connection over this endpoint. The endpoint must outlive the
+        connection. `signal_rkey` is the remote key of the memory that contains the peer's semaphore words.
 
         Raises:
             ArgumentError: the endpoint is not connected.
@@ -357,8 +357,8 @@ class Endpoint:
             raise ClosedError("the RDMA endpoint is closed")
 
     def close(self) -> None:
-        """Destroys the queue pair and its completion queue. No request may be outstanding, and no engine may use the
-        queue pair any longer.
+        """Destroys the queue pair and its completion queue. No request may be outstanding, and no engine may still use
+        the queue pair.
         """
         if self._closed:
             return

@@ -1,9 +1,9 @@
 """Hides the differences between pyverbs' versions from all other modules.
 
-Debian 12 has version 44, with enumerators in `pyverbs.enums`. Later versions have the enumerators in
-`pyverbs.libibverbs_enums`; if built by a newer Cython, only as members of the enums' classes. From version 61 on, a
-queue pair exposes its address; for older versions the engine finds the address. The attributes `PD.pd`,
-`Context.context` and `CQ.cq` are never read, because before version 61 reading them crashes the process.
+Version 44 (Debian 12) has its enumerators in `pyverbs.enums`; later versions have them in `pyverbs.libibverbs_enums`.
+If a newer Cython built pyverbs, enumerators exist only as members of the enums' classes. From version 61 on, a queue
+pair exposes its address; for older versions the engine finds the address. The attributes `PD.pd`, `Context.context` and
+`CQ.cq` are never read, because before version 61 reading them crashes the process.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class Pyverbs:
         return self._enumerators[name]
 
     def queue_pair(self, qp: Any) -> int:
-        """Returns the address of the `ibv_qp` in a pyverbs QP, after checking what is at that address. Raises
-        RuntimeUnavailableError, which says why the address can't be found.
+        """Returns the address of the `ibv_qp` in a pyverbs QP, after checking the object at that address. Raises
+        RuntimeUnavailableError if the address can't be found; the message says why.
         """
         found = ffi.new("ProxycclVerbsQp *")
         if hasattr(self.QP, "qp"):
@@ -100,8 +100,8 @@ class Pyverbs:
         return kind(f"{call} of {subject}: {words}")
 
     def open(self, device: str) -> Any:
-        """Opens the device with this name. Returns a pyverbs Context. Raises RuntimeUnavailableError if that fails; the
-        message says why.
+        """Opens the device with this name. Returns a pyverbs Context. Raises RuntimeUnavailableError if the device
+        can't be opened; the message says why.
         """
         try:
             return self.Context(name=device)
@@ -116,7 +116,7 @@ class Pyverbs:
 
     @contextlib.contextmanager
     def calling(self, call: str, subject: str) -> Iterator[None]:
-        """A context manager that translates pyverbs' exceptions by `error`."""
+        """Replaces pyverbs' exceptions in the context by those that `error` returns."""
         try:
             yield
         except self.PyverbsError as cause:
@@ -134,14 +134,16 @@ _FINDINGS = {
 
 
 def error_number(error: Exception) -> int | None:
-    """Returns the errno in a pyverbs exception, or None if it has none."""
+    """Returns the errno of a pyverbs exception, or None if the exception has no errno."""
     code = getattr(error, "error_code", _NO_ERRNO)
     return None if code == _NO_ERRNO else abs(code)  # some providers return a negated errno
 
 
 @functools.cache
 def load() -> Pyverbs:
-    """Imports pyverbs at the first call, and returns it. Raises RuntimeUnavailableError, which says what to install."""
+    """Imports pyverbs at the first call, and returns it. Raises RuntimeUnavailableError if the import fails; the
+    message says what to install.
+    """
     try:
         with _root_logger_as_it_is():
             modules = {name: importlib.import_module(f"pyverbs.{name}") for name in _MODULES}
@@ -180,8 +182,8 @@ def _version() -> str:
     try:
         return metadata.version("pyverbs")
     except metadata.PackageNotFoundError:
-        # Distributions package pyverbs without metadata. pyverbs has the same version as the loaded libibverbs, whose
-        # file name ends with its version.
+        # Distributions package pyverbs without metadata. The loaded libibverbs has the same version as pyverbs, and its
+        # file name ends with the version.
         match = re.search(r"libibverbs\.so\.\d+\.\d+\.([\d.]+)$", _MAPS.read_text(), re.MULTILINE)
         return match[1] if match else "of unknown version"
 

@@ -35,8 +35,8 @@ class Registrations(RegistrationCache):
     def register(
         self, ptr: int, nbytes: int, dmabuf: DmaBuf | None = None, *, allocation: Hashable = None
     ) -> Registration:
-        """Registers a range, unless it is registered already. Each call must be paired with a `release`. `dmabuf`
-        exports the range if it is memory of a GPU; None for memory of the host. Raises as `register_of` does.
+        """Registers a memory range, unless it is registered already. Each call must be paired with a `release`.
+        `dmabuf` exports a range of GPU memory, and is None for host memory. Raises the exceptions of `register_of`.
         """
         self._device.require_open()
         return self._acquire(ptr, nbytes, allocation, lambda: self._make(ptr, nbytes, dmabuf, allocation))
@@ -102,11 +102,11 @@ class Registrations(RegistrationCache):
 
 
 class VerbsContext(RemoteDevice):
-    """A rank's opened device. The context has its own protection domain, so the device refuses the keys of other
+    """A rank's opened RDMA device. Each context has its own protection domain, so the device refuses the keys of other
     contexts.
 
     Raises:
-        ArgumentError: an option names something that does not exist.
+        ArgumentError: an option names a device, port, GID or MTU that is not available.
         RuntimeUnavailableError: no device can be used; the message says why.
     """
 
@@ -120,6 +120,6 @@ class VerbsContext(RemoteDevice):
         self.registrations: Registrations = Registrations(self.device)
 
     def close(self) -> None:
-        with contextlib.ExitStack() as steps:  # closes the registrations, then the device, even if one fails
+        with contextlib.ExitStack() as steps:  # closes the device even if closing the registrations fails
             steps.callback(self.device.close)
             steps.callback(self.registrations.close)
