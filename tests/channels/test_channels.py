@@ -1,4 +1,4 @@
-"""SmChannel and ProxyChannel: every method that a kernel can call, at offsets, and between memories given by their ids."""
+"""SmChannel and ProxyChannel: every method that a kernel can call, at offsets, and between memories given by ids."""
 
 from __future__ import annotations
 

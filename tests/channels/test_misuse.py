@@ -1,4 +1,4 @@
-"""A call that two threads of a rank make at once raises an error; an error in a library thread ends the communicator."""
+"""A call that two threads of a rank make at once is an error; an error in a library thread ends the communicator."""
 
 from __future__ import annotations
 

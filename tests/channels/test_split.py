@@ -145,7 +145,7 @@ def test_a_member_that_stays_away_is_named_and_the_rest_goes_on() -> None:
 
 
 def test_threads_split_the_same_ranks_at_once_over_bootstraps_of_the_members() -> None:
-    """A rank's split joins the other rank's split with the same bootstrap (or with none), in whatever order they call."""
+    """A rank's split joins the other rank's split with the same bootstrap (or with none), whatever their order."""
     meetings = [ThreadBootstrap.create(2) for _ in range(2)]
 
     def body(comm: Communicator) -> None:

@@ -1,4 +1,4 @@
-"""MoE dispatch and combine against a plain numpy oracle, and their refusals."""
+"""Compares MoE dispatch and combine with a numpy reference, and checks that they refuse wrong arguments."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Case:
         rng = np.random.default_rng((self.seed, rank, 2))
         return rng.normal(size=(self.tokens[rank], self.topk)).astype(np.float32)
 
-    # -- the oracle ---
+    # -- the numpy reference ---
 
     def arrivals(self, rank: int) -> list[tuple[int, int, int]]:
         """Returns (source rank, token, k) of each row that the rank gets, in order."""
@@ -114,7 +114,7 @@ class Case:
         return out
 
 
-# Ranks as threads share the computed values, and get copies.
+# Values are computed once for all ranks, which are threads; each rank gets a copy.
 
 
 @computed_once
@@ -151,8 +151,8 @@ def _arrivals(case: Case, rank: int) -> list[tuple[int, int, int]]:
 
 
 def assert_combined(case: Case, got: Values, slots: Values, weights: Values, *, parts_rounded: bool) -> None:
-    """Asserts that `got` is the sum over k, within the error of its accumulation (two roundings per term) and of the
-    rounding to the dtype. Across nodes each node's part is also rounded to the dtype.
+    """Asserts that `got` is the sum over k, within the errors of accumulation (two roundings per term) and of rounding
+    to the dtype. With `parts_rounded`, each node's part is also rounded to the dtype.
     """
     terms = slots.astype(np.float64) * weights.astype(np.float64)[:, :, None]
     accumulator = np.dtype(np.float64 if case.dtype == "float64" else np.float32)
@@ -377,7 +377,7 @@ def test_device_arrays_and_streams() -> None:
 
 
 def test_a_layer_may_be_dropped_while_its_work_is_queued() -> None:
-    """Nothing waits between the calls and the drop: on a rank without tokens, not even reading the result waits."""
+    """Each layer is dropped without waiting for the calls that are queued on its stream."""
     case = Case((0, 40, 16), hidden=256, topk=4)
 
     def body(comm: Communicator) -> None:
@@ -476,7 +476,7 @@ def refused(argument: str, call: Callable[[], object]) -> None:
 
 
 def finish(comm: Communicator, call: Callable[[], object]) -> None:
-    """Makes the call and waits for it; on a GPU errors may appear only then."""
+    """Makes the call and synchronizes, because on a GPU some errors appear only then."""
     call()
     comm.synchronize()
 
