@@ -1,4 +1,4 @@
-"""Output arrays in buffers in which peers store rows directly. An output stays valid as long as the program holds it."""
+"""Output arrays in buffers in which peers store rows directly: they stay valid as long as the program holds them."""
 
 from __future__ import annotations
 

@@ -314,7 +314,7 @@ def test_masks_of_several_words_and_rows_of_several_pieces(options: dict[str, An
     def body(comm: Communicator) -> None:
         check_rank_rows(comm, case, **options)
         with case.layer(comm, **options) as layer:
-            assert layer.ctx.workspace.experts.choice_packets == 3  # 2 words for the one peer, and one for bad ids
+            assert layer.ctx.workspace.experts.choice_packets == 3  # one packet (2 words) per rank, and one for bad ids
 
     with Ranks(2, make_runtime=runtime_with_blocks) as ranks:
         ranks.run(body)
