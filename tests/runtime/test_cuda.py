@@ -74,7 +74,7 @@ def test_fewer_queues_than_usual_are_named(
 
 
 def test_operations_of_a_stream_have_the_drivers_layout() -> None:
-    """stream_operations.h declares a copy of CUDA's struct; its bytes must equal those of the Python binding's struct."""
+    """stream_operations.h declares a copy of CUDA's struct; its layout must equal that in the Python binding."""
     driver = pytest.importorskip("cuda.bindings.driver")
     theirs, ours = driver.CUstreamBatchMemOpParams(), ffi.new("ProxycclStreamOperation *")
     theirs.waitValue.operation = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_64

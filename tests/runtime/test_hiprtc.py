@@ -95,7 +95,7 @@ class Hiprtc:
         return answer
 
     def close(self) -> None:
-        """Ends the process by an empty line. Closing the pipe does not suffice, because a forked rank may hold a copy."""
+        """Sends an empty line to end the process. Closing the pipe may not suffice: a forked rank may hold a copy."""
         assert self._worker.stdin is not None
         self._worker.stdin.write("\n")
         self._worker.stdin.close()

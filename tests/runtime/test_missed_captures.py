@@ -1,4 +1,4 @@
-"""If a thread captures a stream into a graph, its calls on other streams are refused, because the graph would miss them.
+"""While a thread captures a stream into a graph, its calls on other streams are refused: the graph would miss them.
 
 The captures are stand-ins (support/fakes/captures.py); tests/gpu/test_gpu.py uses graphs of torch and cupy.
 """
@@ -92,7 +92,7 @@ class Calls:
 
 @pytest.mark.parametrize("current_of", ["torch", "cupy"])
 def test_a_call_that_a_capture_would_miss_is_refused(monkeypatch: pytest.MonkeyPatch, current_of: str) -> None:
-    """Rank 0 refuses its call before the ranks compare calls. Later calls match, although rank 1 did not make this one."""
+    """Rank 0 refuses calls before the ranks compare them. Later calls match, although rank 1 did not make these."""
 
     def body(comm: Communicator) -> None:
         calls, other = Calls(comm), comm.runtime.create_stream()

@@ -54,7 +54,7 @@ def run(directory: Path, *scenarios: str) -> subprocess.CompletedProcess[str]:
         "TSAN_OPTIONS": f"exitcode={EXIT_CODE}:intercept_tls_get_addr=0",
         "PROXYCCL_RUNTIME": "host",
         "PROXYCCL_CXXFLAGS": " ".join(KERNELS),
-        "PROXYCCL_REPORTS": "off",  # reports read counters while kernels may still write them, which is an intended race
+        "PROXYCCL_REPORTS": "off",  # reports race with kernels on purpose: they read counters that kernels write
     }
     program = [sys.executable, str(PROGRAM), str(directory), *scenarios]
     return subprocess.run(program, capture_output=True, text=True, env=environment, timeout=TIMEOUT, check=False)
