@@ -1,4 +1,4 @@
-"""EPAll2AllLayer on an MPI communicator, on a torch process group, and on objects that are no groups."""
+"""EPAll2AllLayer on an MPI communicator, on a torch process group, and on invalid objects."""
 
 from __future__ import annotations
 

@@ -140,9 +140,7 @@ def test_calls_of_a_capture_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_copies_and_marks_beside_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies and events are allowed on other streams during a capture. A copy without a stream is complete when the
-    call returns, and an event on a named stream is no work that a graph would miss.
-    """
+    """During a capture, copies and events are allowed on other streams, because a graph would not miss them."""
 
     def body(comm: Communicator) -> None:
         runtime, other, x = comm.runtime, comm.runtime.create_stream(), comm.empty(4, "int32").fill(3)

@@ -98,7 +98,7 @@ def test_shipped_reductions_compile(nvrtc: Nvrtc, dtype: str, op: str) -> None:
 def leaves_registers(ptx: str) -> bool:
     """Returns whether every kernel declares its block's size or limits its registers.
 
-    Without either, a kernel may use so many registers that launches are refused, although it compiles.
+    A kernel with neither declaration compiles, but may use too many registers for a launch.
     """
     return ptx.count(".visible .entry") == ptx.count(".maxntid 512") + ptx.count(".maxnreg 32") > 0
 
@@ -222,25 +222,25 @@ STRAIGHT = {
 # The sets give the kinds of accesses, not their number, because the compiler may duplicate an access in a loop.
 LOOPS = {
     "push": {
-        "atom.add.relaxed.gpu.u64",  # the ticket
-        "ld.acquire.gpu.b64",  # checks for room by the cached tail
-        "atom.exch.acquire.gpu.b32",  # takes the lock of the cached tail
-        "ld.acquire.sys.b64",  # loads the host's tail
-        "st.release.gpu.b64",  # updates the cached tail
-        "st.release.gpu.b32",  # releases the lock
-        "ld.relaxed.gpu.b64",  # loads the value that a time-out reports
-        "fence.acq_rel.sys",  # releases the trigger
-        "st.relaxed.sys.global.b128",  # stores the trigger
+        "atom.add.relaxed.gpu.u64",  # Takes a ticket.
+        "ld.acquire.gpu.b64",  # Checks for room by the cached tail.
+        "atom.exch.acquire.gpu.b32",  # Takes the lock of the cached tail.
+        "ld.acquire.sys.b64",  # Loads the host's tail.
+        "st.release.gpu.b64",  # Updates the cached tail.
+        "st.release.gpu.b32",  # Releases the lock of the cached tail.
+        "ld.relaxed.gpu.b64",  # Loads the value that a time-out reports.
+        "fence.acq_rel.sys",  # Releases the trigger.
+        "st.relaxed.sys.global.b128",  # Stores the trigger.
     },
     "sync_ring": {"ld.acquire.sys.b64"},
     # `red` raises the count of consumed signals; it has no result for which the thread would wait.
     "wait_until": {"ld.acquire.sys.b64", "red.relaxed.gpu.global.max.u64"},
     "sync_grid": {
-        "ld.relaxed.gpu.b32",  # loads the current generation
-        "atom.add.acq_rel.gpu.u32",  # counts the block's arrival
-        "st.relaxed.gpu.b32",  # resets the count to 0
-        "st.release.gpu.b32",  # publishes the next generation
-        "ld.acquire.gpu.b32",  # waits for the next generation
+        "ld.relaxed.gpu.b32",  # Loads the current generation.
+        "atom.add.acq_rel.gpu.u32",  # Counts the block's arrival.
+        "st.relaxed.gpu.b32",  # Resets the count to 0.
+        "st.release.gpu.b32",  # Publishes the next generation.
+        "ld.acquire.gpu.b32",  # Waits for the next generation.
     },
 }
 

@@ -1,4 +1,4 @@
-"""Runs a few cases of the campaign in which ranks first use torch groups in random orders. `make test-faults` runs more."""
+"""Runs a few cases in which ranks first use torch groups in random orders. `make test-faults` runs more cases."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def test_short_calls_have_no_choice() -> None:
 
 
 def test_calls_leave_multiprocessors_to_another_communicator_of_any_of_the_ranks() -> None:
-    """Calls must leave multiprocessors free, because kernels of two communicators may wait for peers at the same time."""
+    """Calls must leave multiprocessors free, because two communicators' kernels may wait for peers at the same time."""
 
     def body(rank: Rank) -> None:
         assert rank.waited_at_once() == "default"
