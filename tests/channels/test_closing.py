@@ -224,7 +224,7 @@ def test_what_a_rank_announces_reaches_its_peers() -> None:
 def test_pins_are_kept_for_each_open_communicator(
     monkeypatch: pytest.MonkeyPatch, end: Callable[[Communicator], None]
 ) -> None:
-    """Each open communicator keeps pinned memory pinned; a communicator that failed to open does not."""
+    """Each open communicator keeps memory pinned; a communicator that failed to open keeps none pinned."""
     kept: list[object] = []
 
     def keep_pins(runtime: HostRuntime) -> Callable[[], None]:

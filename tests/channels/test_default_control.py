@@ -97,7 +97,7 @@ def test_a_wait_ends_in_time_and_is_named_on_all_ranks(kernel: str, awaited: str
 def test_a_barrier_at_which_blocks_gave_up_serves_another_communicator() -> None:
     runtime = rank_runtime(0)
     syncer = runtime.allocate(8)
-    for blocks in (1, 1, 2):  # the barrier is for two blocks
+    for blocks in (1, 1, 2):  # the kernel's barrier waits for two blocks
         with alone(runtime) as comm:
             done = comm.empty(2, "int32").fill(0)
             kernel = comm.compile(KERNELS, "meet")

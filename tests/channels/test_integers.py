@@ -43,7 +43,7 @@ class OfNone:
     def __index__(self) -> int:
         raise TypeError("only arrays of one element have an index")
 
-    def __repr__(self) -> str:  # without an address, because the workers of pytest-xdist compare the tests' names
+    def __repr__(self) -> str:  # has no address, because the workers of pytest-xdist compare the tests' names
         return "OfNone()"
 
 

@@ -1,4 +1,4 @@
-"""Schedules that copy to all peers in one driver call, as CUDA can. These tests add this call to the host runtime."""
+"""Schedules that copy to all peers in one driver call, which only CUDA has. These tests add it to the host runtime."""
 
 from __future__ import annotations
 

@@ -104,8 +104,8 @@ def test_a_call_that_the_plan_can_not_execute_has_the_built_in_choice(pair: Rank
         with_tables(comm, all_reduce=SizeTable((), BY_READS))
         assert reduced(comm, 64) == BY_READS.call_name
         assert reduced(comm, 64, op="max") == "any"
-        assert reduced(comm, 61) == "any"  # its chunks of 122 bytes do not suit the plan
-        assert reduced(comm, 2048) == "any"  # longer than the plan's largest message
+        assert reduced(comm, 61) == "any"  # The plan does not support chunks of 122 bytes.
+        assert reduced(comm, 2048) == "any"  # The plan's largest message is shorter.
 
     pair.run(body)
 

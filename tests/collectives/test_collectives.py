@@ -34,8 +34,8 @@ from support.ranks import Ranks
 from support.running import run_mpi
 
 WORLD_SIZES = (1, 2, 3, 4, 5, 8)
-REPRESENTED = (5, 8)  # only with --full: 3 is also no power of two, and 4 also takes several steps of doubling
-ALL_TYPES = max(world_sizes(1, 2, 3))  # the number of ranks that reduce and move all types
+REPRESENTED = (5, 8)  # Only with --full, because 3 and 4 ranks run the same code paths.
+ALL_TYPES = max(world_sizes(1, 2, 3))  # The number of ranks with which all types are tested.
 
 
 @pytest.fixture(

@@ -118,7 +118,7 @@ def test_an_all_reduce_that_reads_and_writes_peers(
 
 
 def one_sided() -> dict[str, Any]:
-    """Returns a plan in which only rank 0 lists the port channel on which it puts its input into rank 1's output."""
+    """Returns a plan in which rank 0 puts its input into rank 1's output. Only rank 0 lists the port channel."""
 
     def threadblocks(view: RankView) -> list[Ops]:
         at = {"buffer_id": 0, "index": 0, "size": 1}
@@ -888,7 +888,7 @@ def test_a_plan_with_any_field_replaced_is_loaded_or_refused(path: tuple[Any, ..
         assert ExecutionPlan.load(plan).world_size == 2
 
 
-# -- as the algorithm of a collective ---
+# -- plans as algorithms of collectives ---
 
 
 def test_a_plan_stands_for_the_algorithm_of_a_collective(pair: Ranks) -> None:

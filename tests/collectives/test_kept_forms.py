@@ -86,8 +86,10 @@ def test_calls_with_new_arrays_are_right_and_prepared_once(
         for turn in range(2 * OFTEN):
             each = replace(call, seed=turn)
             x, out = arrays_of(comm, each, kind)
-            kept.append((x, out))  # so that later arrays get new addresses
-            comm.all_gather_bytes(b"")  # ranks are threads: none may write to an array that another rank still fills
+            kept.append((x, out))  # Keeps arrays, so that later arrays get new addresses.
+            comm.all_gather_bytes(
+                b""
+            )  # Ranks are threads: no rank may write to an array that another rank still fills.
             each.issue(comm, x, out, stream if turn == OFTEN else None)
             comm.synchronize(stream)
             each.check(content(out), comm.rank, comm.world_size)
@@ -274,7 +276,7 @@ def test_calls_are_right_when_there_are_more_kinds_than_are_kept() -> None:
     run_ranks(2, body)
 
 
-# -- an array after a call with it ---
+# -- arrays that change after a call ---
 
 
 def test_an_array_that_was_freed_is_refused(ranks: Ranks) -> None:

@@ -1,4 +1,4 @@
-"""Packet flags wrap around after 2**32 epochs, and slots are reused after two: neither may affect results."""
+"""Results stay right although packet flags wrap around after 2**32 epochs and slots are reused every two epochs."""
 
 from __future__ import annotations
 

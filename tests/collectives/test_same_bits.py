@@ -28,7 +28,7 @@ IN_NUMPY = {"sum": np.add, "avg": np.add, "prod": np.multiply, "min": np.minimum
 
 @pytest.fixture(scope="module", params=[*((n, n) for n in world_sizes(3)), *((n, 2) for n in world_sizes(4))])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """Opens three ranks on one node (not a power of two, as recursive doubling needs), and four ranks on two nodes."""
+    """Opens three ranks on one node (no power of two, which matters for recursive doubling), and four on two nodes."""
     world_size, local_world_size = request.param
     with Ranks(world_size, make_runtime=runtime_with_blocks, local_world_size=local_world_size) as group:
         yield group

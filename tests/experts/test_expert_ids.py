@@ -156,7 +156,7 @@ def test_the_fullest_padded_expert_counts(pair: Ranks, announced: bool, expert: 
             assert on_host(desc.num_recv_tokens).tolist() == [room * here]
             # Rows of rank 0 come first and fill the expert's space.
             assert ((on_host(desc.token_dst_scatter_idx) >= 0) == (comm.rank == 0)).all()
-            layer.check()  # the error is raised once
+            layer.check()  # Raises the error only once.
             # If each token chooses the expert once, all rows fit. The earlier error has no effect.
             once = np.tile(np.array([expert, EXPERTS], np.int32), (TOKENS, 1))
             rows, _, desc = layer.dispatch(inputs(comm), on_device(comm, once))

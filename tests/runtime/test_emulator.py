@@ -263,7 +263,7 @@ def test_parts_of_a_warp_meet_on_their_own(runtime: HostRuntime, kernels: Module
     assert out.tolist() == [3] * 16 + [7] * 16
 
 
-# -- blocks together ---
+# -- blocks that wait for each other ---
 
 
 def test_atomics_count_every_thread_of_every_block(runtime: HostRuntime, kernels: Module) -> None:

@@ -92,7 +92,7 @@ class Calls:
 
 @pytest.mark.parametrize("current_of", ["torch", "cupy"])
 def test_a_call_that_a_capture_would_miss_is_refused(monkeypatch: pytest.MonkeyPatch, current_of: str) -> None:
-    """Rank 0 refuses calls before the ranks compare them. Later calls match, although rank 1 did not make these."""
+    """Rank 0 refuses calls before the ranks compare them, so later calls match although rank 1 did not make these."""
 
     def body(comm: Communicator) -> None:
         calls, other = Calls(comm), comm.runtime.create_stream()

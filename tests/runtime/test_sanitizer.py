@@ -28,8 +28,8 @@ pytestmark = [
 ]
 
 PROGRAM = PROGRAMS / "under_tsan.py"
-SANITIZE = ("-fsanitize=thread", "-g1")  # reports need functions and lines
-ENGINE, KERNELS = (*SANITIZE, "-O1"), (*SANITIZE, "-O0")  # optimising the kernels would take longer than running them
+SANITIZE = ("-fsanitize=thread", "-g1")  # Reports need functions and lines.
+ENGINE, KERNELS = (*SANITIZE, "-O1"), (*SANITIZE, "-O0")  # Optimising kernels would take longer than running them.
 SCRIPTS = ("device/build_native.py", "proxy/build_engine.py", "proxy/build_transfers.py")
 EXIT_CODE = 66
 TIMEOUT = 300.0

@@ -50,7 +50,7 @@ def test_the_same_handle_names_another_stream_in_each_thread() -> None:
 
 @pytest.mark.parametrize("given", [None, "number"])
 def test_a_launch_without_a_stream_follows_that_of_another_thread(given: str | None) -> None:
-    """Thread A's launch waits for a gate. The later launch of another thread must still run after A's launch."""
+    """A launch of the main thread must run after an earlier launch of thread A, even if A's launch waits for a gate."""
 
     def body(comm: Communicator) -> None:
         runtime, launches = comm.runtime, comm.group.launches

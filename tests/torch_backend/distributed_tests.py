@@ -1,8 +1,9 @@
 """torch's own tests of torch.distributed (`DistributedTest`), run by this backend: ``make test-torch``.
 
-Usage: ``BACKEND=proxyccl WORLD_SIZE=4 python tests/torch_backend/distributed_tests.py [option …] [test …]``. torch
-ships the tests in torch.testing. This file also runs the tests that torch runs only with gloo. With ``BACKEND=gloo``
-the tests run unchanged. At the end, the program lists skipped tests and the reasons.
+Usage: ``BACKEND=proxyccl WORLD_SIZE=4 python tests/torch_backend/distributed_tests.py [option …] [test …]``.
+
+The tests are part of torch.testing. This file also runs the tests that torch runs only with gloo. With
+``BACKEND=gloo`` the tests run unchanged. At the end, the program lists skipped tests and the reasons.
 
 On GPUs ``WORLD_SIZE`` may be at most the number of GPUs. ``--gpu`` selects the tests that use GPUs. ``--shard 1/3``
 selects a third of the tests, so that three runs can share the work. ``--seconds`` limits a run's time; the program

@@ -306,7 +306,7 @@ def test_a_transfer_of_an_aborted_group_raises_as_other_calls() -> None:
         for _ in range(3):
             transfer([x], peer, 0).wait()
         torch_on_hip.on_cpu(x)
-        all_have_transferred.wait(TIMEOUT.total_seconds())  # the abort below must not end the peer's transfer
+        all_have_transferred.wait(TIMEOUT.total_seconds())  # otherwise the abort below might end the peer's transfer
         issued = IssuedInC(group)
         group.abort()
         with pytest.raises(dist.DistBackendError, match="AbortedError"):
@@ -415,7 +415,7 @@ def test_a_call_of_an_aborted_group_raises_whether_it_waits_or_not() -> None:
         for _ in range(3):
             all_reduce(group, x)
         torch_on_hip.on_cpu(x)
-        all_have_called.wait(TIMEOUT.total_seconds())  # the abort below must not end the peer's calls
+        all_have_called.wait(TIMEOUT.total_seconds())  # otherwise the abort below might end the peer's calls
         issued = IssuedInC(group)
         group.abort()
         for waits in (True, False):
