@@ -1,4 +1,4 @@
-"""all_reduce in packets that fill whole cache lines. GPUs use these packets for longer arrays."""
+"""all_reduce in packets that fill whole lines of 128 bytes. GPUs use these packets for longer arrays."""
 
 from __future__ import annotations
 

@@ -460,7 +460,7 @@ def test_the_record_of_a_transfer_in_progress_keeps_no_tensors(on: Ranks) -> Non
         device, kept = x.device, weakref.ref(x)
         transfer(group, x, 1 - rank).wait()
         assert group.calls.threads.of(device, (1 - rank, rank == 0)).wait_until_idle(60)
-        transfer(group, y, 1 - rank).wait()  # Before torch 2.15, each new Work finishes the previous one.
+        transfer(group, y, 1 - rank).wait()  # With older versions of torch, each new Work finishes the previous one.
         assert on.holds(y, 1.0)  # Waits, because these tensors' CPU memory is freed without regard to streams.
         del x
         gc.collect()
