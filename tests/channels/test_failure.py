@@ -734,9 +734,8 @@ def test_failed_calls_leave_the_device_usable() -> None:
     """A kernel thread whose wait timed out must not read beyond its slots, because that would destroy the context. If
     it did, about one call in fifty would fail.
     """
-    result = run_mpi(
-        3, PROGRAMS / "differing_calls.py", "--count", "60"
-    )  # with two ranks no thread could read beyond its slots
+    # With two ranks no thread could read beyond its slots.
+    result = run_mpi(3, PROGRAMS / "differing_calls.py", "--count", "60")
     assert result.returncode == 0, result.stderr
 
 

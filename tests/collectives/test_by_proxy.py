@@ -236,9 +236,8 @@ def test_calls_queued_on_one_stream_run_in_order(ranks: Ranks) -> None:
 def test_two_groups_at_once() -> None:
     """Calls of one group do not wait for the other group, even if one daemon thread runs both groups' schedules."""
     size, share, rounds = max(world_sizes(1, 2)), 5000, 100
-    together = threading.Barrier(
-        2 * size
-    )  # no thread reads results before all calls are done: reading waits for the whole device
+    # No thread reads results before all calls are done: reading waits for the whole device.
+    together = threading.Barrier(2 * size)
 
     def body(comm: Communicator) -> None:
         calls, stream = SpanCalls(comm, share * comm.world_size), comm.runtime.create_stream()

@@ -87,9 +87,8 @@ def test_calls_with_new_arrays_are_right_and_prepared_once(
             each = replace(call, seed=turn)
             x, out = arrays_of(comm, each, kind)
             kept.append((x, out))  # Keeps arrays, so that later arrays get new addresses.
-            comm.all_gather_bytes(
-                b""
-            )  # Ranks are threads: no rank may write to an array that another rank still fills.
+            # Ranks are threads: no rank may write to an array that another rank still fills.
+            comm.all_gather_bytes(b"")
             each.issue(comm, x, out, stream if turn == OFTEN else None)
             comm.synchronize(stream)
             each.check(content(out), comm.rank, comm.world_size)

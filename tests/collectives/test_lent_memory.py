@@ -177,9 +177,8 @@ def test_other_memory_at_its_address_is_lent_anew_when_it_is_met_more_often(
         lend(comm, source, memory.array(CALL.dtype))
         gather(comm, 1, source, memory.array(CALL.dtype))
         for turn in range(comm.world_size):
-            comm.all_gather_bytes(
-                b""
-            )  # one rank at a time: ranks are threads, and another rank might allocate the freed memory
+            # One rank at a time: ranks are threads, and another rank might allocate the freed memory.
+            comm.all_gather_bytes(b"")
             if turn == comm.rank:
                 memory.close()
                 memory = memory.replaced()

@@ -20,9 +20,8 @@ from support.devices import runtime_with_blocks, world_sizes
 from support.ranks import Ranks
 from support.running import wait_for
 
-LONG = (
-    open_runtime().launch_defaults.meeting_bytes
-)  # shares of at least this many bytes are sent only after the ranks have met
+# Shares of at least this many bytes are sent only after the ranks have met.
+LONG = open_runtime().launch_defaults.meeting_bytes
 CALLS = [
     Call("all_reduce", algorithm="two_shot"),
     Call("all_reduce"),

@@ -173,9 +173,8 @@ def test_gradients_are_those_of_one_process(mixture: Mixture) -> None:
 
     def dense(matrices: Tensor) -> Tensor:
         total = torch.zeros((), dtype=torch.float64)
-        padded = torch.cat(
-            [matrices, torch.zeros_like(matrices[:1])]
-        )  # the last matrix is used for slots without expert
+        # The last matrix is used for slots without expert.
+        padded = torch.cat([matrices, torch.zeros_like(matrices[:1])])
         for rank, ids in enumerate(mixture.ids):
             tokens, weights = inputs[2 * rank], inputs[2 * rank + 1]
             slots = torch.einsum("th,tkhj->tkj", tokens, padded[ids.long()])

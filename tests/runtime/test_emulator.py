@@ -240,9 +240,8 @@ def test_warp_operations_exchange_among_the_lanes_of_the_mask(
             continue
 
         def source(wanted: int, own: int = lane, members: list[int] = lanes) -> int:
-            return (
-                wanted if wanted in members else own
-            )  # reading from a lane outside the mask gives the reader's own value
+            # Reading from a lane outside the mask gives the reader's own value.
+            return wanted if wanted in members else own
 
         expected = [
             100 + source(3),

@@ -302,9 +302,8 @@ class Scopes:
     """The modifiers and instructions by which an architecture accesses memory at device and system scope."""
 
     def __init__(self, architecture: str) -> None:
-        old = (
-            architecture == "gfx90a"
-        )  # its stores have no modifiers: the page decides whether a store bypasses the caches
+        # Its stores have no modifiers: the page decides whether a store bypasses the caches.
+        old = architecture == "gfx90a"
         self.system_load = " glc" if old else " sc0 sc1"
         self.system_store = "" if old else " sc0 sc1"
         self.device_load = " glc" if old else " sc1"

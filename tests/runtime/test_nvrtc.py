@@ -174,9 +174,8 @@ extern "C" __global__ void copies(proxyccl::DeviceHandle<proxyccl::SmChannel> ch
   channel.put<4>(1, 2, bytes, threadIdx.x, blockDim.x);
 }
 """
-_REGISTERS = re.compile(
-    rb"\x04\x2f\x08\x00.{4}(.{4})", re.DOTALL
-)  # EIATTR_REGCOUNT gives a function's number of registers
+# EIATTR_REGCOUNT gives a function's number of registers.
+_REGISTERS = re.compile(rb"\x04\x2f\x08\x00.{4}(.{4})", re.DOTALL)
 
 
 def test_a_block_of_1024_threads_has_registers_for_copies(nvrtc: Nvrtc) -> None:

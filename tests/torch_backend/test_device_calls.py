@@ -260,9 +260,8 @@ def test_a_prepared_reduction_stays_valid_after_one_that_needs_more_scratch_memo
                 assert issued.count == 1
                 group.reduce([large], opts)  # other ranks than the root allocate larger scratch memory
             if turn == 4 and rank != 0:
-                assert (
-                    issued.count == 1
-                )  # the prepared call still uses the earlier scratch memory, which stays allocated
+                # The prepared call still uses the earlier scratch memory, which stays allocated.
+                assert issued.count == 1
 
     on_gpus(body)
 
@@ -285,9 +284,8 @@ def test_transfers_are_issued_in_c_with_what_their_memory_holds_then(batched: bo
             for work in [group.end_coalescing()] if batched else works:
                 work.wait()
             assert (torch_on_hip.on_cpu(out) == 10.0 * turn + peer).all()
-            issued = issued or IssuedInC(
-                group
-            )  # C does not issue the first transfers, because they wait for the peer in threads
+            # C does not issue the first transfers, because they wait for the peer in threads.
+            issued = issued or IssuedInC(group)
         assert issued is not None
         assert issued.count == 10
         assert group._get_sequence_number_for_group() == 1  # the sequence number counts no transfers

@@ -370,9 +370,8 @@ def test_an_asynchronous_call_returns_before_the_others_come() -> None:
             assert not any(work.is_completed() for work in works)
             last_may_come.set()
         assert works[-1].wait()
-        assert all(
-            work.is_completed() and work.is_success() for work in works
-        )  # calls run in order, so the last one ends last
+        # Calls run in order, so the last one ends last.
+        assert all(work.is_completed() and work.is_success() for work in works)
         assert (tensor == RANKS**3).all()
         assert works[-1].get_future().wait() == [tensor]
 
@@ -769,9 +768,8 @@ def test_a_group_shares_with_the_one_that_it_is_a_part_of() -> None:
         assert comm.runtime is whole.runtime
         again = part.split(part._store, [0, 1], None)
         part.shutdown()
-        assert (
-            all_reduced(again, torch.ones(1)).item() == 2
-        )  # `again` was split from the whole group, so it works after `part` is shut down
+        # `again` was split from the whole group, so it works after `part` is shut down.
+        assert all_reduced(again, torch.ones(1)).item() == 2
         assert not again.endpoints.made[0].closed
         again.shutdown()
 

@@ -392,9 +392,8 @@ def test_a_shutdown_does_not_wait_for_a_rank_that_has_left(
         rank = group.rank()
         first = on.tensor(rank, 1.0)
         group.allreduce([first]).wait()
-        assert on.holds(
-            first, 2.0
-        )  # the CPU must wait here, because otherwise kernels may write to memory after it is freed
+        # The CPU must wait here, because otherwise kernels may write to memory after it is freed.
+        assert on.holds(first, 2.0)
         if met:
             (irecv if rank else isend)(group, first, 1 - rank).wait()
             assert on.holds(first, 2.0)

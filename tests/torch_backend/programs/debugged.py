@@ -38,9 +38,8 @@ if rank in (0, 1):
     dist.barrier(part)
 dist.all_gather_object([None] * size, {"rank": rank})
 store.set(f"after {rank}", b"")
-store.wait(
-    [f"after {other}" for other in range(size)]
-)  # the failure below could otherwise end another rank's all_gather_object
+# The failure below could otherwise end another rank's all_gather_object.
+store.wait([f"after {other}" for other in range(size)])
 reason = ""
 try:
     dist.all_reduce(torch.ones(4 + rank))
