@@ -236,7 +236,7 @@ def test_calls_queued_on_one_stream_run_in_order(ranks: Ranks) -> None:
 def test_two_groups_at_once() -> None:
     """Calls of one group do not wait for the other group, even if one daemon thread runs both groups' schedules."""
     size, share, rounds = max(world_sizes(1, 2)), 5000, 100
-    # No thread reads results before all calls are done: reading waits for the whole device.
+    # All calls must be done before a thread reads its results, because reading waits for the whole device.
     together = threading.Barrier(2 * size)
 
     def body(comm: Communicator) -> None:

@@ -51,7 +51,7 @@ def replaced(comm: Communicator, memory: ForeignMemory, *, here: bool = True) ->
     """
     found = memory
     for turn in range(comm.world_size):
-        barrier(comm)  # one rank at a time: ranks are threads, and another rank might allocate the freed memory
+        barrier(comm)  # one rank at a time, because another rank (a thread) might allocate the freed memory
         comm.all_gather_bytes(b"")
         if here and turn == comm.rank:
             memory.close()

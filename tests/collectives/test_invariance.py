@@ -127,7 +127,7 @@ def test_algorithms_of_another_order_are_refused(ranks: Ranks, world: tuple[int,
             with pytest.raises(ArgumentError, match=r"^cta_policy: 'zero' needs invariant=False, "):
                 comm.all_reduce(x, cta_policy="zero")
         comm.collectives.selector = comm.collectives.selector.with_table("all_reduce", SizeTable((), "ring"))
-        # A table may name "ring", but this call does not use it.
+        # This call must not use "ring", although the table names it.
         assert (on_host(comm.all_reduce(x)) == comm.world_size).all()
         comm.collectives.selector = comm.collectives.defaults
 

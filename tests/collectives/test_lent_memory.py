@@ -177,7 +177,7 @@ def test_other_memory_at_its_address_is_lent_anew_when_it_is_met_more_often(
         lend(comm, source, memory.array(CALL.dtype))
         gather(comm, 1, source, memory.array(CALL.dtype))
         for turn in range(comm.world_size):
-            # One rank at a time: ranks are threads, and another rank might allocate the freed memory.
+            # Only one rank at a time frees memory. Ranks are threads, so another rank might allocate the freed memory.
             comm.all_gather_bytes(b"")
             if turn == comm.rank:
                 memory.close()

@@ -302,7 +302,7 @@ class Scopes:
     """The modifiers and instructions by which an architecture accesses memory at device and system scope."""
 
     def __init__(self, architecture: str) -> None:
-        # Its stores have no modifiers: the page decides whether a store bypasses the caches.
+        # Stores of gfx90a have no modifiers, because the page decides whether a store bypasses the caches.
         old = architecture == "gfx90a"
         self.system_load = " glc" if old else " sc0 sc1"
         self.system_store = "" if old else " sc0 sc1"
