@@ -33,7 +33,7 @@ pytestmark = pytest.mark.hip
 
 
 class Held:
-    """A `Hold` that lasts until the test ends it."""
+    """A `Hold` that keeps freed memory allocated while `now` is true."""
 
     def __init__(self) -> None:
         self.now = True
@@ -44,7 +44,6 @@ class Held:
 
 @pytest.fixture(autouse=True)
 def no_other_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes a test ignore holds of other tests' communicators in this process."""
     monkeypatch.setattr(unused_memory, "_holds", [])
 
 
@@ -105,11 +104,11 @@ def test_a_gpu_frees_no_memory_that_is_held(held: Held, how: str) -> None:
     run_ranks(1, body)
 
 
-# -- a failed rank's knowledge of its peers ---
+# -- when a failed rank may free memory that peers access ---
 
 
 class Ranks:
-    """Three ranks' segments; rank 0 has an aftermath."""
+    """The control segments of three ranks, and the `Aftermath` of rank 0."""
 
     def __init__(self, pids: dict[int, int] | None = None, patience: float = TIMEOUT) -> None:
         runtime = open_runtime("host")
@@ -215,8 +214,8 @@ def collected(ref: Callable[[], object]) -> bool:
 
 
 def use_and_fail(comm: Communicator, what: str) -> Callable[[], object]:
-    """Uses a communicator on rank 0, makes it fail, closes it and drops all its objects. Returns a function that
-    returns the memory that peers access, or None if it was freed.
+    """Uses a communicator, makes it fail, closes it and drops all its objects. Returns a weak reference to the memory
+    `what`, which peers can access.
     """
     x = comm.empty(1024, "uint8")
     registered, channels = comm.register(x), comm.sm_channels(x)
@@ -237,7 +236,7 @@ def use_and_fail(comm: Communicator, what: str) -> Callable[[], object]:
 
 @pytest.mark.parametrize("what", ["array", "memory", "words"])
 def test_a_failed_rank_keeps_what_a_peers_kernel_may_still_reach(what: str) -> None:
-    """Rank 1 has queued work that nothing stops; rank 0 fails, closes, and drops all its objects."""
+    """While a stream of rank 1 waits for a value, rank 0 fails, closes, and drops all its objects."""
     closed, looked = threading.Event(), threading.Event()
 
     def body(comm: Communicator) -> tuple[bool, bool] | None:
@@ -287,9 +286,7 @@ def test_ranks_that_shrink_say_that_their_kernels_have_ended() -> None:
 
 
 def test_nothing_is_launched_once_a_rank_has_failed() -> None:
-    """Between the ranks' comparison of a call and its launch, a module may be loaded, and a peer may fail and free
-    memory.
-    """
+    """After the ranks have compared a call, a peer may fail and free memory before this rank launches the kernel."""
     compared = threading.Event()
 
     def body(comm: Communicator) -> list[int]:

@@ -1,4 +1,4 @@
-"""Bad input is refused with the argument's name, before anything moves, and the communicator stays usable."""
+"""A call with an invalid argument raises an error that names it, moves no data, and leaves the communicator usable."""
 
 from __future__ import annotations
 

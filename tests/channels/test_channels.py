@@ -1,4 +1,4 @@
-"""SmChannel and ProxyChannel: every method that a kernel can call, at offsets, and between memories given by number."""
+"""SmChannel and ProxyChannel: every method that a kernel can call, at offsets, and between memories given by ids."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def test_get_reads_the_peers_memory_into_the_own(ranks: Ranks) -> None:
         channels = comm.sm_channels(remote, own)
         barrier(comm)
         kernels = comm.compile(KERNELS)
-        kernels.sm_get(1, 64, channels, 7, 100, 30_001)  # target offset, then source offset
+        kernels.sm_get(1, 64, channels, 7, 100, 30_001)  # offsets of the target and of the source
         kernels.sm_get_same(1, 64, channels, 50_000, 100)
         comm.synchronize()
         expected = np.zeros(SIZE, np.uint8)
@@ -292,7 +292,7 @@ def test_elements_may_be_of_any_type_that_can_be_copied(ranks: Ranks) -> None:
         comm.compile(KERNELS, "sm_elements")(1, 1, channels, comm.rank, out)
         comm.synchronize()
         barrier(comm)
-        # This rank's element is in the peer's memory, and was read back from there.
+        # The kernel stored this rank's element in the peer's memory and loaded it again.
         r, read = 10 * comm.rank, out.numpy().view(types)[0]
         assert read["vector"].tolist() == [r, r + 1, r + 2, r + 3]
         assert read["packet"].tolist() == [1 + comm.rank, 9, 3, 9]
@@ -420,13 +420,13 @@ def test_private_memory_is_a_good_source_of_a_put(ranks: Ranks) -> None:
 
 
 def test_both_kinds_of_channel_reach_beyond_4_gib(ranks: Ranks) -> None:
-    """On the host such large memory is sparse: only pages that are touched exist."""
+    """On the host, memory of more than 4 GiB is sparse: only pages that are touched exist."""
 
     def body(comm: Communicator) -> None:
         size, far = (9 << 30) + 4096, (8 << 30) + 1234
         array = comm.empty(size, "uint8")
         memory = comm.register(array)
-        edge = (4 << 30) - 100  # a transfer that begins in one window and ends in the next
+        edge = (4 << 30) - 100  # transfers from here cross a boundary of 4 GiB
 
         def write(at: int, data: np.ndarray) -> None:
             comm.runtime.copy(array.ptr + at, data.ctypes.data, data.nbytes)

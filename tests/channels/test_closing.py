@@ -1,4 +1,4 @@
-"""Closing of communicators: in any order, without a wait for ranks that have left; and aborts, which never wait."""
+"""Ranks close communicators in any order, without waiting for ranks that have left; aborts never wait."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_the_timeout_of_a_communicator_can_change() -> None:
                 comm.all_gather_bytes(b"", "nobody else comes")
             seconds = time.monotonic() - started
             timed_out.set()
-        assert timed_out.wait(TIMEOUT)  # stay until then: the other rank would immediately miss this one
+        assert timed_out.wait(TIMEOUT)  # if rank 1 left earlier, rank 0 would notice that at once
         comm.close(wait=False)
         return seconds
 
@@ -201,7 +201,7 @@ def test_the_timeout_of_a_communicator_can_change() -> None:
 def test_six_communicators_left_open_end_at_exit(order: str) -> None:
     ended = run_processes(4, PROGRAM, f"exit_with_six:{order}")
     assert [process.returncode for process in ended] == [0] * 4, ended
-    assert not any(process.stderr for process in ended), ended  # a rank that times out would print that there
+    assert not any(process.stderr for process in ended), ended  # a time-out would be printed to stderr
 
 
 def test_what_a_rank_announces_reaches_its_peers() -> None:
@@ -224,7 +224,7 @@ def test_what_a_rank_announces_reaches_its_peers() -> None:
 def test_pins_are_kept_for_each_open_communicator(
     monkeypatch: pytest.MonkeyPatch, end: Callable[[Communicator], None]
 ) -> None:
-    """Pins are kept for each open communicator, and for none that failed to open."""
+    """Each open communicator keeps memory pinned; a communicator that failed to open keeps none pinned."""
     kept: list[object] = []
 
     def keep_pins(runtime: HostRuntime) -> Callable[[], None]:

@@ -57,7 +57,7 @@ def alone(runtime: Runtime) -> Communicator:
 
 
 def caught(action: Callable[[], object]) -> BaseException | None:
-    """Runs the action. Returns the library's error that it raised, or None."""
+    """Runs the action and returns the ProxyCCLError that the action raised, or None."""
     try:
         action()
     except ProxyCCLError as error:
@@ -67,7 +67,7 @@ def caught(action: Callable[[], object]) -> BaseException | None:
 
 @pytest.mark.parametrize(
     ("kernel", "awaited", "bound"),
-    # Blocks that wait for their grid give up after those that wait for a peer, because the latter know which one.
+    # Waits for the grid time out later than waits for a peer, because a wait for a peer can name the late rank.
     [("grid", "the other blocks of the grid", 2 * SHORT), ("packet", "a packet", SHORT)],
 )
 def test_a_wait_ends_in_time_and_is_named_on_all_ranks(kernel: str, awaited: str, bound: float) -> None:
@@ -97,7 +97,7 @@ def test_a_wait_ends_in_time_and_is_named_on_all_ranks(kernel: str, awaited: str
 def test_a_barrier_at_which_blocks_gave_up_serves_another_communicator() -> None:
     runtime = rank_runtime(0)
     syncer = runtime.allocate(8)
-    for blocks in (1, 1, 2):  # the barrier is for two blocks
+    for blocks in (1, 1, 2):  # the kernel's barrier waits for two blocks
         with alone(runtime) as comm:
             done = comm.empty(2, "int32").fill(0)
             kernel = comm.compile(KERNELS, "meet")
@@ -120,8 +120,8 @@ def test_a_refused_flag_is_told() -> None:
 
 
 def test_a_wait_looks_early_whether_its_communicator_has_ended() -> None:
-    """On the host runtime, a wait checks this before it yields its time slice. Otherwise a kernel with many waits left
-    would yield a time slice for each of them.
+    """On the host runtime, a wait checks for an abort before it yields its time slice, so that an aborted kernel yields
+    no time slice for each of its remaining waits.
     """
     runtime = rank_runtime(0)
     with alone(runtime) as comm:

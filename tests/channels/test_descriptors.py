@@ -36,8 +36,8 @@ def exhausted(*_: Any, **__: Any) -> Any:
 
 
 def exhausted_on(thread: str, allowed: Any) -> Any:
-    """Returns a function that lacks descriptors in threads whose names begin with `thread`, and otherwise calls
-    `allowed`.
+    """Returns a function that calls `allowed`, but raises that no descriptor is left in threads whose names begin with
+    `thread`.
     """
 
     def call(*arguments: Any, **options: Any) -> Any:
@@ -73,7 +73,6 @@ def test_the_error_names_the_purpose_and_the_limit() -> None:
 
 @pytest.mark.parametrize("where", ["own segment", "peers' segments", "watch", "runtime"])
 def test_all_ranks_hear_at_once_that_one_has_too_few(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 runs out of descriptors at some step."""
     owner: Any
     owner, name = {
         "own segment": (HostRuntime, "allocate_pinned"),
@@ -143,7 +142,7 @@ def test_all_ranks_hear_at_once_that_one_has_too_few_for_a_call(
             assert re.search("rank 1 can't take part: ResourceError: no file descriptor|rank 1 ended", str(raised))
         assert time.monotonic() - began < TIMEOUT / 2
         monkeypatch.undo()
-        if name == "split":  # a failed split does not end the communicator
+        if name == "split":  # the communicator stays usable after a failed split
             comm.all_gather_bytes(b"")
             comm.split([1, 0]).all_gather_bytes(b"")
 
@@ -153,9 +152,8 @@ def test_all_ranks_hear_at_once_that_one_has_too_few_for_a_call(
 
 def test_the_communicator_goes_on_where_all_ranks_have_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
     all_limited = threading.Barrier(2)
-    monkeypatch.setattr(
-        exchange, "_TELLING_OPEN_SECONDS", TIMEOUT
-    )  # on a busy machine the ranks do not come at the same time
+    # On a busy machine some ranks may make the call much later than others.
+    monkeypatch.setattr(exchange, "_TELLING_OPEN_SECONDS", TIMEOUT)
 
     def body(comm: Communicator) -> None:
         if comm.rank == 0:

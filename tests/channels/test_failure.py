@@ -61,7 +61,7 @@ PROCESSES = processes(3)
 SURVIVORS = [rank for rank in range(PROCESSES) if rank != VICTIM]
 
 
-caught = functools.partial(hanging.caught, within=TIMEOUT / 2)  # ended by the failure itself, not by the long time-out
+caught = functools.partial(hanging.caught, within=TIMEOUT / 2)  # the failure ends the wait before the time-out could
 
 
 def ones(comm: Communicator) -> Any:
@@ -78,8 +78,8 @@ def meet(comm: Communicator) -> None:
 
 @pytest.fixture
 def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Checks that no process and no name in /dev/shm outlives the test that made it, except a job's own daemon, which
-    must end soon after. Other tests may run at the same time.
+    """Checks that no process and no name in /dev/shm outlives the test that made it. A job's own daemon may end a
+    little later.
     """
     mark = str(uuid.uuid4())
     monkeypatch.setenv("STARTED_BY_TEST", mark)
@@ -91,7 +91,7 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def outcomes(ended: list[Ended]) -> dict[int, list[str]]:
-    """Returns the lines of each rank that lived to the end, by rank."""
+    """Returns, by rank, the lines that the rank printed."""
     assert all(process.returncode in (0, -9) for process in ended), "\n".join(process.stderr for process in ended)
     lines = "".join(process.stdout for process in ended).splitlines()
     assert not any("late=True" in line for line in lines), lines
@@ -105,7 +105,7 @@ def outcomes(ended: list[Ended]) -> dict[int, list[str]]:
 @pytest.mark.parametrize(
     "scenario",
     [
-        *(  # algorithms that wait as two_shot does
+        *(
             pytest.param(f"killed_in_a_collective:{name}", marks=[NO_PROXY, pytest.mark.hip_full, pytest.mark.full])
             for name in ("one_shot", "ring")
         ),
@@ -135,7 +135,7 @@ def test_a_killed_rank_is_named_on_the_others(scenario: str) -> None:
 @NO_PROXY
 @pytest.mark.usefixtures("nothing_left")
 def test_a_rank_killed_in_the_bootstrap_runs_into_the_time_out() -> None:
-    """No rank watches a process that has not announced its process id yet, so the others time out."""
+    """A rank that is killed before it announces its process id is not watched, so the other ranks time out."""
     printed = outcomes(run_processes(PROCESSES, PROGRAM, "killed_before_the_communicator"))
     for rank in SURVIVORS:
         assert printed[rank][0].startswith(f"WaitTimeoutError peer={VICTIM}")
@@ -218,9 +218,7 @@ extern "C" __global__ void hear(DeviceHandle<SmChannel>* channels) { channels[0]
 
 @NO_PROXY
 def test_what_a_kernel_sends_after_a_time_out_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The watchers sleep, and the CPU of the rank that gave up does not check, so only that rank's kernel can tell the
-    other rank.
-    """
+    """Only rank 0's kernel can tell rank 1 of the time-out, because rank 0's CPU and the watchers do not check."""
     monkeypatch.setattr(Watcher, "INTERVAL_MS", 60_000)
     checked = threading.Event()
 
@@ -233,7 +231,7 @@ def test_what_a_kernel_sends_after_a_time_out_is_no_result(monkeypatch: pytest.M
             comm.runtime.synchronize()
             checked.wait(TIMEOUT)
             return caught(comm.check)
-        time.sleep(SHORT / 2)  # so that the other rank times out first
+        time.sleep(SHORT / 2)  # so that rank 0 times out first
         kernels.hear(1, 1, channels)
         error = caught(comm.synchronize)
         checked.set()
@@ -290,8 +288,8 @@ SIZE = 4096
 
 
 def refused(arguments: Callable[[int, int], tuple[int, int, int, int, int]]) -> list[BaseException | None]:
-    """Lets rank 0 put with arguments made from its memory ids (destination, source), while rank 1 waits for a signal.
-    Returns both ranks' errors.
+    """Lets rank 0 call `put` with the result of `arguments(destination id, source id)` while rank 1 waits for a signal.
+    Returns the errors of both ranks.
     """
 
     def body(comm: Communicator) -> BaseException | None:
@@ -408,7 +406,7 @@ extern "C" __global__ void getPackets(Sm channel, unsigned long from, unsigned l
 @NO_PROXY
 @pytest.mark.parametrize(
     ("call", "first", "second", "nbytes", "reason"),
-    [  # the peer's memory has 1024 bytes, this rank's 512, the packet buffer 256
+    [  # The peer's memory has 1024 bytes, this rank's memory 512 bytes, and the packet buffer 256 bytes.
         ("put", 1024 - 8, 0, 16, "16 bytes at offset 1016 leave the peer's memory of 1024 bytes"),
         ("put", 0, 512 - 8, 16, "16 bytes at offset 504 leave the local memory of 512 bytes"),
         ("put", (1 << 64) - 8, 0, 16, "leave the peer's memory"),
@@ -420,7 +418,7 @@ extern "C" __global__ void getPackets(Sm channel, unsigned long from, unsigned l
         ("putPackets", 0, 512 - 8, 16, "16 bytes at offset 504 leave the local memory"),
         ("getPackets", 256 - 16, 0, 16, "32 bytes at offset 240 leave the packet buffer of 256 bytes"),
         ("getPackets", 0, 512 - 8, 16, "16 bytes at offset 504 leave the local memory"),
-        # putPackets writes packets of 16 bytes that carry 8, getPackets reads packets of 8 that carry 4
+        # putPackets writes packets of 16 bytes, 8 of them data; getPackets reads packets of 8 bytes, 4 of them data.
         ("putPackets", 0, 0, 404, "404 bytes at offset 0 of the local memory; expected multiples of 8 bytes"),
         ("putPackets", 0, 0, 5, "5 bytes at offset 0 of the local memory; expected multiples of 8 bytes"),
         ("putPackets", 0, 4, 16, "16 bytes at offset 4 of the local memory; expected multiples of 8 bytes"),
@@ -488,7 +486,7 @@ def test_packet_flag_zero_is_refused() -> None:
     assert all(isinstance(error, TriggerError) and "flag 0" in str(error) for error in errors), errors
 
 
-# -- the proxy ---
+# -- failures of the proxy ---
 
 
 def test_a_ring_that_stays_full_ends_the_wait_for_room() -> None:
@@ -552,15 +550,15 @@ _Query = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 
 
 def faulty(runtime: Runtime, **functions: object) -> Runtime:
-    """Replaces some of a runtime's driver calls for the engine. Returns the runtime."""
+    """Replaces the driver calls that `functions` names in the runtime, and returns the runtime."""
     addresses = {name: ctypes.cast(f, ctypes.c_void_p).value or 0 for name, f in functions.items()}
     runtime.calls = replace(runtime.calls, **addresses)
     return runtime
 
 
 def with_faulty_proxy(timeout: float = TIMEOUT, **functions: object) -> list[BaseException | None]:
-    """Lets rank 0 put and flush, and then both ranks wait for a signal that never comes. Some driver calls of rank 0's
-    proxy are replaced. Returns both ranks' errors.
+    """Lets rank 0 put and flush, and then both ranks wait for a signal that never comes. `functions` replaces driver
+    calls of rank 0's proxy. Returns the errors of both ranks.
     """
 
     def rank_main(comm: Communicator) -> BaseException | None:
@@ -613,14 +611,14 @@ def _no_thread(thread: threading.Thread) -> None:
 
 
 def _no_memory_to_begin(thread: threading.Thread, start: Callable[[threading.Thread], None]) -> None:
-    vars(thread)["_bootstrap"] = lambda: None  # a thread of CPython ends like this if it finds no memory
+    vars(thread)["_bootstrap"] = lambda: None  # a CPython thread that finds no memory runs nothing
     start(thread)
 
 
 @pytest.mark.parametrize(
     "refuse",
     [
-        pytest.param(_no_thread, marks=pytest.mark.full),  # threads.py raises the same error for both
+        pytest.param(_no_thread, marks=pytest.mark.full),
         functools.partial(_no_memory_to_begin, start=threading.Thread.start),
     ],
     ids=["no-thread", "no-memory-to-begin"],
@@ -646,9 +644,8 @@ def test_a_failure_ends_what_streams_wait_for_where_no_thread_can_be_started(
             return caught(lambda: comm.synchronize(stream))
         assert queued.wait(TIMEOUT)
         exhausted.set()
-        monkeypatch.setattr(
-            threads, "_BEGIN_SECONDS", 0.1
-        )  # set only now: a busy machine takes longer to begin a thread
+        # Earlier threads may need more time to begin on a busy machine.
+        monkeypatch.setattr(threads, "_BEGIN_SECONDS", 0.1)
         comm.abort("of the test")
         return caught(comm.synchronize)
 
@@ -660,9 +657,7 @@ def test_a_failure_ends_what_streams_wait_for_where_no_thread_can_be_started(
 
 
 def differing(comm: Communicator, field: str) -> None:
-    """Makes a call on one rank that differs in `field` from the call on the other ranks; each rank waits for
-    its own.
-    """
+    """Makes a call that differs in `field` between the rank VICTIM and the other ranks, and waits for it."""
     x = on_device(comm, np.ones(12, np.float32))
     whole = on_device(comm, np.ones(12, np.int32))
     calls: dict[str, Callable[[], object]] = {
@@ -685,9 +680,7 @@ def differing(comm: Communicator, field: str) -> None:
 
 @NO_PROXY
 @pytest.mark.parametrize("field", ["collective", "dtype", "op", "algorithm", "root", "count", "shape"])
-@pytest.mark.parametrize(  # the fields of a call are compared in the same manner in both
-    "warm", [pytest.param(False, marks=pytest.mark.full), True], ids=["first-call", "later-call"]
-)
+@pytest.mark.parametrize("warm", [pytest.param(False, marks=pytest.mark.full), True], ids=["first-call", "later-call"])
 def test_a_difference_between_ranks_is_named_on_every_rank(field: str, warm: bool) -> None:
     def body(comm: Communicator) -> BaseException | None:
         def calls() -> None:
@@ -705,7 +698,7 @@ def test_a_difference_between_ranks_is_named_on_every_rank(field: str, warm: boo
     if field == "collective":
         both = ("all_reduce here, broadcast on rank", "broadcast here, all_reduce on rank")
         assert any(text in str(error) for error in errors for text in both)
-    for rank, error in enumerate(errors):  # a rank that sees the difference tells all ranks the two calls
+    for rank, error in enumerate(errors):  # the rank that finds the difference sends both calls to all ranks
         assert isinstance(error, MismatchError)
         here = "here" if error.rank == rank else f"on rank {error.rank}"
         assert re.search(rf": .* {here}, .* on rank {error.peer}$", str(error)), error
@@ -713,7 +706,7 @@ def test_a_difference_between_ranks_is_named_on_every_rank(field: str, warm: boo
 
 @NO_PROXY
 def test_a_failure_keeps_no_array_of_the_caller() -> None:
-    """A program that catches a failure needs the memory of the step that failed, before any garbage collection."""
+    """A failed step's arrays are freed without a garbage collection, so that the program can reuse their memory."""
     held: list[weakref.ref[Any]] = []
 
     def step(comm: Communicator) -> None:
@@ -738,10 +731,11 @@ def test_a_failure_keeps_no_array_of_the_caller() -> None:
 @pytest.mark.gpu_only
 @pytest.mark.hip_full
 def test_failed_calls_leave_the_device_usable() -> None:
-    """In one of fifty such calls, a lane that has given up its wait might read beyond its slots, which would destroy
-    the context.
+    """A kernel thread whose wait timed out must not read beyond its slots, because that would destroy the context. If
+    it did, about one call in fifty would fail.
     """
-    result = run_mpi(3, PROGRAMS / "differing_calls.py", "--count", "60")  # two ranks do not read so
+    # With two ranks no thread could read beyond its slots.
+    result = run_mpi(3, PROGRAMS / "differing_calls.py", "--count", "60")
     assert result.returncode == 0, result.stderr
 
 
@@ -783,7 +777,7 @@ def test_too_much_device_memory_is_a_resource_error() -> None:
     run_ranks(1, body)
 
 
-# -- the end ---
+# -- closing ---
 
 
 def test_closing_twice_does_nothing() -> None:
@@ -967,8 +961,8 @@ def _in_every_way(comm: Communicator) -> None:
 
 
 def _until_it_fails(comm: Communicator) -> None:
-    """Works until the communicator fails. The exception's traceback keeps the array alive, but the array must not keep
-    anything else alive.
+    """Makes calls until the communicator fails, and shrinks it. The exception's traceback keeps the array alive, but
+    the array must keep no descriptor or thread alive.
     """
     array = comm.empty(1000, "float32").fill(1)
     try:
@@ -987,7 +981,7 @@ def _until_it_fails(comm: Communicator) -> None:
 
 @pytest.mark.parametrize("body", [_in_every_way, pytest.param(_until_it_fails, marks=pytest.mark.hip_full)])
 def test_communicators_give_back_descriptors_and_threads(body: Callable[[Communicator], None]) -> None:
-    run_ranks(3, body)  # warm-up: a process keeps some resources
+    run_ranks(3, body)  # warm-up: a process keeps some descriptors and threads of its first calls
     before = settled()
     for _ in range(3):
         run_ranks(3, body)

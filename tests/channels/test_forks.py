@@ -1,4 +1,4 @@
-"""Forks of a rank's process: the child's end and calls do not affect the communicator, which is the parent's."""
+"""The calls and the exit of a forked child do not affect the parent's communicator."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_child_closes_the_sockets_that_tell_of_the_parents_end() -> None:
             os._exit(0)
         os.waitpid(child, 0)
         assert os.read(told[0], 10) == b"closed"
-        ours.send(b"x")  # raises unless the child only closed the socket, without shutting it down
+        ours.send(b"x")  # would raise if the child had shut the socket down
         assert theirs.recv(1) == b"x"
         for descriptor in told:
             os.close(descriptor)

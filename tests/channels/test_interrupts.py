@@ -1,6 +1,6 @@
-"""Signals during waits: their handlers run immediately. An exception in a handler ends the wait and, like any
-exception, the peers' waits.
- Rank 0 is this process's main thread, in which Python runs handlers. Rank 1 is another thread, which comes late.
+"""Handlers of signals run immediately during waits. An exception in a handler ends the wait and, like any exception,
+the peers' waits. Rank 0 is this process's main thread, in which Python runs handlers. Rank 1 is another thread, which
+makes its calls late.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ CALLS: dict[str, Call] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_what_a_handler_raises_ends_the_wait_at_once(name: str) -> None:
     peer = Peer()
-    with contextlib.suppress(Interrupt), peer.comm as comm:  # as in a program, an exception leaves the block
+    with contextlib.suppress(Interrupt), peer.comm as comm:  # an exception leaves the block, as it would in a program
         every_call(comm)
         with handling(interrupt) as times:
             with pytest.raises(Interrupt):

@@ -61,9 +61,7 @@ def test_a_view_into_an_array_is_registered_where_it_lies(ranks: Ranks) -> None:
         part = replace(array.view(), ptr=array.ptr + 400, shape=(100,))
         memory = comm.register(part)
         assert memory.ptr == array.ptr + 400
-        peer = contents(
-            comm.runtime, memory.peer_ptr(1 - comm.rank), 400
-        )  # the peer's contents, as this rank maps them
+        peer = contents(comm.runtime, memory.peer_ptr(1 - comm.rank), 400)
         assert (peer.view(np.int32) == 1 - comm.rank).all()
         barrier(comm)
 
@@ -201,7 +199,7 @@ def test_memory_that_a_failed_rank_freed_is_not_to_blame() -> None:
 
     def body(comm: Communicator) -> None:
         array = allocate(comm.group, 1000, "uint8")
-        memory = register(comm.group, array)  # not by the communicator's method, which maps peers' memory immediately
+        memory = register(comm.group, array)  # comm.register would map peers' memory immediately
         if comm.rank == 1:
             comm.abort("on purpose")
             memory.close()
@@ -256,7 +254,7 @@ def test_ids_that_are_free_but_not_consecutive_do_not_do(ranks: Ranks) -> None:
 
 @dataclass(frozen=True)
 class Exported:
-    """Memory of a runtime, and the handle of a part of it."""
+    """A runtime, memory that it allocated, and the handle that exports a part of this memory."""
 
     runtime: Runtime
     memory: Memory
@@ -341,7 +339,7 @@ def test_memory_that_was_not_allocated_here_is_not_exported(exported: Exported) 
 
 @pytest.mark.skipif(ON_HOST, reason="the host runtime pins nothing")
 def test_a_forgotten_pin_makes_way_for_one_that_overlaps_it(exported: Exported) -> None:
-    """A pin is forgotten if its array may have been freed; other memory may then be at the same addresses."""
+    """The caller may drop a pin and then pin memory at overlapping addresses, because the first array may be freed."""
     array = np.zeros(1 << 16, np.uint8)
     exported.runtime.pin(array.ctypes.data, array.nbytes)
     overlapping = exported.runtime.pin(array.ctypes.data + 5000, 5000)
@@ -432,7 +430,7 @@ def test_a_driver_that_takes_long_to_map_holds_up_no_other_cache() -> None:
         slow, other = HandleCache(open_slowly), HandleCache(lambda _: Opened())
         mapping = threading.Thread(target=slow.acquire, args=(b"handle",))
         mapping.start()
-        other.acquire(b"handle")  # returns while the first handle is being mapped
+        other.acquire(b"handle")  # returns although the first handle is still being mapped
         assert mapping.is_alive()
         gate.open()
         mapping.join()

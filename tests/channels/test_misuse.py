@@ -1,4 +1,4 @@
-"""Two threads of a rank in one call get an error, and an error in a library thread ends the communicator by name."""
+"""A call that two threads of a rank make at once is an error; an error in a library thread ends the communicator."""
 
 from __future__ import annotations
 

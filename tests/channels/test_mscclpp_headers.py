@@ -34,12 +34,12 @@ def pair() -> Iterator[Ranks]:
 
 
 def shared(communicator: Communicator, values: np.ndarray) -> Array:
-    """Returns an array with these values in memory that peers can access."""
+    """Returns a copy of `values` in memory that peers can access."""
     return communicator.empty(values.shape, values.dtype).upload(values)
 
 
 def own_bytes(communicator: Communicator) -> np.ndarray:
-    """Returns 2 * HALF bytes that identify the rank and the position."""
+    """Returns 2 * HALF bytes, whose values depend on the rank and on their position."""
     return (np.arange(2 * HALF) * 7 + 100 * communicator.rank).astype(np.uint8)
 
 
@@ -200,20 +200,23 @@ def test_what_is_not_offered_is_refused_by_name(pair: Ranks, header: str, use: s
     pair.run(body)
 
 
-# Calls of `one_part`, named with the bytes of their words: on every target, thread t moves words t, t + threads, ….
+# The calls that the kernel `one_part` can make. WORDS and PACKETS give the bytes of a word or packet: on every target,
+# thread t moves words t, t + threads, ….
 PUT_4, PUT_8, PUT, PUT_WHOLE_WORDS, GET_8, PUT_LL16, PUT_LL8, UNPACK_LL8, COPY_LL16 = range(9)
 WORDS = {PUT_4: 4, PUT_8: 8, PUT: 16, PUT_WHOLE_WORDS: 16, GET_8: 8}
 PACKETS = {PUT_LL16: 8, PUT_LL8: 4, COPY_LL16: 8}
 
 
 def in_turn(word: int, first: int, nbytes: int, thread: int, threads: int) -> list[int]:
-    """Returns the offsets of the bytes that a thread moves, of `nbytes` bytes from `first` on, word by word."""
+    """Returns the offsets of the bytes that a thread moves if `nbytes` bytes from offset `first` move word by word."""
     words = range(thread, nbytes // word, threads)
     return [first + word * i + byte for i in words for byte in range(word)]
 
 
 def own_part(word: int, to: int, nbytes: int, thread: int, threads: int, *, remainder: bool = True) -> list[int]:
-    """Returns the same for aligned words, with words of 4 bytes before and after them, and then single bytes."""
+    """Returns the offsets of the bytes that a thread moves if aligned words move first, and then the bytes before and
+    after them in words of 4 bytes and single bytes.
+    """
     head = -to % word
     body = (nbytes - head) // word * word
     rest = [(to, head), (to + head + body, nbytes - head - body)] if remainder else []

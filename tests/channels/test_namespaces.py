@@ -77,7 +77,7 @@ def test_containers_that_share_a_directory_alone_notice_a_lost_rank(
 ) -> None:
     outputs = run(containers, tmp_path, "lose", "apart", env={"PROXYCCL_SOCKETS": str(sockets)})
     assert re.fullmatch(r"ways: directory\n(.*\n)*lost: the process of rank 1 ended .*\ndone\n", outputs[0]), outputs
-    assert len(list(sockets.iterdir())) == 1  # the killed rank's socket, which the next listener removes
+    assert len(list(sockets.iterdir())) == 1  # the next listener removes the killed rank's socket
     outputs = run(containers, tmp_path / "again", "work", "apart", env={"PROXYCCL_SOCKETS": str(sockets)})
     assert all(re.fullmatch(r"ways: directory\n(.*\n)*done\n", each) for each in outputs), outputs
     assert not list(sockets.iterdir())

@@ -1,4 +1,4 @@
-"""Programs that end with an open communicator: a nonzero status is reported to the peers, like an exception."""
+"""If a program ends with a nonzero status while a communicator is open, peers get an error, as after an exception."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ def test_peers_hear_of_an_exit_with_a_status(how: str, status: int) -> None:
 
 @pytest.mark.parametrize(("how", "status"), [("raise", 3), ("idiom", 0)])
 def test_a_call_after_a_peers_end_is_refused(how: str, status: int) -> None:
-    """That holds whatever the peer's exit status: Python does not report the status if the program raises
-    SystemExit.
-    """
+    """The peer's exit status does not matter, because Python does not report the status of a SystemExit."""
     survivor, victim = run_processes(2, PROGRAM, how, fresh=True)
     assert victim.returncode == status, victim.stderr
     assert "MismatchError" in survivor.stdout, survivor.stdout + survivor.stderr
@@ -55,7 +53,7 @@ def test_an_exit_in_another_thread_ends_that_thread_alone(monkeypatch: pytest.Mo
     thread.start()
     thread.join()
     assert not program_end.failure()
-    assert raised == [SystemExit]  # SystemExit itself, which Python's own hook does not print
+    assert raised == [SystemExit]  # our hook passes SystemExit on; Python's hook does not print it
 
 
 FORKS = """
@@ -75,7 +73,7 @@ thread.join()
 
 
 def test_an_exit_in_a_fork_by_another_thread_is_quiet() -> None:
-    """The program uses no GPU driver: a fork of a program with one might wait forever in the driver at its exit."""
-    command = [sys.executable, "-W", "ignore", "-c", FORKS]  # Python 3.12 warns of forks beside threads
+    """The program uses no GPU driver, because a driver might wait forever at the exit of a forked process."""
+    command = [sys.executable, "-W", "ignore", "-c", FORKS]  # Python 3.12 warns of a fork in a process with threads
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")

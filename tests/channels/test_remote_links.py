@@ -1,4 +1,4 @@
-"""Remote links: a rank makes endpoints for the peers that it uses, and for peers that use it."""
+"""A rank makes remote endpoints only for peers with which it exchanges data."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ RANKS = 4
 
 
 class Context:
-    """A `RemoteContext` that records the endpoints that are made. All peers except the last share one endpoint, as with
-    libfabric.
+    """A `RemoteContext` that records for which peers it makes endpoints. All peers except the last share one endpoint,
+    because libfabric also shares endpoints.
     """
 
     def __init__(self, rank: int) -> None:

@@ -1,4 +1,4 @@
-"""Slots between neighbours: sends that wait for no receive, as in pipelines, on streams if the runtime has any."""
+"""Sends into slots of neighbours in a ring: a send does not wait for its receive. GPUs send on streams."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 
 class Neighbours:
-    """A rank's slots, which have a communicator of their own, and a stream for the rank's calls (None on the host
-    runtime).
-    """
+    """A rank's `RingSlots` on a new communicator of all ranks, and a stream for calls (None on the host runtime)."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm.split(range(comm.world_size))
@@ -80,9 +78,8 @@ def test_a_send_on_a_stream_needs_only_a_slot_of_its_own_rank(ranks: Ranks) -> N
         near = Neighbours(comm)
         outs = [on_device(comm, np.zeros(1000, np.uint8)) for _ in range(2 * SLOTS)]
         if comm.rank == 0:
-            for step in range(
-                2 * SLOTS
-            ):  # sends of the second round stay in this rank's slots until rank 1 frees its own
+            # The second half of the sends stays in rank 0's slots until rank 1 frees slots.
+            for step in range(2 * SLOTS):
                 comm.runtime.fill(outs[0].ptr, step, 1000, near.stream)
                 near.send(outs[0], 1)
             comm.runtime.synchronize_stream(near.stream)  # the copies are done, though no rank has received

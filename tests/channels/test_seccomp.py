@@ -1,4 +1,4 @@
-"""Ranks under a filter of system calls like Docker's, which refuses a debugger's calls."""
+"""Ranks under a seccomp filter like Docker's, which refuses ptrace and process_vm_readv."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The words of SmChannels' semaphores: they are in use while any rank has the channels, and are then used again."""
+"""Semaphore words of SmChannels are reused for later channels once no rank has the earlier channels."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_they_serve_again_when_all_ranks_have_dropped_them(ranks: Ranks) -> None
         assert counts(comm, channels) == [1] * len(channels)
         del channels
         collect_garbage()
-        between = comm.sm_channels(memory, memory)  # ranks tell each other which words are free
+        between = comm.sm_channels(memory, memory)  # here ranks tell each other which words are free
         channels = comm.sm_channels(memory, memory)
         assert places(channels) == first
         assert not set(places(between)) & set(first)

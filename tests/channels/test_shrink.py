@@ -1,4 +1,4 @@
-"""Communicators of the remaining ranks, and of more: their members, what they keep, and refusals."""
+"""`shrink` and its opposite, new ranks that join: the members, what a new communicator keeps, and refused calls."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def call_until_it_fails(comm: Communicator) -> None:
         total(comm, 1)
 
 
-# The cases that always run lose a rank at each stage, including the first and the last rank, until one rank is left.
+# Without --full, the cases still kill a rank at each stage, kill the first and the last rank, and leave only one rank.
 @pytest.mark.parametrize(
     ("world_size", "killed"),
     [
@@ -63,7 +63,7 @@ def call_until_it_fails(comm: Communicator) -> None:
 )
 @pytest.mark.host_only(reason="more processes than most machines have GPUs")
 def test_those_that_are_left_go_on(world_size: int, killed: list[str]) -> None:
-    """At whatever stage ranks are killed, all survivors agree which ranks are members."""
+    """All survivors agree on the members, whatever the stage of `shrink` at which ranks are killed."""
     lost = {int(argument[0]) for argument in killed}
     left = [rank for rank in range(world_size) if rank not in lost]
     first = sum(range(1, len(left) + 1))
@@ -135,12 +135,12 @@ def test_a_communicator_that_failed_without_a_loss_goes_on_with_all() -> None:
 
 @pytest.mark.own_proxy(reason="looks into the service")
 def test_a_report_that_is_being_written_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A report that is being written reads the proxy's memory, which shrink frees."""
+    """`shrink` waits for a report that is being written, because the report reads proxy memory that shrink frees."""
     collect, freed, groups = reporter.collect, [], []
     writing = [threading.Event(), threading.Event()]
 
     def slow(group: Any, *arguments: Any) -> Any:
-        if group not in groups:  # a communicator of an earlier test may still report
+        if group not in groups:  # a communicator of an earlier test may also write a report
             return collect(group, *arguments)
         proxy = group.links.proxy_if_started
         writing[group.rank].set()
@@ -207,7 +207,7 @@ def test_a_late_rank_is_told_that_the_others_went_on() -> None:
 
 
 def test_what_was_shrunk_has_failed_where_a_rank_came_too_late() -> None:
-    """The others do not wait for the late rank again, and the late rank does not wait for them."""
+    """After ranks 0 and 2 have shrunk without the late rank 1, no rank waits for another."""
     gone, together = threading.Event(), threading.Barrier(2)
 
     def body(comm: Communicator) -> None:
@@ -250,7 +250,7 @@ def test_what_is_lost_in_the_middle_of_a_shrink_leaves_nothing_behind(monkeypatc
     start = Collectives.start
     monkeypatch.setattr(Collectives, "start", fails)
     monkeypatch.setattr(group, "meet_survivors", meets_once)
-    run_ranks(2, body)  # a process keeps some descriptors
+    run_ranks(2, body)  # warm-up: a process keeps some descriptors
     before = settled()
     run_ranks(2, body)
     assert settles(before)
@@ -289,9 +289,7 @@ def test_what_is_no_rank_is_refused(exclude: list[Any], message: str) -> None:
 
 
 def test_arrays_keep_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peers keep their mappings of the arrays, so calls are not staged; the arrays are withdrawn when they
-    are freed.
-    """
+    """Peers keep arrays of the old communicator mapped, so calls of the new one access them directly."""
     withdrawn = []
     withdraw = SymmetricMemory.withdraw
     monkeypatch.setattr(
@@ -323,7 +321,7 @@ def test_arrays_that_ended_after_the_failure_are_not_kept() -> None:
         kept, freed, gone = comm.empty(100), comm.empty(100), comm.empty(100)
         comm.register(kept)
         ranges = [(array.ptr, array.nbytes) for array in (kept, freed, gone)]
-        meet.wait(TIMEOUT)  # no rank is in a call that the failure would end
+        meet.wait(TIMEOUT)  # rank 0 aborts when no rank is in a call
         if comm.rank == 0:
             comm.abort("of the test")
         wait_for(lambda: comm.group.failure.aborted, "the failure is known")
@@ -331,7 +329,7 @@ def test_arrays_that_ended_after_the_failure_are_not_kept() -> None:
         shrunk = comm.shrink()
         announced = [shrunk.group.symmetric.find(*each) is not None for each in ranges]
         freed.free()
-        kept.free()  # the array stays registered
+        kept.free()  # `kept` stays registered
         announced += [shrunk.group.symmetric.find(*each) is not None for each in ranges]
         assert announced == [True, True, False, True, False, False]
         shrunk.close()

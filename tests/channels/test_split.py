@@ -1,4 +1,4 @@
-"""Communicators of some ranks: their members, what they share, and how the end of one affects the other."""
+"""`split`: the members of a part, what it shares with the whole communicator, and how one's end affects the other."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_parts_are_made_at_once_and_of_parts() -> None:
         alone = half.split([half.rank])
         pair = half.split([1, 0], timeout=7)
         assert pair.timeout == 7
-        assert alone.group.links.host_ranks == 4  # all four ranks share cores, whatever their group
+        assert alone.group.links.host_ranks == 4  # all four ranks share the host's cores
         assert (total(alone, 3), total(pair, comm.rank), total(again, 1)) == (3, 1 if comm.rank < 2 else 5, 2)
         array = half.empty(4).fill(1)
         half.register(array)
@@ -121,14 +121,15 @@ def test_members_that_differ_in_the_list_are_told() -> None:
     def body(comm: Communicator) -> None:
         with pytest.raises(MismatchError, match=r"ranks: \[., .\] here, \[., .\] on rank"):
             comm.split([0, 1] if comm.rank == 0 else [1, 0])
-        assert total(comm.split([0, 1]), 1) == 2  # with a long message, which does not fit in a mailbox
+        assert total(comm.split([0, 1]), 1) == 2
+        # These messages do not fit in a mailbox.
         assert comm.all_gather_bytes(bytes([comm.rank]) * (20000 + comm.rank)) == [bytes(20000), b"\1" * 20001]
 
     run_ranks(2, body)
 
 
 def test_a_member_that_stays_away_is_named_and_the_rest_goes_on() -> None:
-    timeout = 0.2 if ON_HOST else 3  # on GPUs that many tests share, rank 2 is also late
+    timeout = 0.2 if ON_HOST else 3  # if many tests share the GPUs, rank 2 may be slow
 
     def body(comm: Communicator) -> None:
         if comm.rank != 1:
@@ -144,7 +145,7 @@ def test_a_member_that_stays_away_is_named_and_the_rest_goes_on() -> None:
 
 
 def test_threads_split_the_same_ranks_at_once_over_bootstraps_of_the_members() -> None:
-    """Calls with the same bootstrap meet each other, and so do calls without one, whichever rank comes first."""
+    """A rank's split joins the other rank's split with the same bootstrap (or with none), whatever their order."""
     meetings = [ThreadBootstrap.create(2) for _ in range(2)]
 
     def body(comm: Communicator) -> None:
@@ -218,7 +219,7 @@ def test_an_abort_ends_the_parts_by_the_same_exception() -> None:
 
 
 def test_closing_closes_the_parts_in_any_order() -> None:
-    """Rank 0 closes the whole communicator, rank 1 first a part of it."""
+    """Rank 0 closes the whole communicator; rank 1 closes two of its parts before it."""
 
     def body(comm: Communicator) -> None:
         parts = [comm.split([0, 1]) for _ in range(3)]
@@ -243,7 +244,7 @@ def test_closing_closes_the_parts_in_any_order() -> None:
 
 
 def test_a_part_may_end_by_itself_while_the_whole_is_closed() -> None:
-    """A thread frees a part's resources, and only a moment later removes the part from the list of parts."""
+    """`close` may find a part in the list of parts whose resources another thread has already freed."""
 
     def body(comm: Communicator) -> None:
         part = comm.split([0, 1])
@@ -319,7 +320,7 @@ def test_ranks_of_several_hosts_meet_over_a_subset_of_the_bootstrap(monkeypatch:
 def test_ranks_of_several_hosts_may_try_again(
     failure: type[ProxyCCLError], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The first attempt fails because rank 0 timed out waiting for rank 1, or because it lacked descriptors."""
+    """The first split fails on rank 0, which times out waiting for rank 1 or has too few descriptors."""
     monkeypatch.setattr(Topology, "spans_hosts", True)
     errors = [ResourceError("too few")] if failure is ResourceError else []
 

@@ -1,4 +1,4 @@
-"""Which ranks share a node, real or rehearsed; and several communicators at once."""
+"""Tests which ranks share a node, on real and on rehearsed nodes, and several communicators at the same time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def own(runtime: Runtime) -> RankInfo:
 
 
 def processes(*infos: RankInfo, local: int | None = None) -> list[RankInfo]:
-    """Returns the ranks as if each were in a process of its own, with `local` ranks on a node."""
+    """Returns `infos` with a different process for each rank and `local` as the number of ranks per node."""
     return [
         replace(info, pid=info.pid + rank, token=f"{info.token}-{rank}", local_world_size=local)
         for rank, info in enumerate(infos)
@@ -98,7 +98,7 @@ def test_what_a_rank_tells_survives_the_bootstrap(own: RankInfo) -> None:
 # -- rehearsed nodes ---
 
 
-# One rank on each node, and two nodes of two. More nodes and ranks only change numbers in the same formulas, for which
+# Without --full, one case has one rank per node and the other has two nodes of two ranks.
 # test_a_local_world_size_makes_nodes_of_consecutive_ranks has three nodes.
 @pytest.fixture(
     scope="module",
@@ -134,7 +134,7 @@ def test_collectives_cross_nodes(nodes: Ranks) -> None:
     nodes.run(body)
 
 
-# Which kernels a hierarchy runs, and on which parts, does not depend on the type or the operation.
+# Two examples suffice: the hierarchical algorithm runs the same kernels on the same parts for all types and operations.
 EXAMPLES = {("bfloat16", "sum"), ("int64", "avg")}
 REDUCTIONS = [
     pytest.param(dtype, op, marks=[] if (dtype, op) in EXAMPLES else pytest.mark.full)
@@ -156,7 +156,8 @@ def test_a_hierarchy_reduces_what_is_between_nodes_once(nodes: Ranks, dtype: str
     nodes.run(body)
 
 
-# Values of the first and the second half of the ranks: a node's sum is outside the type's range, the total is not.
+# (value on the first half of the ranks, value on the second half). The result of all ranks fits the type; the result of
+# one node alone would overflow it.
 UNEVEN = {
     ("float16", "sum"): (60000.0, -58976.0),
     ("float16", "prod"): (512.0, 2.0**-8),
@@ -169,7 +170,7 @@ UNEVEN = {
 def test_what_fits_as_a_whole_does_not_overflow_in_parts(
     nodes: Ranks, dtype: str, op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reductions, "WIDE_PARTS_BYTES", 40_000)  # the longest call takes several parts
+    monkeypatch.setattr(reductions, "WIDE_PARTS_BYTES", 40_000)  # so that the longest call is reduced in several parts
     values = [UNEVEN[dtype, op][rank >= nodes.world_size // 2] for rank in range(nodes.world_size)]
     exact = {"sum": math.fsum, "prod": math.prod, "avg": lambda each: math.fsum(each) / len(each)}[op](values)
 
@@ -202,7 +203,7 @@ def test_integers_come_out_of_a_hierarchy_as_on_one_node(op: str) -> None:
 
 def test_a_rank_uses_only_ranks_of_its_node_and_of_its_number_on_others() -> None:
     def body(comm: Communicator) -> list[int]:
-        for count in (1, 1001, 300_001):  # not divisible by a node's ranks
+        for count in (1, 1001, 300_001):  # odd counts, with two ranks per node
             x = comm.empty(count, "float32").fill(comm.rank)
             comm.all_reduce(x)
             comm.barrier()
@@ -373,7 +374,7 @@ def test_the_environment_rehearses_nodes(monkeypatch: pytest.MonkeyPatch) -> Non
     assert run_ranks(3, lambda comm: comm.topology.node_count) == [3, 3, 3]
 
 
-# -- side by side ---
+# -- several communicators and streams at the same time ---
 
 
 def test_communicators_of_the_same_ranks_are_apart() -> None:
@@ -395,7 +396,7 @@ def test_communicators_of_the_same_ranks_are_apart() -> None:
 
 @pytest.mark.hip
 def test_streams_of_the_caller_are_kept_in_order() -> None:
-    """Calls on different streams share scratch memory, so they follow one another without the caller's help."""
+    """The library runs calls on different streams one after another, because they share scratch memory."""
 
     def body(comm: Communicator) -> None:
         streams = [comm.runtime.create_stream() for _ in range(3)]
@@ -421,7 +422,7 @@ def test_a_collective_on_a_stream_does_not_wait_for_the_others() -> None:
         x = on_device(comm, np.full(8, comm.rank + 1.0))
         barrier(comm)
         if comm.rank == 0:
-            comm.all_reduce(x, stream=stream)  # must return: rank 1 makes the call only after that
+            comm.all_reduce(x, stream=stream)  # must return before rank 1 makes its call
             comm.all_gather_bytes(b"issued")
         else:
             comm.all_gather_bytes(b"")

@@ -146,7 +146,7 @@ def test_the_pool_goes_with_the_last_communicator_that_used_it(torch: Any) -> No
 @pytest.mark.gpu_only
 @pytest.mark.hip
 def test_a_pool_that_a_graph_uses_outlives_its_communicators(torch: Any) -> None:
-    """torch ends the process if such a pool is destroyed."""
+    """torch ends the process if a pool is destroyed that a graph uses."""
     kept: list[Any] = []
 
     def body(comm: Communicator) -> None:

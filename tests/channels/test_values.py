@@ -1,4 +1,4 @@
-"""Values that travel in triggers: puts of values, and signals that raise a count."""
+"""Triggers that carry a value: puts of a value, and signals that raise a peer's count to a value."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_more_values_arrive_than_can_be_on_their_way(ranks: Ranks) -> None:
 def test_a_signal_raises_the_count_to_its_value(
     ranks: Ranks, kind: str, adds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the link to the peer has no atomic additions, a kernel stores the count instead."""
+    """If the link to the peer supports no atomic additions, the kernel stores the new count."""
     if not adds:
         monkeypatch.setattr(type(rank_runtime(0)), "adds_at_peer", lambda *_: False)
 

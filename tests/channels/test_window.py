@@ -1,4 +1,4 @@
-"""Windows: puts, gets and signals of streams."""
+"""Windows: memory that peers access by puts, gets and signals on streams."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ranks() -> object:
 
 
 def test_puts_and_gets_arrive_before_their_signals(ranks: Ranks) -> None:
-    """Each rank puts into the other's second half, and gets what the other has in its first half."""
+    """Each rank puts into the second half of the peer's array, and checks the result there with a get."""
 
     def body(comm: Communicator) -> None:
         peer = 1 - comm.rank

@@ -1,6 +1,4 @@
-"""Schedules that make their copies to all peers in one driver call, as CUDA's driver offers it. These tests give the
-host runtime such a call.
-"""
+"""Schedules that copy to all peers in one driver call, which only CUDA has. These tests add it to the host runtime."""
 
 from __future__ import annotations
 
@@ -31,12 +29,12 @@ _COPY_MANY = ctypes.CFUNCTYPE(
 
 
 class CopyMany:
-    """The driver call, which counts its copies.
+    """A driver call that makes several copies and counts them.
 
     Attributes:
-        functions: the host runtime's functions, with the call.
-        counts: number of copies of each call that was made.
-        status: a status to return instead of copying; 0 to copy.
+        functions: the host runtime's driver calls, with this one added.
+        counts: the number of copies of each call.
+        status: 0 to copy, or a status to return instead of copying.
         awaits_data: whether kernels of short reductions are launched when all ranks have joined.
     """
 
@@ -64,9 +62,7 @@ class CopyMany:
 
 @pytest.fixture
 def copy_many(monkeypatch: pytest.MonkeyPatch) -> CopyMany:
-    """Gives the host runtime the call. A rank's own part then goes through the next rank's memory, and blocks reduce
-    smaller chunks.
-    """
+    """Adds the driver call to the host runtime, and makes the host runtime reduce in small chunks."""
     made = CopyMany()
     defaults = HostRuntime().launch_defaults
     monkeypatch.setattr(HostRuntime, "calls", made.functions)
@@ -86,8 +82,8 @@ def copy_many(monkeypatch: pytest.MonkeyPatch) -> CopyMany:
 def test_moves_and_reductions_in_bundles(
     copy_many: CopyMany, in_place: bool, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Moves and reductions work in pieces, in one crossing, and through pinned memory, which has no bundles; and with
-    kernels that are launched before or after the data of a crossing arrives.
+    """Covers moves and reductions in pieces, in one crossing and through pinned memory, which uses no bundles. With
+    `waits`, kernels are launched before the data of a crossing arrives.
     """
     monkeypatch.setattr(reduce_schedules, "_SHORTEST_PIECE", 1024)
     copy_many.awaits_data = waits

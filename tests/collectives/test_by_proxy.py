@@ -48,7 +48,7 @@ from support.ranks import Ranks
 from support.running import TIMEOUT, impatient, run_mpi, run_ranks, wait_for
 
 pytestmark = [pytest.mark.daemon, pytest.mark.hip]
-# For tests whose proxies would do nothing in a daemon that other tests do not already have them do there.
+# Marks tests that need not run with proxies in a daemon, because other tests make the proxies do the same there.
 NO_PROXY = pytest.mark.no_proxy
 
 SHORT = 2.0
@@ -101,7 +101,7 @@ def test_little_goes_through_pinned_memory(kinds: tuple[Kind, Kind]) -> None:
         comm.collectives.by_proxy().memories.pinned_bytes = 4096
         calls = SpanCalls(comm, 2000 * comm.world_size, kinds)
         for seed in range(24):
-            share = (1, 700, 1999)[seed // 3 % 3]  # on both sides of the limit
+            share = (1, 700, 1999)[seed // 3 % 3]  # shares below and above `pinned_bytes`
             calls.run(COLLECTIVES[seed % 3], share, seed, in_place=seed % 2 == 1, root=seed % comm.world_size)
 
     run_ranks(max(world_sizes(1, 2, 3)), body)
@@ -111,14 +111,14 @@ def test_little_goes_through_pinned_memory(kinds: tuple[Kind, Kind]) -> None:
 @pytest.mark.parametrize(
     ("in_place", "kind"),
     [
-        # Each kind of memory once, apart or in place; the test of moves above combines them.
+        # Without --full, each kind of memory is tested once, either in place or not.
         pytest.param(in_place, kind, marks=pytest.mark.full if in_place != (kind == "private") else [])
         for in_place in (False, True)
         for kind in KINDS
     ],
 )
 def test_reduces_in_pieces_and_rounds(kind: Kind, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reduces arrays of lengths around those of pieces and rounds, and of lengths that fit one crossing."""
+    """Reduces arrays shorter and longer than a piece, a round and one crossing."""
     monkeypatch.setattr(reduce_schedules, "_SHORTEST_PIECE", 1024)
     counts = (1, 3, 500, 1031, 4096, 10_007)
 
@@ -203,9 +203,7 @@ def test_between_nodes_kernels_move_short_shares_and_schedules_longer_ones(colle
 @NO_PROXY
 @pytest.mark.hip_full
 def test_many_calls_of_all_kinds(ranks: Ranks, pytestconfig: pytest.Config) -> None:
-    """With --full, makes more calls than are kept prepared; by default test_schedules_that_nobody_can_ring_are_removed
-    covers that, with a small limit.
-    """
+    """With --full, makes more calls than the library keeps prepared."""
     count = 1000 if pytestconfig.getoption("--full") else 250
 
     def body(comm: Communicator) -> None:
@@ -236,9 +234,10 @@ def test_calls_queued_on_one_stream_run_in_order(ranks: Ranks) -> None:
 
 
 def test_two_groups_at_once() -> None:
-    """The calls of neither group wait for the other group; in the daemon one thread may run the schedules of both."""
+    """Calls of one group do not wait for the other group, even if one daemon thread runs both groups' schedules."""
     size, share, rounds = max(world_sizes(1, 2)), 5000, 100
-    together = threading.Barrier(2 * size)  # reading an array waits for the whole device, so all are done by then
+    # All calls must be done before a thread reads its results, because reading waits for the whole device.
+    together = threading.Barrier(2 * size)
 
     def body(comm: Communicator) -> None:
         calls, stream = SpanCalls(comm, share * comm.world_size), comm.runtime.create_stream()
@@ -287,7 +286,7 @@ def test_schedules_and_kernels_triggers_take_turns(ranks: Ranks) -> None:
 @pytest.mark.hip_full
 @pytest.mark.parametrize(
     "size",
-    # Fewer ranks need no test as processes: they work as they do as threads, above.
+    # Without --full, only the largest number of ranks runs as processes. The tests above run fewer ranks as threads.
     [
         pytest.param(size, marks=pytest.mark.full if size < processes(3) else [])
         for size in world_sizes(1, 2, 3, processes=True)
@@ -302,7 +301,7 @@ def test_ranks_as_processes(size: int) -> None:
 # -- failures ---
 
 
-failure_of = functools.partial(hanging.caught, within=SHORT + 5)  # some seconds more, for a busy machine
+failure_of = functools.partial(hanging.caught, within=SHORT + 5)  # 5 s more than the time-out, for a busy machine
 
 
 def test_a_rank_that_never_comes_is_named_with_the_schedule() -> None:
@@ -317,7 +316,7 @@ def test_a_rank_that_never_comes_is_named_with_the_schedule() -> None:
         if comm.rank == 1:
             assert failed.wait(60)
             return failure_of(lambda: comm.synchronize(stream))
-        for _ in range(3):  # later calls also end, although each waits for its own turn
+        for _ in range(3):  # the failure ends the two queued calls, too
             calls.issue("all_gather", x, out, stream=stream)
         error = failure_of(lambda: comm.synchronize(stream))
         failed.set()
@@ -332,7 +331,7 @@ def test_a_rank_that_never_comes_is_named_with_the_schedule() -> None:
 
 @pytest.mark.hip_full
 @pytest.mark.parametrize(
-    # The other collectives wait for a peer's data in the same steps of a schedule.
+    # Schedules of all collectives wait for a peer's data in the same steps.
     "collective",
     [pytest.param(each, marks=pytest.mark.full if each != "all_to_all" else []) for each in COLLECTIVES],
 )
@@ -365,7 +364,7 @@ def ring(comm: Communicator, number: int) -> None:
 
 
 def test_a_stream_works_between_the_stages_of_a_schedule() -> None:
-    """The stream copies the data of a stage, which is sent again when the stream opens the gate."""
+    """When a stage's data has arrived, the stream copies it and opens a gate, so that the schedule sends the copy."""
     pieces = 3
 
     def body(comm: Communicator) -> None:
@@ -409,7 +408,9 @@ def test_a_stream_works_between_the_stages_of_a_schedule() -> None:
 
 
 def test_what_a_schedule_waits_for_is_shown_in_the_order_of_its_steps() -> None:
-    """First the data of a stage, then the stream that must open the gate, then data without a stage, then nothing."""
+    """The schedule waits first for the data of a stage, then for the stream to open a gate, then for data without a
+    stage.
+    """
 
     def body(comm: Communicator) -> None:
         proxy, words, channel = comm.proxy, comm.proxy.schedule_pointers, channel_to_itself(comm)
@@ -526,7 +527,7 @@ def test_a_schedule_that_runs_is_not_removed() -> None:
         bell, done = proxy.schedule_pointers.bell, proxy.schedule_pointers.done
         StreamOperations(comm.runtime, [WriteValue(bell, number), WaitValue(done, 1), WriteValue(done, 0)])(stream)
         deadline = time.monotonic() + 30
-        while sent.value != 1:  # then it waits for a second send
+        while sent.value != 1:  # once it is 1, the schedule waits for a second send
             assert time.monotonic() < deadline
         with pytest.raises(ResourceError, match=f"schedule {number} runs"):
             proxy.remove_schedule(number)
@@ -553,7 +554,7 @@ def test_calls_that_differ_are_named() -> None:
 
 
 def test_memory_that_was_freed_is_not_named_again(ranks: Ranks) -> None:
-    """A schedule names memory by an id, which disappears with the memory; memory in its place has a different id."""
+    """Schedules name memory by id. New memory at the address of freed memory has a different id."""
 
     def body(comm: Communicator) -> None:
         used = []
@@ -622,7 +623,7 @@ def test_schedules_that_nobody_can_ring_are_removed(monkeypatch: pytest.MonkeyPa
                 calls.run("all_gather", 1 + seed, seed)
                 if seed % 4 == 3:
                     comm.group.launches.calls.clear()
-        # All 60 except up to 8 that are removed together with later ones, 4 that are kept, and 16 in flight.
+        # Of the 60 schedules, at most 8 await removal, 4 are kept, and 16 are in flight.
         assert len(removed) >= 60 - 8 - 4 - 16
 
     run_ranks(max(world_sizes(2, 3), default=2), body)
@@ -636,8 +637,8 @@ def test_schedules_that_nobody_can_ring_are_removed(monkeypatch: pytest.MonkeyPa
 def test_a_hierarchy_has_schedules_between_nodes_where_kernels_do_not_reach(
     dtype: str, op: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hierarchy uses schedules between nodes; with more ranks than schedules are made for, it uses kernels that wait
-    for the proxy's copies.
+    """Between nodes, the hierarchical algorithm uses schedules for at most `most` ranks. For more ranks it uses kernels
+    that wait for the proxy's copies.
     """
     steps, by_schedule = reductions.all_reduce_steps, []
     monkeypatch.setattr(reductions, "_MOST_SCHEDULED_RANKS", most)

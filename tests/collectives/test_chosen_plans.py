@@ -1,4 +1,4 @@
-"""Tables that choose execution plans: which calls the plans run, which tables are refused, and measuring."""
+"""Tables that choose execution plans: which calls use a plan, which tables are refused, and how plans are measured."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ BY_READS = ExecutionPlan.load({**all_reduce_by_reads(2), "max_message_size": 409
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Gives the test a directory of its own for measured tables, empty at first. Compiled kernels stay where
-    they are.
-    """
+    """Gives the test an empty directory for measured tables, but leaves the directory of compiled kernels as it is."""
     monkeypatch.setattr(tuned, "cache_dir", lambda: tmp_path)
     return tmp_path
 
@@ -58,7 +56,7 @@ def with_tables(comm: Communicator, **tables: SizeTable) -> None:
 
 
 def last_algorithm(comm: Communicator) -> str:
-    """Returns the algorithm of this rank's last collective call, in the words in which the ranks compared it."""
+    """Returns the name of the algorithm of this rank's last collective call."""
     ((_, call),) = comm.group.launches.recent_calls(1)
     return call["algorithm"]
 
@@ -106,8 +104,8 @@ def test_a_call_that_the_plan_can_not_execute_has_the_built_in_choice(pair: Rank
         with_tables(comm, all_reduce=SizeTable((), BY_READS))
         assert reduced(comm, 64) == BY_READS.call_name
         assert reduced(comm, 64, op="max") == "any"
-        assert reduced(comm, 61) == "any"  # chunks of 122 bytes
-        assert reduced(comm, 2048) == "any"  # larger than the plan's sizes
+        assert reduced(comm, 61) == "any"  # The plan does not support chunks of 122 bytes.
+        assert reduced(comm, 2048) == "any"  # The plan's largest message is shorter.
 
     pair.run(body)
 
@@ -155,7 +153,7 @@ def test_plans_stand_in_the_tables_of_all_collectives_that_take_them(pair: Ranks
             np.testing.assert_array_equal(on_host(result), expected)
             assert last_algorithm(comm) == loaded[collective].call_name
         x = on_device(comm, np.full(16, comm.rank, np.float32))
-        assert comm.all_to_all(x, out=x) is x  # in place, which the plan alone does not support
+        assert comm.all_to_all(x, out=x) is x  # the plan itself works only out of place
         comm.synchronize()
         np.testing.assert_array_equal(on_host(x), rows)
 

@@ -1,4 +1,4 @@
-"""The results of the collectives: every algorithm, type and operation, at sizes and offsets that are not round."""
+"""Checks the collectives' results for every algorithm, type and operation, at odd sizes and offsets."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from support.paths import PROGRAMS
 from support.ranks import Ranks
 from support.running import run_mpi
 
-WORLD_SIZES = (1, 2, 3, 4, 5, 8)  # if there are as many devices
-REPRESENTED = (5, 8)  # by 3, which is not a power of two, and by 4, which takes several steps of doubling too
-ALL_TYPES = max(world_sizes(1, 2, 3))  # the number of ranks that reduce and move all types
+WORLD_SIZES = (1, 2, 3, 4, 5, 8)
+REPRESENTED = (5, 8)  # Only with --full, because 3 and 4 ranks run the same code paths.
+ALL_TYPES = max(world_sizes(1, 2, 3))  # The number of ranks with which all types are tested.
 
 
 @pytest.fixture(
@@ -49,9 +49,8 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 
 def types_of(algorithm: str | None, config: pytest.Config) -> tuple[str, ...]:
-    """Returns the types that a test reduces with an algorithm: all with --full, else every third type, dealt out in
-    turn. One function combines two elements of a type, whatever the algorithm, so two or three algorithms per type
-    suffice.
+    """Returns the types that a test reduces with an algorithm: all types with --full, else every third type. Two or
+    three algorithms per type suffice, because all algorithms combine two elements of a type with the same function.
     """
     return DTYPES if config.getoption("--full") else DTYPES[CHOICES.index(algorithm) % 3 :: 3]
 
@@ -87,9 +86,7 @@ def test_an_average_of_16_bit_floats_fits_where_their_sum_does_not(ranks: Ranks,
 
 @pytest.mark.parametrize("algorithm", CHOICES)
 def test_all_reduce_computes_every_operation(ranks: Ranks, algorithm: str | None, pytestconfig: pytest.Config) -> None:
-    """Calls are in place and out of place, in views at odd offsets, with counts that leave packets, warps and shares
-    incomplete.
-    """
+    """Calls are in place and out of place, at odd offsets, with counts that fill no whole packet, warp or share."""
     full = pytestconfig.getoption("--full")
     for dtype in types_of(algorithm, pytestconfig) if ranks.world_size == ALL_TYPES else SOME_DTYPES:
         ops = ops_of(dtype) if full else operations_of(dtype, algorithm)
@@ -107,15 +104,15 @@ def test_all_reduce_computes_every_operation(ranks: Ranks, algorithm: str | None
 @pytest.mark.parametrize(
     ("algorithm", "dtype"),
     [
-        # Rounds and epochs depend on bytes alone, so bfloat16 runs for one algorithm of packets and one of rounds by
-        # default.
+        # Without --full, bfloat16 runs with only one algorithm of packets and one of rounds, because the number of
+        # rounds and epochs depends on bytes alone.
         pytest.param(algorithm, dtype, marks=pytest.mark.full if dtype == "bfloat16" and i not in (1, 3) else [])
         for i, algorithm in enumerate(ALGORITHMS)
         for dtype in ("float32", "bfloat16")
     ],
 )
 def test_all_reduce_of_more_than_the_scratch_memory_holds(ranks: Ranks, algorithm: str, dtype: str) -> None:
-    """Such a call takes several epochs of packets, or several rounds of exchange, the last of which is short."""
+    """The call takes several epochs of packets or rounds of exchange, and the last one is short."""
     memory = open_runtime(RUNTIME).launch_defaults.exchange_bytes
     long = min(5 * memory, 8_800_000) // 4 + 1 if dtype == "float32" else min(2 * memory, 4_200_000) // 2 + 3
     several = 100_007 if algorithm == "two_shot_packets" else 40_007
@@ -176,8 +173,8 @@ def test_moves_more_than_the_scratch_memory_holds(ranks: Ranks, collective: str,
 def test_short_last_epochs_back_to_back_keep_slots_apart(
     ranks: Ranks, algorithm: str, pytestconfig: pytest.Config
 ) -> None:
-    """Each call has one packet more than fits into an epoch. In the last epoch most threads have nothing to do, and run
-    ahead into the next call.
+    """Each call has one packet more than fits into an epoch, so that most threads have nothing to do in its second
+    epoch, and begin the next call early.
     """
     capacity = 8192 * (ranks.world_size if algorithm == "two_shot_packets" else 1)
     times = 30 if pytestconfig.getoption("--full") else 12
@@ -240,7 +237,7 @@ def test_minimum_and_maximum_pass_nan_on(ranks: Ranks, algorithm: str, pytestcon
     ops = ("min", "max") if pytestconfig.getoption("--full") else (("min", "max")[turn % 2],)
 
     def body(comm: Communicator) -> None:
-        dtype = ("float32", "float64", "float16")[turn % 3]  # test_same_bits.py has the others
+        dtype = ("float32", "float64", "float16")[turn % 3]  # test_same_bits.py tests the other float types
         for op in ops:
             values = np.arange(9, dtype=dtype)
             if comm.rank == comm.world_size - 1:
@@ -270,7 +267,7 @@ def test_results_have_the_documented_shapes(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     "world_size",
     [
-        # Other numbers of ranks run as threads, above. test_by_proxy.py has processes that use the daemon.
+        # The tests above run the ranks as threads; test_by_proxy.py runs processes that use a daemon.
         pytest.param(size, marks=pytest.mark.hip if size == processes(3) else pytest.mark.full)
         for size in world_sizes(1, 2, 3, 5, processes=True)
     ],

@@ -100,7 +100,7 @@ def test_an_all_gather_by_each_kind_of_put(ranks: Ranks, kind: str, name: str) -
 @pytest.mark.parametrize(
     ("reduce_op", "numpy_op", "dtype"),
     [
-        ("sum", np.add, "float16"),  # the operations are the collectives' own
+        ("sum", np.add, "float16"),
         pytest.param("prod", np.multiply, "int32", marks=pytest.mark.full),
         ("min", np.minimum, "int8"),
         pytest.param("max", np.maximum, "float64", marks=pytest.mark.full),
@@ -118,9 +118,7 @@ def test_an_all_reduce_that_reads_and_writes_peers(
 
 
 def one_sided() -> dict[str, Any]:
-    """Returns a plan in which rank 0 puts its input into rank 1's output by a port channel that rank 1 does
-    not name.
-    """
+    """Returns a plan in which rank 0 puts its input into rank 1's output. Only rank 0 lists the port channel."""
 
     def threadblocks(view: RankView) -> list[Ops]:
         at = {"buffer_id": 0, "index": 0, "size": 1}
@@ -195,7 +193,7 @@ def test_calls_of_two_sizes_take_turns_and_scratch_memory_grows_meanwhile(ranks:
 
 
 def test_a_call_whose_form_is_kept_uses_the_memory_that_scratch_memory_has_grown_to(ranks: Ranks) -> None:
-    """In one call, a rank with an earlier array repeats a prepared call, and ranks with new arrays prepare one."""
+    """In the last call, rank 0 passes an earlier array and reuses a prepared call; the other ranks prepare one."""
     plan = ExecutionPlan.load(all_reduce_by_packets(RANKS))
     short, long = RANKS * 4, RANKS * 4096
 
@@ -289,7 +287,9 @@ def packets_by_port(view: RankView) -> list[Ops]:
 
 
 def pipelines(view: RankView) -> list[Ops]:
-    """Lets one threadblock copy unit by unit, and another put the copies; relaxed signals show that all have begun."""
+    """Returns the operations of two threadblocks: one copies unit by unit, the other puts the copies. Relaxed signals
+    show that both ranks have begun.
+    """
     _, peer = exchanged(view)
     first, second = [view.channel(peer, 0)], [view.channel(peer, 1)]
     context = {"unit_size": 64, "num_chunks": 2}
@@ -382,7 +382,6 @@ def test_registered_arrays_are_reached_where_they_lie(ranks: Ranks) -> None:
 
 
 def test_registered_arrays_of_one_size_are_told_apart(pair: Ranks) -> None:
-    """Even arrays that can't be shared are told apart, although their registrations differ in nothing but the array."""
     plan = ExecutionPlan.load(all_gather(2, "port", "put"))
 
     def body(communicator: Communicator) -> list[np.ndarray]:
@@ -589,7 +588,7 @@ def test_a_plan_has_memory_channels_inside_nodes_and_port_channels_between_them(
 
 def test_a_memory_channel_between_nodes_is_refused_on_all_ranks_with_its_operation(nodes: Ranks) -> None:
     def program(view: RankView) -> list[Ops]:
-        if view.rank == 1:  # inside its node, then to another node
+        if view.rank == 1:  # its first signal stays in the node, its second one goes to another node
             return [[*(NOP for _ in range(3)), on("signal", [view.channel(0)]), on("signal", [view.channel(2)])]]
         return [[on("wait", [view.channel(1)])]] if view.rank in (0, 2) else []
 
@@ -889,7 +888,7 @@ def test_a_plan_with_any_field_replaced_is_loaded_or_refused(path: tuple[Any, ..
         assert ExecutionPlan.load(plan).world_size == 2
 
 
-# -- as the algorithm of a collective ---
+# -- plans as algorithms of collectives ---
 
 
 def test_a_plan_stands_for_the_algorithm_of_a_collective(pair: Ranks) -> None:
@@ -905,7 +904,7 @@ def test_a_plan_stands_for_the_algorithm_of_a_collective(pair: Ranks) -> None:
             communicator.all_reduce(x, algorithm=gather)
         with pytest.raises(ArgumentError, match=r"is 'max', but .* works out sum"):
             communicator.all_reduce(x, "max", out=out, algorithm=reduce)
-        communicator.all_reduce(x, algorithm=reduce)  # in place, which the plan alone does not support
+        communicator.all_reduce(x, algorithm=reduce)  # the plan itself works only out of place
         communicator.synchronize()
         return on_host(out), on_host(gathered), on_host(x)
 

@@ -1,6 +1,6 @@
-"""Registered arrays that their owner frees: a later array at the same address is not taken for them.
+"""If the owner of a registered array frees it, the library must not take a new array at its address for the old one.
 
-No communicator follows the memory's pool, so the memory is freed at once.
+The tests' arrays belong to no pool that a communicator follows, so their memory is freed immediately.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ def used(comm: Communicator, call: Call, source: Array) -> tuple[Any, ForeignMem
     array = memory.array(call.dtype)
     registration = comm.register(array)
     assert registered(comm, array.view())
-    for seed in (1, 2, 3):  # the second call's launch is prepared, the third uses it
+    for seed in (1, 2, 3):  # the library prepares a launch in the second call and uses it in the third
         gather(comm, replace(call, seed=seed), source, array)
     return registration, memory
 
 
 def replaced(comm: Communicator, memory: ForeignMemory, *, here: bool = True) -> ForeignMemory:
-    """Frees the memory on each rank in turn, and returns new memory at its address. On ranks without `here`, the memory
-    stays and is returned.
+    """Frees the memory and returns new memory at its address, one rank after another. A rank with `here=False` keeps
+    its memory and returns it.
     """
     found = memory
     for turn in range(comm.world_size):
-        barrier(comm)  # ranks are threads: while one frees memory, another may allocate
+        barrier(comm)  # one rank at a time, because another rank (a thread) might allocate the freed memory
         comm.all_gather_bytes(b"")
         if here and turn == comm.rank:
             memory.close()
@@ -72,7 +72,7 @@ def gather(comm: Communicator, call: Call, source: Array, target: Array, algorit
 
 @pytest.mark.parametrize("rank", ["the first rank's", "every rank's"])
 def test_an_array_at_a_freed_arrays_address_is_not_taken_for_it(ranks: Ranks, rank: str) -> None:
-    """If it were, peers would write to the freed memory, which they still map."""
+    """Peers must not write to the freed memory, which they still map."""
     call = Call("all_gather", count=LONG // 4, in_place=False)
 
     def body(comm: Communicator) -> None:
@@ -153,7 +153,7 @@ def test_channels_refuse_what_was_freed(ranks: Ranks) -> None:
 
 
 def test_empty_memory_stays_while_it_is_registered(ranks: Ranks) -> None:
-    """If the array is freed first, its memory stays until the registration ends."""
+    """If an array is freed before it is deregistered, its memory stays until the registration ends."""
 
     def body(comm: Communicator) -> None:
         array = comm.empty(1000)

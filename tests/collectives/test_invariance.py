@@ -1,4 +1,4 @@
-"""With `invariant=True` the bits of a sum depend on the ranks' values of an element alone, not on where it lies."""
+"""With `invariant=True` a sum's bits depend only on the ranks' values of the element, not on its place in the array."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.devices import ON_HOST, runtime_with_blocks, runtime_with_lines, wo
 from support.ranks import Ranks
 from support.running import run_ranks
 
-WIDTH = 60  # a row is not whole lines, and at an offset not whole vectors
+WIDTH = 60  # elements of a row, which do not fill whole lines, nor whole vectors if the array begins at an offset
 BATCHES = (1, 2, 7, 64, 700)
 MAKERS = {"packets": runtime_with_blocks, "lines": runtime_with_lines} if ON_HOST else {"GPU": runtime_with_blocks}
 WORLDS = [
@@ -79,7 +79,7 @@ def test_a_row_has_the_same_bits_in_every_batch(ranks: Ranks, world: tuple[int, 
             for batch in BATCHES:
                 first = batch // 2  # the batch begins with the row of this number
                 batch_rows = np.roll(own[:batch], -first, 0).ravel()
-                for offset in (0, 3):  # elements before the batch in memory
+                for offset in (0, 3):  # the number of elements in memory before the batch
                     x = on_device(comm, np.concatenate([np.zeros(offset, own.dtype), batch_rows]))[offset:]
                     out = on_device(comm, np.zeros(batch_rows.shape, own.dtype))
                     comm.all_reduce(x, out=out, **options)
@@ -127,7 +127,8 @@ def test_algorithms_of_another_order_are_refused(ranks: Ranks, world: tuple[int,
             with pytest.raises(ArgumentError, match=r"^cta_policy: 'zero' needs invariant=False, "):
                 comm.all_reduce(x, cta_policy="zero")
         comm.collectives.selector = comm.collectives.selector.with_table("all_reduce", SizeTable((), "ring"))
-        assert (on_host(comm.all_reduce(x)) == comm.world_size).all()  # works if measured tables name it
+        # This call must not use "ring", although the table names it.
+        assert (on_host(comm.all_reduce(x)) == comm.world_size).all()
         comm.collectives.selector = comm.collectives.defaults
 
     ranks.run(body)

@@ -1,4 +1,4 @@
-"""Calls of the same kind as earlier ones, with new arrays: they are prepared once, and each is right or refused."""
+"""Calls that differ only in their arrays are prepared once; each call gives the right result or is refused."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def part(whole: Any, begin: int, count: int) -> Any:
 
 
 def arrays_of(comm: Communicator, call: Call, kind: str) -> tuple[Any, Any]:
-    """Returns new arrays for a call, input and output, with the call's input."""
+    """Returns new input and output arrays for a call. The input array holds the call's values."""
     values, sizes = call.input(comm.rank, comm.world_size), call.sizes(comm.world_size)
     if not call.in_place:
         return ARRAYS[kind](comm, values), ARRAYS[kind](comm, np.zeros(sizes[1], DTYPE))
@@ -78,7 +78,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 def test_calls_with_new_arrays_are_right_and_prepared_once(
     ranks: Ranks, collective: str, kind: str, in_place: bool
 ) -> None:
-    """Calls on a stream alternate with calls on none: a call on another stream than the previous one waits for it."""
+    """One call uses a stream and the others do not, so that a call must wait for the previous call's stream."""
     call = Call(collective, count=COUNT, in_place=in_place)
 
     def body(comm: Communicator) -> None:
@@ -86,12 +86,13 @@ def test_calls_with_new_arrays_are_right_and_prepared_once(
         for turn in range(2 * OFTEN):
             each = replace(call, seed=turn)
             x, out = arrays_of(comm, each, kind)
-            kept.append((x, out))  # keep the arrays, so that each turn's have new addresses
-            comm.all_gather_bytes(b"")  # ranks are threads: nobody writes to an array that its rank still fills
+            kept.append((x, out))  # Keeps arrays, so that later arrays get new addresses.
+            # Ranks are threads: no rank may write to an array that another rank still fills.
+            comm.all_gather_bytes(b"")
             each.issue(comm, x, out, stream if turn == OFTEN else None)
             comm.synchronize(stream)
             each.check(content(out), comm.rank, comm.world_size)
-            if turn == 2:  # count from here: memory made by the first calls may invalidate prepared calls
+            if turn == 2:  # the first calls may allocate memory, which invalidates prepared calls
                 prepared = comm.calls.prepared
         assert comm.calls.prepared == prepared
 
@@ -99,8 +100,8 @@ def test_calls_with_new_arrays_are_right_and_prepared_once(
 
 
 def test_calls_that_are_queued_have_arrays_of_their_own(ranks: Ranks) -> None:
-    """Queued calls share one prepared form, which holds the addresses of the latest call's arrays; earlier calls must
-    still use their own.
+    """Queued calls share one prepared call. Each must use its own arrays, although the prepared call holds only the
+    addresses of the latest arrays.
     """
 
     def body(comm: Communicator) -> None:
@@ -122,7 +123,7 @@ def test_calls_that_are_queued_have_arrays_of_their_own(ranks: Ranks) -> None:
     ranks.run(body)
 
 
-# -- calls that differ in one point ---
+# -- calls that differ from earlier calls in one argument ---
 
 
 def numbers(comm: Communicator, shape: Any = COUNT, dtype: str = DTYPE) -> Any:
@@ -215,8 +216,6 @@ DIFFERENT: dict[str, Callable[[Communicator], None]] = {
 
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_a_call_that_differs_is_not_taken_for_an_earlier_one(ranks: Ranks, what: str) -> None:
-    """Nor is an earlier call taken for the one that differs."""
-
     def body(comm: Communicator) -> None:
         for make in (numbers, lambda comm: comm.empty(COUNT).fill(comm.rank + 1)):
             for _ in range(3):
@@ -258,7 +257,7 @@ def test_equal_options_are_the_same_whatever_objects_they_are(ranks: Ranks) -> N
 
 
 def test_calls_are_right_when_there_are_more_kinds_than_are_kept() -> None:
-    """A kind of call that is used repeatedly is kept, even if it is bound to the memory of its arrays."""
+    """A call that is repeated often stays prepared, even if the prepared call is bound to the memory of its arrays."""
 
     def body(comm: Communicator) -> None:
         x, bound = np.empty(MOST_FORMS + 100, np.float32), of_empty(comm, np.zeros(COUNT, DTYPE))
@@ -276,7 +275,7 @@ def test_calls_are_right_when_there_are_more_kinds_than_are_kept() -> None:
     run_ranks(2, body)
 
 
-# -- an array after a call with it ---
+# -- arrays that change after a call ---
 
 
 def test_an_array_that_was_freed_is_refused(ranks: Ranks) -> None:
@@ -301,7 +300,7 @@ def test_an_array_that_became_read_only_is_refused(ranks: Ranks) -> None:
     ranks.run(body)
 
 
-# -- threads, and the end ---
+# -- threads and closing ---
 
 
 def test_threads_take_turns_on_streams_of_their_own(ranks: Ranks) -> None:
@@ -361,9 +360,8 @@ def test_a_launch_that_overtakes_the_close_leaves_later_calls_refused() -> None:
         group.failure.close()
         group.launches.recheck_next_call()
         with pytest.raises(ClosedError):
-            group.launches.launch(
-                lambda _: None, None, ()
-            )  # a thread that has found the communicator open launches after its end
+            # A thread may find the communicator open and launch only after the close.
+            group.launches.launch(lambda _: None, None, ())
         with pytest.raises(ClosedError):
             comm.all_reduce(x)
         group.failure.state = "open"

@@ -22,9 +22,8 @@ from support.fakes.foreign_memory import ForeignMemory
 from support.ranks import Ranks
 from support.running import run_ranks, wait_for
 
-CALL = Call(
-    "all_gather", count=1 << 18, in_place=False
-)  # 4 bytes each, so 1 MiB, which is the shortest array that is lent
+# The input has 1 MiB, which is the size of the shortest array that is lent.
+CALL = Call("all_gather", count=1 << 18, in_place=False)
 ROOM = 64 << 20
 OFTEN = lent_memory._OFTEN
 
@@ -50,7 +49,7 @@ def memory_for(comm: Communicator, limit: int | None = ROOM, call: Call = CALL) 
 def meet(
     comm: Communicator, source: Array, target: Array, times: int = 1, collective: str = "all_gather", **options: Any
 ) -> None:
-    """Makes calls in the manner of torch's tensors, which lend the tensors' memory when they have used it often."""
+    """Makes calls as for torch's tensors, so that the library lends the arrays' memory after many calls."""
     calls = comm.tensor_calls
     for _ in range(times):
         calls.make(calls.options(collective, **options), source, target)
@@ -58,7 +57,7 @@ def meet(
 
 
 def lend(comm: Communicator, source: Array, target: Array) -> None:
-    """Makes calls with an array until all peers have mapped it, on all ranks."""
+    """Makes calls with the array `target` until all ranks' peers have mapped it."""
 
     def lent() -> bool:
         meet(comm, source, target, OFTEN)
@@ -79,7 +78,7 @@ def withdrawn(comm: Communicator, *memories: ForeignMemory) -> None:
 
 
 def exports(comm: Communicator, patch: pytest.MonkeyPatch, *memories: ForeignMemory) -> list[int]:
-    """Returns a list to which each later export of this memory adds the thread that makes it."""
+    """Returns a list to which each later export of one of the memories adds the id of its thread."""
     made: list[int] = []
     export = comm.runtime.export
 
@@ -139,7 +138,7 @@ def test_memory_that_is_met_once_is_never_exported(ranks: Ranks, monkeypatch: py
             for _ in range(OFTEN - 1):
                 for memory in memories:
                     meet(comm, source, memory.array(CALL.dtype))
-                    comm.group.lent_memory.update()  # as the watcher does
+                    comm.group.lent_memory.update()  # the watcher makes this call, too
             assert not exported
         withdrawn(comm, *memories)
 
@@ -171,14 +170,15 @@ def test_what_its_owner_frees_is_withdrawn_without_a_call(ranks: Ranks, algorith
 def test_other_memory_at_its_address_is_lent_anew_when_it_is_met_more_often(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other memory is lent even if it comes before the library has noticed that the first was freed."""
+    """New memory at a freed address is lent even if the library has not yet noticed that the old memory was freed."""
 
     def body(comm: Communicator) -> None:
         source, memory = comm.empty(CALL.count, CALL.dtype), memory_for(comm)
         lend(comm, source, memory.array(CALL.dtype))
         gather(comm, 1, source, memory.array(CALL.dtype))
         for turn in range(comm.world_size):
-            comm.all_gather_bytes(b"")  # ranks are threads: while one frees memory, another may allocate
+            # Only one rank at a time frees memory. Ranks are threads, so another rank might allocate the freed memory.
+            comm.all_gather_bytes(b"")
             if turn == comm.rank:
                 memory.close()
                 memory = memory.replaced()
@@ -187,7 +187,7 @@ def test_other_memory_at_its_address_is_lent_anew_when_it_is_met_more_often(
         assert not registered(comm, target.view())
         gather(comm, 2, source, target)
         comm.group.symmetric.update()
-        comm.group.lent_memory.update()  # notices that the memory was freed
+        comm.group.lent_memory.update()  # makes the library notice that the old memory was freed
         with monkeypatch.context() as patch:
             exported = exports(comm, patch, memory)
             meet(comm, source, target, 2 * OFTEN - 1)
@@ -238,13 +238,12 @@ def test_an_array_may_end_at_any_line(ranks: Ranks, modules: list[str]) -> None:
         small, source = comm.empty(256, CALL.dtype), comm.empty(CALL.count, CALL.dtype)
         arrays = [comm.empty(256 * comm.world_size, CALL.dtype) for _ in range(300)]
         for array in arrays:
-            comm.all_gather(small, out=array, algorithm="proxy")  # so that proxies also know the array
+            comm.all_gather(small, out=array, algorithm="proxy")  # registers the array with the proxies
         comm.synchronize()
         lines: set[tuple[str, int]] = set()
 
-        def trace(
-            frame: FrameType, event: str, _: Any
-        ) -> Any:  # frees the memory at this point, as a garbage collection might
+        # Frees an array at each line, because a garbage collection might do so.
+        def trace(frame: FrameType, event: str, _: Any) -> Any:
             line = frame.f_code.co_filename, frame.f_lineno
             if line[0] not in traced:
                 return None
@@ -273,7 +272,7 @@ def test_an_array_may_end_at_any_line(ranks: Ranks, modules: list[str]) -> None:
 def test_nothing_is_lent_that_is_small_or_scarce_or_not_to_be_lent(
     ranks: Ranks, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Calls also do not check again and again whether there is room."""
+    """Calls do not check each time whether memory is left."""
 
     def body(comm: Communicator) -> None:
         source = comm.empty(CALL.count, CALL.dtype)
@@ -314,7 +313,7 @@ def test_only_so_much_is_lent(ranks: Ranks) -> None:
 
 
 def test_what_a_call_has_exported_ends_with_the_communicator() -> None:
-    """An export ends with the communicator even if the watcher has not announced it yet."""
+    """A communicator's end also ends an export that the watcher has not yet announced to the peers."""
     exported: list[bytes] = []
     ended: list[bytes] = []
 
@@ -366,7 +365,7 @@ def _require_limit(comm: Communicator, limit: int) -> None:
         ("all_gather", None, "output"),
         ("all_reduce", None, "output"),
         ("reduce_scatter", None, ""),
-        ("reduce_scatter", "zero", "input"),  # proxies send from the input
+        ("reduce_scatter", "zero", "input"),  # with this policy proxies send from the input array
     ],
 )
 def test_calls_of_tensors_lend_what_peers_touch(
@@ -395,9 +394,7 @@ def test_calls_of_tensors_lend_what_peers_touch(
 
 
 def test_gathers_go_by_proxy_once_peers_proxies_have_the_output() -> None:
-    """Gathers go by proxy on all ranks if rank 0's program computes at the same time, and by kernels again when the
-    output's owner has freed it.
-    """
+    """Ranks gather by proxy while rank 0's program computes, and by kernels after the owner has freed the output."""
     call = replace(CALL, count=1 << 21)  # of 16 MiB
 
     def body(comm: Communicator) -> None:

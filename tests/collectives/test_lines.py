@@ -1,4 +1,4 @@
-"""all_reduce in packets that are whole lines, with which GPUs send longer data."""
+"""all_reduce in packets that fill whole lines of 128 bytes. GPUs use these packets for longer arrays."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from support.running import run_ranks
 
 pytestmark = pytest.mark.host_only(reason="GPUs send so without being told, where their links carry whole lines")
 
-COUNTS = (0, 1, 15, 241, 5003)  # less than a thread's part, a few, and several for each thread
+COUNTS = (0, 1, 15, 241, 5003)  # from less than one thread's part to several parts per thread
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_elements_of_every_size_are_reduced_in_lines(ranks: int) -> None:
-    """Calls are in place and apart, in arrays of any alignment; each rank must get the bits of a sum in rank order."""
+    """Calls are in place and out of place, in arrays of any alignment. Ranks get the bits of a sum in rank order."""
 
     def body(comm: Communicator) -> None:
         for algorithm in ("one_shot", "two_shot_packets"):

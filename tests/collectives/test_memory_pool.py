@@ -1,4 +1,4 @@
-"""Collectives of arrays in a pool: memory that another library allocates and a communicator follows."""
+"""Collectives of arrays in a pool. Another library allocates the pool's memory, and a communicator tracks it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def follow(comm: Communicator) -> MemoryPool:
     """
     pool = MemoryPool(comm.runtime)
     comm.group.symmetric.follow(pool)
-    wait_for(lambda: not freed(comm), "what was freed is withdrawn")  # wait for an earlier test's segments
+    wait_for(lambda: not freed(comm), "what was freed is withdrawn")  # an earlier test may have freed segments
     return pool
 
 
@@ -76,7 +76,9 @@ def shown(comm: Communicator, array: Array) -> bool:
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.collective)
 def test_arrays_in_the_pool_are_registered(ranks: Ranks, call: Call) -> None:
-    """At the first calls, peers have not mapped the segments yet. Slices begin at different offsets on every rank."""
+    """The first call of each size comes before peers have mapped the segments. Later calls use slices that begin at
+    different offsets on each rank.
+    """
 
     def body(comm: Communicator) -> None:
         pool = follow(comm)
@@ -113,7 +115,7 @@ def test_an_array_that_is_not_in_the_pool_has_all_ranks_stage(ranks: Ranks) -> N
 
 
 def test_segments_that_come_and_go(ranks: Ranks) -> None:
-    """A segment is freed when no peer maps it. The next segment may get its address, and is unknown to peers."""
+    """A segment is freed when no peer maps it. Peers do not take a new segment at the same address for the old one."""
     call = Call("all_gather", count=LONG // 4, in_place=False)
 
     def body(comm: Communicator) -> None:

@@ -141,7 +141,7 @@ def test_rows_are_quantized_by_their_own_scale_or_by_a_given_one(ranks: Ranks) -
 @pytest.mark.parametrize("world", [(n, n) for n in world_sizes(2, 3)] + [(n, 2) for n in world_sizes(4)], ids=str)
 @pytest.mark.parametrize("make", MAKERS)
 def test_a_row_has_the_same_bits_in_every_batch(make: str, world: tuple[int, int]) -> None:
-    """That holds for a row's sum, its normalized values and its scale, with every algorithm."""
+    """A row's sum, its normalized values and its scale have the same bits, with every algorithm."""
     width, most = 904, 40
 
     def body(comm: Communicator) -> None:
@@ -231,7 +231,7 @@ def test_a_call_without_rows_does_nothing(ranks: Ranks) -> None:
 
 
 def arguments(comm: Communicator, **changed: Any) -> dict[str, Any]:
-    """Returns a call's arguments, with some replaced; an array is given as the type and the shape of zeros."""
+    """Returns valid arguments, updated with `changed`. A pair (dtype, shape) stands for an array of zeros."""
     given: dict[str, Any] = {
         "x": ("bfloat16", (4, 32)),
         "residual": ("bfloat16", (4, 32)),
@@ -272,7 +272,7 @@ def test_wrong_arguments_are_refused_before_anything_moves(changed: dict[str, An
     def body(comm: Communicator) -> None:
         with pytest.raises(ArgumentError, match=f"^{re.escape(words)}"):
             comm.all_reduce_rms_norm(**arguments(comm, **changed))
-        comm.all_reduce_rms_norm(**arguments(comm))  # the call works on the same communicator
+        comm.all_reduce_rms_norm(**arguments(comm))  # the communicator stays usable
 
     run_ranks(1, body)
 

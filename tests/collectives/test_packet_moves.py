@@ -12,7 +12,7 @@ from support.cases.reference import Call
 from support.devices import runtime_with_blocks
 from support.running import run_ranks
 
-SHAPES = (("uint8", 1), ("int32", 17), ("uint8", 603), ("float64", 50_000))  # the last takes several epochs
+SHAPES = (("uint8", 1), ("int32", 17), ("uint8", 603), ("float64", 50_000))  # the last share takes several epochs
 
 
 def runtime_with_packets(rank: int) -> Runtime:
@@ -27,7 +27,7 @@ def runtime_with_packets(rank: int) -> Runtime:
 @pytest.mark.host_only(reason="GPUs move short shares so without being told")
 @pytest.mark.parametrize("collective", ["all_gather", "all_to_all"])
 def test_short_shares_arrive_in_packets(collective: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls are in place and apart, with shares that are not aligned to a packet's data, between calls of no bytes."""
+    """Calls are in place and out of place, with empty shares and with shares that fill no whole packets."""
     in_lines: list[bool] = []
     move = PacketTeam.move
 

@@ -21,14 +21,14 @@ from support.ranks import Ranks
 pytestmark = pytest.mark.slow
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-COUNT = 1003  # all combinations of three ranks' values; packets, vectors and shares that are not whole
+COUNT = 1003  # enough for all combinations of three ranks' values; fills no whole packets, vectors or shares
 TURNS = (*ALGORITHMS, "hierarchical", "kernels")
 IN_NUMPY = {"sum": np.add, "avg": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 
 
 @pytest.fixture(scope="module", params=[*((n, n) for n in world_sizes(3)), *((n, 2) for n in world_sizes(4))])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """Three ranks on one node, which recursive doubling does not divide evenly, and four on two nodes."""
+    """Opens three ranks on one node (no power of two, which matters for recursive doubling), and four on two nodes."""
     world_size, local_world_size = request.param
     with Ranks(world_size, make_runtime=runtime_with_blocks, local_world_size=local_world_size) as group:
         yield group
@@ -57,7 +57,7 @@ def special_values(name: str, rank: int) -> NDArray[Any]:
 
 
 def arrays(comm: Communicator, name: str, rows: int, kind: str) -> tuple[Any, Any]:
-    """Returns the input, with the same values in each row, and memory for one row.
+    """Returns an input array of `rows` equal rows, and an output array of one row.
 
     Arrays of the kind "own" begin at different offsets on each rank, so that ranks may combine them in different
     pieces.
@@ -75,17 +75,17 @@ def arrays(comm: Communicator, name: str, rows: int, kind: str) -> tuple[Any, An
 @pytest.mark.parametrize("kind", ["own", "symmetric"])
 @pytest.mark.parametrize(
     "collective",
-    # The HIP runtime over the host compiles with the host's compiler again, so it runs only the collective with few
-    # kernels.
+    # The HIP runtime's tests compile all kernels again, so they run only the collective with fewer kernels.
     ["all_reduce", pytest.param("reduce_scatter", marks=[pytest.mark.hip, pytest.mark.hip_full])],
 )
 def test_all_ranks_get_the_same_bits(ranks: Ranks, collective: str, kind: str, pytestconfig: pytest.Config) -> None:
-    """Tries every algorithm that works between the ranks; all give NaN for the same elements.
-    In `make test` each algorithm computes one operation on one type, dealt out in turn; --full compiles all
-    combinations.
+    """Tries every algorithm that the ranks support; all algorithms give NaN for the same elements. Without --full, each
+    algorithm computes only one operation on one type, because each combination must be compiled.
     """
     algorithms = [*ranks.run(lambda comm: comm.collectives.algorithms(collective))[0], None]
-    turns = [TURNS.index(algorithm or "hierarchical") for algorithm in algorithms]  # which None chooses between nodes
+    turns = [
+        TURNS.index(algorithm or "hierarchical") for algorithm in algorithms
+    ]  # None chooses "hierarchical" between nodes
     rows = ranks.world_size if collective == "reduce_scatter" else 1
     calls = [
         (name, op, algorithm)

@@ -1,4 +1,4 @@
-"""Collectives of symmetric memory: arrays that peers reach are written in place. Results are right for any mixture."""
+"""Collectives of symmetric memory: ranks write directly to peers' arrays, and may mix symmetric and private arrays."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from support.devices import runtime_with_blocks, world_sizes
 from support.ranks import Ranks
 from support.running import wait_for
 
-LONG = open_runtime().launch_defaults.meeting_bytes  # bytes of a share from which on ranks meet before they send
+# Shares of at least this many bytes are sent only after the ranks have met.
+LONG = open_runtime().launch_defaults.meeting_bytes
 CALLS = [
     Call("all_reduce", algorithm="two_shot"),
     Call("all_reduce"),
@@ -34,7 +35,8 @@ CALLS = [
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(n, marks=pytest.mark.full if n != 3 else []) for n in world_sizes(2, 3, 5)],  # 3 has all paths
+    # Three ranks run all code paths.
+    params=[pytest.param(n, marks=pytest.mark.full if n != 3 else []) for n in world_sizes(2, 3, 5)],
     ids=lambda n: f"{n}-ranks",
 )
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
@@ -92,7 +94,7 @@ def test_every_type_is_reduced_in_peers_arrays(ranks: Ranks, dtype: str) -> None
 @pytest.mark.parametrize("who", ["the first rank's", "the last rank's", "no rank's"])
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call.collective}-{call.algorithm or 'auto'}")
 def test_all_ranks_stage_where_one_array_is_private(ranks: Ranks, call: Call, who: str) -> None:
-    """The calls are repeated, and alternate with calls that use only symmetric arrays."""
+    """Each call with a private array is followed by a call in which all ranks use symmetric arrays."""
     call = replace(call, count=LONG // 4 + 1, in_place=False)
 
     def body(comm: Communicator) -> None:
@@ -126,7 +128,7 @@ def test_results_take_no_way_through_scratch_memory(ranks: Ranks, call: Call) ->
     ranks.run(body)
 
 
-FEW = open_runtime().launch_defaults.offered_bytes // 4  # elements that ranks load from each other's arrays in place
+FEW = open_runtime().launch_defaults.offered_bytes // 4  # the most elements that ranks load directly from peers' arrays
 
 
 @pytest.mark.parametrize("count", [1, 1003, FEW])
@@ -150,7 +152,7 @@ def test_few_elements_in_place_are_loaded_from_peers_arrays(ranks: Ranks, count:
 
 @pytest.mark.parametrize("who", ["the first rank", "the last rank", "all but the first"])
 def test_ranks_in_place_beside_others_that_are_not(ranks: Ranks, who: str) -> None:
-    """Ranks that are not in place offer their inputs to peers, which then do not use them."""
+    """In each first call, only some ranks work in place; in each second call, all ranks do."""
     call = Call("all_reduce", count=1003, algorithm="two_shot")
 
     def body(comm: Communicator) -> None:
@@ -166,7 +168,7 @@ def test_ranks_in_place_beside_others_that_are_not(ranks: Ranks, who: str) -> No
 
 
 def test_a_reduction_leaves_the_inputs_whose_results_are_dropped(ranks: Ranks) -> None:
-    """Although peers can access these inputs, they store nothing in them."""
+    """Peers store nothing in the inputs, although they can access them."""
     call = Call("all_reduce", count=1003, in_place=False)
 
     def body(comm: Communicator) -> None:
@@ -184,7 +186,7 @@ def test_a_reduction_leaves_the_inputs_whose_results_are_dropped(ranks: Ranks) -
 
 
 def staging_memory(comm: Communicator, *, reduces: bool) -> ArrayView:
-    """Returns the scratch memory for the results of an all-reduce, or for rounds of exchange."""
+    """Returns the scratch memory through which an all_reduce (`reduces`) or a call that moves data stages."""
     scratch, defaults = comm._collectives.team()._scratch, comm.runtime.launch_defaults
     rounds = 2 * defaults.exchange_bytes
     if not reduces:
@@ -232,7 +234,7 @@ def test_arrays_that_were_freed_are_unmapped_by_their_peers(ranks: Ranks) -> Non
                 array.free()
             del array, arrays  # an array is freed with its last reference
             wait_for(lambda: not shared._withdrawn, "what was freed is withdrawn")
-            assert len(shared._announced) <= kept  # an array of another test may have been freed since
+            assert len(shared._announced) <= kept  # fewer if an array of an earlier test was freed meanwhile
             barrier(comm)
 
     ranks.run(body)

@@ -219,7 +219,7 @@ def test_a_size_that_differs_is_named(pairs: Ranks) -> None:
         array = on_device(comm, np.zeros(4 + comm.rank, np.uint8))
         if comm.rank == 0:
             comm.send(array, 1)
-            comm.recv(array, 1)  # so that this rank still exists
+            comm.recv(array, 1)  # keeps rank 0 in a call until rank 1 has found the difference
         else:
             comm.recv(array, 0)
         comm.synchronize()
@@ -229,7 +229,7 @@ def test_a_size_that_differs_is_named(pairs: Ranks) -> None:
 
 
 def counts_of(rank: int, world_size: int, scale: int) -> list[int]:
-    """Returns the number of rows that a rank sends to each receiver: none to some, many to others."""
+    """Returns how many rows a rank sends to each receiver: 0, 1, 2 or 3 times `scale`."""
     return [(rank * 3 + peer * 5) % 4 * scale for peer in range(world_size)]
 
 
@@ -292,7 +292,7 @@ def test_reduce_changes_the_root_alone(ranks: Ranks) -> None:
 def test_an_array_that_is_received_overlaps_no_other(
     pairs: Ranks, sent: tuple[int, int], received: tuple[int, int]
 ) -> None:
-    """That is checked for transfers between peers, and from a rank to itself. Arrays that are sent may overlap."""
+    """Covers transfers between peers and from a rank to itself. Arrays that are sent may overlap each other."""
 
     def body(comm: Communicator) -> None:
         x = on_device(comm, np.arange(24, dtype=np.float32))

@@ -36,9 +36,7 @@ MANY = max(world_sizes(2, 3), default=2)
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Gives the test a directory of its own for measured tables, empty at first. Compiled kernels stay where
-    they are.
-    """
+    """Gives the test an empty directory for measured tables, but leaves the directory of compiled kernels as it is."""
     monkeypatch.setattr(tuned, "cache_dir", lambda: tmp_path)
     return tmp_path
 
@@ -176,7 +174,7 @@ def call_each(comm: Communicator, **options: object) -> None:
 
 
 def by_proxy(comm: Communicator) -> bool:
-    """Returns whether this rank's proxy was started, as it is when it first moves something."""
+    """Returns whether this rank's proxy was started, which happens when it first moves data."""
     return comm.proxy_if_started is not None
 
 
@@ -291,7 +289,7 @@ def test_ranks_that_ask_for_different_things_are_told(cache: Path, option: dict[
             call_and_wait(comm, x, options)
         return str(caught.value)
 
-    # The second rank to arrive sees both requests.
+    # At least the rank that makes the call last sees both requests.
     assert any(
         re.search(rf"with algorithm {words}\b.* with algorithm any\b", text)
         or re.search(rf"with algorithm any\b.* with algorithm {words}\b", text)
@@ -300,7 +298,7 @@ def test_ranks_that_ask_for_different_things_are_told(cache: Path, option: dict[
 
 
 def proxied_if_symmetric(comm: Communicator) -> Selector:
-    """Returns tables by which calls of symmetric arrays go by proxy, and other calls by kernels."""
+    """Returns tables that choose the proxy for calls of symmetric arrays, and kernels for other calls."""
     kernels = comm.collectives.selector
     tables = {case: SizeTable((), "proxy") if case.symmetric else kernels.tables[case] for case in CASES}
     return Selector(tables)
@@ -384,7 +382,7 @@ def test_measuring_ends_when_the_time_is_over(cache: Path) -> None:
 def test_tuning_gives_all_ranks_the_same_tables_and_right_results(cache: Path) -> None:
     def body(comm: Communicator) -> Selector:
         x = on_device(comm, np.ones(3000, np.float32))
-        comm.all_reduce(x)  # a call prepared before the tuning must not survive it
+        comm.all_reduce(x)  # this prepared call must not survive the tuning
         selector = comm.tune(sizes=(1024, 16384), iterations=1)
         assert comm.collectives.selector == selector
         for count in (10, 3000, 30000):
@@ -414,9 +412,7 @@ def has_defaults(comm: Communicator) -> bool:
 
 
 def save_unlikely(ranks: int) -> tuple[Path, Selector]:
-    """Saves tables for this many ranks that no measurement would give. Returns the path of their file, and
-    the tables.
-    """
+    """Saves tables for `ranks` ranks that no measurement would give. Returns the file's path and the tables."""
 
     def body(comm: Communicator) -> tuple[Path, Selector]:
         selector = comm.collectives.selector.with_table("all_reduce", UNLIKELY)
@@ -430,7 +426,7 @@ def save_unlikely(ranks: int) -> tuple[Path, Selector]:
 def test_later_communicators_of_as_many_ranks_start_with_the_measured_tables(cache: Path) -> None:
     measured = run_ranks(2, lambda comm: comm.tune(sizes=(1024,), iterations=1))[0]
     assert run_ranks(2, selector_of) == [measured, measured]
-    path, selector = save_unlikely(2)  # replaces the saved tables
+    path, selector = save_unlikely(2)
     assert tuned.files() == [path]
     assert path.is_relative_to(cache)
     assert run_ranks(2, selector_of) == [selector, selector]

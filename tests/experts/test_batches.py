@@ -34,7 +34,8 @@ def test_few_tokens_take_one_message_and_their_routing_another(
     monkeypatch: pytest.MonkeyPatch, batch_tokens: int
 ) -> None:
     monkeypatch.setattr(geometry, "BATCH_TOKENS", batch_tokens)
-    monkeypatch.setattr(Nodes, "copied", lambda *_: False)  # lengthened messages would be fewer
+    # No message may be lengthened, because that would change the number of messages.
+    monkeypatch.setattr(Nodes, "copied", lambda *_: False)
     tokens = 24
     plan = plan_of(Case((tokens, tokens), local_world_size=1, num_sm=BLOCKS))
 

@@ -1,6 +1,4 @@
-"""Flags carry call numbers, which wrap around. When they do, results must stay right, and calls must still wait for
-rows.
-"""
+"""When the call numbers in flags wrap around, results must stay right, and calls must still wait for peers' rows."""
 
 from __future__ import annotations
 
@@ -69,7 +67,7 @@ def test_rows_of_the_call_whose_number_is_zero_again_are_awaited(monkeypatch: py
             start_at(layer, end - 2)
             comm.barrier()
             desc = dispatch_of(layer, plan, comm)[2]
-            if rank == 1:  # rank 1's rows come late, which only their flags show
+            if rank == 1:  # rank 1 sends its rows late; only the rows' flags tell rank 0 whether they have arrived
                 assert goes_on.wait(TIMEOUT)
                 return layer.redispatch(plan.others[rank], desc)
             threading.Timer(0.2, goes_on.set).start()

@@ -1,4 +1,4 @@
-"""A descriptor serves calls of the layer whose dispatch it describes, once that dispatch has been received."""
+"""A dispatch's descriptor may be passed only to calls of the same layer, after the dispatch has been received."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_later_redispatch_of_no_tokens_sends_none() -> None:
             count = 0 if comm.rank == 1 else TOKENS
             rows, _, desc = layer.dispatch(tokens[:count], ids[:count])
             places = desc.table("sent_places")
-            places[:, count:] = 10**6  # undefined, like all entries past a rank's tokens
+            places[:, count:] = 10**6  # entries past a rank's tokens are undefined
             assert np.array_equal(layer.redispatch(tokens[:count], desc), rows)
 
     run_ranks(2, body, local_world_size=1)

@@ -1,4 +1,4 @@
-"""MoE dispatch and combine against a plain numpy oracle, and their refusals."""
+"""Compares MoE dispatch and combine with a numpy reference, and checks that they refuse wrong arguments."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Case:
         rng = np.random.default_rng((self.seed, rank, 2))
         return rng.normal(size=(self.tokens[rank], self.topk)).astype(np.float32)
 
-    # -- the oracle ---
+    # -- the numpy reference ---
 
     def arrivals(self, rank: int) -> list[tuple[int, int, int]]:
         """Returns (source rank, token, k) of each row that the rank gets, in order."""
@@ -114,7 +114,7 @@ class Case:
         return out
 
 
-# Ranks as threads share the computed values, and get copies.
+# Values are computed once for all ranks, which are threads; each rank gets a copy.
 
 
 @computed_once
@@ -151,8 +151,8 @@ def _arrivals(case: Case, rank: int) -> list[tuple[int, int, int]]:
 
 
 def assert_combined(case: Case, got: Values, slots: Values, weights: Values, *, parts_rounded: bool) -> None:
-    """Asserts that `got` is the sum over k, within the error of its accumulation (two roundings per term) and of the
-    rounding to the dtype. Across nodes each node's part is also rounded to the dtype.
+    """Asserts that `got` is the sum over k, within the errors of accumulation (two roundings per term) and of rounding
+    to the dtype. With `parts_rounded`, each node's part is also rounded to the dtype.
     """
     terms = slots.astype(np.float64) * weights.astype(np.float64)[:, :, None]
     accumulator = np.dtype(np.float64 if case.dtype == "float64" else np.float32)
@@ -186,7 +186,7 @@ def check(comm: Communicator, case: Case, algorithm: str | None = None) -> None:
     rows = on_host(rows)
     assert rows.dtype == numpy_dtype(case.dtype)
     assert np.array_equal(rows, case.dispatched(rank, case.inputs))
-    # Any other array can be dispatched too, here into the caller's memory, which has spare rows.
+    # This dispatch sends an array that was not prepared, and receives into the caller's memory, which has spare rows.
     poisoned = poison((len(rows) + 3) * case.hidden, numpy_dtype(case.dtype)).reshape(-1, case.hidden)
     untouched = poisoned[len(rows) :].tobytes()
     out = on_device(comm, poisoned)
@@ -203,17 +203,17 @@ def check(comm: Communicator, case: Case, algorithm: str | None = None) -> None:
     combined, plain = on_host(moe.combine(results)), on_host(moe.combine(results, weighted=False))
     assert_combined(case, combined, expected, weights, parts_rounded=parts_rounded)
     assert_combined(case, plain, expected, np.ones_like(weights), parts_rounded=parts_rounded)
-    # A number for each row comes back to its slot.
+    # `collect` brings one number per row back to the row's slot.
     numbers = on_device(comm, case.results(rank)[:, 0].copy())
     assert np.array_equal(on_host(moe.collect(numbers)), expected[:, :, 0])
 
 
-# -- worlds: links and sizes ---
+# -- numbers of ranks and nodes ---
 
 WORLDS = [(1, {}), (2, {}), (3, {}), (4, {}), (5, {}), (8, {})]
 WORLDS += [(2, {"local_world_size": 1}), (5, {"local_world_size": 1}), (8, {"local_world_size": 4})]
 WORLDS += [(4, {"local_world_size": 2, "fifos": 2, "proxy_threads": 2, "fifo_size": 4})]
-# By 3 and 5 on one node; two nodes of several ranks by those of the last.
+# Only with --full: 3 and 5 ranks also share one node, and the last of WORLDS also has two nodes of several ranks.
 REPRESENTED = [(4, {}), (8, {}), (8, {"local_world_size": 4})]
 
 
@@ -270,7 +270,7 @@ def test_no_tokens_anywhere(world: Ranks) -> None:
     world.run(lambda comm: check(comm, Case((0,) * world.world_size)))
 
 
-# -- sizes beyond one message; a round of the exchange moves 4 MiB to a rank ---
+# -- more data than one message or one round of the exchange, which moves 4 MiB to each rank ---
 
 SIZES = {
     "many rounds": Case((700, 1500, 0), hidden=512, topk=3),
@@ -285,7 +285,7 @@ SIZES = {
 @pytest.mark.parametrize(
     ("case", "algorithm"),
     [
-        # Both options in turn; one case has both, and also runs through the daemon.
+        # Without --full, the cases alternate between the two algorithms; the first case runs with both.
         pytest.param(
             case,
             algorithm,
@@ -323,7 +323,7 @@ def test_dispatch_and_combine_are_adjoint(local_world_size: int | None) -> None:
             (x * on_host(moe.combine(r_there, weighted=False))).sum(),
             (on_host(moe.dispatch(x_there, weighted=True)[0]) * r).sum(),
             (x * weighted).sum(),
-            (on_host(moe.collect(on_device(comm, dots))) * weights).sum(),  # the weights' gradient, times the weights
+            (on_host(moe.collect(on_device(comm, dots))) * weights).sum(),  # (gradient of the weights) * weights
         ]
         return tuple(float(value) for value in sums)
 
@@ -351,7 +351,7 @@ def test_a_weighted_dispatch_rounds_once(dtype: str) -> None:
     run_ranks(2, body)
 
 
-# -- the caller's side ---
+# -- the caller's arrays and streams ---
 
 
 def test_device_arrays_and_streams() -> None:
@@ -377,7 +377,7 @@ def test_device_arrays_and_streams() -> None:
 
 
 def test_a_layer_may_be_dropped_while_its_work_is_queued() -> None:
-    """Nothing waits between the calls and the drop: on a rank without tokens, not even reading the result waits."""
+    """Each layer is dropped without waiting for the calls that are queued on its stream."""
     case = Case((0, 40, 16), hidden=256, topk=4)
 
     def body(comm: Communicator) -> None:
@@ -439,7 +439,7 @@ def moved_by_proxies(case: Case, algorithm: str | None) -> list[tuple[int, int]]
 
     def body(comm: Communicator) -> tuple[int, int]:
         check(comm, case, algorithm)
-        barrier(comm)  # every trigger is counted before a peer receives its data
+        barrier(comm)  # the proxy counts a trigger before the peer receives its data, so all triggers are counted here
         if comm.group.links.proxy_if_started is None:
             return 0, 0
         counters = [comm.proxy.counters(channel) for channel in range(64)]
@@ -454,7 +454,7 @@ def test_triggers_move_the_data_only_where_the_proxy_is_asked_to() -> None:
 
 
 def test_a_token_crosses_once_for_all_its_experts() -> None:
-    case = Case((8, 8), hidden=3584, topk=4)  # rows that fill the shortest message
+    case = Case((8, 8), hidden=3584, topk=4)  # a row fills the shortest message
     wider = replace(case, hidden=7168)
     crossing = [
         int((case.expert_ids(rank) // case.experts_per_rank == 1 - rank).any(axis=1).sum()) for rank in range(2)
@@ -462,7 +462,7 @@ def test_a_token_crosses_once_for_all_its_experts() -> None:
     pairs = zip(moved_by_proxies(case, "proxy"), moved_by_proxies(wider, "proxy"), strict=True)
     for rank, ((triggers, moved), (more_triggers, more_moved)) in enumerate(pairs):
         assert more_triggers == triggers
-        # Four dispatches in one direction, two combines in the other; the rest does not depend on the width.
+        # `check` sends rows to the peer in four dispatches and results in two combines; only these depend on the width.
         assert more_moved - moved == (4 * crossing[rank] + 2 * crossing[1 - rank]) * 3584 * 4, rank
 
 
@@ -476,7 +476,7 @@ def refused(argument: str, call: Callable[[], object]) -> None:
 
 
 def finish(comm: Communicator, call: Callable[[], object]) -> None:
-    """Makes the call and waits for it; on a GPU errors may appear only then."""
+    """Makes the call and synchronizes, because on a GPU some errors appear only then."""
     call()
     comm.synchronize()
 
@@ -517,7 +517,7 @@ def test_constructor_arguments_that_differ_are_refused_on_all(argument: str, val
         options: dict[str, Any] = {"hidden": 8, "max_tokens": 4, "experts_per_rank": 2, "topk": 2}
         changed = {**options, argument: value} if comm.rank == 1 else options
         refused(argument, lambda: DispatchCombine(comm, **changed))
-        check(comm, Case((3, 2, 1)))  # the communicator still works
+        check(comm, Case((3, 2, 1)))  # the communicator stays usable
 
     run_ranks(3, body)
 
@@ -638,7 +638,7 @@ def test_mixture_of_experts_equals_one_process(monkeypatch: pytest.MonkeyPatch) 
     )
 
 
-@pytest.mark.full  # starting four processes takes most of the time
+@pytest.mark.full
 def test_mixture_of_experts_as_a_program_equals_one_process() -> None:
     env = {"PROXYCCL_LOCAL_WORLD_SIZE": "2"}
     done = run_mpi(4, EXAMPLES / "moe_digits.py", "--epochs", "2", "--json", env=env)

@@ -1,4 +1,4 @@
-"""Expert ids: the types and values that a layer takes, and experts that a token chooses twice."""
+"""Expert ids: the types and values that a layer accepts, and tokens that choose an expert twice."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ def inputs(comm: Communicator) -> Any:
 
 
 def dispatch_and_check(layer: EPAll2AllLayer, comm: Communicator, ids: Any) -> Any:
-    """Makes a dispatch and waits until it has raised any error, which some dispatches raise only later. Returns the
-    descriptor.
-    """
+    """Makes a dispatch, checks for errors that it raises only later, and returns its descriptor."""
     desc = layer.dispatch(inputs(comm), on_device(comm, ids))[2]
     comm.synchronize()
     layer.check()
@@ -50,7 +48,7 @@ def announced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return bool(request.param)
 
 
-# -- 64 bits ---
+# -- ids of 64 bits ---
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "expert": {"layout": "expert"},
@@ -87,7 +85,7 @@ def test_minus_one_alone_drops_and_all_64_bits_count(pair: Ranks, announced: boo
 def test_a_bad_id_is_raised_once_whatever_comes_after_it(pair: Ranks, announced: bool) -> None:
     def body(comm: Communicator) -> None:
         with layer_on(comm, max_recv_tokens=64) as layer:
-            layer.check()  # nothing was dispatched yet
+            layer.check()  # raises nothing before the first dispatch
             good = np.tile(np.array([0, 3], np.int32), (TOKENS, 1))
             bad = good.copy()
             if comm.rank == 1:
@@ -133,7 +131,7 @@ def test_minus_one_alone_drops_where_ranks_are_lost(layout: str) -> None:
     run_ranks(2, body, make_runtime=runtime_with_blocks)
 
 
-# -- an expert twice ---
+# -- tokens that choose an expert twice ---
 
 
 @pytest.mark.parametrize("float8", [False, True], ids=["as they are", "float8"])
@@ -156,10 +154,10 @@ def test_the_fullest_padded_expert_counts(pair: Ranks, announced: bool, expert: 
                 room * (here and e == expert % PER_RANK) for e in range(PER_RANK)
             ]
             assert on_host(desc.num_recv_tokens).tolist() == [room * here]
-            # Rank 0's rows come first, and take all the space.
+            # Rows of rank 0 come first and fill the expert's space.
             assert ((on_host(desc.token_dst_scatter_idx) >= 0) == (comm.rank == 0)).all()
-            layer.check()  # the error is raised once
-            # Each token chooses the expert once: everything fits, and the earlier error has no effect.
+            layer.check()  # Raises the error only once.
+            # If each token chooses the expert once, all rows fit. The earlier error has no effect.
             once = np.tile(np.array([expert, EXPERTS], np.int32), (TOKENS, 1))
             rows, _, desc = layer.dispatch(inputs(comm), on_device(comm, once))
             if not float8:
@@ -173,7 +171,7 @@ def test_the_fullest_padded_expert_counts(pair: Ranks, announced: bool, expert: 
 def test_every_second_half_raises_that_rows_did_not_fit(pair: Ranks) -> None:
     def body(comm: Communicator) -> None:
         with layer_on(comm, layout="padded") as layer:
-            for _ in range(2):  # the second is a repeated call
+            for _ in range(2):  # the second turn reuses the prepared calls
                 pending = layer.dispatch_send(inputs(comm), np.zeros((TOKENS, 2), np.int32))
                 with pytest.raises(CapacityError):
                     layer.dispatch_recv(pending)

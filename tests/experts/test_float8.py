@@ -1,4 +1,4 @@
-"""Dispatch in float8: elements and scales against ml_dtypes, bit for bit."""
+"""Dispatch in float8: elements and scales have the same bits as those that ml_dtypes gives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKENS = (5, 9, 0, 7)
 
 
 def quantized(rows: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.float32]]:
-    """Returns the rows' float8 elements, and a scale for each 128 elements."""
+    """Returns the rows' elements as float8, and one scale per 128 elements."""
     blocks = rows.astype(np.float32).reshape(len(rows), HIDDEN // 128, 128)
     greatest = np.abs(blocks).max(axis=-1)
     some = np.where(greatest > 0, greatest, np.float32(448))
@@ -31,7 +31,7 @@ def quantized(rows: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.float32]]:
 
 
 def inputs(rank: int, experts: int, dtype: str) -> tuple[NDArray[Any], NDArray[np.int32]]:
-    """Returns tokens with magnitudes from the smallest to the greatest that float8 can distinguish, and expert ids."""
+    """Returns tokens, whose values have the whole range of magnitudes that float8 can distinguish, and expert ids."""
     rng = np.random.default_rng(rank)
     tokens = rng.standard_normal((TOKENS[rank], HIDDEN)) * 2.0 ** rng.integers(-12, 3, (TOKENS[rank], HIDDEN))
     tokens[::3, :128] = 0
@@ -47,7 +47,9 @@ def layer_of(comm: Communicator, dtype: str, **options: Any) -> EPAll2AllLayer:
 @pytest.mark.parametrize("given", [False, True], ids=["quantised here", "given"])
 @pytest.mark.parametrize(
     ("dtype", "ranks", "local_world_size"),
-    [  # the conversion does not depend on the destination: all types go to another rank, and one type goes everywhere
+    # Without --full, all types run with two ranks and bfloat16 runs with all numbers of ranks and nodes, because the
+    # conversion does not depend on the destination.
+    [
         pytest.param(dtype, *ranks, marks=[] if dtype == "bfloat16" or ranks == (2, None) else pytest.mark.full)
         for dtype in ("bfloat16", "float16", "float32", "float64")
         for ranks in ((1, None), (2, None), (4, None), (2, 1), (4, 2))
@@ -75,7 +77,7 @@ def test_rows_and_scales(dtype: str, ranks: int, local_world_size: int | None, g
             assert got.dtype == FLOAT8
             assert got.tobytes() == np.concatenate([rows for rows, _ in expected]).tobytes()
             assert on_host(scales).tobytes() == np.concatenate([scales for _, scales in expected]).tobytes()
-            # The combined rows are in the layer's own type.
+            # `combine` works in the layer's dtype, not in float8.
             ones = on_device(comm, np.ones((len(got), HIDDEN), numpy_dtype(dtype)))
             back = on_host(layer.combine(ones, desc))
             assert np.array_equal(
@@ -130,7 +132,7 @@ def test_scales_that_take_more_room_than_the_tokens_type(local_world_size: int) 
 )
 @pytest.mark.parametrize("local_world_size", [2, 1])
 def test_any_number_of_scales(num_scales: int | None, options: dict[str, Any], local_world_size: int) -> None:
-    """The last block of a row is short, or a caller has padded the scales."""
+    """A row of 208 elements needs two scales, one of them for a short block. Callers may also pad the scales."""
     hidden, scales = 208, num_scales or 2
 
     def body(comm: Communicator) -> None:
@@ -147,7 +149,7 @@ def test_any_number_of_scales(num_scales: int | None, options: dict[str, Any], l
         ids = on_device(comm, np.full((4, 1), 1 - comm.rank, np.int32))
         with pytest.raises(ArgumentError, match="must be a pair"):
             layer.dispatch(on_device(comm, np.ones((4, hidden), numpy_dtype("bfloat16"))), ids)
-        for pair in pairs:  # the second time as a repeated call
+        for pair in pairs:  # the second turn reuses the prepared calls
             whole, _, desc = layer.dispatch(pair, ids)
             in_halves, _, _ = layer.dispatch_recv(layer.dispatch_send(pair, ids))
             for values, of_rows in (whole, in_halves, layer.redispatch(pair, desc)):
@@ -163,9 +165,7 @@ def test_any_number_of_scales(num_scales: int | None, options: dict[str, Any], l
 @pytest.mark.parametrize("given", [False, True], ids=["quantised here", "given"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_rows_in_output_buffers(dtype: str, given: bool, announced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows in output buffers equal those of a layer without buffers, whether they are converted while they are stored,
-    before, or by the caller.
-    """
+    """Rows equal those of a layer without output buffers, whether the layer or the caller converts them to float8."""
     if not announced:
         monkeypatch.setattr(geometry, "ANNOUNCED_SLOTS", 0)
 

@@ -1,6 +1,4 @@
-"""Repeated calls of a layer, in all their forms. A form is the prepared part of a kind of call: it is made once, and
-each call then uses its own arrays.
-"""
+"""Calls of a layer that reuse prepared calls. The library prepares each kind of call once; a call passes its arrays."""
 
 from __future__ import annotations
 
@@ -29,8 +27,8 @@ class Form:
     Attributes:
         options: the layer's options.
         pair: whether tokens are pairs of float8 rows and scales.
-        halves: whether calls are made in two halves.
-        own_stream: whether calls are given a stream.
+        halves: whether calls are split into a sending and a receiving half.
+        own_stream: whether calls get a `stream` argument.
         records: whether torch's autograd records calls.
     """
 
@@ -80,7 +78,7 @@ FORMS = {
 
 
 class Batch:
-    """A rank's tokens: whole numbers, of which float8 rows with scales of 2 are exact."""
+    """A rank's tokens. Their values are integers that float8 rows with scales of 2 represent exactly."""
 
     def __init__(self, comm: Communicator, form: Form, turn: int) -> None:
         generator, device = torch.Generator().manual_seed(2 * turn + comm.rank), torch_device(comm)
@@ -96,14 +94,14 @@ class Batch:
             self.given = values.to(torch.float8_e4m3fn).to(device), scales
 
     def times(self, layer: EPAll2AllLayer) -> Any:
-        """Returns the number of rows of each token."""
+        """Returns how many rows each token is sent in."""
         if layer.layout != "rank":
             return TOPK
         return torch.stack([(self.ids // 2 == rank).any(1) for rank in range(2)]).sum(0).unsqueeze(1)
 
 
 def plain(rows: Any) -> Any:
-    """Returns rows as bfloat16, without experts' work."""
+    """Returns rows as bfloat16."""
     if not isinstance(rows, tuple):
         return rows
     values, scales = rows
@@ -173,7 +171,7 @@ def test_on_the_stream_where_torch_works_c_alone_issues_them(
         pytest.skip("pretends that the host runtime's stream is torch's")
 
     def common(call: CallForm, *launches: Any) -> tuple[Any, ...]:
-        """Makes calls without a stream queue their work as on a GPU, on its current stream."""
+        """Makes calls without a stream queue their work on the default stream, as they do on a GPU."""
         calls, _, _, kind, stream_of, queue, _, *others = given(call, *launches)
         handle = call._group.launches.default_stream.handle
 
@@ -220,7 +218,7 @@ def test_a_stream_of_the_callers_is_used_after_torchs(pair: Ranks) -> None:
 
 
 def test_kinds_of_arrays_alternate(pair: Ranks) -> None:
-    """One call may have arrays of several libraries; results are arrays of the tokens' library."""
+    """A call's arguments may be arrays of different libraries; its results are arrays of the tokens' library."""
 
     def body(comm: Communicator) -> None:
         sizes = (TOKENS, HIDDEN, TOPK, comm.rank, EXPERTS, comm.local_world_size, comm.world_size)
@@ -244,7 +242,7 @@ def test_kinds_of_arrays_alternate(pair: Ranks) -> None:
 
 
 class OfNoLibrary:
-    """An array that is known by DLPack alone."""
+    """An array with no interface but DLPack."""
 
     def __init__(self, x: Any) -> None:
         self.x = x
@@ -257,7 +255,7 @@ class OfNoLibrary:
 
 
 def test_more_tokens_than_a_layer_has_room_for(pair: Ranks) -> None:
-    """All ranks refuse such a call, of whatever kind, and later calls work."""
+    """If one rank passes too many tokens, all ranks refuse the call, and later calls work."""
 
     def body(comm: Communicator) -> None:
         sizes = (TOKENS, HIDDEN, TOPK, comm.rank, EXPERTS, comm.local_world_size, comm.world_size)
@@ -282,9 +280,8 @@ def test_more_tokens_than_a_layer_has_room_for(pair: Ranks) -> None:
 def test_calls_with_lost_ranks_and_indices_change_too(pair: Ranks) -> None:
     def body(comm: Communicator) -> None:
         sizes = (TOKENS, HIDDEN, TOPK, comm.rank, EXPERTS + 2, comm.local_world_size, comm.world_size)
-        with EPAll2AllLayer(
-            comm, *sizes, lost_ranks=[1], layout="rank"
-        ) as layer:  # the second remaining rank has experts 4 and 5
+        # Rank 1 of three is lost, so the second remaining rank has experts 4 and 5.
+        with EPAll2AllLayer(comm, *sizes, lost_ranks=[1], layout="rank") as layer:
             for turn in range(5):
                 batch = Batch(comm, Form(), turn)
                 lost = torch.arange(batch.ids.numel()).view(batch.ids.shape) % 3 == turn % 3
@@ -312,7 +309,7 @@ def test_rows_lie_where_each_calls_indices_say(pair: Ranks) -> None:
                     batch, slots = batches[comm.rank], torch.cat([each.ids.flatten() for each in batches]).long()
                     places = torch.empty_like(slots)
                     generator = torch.Generator().manual_seed(turn)
-                    for rank in range(2):  # each rank's rows in any order; they are numbered over all ranks
+                    for rank in range(2):  # rows are numbered over all ranks, and each rank's rows have a random order
                         here = slots // 2 == rank
                         first = int((slots // 2 < rank).sum())
                         places[here] = first + torch.randperm(int(here.sum()), generator=generator)

@@ -1,4 +1,4 @@
-"""A dispatch that gave up leaves tables that were not filled. Calls queued after it must not use these tables."""
+"""A dispatch that times out leaves its tables unfilled. Calls queued after it must not use these tables."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_calls_after_a_dispatch_that_gave_up_touch_no_row(
 
         def made() -> Any:
             table = new()
-            table[...] = 0x3F3F3F3F  # rows and ranks far out of range
+            table[...] = 0x3F3F3F3F  # far out of range, both as a row and as a rank
             return table
 
         return made
@@ -73,10 +73,10 @@ def test_calls_after_a_dispatch_that_gave_up_touch_no_row(
     def body(comm: Communicator) -> None:
         layer = plan.case.layer(comm, **LAYOUTS[layout])
         assert layer.ctx.workspace.announces == announces
-        assert layer.ctx.workspace.experts.blocks > 1  # only the last block gathers counts
+        assert layer.ctx.workspace.experts.blocks > 1  # several blocks, of which only the last one gathers counts
         impatient(comm, 0.5)
         if comm.rank == 1:
-            wait_for_failure(comm)  # this rank makes no dispatch
+            wait_for_failure(comm)
             return
         stream = comm.runtime.create_stream()
         ids = plan.routing.ids[0]

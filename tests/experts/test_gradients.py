@@ -1,5 +1,5 @@
-"""EPAll2AllLayer under torch's autograd: gradients of all ranks' inputs, compared with numerical gradients and with
-those of a computation in one process.
+"""EPAll2AllLayer under torch's autograd: compares the gradients of all ranks' inputs with numerical gradients and with
+the gradients that one process computes.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ LAYOUTS = {
 
 Tensor = Any
 Block = Callable[[EPAll2AllLayer, Tensor, Tensor, Tensor], Tensor]
-"""From a rank's layer, tokens, expert ids and weights to its output."""
+"""Computes a rank's output from its layer, tokens, expert ids and weights."""
 
 
 class Mixture:
-    """A layer on every rank, and its routing: some tokens choose an expert twice, or drop one of their slots."""
+    """The layers of all ranks, and expert ids: some tokens choose an expert twice, some leave a slot without expert."""
 
     def __init__(self, ranks: Ranks, **options: Any) -> None:
         self.ranks, self._options = ranks, options
@@ -45,7 +45,7 @@ class Mixture:
 
     @staticmethod
     def tokens(rank: int) -> int:
-        """Returns a rank's number of tokens: the ranks' numbers differ, and one is 0."""
+        """Returns a rank's number of tokens, which differs between ranks and is 0 on one rank."""
         return (TOKENS, 2, 0, 1)[rank]
 
     def _everywhere(self, body: Callable[[Communicator], Any]) -> list[Any]:
@@ -58,19 +58,19 @@ class Mixture:
         return EPAll2AllLayer(comm, TOKENS, HIDDEN, TOPK, comm.rank, experts, comm.local_world_size, n, **options)
 
     def inputs(self) -> list[Tensor]:
-        """Tokens and weights of each rank in turn."""
+        """Returns the tokens and weights of rank 0, then those of rank 1, and so on."""
         generator = torch.Generator().manual_seed(4)
         shapes = [(self.tokens(rank), width) for rank in range(len(self.layers)) for width in (HIDDEN, TOPK)]
         return [torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True) for shape in shapes]
 
     def run(self, block: Block, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Computes all ranks' outputs from all ranks' inputs, as one function of autograd."""
+        """Returns all ranks' outputs for all ranks' inputs. For autograd this is one function."""
         outputs: tuple[Tensor, ...] = OnRanks.apply(self, block, *inputs)
         return outputs
 
 
 class OnRanks(torch.autograd.Function):  # type: ignore[misc]
-    """A function of all ranks' inputs, whose forward and backward passes each rank's thread makes for its own part."""
+    """A function of all ranks' inputs. Each rank's thread computes its own part of the forward and backward pass."""
 
     @staticmethod
     def forward(ctx: Any, mixture: Mixture, block: Block, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -146,8 +146,8 @@ def test_gradients_with_gaps_between_experts_are_the_numerical_ones(pair: Ranks,
 
 
 def test_gradients_of_combine_weights_are_the_numerical_ones(mixture: Mixture) -> None:
-    # The weights are float32, so the numerical step must be large compared with their rounding; the function is linear
-    # in them, so a large step is accurate.
+    # Because the weights are float32, the numerical step must be large. A large step is accurate, because the function
+    # is linear in the weights.
     inputs = mixture.inputs()
     tokens, weights = inputs[::2], inputs[1::2]
 
@@ -164,8 +164,8 @@ def test_gradients_of_combine_weights_are_the_numerical_ones(mixture: Mixture) -
 
 
 def test_gradients_are_those_of_one_process(mixture: Mixture) -> None:
-    """The gradients are also computed by a dense model in one process. Each expert has a matrix, whose gradient comes
-    from all ranks' tokens.
+    """A dense model computes the same gradients in one process. Each expert multiplies tokens by its matrix; tokens of
+    all ranks contribute to the matrix's gradient.
     """
     n = len(mixture.layers)
     matrices = torch.randn((n * EXPERTS_PER_RANK, HIDDEN, HIDDEN), dtype=torch.float64)
@@ -173,7 +173,8 @@ def test_gradients_are_those_of_one_process(mixture: Mixture) -> None:
 
     def dense(matrices: Tensor) -> Tensor:
         total = torch.zeros((), dtype=torch.float64)
-        padded = torch.cat([matrices, torch.zeros_like(matrices[:1])])  # the last matrix is for dropped slots
+        # The last matrix is used for slots without expert.
+        padded = torch.cat([matrices, torch.zeros_like(matrices[:1])])
         for rank, ids in enumerate(mixture.ids):
             tokens, weights = inputs[2 * rank], inputs[2 * rank + 1]
             slots = torch.einsum("th,tkhj->tkj", tokens, padded[ids.long()])
@@ -204,7 +205,7 @@ def test_gradients_are_those_of_one_process(mixture: Mixture) -> None:
 @pytest.mark.parametrize("buffers", [0, 1])
 @pytest.mark.parametrize("halves", [False, True])
 def test_gradients_of_a_row_for_each_rank(pair: Ranks, halves: bool, buffers: int) -> None:
-    """An expert multiplies by its number plus 1, so the gradients are known."""
+    """Expert i multiplies its rows by i + 1, so that the exact gradients are known."""
     mixture = Mixture(pair, layout="rank", dtype="float32", weight_dtype="float32", output_buffers=buffers)
 
     def body(comm: Communicator) -> None:
@@ -215,7 +216,7 @@ def test_gradients_of_a_row_for_each_rank(pair: Ranks, halves: bool, buffers: in
             rows, row_weights, desc = layer.dispatch_recv(layer.dispatch_send(tokens, ids, weights))
         else:
             rows, row_weights, desc = layer.dispatch(tokens, ids, weights)
-        # Where no expert is on this rank, the weight is a constant zero, whatever its factor.
+        # For an expert of another rank, the row's weight is 0, so its factor does not matter.
         factors = desc.local_expert_ids + comm.rank * EXPERTS_PER_RANK + 1
         made = rows * (row_weights * factors).sum(1, keepdim=True)
         combined = layer.combine_recv(layer.combine_send(made, desc)) if halves else layer.combine(made, desc)

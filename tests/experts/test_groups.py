@@ -1,4 +1,4 @@
-"""EPAll2AllLayer on groups of other libraries: an MPI communicator, a torch process group, and invalid ones."""
+"""EPAll2AllLayer on an MPI communicator, on a torch process group, and on invalid objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The expert-parallel layer: every output and descriptor field against the oracle."""
+"""Compares every output and descriptor field of the expert-parallel layer with a reference in numpy (the oracle)."""
 
 from __future__ import annotations
 
@@ -46,14 +46,15 @@ from support.paths import PROGRAMS
 from support.ranks import Ranks, collect_garbage
 from support.running import run_mpi
 
-# -- worlds: links, nodes and sizes ---
+# -- numbers of ranks and nodes ---
 
 WORLDS: list[WorldOptions] = [(size, {}) for size in (1, 2, 3, 5, 8)]
 WORLDS += [(2, {"local_world_size": 1}), (4, {"local_world_size": 1}), (6, {"local_world_size": 2})]
 WORLDS += [(4, {"local_world_size": 2, "fifos": 2, "proxy_threads": 2, "fifo_size": 4, "batch_tokens": 3})]
-WORLDS += [(3, {"announced_slots": 0})]  # one node, whose ranks always send each other counts
-WORLDS += [(4, {"few_tokens": 0})]  # … and some blocks of which only send
-REPRESENTED = [(8, {}), (4, {"local_world_size": 1})]  # by 5 on one node, and 2 that are nodes each
+WORLDS += [(3, {"announced_slots": 0})]  # Ranks of one node always send each other counts.
+WORLDS += [(4, {"few_tokens": 0})]  # Some blocks only send.
+# Only with --full: 5 ranks also share one node, and 2 ranks are also one node each.
+REPRESENTED = [(8, {}), (4, {"local_world_size": 1})]
 
 
 @pytest.fixture(scope="module", params=params(WORLDS, REPRESENTED), ids=world_name)
@@ -138,7 +139,7 @@ def test_tokens_on_one_rank_alone(world: World) -> None:
 def test_local_combine(pair: Ranks, dtype: str, local_combine: bool) -> None:
     plan = plan_of(Case((12, 15), topk=8, hidden=40, dtype=dtype, local_combine=local_combine))
     other = plan.routing.combine(plan.results, local_combine=not local_combine)
-    assert not np.array_equal(plan.combined[0], other[0])  # otherwise the test could not distinguish them
+    assert not np.array_equal(plan.combined[0], other[0])  # so that the test can distinguish the two results
     pair.run(lambda comm: check(comm, plan))
 
 
@@ -191,7 +192,7 @@ def test_expert_ids_are_announced_where_a_block_can_keep_them(
     run_ranks(2, body)
 
 
-# -- call after call ---
+# -- sequences of calls ---
 
 
 @pytest.mark.host_only(reason="it reaches into device memory")
@@ -212,9 +213,7 @@ def test_results_stay_right_when_the_flags_of_announcements_wrap(start: int) -> 
 
 
 def steps(first: Case, count: int) -> list[Plan]:
-    """Returns the plans of one case with different values, ids and numbers of tokens, within the first plan's
-    maximum.
-    """
+    """Returns plans with different values, ids and numbers of tokens, of which none exceeds the maximum of `first`."""
     most = first.max_tokens
     plans = [plan_of(first)]
     for step in range(1, count):
@@ -280,7 +279,7 @@ def test_calls_in_two_halves_with_work_between(local_world_size: int) -> None:
 
 @pytest.mark.parametrize(("local_world_size", "most"), [(2, 14), (2, 120), (1, 14)])
 def test_a_dispatch_and_a_combine_may_be_under_way_at_once(local_world_size: int, most: int) -> None:
-    """If the halves of a batch overlap, the next dispatch is sent before the previous combine is received."""
+    """A program that overlaps two halves of a batch sends a dispatch before it receives the previous combine."""
     plans = steps(Case((11, most), hidden=16, topk=3, local_world_size=local_world_size), 4)
 
     def body(comm: Communicator) -> None:
@@ -305,9 +304,7 @@ def test_a_dispatch_and_a_combine_may_be_under_way_at_once(local_world_size: int
 
 @pytest.mark.parametrize(("local_world_size", "most"), [(2, 12), (2, 120), (1, 12)])
 def test_a_descriptor_serves_any_number_of_calls(local_world_size: int, most: int) -> None:
-    """Gradients need that: the backward pass comes after all forward calls, and uses their descriptors in reverse
-    order.
-    """
+    """A backward pass uses the descriptors of all forward calls, in reverse order."""
     plans = steps(Case((most, 9), topk=3, local_world_size=local_world_size), 3)
 
     def body(comm: Communicator) -> None:
@@ -340,7 +337,7 @@ def test_ep_barrier_all(world: World) -> None:
     world.run(body)
 
 
-# -- the caller's side ---
+# -- the caller's arrays and streams ---
 
 
 def test_weights_may_be_left_out(pair: Ranks) -> None:
@@ -375,9 +372,7 @@ def test_weights_of_every_type(weight_dtype: str, local_world_size: int) -> None
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_weighted_combine_rounds_once(pair: Ranks, dtype: str) -> None:
-    """The result is within the error of its accumulation (two roundings per term) and of one rounding to the element
-    type.
-    """
+    """The result's error is at most that of accumulation (two roundings per term) and of one rounding to the dtype."""
     plan = plan_of(Case((16, 11), topk=6, hidden=64, dtype=dtype))
     rngs = [np.random.default_rng(rank) for rank in range(2)]
     factors = [rng.normal(size=rows).astype(np.float32) for rng, rows in zip(rngs, plan.routing.rows, strict=True)]
@@ -437,7 +432,7 @@ def test_no_kernel_has_more_blocks_than_num_sm(
     make = Launch.__init__
 
     def spy(self: Launch, kernel: Any, grid: Any, *arguments: Any) -> None:
-        if not kernel.name.startswith("expert_weigh"):  # no peer waits for such a kernel
+        if not kernel.name.startswith("expert_weigh"):  # this kernel may have more blocks, because no peer waits for it
             grids.append(grid)
         make(self, kernel, grid, *arguments)
 
@@ -486,7 +481,7 @@ def test_a_layer_may_be_finalized_with_calls_under_way(local_world_size: int) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("local_world_size", [pytest.param(2, marks=pytest.mark.full), 1])
 def test_finalized_layers_give_back_what_they_took(local_world_size: int) -> None:
-    """Memory has few ids: 254 layers between nodes use all of them, so finalized layers must give theirs back."""
+    """Finalized layers must give memory ids back, because 254 layers between nodes use all ids."""
     plan = plan_of(Case((4, 6), local_world_size=local_world_size))
 
     def body(comm: Communicator) -> None:
@@ -498,7 +493,7 @@ def test_finalized_layers_give_back_what_they_took(local_world_size: int) -> Non
 
 
 def test_a_forgotten_layer_keeps_what_its_peers_reach() -> None:
-    """A rank may be done with a call before its peers are, and must not free memory that they still write to."""
+    """A rank may finish a call before its peers, but must not free memory to which peers still write."""
     plan = plan_of(Case((4, 6)))
 
     def body(comm: Communicator) -> None:
@@ -573,7 +568,7 @@ def test_output_buffers_grow_and_weights_have_one_number_a_row(pair: Ranks) -> N
     pair.run(body)
 
 
-# -- a fixed maximum of rows ---
+# -- layers with `max_recv_tokens` ---
 
 
 @pytest.mark.parametrize("local_world_size", [3, 1])
@@ -606,7 +601,7 @@ def test_rows_past_a_fixed_maximum_count_as_zero(
     plan = plan_of(case)
     rows = plan.routing.rows
     most = min(rows) + 1
-    assert most < max(rows)  # some rank's rows don't fit
+    assert most < max(rows)  # at least one rank receives too many rows
 
     def cut(values: Values) -> Values:
         there = values.copy()
@@ -638,14 +633,14 @@ def test_rows_past_a_fixed_maximum_count_as_zero(
                 with pytest.raises(CapacityError) as caught:
                     layer.check()
                 assert caught.value.needed == max(rows)
-                layer.check()  # the error is raised once
+                layer.check()  # raises the error only once
                 results = first(plan.results[rank])
                 same_numbers(layer.combine(results, desc), combined[rank], "combine")
                 got = layer.combine(results, desc, weights=first(plan.scales[rank]))
                 same_numbers(got, scaled[rank], "weighted combine")
             if comm.runtime.name == "host":
-                with pytest.raises(CapacityError):  # without a stream the call waits, so it raises the error itself
+                with pytest.raises(CapacityError):  # a call without a stream waits, so the call itself raises the error
                     dispatch_of(layer, plan, comm)
-        check(comm, plan)  # a layer without a maximum, on the same communicator
+        check(comm, plan)  # uses a layer without a maximum on the same communicator
 
     run_ranks(3, body, local_world_size=local_world_size)

@@ -1,4 +1,4 @@
-"""The oracle of the expert-parallel layer itself, checked by hand."""
+"""Checks the oracle, which is the numpy reference for the expert-parallel layer, against results worked out by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.cases.expert_oracle import Routing
 
 
 def test_the_oracle_gives_what_was_worked_out_by_hand() -> None:
-    """There are two nodes of one rank. Experts 0 and 1 are on rank 0, 2 and 3 on rank 1; id 4 drops a slot."""
+    """Each of two nodes has one rank. Rank 0 has experts 0 and 1, rank 1 has 2 and 3; id 4 chooses no expert."""
     ids = np.array([[0, 2], [2, 3], [1, 1]], np.int32), np.array([[3, 4], [0, 2]], np.int32)
     routing = Routing(ids, experts=4, local_world_size=1, max_tokens=4)
     inputs = [np.array([[10.0], [11.0], [12.0]]), np.array([[20.0], [21.0]])]
@@ -42,7 +42,7 @@ def test_the_oracle_gives_what_was_worked_out_by_hand() -> None:
 
 
 def test_the_oracle_rounds_once_on_one_node_and_twice_by_parts() -> None:
-    """From 2048 on, half precision has only even numbers, so the sums show where a rounding happens."""
+    """float16 has only even numbers from 2048 to 4096, so the sums show where a rounding happens."""
     ids = np.array([[0, 1, 0]], np.int32), np.empty((0, 3), np.int32)
     rows = [np.array([[2048], [1]], np.float16), np.array([[1]], np.float16)]
     for local_world_size, local_combine, total in ((2, False, 2050), (2, True, 2048), (1, False, 2048)):

@@ -1,4 +1,4 @@
-"""The refusals of the expert-parallel layer, by name and on all ranks."""
+"""Wrong calls of the expert-parallel layer raise errors that name the argument, on all ranks."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_differing_configurations_are_refused_on_all(argument: str, option: str,
     def body(comm: Communicator) -> None:
         mine = replace(case, **{option: value}) if comm.rank == 1 else case
         refused(argument, lambda: mine.layer(comm))
-        check(comm, plan)  # the communicator still works
+        check(comm, plan)  # the communicator stays usable
 
     run_ranks(3, body)
 
@@ -186,7 +186,7 @@ def test_wrong_arrays_are_refused_by_name() -> None:
 
         with case.layer(comm) as layer:
             tokens, ids, weights = ones(5, 4), zeros(5, 2), ones(5, 2)
-            layer.dispatch(tokens, ids)  # a valid call first: refusals do not depend on earlier calls
+            layer.dispatch(tokens, ids)  # later wrong calls must be refused even after a valid call
             for argument, arguments in [
                 ("input", (ones(9, 4), zeros(9, 2))),  # more than max_tokens
                 ("input", (ones(5, 4, dtype=np.float64), ids)),
@@ -227,7 +227,7 @@ def test_wrong_arrays_are_refused_by_name() -> None:
                 ("added", {"added": (ones(5, 4, dtype=np.float64),)}),
                 ("added", {"added": (ones(5, 4),) * 3}),
                 ("added", {"added": (None,)}),
-                ("order_ids", {"order_ids": ids}),  # allowed only if rows are summed rank by rank
+                ("order_ids", {"order_ids": ids}),  # needs a layer that sums rows rank by rank
                 ("out", {"out": ones(4, 4)}),
                 ("out", {"out": ones(5, 4, dtype=np.float64)}),
                 ("out", {"out": rows[:5]}),
@@ -239,7 +239,7 @@ def test_wrong_arrays_are_refused_by_name() -> None:
             refused("input", lambda: layer.redispatch(ones(5, 4, dtype=np.float64), desc))
             refused("ep_a2a_layout_desc", lambda: layer.redispatch(tokens, object()))
             assert np.array_equal(on_host(layer.combine(rows, desc)), np.full((5, 4), 2))
-            for _ in range(3):  # also as a repeated call
+            for _ in range(3):  # later turns reuse the prepared call
                 assert np.array_equal(on_host(layer.combine(rows, desc, added=(ones(5, 4),))), np.full((5, 4), 3))
             assert np.array_equal(on_host(layer.combine(rows, desc)), np.full((5, 4), 2))
             check_layer(comm, plan, layer)
@@ -291,7 +291,7 @@ def test_scatter_indices_that_are_no_permutation_are_refused(place: int | str, l
 
 @pytest.mark.parametrize("local_world_size", [2, 1])
 def test_scatter_indices_for_fewer_tokens_than_there_are_are_refused(local_world_size: int) -> None:
-    """The memory after them has correct values, but must not be read."""
+    """The library must not read past the scatter indices, although the memory there has correct values."""
     case = Case((4, 2), routing="an expert several times", local_world_size=local_world_size)
     plan = plan_of(case)
     scatter = plan.routing.random_scatter(np.random.default_rng(0))
@@ -457,7 +457,7 @@ def test_calls_of_different_layers_are_a_mismatch(instead: str) -> None:
 
 @pytest.mark.parametrize("announces", ["counts", "masks", "shared_masks"])
 def test_a_rank_that_names_no_output_buffer_is_a_mismatch(monkeypatch: pytest.MonkeyPatch, announces: str) -> None:
-    """Graphs of different calls may be launched together, and no comparison of calls notices that."""
+    """The kernels must notice that the ranks' calls differ, because calls in graphs are not compared at launch."""
     if announces != "masks":
         monkeypatch.setattr(geometry, "ANNOUNCED_SLOTS", 0)
     if announces == "counts":

@@ -1,4 +1,4 @@
-"""The expert-parallel layer with torch's tensors, and its gradients."""
+"""The expert-parallel layer with torch's tensors, and its gradients in torch's autograd."""
 
 from __future__ import annotations
 
@@ -87,11 +87,11 @@ def test_a_rank_without_rows_takes_the_weights_of_its_peers_rows(
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 @pytest.mark.parametrize("local_world_size", [2, 1])
 def test_gradients(torch: ModuleType, local_world_size: int, weighted: bool) -> None:
-    """torch's gradcheck of dispatch, experts and combine, over all ranks at once.
+    """torch's gradcheck checks dispatch, experts and combine as one function of all ranks' tensors, because a rank's
+    gradient needs the other ranks' part of the backward pass. Each rank's part runs in the rank's thread.
 
-    A rank's gradient needs the other ranks' part of the backward pass, so the checked function takes and returns the
-    tensors of all ranks, and each rank's part of it runs in the rank's thread. The function is linear in each tensor,
-    so large differences are as accurate as small ones; routing weights are float32, which holds their values exactly.
+    The function is linear in each tensor, so that large differences are as accurate as small differences. The routing
+    weights are exact in float32.
     """
     plan = plan_of(Case((4, 3), hidden=3, topk=3, dtype="float64", local_world_size=local_world_size))
     rng = np.random.default_rng(0)

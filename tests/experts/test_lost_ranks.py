@@ -1,4 +1,6 @@
-"""A layer on the remaining ranks: experts keep their numbers, and slots of lost experts are dropped and reported."""
+"""A layer on the ranks that remain after a loss: experts keep their numbers, and tokens' choices of lost experts are
+dropped and reported.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,7 @@ def layer_on(comm: Communicator, experts: int, **options: Any) -> EPAll2AllLayer
 
 
 def inputs_of(rank: int, all_ranks: int, layout: str) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Returns a rank's tokens, expert ids and weights. A token chooses an expert at most once; some slots
-    choose none.
-    """
+    """Returns a rank's tokens, expert ids and weights. No token chooses an expert twice; some slots choose none."""
     rng = np.random.default_rng(rank)
     count, experts = TOKENS - rank % 2, all_ranks * PER_RANK
     ids = np.array([rng.permutation(experts + 1)[:TOPK] for _ in range(count)])

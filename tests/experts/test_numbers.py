@@ -1,4 +1,4 @@
-"""The numbers of a layer: any integer type, within bounds that are checked before anything is made."""
+"""A layer accepts its numbers in any integer type, and checks their bounds before it allocates anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A row for each rank, and padded rows, compared with numpy's results for all ranks' arguments."""
+"""Layers with layout="rank" (one row per token and rank) and "padded" rows, compared with numpy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HIDDEN = 16
 
 @dataclass(frozen=True)
 class Case:
-    """The inputs of all ranks, derived from a seed.
+    """The inputs of all ranks.
 
     Attributes:
         tokens: number of tokens of each rank.
@@ -56,7 +56,7 @@ class Case:
 
     @functools.cached_property
     def ids(self) -> list[Values]:
-        """The expert ids of each rank's tokens. Each token chooses an expert at most once."""
+        """The expert ids of each rank's tokens. No token chooses an expert twice."""
         rng, out = np.random.default_rng(1), []
         for tokens in self.tokens:
             all_ids = max(self.experts, self.topk)
@@ -77,7 +77,7 @@ class Case:
         return [rng.random(ids.shape).astype(np.float32) for ids in self.ids]
 
     def here(self, rank: int) -> list[NDArray[np.bool_]]:
-        """Returns for each source rank which slots choose an expert of `rank`."""
+        """Returns, for each source rank, a mask of the slots that choose an expert of `rank`."""
         return [(ids >= 0) & (ids < self.experts) & (ids // self.experts_per_rank == rank) for ids in self.ids]
 
     def layer(self, comm: Communicator, **options: Any) -> EPAll2AllLayer:
@@ -98,7 +98,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Rows:
-    """The expected rows of a rank, with one for each token that it gets."""
+    """The rows that a rank should receive: one row per token that chooses at least one of its experts."""
 
     rows: Values
     experts: NDArray[np.int32]
@@ -134,12 +134,12 @@ def same(got: Any, expected: Values) -> None:
 
 
 def sums_over_ranks(case: Case, rank: int, results: list[Values]) -> Values:
-    """Returns a rank's combined output for the given results of each rank's rows. They are added in the order of k, and
-    each rank's row of a token counts once.
+    """Returns a rank's combined output if `results` are the results of each rank's rows. The results of a token, one
+    per rank, are added in the order in which the token's slots first choose a rank.
     """
     total = np.zeros((case.tokens[rank], case.hidden), np.float32)
     first = sum(case.tokens[:rank])
-    row_of = []  # for each owner and token, the row if there is one
+    row_of = []  # row_of[owner][token] is the token's row on that rank
     for owner in range(case.ranks):
         came = np.concatenate(case.here(owner)).any(axis=1)
         row_of.append((np.cumsum(came) - came)[first:])
@@ -173,14 +173,14 @@ def check_rank_rows(comm: Communicator, case: Case, **options: Any) -> None:
             padding = 0 if most is None else most - count
             back = layer.combine(on_device(comm, np.pad(results[rank], ((0, padding), (0, 0)))), desc)
             same(on_host(back) + 0, sums_over_ranks(case, rank, results) + 0)
-            if layer.ctx.workspace.outputs is not None:  # rows that peers load, also from other memory
+            if layer.ctx.workspace.outputs is not None:  # peers load rows that are in output buffers
                 loaded = layer.combine_input(desc)
                 overwrite(loaded, np.pad(results[rank], ((0, padding), (0, 0))))
                 same(on_host(layer.combine(loaded, desc)) + 0, sums_over_ranks(case, rank, results) + 0)
                 same(
                     on_host(layer.combine(rows, desc)) + 0, sums_over_ranks(case, rank, [e.rows for e in expected]) + 0
                 )
-                if rank == 0:  # rank 0 sends its rows, while peers load the other ranks' rows
+                if rank == 0:  # rank 0's rows are in no buffer, so it must send them; peers load the other ranks' rows
                     rows = on_device(comm, on_host(rows))
                 same(
                     on_host(layer.combine(rows, desc)) + 0, sums_over_ranks(case, rank, [e.rows for e in expected]) + 0
@@ -232,7 +232,7 @@ def check_padded_rows(comm: Communicator, case: Case) -> None:
 WORLDS: list[WorldOptions] = [(size, {}) for size in (1, 2, 3, 5)]
 WORLDS += [(3, {"announced_slots": 0}), (4, {"few_tokens": 0, "announced_slots": 0})]
 WORLDS += [(4, {"local_world_size": 2, "batch_tokens": 3})]
-REPRESENTED = [(5, {})]  # by 3 ranks of one node
+REPRESENTED = [(5, {})]  # only with --full, because 3 ranks also share one node
 
 
 @pytest.fixture(scope="module", params=params(WORLDS, REPRESENTED), ids=world_name)
@@ -279,10 +279,10 @@ def test_a_row_for_each_rank_with(world: World, options: dict[str, Any]) -> None
 @pytest.mark.parametrize("options", [{}, {"output_buffers": 1}], ids=repr)
 @pytest.mark.parametrize("times", [1, 500])
 def test_ranks_are_added_in_their_order(times: int, options: dict[str, Any]) -> None:
-    """The rows of a token are added in the order of the ranks, as DeepEP's `Buffer` adds them, in whatever order the
-    experts were chosen.
+    """A token's rows are added in the order of the ranks, whatever the order of the token's experts. DeepEP's `Buffer`
+    has the same order.
     """
-    values = [2.0**30, 1.0, -(2.0**30), 1.0]  # whose sum depends on the order
+    values = [2.0**30, 1.0, -(2.0**30), 1.0]  # their float32 sum depends on the order
     orders = np.array([[0, 1, 2, 3], [0, 2, 1, 3], [3, 2, 1, 0], [3, 0, -1, 2]] * times, np.int32)
 
     def body(comm: Communicator) -> None:
@@ -314,7 +314,7 @@ def test_masks_of_several_words_and_rows_of_several_pieces(options: dict[str, An
     def body(comm: Communicator) -> None:
         check_rank_rows(comm, case, **options)
         with case.layer(comm, **options) as layer:
-            assert layer.ctx.workspace.experts.choice_packets == 3  # 2 words for each rank, and one for bad ids
+            assert layer.ctx.workspace.experts.choice_packets == 3  # one packet (2 words) per rank, and one for bad ids
 
     with Ranks(2, make_runtime=runtime_with_blocks) as ranks:
         ranks.run(body)
@@ -343,7 +343,7 @@ def test_several_blocks_write_the_tables_of_few_tokens_with_many_slots() -> None
         check_rank_rows(comm, case, **options)
         with case.layer(comm, **options) as layer:
             experts = layer.ctx.workspace.experts
-            assert (layer.ctx.workspace.announces, experts.blocks) == ("masks", 16)  # of which two write 3072 entries
+            assert (layer.ctx.workspace.announces, experts.blocks) == ("masks", 16)
 
     with Ranks(3, make_runtime=functools.partial(runtime_with_blocks, blocks=16)) as ranks:
         ranks.run(body)
@@ -358,7 +358,7 @@ def test_blocks_announce_shares_of_many_tokens(max_recv_tokens: int | None) -> N
         check_rank_rows(comm, case, **options)
         with case.layer(comm, **options) as layer:
             experts = layer.ctx.workspace.experts
-            # 11 packets of 64 tokens for each rank, and one for bad ids from each block
+            # For each of 3 ranks, 11 packets for 64 tokens each; from each block, one packet for bad ids.
             assert experts.choice_packets == experts.blocks + 3 * 11
 
     with Ranks(3, make_runtime=runtime_with_blocks) as ranks:
@@ -440,9 +440,7 @@ def test_an_output_stays_until_its_buffer_is_taken_again(announced: bool, monkey
 def test_one_rank_alone_may_record_its_dispatches(
     announced: bool, max_recv_tokens: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That happens if only one rank has tokens that require a gradient. This rank's outputs stay, and its peers'
-    outputs are in reused buffers.
-    """
+    """If only one rank's tokens require a gradient, its outputs stay valid, and its peers' outputs reuse buffers."""
     if not announced:
         monkeypatch.setattr(geometry, "ANNOUNCED_SLOTS", 0)
 
@@ -461,7 +459,7 @@ def test_one_rank_alone_may_record_its_dispatches(
         cases = [Case((3 + i, 2)) for i in range(3)]
         with Case((9, 2)).layer(comm, output_buffers=1, max_recv_tokens=max_recv_tokens) as layer:
             outputs = []
-            for case in cases:  # in full, then repeated
+            for case in cases:  # later turns reuse the prepared calls
                 recording_threads.update([threading.get_ident()] if comm.rank == 1 else [])
                 rows, _, desc = layer.dispatch(*case.arguments(comm))
                 recording_threads.discard(threading.get_ident())

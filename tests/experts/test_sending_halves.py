@@ -1,4 +1,4 @@
-"""With padded rows, the sending half of a call waits for no peer, so it ends even while peers are stopped."""
+"""With padded rows, the sending half of a call waits for no peer, so that it completes even while peers are stopped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.running import Stop, run_ranks
 EXPERTS_PER_RANK, HIDDEN, TOPK = 2, 16, 3
 
 
-# With few tokens, ranks announce the choices; with many slots, they send counts.
+# Ranks with few tokens send their expert ids to peers; ranks with many tokens send counts.
 @pytest.mark.parametrize("tokens", [16, 1000], ids=["choices", "counts"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_stopped_peer_holds_no_sending_half(ranks: int, tokens: int) -> None:
@@ -41,8 +41,8 @@ def test_a_stopped_peer_holds_no_sending_half(ranks: int, tokens: int) -> None:
                 return layer.combine_send(rows, desc)
 
             rows, _, desc = layer.dispatch(given, chosen)
-            # Every rank has sent a combine and a dispatch. Rank 0 receives both, and sends the next combine and
-            # dispatch, before the other ranks have received any.
+            # Each rank sends a combine and a dispatch. Rank 0 receives its combine and dispatch and sends the next ones
+            # before any other rank has received.
             combining, dispatching = layer.combine_send(rows, desc), sent(2)
             comm.barrier()
             stop.until_told(comm)

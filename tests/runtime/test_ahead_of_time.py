@@ -1,4 +1,4 @@
-"""`proxyccl compile` and `use_aot`: kernels compiled beforehand are used, and others refused."""
+"""`proxyccl compile` and `use_aot`: programs run kernels that were compiled beforehand, and refuse other kernels."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_the_command_compiles_all_kernels_of_a_layer(monkeypatch: pytest.MonkeyP
     ids=["short kernels", "long kernels"],
 )
 def test_the_command_compiles_for_an_absent_architecture(empty_cache: Path, names: set[str]) -> None:
-    # One of each kind: the host's test above finds all, and test_nvrtc.py compiles the others or their parts.
+    # Two kernels suffice: the test above checks that the command finds all kernels, and test_nvrtc.py compiles others.
     kernels = [kernel for kernel in EXPERT_KERNELS if kernel[1] in names and kernel[2] in {None, "bfloat16"}]
     assert len(kernels) == len(names)
     made, before = compile_all(ARCHITECTURE, kernels)
@@ -136,7 +136,7 @@ def test_a_runtime_takes_what_the_command_compiled(empty_cache: Path) -> None:
 
 
 class LoadedError(Exception):
-    """Raised in place of a driver's loading of an image."""
+    """Raised instead of loading an image into a driver."""
 
 
 def without_a_device() -> tuple[GpuRuntime, list[bytes]]:

@@ -1,4 +1,6 @@
-"""Waits for all work include work on streams that were closed since, even if another stream reuses the handle."""
+"""A wait for all work includes work that was queued on streams before they were closed, even if a new stream has the
+same handle.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ pytestmark = [
 
 
 class Words:
-    """Three words on the device: a gate that work waits for, and two others."""
+    """Three words on the device: a gate for which queued work waits, and the source and target of a copy."""
 
     def __init__(self, comm: Communicator) -> None:
         self._runtime = comm.runtime
@@ -39,7 +41,7 @@ class Words:
 
     @contextmanager
     def opening(self) -> Iterator[None]:
-        """Opens the gate at the end of the block."""
+        """Opens the gate when the block ends."""
         try:
             yield
         finally:

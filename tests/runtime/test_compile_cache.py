@@ -69,7 +69,7 @@ def compiler() -> Recorder:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The test's own cache, which `PROXYCCL_CACHE` does not name."""
+    """Gives the test a cache directory of its own, without PROXYCCL_CACHE."""
     monkeypatch.delenv("PROXYCCL_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(compile_cache, "_unsaved", {})
@@ -118,11 +118,11 @@ def test_a_damaged_file_is_compiled_again_once(
 def test_a_damaged_shared_object_is_never_mapped(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = 'extern "C" __global__ void kernel(int* out) { *out = 21; }'
     HostRuntime().compile(source)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "other"))  # the first cache's file is in use
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "other"))  # a new cache, because a loaded file must not be changed
     copied = shutil.copytree(cache, cache / "other" / "proxyccl")
     damage(only_file(Path(copied)), "cut")
     runtime, out = HostRuntime(), np.zeros(1, np.int32)
-    runtime.compile(source)(1, 1, out)  # mapped, the file would end the process by SIGBUS
+    runtime.compile(source)(1, 1, out)  # if the library mapped the short file, the process would get SIGBUS
     runtime.synchronize()
     assert out[0] == 21
 
@@ -161,7 +161,7 @@ def test_a_file_that_can_not_be_written_is_done_without(
     with pytest.warns(RuntimeWarning, match=rf"in {cache} can't be used \(.*{os.strerror(number)}.*set PROXYCCL_CACHE"):
         made = use(compiler)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # the problem is reported only once
+        warnings.simplefilter("error")  # the warning comes only once
         assert use(compiler) == made
     assert compiler.calls == 1
     assert list(cache.iterdir()) == []
@@ -187,7 +187,7 @@ def test_a_file_that_another_process_writes_meanwhile_does_no_harm(cache: Path, 
 
     class Slow(Recorder):
         def compile(self, source: str, options: tuple[str, ...] = ()) -> bytes:
-            path.write_bytes(whole)  # the other process is faster
+            path.write_bytes(whole)  # as another process that compiles faster would
             return super().compile(source, options)
 
     assert use(Slow()) == b"image of source"
@@ -301,7 +301,7 @@ def test_processes_that_need_a_file_wait_for_the_one_that_builds_it(tmp_path: Pa
     path = tmp_path / "kernel.so"
     building, told = threading.Event(), []
 
-    def second() -> None:  # with a descriptor of its own, as another process would have
+    def second() -> None:
         building.wait()
         with one_builder(directory, path) as waited:
             told.append((waited, path.exists()))

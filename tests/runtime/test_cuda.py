@@ -1,4 +1,4 @@
-"""The CUDA runtime's errors where it can't run; its behaviour where it can is in the tests that run on any runtime."""
+"""The CUDA runtime's errors on machines where CUDA can't run. Tests of all runtimes cover it on machines with GPUs."""
 
 from __future__ import annotations
 
@@ -74,9 +74,7 @@ def test_fewer_queues_than_usual_are_named(
 
 
 def test_operations_of_a_stream_have_the_drivers_layout() -> None:
-    """stream_operations.h does not include CUDA's struct, so this test compares its own with the binding's byte by
-    byte.
-    """
+    """stream_operations.h declares a copy of CUDA's struct; its layout must equal that in the Python binding."""
     driver = pytest.importorskip("cuda.bindings.driver")
     theirs, ours = driver.CUstreamBatchMemOpParams(), ffi.new("ProxycclStreamOperation *")
     theirs.waitValue.operation = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_64

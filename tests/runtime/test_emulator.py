@@ -1,4 +1,4 @@
-"""The host runtime as a GPU: kernels, refused launches, streams and events, memory, compilation."""
+"""The host runtime, which emulates a GPU: kernels, refused launches, streams, events, memory and compilation."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_dynamic_shared_memory_has_the_size_of_the_launch(runtime: HostRuntime, 
 # -- warps ---
 
 
-@pytest.mark.parametrize("threads", [32, 64, 40])  # the last: a second warp of eight lanes
+@pytest.mark.parametrize("threads", [32, 64, 40])  # with 40 threads the second warp has eight lanes
 @pytest.mark.parametrize("mask", [FULL, 0x0000FFFF, 0x5555555D])
 def test_warp_operations_exchange_among_the_lanes_of_the_mask(
     runtime: HostRuntime, kernels: Module, threads: int, mask: int
@@ -240,7 +240,8 @@ def test_warp_operations_exchange_among_the_lanes_of_the_mask(
             continue
 
         def source(wanted: int, own: int = lane, members: list[int] = lanes) -> int:
-            return wanted if wanted in members else own  # a lane that does not take part gives the reader's own value
+            # Reading from a lane outside the mask gives the reader's own value.
+            return wanted if wanted in members else own
 
         expected = [
             100 + source(3),
@@ -261,7 +262,7 @@ def test_parts_of_a_warp_meet_on_their_own(runtime: HostRuntime, kernels: Module
     assert out.tolist() == [3] * 16 + [7] * 16
 
 
-# -- blocks together ---
+# -- blocks that wait for each other ---
 
 
 def test_atomics_count_every_thread_of_every_block(runtime: HostRuntime, kernels: Module) -> None:
@@ -296,9 +297,9 @@ def test_stacks_of_a_block_are_one_mapping(runtime: HostRuntime, kernels: Module
     blocks = 16
     syncer, values, wrong = zeros(2), zeros(blocks), zeros(1)
     before = mappings()
-    kernels.grid_barrier(blocks, 256, syncer, values, wrong, 1)  # blocks that wait for each other, so as many threads
+    kernels.grid_barrier(blocks, 256, syncer, values, wrong, 1)  # blocks wait for each other, so each has its OS thread
     runtime.synchronize()
-    assert mappings() - before < 256  # a thread of the system takes some too
+    assert mappings() - before < 256  # each OS thread adds some mappings
 
 
 def test_16_bit_floats_convert_as_ieee_says(runtime: HostRuntime, kernels: Module) -> None:

@@ -1,8 +1,8 @@
-"""The HIP runtime itself: its errors where something is missing, and the calls that only it makes.
+"""Behaviour that only the HIP runtime has: errors where ROCm or hip-python is missing, and calls of HIP's own.
 
-HIP's calls go through hip-python to a test library that forwards them to the host runtime (support/hip). The
-behaviour that runtimes share is tested there too, by `make test-hip`. hip-python loads its library once per process, so
-each case here is a process.
+HIP's calls go through hip-python to a test library that forwards them to the host runtime (support/hip).
+`make test-hip` runs the tests of all runtimes on this library. Each case is a process, because hip-python loads its
+library only once.
 """
 
 from __future__ import annotations

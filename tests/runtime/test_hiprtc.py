@@ -1,8 +1,7 @@
 """The device side compiles for AMD, with the real HIPRTC through hip-python; no GPU is needed.
 
-The accesses that synchronise are read back from the compiler's instructions: widths, scopes, and waits. HIPRTC comes
-from Debian's testing distribution (support/hip/fetch_hiprtc.py); if it is not available, these tests are skipped with
-the reason.
+The tests disassemble the code and check the widths, scopes and waits of accesses that synchronise. HIPRTC comes from
+Debian's testing distribution (support/hip/fetch_hiprtc.py); if it is not available, these tests are skipped.
 """
 
 from __future__ import annotations
@@ -47,18 +46,17 @@ HIP = TESTS / "support/hip"
 HIPRTC = ROOT / "build/hiprtc"
 LIBRARIES = HIPRTC / "root/usr/lib/x86_64-linux-gnu"
 ARCHITECTURES = ("gfx90a", "gfx942", "gfx950")
-# gfx90a spells scopes in its own way. The scopes, waits and fences of gfx950 are those of gfx942, by which it is
-# represented.
+# Without --full, gfx942 represents gfx950, because both have the same scopes, waits and fences. Those of gfx90a differ.
 SPELLED = [pytest.param(each, marks=pytest.mark.full if each == "gfx950" else []) for each in ARCHITECTURES]
-# For tests that depend on the source alone, not on an architecture's instructions.
+# One architecture suffices, without --full, for tests whose results do not depend on an architecture's instructions.
 EXAMPLE = [pytest.param(each, marks=[] if each == "gfx942" else pytest.mark.full) for each in ARCHITECTURES]
 
 
 class Hiprtc:
     """The compiler, in a separate process that runs under its own C library.
 
-    Unless it compiles as for users, only the instructions that are read back are optimised as theirs: with -O1 the rest
-    takes two thirds of the time, through the same front end and code generator.
+    Without `as_for_users`, `compile` uses -O1, which takes two thirds of the time; `instructions` always uses users'
+    options.
     """
 
     def __init__(self, as_for_users: bool) -> None:
@@ -97,7 +95,7 @@ class Hiprtc:
         return answer
 
     def close(self) -> None:
-        """Ends the process by a line: a rank that was forked meanwhile keeps a copy of the pipe open."""
+        """Sends an empty line to end the process. Closing the pipe may not suffice: a forked rank may hold a copy."""
         assert self._worker.stdin is not None
         self._worker.stdin.write("\n")
         self._worker.stdin.close()
@@ -127,22 +125,20 @@ def architecture(request: pytest.FixtureRequest) -> str:
 
 
 def exports(code: bytes, name: str) -> bool:
-    """Returns whether a code object has a kernel (its descriptor is called name.kd) and the kernel's
-    parameter table.
-    """
+    """Returns whether a code object has the kernel `name` (as the descriptor NAME.kd) and its parameter table."""
     symbol = symbol_of(name, code.decode("latin-1"))
     return f"\0{symbol}.kd\0".encode() in code and f"\0proxyccl_parameters_{name}\0".encode() in code
 
 
 def test_every_header_compiles(hiprtc: Hiprtc) -> None:
-    # For one architecture: the compiler's architecture-specific part sees nothing of templates and inline functions.
-    # NVRTC's tests show that each header compiles alone, in a fifth of the time.
+    # One architecture suffices, because unused templates and inline functions become no instructions. That each header
+    # compiles alone is checked with NVRTC, which takes a fifth of the time.
     hiprtc.compile("".join(f'#include "{header}"\n' for header in headers("hip")), "gfx942")
 
 
-# Every algorithm for every architecture; for gfx942 types with several kinds of arithmetic, and for its neighbours one
-# type with special instructions. That type on gfx942 is the example: the others' arithmetic compiles with NVRTC, and
-# the neighbours' accesses are read below.
+# bfloat16 has instructions of its own, so all architectures compile its reductions; only gfx942 compiles other types.
+# Without --full, only bfloat16 on gfx942 is compiled: NVRTC compiles the other types' arithmetic, and the tests of
+# accesses below cover the other architectures.
 KINDS = ("float64", "bfloat16", "int8")
 INSTANCES = [
     pytest.param(
@@ -164,9 +160,8 @@ def test_shipped_reductions_compile(hiprtc: Hiprtc, architecture: str, dtype: st
         assert exports(code, f"{algorithm}_{dtype}_{op.lower()}")
 
 
-# What moves data between ranks and the largest kernel, on one architecture, use all of the platform's header that
-# shipped kernels use. The other kernels' own source is C++, which compiles with NVRTC; the neighbours of gfx942 spell
-# accesses differently, which are read below.
+# Without --full, only moves.h is compiled, for gfx942. NVRTC compiles the other kernels' C++, and the tests of accesses
+# below cover the other architectures.
 EXAMPLES = {"moves"}
 KERNELS = [
     pytest.param(
@@ -208,7 +203,7 @@ def test_norms_compile(hiprtc: Hiprtc) -> None:
     )
 
 
-@pytest.mark.full  # with NVRTC otherwise: its accesses are those of the kernels above
+@pytest.mark.full  # without --full, only NVRTC compiles the interpreter
 def test_the_interpreter_of_execution_plans_compiles(hiprtc: Hiprtc) -> None:
     code = hiprtc.compile(shipped_source("execute_plan.h", "execute_plan", "bfloat16", None), "gfx942")
     assert exports(code, "execute_plan_bfloat16")
@@ -216,7 +211,7 @@ def test_the_interpreter_of_execution_plans_compiles(hiprtc: Hiprtc) -> None:
 
 @pytest.mark.parametrize("architecture", EXAMPLE)
 def test_a_kernel_that_uses_everything_compiles(hiprtc: Hiprtc, architecture: str) -> None:
-    # HIP needs 64 bits for the lanes of a warp of 64.
+    # HIP's masks of lanes have 64 bits.
     code = hiprtc.compile(USER_KERNEL.replace("0xffffffffu", "~0ull"), architecture)
     for name in ("sm_channel", "newer_names", "proxy_channel", "ring", "block_and_warp"):
         assert exports(code, name)
@@ -268,10 +263,10 @@ __global__ void wait_for_grid(DeviceSyncer* syncer, Control* control) { syncer->
 
 
 class Instructions:
-    """The kernels' accesses to memory and the instructions that order them, by kernel.
+    """Each kernel's instructions that access memory or order accesses.
 
-    An entry is an opcode with the modifiers that say its scope ("global_store_dwordx2 sc0 sc1"); waits for memory and
-    barriers count as entries.
+    An entry is an opcode with its scope's modifiers, such as "global_store_dwordx2 sc0 sc1". Waits for memory and
+    barriers are entries, too.
     """
 
     def __init__(self, assembly: str) -> None:
@@ -304,10 +299,11 @@ class Instructions:
 
 
 class Scopes:
-    """An architecture's spelling of the accesses of each scope."""
+    """The modifiers and instructions by which an architecture accesses memory at device and system scope."""
 
     def __init__(self, architecture: str) -> None:
-        old = architecture == "gfx90a"  # the page decides whether a store bypasses the caches
+        # Stores of gfx90a have no modifiers, because the page decides whether a store bypasses the caches.
+        old = architecture == "gfx90a"
         self.system_load = " glc" if old else " sc0 sc1"
         self.system_store = "" if old else " sc0 sc1"
         self.device_load = " glc" if old else " sc1"
@@ -342,11 +338,11 @@ def assembled(hiprtc: Hiprtc) -> Assembled:
 
 def test_an_access_is_one_instruction_of_the_right_kind(assembled: Assembled, architecture: str) -> None:
     kernels, to = assembled[architecture], Scopes(architecture)
-    # After the acquire of the room, both words of a trigger bypass the caches; the second, with the parity bit, once
-    # everything before it has arrived.
+    # After the acquire that finds room, both words of a trigger are stored past the caches. The second word, with the
+    # parity bit, is stored only after all earlier stores have arrived.
     store = "global_store_dwordx2" + to.system_store
     assert merged(kernels["store_trigger"]) == [to.device_invalidate, store, *to.write_back, store]
-    # One store of 16 bytes, without a wait after it.
+    # A packet is one store of 16 bytes, and no wait follows it.
     assert kernels["write_ll16"] == ["global_store_dwordx4" + to.system_store]
     assert kernels["write_ll8"] == [store]
     assert kernels["read_ll16"][:2] == ["global_load_dwordx4" + to.system_load, "s_waitcnt"]
@@ -358,7 +354,7 @@ def test_an_access_is_one_instruction_of_the_right_kind(assembled: Assembled, ar
     assert merged(kernels["add_signal"])[:-1] == to.write_back
     acquired = kernels["poll"].index(to.invalidate[0])
     assert kernels["poll"][acquired - 2 : acquired] == ["global_load_dwordx2" + to.system_load, "s_waitcnt"]
-    # An element is one access if its alignment is its size, else one for each piece of its alignment.
+    # An element whose alignment equals its size is one access; other elements are one access per aligned piece.
     assert kernels["read_int4"][0] == "global_load_dwordx4" + to.system_load
     assert kernels["write_int4"] == ["global_store_dwordx4" + to.system_store]
     assert kernels["write_packet"] == ["global_store_dwordx4" + to.system_store]

@@ -1,4 +1,4 @@
-"""Shared memory in huge pages: its alignment, and the ranges that move to them."""
+"""Shared memory in huge pages: its alignment, and which ranges of memory are moved to huge pages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ needs_huge_pages = pytest.mark.skipif(
 
 
 def bytes_in_huge_pages(address: int) -> int:
-    """Returns the number of bytes that this process maps with huge pages, in the mapping that begins at an address."""
+    """Returns how many bytes of the mapping that begins at `address` are in huge pages."""
     mappings = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
     (mapping,) = (found for found in mappings if found.startswith(f"{address:x}-"))
     mapped = re.search(r"^ShmemPmdMapped: *(\d+) kB", mapping, re.MULTILINE)
@@ -59,7 +59,7 @@ def test_no_address_space_is_kept() -> None:
     runtime, before = HostRuntime(), address_space()
     for _ in range(100):
         runtime.allocate(HUGE_PAGE + 4096).close()
-    assert address_space() - before < 50 * MIB  # 100 times the alignment padding would be 200 MiB
+    assert address_space() - before < 50 * MIB  # leaking each allocation's alignment padding would take 200 MiB
 
 
 def move(runtime: HostRuntime, ptr: int, nbytes: int) -> None:
@@ -76,7 +76,7 @@ def test_the_whole_huge_pages_of_a_range_are_moved() -> None:
     runtime.copy(memory.ptr, contents.ctypes.data, 8 * MIB)
     move(runtime, memory.ptr + MIB, 5 * MIB)
     assert bytes_in_huge_pages(memory.ptr) == 2 * HUGE_PAGE
-    move(runtime, memory.ptr, 9 * MIB)  # not past the end of the memory
+    move(runtime, memory.ptr, 9 * MIB)  # moves nothing past the end of the memory
     assert bytes_in_huge_pages(memory.ptr) == 4 * HUGE_PAGE
     np.testing.assert_array_equal(
         np.frombuffer(ffi.buffer(ffi.cast("char *", memory.ptr), 8 * MIB), np.int64), contents
@@ -111,7 +111,7 @@ def test_memory_that_was_not_used_or_is_another_stays_as_it_is() -> None:
 
 
 def test_a_collective_expects_reuse_of_the_arrays_with_which_it_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other calls of the kind expect nothing: moving pages takes as long as first touching them."""
+    """Only the first call moves pages: for arrays that are used once, a move would not pay."""
     expected: list[tuple[int, int]] = []
     monkeypatch.setattr(HostRuntime, "expect_reuse", lambda _, ptr, nbytes: expected.append((ptr, nbytes)))
 

@@ -143,7 +143,7 @@ def test_a_device_has_the_pool_of_one_runtime(runtime: Runtime, pool: MemoryPool
 
 
 class RecordedDriver:
-    """A driver whose memory needs flags, with contexts and capture modes, on a device that tests do not have."""
+    """A fake driver with contexts and capture modes, whose allocations need flags. No test has its device."""
 
     name, device = "recorded", 62
     OWN, BEFORE, RELAXED, STRICT, FLAGS, PTR = 111, 222, 2, 0, 3, 1 << 40

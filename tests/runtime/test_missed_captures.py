@@ -1,6 +1,6 @@
-"""A call on a stream beside the one that its thread captures into a graph is refused: the graph would not have it.
+"""While a thread captures a stream into a graph, its calls on other streams are refused: the graph would miss them.
 
-The captures are stand-ins (support/fakes/captures.py); tests/gpu/test_gpu.py has graphs of torch and cupy.
+The captures are stand-ins (support/fakes/captures.py); tests/gpu/test_gpu.py uses graphs of torch and cupy.
 """
 
 from __future__ import annotations
@@ -92,14 +92,12 @@ class Calls:
 
 @pytest.mark.parametrize("current_of", ["torch", "cupy"])
 def test_a_call_that_a_capture_would_miss_is_refused(monkeypatch: pytest.MonkeyPatch, current_of: str) -> None:
-    """The refusal comes before ranks compare the call: rank 1 does not make it, and the ranks' later calls
-    still match.
-    """
+    """Rank 0 refuses calls before the ranks compare them, so later calls match although rank 1 did not make these."""
 
     def body(comm: Communicator) -> None:
         calls, other = Calls(comm), comm.runtime.create_stream()
         every = calls.alone | calls.together
-        for turn in range(3):  # calls that are made, and repeated
+        for turn in range(3):  # later turns reuse the prepared calls
             for call in every.values():
                 call(other.handle if turn else None)
         comm.synchronize()
@@ -142,9 +140,7 @@ def test_calls_of_a_capture_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_copies_and_marks_beside_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both are allowed: a copy without a stream is complete when it returns, and an event that is recorded on a named
-    stream is not work that a graph would miss.
-    """
+    """During a capture, copies and events are allowed on other streams, because a graph would not miss them."""
 
     def body(comm: Communicator) -> None:
         runtime, other, x = comm.runtime, comm.runtime.create_stream(), comm.empty(4, "int32").fill(3)

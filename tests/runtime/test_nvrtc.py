@@ -1,6 +1,6 @@
 """The device side compiles for NVIDIA, with the run-time compiler from PyPI; no GPU is needed.
 
-The accesses that synchronise are read back from the compiler's PTX: widths, orders and scopes.
+The tests check the widths, orders and scopes of the accesses that synchronise in the compiler's PTX.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def nvrtc() -> Nvrtc:
     return Nvrtc()
 
 
-# The headers that users include. The others belong to kernels, each of which compiles from a file of its own.
+# The headers that users include. Other headers belong to the library's kernels.
 FOR_USERS = ("proxyccl/", "mscclpp/")
 
 
@@ -43,15 +43,15 @@ FOR_USERS = ("proxyccl/", "mscclpp/")
     "of_users", [pytest.param(True, id="for users"), pytest.param(False, id="of kernels", marks=pytest.mark.full)]
 )
 def test_every_header_compiles_alone(nvrtc: Nvrtc, of_users: bool) -> None:
-    # Into PTX: templates and inline functions leave nothing for the assembler to do.
+    # PTX suffices, because unused templates and inline functions become no instructions.
     chosen = [header for header in headers("cuda") if header.startswith(FOR_USERS) == of_users]
     assert chosen
     for header in chosen:
         nvrtc.compile(f'#include "{header}"\n', PTX)
 
 
-# The declarations of libcu++ under NVRTC, and so of every CUDA header that needs it (<cuda/atomic>,
-# <cooperative_groups.h>): the headers themselves are not part of NVRTC's package.
+# What libcu++ declares under NVRTC, and so every CUDA header that includes it, such as <cooperative_groups.h>. NVRTC's
+# package does not contain these headers.
 LIBCUXX_TYPES = """
 using int8_t = signed char;
 using int16_t = signed short;
@@ -73,8 +73,8 @@ def test_the_integer_types_are_those_of_cudas_own_headers(nvrtc: Nvrtc, position
     assert b".text.both\0" in cubin
 
 
-# One that has instructions of its own, which the interpreter of execution plans has too, where they are assembled. The
-# others' arithmetic is C++, which every collective's tests compile for the host.
+# The one type that is compiled without --full, because it has instructions of its own. The other types' arithmetic is
+# C++, which the collectives' tests compile for the host.
 EXAMPLE = "bfloat16"
 
 
@@ -86,7 +86,7 @@ EXAMPLE = "bfloat16"
     ],
 )
 def test_shipped_reductions_compile(nvrtc: Nvrtc, dtype: str, op: str) -> None:
-    # Into PTX: the assembler takes most of the time, and sees nothing new in the next type.
+    # PTX suffices, because the types differ little for the assembler, which takes most of the time.
     ptx = nvrtc.compile(reductions_of(dtype, op), PTX).decode()
     for algorithm in ALGORITHMS:
         name = f"{algorithm}_{dtype}_{op.lower()}"
@@ -96,15 +96,14 @@ def test_shipped_reductions_compile(nvrtc: Nvrtc, dtype: str, op: str) -> None:
 
 
 def leaves_registers(ptx: str) -> bool:
-    """Returns whether every kernel declares its block's size, so that the block's registers suffice, or limits its
-    registers.
+    """Returns whether every kernel declares its block's size or limits its registers.
 
-    A launch with more threads than a kernel's registers allow is refused, but compilation does not fail.
+    A kernel with neither declaration compiles, but may use too many registers for a launch.
     """
     return ptx.count(".visible .entry") == ptx.count(".maxntid 512") + ptx.count(".maxnreg 32") > 0
 
 
-@pytest.mark.full  # the interpreter below has the same packets, accesses and arithmetic
+@pytest.mark.full  # without --full, the interpreter below suffices, which has the same accesses and arithmetic
 def test_shipped_reductions_assemble(nvrtc: Nvrtc) -> None:
     cubin = nvrtc.compile(reductions_of("bfloat16", "Sum"), CUBIN)
     for algorithm in ALGORITHMS:
@@ -115,7 +114,6 @@ def test_shipped_reductions_assemble(nvrtc: Nvrtc) -> None:
 
 @pytest.mark.parametrize("path", shipped_without_dtype(), ids=lambda path: path.stem)
 def test_shipped_kernels_without_a_dtype_compile(nvrtc: Nvrtc, path: Path) -> None:
-    # Into PTX, as the reductions.
     names = re.findall(r"^PROXYCCL_EXPORT_KERNEL\((\w+)\)$", path.read_text(), re.MULTILINE)
     ptx = nvrtc.compile(f'#include "{path.relative_to(KERNEL_DIR)}"\n', PTX).decode()
     for name in names:
@@ -128,7 +126,7 @@ def dispatch_of(kernel: str) -> str:
     return shipped_source("experts/dispatch.h", kernel, AS_BYTES, None)
 
 
-# The dispatches are instances of the same templates, so one of them shows that they compile.
+# Without --full, one dispatch suffices, because all dispatches are instances of the same templates.
 @pytest.mark.parametrize(
     "kernel",
     [
@@ -142,12 +140,11 @@ def test_dispatches_compile(nvrtc: Nvrtc, kernel: str) -> None:
     assert leaves_registers(ptx)
 
 
-@pytest.mark.full  # its accesses and those of a kernel that uses everything are the same
+@pytest.mark.full
 def test_a_dispatch_assembles(nvrtc: Nvrtc) -> None:
     cubin = nvrtc.compile(dispatch_of("dispatch_ids"), CUBIN)
-    assert (
-        b".text._ZN8proxyccl18dispatch_ids_uint8E" in cubin
-    )  # as which profilers show proxyccl::dispatch_ids_uint8(…)
+    # Profilers show this symbol as proxyccl::dispatch_ids_uint8(…).
+    assert b".text._ZN8proxyccl18dispatch_ids_uint8E" in cubin
     assert list(symbols_in_namespace(cubin)) == ["dispatch_ids_uint8"]
 
 
@@ -177,7 +174,8 @@ extern "C" __global__ void copies(proxyccl::DeviceHandle<proxyccl::SmChannel> ch
   channel.put<4>(1, 2, bytes, threadIdx.x, blockDim.x);
 }
 """
-_REGISTERS = re.compile(rb"\x04\x2f\x08\x00.{4}(.{4})", re.DOTALL)  # EIATTR_REGCOUNT: of a function, by its symbol
+# EIATTR_REGCOUNT gives a function's number of registers.
+_REGISTERS = re.compile(rb"\x04\x2f\x08\x00.{4}(.{4})", re.DOTALL)
 
 
 def test_a_block_of_1024_threads_has_registers_for_copies(nvrtc: Nvrtc) -> None:
@@ -196,53 +194,52 @@ def test_an_image_tells_which_kernels_it_has(nvrtc: Nvrtc, arch: str) -> None:
     assert kernels_of_image(nvrtc.compile(HIDDEN_KERNELS, arch)) == ["calls", "nothing", "plus_1"]
 
 
-# The accesses of each kernel in ACCESSES that carry an order or are volatile; plain ones (to a counter that one thread
-# owns, to the result) are omitted.
+# For each kernel in ACCESSES, its accesses that have a memory order or are volatile. Plain accesses are omitted.
 STRAIGHT = {
-    # A fence, then one 16-byte store that nobody sees half done: a release, whose second word engine/ring.h acquires.
+    # A release: a fence, and then one 16-byte store that cannot tear. engine/ring.h acquires its second word.
     "store_trigger": ["fence.acq_rel.sys", "st.relaxed.sys.global.b128"],
-    # 16 bytes in one access, at system scope: PTX gives volatile the meaning of relaxed.sys.
+    # One access of 16 bytes at system scope, because volatile means relaxed.sys in PTX.
     "write_ll16": ["st.volatile.global.v2.u64"],
     "read_ll16": ["ld.volatile.global.v2.u64"],
     "write_ll8": ["st.relaxed.sys.b64"],
     "read_ll8": ["ld.relaxed.sys.b64"],
-    # The signal's release and the waiter's acquire, across the link.
+    # The peer that waits for the signal acquires this release across the link.
     "signal": ["st.release.sys.b64"],
     "relaxed_signal": ["st.relaxed.sys.b64"],
-    # Without a result, so that a signal waits for no answer from the peer.
+    # `red` has no result, so that a signal waits for no answer from the peer.
     "add_signal": ["red.release.sys.global.add.u64"],
     "add_relaxed_signal": ["red.relaxed.sys.global.add.u64"],
-    # How many are taken, how many have come, and one more is taken.
+    # `poll` loads the number of signals taken and the number that have come, and then takes one more.
     "poll": ["ld.relaxed.gpu.b64", "ld.acquire.sys.b64", "atom.cas.acq_rel.gpu.b64"],
-    # An element is one access if its alignment is its size, else one for each piece of its alignment.
+    # An element whose alignment equals its size is one access; other elements are one access per aligned piece.
     "read_int4": ["ld.relaxed.sys.global.b128"],
     "write_int4": ["st.relaxed.sys.global.b128"],
     "write_packet": ["st.relaxed.sys.global.b128"],
     "read_pair": ["ld.relaxed.sys.b32"] * 2,
     "write_colour": ["st.relaxed.sys.b8"] * 3,
 }
-# In a loop the compiler may repeat an access, so only the kinds of accesses matter here, not their number.
+# The sets give the kinds of accesses, not their number, because the compiler may duplicate an access in a loop.
 LOOPS = {
     "push": {
-        "atom.add.relaxed.gpu.u64",  # the ticket
-        "ld.acquire.gpu.b64",  # room, by the cached tail
-        "atom.exch.acquire.gpu.b32",  # the refresh lock …
-        "ld.acquire.sys.b64",  # … the host's tail …
-        "st.release.gpu.b64",  # … into the cache …
-        "st.release.gpu.b32",  # … and the lock again
-        "ld.relaxed.gpu.b64",  # the value that a time-out reports
-        "fence.acq_rel.sys",  # the trigger's release …
-        "st.relaxed.sys.global.b128",  # … and its store
+        "atom.add.relaxed.gpu.u64",  # Takes a ticket.
+        "ld.acquire.gpu.b64",  # Checks for room by the cached tail.
+        "atom.exch.acquire.gpu.b32",  # Takes the lock of the cached tail.
+        "ld.acquire.sys.b64",  # Loads the host's tail.
+        "st.release.gpu.b64",  # Updates the cached tail.
+        "st.release.gpu.b32",  # Releases the lock of the cached tail.
+        "ld.relaxed.gpu.b64",  # Loads the value that a time-out reports.
+        "fence.acq_rel.sys",  # Releases the trigger.
+        "st.relaxed.sys.global.b128",  # Stores the trigger.
     },
     "sync_ring": {"ld.acquire.sys.b64"},
-    # The count that is consumed is raised without a result, for which the thread would wait.
+    # `red` raises the count of consumed signals; it has no result for which the thread would wait.
     "wait_until": {"ld.acquire.sys.b64", "red.relaxed.gpu.global.max.u64"},
     "sync_grid": {
-        "ld.relaxed.gpu.b32",  # the generation to leave
-        "atom.add.acq_rel.gpu.u32",  # arrival
-        "st.relaxed.gpu.b32",  # the count, back to 0
-        "st.release.gpu.b32",  # the next generation …
-        "ld.acquire.gpu.b32",  # … and the wait for it
+        "ld.relaxed.gpu.b32",  # Loads the current generation.
+        "atom.add.acq_rel.gpu.u32",  # Counts the block's arrival.
+        "st.relaxed.gpu.b32",  # Resets the count to 0.
+        "st.release.gpu.b32",  # Publishes the next generation.
+        "ld.acquire.gpu.b32",  # Waits for the next generation.
     },
 }
 
@@ -267,7 +264,7 @@ def test_an_access_is_one_instruction_of_the_right_kind(accesses_ptx: str, kerne
 
 
 def test_two_words_of_a_trigger_are_stored_behind_an_acquire(nvrtc: Nvrtc) -> None:
-    """Before sm_90: the fence orders the first word, which is relaxed, after the load that found room."""
+    """Before sm_90, a trigger is two stores. The fence orders the first store after the load that found room."""
     ptx = nvrtc.compile(ACCESSES, "-arch=compute_80").rstrip(b"\0").decode()
     stores = ["fence.acq_rel.gpu", "st.relaxed.sys.b64", "st.release.sys.b64"]
     assert ordered_accesses(ptx, "store_trigger") == stores

@@ -1,4 +1,4 @@
-"""Places in one memory that another library's allocator hands out."""
+"""Ranges within one allocation that another library's allocator hands out."""
 
 from __future__ import annotations
 

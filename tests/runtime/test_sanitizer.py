@@ -1,8 +1,8 @@
 """ThreadSanitizer over the shipped kernels, the rings, the engines and the streams of the host runtime.
 
-Ranks are threads of one process, GPU threads are the sanitizer's fibers. Nothing is suppressed: any report fails the
-test. The extension modules are built once more, instrumented, and kernels are instrumented as they are compiled at run
-time. Only the switching of fibers is not: it tells the sanitizer about threads and barriers.
+Ranks are threads of one process, and GPU threads are the sanitizer's fibers. No report is suppressed: any report fails
+the test. The tests build instrumented extension modules and compile instrumented kernels. Only fibers.cpp, which
+switches between fibers, is not instrumented; it tells the sanitizer about threads and barriers.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ pytestmark = [
 ]
 
 PROGRAM = PROGRAMS / "under_tsan.py"
-SANITIZE = ("-fsanitize=thread", "-g1")  # reports need lines and functions, and no variables
-ENGINE, KERNELS = (*SANITIZE, "-O1"), (*SANITIZE, "-O0")  # g++ would optimise kernels for longer than they run
+SANITIZE = ("-fsanitize=thread", "-g1")  # Reports need functions and lines.
+ENGINE, KERNELS = (*SANITIZE, "-O1"), (*SANITIZE, "-O0")  # Optimising kernels would take longer than running them.
 SCRIPTS = ("device/build_native.py", "proxy/build_engine.py", "proxy/build_transfers.py")
 EXIT_CODE = 66
 TIMEOUT = 300.0
@@ -47,15 +47,14 @@ def run(directory: Path, *scenarios: str) -> subprocess.CompletedProcess[str]:
     command, *options = find_compiler()
     environment = {
         **os.environ,
-        "CXX": " ".join([shutil.which(command) or command, *options]),  # under_tsan.py needs its path
+        "CXX": " ".join([shutil.which(command) or command, *options]),  # under_tsan.py needs the compiler's full path
         "LD_PRELOAD": sanitizer_library("tsan"),
-        # Without its interceptor of thread-local memory, which takes a block 16 bytes after a page's start for one of
-        # an old C library and crashes on the size that it reads there. The allocator reports that memory to the
-        # sanitizer.
+        # The sanitizer's interceptor of thread-local memory is off, because it crashes on blocks that begin 16 bytes
+        # after a page's start, which it takes for blocks of an old C library.
         "TSAN_OPTIONS": f"exitcode={EXIT_CODE}:intercept_tls_get_addr=0",
         "PROXYCCL_RUNTIME": "host",
         "PROXYCCL_CXXFLAGS": " ".join(KERNELS),
-        "PROXYCCL_REPORTS": "off",  # they copy counters while hanging kernels may still count: intended races
+        "PROXYCCL_REPORTS": "off",  # reports race with kernels on purpose: they read counters that kernels write
     }
     program = [sys.executable, str(PROGRAM), str(directory), *scenarios]
     return subprocess.run(program, capture_output=True, text=True, env=environment, timeout=TIMEOUT, check=False)
@@ -75,7 +74,7 @@ def run(directory: Path, *scenarios: str) -> subprocess.CompletedProcess[str]:
             "agents",
         ),
         ("expert_parallel", "ring", "copy_streams", "pinned_memory", "channels", "grid", "timeout"),
-        # A layer launches its kernels, and the copy streams' proxy carries out its schedules.
+        # Only with --full: an expert layer launches the same kernels, and copy streams use the same schedules.
         pytest.param(("expert_layouts", "dispatch_combine"), marks=pytest.mark.full),
     ],
     ids=["collectives", "experts, channels and streams", "layouts, dispatch and combine"],

@@ -1,4 +1,4 @@
-"""Words of memory that streams write and wait for, without a kernel."""
+"""Operations by which streams write a word of memory or wait for its value, without a kernel."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def test_a_stream_waits_until_a_word_is_at_least_a_value(runtime: Runtime, words
 
 
 def test_several_operations_are_issued_in_order_again_and_again(runtime: Runtime, words: PinnedMemory) -> None:
-    """The operations are those of a stream that rings a proxy: write one word, wait for another, and reset
-    the latter.
+    """A stream that starts a proxy's schedule queues these operations: write a word, wait for another word, and reset
+    the second word.
     """
     stream = runtime.create_stream()
     ring = StreamOperations(

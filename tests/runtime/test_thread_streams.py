@@ -1,4 +1,4 @@
-"""Launches of a communicator follow one another whichever threads make them, even on the threads' default streams."""
+"""A communicator's launches run one after another, even if different threads make them on their default streams."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [
 
 
 def in_another_thread(action: Callable[[], object]) -> None:
-    """Runs the action in a thread that stays alive, so that the thread's stream also does."""
+    """Runs the action in a thread that stays alive, because the thread's stream ends with the thread."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -50,7 +50,7 @@ def test_the_same_handle_names_another_stream_in_each_thread() -> None:
 
 @pytest.mark.parametrize("given", [None, "number"])
 def test_a_launch_without_a_stream_follows_that_of_another_thread(given: str | None) -> None:
-    """Thread A's launch is held up; thread B's launch, which copies A's result, must still come after it."""
+    """A launch of the main thread must run after an earlier launch of thread A, even if A's launch waits for a gate."""
 
     def body(comm: Communicator) -> None:
         runtime, launches = comm.runtime, comm.group.launches
@@ -67,7 +67,7 @@ def test_a_launch_without_a_stream_follows_that_of_another_thread(given: str | N
         def thread_a() -> None:
             launches.launch(first, stream, ())
             held.set()
-            queued.wait(TIMEOUT)  # its stream ends with the thread
+            queued.wait(TIMEOUT)  # the thread must not end, because its stream would end with it
             runtime.synchronize()
 
         a = threading.Thread(target=thread_a)

@@ -1,14 +1,14 @@
 """torch's own tests of torch.distributed (`DistributedTest`), run by this backend: ``make test-torch``.
 
-Usage: ``BACKEND=proxyccl WORLD_SIZE=4 python tests/torch_backend/distributed_tests.py [option …] [test …]``. torch
-ships the tests in torch.testing; some of them run only for gloo there, and this file enables those for this backend.
-With ``BACKEND=gloo`` the tests run as torch runs them. At the end, skipped tests are listed with the reasons.
+Usage: ``BACKEND=proxyccl WORLD_SIZE=4 python tests/torch_backend/distributed_tests.py [option …] [test …]``.
 
-On GPUs ``WORLD_SIZE`` may be at most the number of GPUs. ``--gpu`` selects the tests that use GPUs, ``--shard 1/3`` a
-third
-of the tests, so that three runs may share the GPUs, and ``--seconds`` bounds a run: tests that it leaves out are
-listed. A test that hangs is ended after DISTRIBUTED_TESTS_DEFAULT_TIMEOUT seconds, which torch reads; 300 if it is not
-set.
+The tests are part of torch.testing. This file also runs the tests that torch runs only with gloo. With
+``BACKEND=gloo`` the tests run unchanged. At the end, the program lists skipped tests and the reasons.
+
+On GPUs ``WORLD_SIZE`` may be at most the number of GPUs. ``--gpu`` selects the tests that use GPUs. ``--shard 1/3``
+selects a third of the tests, so that three runs can share the work. ``--seconds`` limits a run's time; the program
+lists the tests that it skips for lack of time. A hanging test ends after DISTRIBUTED_TESTS_DEFAULT_TIMEOUT seconds (an
+environment variable of torch's; 300 by default).
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ from unittest import mock
 BACKEND = os.environ.setdefault("BACKEND", "proxyccl")
 os.environ.setdefault("WORLD_SIZE", "4")
 os.environ.setdefault("TEMP_DIR", tempfile.mkdtemp(prefix="proxyccl-torch-"))
-# Each test forks its ranks, which can use CUDA only if this process has not started it. torch's test modules ask for
-# GPUs when they are imported; with this setting the question goes to NVML instead of the driver.
+# Each test forks its ranks. A forked rank can use CUDA only if this process has not initialized CUDA. torch's test
+# modules count GPUs when they are imported; with this setting torch counts them with NVML, without CUDA.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 import torch  # noqa: E402
 from torch.testing._internal.common_distributed import DistTestCases  # noqa: E402
 
-# A test's set-up imports the module below, which asks whether GPUs can run Triton's and Numba's kernels, and so starts
-# CUDA.
+# Without these patches, the module below would initialize CUDA to find out whether GPUs can run Triton and Numba.
 with (
     mock.patch("torch.utils._triton.has_triton", return_value=False),
     mock.patch("torch.testing._internal.common_utils.TEST_NUMBA", False),
@@ -54,7 +53,7 @@ if BACKEND == "proxyccl":
     for feature in ("ddp", "subgroup", "gpu", "cuda", "plugin"):
         DistTestCases.backend_feature[feature].add(BACKEND)
 
-# Tests that gloo passes and this backend can't: part of the test's name, and the reason.
+# {part of a test's name: why this backend can't pass the test, although gloo can}
 EXCEPTED: dict[str, str] = {
     "sparse": "a communicator reduces dense arrays",
 }
@@ -70,12 +69,12 @@ else:
 
 
 def _tests() -> types.ModuleType:
-    """Returns the module of torch's tests, changed so that tests for gloo also run for this backend."""
+    """Returns the module of torch's tests, changed so that this backend also runs the tests for gloo."""
     spec = importlib.util.find_spec("torch.testing._internal.distributed.distributed_test")
     assert spec is not None
     assert spec.origin is not None
     source = Path(spec.origin).read_text()
-    # Between two tests the ranks wait for each other; on a busy machine a new rank may take longer than torch's 10 s.
+    # The ranks wait for each other between tests. On a busy machine, starting a rank may take longer than torch's 10 s.
     source = source.replace("def sync(cls, wait_for=None, timeout=10)", "def sync(cls, wait_for=None, timeout=120)")
     if BACKEND == "proxyccl":
         source = source.replace('BACKEND != "gloo"', 'BACKEND not in ("gloo", "proxyccl")')
@@ -98,7 +97,7 @@ class TestBackend(tests.TestDistBackend, tests.DistributedTest._DistTestBase):
     """torch's tests, each of which forks its ranks.
 
     Attributes:
-        deadline: time by `time.monotonic` after which tests are skipped.
+        deadline: the time (of `time.monotonic`, in seconds) after which tests are skipped.
     """
 
     deadline = float("inf")
@@ -122,7 +121,7 @@ def _require_forkable() -> None:
         try:
             if torch.cuda.is_available():
                 torch.cuda.init()
-        except BaseException:  # in any case the child must not continue as the program
+        except BaseException:  # whatever the exception, the child must exit here
             traceback.print_exc()
             os._exit(1)
         os._exit(0)

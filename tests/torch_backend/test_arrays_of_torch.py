@@ -1,4 +1,4 @@
-"""Tensors that a communicator's calls refuse, at the first call and at later ones."""
+"""Tensors that a communicator's calls refuse, both at the first call and at calls that reuse prepared calls."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_tensor_without_memory_is_refused_by_every_call(ranks: Ranks, call: st
 
 @pytest.mark.parametrize("call", [name for name in CALLS if name != "deregister"])
 def test_a_lazy_view_is_refused_by_every_call(ranks: Ranks, call: str) -> None:
-    """A lazy view is refused even as an input: resolving it would need a copy on a different stream than the call's."""
+    """Even an input may not be a lazy view, because resolving a view would need a copy on another stream."""
     argument, function = CALLS[call]
 
     def body(comm: Communicator) -> None:
@@ -110,7 +110,7 @@ def of_a_transformation() -> Any:
     ],
     ids=["conjugate", "meta", "coo", "csr", "nested", "jagged", "masked", "zero", "vmap"],
 )
-@pytest.mark.filterwarnings("ignore")  # torch's warnings about unfinished kinds of tensors
+@pytest.mark.filterwarnings("ignore")  # torch warns that some kinds of tensors are unfinished
 def test_what_is_more_or_less_than_memory_is_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=f"x: .*{message}"):
         as_view(make(), "x")
@@ -176,10 +176,10 @@ def test_calls_of_new_tensors_are_right_and_prepared_once(ranks: Ranks, collecti
             each = replace(call, seed=turn)
             x = torch.from_numpy(each.input(comm.rank, comm.world_size).copy())
             out = torch.empty(each.sizes(comm.world_size)[1])
-            kept.append((x, out))  # keep the arrays, so that each turn's have new addresses
+            kept.append((x, out))  # so that later arrays get new addresses
             assert each.issue(comm, x, out, None) is out
             each.check(out.numpy(), comm.rank, comm.world_size)
-            if turn == 2:  # count from here: memory made by the first calls may invalidate prepared calls
+            if turn == 2:  # the first calls may allocate memory, which invalidates prepared calls
                 prepared = comm.calls.prepared
         assert comm.calls.prepared == prepared
 
@@ -201,9 +201,7 @@ def test_a_kept_form_does_not_take_a_lazy_view_for_its_base(ranks: Ranks) -> Non
 
 
 def test_a_tensor_of_the_cpu_has_no_stream() -> None:
-    """A launch asks every tensor argument for its current stream, even if torch has no GPUs, as with Triton's
-    interpreter; for a tensor on the CPU the answer is None.
-    """
+    """A launch asks each tensor argument for its current stream, which is None for a tensor on the CPU."""
     assert current_stream(ones()) is None
 
 

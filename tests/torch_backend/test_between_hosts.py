@@ -1,4 +1,4 @@
-"""A training by torchrun on two hosts, which are network namespaces of this machine, over the fabric transport."""
+"""torchrun trains a model over the fabric transport on two hosts, which network namespaces of this machine simulate."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def hosts() -> Iterator[Hosts]:
 def losses(hosts: Hosts, backend: str, port: int) -> list[float]:
     """Runs a training on two ranks of each host, and returns the losses that it prints."""
     at = ["--nnodes", str(HOSTS), "--master-addr", hosts.address(0), "--master-port", str(port)]
-    # The names of these hosts can't be resolved, so this tells gloo their interface.
+    # gloo gets the name of the interface, because the hosts' names can't be resolved.
     env = {"OMP_NUM_THREADS": "1", "PROXYCCL_RUNTIME": "host", "GLOO_SOCKET_IFNAME": INTERFACE}
     launchers = [
         hosts.start(host, "-m", "torch.distributed.run", *at, "--node-rank", str(host), "--nproc-per-node", "2",

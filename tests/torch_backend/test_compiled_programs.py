@@ -1,4 +1,4 @@
-"""Programs under torch.compile: Dynamo calls this package and traces none of it."""
+"""Programs under torch.compile: Dynamo calls functions of this package but traces none of them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ TOKENS, HIDDEN, EXPERTS, TOPK = 6, 64, 4, 2
 
 
 def traced_files(function: Any, *arguments: Any) -> tuple[Any, set[str]]:
-    """Compiles a function and calls it twice; asserts that both results are equal. Returns the result, and the files of
-    which Dynamo compiled code.
+    """Compiles a function, calls it twice and checks that both results are equal. Returns the result and the files
+    whose code Dynamo traced.
     """
     from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 

@@ -1,5 +1,5 @@
-"""Objects that C reads for a call on a GPU may raise an exception: Python then makes the call, or the program gets the
-exception.
+"""If an object that C reads for a call on a GPU raises an exception, either Python makes the call, or the program gets
+the exception.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NAMED = ("all_reduce", ())
 
 
 class Raises:
-    """Each attribute raises an exception."""
+    """An object whose attributes raise an exception when they are read."""
 
     def __init__(self, kind: type[BaseException]) -> None:
         self._kind = kind
@@ -31,7 +31,7 @@ class Raises:
 def issued(
     *, x: Any = None, process: Any = None, options: Any = None, named: Any = NAMED, attribute: str | None = None
 ) -> Any:
-    """Makes a call that C issues if none of the objects raises an exception. Returns C's result."""
+    """Makes a call that C issues unless one of the objects raises an exception. Returns C's result."""
     nothing: Callable[..., Any] = lambda *_: None  # noqa: E731
     owner = SimpleNamespace(current=lambda: 0, check=nothing, record=nothing)
     gpu = Gpu(0, [], lambda: 1, nothing, owner)
@@ -58,7 +58,7 @@ def test_an_exception_of_the_program_s_own_is_passed_on(case: Callable[[Raises],
 
 
 def test_a_call_whose_options_cannot_be_told_apart_is_left_to_python() -> None:
-    options = SimpleNamespace(reduceOp=[], asyncOp=False)  # a list has no hash
+    options = SimpleNamespace(reduceOp=[], asyncOp=False)  # a list is not hashable
     assert issued(options=options, attribute="reduceOp", named={0: NAMED}) is NotImplemented
 
 

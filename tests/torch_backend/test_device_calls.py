@@ -1,5 +1,5 @@
-"""Repeated calls on a GPU, which are one call into C: each gives the same result as a call that Python makes. HIP's
-runtime on the host stands in for the GPU; the ranks are threads.
+"""A repeated call on a GPU is one call into C and gives the same result as a call that Python makes. HIP's runtime on
+the host simulates the GPUs; the ranks are threads.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_gpus(body: Callable[[Any], None]) -> None:
-    """Runs body(group) on two ranks, each with a GPU of its own and a current stream on it."""
+    """Runs body(group) on two ranks, each with its own GPU and a current stream on that GPU."""
 
     def on_rank(group: Any) -> None:
         device = torch.device("cuda", group.rank())
         torch.cuda.current_stream(device)
-        group.eager_connect_single_device(device)  # until the ranks have met, C issues no asynchronous call
+        group.eager_connect_single_device(device)  # before the ranks have connected, C issues no asynchronous call
         body(group)
 
     run(on_rank, RANKS)
@@ -61,7 +61,7 @@ def communicator(group: Any) -> Communicator:
 
 
 def wait(work: Any, *, waits: bool) -> None:
-    """Waits for a call as torch does: a synchronous call runs on the current stream, and has no Work."""
+    """Waits for a call, as torch does. A synchronous call (`waits`) runs on the current stream and has no Work."""
     if waits:
         assert work is None
     else:
@@ -79,12 +79,12 @@ def test_each_collective_of_new_tensors_is_right_and_prepared_once(waits: bool) 
     def body(group: Any) -> None:
         rank, kept, issued, prepared = group.rank(), [], None, 0
         for turn in (1.0, 2.0, 3.0, 4.0, 5.0):
-            if turn == 4.0:  # count from here: memory made by the first calls may invalidate prepared calls
+            if turn == 4.0:  # the first calls may allocate memory, which invalidates prepared calls
                 issued, prepared = IssuedInC(group), communicator(group).calls.prepared
             memory = [
                 torch.full((count,), turn * (rank + 1)) for count in (size, size, size // 2, size, size // 2, size)
             ]
-            kept.append(memory)  # keep the tensors, so that each has a new address
+            kept.append(memory)  # so that later tensors get new addresses
             x, moved, share, whole, half, spread = (torch_on_hip.on_gpu(each, rank) for each in memory)
             calls = [
                 (group._reduce_scatter_base(share, x, options("ReduceScatter", waits=waits)), share, 3.0),
@@ -115,7 +115,7 @@ def test_each_call_with_lists_or_splits_is_issued_in_c_with_what_its_memory_hold
         x, y, first, second, whole, uneven = (torch_on_hip.on_gpu(each, rank) for each in memory)
         root = {"rootRank": 1}
         here = rank == 1
-        splits = [4, 8] if rank == 0 else [8, 4]  # each rank sends 8 to the other, and 4 to itself
+        splits = [4, 8] if rank == 0 else [8, 4]  # elements: each rank sends 8 to its peer and 4 to itself
         calls = {
             "all_gather": lambda: group.allgather([[first, second]], [x], options("Allgather", waits=waits)),
             "gather": lambda: group.gather(
@@ -139,7 +139,7 @@ def test_each_call_with_lists_or_splits_is_issued_in_c_with_what_its_memory_hold
         }
         issued = None
         for turn in range(5):
-            issued = IssuedInC(group) if turn == 3 else issued  # before, peers may still learn of arrays
+            issued = IssuedInC(group) if turn == 3 else issued  # in earlier turns peers may still map new arrays
             for name, call in calls.items():
                 torch_on_hip.on_cpu(x)
                 memory[0].copy_(own + turn)
@@ -192,7 +192,7 @@ def test_a_barrier_that_c_issues_is_waited_for_on_the_host() -> None:
 
 
 def test_the_host_does_not_wait_for_a_captured_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A captured barrier ends in the graph, where its end can't be queried. test_on_gpus.py captures a real one."""
+    """A captured barrier can't be queried, because it runs in the graph. test_on_gpus.py captures one on a real GPU."""
 
     def body(group: Any) -> None:
         opts = options("Barrier")
@@ -225,7 +225,7 @@ def test_lists_of_other_tensors_and_other_splits_are_made_by_c() -> None:
 
 
 def test_calls_of_transfers_on_two_streams_follow_each_other() -> None:
-    """An exchange on the group's own stream and one on the current stream use the same flows."""
+    """Exchanges on the group's own stream and on the current stream run in order, because they use the same flows."""
 
     def body(group: Any) -> None:
         rank, count = group.rank(), 1 << 16
@@ -258,9 +258,10 @@ def test_a_prepared_reduction_stays_valid_after_one_that_needs_more_scratch_memo
             assert (torch_on_hip.on_cpu(small) == (3.0 if rank == 0 else 2.0)).all()
             if turn == 3:
                 assert issued.count == 1
-                group.reduce([large], opts)  # ranks other than the root take larger scratch memory
+                group.reduce([large], opts)  # other ranks than the root allocate larger scratch memory
             if turn == 4 and rank != 0:
-                assert issued.count == 1  # the prepared call may use the earlier scratch memory, which stays allocated
+                # The prepared call still uses the earlier scratch memory, which stays allocated.
+                assert issued.count == 1
 
     on_gpus(body)
 
@@ -271,7 +272,7 @@ def test_transfers_are_issued_in_c_with_what_their_memory_holds_then(batched: bo
         rank, peer = group.rank(), 1 - group.rank()
         memory = torch.empty(24)
         x, out = torch_on_hip.on_gpu(memory, rank), torch_on_hip.on_gpu(torch.empty(24), rank)
-        all_reduce(group, out)  # makes the GPU this thread's current one, as a program does
+        all_reduce(group, out)  # makes the GPU this thread's current GPU
         issued = None
         for turn in range(6):
             torch_on_hip.on_cpu(x)
@@ -283,10 +284,11 @@ def test_transfers_are_issued_in_c_with_what_their_memory_holds_then(batched: bo
             for work in [group.end_coalescing()] if batched else works:
                 work.wait()
             assert (torch_on_hip.on_cpu(out) == 10.0 * turn + peer).all()
-            issued = issued or IssuedInC(group)  # the first transfers wait for the peer in threads
+            # C does not issue the first transfers, because they wait for the peer in threads.
+            issued = issued or IssuedInC(group)
         assert issued is not None
         assert issued.count == 10
-        assert group._get_sequence_number_for_group() == 1  # transfers are not counted
+        assert group._get_sequence_number_for_group() == 1  # the sequence number counts no transfers
 
     on_gpus(body)
 
@@ -302,7 +304,7 @@ def test_a_transfer_of_an_aborted_group_raises_as_other_calls() -> None:
         for _ in range(3):
             transfer([x], peer, 0).wait()
         torch_on_hip.on_cpu(x)
-        all_have_transferred.wait(TIMEOUT.total_seconds())  # an abort would also end the peer's transfer
+        all_have_transferred.wait(TIMEOUT.total_seconds())  # otherwise the abort below might end the peer's transfer
         issued = IssuedInC(group)
         group.abort()
         with pytest.raises(dist.DistBackendError, match="AbortedError"):
@@ -334,8 +336,8 @@ def test_a_call_with_other_memory_or_another_operator_is_not_confused() -> None:
 
 
 def test_synchronous_and_asynchronous_calls_follow_each_other() -> None:
-    """Synchronous and asynchronous calls are on two streams, and the communicator orders these streams, whether C or
-    Python issues a call.
+    """Synchronous and asynchronous calls use two streams. The communicator orders them, whether C or Python issues a
+    call.
     """
 
     def body(group: Any) -> None:
@@ -348,7 +350,7 @@ def test_synchronous_and_asynchronous_calls_follow_each_other() -> None:
         for _ in range(6):
             work = all_reduce(group, x, waits=False)
             last = [launches().last_stream]
-            all_reduce(group, x)  # a program should wait first, but the streams are ordered even if it does not
+            all_reduce(group, x)  # a program should wait for `work` before this call, but need not
             last.append(launches().last_stream)
             assert last == [group.calls.gpus.of(x.device).own, torch.cuda.current_stream(x.device).cuda_stream]
             work.wait()
@@ -411,7 +413,7 @@ def test_a_call_of_an_aborted_group_raises_whether_it_waits_or_not() -> None:
         for _ in range(3):
             all_reduce(group, x)
         torch_on_hip.on_cpu(x)
-        all_have_called.wait(TIMEOUT.total_seconds())  # an abort would also end the peer's calls
+        all_have_called.wait(TIMEOUT.total_seconds())  # otherwise the abort below might end the peer's calls
         issued = IssuedInC(group)
         group.abort()
         for waits in (True, False):

@@ -1,4 +1,4 @@
-"""The campaign of torch groups in random orders of first use, with a few cases. `make test-faults` runs more."""
+"""Runs a few cases in which ranks first use torch groups in random orders. `make test-faults` runs more cases."""
 
 from __future__ import annotations
 

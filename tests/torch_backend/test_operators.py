@@ -1,4 +1,4 @@
-"""The operators of torch on a process group, and the accessor of its communicator."""
+"""The library's operators for torch, which take a process group, and the function that returns its communicator."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from proxyccl.torch import communicator_of  # noqa: E402
 from support.torch_groups import run  # noqa: E402
 
 EPS = 1e-6
-_numbers = itertools.count()  # for names of groups: torch keeps names, so each must be new
+_numbers = itertools.count()  # makes new names for groups, because torch keeps used names
 
 
 def rows(rank: int, width: int = 48) -> Any:
@@ -23,8 +23,8 @@ def rows(rank: int, width: int = 48) -> Any:
 
 
 def named(group: Any) -> str:
-    """Registers a group under a new name, by which torch finds the group. Returns the name. Ranks are threads, so each
-    rank uses another name.
+    """Registers a group with torch under a new name and returns the name. Names differ between ranks, because ranks are
+    threads.
     """
     name = f"{next(_numbers)} of rank {group.rank()}"
     torch._C._distributed_c10d._register_process_group(name, group)
@@ -37,7 +37,7 @@ def expected(ranks: int, residual: Any, weight: Any) -> tuple[Any, Any]:
 
 
 def block(x: Any, residual: Any, weight: Any, group_name: str) -> Any:
-    """Makes the step of a layer between its matrix products: a reduction, an addition and a normalization."""
+    """Computes what a layer computes between two matrix products: all_reduce, addition of a residual, RMSNorm."""
     out = torch.empty_like(x)
     torch.ops.proxyccl.all_reduce_rms_norm(x * 1, residual, weight, EPS, group_name, out=out)
     return out * 2

@@ -1,5 +1,5 @@
-"""Long calls leave multiprocessors to the program's computations if earlier calls of the same kind have run at the same
-time as computations. HIP's runtime on the host stands in for the GPU; the ranks are threads.
+"""Long calls use fewer multiprocessors if earlier calls of the same kind ran at the same time as the program's
+computations. HIP's runtime on the host simulates the GPUs; the ranks are threads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from support.stream_words import wait_value  # noqa: E402
 from support.torch_groups import options, run  # noqa: E402
 
 RANKS = 2
-SHORT, MIDDLE, LONG = 1 << 18, 1 << 20, 1 << 22  # float32: 1, 4 and 16 MiB
+SHORT, MIDDLE, LONG = 1 << 18, 1 << 20, 1 << 22  # elements of float32, which have 1, 4 and 16 MiB
 MOST_CALLS = 200
 
 
@@ -34,7 +34,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Rank:
-    """One rank: a tensor of its GPU, and calls that return the policy that the ranks chose."""
+    """A rank with a tensor on its GPU. Its methods make calls and return the policy that the ranks chose."""
 
     def __init__(self, group: Any, count: int) -> None:
         self.group, self.rank = group, group.rank()
@@ -42,7 +42,7 @@ class Rank:
         self.comm: Communicator = group.endpoints.of_all(self.x.device)
         self._word = self.comm.runtime.allocate_pinned(8)
         self._value = 0
-        self.call(waits=True)  # loads the kernel, which waits for busy streams
+        self.call(waits=True)  # loads the kernel now, because loading waits for busy streams
 
     @property
     def stream(self) -> int:
@@ -57,7 +57,7 @@ class Rank:
 
     @contextmanager
     def busy(self, stream: int) -> Iterator[None]:
-        """Keeps a stream busy during the block: work that is queued on the stream within the block runs after it."""
+        """Keeps a stream busy during the block. Work that the block queues on the stream runs only after the block."""
         self._value += 1
         wait_value(self.comm.runtime, self._word.ptr, self._value, stream)
         try:
@@ -70,8 +70,8 @@ class Rank:
         return self.group.allreduce([self.x], options("Allreduce", waits=waits, reduceOp=dist.ReduceOp.SUM))
 
     def waited_at_once(self) -> str:
-        """Makes a call and waits for it while the GPU has other work, so that the GPU reaches the call and the wait
-        together. Returns the call's policy.
+        """Queues a call and a wait for it behind other work, so that the GPU never computes during the call. Returns
+        the call's policy.
         """
         with self.busy(self.stream):
             work = self.call()
@@ -81,7 +81,7 @@ class Rank:
         return chosen
 
     def computing_beside(self) -> str:
-        """Makes a call, and computes until the call has ended. Returns the call's policy."""
+        """Makes a call and keeps the stream busy until the call has ended. Returns the call's policy."""
         work = self.call()
         chosen = self.policy
         with self.busy(self.stream):
@@ -99,7 +99,7 @@ class Rank:
         return self.policy
 
     def until(self, one: Callable[[], str], expected: str) -> None:
-        """Makes calls of the kind `one` until the ranks choose the expected policy."""
+        """Calls `one` until it returns the expected policy."""
         assert any(one() == expected for _ in range(MOST_CALLS)), f"never {expected}"
 
 
@@ -153,7 +153,7 @@ def test_a_call_on_a_stream_of_the_programs_own_runs_beside_a_busy_default_strea
             rank.call(waits=True)
             assert rank.policy == "default"
         with rank.busy(0):
-            rank.call(waits=True)  # from this call on, the ranks know that the default stream is late
+            rank.call(waits=True)  # in this call the ranks learn that the default stream is busy
             rank.call(waits=True)
             assert rank.policy == "efficiency"
         torch_on_hip.on_cpu(rank.x)
@@ -179,7 +179,7 @@ def test_short_calls_have_no_choice() -> None:
 
 
 def test_calls_leave_multiprocessors_to_another_communicator_of_any_of_the_ranks() -> None:
-    """Kernels of both communicators may wait for peers at the same time, so calls must not use all multiprocessors."""
+    """Calls must leave multiprocessors free, because two communicators' kernels may wait for peers at the same time."""
 
     def body(rank: Rank) -> None:
         assert rank.waited_at_once() == "default"

@@ -1,4 +1,4 @@
-"""The process group's calls on CPU tensors, by ranks that are threads; the tests do not start processes."""
+"""The process group's calls on CPU tensors. The ranks are threads of the test's process."""
 
 from __future__ import annotations
 
@@ -65,12 +65,11 @@ SHOWN: dict[Any, tuple[Any, ...]] = {
     torch.bool: tuple(KINDS.__members__.values()),
     torch.complex32: (KINDS.SUM, KINDS.AVG, KINDS.PREMUL_SUM),
 }
-"""The operators whose results `make test` computes; kernels of each type and operator have tests of their own.
-It makes all refusals."""
+"""The operators whose results are checked without --full, because each kernel has tests of its own."""
 
 
 def reduced(dtype: Any, kind: Any, factor: Any, xs: Any) -> Any:
-    """Returns the expected reduction of the ranks' rows of `xs`, or None if the operator does not reduce the type."""
+    """Returns the expected reduction of `xs`, one row per rank, or None if the operator does not support the type."""
     integers = not (dtype.is_floating_point or dtype.is_complex)
     if kind in BITS and not integers:
         return None
@@ -95,14 +94,12 @@ def reduced(dtype: Any, kind: Any, factor: Any, xs: Any) -> Any:
 
 
 def copied(x: Any) -> Any:
-    """Returns a copy with the same bytes. A clone of bools would make each byte 0 or 1."""
+    """Returns a copy with the same bytes. Cloning a tensor of bools would change each byte to 0 or 1."""
     return x.view(torch.uint8).clone().view(x.dtype)
 
 
 def reductions(group: Any, op: Any, x: Any) -> Iterator[Callable[[], Any]]:
-    """Yields every call that reduces, with this rank's `x`. Each call returns the part of the result that this rank
-    gets.
-    """
+    """Yields a function for each collective that reduces `x`. The function returns this rank's part of the result."""
     rank, count = group.rank(), x.numel()
     own, rows = slice(rank * count // RANKS, (rank + 1) * count // RANKS), x.view(RANKS, -1)
 
@@ -146,7 +143,7 @@ def same(a: Any, b: Any) -> bool:
 
 @pytest.mark.parametrize("dtype", [*sorted(REDUCIBLE, key=str), torch.bool, *COMPLEX, torch.float8_e5m2], ids=str)
 def test_every_operator_reduces_or_refuses_every_type_in_every_call(dtype: Any, pytestconfig: pytest.Config) -> None:
-    """The results are exact. A bool's byte may have any value: any value but 0 is true."""
+    """The inputs have exact results. A bool's byte may have any value; all values but 0 are true."""
     kinds = [(kind, None) for kind in KINDS.__members__.values() if kind != KINDS.PREMUL_SUM]
     kinds += [(KINDS.PREMUL_SUM, factor) for factor in (0.5, HALVES, TRIPLES)]
     inputs = torch.tensor([[4, 2, 6, 0, 2, 8], [2, 4, 2, 0, 2, 0], [6, 6, 4, 0, 2, 4]])
@@ -310,7 +307,7 @@ def test_coalesced_calls() -> None:
 
 @pytest.mark.parametrize("tensors", ["one", "several"])
 def test_outputs_of_another_size_or_type_are_refused(tensors: str) -> None:
-    """The call is refused before anything moves, so the group stays usable."""
+    """The group stays usable, because it refuses the call before data moves."""
     x, whole = torch.ones(2), torch.ones(2 * RANKS)
 
     def gathers(group: Any, out: Any, x: Any) -> Any:
@@ -373,7 +370,8 @@ def test_an_asynchronous_call_returns_before_the_others_come() -> None:
             assert not any(work.is_completed() for work in works)
             last_may_come.set()
         assert works[-1].wait()
-        assert all(work.is_completed() and work.is_success() for work in works)  # calls run in order
+        # Calls run in order, so the last one ends last.
+        assert all(work.is_completed() and work.is_success() for work in works)
         assert (tensor == RANKS**3).all()
         assert works[-1].get_future().wait() == [tensor]
 
@@ -381,7 +379,7 @@ def test_an_asynchronous_call_returns_before_the_others_come() -> None:
 
 
 def test_callbacks_of_futures_may_make_calls_and_wait_for_the_futures_of_those() -> None:
-    """DDP's hooks do that; a callback of a call that a callback made may do it too."""
+    """DDP's hooks make calls in callbacks. Here even the callbacks of those calls make calls."""
     last_may_come = threading.Event()
 
     def body(group: Any) -> None:
@@ -432,9 +430,8 @@ def test_the_result_of_a_call_is_what_it_writes() -> None:
 
 @pytest.mark.parametrize("rank", [RANKS, -1])
 def test_a_rank_that_does_not_exist_is_refused_at_once(rank: int) -> None:
-    group = ProcessGroupProxyCCL(
-        dist.HashStore(), 0, RANKS, TIMEOUT
-    )  # the only rank that comes, so any wait would be long
+    # No other rank makes its group, so any wait would time out.
+    group = ProcessGroupProxyCCL(dist.HashStore(), 0, RANKS, TIMEOUT)
     x = torch.ones(1)
     refused = pytest.raises(ValueError, match=f"{rank} is not a rank of the group; expected 0 to {RANKS - 1}")
     for transfer in (group.send, group.recv):
@@ -456,8 +453,8 @@ def test_a_rank_that_does_not_exist_is_refused_at_once(rank: int) -> None:
 
 
 def test_sends_and_receives_cross() -> None:
-    """Each rank sends to both neighbours before it receives, more than fits into scratch memory, in single calls and
-    coalesced.
+    """Each rank sends to both neighbours before it receives, in single calls and coalesced. The data does not fit into
+    scratch memory.
     """
     size = 1 << 20
 
@@ -503,12 +500,12 @@ def test_a_group_can_be_split() -> None:
 
 
 def test_groups_are_made_again_over_one_store() -> None:
-    """Groups, and groups of some of the ranks, can be made even if an earlier group of the same name has failed."""
+    """A store serves new groups even if an earlier group of the same name has failed."""
     store = dist.HashStore()
 
     def body(group: Any) -> None:
         group.monitored_barrier(TIMEOUT)
-        if group.rank() == 0:  # only rank 0 comes
+        if group.rank() == 0:
             with pytest.raises(RuntimeError, match="Rank 1 failed"):
                 group.monitored_barrier(timedelta(milliseconds=50))
         assert all_reduced(group, torch.ones(1)).item() == RANKS
@@ -550,7 +547,7 @@ def test_groups_that_were_shut_down_let_go_of_their_store() -> None:
 
 
 def test_ranks_that_came_in_vain_meet_those_that_come_later() -> None:
-    """If the first use of a group times out, it leaves nothing in the store that would confuse the next use."""
+    """After a group's first use has timed out, nothing in the store disturbs the next use."""
     early_has_given_up = threading.Event()
 
     def body(group: Any) -> None:
@@ -595,8 +592,8 @@ def test_options_make_groups_invariant_and_their_parts() -> None:
 
 
 def test_a_forks_child_is_refused_and_the_parent_goes_on() -> None:
-    """A child's calls are refused, even a wait for a call of the parent's, which no thread of the child would
-    ever end.
+    """A forked child's calls are refused. Its wait for a parent's call is also refused, because the child has no thread
+    that would end the call.
     """
     child_has_ended = threading.Barrier(2)
 
@@ -612,7 +609,7 @@ def test_a_forks_child_is_refused_and_the_parent_goes_on() -> None:
             try:
                 call()
                 errors.append("no error")
-            except Exception as error:  # the child prints the error
+            except Exception as error:
                 errors.append(f"{type(error).__name__}: {error}")
         group.shutdown()
         return "\n".join(errors)
@@ -668,7 +665,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 
 def test_a_call_has_a_time_out_of_its_own() -> None:
-    timed_out = threading.Event()  # keep the peer: a call ends immediately when a peer has left
+    timed_out = threading.Event()  # keeps rank 1 from leaving, which would end rank 0's call immediately
 
     def body(group: Any) -> None:
         all_reduced(group, torch.ones(1))
@@ -707,7 +704,7 @@ def test_the_watchdog_names_the_oldest_call_that_has_not_ended(caplog: pytest.Lo
 
 
 def test_calls_that_have_ended_are_forgotten_whatever_their_numbers() -> None:
-    """The flows of a group share one sequence of numbers, so one flow may have only odd ones."""
+    """All flows of a group number their calls in one sequence, so one flow may have only odd numbers."""
     under_way = UnderWay(lambda: True)
     first = functools.partial(bool, True)
     kept = weakref.ref(first)
@@ -771,7 +768,8 @@ def test_a_group_shares_with_the_one_that_it_is_a_part_of() -> None:
         assert comm.runtime is whole.runtime
         again = part.split(part._store, [0, 1], None)
         part.shutdown()
-        assert all_reduced(again, torch.ones(1)).item() == 2  # the new group is again split from the whole group
+        # `again` was split from the whole group, so it works after `part` is shut down.
+        assert all_reduced(again, torch.ones(1)).item() == 2
         assert not again.endpoints.made[0].closed
         again.shutdown()
 
@@ -875,8 +873,8 @@ def test_memory_is_allocated_on_gpus_once_there_is_a_communicator() -> None:
 
 @pytest.mark.skipif(process_group.IS_BACKEND, reason="torch keeps other devices' backends from 2.15 on")
 def test_no_rank_drops_the_backend_of_another_device_while_others_make_theirs() -> None:
-    """With "cpu:gloo,cuda:proxyccl" the group for GPUs waits until all ranks have come to it, and the group for CPUs
-    does not wait; earlier groups of either kind may have used the store.
+    """With "cpu:gloo,cuda:proxyccl", making the GPUs' group waits for all ranks, and making the CPUs' group does not.
+    Earlier groups may have used the store.
     """
     store = dist.PrefixStore("group", dist.HashStore())
 

@@ -1,4 +1,4 @@
-"""The benchmark of programs and the example that it runs, on CPUs: they succeed and report every row."""
+"""programs.py, the benchmark of whole programs, and its example succeed on CPUs and report every row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SECONDS = 400
 
 
 def run_programs(options: list[str]) -> subprocess.CompletedProcess[str]:
-    """Runs programs.py with these options on the host runtime."""
+    """Runs programs.py with `options` on the host runtime."""
     return subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "programs.py"), *options],
         capture_output=True,
@@ -43,7 +43,7 @@ def test_programs_run_beside_gloo_and_report_their_rows(tmp_path: Path) -> None:
     results = json.loads(path.read_text())
     names = {row["program"]: [value["name"] for value in row["values"]] for row in results["rows"]}
     groups = ["proxyccl", "proxyccl, 1+proxy+registered", "gloo"]
-    nothing = [] if IS_BACKEND else ["nothing"]  # a process group whose calls do nothing
+    nothing = [] if IS_BACKEND else ["nothing"]  # "nothing" is a process group whose calls do nothing
     assert names["FSDP2 step, float32, 512 rows, tiny"] == groups + nothing
     assert names["mixture of experts, 8 layers"] == ["proxyccl", "gloo"]
     assert {"torch.distributed", "Communicator.all_reduce", "EPAll2AllLayer, 8 tokens"} <= set(names)
@@ -54,7 +54,7 @@ def test_programs_of_others_run_by_each_contender_and_agree(tmp_path: Path) -> N
     path = tmp_path / "programs.json"
     options = ["--quick", "--json", str(path), "-p", "tensor-parallel", "pipelines", "--contenders", "proxyccl", "peer"]
     done = run_programs(options)
-    assert done.returncode == 1, done.stdout + done.stderr  # a program that was not run counts as failed
+    assert done.returncode == 1, done.stdout + done.stderr  # a program that can't run is a failure
     results = json.loads(path.read_text())
     assert results["failed"] == {"DTensor TP, sequence parallel, under FSDP2": "not run: it takes 4 ranks"}
     names = {row["program"]: [value["name"] for value in row["values"]] for row in results["rows"]}
@@ -76,6 +76,6 @@ def test_weights_go_from_an_fsdp_trainer_to_samplers() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith("OK: ")
     read = set(re.findall(r"sampler (\d), step (\d): \d+ bytes, [\d.]+ GB/s, bit for bit", done.stdout))
-    # A sampler that connects while the previous step is still offered reads that step too.
+    # A sampler may also read step 1 if it connects while the trainer still offers this step.
     assert read - {("0", "1"), ("1", "1")} == {(sampler, step) for sampler in "01" for step in "2345"}
     assert done.stdout.count("sampler 1 has ended") == 2

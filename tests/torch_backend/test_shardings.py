@@ -1,4 +1,6 @@
-"""Which part of a tensor a DTensor holds, on each rank of a mesh. No data moves, so one process plays all ranks."""
+"""Checks which part of a tensor a DTensor holds on each rank of a mesh. One process simulates the ranks without moving
+data.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ pytestmark = [pytest.mark.host_only("placements are the same on every device")]
 
 @contextlib.contextmanager
 def rank_of(rank: int, world_size: int) -> Iterator[None]:
-    """Makes this process one rank of several during the block, by a process group that does not communicate."""
+    """Makes this process one rank of a fake process group during the block."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
@@ -36,7 +38,7 @@ def rank_of(rank: int, world_size: int) -> Iterator[None]:
 
 
 def assert_holds(parts: list[tuple[Any, tuple[int, ...], tuple[int, ...]]], whole: Any) -> None:
-    """Fails unless each part holds its values of the whole tensor, and all of them cover it."""
+    """Asserts that each part has the values of its place in the whole tensor, and that the parts cover this tensor."""
     covered = torch.zeros(whole.shape, dtype=torch.bool)
     for local, start, size in parts:
         assert size == tuple(whole.shape)

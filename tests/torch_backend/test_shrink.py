@@ -1,4 +1,4 @@
-"""Process groups of the remaining ranks, with torch's own `shrink_group` if it has one."""
+"""Process groups of the ranks that remain after a loss. The tests use torch's `shrink_group` if torch has it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that are not plain memory: calls refuse them before anything moves, wait for them, or resolve them."""
+"""Tensors that are more than plain memory: a call refuses them before data moves, waits for them, or resolves them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def freed() -> Any:
 
 
 def freed_from_an_offset() -> Any:
-    """Returns a tensor whose storage was freed; its data pointer is not 0, but its offset in the storage."""
+    """Returns a tensor whose storage was freed. Its data pointer is its offset in the storage instead of 0."""
     whole = torch.ones(2 * COUNT)
     x = whole[COUNT:]
     whole.untyped_storage().resize_(0)
@@ -122,7 +122,7 @@ def test_what_kind_of_tensor_has_no_memory_is_said(kind: str) -> None:
 def test_a_tensor_that_is_freed_after_a_call_is_refused_by_the_next() -> None:
     def body(group: Any) -> None:
         x = torch.ones(COUNT)
-        for _ in range(4):  # the first call is prepared, and the others reuse it
+        for _ in range(4):  # the first call is prepared, and the later calls reuse it
             group.allreduce([x], options("Allreduce")).wait()
         x.untyped_storage().resize_(0)
         with pytest.raises(ArgumentError, match="has no memory"):
@@ -131,11 +131,9 @@ def test_a_tensor_that_is_freed_after_a_call_is_refused_by_the_next() -> None:
     run(body, 2)
 
 
-@pytest.mark.parametrize(
-    "call", [call for call in CALLS if call not in ("send", "recv")]
-)  # whose data is with another rank
+@pytest.mark.parametrize("call", [call for call in CALLS if call not in ("send", "recv")])
 def test_a_result_of_a_functional_collective_is_waited_for(call: str) -> None:
-    """Such a result stands for a tensor that will have its values later."""
+    """A functional collective returns a tensor that gets its values later."""
 
     def body(group: Any) -> None:
         x = torch.full((COUNT,), 3.0)
@@ -147,7 +145,7 @@ def test_a_result_of_a_functional_collective_is_waited_for(call: str) -> None:
 
 
 def lazy(values: Any, kind: str) -> Any:
-    """Returns a lazy view with these values, whose memory holds their conjugates or their negatives."""
+    """Returns a lazy view of `values`. Its memory holds their conjugates or negatives."""
     view = values.conj_physical().conj() if kind == "conjugate" else torch._neg_view(-values)
     assert torch.equal(view, values)
     assert view.is_conj() or view.is_neg()

@@ -31,17 +31,17 @@ BEFORE = [
 
 
 def run(directory: Path, how: str) -> list[Ended]:
-    """Runs the program that writes flight records. Returns how its ranks ended."""
+    """Runs recorded.py, which writes flight records. Returns the exit status and output of each rank."""
     return run_processes(RANKS, PROGRAMS / "recorded.py", how, env={"TORCH_FR_DUMP_TEMP_FILE": f"{directory}/of rank_"})
 
 
 def analyzed(directory: Path, *arguments: str) -> tuple[list[tuple[str, str, int, set[int]]], list[Any]]:
-    """Runs torch's analysis of the flight records. Returns the calls that it finds complete, and the others."""
+    """Analyzes the flight records with torch's tool. Returns the complete calls and the incomplete calls."""
     output = directory.parent / "analysis.pickle"
     try:
         fr_trace.main([str(directory), "-o", str(output), "-p", "of rank_", *arguments])
     finally:
-        gc.enable()  # torch's tool disables it, as its process normally ends afterwards
+        gc.enable()  # torch's tool disables garbage collection
     _, found = pickle.loads(output.read_bytes())
     calls = found.collectives
     complete = [call for call in calls if call.pass_check and not call.missing_ranks]
@@ -96,7 +96,7 @@ def test_the_analyzer_names_ranks_that_make_different_calls(records: Path) -> No
 
 
 def test_a_flight_record_without_a_group_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flight_recorder, "groups", {})  # leave out groups of other tests
+    monkeypatch.setattr(flight_recorder, "groups", {})  # hides groups of other tests
     with pytest.raises(RuntimeError, match="expected init_process_group"):
         write_flight_record(str(tmp_path / "record"))
 
@@ -104,7 +104,7 @@ def test_a_flight_record_without_a_group_is_refused(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("ahead", [0, 5])
 def test_ranks_record_the_same_first_call_if_one_is_ahead(ahead: int) -> None:
     under_way = UnderWay(lambda: True)
-    for number in range(1, 5000 + ahead, 2):  # between two numbers there is a transfer
+    for number in range(1, 5000 + ahead, 2):  # even numbers are those of transfers
         under_way.add(None, number, f"call {number}", None)
         under_way.end(None, number)
     under_way.add(None, 6000, "last", None)

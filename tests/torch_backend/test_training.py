@@ -1,4 +1,4 @@
-"""Typical programs: trainings by torchrun, whose losses must equal those with torch's own backend, and jobs that lose a
+"""Programs under torchrun: trainings, whose losses must equal those with torch's own backend, and jobs that lose a
 rank.
 """
 
@@ -46,7 +46,7 @@ def test_a_training_has_the_losses_of_torchs_own_backend(kind: str) -> None:
 
 
 def test_a_mixed_group_takes_the_backend_of_each_device() -> None:
-    """A group of init_process_group("cpu:gloo,cuda:proxyccl") uses gloo on CPUs; it can be made without a GPU."""
+    """init_process_group("cpu:gloo,cuda:proxyccl") makes a group that uses gloo for CPU tensors. It needs no GPU."""
     ours = losses("ddp", "cpu:gloo,cuda:proxyccl")
     assert ours[-1] < ours[0]
 
@@ -57,7 +57,7 @@ def test_a_job_that_loses_a_rank_goes_on_from_its_checkpoint(tmp_path: Path) -> 
     assert "starts at step 0" in done.stdout
     assert "starts at step 3" in done.stdout
     assert "ends with 60" in done.stdout
-    # torchrun ends the other ranks as soon as it sees the lost one, usually before they report it.
+    # torchrun usually ends the other ranks before they report the lost rank.
     for line in done.stdout.splitlines():
         if line.startswith("rank "):
             assert f"rank {RANKS - 1}" in line

@@ -1,5 +1,5 @@
-"""Transfers between ranks, whose issue never waits for a peer: on CPUs, and on GPUs, which HIP's runtime simulates on
-the host. The ranks are threads.
+"""Transfers between ranks, on CPUs and on GPUs that HIP's runtime simulates on the host. Issuing a transfer never waits
+for the peer. The ranks are threads.
 """
 
 from __future__ import annotations
@@ -29,19 +29,13 @@ LONG = 1 << 20  # elements: more than scratch memory holds
 
 
 class Ranks:
-    """Process groups of ranks that are threads.
-
-    Args:
-        kind: "cpu" or "gpu": where `tensor` makes its tensors.
-    """
+    """Runs ranks as threads, with tensors on `kind`: "cpu" or "gpu"."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
 
     def run(self, ranks: int, body: Callable[[Any], T], timeout: timedelta = TIMEOUT) -> list[T]:
-        """Runs body(group) on all ranks concurrently. Returns the results by rank, or raises the first rank's
-        exception.
-        """
+        """Runs body(group) on all ranks at the same time. Returns the results by rank, or raises a rank's exception."""
         return run(body, ranks, timeout)
 
     def tensor(self, rank: int, value: float, count: int = 1000) -> Any:
@@ -50,7 +44,7 @@ class Ranks:
         return tensor if self.kind == "cpu" else torch_on_hip.on_gpu(tensor, rank)
 
     def holds(self, tensor: Any, value: float) -> bool:
-        """Waits for the current stream, and returns whether all elements have this value."""
+        """Waits for the current stream and returns whether all elements equal `value`."""
         return bool(((tensor if self.kind == "cpu" else torch_on_hip.on_cpu(tensor)) == value).all())
 
 
@@ -90,7 +84,7 @@ def test_a_ring_in_which_each_rank_sends_first(on: Ranks, ranks: int, batched: b
 
 
 def test_first_uses_in_opposite_orders(on: Ranks) -> None:
-    """Every rank begins with a different peer and a different direction."""
+    """Each rank begins with a different peer, and either sends or receives first."""
     ranks = 3
 
     def body(group: Any) -> None:
@@ -153,7 +147,7 @@ def test_many_messages_of_both_directions_are_under_way(on: Ranks) -> None:
 
 @pytest.mark.parametrize("met", [False, True], ids=["first", "after-a-collective"])
 def test_a_ring_of_a_new_group(on: Ranks, met: bool) -> None:
-    """The new group has a different order of ranks than the whole group, and is made before or after its first use."""
+    """The new group orders the ranks differently from the whole group, which may already have been used."""
     order = [3, 0, 2]
 
     def body(group: Any) -> None:
@@ -197,8 +191,8 @@ def test_ranks_may_order_transfers_and_collectives_differently(on: Ranks) -> Non
 
 @pytest.mark.parametrize("met", [False, True], ids=["new", "split"])
 def test_groups_of_the_same_ranks_are_first_used_in_any_order(on: Ranks, met: bool) -> None:
-    """Each rank first uses the groups in its own order, by collectives or by transfers, which wait for the peer's. The
-    whole group may or may not have been used, so that it can be split.
+    """Ranks first use several groups in different orders, by collectives or transfers. If the whole group has been used
+    before (`met`), the groups are split from it.
     """
 
     def body(group: Any) -> None:
@@ -228,7 +222,7 @@ def test_groups_of_the_same_ranks_are_first_used_in_any_order(on: Ranks, met: bo
 
 
 def test_a_batch_meets_single_transfers_of_some_ranks(on: Ranks) -> None:
-    """The third rank of the group does not take part."""
+    """One rank of the group makes no transfers."""
 
     def body(group: Any) -> None:
         rank = group.rank()
@@ -294,7 +288,7 @@ def test_a_transfer_to_oneself_without_its_other_half_is_named(on: Ranks) -> Non
 
 def test_a_transfer_to_oneself_whose_copy_fails_ends_on_both_sides() -> None:
     def body(group: Any) -> None:
-        overlapping = torch.zeros(1).expand(4)  # a tensor that torch does not write to
+        overlapping = torch.zeros(1).expand(4)  # torch refuses to write to overlapping elements
         for work in [isend(group, torch.ones(4), 0), irecv(group, overlapping, 0)]:
             with pytest.raises(RuntimeError, match="single memory location"):
                 work.wait()
@@ -303,7 +297,7 @@ def test_a_transfer_to_oneself_whose_copy_fails_ends_on_both_sides() -> None:
 
 
 def test_threads_of_a_rank_transfer_and_collect_at_once(on: Ranks) -> None:
-    """Each thread has its own peers, because the transfers of two ranks match in order."""
+    """Each thread exchanges data with different peers, because the transfers between two ranks match in order."""
     ranks = 4
 
     def body(group: Any) -> None:
@@ -359,7 +353,7 @@ def test_a_peer_that_does_not_come_is_named(
                 work.wait()
             assert work.is_completed()
             assert not work.is_success()
-        assert len(meetings) == 1  # one time-out for both
+        assert len(meetings) == 1  # both transfers waited for the peer together
         others.set()
 
     with caplog.at_level(logging.ERROR, "proxyccl.torch"):
@@ -368,7 +362,7 @@ def test_a_peer_that_does_not_come_is_named(
 
 
 def test_a_shutdown_waits_for_transfers_that_were_issued(on: Ranks) -> None:
-    """A shutdown also waits for the first transfers of two ranks if the peer comes only during the shutdown."""
+    """A shutdown waits even for transfers whose peer first connects during the shutdown."""
     ends = threading.Event()
 
     def body(group: Any) -> None:
@@ -398,7 +392,8 @@ def test_a_shutdown_does_not_wait_for_a_rank_that_has_left(
         rank = group.rank()
         first = on.tensor(rank, 1.0)
         group.allreduce([first]).wait()
-        assert on.holds(first, 2.0)  # the CPU must wait: if only a stream did, freed memory would still be written
+        # The CPU must wait here, because otherwise kernels may write to memory after it is freed.
+        assert on.holds(first, 2.0)
         if met:
             (irecv if rank else isend)(group, first, 1 - rank).wait()
             assert on.holds(first, 2.0)
@@ -410,7 +405,7 @@ def test_a_shutdown_does_not_wait_for_a_rank_that_has_left(
         assert has_left.wait(60)
         work = irecv(group, out, 0)
         group.shutdown()
-        if on.kind == "gpu" and met:  # the kernel was ended; after a shutdown no error reports that
+        if on.kind == "gpu" and met:  # the shutdown ended the kernel, and no error reports that
             return
         with pytest.raises(dist.DistBackendError, match=r"ClosedError|AbortedError: .*a call waited for a rank that"):
             work.wait(timedelta(seconds=50))
@@ -422,7 +417,7 @@ def test_an_abort_and_a_shutdown_end_the_wait_for_a_first_peer(on: Ranks) -> Non
     def body(group: Any) -> None:
         rank = group.rank()
         work = isend(group, on.tensor(rank, 1.0), (rank + 1) % 3)
-        group._timeout = timedelta(seconds=0.1)  # time-out of the wait in `shutdown`, not of the wait for the peer
+        group._timeout = timedelta(seconds=0.1)  # limits the wait in `shutdown`, not the wait for the peer
         end, message = [
             (group.abort, "AbortedError: .*the process group was aborted"),
             (group.shutdown, "ClosedError: the process group was shut down"),
@@ -454,9 +449,7 @@ def test_a_transfer_that_the_peer_does_not_match_is_named(on: Ranks) -> None:
 
 
 def test_the_record_of_a_transfer_in_progress_keeps_no_tensors(on: Ranks) -> None:
-    """A transfer's record is kept until the watchdog looks at it, or many others follow, so it must not keep
-    tensors.
-    """
+    """A transfer's record must keep no tensors, because it may stay long: until the watchdog reads it, for example."""
     if on.kind == "cpu":
         pytest.skip("transfers of CPU tensors tell when they have ended")
 
@@ -466,8 +459,8 @@ def test_the_record_of_a_transfer_in_progress_keeps_no_tensors(on: Ranks) -> Non
         device, kept = x.device, weakref.ref(x)
         transfer(group, x, 1 - rank).wait()
         assert group.calls.threads.of(device, (1 - rank, rank == 0)).wait_until_idle(60)
-        transfer(group, y, 1 - rank).wait()  # with an older torch, each new Work finishes the previous one
-        assert on.holds(y, 1.0)  # these tensors are in CPU memory, which is freed without regard to streams
+        transfer(group, y, 1 - rank).wait()  # With older versions of torch, each new Work finishes the previous one.
+        assert on.holds(y, 1.0)  # Waits, because these tensors' CPU memory is freed without regard to streams.
         del x
         gc.collect()
         assert kept() is None

@@ -1,4 +1,6 @@
-"""verl's checkpoint engine by agents: workers of a trainer and of rollouts in one process, in verl's order of calls."""
+"""verl's checkpoint engine on ProxyCCL's agents. One process runs the workers of a trainer and of rollouts, and makes
+verl's calls in verl's order.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,13 @@ BUCKET = 4096
 
 
 def weights(step: int, dtype: Any = torch.float32) -> dict[str, Any]:
-    """Returns the weights of a step: short ones, some longer than a bucket, one exactly as long, one without dimensions
-    and one without elements.
-    """
+    """Returns the weights of a step: shorter than a bucket, longer, exactly as long, a scalar, and an empty one."""
     shapes = {"a": (3, 5), "long": (50, 70), "b": (1000,), "scalar": (), "none": (0, 4), "bucket": (1024,), "c": (7,)}
     made = {
         name: (torch.arange(torch.Size(shape).numel()) * 7 + 100 * step + len(name)).reshape(shape).to(dtype)
         for name, shape in shapes.items()
     }
-    return {**made, "element": made["a"][:1, 0]}  # contiguous, with a stride of 5
+    return {**made, "element": made["a"][:1, 0]}  # contiguous, because it has one element, although its stride is 5
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 class Workers:
-    """The engines of all workers, as verl's manager calls them."""
+    """The engines of all workers, which this class calls as verl's manager does."""
 
     def __init__(self, registry: Any, trainers: int, rollouts: int, **options: Any) -> None:
         import proxyccl.verl  # noqa: F401  verl imports it as custom_backend_module
@@ -97,7 +97,9 @@ def test_every_rollout_gets_every_weight(registry: Any, trainers: int, rollouts:
 
 @pytest.mark.parametrize("finalizes", [False, True])
 def test_an_update_after_one_that_failed(registry: Any, finalizes: bool) -> None:
-    """The model refuses the first weight, so buckets that were offered are never read; the next update must succeed."""
+    """After the model has refused the first weight, the rollout never reads the remaining buckets, but the next update
+    must succeed.
+    """
     workers = Workers(registry, 1, 1)
     (trainer,), (rollout,) = workers.trainers, workers.rollouts
 

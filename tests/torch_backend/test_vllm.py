@@ -1,5 +1,5 @@
-"""vLLM's weight transfer by agents, with the calls in vLLM's order. Two trainer ranks and two workers are threads of
-this process.
+"""vLLM's weight transfer on ProxyCCL's agents, with vLLM's order of calls. Two trainer ranks and two workers are
+threads of this process.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ SHAPES = {"rows": (7, 6), "columns": (4, 10), "everywhere": (5,), "large": (64, 
 
 
 class Meeting:
-    """A meeting of all threads of a role, in which each gets the values of all."""
+    """Lets all threads of a role (trainer or worker) exchange values."""
 
     def __init__(self, count: int) -> None:
         self._values: dict[int, Any] = {}
         self._come = threading.Barrier(count)
-        self._go = threading.Barrier(count, action=self._values.clear)  # the next round may have other ranks
+        self._go = threading.Barrier(count, action=self._values.clear)  # the next gather may be among other ranks
 
     def gather(self, rank: int, value: Any) -> list[Any]:
-        """Gives this rank's value, and returns the values of all ranks, by rank."""
+        """Waits until all threads have passed their values, and returns all values in the order of ranks."""
         self._values[rank] = value
         self._come.wait(60)
         values = [self._values[each] for each in sorted(self._values)]
@@ -41,7 +41,7 @@ class Meeting:
 
 
 class Source:
-    """A trainer rank's shards of the weights of each version."""
+    """A trainer rank's shards of the weights. `version` selects the weights' values."""
 
     def __init__(self, rank: int, dtype: Any = None) -> None:
         self.rank, self.version, self.dtype = rank, 0, dtype or torch.float32
@@ -60,9 +60,7 @@ class Source:
         return whole if dim is None else whole.chunk(2, dim)[self.rank]
 
     def iter_local(self) -> Any:
-        """Yields the rank's shards. One parameter's memory is new each time, like that of a parameter that a trainer
-        converts.
-        """
+        """Yields the rank's shards. One shard is a new tensor each time, as if the trainer had converted its dtype."""
         for name, memory in self.memory.items():
             memory.copy_(self.shard(name))
             yield name, memory.clone() if name == "columns" else memory
@@ -98,7 +96,7 @@ class Client:
 
 
 class Job:
-    """The workers' engines, and everything that is needed to make the trainers' engines."""
+    """The workers' engines, and what `trainers` needs to make the trainers' engines."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         found = vllm_modules.install(monkeypatch)
@@ -126,7 +124,7 @@ class Job:
         self.client = Client(self.workers)
 
     def trainers(self, sources: list[Source], body: Callable[[Any, Source], None], bucket_bytes: int) -> None:
-        """Runs a body on every rank of a trainer, and ends the engines."""
+        """Runs `body(engine, source)` in one thread per source, and shuts the engines down."""
 
         def run(source: Source) -> None:
             self.ranks.rank = source.rank
@@ -176,8 +174,8 @@ def test_every_worker_loads_every_version(job: Job, bucket_bytes: int, loads: in
 
 
 def test_memory_that_a_parameter_has_left_is_not_written(job: Job) -> None:
-    """A trainer may swap in averaged weights for a round, in other memory. The workers then connect once more, even if
-    the first attempt fails.
+    """If a trainer sends weights from other memory in one round, the workers connect again, even if the first attempt
+    fails.
     """
     connect, connected = job.client.init_weight_transfer_engine, []
     fail, checked = threading.Event(), threading.Barrier(2)
@@ -214,7 +212,7 @@ def test_memory_that_a_parameter_has_left_is_not_written(job: Job) -> None:
 
 
 def test_a_parameters_storage_may_be_freed_between_rounds(job: Job) -> None:
-    """Some trainers free the storage while weights are not needed and keep them elsewhere. The tensor objects stay."""
+    """Some trainers move weights elsewhere between rounds: they free the tensors' storage but keep the tensors."""
     checked = threading.Barrier(2)
 
     def body(engine: Any, source: Source) -> None:

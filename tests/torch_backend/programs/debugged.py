@@ -1,5 +1,5 @@
-"""Checks torch's debug level DETAIL: a program works as without it, CommDebugMode counts its calls, and a mismatch is
-an error.
+"""Checks a program at torch's debug level DETAIL: its results are unchanged, CommDebugMode counts its calls, and calls
+that differ between ranks raise an error.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ if rank in (0, 1):
     dist.barrier(part)
 dist.all_gather_object([None] * size, {"rank": rank})
 store.set(f"after {rank}", b"")
-store.wait([f"after {other}" for other in range(size)])  # a failure would also end another rank's latest call
+# The failure below could otherwise end another rank's all_gather_object.
+store.wait([f"after {other}" for other in range(size)])
 reason = ""
 try:
     dist.all_reduce(torch.ones(4 + rank))

@@ -1,7 +1,8 @@
-"""Trains, and loses a rank. Started by torchrun with one restart: ``elastic.py CHECKPOINT MODE``.
+"""Trains and loses a rank. torchrun starts the program with one restart: ``elastic.py CHECKPOINT MODE``.
 
-MODE "kill": in the first attempt the last rank kills itself after step 3. The others must get a named error; the
-second attempt continues from the checkpoint. MODE "leave": no rank destroys its process group, and rank 0 ends first.
+MODE "kill": in the first attempt the last rank kills itself after step 3. The other ranks must get an error that names
+it, and the second attempt must continue from the checkpoint. MODE "leave": rank 0 exits before the other ranks, and no
+rank destroys its process group.
 """
 
 from __future__ import annotations

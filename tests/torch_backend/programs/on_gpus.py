@@ -20,12 +20,12 @@ from proxyccl.torch import on_gpu  # importing the package registers the backend
 
 COUNT = 1 << 22  # 16 MiB of float32: the backend may make calls of this size by proxy
 CYCLES = 50_000_000
-"""Of a GPU that computes for longer than any call here takes, also where two ranks take turns on it."""
+"""GPU cycles for which `torch.cuda._sleep` keeps a GPU busy longer than any call takes, even if two ranks share it."""
 
 
 def streams(device: torch.device) -> None:
-    """Checks that asynchronous calls follow the current stream's work, that work after `wait` follows the calls, and
-    that the calls' stream has priority.
+    """Checks that asynchronous calls run after the current stream's earlier work, that work after `wait` runs after
+    the calls, and that the calls' stream has a higher priority.
     """
     for _ in range(20):
         x = torch.zeros(COUNT, device=device)
@@ -36,9 +36,8 @@ def streams(device: torch.device) -> None:
         x = torch.ones(COUNT, device=device)
         work = dist.all_reduce(x, async_op=True)
         del x, work
-        other = torch.full(
-            (COUNT,), -1.0, device=device
-        )  # would get the memory of x if the backend did not record x's use
+        # If the backend did not record that it uses x, this tensor would get x's memory.
+        other = torch.full((COUNT,), -1.0, device=device)
         torch.cuda.synchronize()
         assert (other == -1).all()
     y = torch.ones(COUNT, device=device)
@@ -70,7 +69,7 @@ def again(device: torch.device) -> None:
         assert (y == value).all()
     for size in (COUNT, COUNT // 2, COUNT):
         del x
-        x = torch.ones(size, device=device)  # most likely at the address of the previous tensor
+        x = torch.ones(size, device=device)  # probably at the previous tensor's address
         for _ in range(2):
             x.fill_(1)
             dist.all_reduce(x)
@@ -108,14 +107,14 @@ def capture(device: torch.device) -> None:
 
 
 def priority(device: torch.device) -> None:
-    """Checks that the group's own stream has the highest priority, as do kernels that a graph captures from it."""
+    """Checks that the group's own stream and kernels that a graph captures from it have the highest priority."""
     from cuda.bindings import driver as cu
 
     x = torch.ones(4096, device=device)
     for _ in range(3):
         dist.all_reduce(x, async_op=True).wait()
     torch.cuda.synchronize()
-    _, _, highest = cu.cuCtxGetStreamPriorityRange()  # torch's own streams have 4 priorities at most
+    _, _, highest = cu.cuCtxGetStreamPriorityRange()  # torch's streams do not reach this priority
     assert dist.group.WORLD._get_backend(device)._gpu(device).own_stream.priority == highest
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
@@ -130,8 +129,8 @@ def priority(device: torch.device) -> None:
 
 
 def overlapped(device: torch.device) -> None:
-    """Checks that long reductions go by proxy if the program computes during them, once earlier calls have shown that,
-    and otherwise by kernels.
+    """Checks that long reductions go by proxy after calls during which the program computed, and otherwise by
+    kernels.
     """
     x = torch.empty(COUNT, device=device)
 
@@ -150,7 +149,7 @@ def overlapped(device: torch.device) -> None:
     usual = kernels(beside=False)
     assert any(kernels(beside=True).isdisjoint(usual) for _ in range(40))
     assert any(kernels(beside=False) == usual for _ in range(120))
-    for turn in range(12):  # the ranks' requests differ: the first rank to arrive decides
+    for turn in range(12):  # ranks differ in `async_op`
         x.fill_(1)
         work = dist.all_reduce(x, async_op=(dist.get_rank() + turn // 2) % 2 == 0)
         if work is not None:
@@ -159,8 +158,8 @@ def overlapped(device: torch.device) -> None:
 
 
 def call_until(call: Callable[[], None], is_ready: Callable[[], bool], device: torch.device) -> None:
-    """Makes the same calls on all ranks until all ranks are ready: peers get access to a tensor's memory only after
-    many calls in a short time.
+    """Makes calls until `is_ready` is true on all ranks. Peers get access to a tensor's memory only after many calls in
+    a short time.
     """
     ready, end = torch.zeros(1, device=device), time.monotonic() + 10
     while not ready.item():
@@ -172,8 +171,8 @@ def call_until(call: Callable[[], None], is_ready: Callable[[], bool], device: t
 
 
 def gathers(device: torch.device) -> None:
-    """Checks long gathers on a stream of the program's beside a busy default stream: they go by proxy once peers know
-    the output, and otherwise by kernels. Ranks may differ in whether their peers know the output.
+    """Checks long gathers on another stream while the default stream is busy: they go by proxy if peers have access to
+    the outputs of all ranks, and otherwise by kernels.
     """
     rank, ranks, side = dist.get_rank(), dist.get_world_size(), torch.cuda.Stream(device)
     out = torch.empty(ranks * COUNT, device=device)
@@ -181,7 +180,7 @@ def gathers(device: torch.device) -> None:
 
     def gather(turn: int, stream: torch.cuda.Stream) -> None:
         if stream is side:
-            torch.cuda._sleep(CYCLES)  # the default stream is then seen to be late at the next call
+            torch.cuda._sleep(CYCLES)  # the next call finds the default stream busy
         with torch.cuda.stream(stream):
             own.fill_(rank + turn)
             dist.all_gather_into_tensor(out, own)
@@ -218,9 +217,7 @@ def transfers(device: torch.device) -> None:
 
 
 def ring(device: torch.device) -> None:
-    """Lets every rank send to the next before it receives: one by one and in a batch, in the default group
-    and another.
-    """
+    """Lets every rank send to the next rank before it receives, in single calls and in a batch, in two groups."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for group in (None, dist.new_group(list(range(ranks)))):
         for batched in (False, True):
@@ -258,8 +255,8 @@ def memory(device: torch.device) -> None:
 
 
 def lent(device: torch.device) -> None:
-    """Checks torch's memory that calls use repeatedly, to which peers get access: when torch frees the memory, the
-    device has it back, and other memory at the same address is not taken for it.
+    """Checks memory of torch's to which peers get access because calls use it often. When torch frees the memory, the
+    device must get it back, and the backend must not take other memory at the same address for it.
     """
     for turn in range(3):
         nbytes, before = gather_into_lent(device, turn)
@@ -272,8 +269,8 @@ def lent(device: torch.device) -> None:
 
 
 def gather_into_lent(device: torch.device, turn: int) -> tuple[int, int]:
-    """Gathers into one tensor, by kernels and by proxy, until peers have access to its memory, and afterwards. Returns
-    the tensor's size, and the device memory that is free while it exists, in bytes.
+    """Gathers into one tensor by kernels and by proxy, before and after peers get access to its memory. Returns the
+    tensor's size and the device memory that is free while the tensor exists, in bytes.
     """
     ranks, count = dist.get_world_size(), 8 << 20  # 32 MiB per rank
     group = dist.group.WORLD._get_backend(device).endpoints.of_all(device).group
@@ -288,7 +285,7 @@ def gather_into_lent(device: torch.device, turn: int) -> tuple[int, int]:
         assert (out.view(ranks, count)[:, 9] == torch.arange(ranks, device=device) + turn).all()
 
     def gather_on_side() -> None:
-        torch.cuda._sleep(CYCLES)  # the default stream is then seen to be late at the next call
+        torch.cuda._sleep(CYCLES)  # the next call finds the default stream busy
         with torch.cuda.stream(side):
             gather()
 
@@ -305,7 +302,7 @@ def gather_into_lent(device: torch.device, turn: int) -> tuple[int, int]:
 
 
 def mixed(device: torch.device) -> None:
-    """Checks tensors of both devices in one group, and the barrier on the GPU."""
+    """Checks CPU and GPU tensors in one group, and the barrier on the GPU."""
     assert dist.get_backend_config() == "cpu:gloo,cuda:proxyccl"
     for x in (torch.ones(8), torch.ones(8, device=device)):
         dist.all_reduce(x)

@@ -1,8 +1,8 @@
-"""Makes calls, to one of which the last rank may not come: ``recorded.py HOW``.
+"""Makes calls, the last of which may fail because of the last rank: ``recorded.py HOW``.
 
-HOW "matching": all ranks make all calls, and write flight records. "stalled": the last rank waits until the others have
-given up. "killed": the last rank is killed. "mismatch": the last rank makes another call. In these three cases the
-other ranks get an error.
+HOW "matching": all ranks make all calls, and write flight records. "stalled": the last rank waits until the other ranks
+have timed out. "killed": the last rank is killed. "mismatch": the last rank makes a different call. Unless HOW is
+"matching", the other ranks get an error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ dist.init_process_group("proxyccl", store=store, rank=rank, world_size=size, tim
 pair = dist.new_group([0, 1])
 x = torch.ones(4)
 dist.all_reduce(x)
-if rank == 0:  # rank 0 then numbers its calls differently from the other ranks
+if rank == 0:  # a send, so that rank 0 numbers its later calls differently from the other ranks
     dist.send(x, 1)
 if rank == 1:
     dist.recv(x, 0)
@@ -38,7 +38,7 @@ if rank in (0, 1):
     dist.all_gather_into_tensor(torch.empty(8), x, group=pair)
 dist.barrier()
 store.set(f"after {rank}", b"")
-store.wait([f"after {other}" for other in range(size)])  # a failure would also end the last rank's barrier
+store.wait([f"after {other}" for other in range(size)])  # the failure below could otherwise end the last rank's barrier
 if how == "matching":
     dist.all_to_all_single(x.new_empty(size), x[:size])
     assert proxyccl.torch.write_flight_record(prefix) == Path(f"{prefix}{rank}")

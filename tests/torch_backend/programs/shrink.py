@@ -1,4 +1,4 @@
-"""Kills the last rank; the others shrink the default group with torch's call, and continue."""
+"""Kills the last rank. The other ranks shrink the default group with torch's `shrink_group` and continue."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Runs one training by torch. Started by torchrun: ``training.py KIND BACKEND``. Rank 0 prints its losses as JSON.
+"""Trains a model with torch. torchrun starts the program: ``training.py KIND BACKEND``. Rank 0 prints its losses as
+JSON.
 
-KIND is ddp, ddp_join, ddp_compiled, fsdp, tensor_parallel (with FSDP across) or pipeline. The training uses GPUs if
-there are as many as ranks.
+KIND is ddp, ddp_join, ddp_compiled, fsdp, tensor_parallel (with FSDP between the pairs of ranks) or pipeline. The
+training uses GPUs if there are at least as many GPUs as ranks.
 """
 
 from __future__ import annotations
@@ -73,13 +74,13 @@ def ddp(device: torch.device) -> list[float]:
 
 
 def ddp_compiled(device: torch.device) -> list[float]:
-    """Trains like `ddp`, in a program that Dynamo traces; the reducer calls the process group from C++."""
+    """Trains data-parallel in a program that Dynamo traces. The reducer calls the process group from C++."""
     parallel = nn.parallel.DistributedDataParallel(model().to(device), static_graph=True)
     return train(torch.compile(parallel, backend="eager"), device, dist.get_rank(), dist.group.WORLD)
 
 
 def ddp_join(device: torch.device) -> list[float]:
-    """Trains data-parallel with different numbers of batches on each rank. The losses are for rank 0's data."""
+    """Trains data-parallel, with a different number of batches on each rank. Returns the losses of this rank's data."""
     parallel = nn.parallel.DistributedDataParallel(model().to(device))
     optimizer, losses = torch.optim.SGD(parallel.parameters(), lr=0.5), []
     with parallel.join(divide_by_initial_world_size=False):
@@ -93,7 +94,7 @@ def ddp_join(device: torch.device) -> list[float]:
 
 
 def fsdp(device: torch.device) -> list[float]:
-    """Trains fully sharded: parameters are gathered before they are used."""
+    """Trains with fully sharded parameters, which are gathered before they are used."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     whole = model().to(device)
     for block in whole:
@@ -103,7 +104,7 @@ def fsdp(device: torch.device) -> list[float]:
 
 
 def tensor_parallel(device: torch.device) -> list[float]:
-    """Trains with each layer split over two ranks, and parameters fully sharded over the pairs of ranks."""
+    """Trains with each layer split over a pair of ranks, and parameters fully sharded between the pairs."""
     mesh = init_device_mesh(device.type, (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tensor"))
     whole = model().to(device)
     for block in whole:

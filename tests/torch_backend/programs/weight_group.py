@@ -1,8 +1,8 @@
-"""A trainer (0) and a server of SGLang (1), each with a world of its own, join a group by which weights are broadcast.
+"""Broadcasts weights from a trainer (rank 0) to a server (rank 1), which have different default groups.
 
 python weight_group.py STORE RANK
 
-The calls are those of SGLang 0.5.23 (2026-10-30): `load_plugins` of python/sglang/srt/plugins, then
+The program makes the calls of SGLang 0.5.23 (2026-10-30): `load_plugins` of python/sglang/srt/plugins, then
 `init_custom_process_group` of python/sglang/srt/utils/common.py.
 """
 
