@@ -1,5 +1,4 @@
-"""Moves arrays to where a communicator's kernels reach them, and back: numpy's own arrays on the host, device memory on
-a GPU.
+"""Copies arrays to and from memory that a communicator's kernels can access.
 
 On the host a test's numpy array is used directly, because the library must accept any numpy array: views, odd offsets,
 memory from any allocator. On a GPU the array's values are copied into device memory, and the test holds a view that can
@@ -20,7 +19,7 @@ from proxyccl import Array, Communicator
 from proxyccl.device.arrays.array import ArrayView
 
 # A driver may wait until the device is idle before it frees memory. A rank in such a wait would not make its next call,
-# for which other ranks' kernels on the same device are waiting. So nothing is freed before the communicator is.
+# for which other ranks' kernels on the same device are waiting. So arrays are kept as long as their communicator.
 _kept: weakref.WeakKeyDictionary[Communicator, list[Array]] = weakref.WeakKeyDictionary()
 
 
