@@ -154,7 +154,7 @@ class Ringing:
 
 
 class Flood:
-    """A ring that always looks full of new triggers, because a thread keeps flipping the bit that marks new triggers."""
+    """A ring that always looks full of new triggers: a thread keeps flipping the bit that marks new triggers."""
 
     def __init__(self, ring: SharedMemory, trigger: Trigger) -> None:
         self._stop = threading.Event()

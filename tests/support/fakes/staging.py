@@ -162,7 +162,7 @@ class End(OwnTriggers):
             self.channels.append(channel)
 
     def push(self, operation: Operation, size: int = 0, *, count: int = 1, **where: Any) -> int:
-        """Pushes triggers; see `OwnTriggers.trigger`. Returns the last one's ticket."""
+        """Pushes triggers; see `OwnTriggers.trigger`. Returns the ticket of the last trigger."""
         return self.producer.push(self.trigger(operation, size, **where), count)
 
     def taken(self, channel: int = 0) -> int:
