@@ -166,7 +166,7 @@ def shrink(comm: Communicator) -> Communicator:
     finally:
         try:
             comm.close()
-        except ProxyCCLError as error:  # an intact communicator that another rank does not close
+        except ProxyCCLError as error:  # another rank did not close this communicator
             say("error", kind=type(error).__name__, message=str(error))
 
 
