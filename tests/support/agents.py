@@ -37,7 +37,7 @@ class Pair:
     """Two agents, `a` and `b`, each with `nbytes` bytes of registered memory.
 
     Attributes:
-        a, b: the agents; `a.add` was called with b's metadata.
+        a, b: the agents; only `a` has added the metadata of the other.
         ours, theirs: the memory of a and of b, uint8.
     """
 
@@ -177,8 +177,7 @@ def child(body: Callable[[socket.socket], object]) -> Iterator[Child]:
 
 def serve_memory(connection: socket.socket, nbytes: int = 4 << 20, value: int = 7, name: str = "b") -> None:
     """Runs an agent in a child process, with registered memory that is filled with `value`. Sends the agent's metadata,
-    then executes the commands "close", "fork" and "wait" until it receives an empty message or the connection is
-    closed.
+    then executes the commands "close", "fork" and "wait" until an empty message arrives or the connection is closed.
     """
     agent = Agent(name, listen=["127.0.0.1"])
     memory = np.full(nbytes, value, np.uint8)

@@ -66,7 +66,7 @@ class RunningDaemon:
         return False
 
     def connect(self) -> socket.socket:
-        """Returns a new connection to the daemon's socket, on which nothing was sent yet."""
+        """Returns a new, unused connection to the daemon's socket."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.settimeout(_END_SECONDS)
         connection.connect(str(self.path))

@@ -36,7 +36,7 @@ def rank_runtime(rank: int) -> Runtime:
 
 
 def runtime_with_blocks(rank: int, blocks: int = 2) -> Runtime:
-    """Returns a new runtime on the rank's device whose collectives have several blocks; the host runtime's have one by
+    """Returns a new runtime on the rank's device. The host runtime's collectives get `blocks` blocks, instead of one by
     default.
     """
     return HostRuntime(blocks=blocks) if ON_HOST else rank_runtime(rank)

@@ -23,7 +23,7 @@ SHORT = 2.0
 
 
 def impatient(comm: Communicator, seconds: float = SHORT) -> None:
-    """Shortens the communicator's time-out. A collective call, made after the set-up, which may be slow on a busy
+    """Shortens the communicator's time-out. All ranks call this after the set-up, which may be slow on a busy
     machine.
     """
     comm.all_gather_bytes(b"")

@@ -75,7 +75,7 @@ def quantized(tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantized(rows: Tensor, scales: Tensor) -> Tensor:
-    """Returns the rows that `quantized` made, in float32."""
+    """Converts rows and scales of `quantized` back to float32."""
     groups = rows.float().view(*rows.shape[:-1], scales.shape[-1], -1)
     return (groups * scales.unsqueeze(-1)).reshape(rows.shape)
 
@@ -370,7 +370,7 @@ def megatron(group: Any, mixture: Mixture) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def vllm_elastic(group: Any, mixture: Mixture, *, float8: bool, decoding: bool) -> Tensor:
-    """Makes the calls of vLLM's path for DeepEP 2. For prompts rows are expanded; for decoding the CPU does not wait.
+    """Makes the calls of vLLM's path for DeepEP 2. Prompts use expanded rows; decoding does not make the CPU wait.
     Returns the output.
     """
     buffer = deep_ep.ElasticBuffer(

@@ -167,7 +167,7 @@ class Routing:
     ) -> list[Values]:
         """Returns combine's outputs, one [T, H] per rank, for rows [R, H] and weights [R] of all ranks.
 
-        The slots of each node, or with `local_combine` of each rank, form a partial sum, rounded to the element type.
+        Adds the slots of each node, or with `local_combine` of each rank, to partial sums, which are rounded.
         """
         dtype = rows[0].dtype
         wide = np.dtype(np.float64 if dtype == np.float64 else np.float32)

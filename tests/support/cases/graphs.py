@@ -50,7 +50,7 @@ class Replayed:
         self._comm, self._call, self._stream = comm, call, stream
         size_in, size_out = call.sizes(comm.world_size)
         self._x = comm.empty(size_in, call.dtype)
-        # In place only if input and output have equal sizes; the eager tests cover in-place calls on views.
+        # The call is in place only if input and output have equal sizes; eager tests cover in-place calls on views.
         self._out = self._x if call.in_place and size_in == size_out else comm.empty(size_out, call.dtype)
         self.load(call.seed)
 

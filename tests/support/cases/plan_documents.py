@@ -30,7 +30,9 @@ class RankView:
         return self._peers_with(peer).index(peer) * self._channels_to_each + number
 
     def all_channels(self, kind: str | None = None) -> list[int]:
-        """Returns the number of the first channel to each peer: to all other ranks, or to those reached by `kind`."""
+        """Returns the number of the first channel to each other rank, or only to ranks that channels of type `kind`
+        reach.
+        """
         return [self.channel(peer) for peer in (self.others if kind is None else self.reach[kind])]
 
     def at(self, peer: int, buffer: str, index: int, size: int = 1) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def run_random_transfers(comm: Communicator, seed: int, *, count: int = 300, val
     comm.compile(KERNEL, "work")(1, 1, channels, numbers, count, signals[peer], failures)
     comm.synchronize()
     assert failures.numpy()[0] == 0
-    comm.barrier()  # all of the peer's operations are complete
+    comm.barrier()  # after this barrier, the peer's operations are complete
     np.testing.assert_array_equal(own.numpy(), owns[comm.rank])
     np.testing.assert_array_equal(target.numpy(), targets[peer])
     assert channels[0].completed > 0

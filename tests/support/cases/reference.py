@@ -36,7 +36,7 @@ Values = NDArray[Any]
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Returns the numpy dtype of a name; bfloat16 is that of ml_dtypes."""
+    """Returns the numpy dtype of a name; ml_dtypes provides bfloat16."""
     if name == "bfloat16":
         import ml_dtypes
 
@@ -272,10 +272,10 @@ def _reduced(call: Call, inputs: list[Values]) -> tuple[Values, Values | None]:
         if call.op == "avg":
             exact, magnitude = exact / ranks, magnitude / ranks
     u = unit_roundoff(accumulator)
-    growth = ranks * u / (1 - ranks * u)  # n-1 combinations, and the division of an average
+    growth = ranks * u / (1 - ranks * u)  # for n-1 combinations and an average's division
     bound = growth * magnitude
     if accumulator != dtype:
-        smallest = 2.0**-24 if dtype == np.float16 else 0.0  # half precision's subnormals
+        smallest = 2.0**-24 if dtype == np.float16 else 0.0  # the smallest subnormal of float16
         # A part's rounding error is relative to that part. The parts of a sum add up to its magnitude; the relative
         # errors of a product's factors add up.
         factor = call.rounded_parts if call.op == "prod" else min(call.rounded_parts, 1)

@@ -40,8 +40,8 @@ def are_there() -> bool:
 
 
 def use(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes `torch` and `cupy` in sys.modules fakes that have only current streams, until the test ends. All ranks must
-    call this, after any code that checks whether torch is imported.
+    """Replaces `torch` and `cupy` in sys.modules by fakes that have only current streams, until the test ends. All
+    ranks must call this, after any code that checks whether torch is imported.
     """
     comm.all_gather_bytes(b"")
     monkeypatch.setitem(sys.modules, "torch", _TORCH)

@@ -53,7 +53,7 @@ class FakeEndpoint(FakeWriter):
         """Returns the options of a connection that writes to this endpoint.
 
         Args:
-            signal_key: key of the memory with the words that signals write.
+            signal_key: key of the memory of the signal words.
             reads: whether the connection makes reads.
         """
         return fill(
@@ -79,14 +79,14 @@ class FakeFabricPeer(FakePeer):
 
     Args:
         service: the proxy service that connects to the peer.
-        source: the memory that puts read.
-        destination: the memory that puts write.
+        source: memory from which puts copy.
+        destination: memory to which puts copy.
         rank: the peer's rank.
         channels: number of channels to the peer.
         depth: largest number of outstanding writes.
         ordered: whether the endpoint keeps the order of writes.
         joined: whether a write may have two parts, which the endpoint executes in order.
-        reads: whether the endpoint takes reads.
+        reads: whether the endpoint supports reads.
         offsets: whether requests name the peer's memory by offset instead of address.
         max_message: maximum size of a write in bytes.
     """

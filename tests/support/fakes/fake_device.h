@@ -35,9 +35,10 @@ uintptr_t fake_cq(const FakeDevice *device);
 uint32_t fake_qp_num(const FakeDevice *device);
 /* Lets requests name this memory by `key`. Local memory and the peer's memory have different keys. */
 void fake_register(FakeDevice *device, uint32_t key, uintptr_t base, uint64_t bytes);
-/* Limits how many more requests are executed. Negative: no limit, the default. */
+/* Limits how many more requests are executed. A negative number means no limit, which is the default. */
 void fake_allow(FakeDevice *device, int64_t requests);
-/* Makes each poll execute a random number of requests, at most `most`. 0: all that are allowed. */
+/* Makes each poll execute a random number of requests, at most `most`. If `most` is 0, each poll executes all
+ * allowed requests. */
 void fake_dawdle(FakeDevice *device, uint32_t most, uint32_t seed);
 /* Makes the request with this number, counted from 1, fail with an ibv_wc_status. */
 void fake_fail_request(FakeDevice *device, uint64_t number, int status);

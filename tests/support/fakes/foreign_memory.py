@@ -29,13 +29,13 @@ class ForeignMemory:
     """Memory of a runtime's device that its owner may free at any time."""
 
     def __init__(self, runtime: Runtime, nbytes: int) -> None:
-        MemoryPool(runtime)  # makes the functions allocate on this device
+        MemoryPool(runtime)  # makes `allocate` use this device
         self._runtime, self.nbytes, self.closed = runtime, nbytes, False
         self.ptr = allocate(nbytes, runtime.device)
         assert self.ptr
 
     def close(self) -> None:
-        """Frees the memory, unless that was done before."""
+        """Frees the memory, unless it is already freed."""
         if not self.closed:
             self.closed = True
             free(self.ptr, self.nbytes, self._runtime.device)

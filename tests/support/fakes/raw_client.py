@@ -123,7 +123,9 @@ class RawClient:
         return SharedWords(self.segment, OFFSET).schedule_words
 
     def ended(self) -> bool:
-        """Waits until the daemon sends a message or closes the connection. Returns True if it closed the connection."""
+        """Waits until the daemon sends a message or closes the connection. Returns whether the connection was
+        closed.
+        """
         try:
             return self.connection.recv(LONGEST_FRAME) == b""
         except ConnectionResetError:

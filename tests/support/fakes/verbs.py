@@ -153,8 +153,8 @@ class FakePeer(OwnTriggers):
 
     Args:
         service: the proxy service that connects to the peer.
-        source: the memory that puts read.
-        destination: the peer's memory that puts write.
+        source: memory from which puts copy.
+        destination: the peer's memory, to which puts copy.
         rank: the peer's rank.
         channels: number of channels to the peer.
         send_depth: depth of the send queue.
@@ -212,8 +212,8 @@ class Loop:
     """A proxy service with fake peers of ranks 7, 8 and so on, which share one destination memory.
 
     Args:
-        source: the memory that puts read.
-        destination: the memory that puts write.
+        source: memory from which puts copy.
+        destination: memory to which puts copy.
         peers: number of peers.
         service: options of the service.
         make_peer: makes each peer; None for `FakePeer`.

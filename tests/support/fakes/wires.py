@@ -33,7 +33,7 @@ class FakeWire(Protocol):
         ...
 
     def options(self) -> Any:
-        """Returns the options of the wire's own transport."""
+        """Returns the options of the transport that the wire uses."""
         ...
 
 
@@ -41,7 +41,7 @@ class VerbsWire:
     """A queue pair whose signals are RDMA writes.
 
     Args:
-        depth: depth of its queues.
+        depth: depth of the queues.
         max_message: maximum size of a request in bytes.
     """
 

@@ -302,7 +302,7 @@ class Lives:
 
 
 def token_of(data: bytes) -> bytes:
-    """Returns the token of the agent that `data`, its metadata, describes."""
+    """Returns the token in an agent's metadata."""
     return METADATA.decode(data, "an agent").token
 
 
@@ -365,7 +365,7 @@ def run_lives(seed: int, peers: int = 4, lives: int = 4, path: str | None = None
     """Runs the second part of a case. Returns its findings.
 
     Args:
-        seed: the seed that the case follows from.
+        seed: determines the case.
         peers: number of peers, each with its own name.
         lives: how often each peer starts.
         path: the transport of the data. None: the seed chooses one, or both "shared_memory" and "process_vm".
@@ -387,8 +387,8 @@ def run(seed: int, peers: int = 30, path: str | None = None) -> list[str]:
     """Runs a case. Returns its findings.
 
     Args:
-        seed: the seed that the case follows from.
-        peers: number of peers that come and go.
+        seed: determines the case.
+        peers: number of peers.
         path: the path of the data. None: the seed chooses one.
     """
     rng = random.Random(seed)

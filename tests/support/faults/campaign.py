@@ -114,11 +114,11 @@ def shared_memory() -> set[str]:
 
 
 class Campaign:
-    """Runs cases; several threads may each run one at the same time.
+    """Runs cases, on several threads concurrently if needed.
 
     Args:
         directory: directory for the cases' reports and, unless `cache` is given, their kernels.
-        hosts: two hosts for cases on hosts.
+        hosts: the two hosts of cases with ranks on two hosts.
         cache: directory of compiled kernels, shared by all cases because compiling takes seconds.
     """
 
@@ -326,8 +326,8 @@ class Campaign:
 
 
 def run(cases: Iterable[Case], campaign: Campaign, report: Report) -> bool:
-    """Runs cases, `report.jobs` of them concurrently, and adds each to the report. Returns False if the campaign was
-    ended early.
+    """Runs cases, `report.jobs` of them concurrently, and adds their outcomes to the report. Returns False if the
+    campaign was ended early.
     """
 
     def outcome(case: Case) -> Outcome:

@@ -1,11 +1,11 @@
-"""Runs the campaign's work for hours without a fault, and measures what drifts: python
+"""Runs the campaign's work for hours without a fault, and measures whether resources or times drift: python
 tests/support/faults/endurance.py --minutes 60
 
 PROXYCCL_RUNTIME names the runtime; ranks take consecutive GPUs. Ten times during the run, every rank measures its
 resident memory, descriptors, threads, the CPU time of a step, on CUDA the device memory in use, and the time of a small
-all_reduce by kernels and by the proxy. Because other work on the machine changes the times, the table has the minimum
-and the 10th percentile beside the median, and each measurement alternates between the old communicator and a new one:
-if only the old communicator has become slower, it drifts; if both have, the machine was busy.
+all_reduce by kernels and by the proxy. Other work on the machine also changes the times. So the table has the minimum
+and the 10th percentile beside the median, and each measurement alternates between the old communicator and a new one.
+If both become slower, the machine was busy; if only the old communicator does, it drifts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def resident_bytes() -> int:
 
 def device_bytes(comm: Communicator) -> int:
     """Returns the number of bytes in use on the rank's NVIDIA GPU, by any process."""
-    comm.synchronize()  # arrays without a reference are freed only in a synchronisation
+    comm.synchronize()  # unreferenced arrays are freed only by a synchronisation
     free, total = comm.runtime.memory_left()
     return total - free
 

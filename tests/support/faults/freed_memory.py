@@ -67,7 +67,7 @@ class Case:
     """A case's agents and their transfers.
 
     Args:
-        seed: the seed that the case follows from.
+        seed: determines the case.
         path: the path of the data.
     """
 

@@ -192,7 +192,9 @@ def go_on(case: Case, comm: Communicator) -> None:
 
 
 def run(case: Case, rng: random.Random, *, victim: bool) -> int:
-    """Makes the communicator, works, and goes on after a failure. Returns the process's status."""
+    """Makes the communicator, works, and continues with the remaining ranks after a failure. Returns the exit
+    status.
+    """
     comm: Communicator | None = None
     try:
         bootstrap = FileBootstrap.from_environment()
@@ -219,7 +221,7 @@ def run(case: Case, rng: random.Random, *, victim: bool) -> int:
 
 
 def main(case: Case) -> int:
-    """Runs the rank, and checks that it leaves nothing behind. Returns the process's status."""
+    """Runs the rank, then prints how many descriptors are open. Returns the exit status."""
     rank, before = int(os.environ["RANK"]), descriptors()
     victim, rng = rank == case.victim, random.Random(1000 * case.seed + rank)
     if victim:

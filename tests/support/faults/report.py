@@ -57,7 +57,7 @@ class Report:
         path: path of the file; None for no file.
         planned: number of cases to run.
         jobs: number of cases that run concurrently.
-        outcomes: the outcomes of the cases that have ended, in this order.
+        outcomes: the outcomes of cases, in the order in which the cases ended.
         left_out: number of cases that could not run on this machine, by fault and reason.
     """
 

@@ -2,10 +2,9 @@
 
     python tests/support/faults/torch_groups.py --count 1000 --seed 1
 
-A seed determines a case: ranks, which are processes, make equal and overlapping groups, and use each for the first time
-in asynchronous collectives and transfers, on several threads and in a different order on every rank. Then they destroy
-the groups, and may repeat this with new groups. Findings are hangs, errors and wrong results. Without torch, nothing
-runs.
+A seed determines a case. Ranks, which are processes, make equal and overlapping groups, and use each new group in
+asynchronous collectives and transfers, on several threads and in a different order on every rank. Then the ranks
+destroy the groups, and may make new groups. Findings are hangs, errors and wrong results. Without torch, nothing runs.
 """
 
 from __future__ import annotations

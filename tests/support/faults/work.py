@@ -96,7 +96,7 @@ class Work:
             _require(comm, self._outputs[name], expected, name)
 
     def agree(self, flag: bool) -> bool:
-        """Returns whether `flag` is true on any rank; a collective call."""
+        """Returns whether `flag` is true on any rank. All ranks must call this."""
         flags = self.comm.all_reduce(self._array(np.array([int(flag)], np.int32)))
         return bool(_result(self.comm, flags)[0])
 

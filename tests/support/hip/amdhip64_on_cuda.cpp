@@ -37,7 +37,7 @@ void* driver(const char* name) {
   return symbol;
 }
 
-// Calls the driver's function of this name, looked up once, with exactly these argument types.
+// Looks up a driver function once, and calls it with exactly these argument types.
 #define CU(name, ...)                                        \
   [&](auto... arguments) {                                   \
     using Function = int (*)(decltype(arguments)...);        \

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 from support.packages.debian import Apt, UnavailableError, fetch_program, fill_once, require_x86_64, unpack
 
-PACKAGES = ("libhiprtc6", "libhiprtc-builtins6", "libamd-comgr3")  # hiprtc6 opens the other two when it compiles
+PACKAGES = ("libhiprtc6", "libhiprtc-builtins6", "libamd-comgr3")  # hiprtc6 loads the other two libraries
 LIBRARIES = Path("root/usr/lib/x86_64-linux-gnu")
 LOADER = LIBRARIES / "ld-linux-x86-64.so.2"
 
@@ -39,7 +39,7 @@ def fill(directory: Path) -> None:
 
 
 def fetch(directory: Path) -> None:
-    """Fills `directory` with HIPRTC, unless that was done before."""
+    """Fills `directory` with HIPRTC, unless it is already filled."""
     require_x86_64("Debian's HIPRTC")
     fill_once(directory, " ".join(PACKAGES), fill)
 

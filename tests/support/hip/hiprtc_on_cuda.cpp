@@ -26,8 +26,8 @@ void* compiler(const char* name) {
   return symbol;
 }
 
-// Calls NVRTC's function of this name, looked up once, with exactly these argument types. NVRTC's status numbers are
-// those of HIPRTC.
+// Looks up a function of NVRTC once, and calls it with exactly these argument types. NVRTC's status numbers are those
+// of HIPRTC.
 #define NVRTC(name, ...)                                                                \
   [&](auto... arguments) {                                                              \
     using Function = int (*)(decltype(arguments)...);                                   \

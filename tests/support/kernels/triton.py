@@ -281,7 +281,7 @@ def scale(x, n, factor, BLOCK: tl.constexpr):
 
 @triton.jit
 def exchange(channel, x, n, BLOCK: tl.constexpr):
-    """Puts data to the peer and waits for the peer's; both ranks must launch this kernel the same number of times."""
+    """Puts data to the peer, and waits for the peer's data. Both ranks must launch this kernel equally often."""
     pt.put_with_signal(channel, n * 4, 0, n * 4)
     pt.wait(channel)
     i = tl.arange(0, BLOCK)

@@ -16,7 +16,7 @@ PACKAGES = ("relacy-dev", "spin")
 
 
 def checkers() -> Path:
-    """Fetches the checkers, unless that was done before. Returns the directory with the unpacked Debian packages.
+    """Fetches the checkers if they are missing. Returns the directory with the unpacked Debian packages.
 
     If the checkers are not available, skips the test, or fails it if PROXYCCL_REQUIRE_MODELS is 1.
     """

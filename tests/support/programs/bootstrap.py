@@ -1,5 +1,5 @@
-"""Opens communicators from MPI's world, from a part of the world and from its ranks in reverse order at the same time,
-then tests bootstraps of subsets.
+"""Opens three communicators: from MPI's world, from a part of the world, and from the world in reverse order. Then
+tests bootstraps of subsets.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def mpi_groups() -> list[tuple[Any, int, int]]:
 
 
 def torch_groups() -> list[tuple[Any, int, int]]:
-    """Returns for torch's groups the same as `mpi_groups` for MPI's groups."""
+    """Returns such tuples as `mpi_groups` for torch's groups."""
     import torch.distributed as dist
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -64,7 +64,7 @@ def check(group: Any, rank: int, size: int) -> None:
 
 
 def main(kind: str) -> None:
-    """Checks the layer on every group, then that a layer on a given communicator does not close it."""
+    """Checks the layer on every group, and that a layer does not close a communicator of its caller."""
     groups = {"mpi": mpi_groups, "torch": torch_groups}[kind]()
     for group, rank, size in groups:
         check(group, rank, size)

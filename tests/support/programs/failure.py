@@ -1,4 +1,4 @@
-"""Runs ranks of which one fails as the first argument names. Each rank prints its exception.
+"""Runs ranks, one of which fails in the manner that the first argument names. Each rank prints its exception.
 
 Ranks are plain processes (`run_processes`) or MPI processes (`run_mpi`).
 """

@@ -1,4 +1,4 @@
-"""Runs ranks that hang as the first argument names, and write reports to ``PROXYCCL_REPORT_DIR``.
+"""Runs ranks that hang in the manner that the first argument names, and write reports to ``PROXYCCL_REPORT_DIR``.
 
 Ranks are plain processes (`run_processes`) or MPI processes (`run_mpi`).
 """

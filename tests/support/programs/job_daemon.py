@@ -1,5 +1,5 @@
-"""Runs two ranks whose proxies run in the job's daemon. Rank 0 starts the daemon and is killed, with the argument
-"with_a_child" after it forked a child that continues. Prints the process ids of the daemon and of the child.
+"""Runs two ranks whose proxies run in the job's daemon. Rank 0 starts the daemon, forks a child that continues (with
+the argument "with_a_child"), and is killed. Prints the process ids of the daemon and of the child.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Makes collectives between processes, on arrays in segments of a pool that are allocated and freed, and on registered
-arrays that are freed. Each rank checks its results, and prints a line.
+"""Makes collectives between processes, on pool segments that are allocated and freed, and on registered arrays that are
+freed. Each rank checks its results, and prints a line.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def freed_arrays(comm: Communicator, call: Call) -> None:
 
 
 def segments(comm: Communicator, call: Call) -> None:
-    """Frees segments of a pool that a communicator follows, which the peers must unmap before the memory is freed."""
+    """Frees segments of a pool that a communicator follows. The peers must unmap each segment before its memory is
+    freed.
+    """
     pool, room = MemoryPool(comm.runtime), room_for(call, comm.world_size)
     comm.group.symmetric.follow(pool)
     for seed in range(5):

@@ -213,7 +213,7 @@ def expert_layouts() -> None:
     def body(comm: Communicator) -> None:
         experts, node = 2 * comm.world_size, (comm.local_world_size, comm.world_size)
         layouts: list[tuple[str, int, int | None]] = [("rank", 40, None), ("rank", 8, None), ("padded", 8, None)]
-        layouts.append(("padded", 100, None))  # so many ids are counted
+        layouts.append(("padded", 100, None))  # this many ids are counted
         for layout, most, alignment in (*layouts, ("expert", 40, 4), ("expert", 8, 4)):
             sizes = (most, 33, 3, comm.rank, experts, *node)
             options = {"dtype": "float32", "num_sm": 3, "layout": layout, "expert_alignment": alignment}
@@ -252,7 +252,7 @@ extern "C" __global__ void producers(DeviceHandle<ProxyChannel>* channels, uint3
 
 
 def ring() -> None:
-    """Makes more producers than the ring has slots push into two rings, with two proxy threads."""
+    """Pushes into two rings, of two proxy threads, from more GPU threads than a ring has slots."""
 
     def body(comm: Communicator) -> None:
         words = comm.empty(2 * 96, "uint32").fill(0)
@@ -268,7 +268,7 @@ def ring() -> None:
 
 
 def copy_streams() -> None:
-    """Executes the proxy's copies, of schedules and of kernels' triggers, in separate threads, like a copy engine."""
+    """Executes the proxy's copies (for schedules and for kernels' triggers) in separate threads, like a copy engine."""
 
     def body(comm: Communicator) -> None:
         moe = DispatchCombine(
@@ -717,7 +717,7 @@ def planted_write_beside_a_schedule() -> None:
     def body(comm: Communicator) -> None:
         calls, other = SpanCalls(comm, 1000), comm.runtime.create_stream()
         x, out = calls.spans("all_gather", 500, 0, in_place=False)
-        comm.runtime.fill(out.ptr, 1, out.nbytes, other)  # on a stream that is not ordered with the call's
+        comm.runtime.fill(out.ptr, 1, out.nbytes, other)  # on a stream that is not ordered with the call's stream
         calls.issue("all_gather", x, out)
         comm.synchronize()
 

@@ -1,7 +1,6 @@
 """Compiles Triton kernels for GPUs that this machine lacks, and writes a file for each kernel.
-The argument is a directory, whose name contains the architecture and may contain "values", to compile a kernel that
-calls many functions, or "examples", to compile the examples' kernels. Without these words, compiles a kernel for each
-synchronising access.
+The argument is a directory, whose name contains the architecture. If the name also contains "values", compiles a kernel
+that calls many functions; if "examples", the examples' kernels; otherwise, a kernel for each synchronising access.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ def use_instrumented(directory: Path) -> None:
 def start_compilers_cheaply() -> None:
     """Makes compilers run without the sanitizer, and start without a copy of this process.
 
-    The sanitizer replaces `vfork` by `fork`, whose copy of the page tables of shadow memory takes a third of the run's
-    time. `subprocess` uses `posix_spawn` instead if no descriptors must be closed.
+    The sanitizer replaces `vfork` by `fork`, which copies the page tables of shadow memory and takes a third of the
+    run's time. `subprocess` uses `posix_spawn` instead if no descriptors must be closed.
     """
     del os.environ["LD_PRELOAD"]
     subprocess.Popen = functools.partial(subprocess.Popen, close_fds=False)  # type: ignore[assignment,misc]
