@@ -35,7 +35,7 @@ _CLIENT_PROGRAM = """\
 #!/bin/sh
 LD_LIBRARY_PATH={libraries} exec {ssh} -F {config} "$@"
 """
-# If root starts it, sshd needs a user "sshd" and a directory /run/sshd, which are made in a private mount namespace.
+# If started by root, sshd needs a user "sshd" and a directory /run/sshd, which are made in a private mount namespace.
 # Root's entry in the passwd file needs no shadow file, and names a shell that every machine has.
 _START = """\
 mount --bind {users} /etc/passwd && mount -t tmpfs none /run && mkdir /run/sshd && exec {sshd} -D -e -f {config}
