@@ -21,7 +21,7 @@ MAPPED_BYTES = 4 << 20
 """Of the fixture `mapped`."""
 
 _NOWHERE = 0x2000_0000_0000
-"""The kernel maps nothing above this address by itself, so memory that is unmapped there stays unmapped."""
+"""The kernel maps nothing near this address by itself, so memory that is unmapped there stays unmapped."""
 
 _numbers = itertools.count()
 
