@@ -1,1 +1,1 @@
-"""Support for the tests: ranks, daemons, fake devices, oracles, and the programs that they start."""
+"""Support for the tests: ranks, daemons, fake devices, oracles, and programs that tests start."""

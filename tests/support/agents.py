@@ -1,4 +1,4 @@
-"""Agents for tests: pairs in this process over each path, and agents in processes of their own."""
+"""Transfer agents for tests: two agents in this process, and agents in child processes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ MAPPED_BYTES = 4 << 20
 """Of the fixture `mapped`."""
 
 _NOWHERE = 0x2000_0000_0000
-"""The kernel maps nothing here by itself, so memory that is freed here stays so."""
+"""The kernel maps nothing near this address by itself, so memory that is unmapped there stays unmapped."""
 
 _numbers = itertools.count()
-"""Of such memory, which no other memory replaces."""
 
 _MAP_FIXED = 0x10
 
@@ -35,10 +34,10 @@ def force_path(agent: Agent, path: str) -> None:
 
 
 class Pair:
-    """Two agents, a and b, each with a registered megabyte; a has b's metadata.
+    """Two agents, `a` and `b`, each with `nbytes` bytes of registered memory.
 
     Attributes:
-        a, b: the agents; `a.add` was called with b's metadata.
+        a, b: the agents; only `a` has added the metadata of the other.
         ours, theirs: the memory of a and of b, uint8.
     """
 
@@ -50,14 +49,14 @@ class Pair:
         self.a.add(self.b.metadata())
 
     def blocks(self, *blocks: tuple[int, int, int]) -> Any:
-        """Returns the rows of a transfer that a starts. Each argument is (offset in `ours`, offset in
-        `theirs`, bytes).
+        """Returns the rows that describe a transfer of agent `a`, one for each (offset in `ours`, offset in `theirs`,
+        bytes).
         """
         base = (self.our_region.address, self.their_region.address, 0)
         return np.array(blocks, np.uint64).reshape(-1, 3) + np.array(base, np.uint64)
 
     def whole(self) -> Any:
-        """Returns the rows of a transfer of all of `ours` as one block."""
+        """Returns the row that describes a transfer of all of `ours` as one block."""
         return self.blocks((0, 0, len(self.ours)))
 
     def close(self) -> None:
@@ -92,7 +91,7 @@ class Mapped:
         self.address = int(self._libc.mmap(place, ctypes.c_size_t(self._nbytes), *arguments))
 
     def free(self, start: int = 0) -> None:
-        """Unmaps the memory from offset `start` to its end."""
+        """Unmaps all bytes after the first `start`."""
         if self._left > start:
             at, nbytes = ctypes.c_void_p(self.address + start), ctypes.c_size_t(self._left - start)
             assert self._libc.munmap(at, nbytes) == 0
@@ -177,9 +176,8 @@ def child(body: Callable[[socket.socket], object]) -> Iterator[Child]:
 
 
 def serve_memory(connection: socket.socket, nbytes: int = 4 << 20, value: int = 7, name: str = "b") -> None:
-    """Serves as the body of a child with an agent, whose registered memory is filled with `value`. Sends the agent's
-    metadata, then carries out the commands "close", "fork" and "wait". Returns after an empty message, or when the
-    other end closes the connection.
+    """Runs an agent in a child process, with registered memory that is filled with `value`. Sends the agent's metadata,
+    then executes the commands "close", "fork" and "wait" until an empty message arrives or the connection is closed.
     """
     agent = Agent(name, listen=["127.0.0.1"])
     memory = np.full(nbytes, value, np.uint8)
@@ -192,7 +190,7 @@ def serve_memory(connection: socket.socket, nbytes: int = 4 << 20, value: int = 
             agent.wait_for_message(60)
         if command == b"fork" and os.fork() == 0:
             connection.send(b"forked")
-            connection.recv(1)  # until the test ends
+            connection.recv(1)  # blocks until the test ends
             os._exit(0)
         connection.send(b"done")
-    os._exit(0)  # frees agent and memory together: memory freed first would be reported as a bad address
+    os._exit(0)  # frees agent and memory at once: without its memory the agent would report a bad address

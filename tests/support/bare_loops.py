@@ -1,5 +1,5 @@
-"""Imports the loops with which benchmarks compare the engine (benchmarks/bare_loops), which make builds. Tests fill
-rings with one of them, `produce`.
+"""Builds and imports benchmarks/bare_loops, the loops that benchmarks compare the engine with. Tests fill rings with
+`produce`.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""A headless Chromium for tests of pages, driven by chromedriver through the few commands of WebDriver that they need.
+"""A headless Chromium for tests of pages, driven by chromedriver through WebDriver.
 
 WebDriver: https://www.w3.org/TR/webdriver2/
 """

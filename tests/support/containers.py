@@ -1,4 +1,4 @@
-"""Containers for tests: PID namespaces, each with a template process of which the container's programs are forks."""
+"""Containers for tests: PID namespaces, whose programs are forks of a template process."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from support.paths import ROOT
 
 
 class Containers:
-    """A number of containers; a context manager. Process numbers inside differ from those outside, so `os.kill` with a
-    number from inside would hit another process.
+    """Containers, as a context manager. A process has other ids inside a container than outside, so do not pass an
+    inner id to `os.kill`.
 
     Raises:
         UnavailableError: this process may not make containers.
@@ -40,7 +40,7 @@ class Containers:
             forks.close()
 
     def start(self, container: int, program: str, *arguments: str, env: dict[str, str] | None = None) -> PipedFork:
-        """Starts a program in a container, with both outputs in a pipe."""
+        """Starts a program in a container, with stdout and stderr in one pipe."""
         return PipedFork([program, *arguments], {**os.environ, **(env or {})}, self._forks[container])
 
 

@@ -22,7 +22,7 @@ from support.processes import started
 _START_SECONDS = 180.0
 _END_SECONDS = 60.0
 _FOR_SHARED_CORES = ("--max-sleep-us", "1000")
-"""The policy where cores are scarce, which they are: it sees one process of ranks, and other tests run beside it."""
+"""Makes the daemon sleep as it does when cores are scarce, because it does not see the other tests that use them."""
 
 
 @dataclass
@@ -31,7 +31,7 @@ class RunningDaemon:
 
     path: Path
     process: subprocess.Popen[str] | ForkedProcess
-    ended: int | None = None  # its exit status, once it was told to end
+    ended: int | None = None  # exit status, set by `wait`
 
     @property
     def log(self) -> str:
@@ -51,12 +51,12 @@ class RunningDaemon:
         return len(os.listdir(f"/proc/{self.process.pid}/task"))
 
     def resources(self) -> tuple[int, int, int]:
-        """Returns the daemon's numbers of descriptors, of mappings and of threads."""
+        """Returns the numbers of the daemon's descriptors, mappings and threads."""
         return self.descriptors(), self.mappings(), self.threads()
 
     def settles(self, resources: tuple[int, int, int]) -> bool:
-        """Waits until the daemon holds no more than `resources`, and returns whether that came in time: the daemon
-        frees a client's resources only some time after the client has gone.
+        """Waits until the daemon holds at most `resources`, because it frees a client's resources late. Returns False
+        after a time-out.
         """
         deadline = time.monotonic() + _END_SECONDS
         while time.monotonic() < deadline:
@@ -66,7 +66,7 @@ class RunningDaemon:
         return False
 
     def connect(self) -> socket.socket:
-        """Returns a new connection to the daemon's socket, on which nothing was sent yet."""
+        """Returns a new, unused connection to the daemon's socket."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.settimeout(_END_SECONDS)
         connection.connect(str(self.path))
@@ -111,7 +111,7 @@ def running_daemon(path: Path, *arguments: str) -> Iterator[RunningDaemon]:
         daemon = RunningDaemon(path, process)
         try:
             deadline = time.monotonic() + _START_SECONDS
-            while "serving user" not in daemon.log:  # the daemon listens before it has made all that it keeps
+            while "serving user" not in daemon.log:  # the daemon listens before its set-up is complete
                 assert process.poll() is None, daemon.log
                 assert time.monotonic() < deadline, "the daemon does not serve"
                 time.sleep(0.02)

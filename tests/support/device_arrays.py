@@ -1,5 +1,4 @@
-"""Moves arrays to where a communicator's kernels reach them, and back: numpy's own arrays on the host, device memory on
-a GPU.
+"""Copies arrays to and from memory that a communicator's kernels can access.
 
 On the host a test's numpy array is used directly, because the library must accept any numpy array: views, odd offsets,
 memory from any allocator. On a GPU the array's values are copied into device memory, and the test holds a view that can
@@ -19,8 +18,8 @@ from numpy.typing import NDArray
 from proxyccl import Array, Communicator
 from proxyccl.device.arrays.array import ArrayView
 
-# A driver may wait until the device is idle before it frees memory. A rank in such a wait would not make its next call,
-# for which other ranks' kernels on the same device are waiting. So nothing is freed before the communicator is.
+# A driver may wait until the device is idle before it frees memory. A rank that waits would not make its next call, but
+# other ranks' kernels on the same device may wait for that call. So arrays are kept as long as their communicator.
 _kept: weakref.WeakKeyDictionary[Communicator, list[Array]] = weakref.WeakKeyDictionary()
 
 
@@ -64,8 +63,8 @@ def on_host(x: Any) -> NDArray[Any]:
 
 
 def barrier(comm: Communicator) -> None:
-    """Makes a barrier and waits for it, because on a GPU `Communicator.barrier` only queues the barrier. When this
-    returns, all ranks have arrived and their work is done.
+    """Makes a barrier and waits for it, because on a GPU `Communicator.barrier` only queues the barrier. On return, all
+    ranks have arrived, and their queued work is complete.
     """
     comm.barrier()
     comm.synchronize()

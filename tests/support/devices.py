@@ -1,10 +1,9 @@
-"""The tests' runtime, which PROXYCCL_RUNTIME names (the host runtime if it is not set), and the runtime's devices.
+"""The tests' runtime, named by PROXYCCL_RUNTIME (by default the host runtime), and the runtime's devices.
 
-On the host every rank has its own device. GPUs are few: ranks that are threads of one process need a GPU each; ranks
-that are processes may share one, but their kernels run in turn, which makes every exchange between them slow.
+On the host every rank has its own device. Ranks that are threads of one process need a GPU each. Ranks that are
+processes may share a GPU, but exchanges are slow because the GPU runs their kernels alternately.
 
-Programs that ranks run also import this module, so it does not import pytest, which takes as long as importing the
-library.
+Programs of ranks import this module too, so it does not import pytest, which would double their import time.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ ON_HOST = RUNTIME == "host"
 
 
 ONCE_MORE = not ON_HOST or os.environ.get("PROXYCCL_PROXY") == "daemon"
-"""Whether the tests that run are a part of the suite once more: on another runtime, or through a node daemon."""
+"""Whether this test run repeats a part of the suite on another runtime, or through a node daemon."""
 
 
 def device_count() -> int:
@@ -37,14 +36,16 @@ def rank_runtime(rank: int) -> Runtime:
 
 
 def runtime_with_blocks(rank: int, blocks: int = 2) -> Runtime:
-    """Returns a new runtime on the rank's device whose collectives have several blocks; the host runtime's have one by
+    """Returns a new runtime on the rank's device. The host runtime's collectives get `blocks` blocks, instead of one by
     default.
     """
     return HostRuntime(blocks=blocks) if ON_HOST else rank_runtime(rank)
 
 
 def runtime_with_lines(rank: int) -> Runtime:
-    """Returns a host runtime whose collectives have several blocks, and send packets of any length as lines."""
+    """Returns a host runtime whose collectives have several blocks, and send even the shortest packets as lines of 128
+    bytes.
+    """
     runtime = HostRuntime(blocks=2)
     runtime.launch_defaults = replace(runtime.launch_defaults, line_bytes=1)  # type: ignore[misc]
     return runtime
@@ -69,7 +70,7 @@ def most_ranks(*, processes: bool = False) -> int:
 
 
 def require_devices(ranks: int) -> None:
-    """Skips the test if there are fewer devices than ranks that are threads."""
+    """Skips the test if `ranks` threads would need more devices than there are."""
     if not ON_HOST and ranks > most_ranks():
         import pytest
 
@@ -82,9 +83,8 @@ def world_sizes(*sizes: int, processes: bool = False) -> list[int]:
 
 
 def with_the_largest_once_more(sizes: list[int]) -> list[Any]:
-    """Returns numbers of ranks as test parameters. By default one rank alone and the largest number run, and the others
-    with --full. When the tests are repeated with another runtime or daemon (ONCE_MORE), only the largest runs by
-    default, because neither treats few ranks in a special manner.
+    """Returns numbers of ranks as test parameters. By default only 1 and the largest number run, and with ONCE_MORE
+    only the largest; --full runs all.
     """
     import pytest
 
@@ -92,5 +92,5 @@ def with_the_largest_once_more(sizes: list[int]) -> list[Any]:
 
 
 def processes(wanted: int) -> int:
-    """Returns the wanted number of processes, or as many as are sensible on this machine if that is less."""
+    """Returns `wanted`, limited to the number of processes that is sensible on this machine."""
     return min(wanted, most_ranks(processes=True))

@@ -1,9 +1,9 @@
-"""Processes that start in milliseconds: forks of one that has imported the library.
+"""Starts processes in milliseconds, as forks of a template process that has imported the library.
 
     python forked.py DESCRIPTOR      serves the socket with this number until its other end is closed
 
-A fork behaves like a new interpreter: it has no thread, communicator or descriptor of another process, it runs a
-program from its first line as `__main__`, and it ends as an interpreter ends.
+A fork behaves like a new interpreter: it has no threads, communicators or descriptors of another process, runs a
+program as `__main__`, and exits as an interpreter exits.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-_MOST_BYTES = 1 << 20  # of a message between the template and this process
+_MOST_BYTES = 1 << 20  # largest message between the template and this process
 
 
 class Forks:
-    """Starts processes as forks of a template process, which is started with the first of them.
+    """Starts processes as forks of a template process, which starts with the first fork.
 
     Args:
         environment: environment of the template process. ProxyCCL's own variables are removed, because each started
                 process gets those of its test.
-        prefix: the beginning of a command that starts a program elsewhere, and becomes that program.
-        template: the program that becomes the template. It takes the same argument as this file.
+        prefix: a command prefix that executes the template elsewhere, such as in a namespace.
+        template: the template's program, which takes the same argument as this file.
 
     Attributes:
         processor_seconds: processor time of the processes that have ended, in seconds.
@@ -55,8 +55,8 @@ class Forks:
         self.close: Callable[[], object] = lambda: None  # ends the template
 
     def begin_here(self) -> None:
-        """Makes the template a fork of this process, so that both have the same imports, which on some machines take
-        seconds. This process must not have another thread yet.
+        """Makes the template a fork of this process, so that the template need not import the library again. This
+        process must not have other threads yet.
         """
         import_all()
         connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -68,7 +68,7 @@ class Forks:
         self._connect(connection, lambda: os.waitpid(pid, 0))
 
     def start(self, command: Sequence[str], env: dict[str, str], stdout: IO[str], stderr: IO[str]) -> int:
-        """Starts a program with its arguments and returns the number of its process."""
+        """Starts a program with its arguments. Returns its process id."""
         with self._lock:
             connection = self._connected()
             request = pickle.dumps((list(command), env, os.getcwd()))
@@ -78,7 +78,7 @@ class Forks:
             return answer
 
     def wait(self, pid: int, timeout: float) -> int | None:
-        """Returns the status that a process ended with, as Popen has it, or None if it has not ended in time."""
+        """Returns the exit status of a process, as in `Popen.returncode`, or None if it has not ended in time."""
         deadline = time.monotonic() + timeout
         while True:
             with self._lock:
@@ -89,7 +89,7 @@ class Forks:
                     continue
             if (remaining := deadline - time.monotonic()) <= 0:
                 return None
-            select.select([self._connected()], [], [], min(remaining, 0.1))  # another thread may receive it
+            select.select([self._connected()], [], [], min(remaining, 0.1))  # another thread may receive the status
 
     def _note(self, pid: int, status: int, seconds: float) -> None:
         self._ended[pid] = status
@@ -161,7 +161,7 @@ class ForkedProcess:
 
 
 class PipedFork(ForkedProcess):
-    """A program in a fork with its output and its errors in one pipe, which `stdout` reads unbuffered."""
+    """A program in a fork, with stdout and stderr in one pipe. `stdout` reads the pipe unbuffered."""
 
     def __init__(self, command: Sequence[str], env: dict[str, str], forks: Forks) -> None:
         reader, writer = os.pipe()
@@ -195,16 +195,16 @@ def import_all() -> None:
     import numpy as np  # noqa: F401
 
     import proxyccl
-    from proxyccl.device.host import HostRuntime  # noqa: F401  (most ranks open it)
-    from proxyccl.proxy.daemon import command  # noqa: F401  (a node daemon)
+    from proxyccl.device.host import HostRuntime  # noqa: F401  (most ranks use it)
+    from proxyccl.proxy.daemon import command  # noqa: F401  (daemons run it)
 
     for name in proxyccl.__all__:
         getattr(proxyccl, name)
 
 
 def _serve(connection: socket.socket) -> tuple[list[str], dict[str, str], str]:
-    """Forks a child for each request. Returns only in the children, with the child's command, environment and working
-    directory; the template itself exits when the connection is closed.
+    """Forks a child for each request. Returns only in the children, with the command, environment and working directory
+    of the request.
     """
     children: dict[int, int] = {}
     events = select.poll()
@@ -223,7 +223,7 @@ def _serve(connection: socket.socket) -> tuple[list[str], dict[str, str], str]:
             if not request:
                 sys.exit()
             command, env, directory = pickle.loads(request)
-            _code(command[0])  # compile here, so that later children find the code
+            _code(command[0])  # compile in the template, so that later children reuse the code
             pid = os.fork()
             if pid == 0:
                 connection.close()
@@ -241,8 +241,8 @@ def _serve(connection: socket.socket) -> tuple[list[str], dict[str, str], str]:
 
 
 def be_the_template(connection: socket.socket | None = None) -> NoReturn:
-    """Serves the connection, by default the socket whose number is the program's argument. Each child runs its program
-    and ends as an interpreter does.
+    """Serves fork requests from a connection: the given socket, or the descriptor in the program's argument. Each child
+    runs its program and exits.
     """
     connection = connection or socket.socket(fileno=int(sys.argv[1]))
     gc.collect()

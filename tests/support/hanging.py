@@ -1,4 +1,4 @@
-"""Makes ranks hang: kernels that wait, and two ranks of which one waits for data that the other never sends."""
+"""Makes ranks hang: kernels that wait, and a rank that waits for data that its peer never sends."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ extern "C" __global__ void wait_mapped(DeviceHandle<SmChannel> channel) { channe
 
 
 def caught(action: Callable[[], object], within: float | None = None) -> ProxyCCLError | None:
-    """Runs the action. Returns the library's error that it raised, or None; asserts that the error came within `within`
-    seconds, if that is given.
+    """Runs the action. Returns the library's error that the action raised, or None. Asserts that the error came within
+    `within` seconds.
     """
     started = time.monotonic()
     try:
@@ -38,7 +38,7 @@ def caught(action: Callable[[], object], within: float | None = None) -> ProxyCC
 
 
 def hang(comm: Communicator) -> ProxyCCLError | None:
-    """Lets rank 1 wait for three puts of rank 0, which sends only two. Returns the error that the time-out raised."""
+    """Makes rank 1 wait for three puts from rank 0, which sends only two. Returns the time-out error."""
     data = comm.register(comm.empty(256, "uint8"))
     channels = comm.proxy_channels(data)
     kernels = comm.compile(KERNELS)

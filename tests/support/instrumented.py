@@ -1,4 +1,4 @@
-"""Builds the extension modules once more, with a sanitizer."""
+"""Builds the extension modules with a sanitizer."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def build_instrumented(
         flags += extension.extra_compile_args
         if Path(source).name not in plain:
             flags += sanitize
-        if Path(source).is_relative_to(directory):  # conversions of arguments: nothing to optimise
+        if Path(source).is_relative_to(directory):  # generated argument conversions
             flags.append("-O0")
         language = "c++" if source.endswith(".cpp") else "c"
         return ["-fPIC", *flags, "-x", language, "-c", source, "-o", str(object_of(extension, source))]

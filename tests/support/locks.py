@@ -10,8 +10,8 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def one_at_a_time(path: Path) -> Iterator[None]:
-    """Holds a lock during the block: no other process is in a block with the same path at the same time. `path` is the
-    lock file, which is made if necessary. If a process ends, however it ends, its lock is released.
+    """Holds an exclusive lock on the file `path`, which is made if necessary, during the block. The kernel releases the
+    lock of a process that ends.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:

@@ -1,5 +1,5 @@
-"""Support for the tests of counters and traces: kernels with a known number of triggers, and functions that observe a
-communicator's own proxies.
+"""Support for tests of counters and traces: kernels with a known number of triggers, and functions that observe
+proxies.
 """
 
 from __future__ import annotations
@@ -55,22 +55,22 @@ extern "C" __global__ void custom(ProxyChannelDeviceHandle channel, int count) {
 
 
 def channels_of(comm: Communicator, nbytes: int = 1024) -> ChannelSet[ProxyChannel]:
-    """Returns a channel to each other rank, from and to memory of `nbytes` bytes, once all ranks have arrived."""
+    """Returns channels to all other ranks, from and to memory of `nbytes` bytes, after a barrier."""
     channels = comm.proxy_channels(comm.empty(nbytes, "uint8"))
     barrier(comm)
     return channels
 
 
 def look(comm: Communicator) -> ServiceView:
-    """Returns a snapshot of this rank's proxy, taken as another process would take it."""
+    """Returns a snapshot of this rank's proxy, read from its published counters as by another process."""
     ((_, publication),) = publications.find(comm.job, {comm.rank})
     with Observer(publication) as observer:
         return observer.snapshot()
 
 
 def wait_until_traced(publication: Publication) -> None:
-    """Waits until a service records everything: until tracing is on for each worker, and each worker has ended the pass
-    over its rings that it may have begun before it could notice.
+    """Waits until all workers of a service trace everything: tracing is on, and passes over the rings that began
+    earlier have ended.
     """
     with Observer(publication) as observer:
         workers = [observer.worker_stats(number) for number in range(publication.workers)]
@@ -79,7 +79,7 @@ def wait_until_traced(publication: Publication) -> None:
 
 
 def wait_for_looks(publication: Publication) -> None:
-    """Waits until each worker of a service has ended its current pass over its rings and begun the next."""
+    """Waits until each worker of a service has begun another pass over its rings."""
     with Observer(publication) as observer:
         workers = [observer.worker_stats(number) for number in range(publication.workers)]
         before = [stats.looks for stats in workers]
@@ -99,16 +99,14 @@ def command(*arguments: str) -> subprocess.Popen[str]:
 
 
 def output_of(process: subprocess.Popen[str]) -> str:
-    """Waits for a command, which must succeed, and returns its output."""
+    """Waits for a command, asserts that it succeeded, and returns its stdout."""
     out, error = process.communicate(timeout=3 * TIMEOUT)
     assert process.returncode == 0, error
     return out
 
 
 def called(*arguments: str) -> tuple[int, str, str]:
-    """Runs the `proxyccl` command inside this process, which saves its imports. Returns its status, output
-    and errors.
-    """
+    """Runs the `proxyccl` command in this process, which is faster. Returns its exit status, stdout and stderr."""
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as error:
         status = main(list(arguments))
     return status, out.getvalue(), error.getvalue()

@@ -1,4 +1,4 @@
-"""Makes things once for all worker processes of a test run (pytest-xdist)."""
+"""Makes files once for all pytest-xdist workers of a test run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.paths import ROOT
 
 
 def shared_directory(factory: pytest.TempPathFactory) -> Path:
-    """Returns the temporary directory of the whole test run, which its workers share."""
+    """Returns the temporary directory that all workers of a test run share."""
     base = factory.getbasetemp()
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 

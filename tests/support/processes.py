@@ -1,6 +1,5 @@
-"""Ranks as plain processes that meet through files: for tests in which a rank dies and the others continue. An MPI
-launcher would end the whole job when a rank dies. This launcher does not, and shows the least that a launcher must
-offer.
+"""Runs ranks as plain processes with a file bootstrap, for tests in which a rank dies and the other ranks continue. MPI
+would end the whole job.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _KILLED_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Ended:
-    """How one process ended."""
+    """The exit status and output of a process."""
 
     returncode: int
     stdout: str
@@ -48,16 +47,16 @@ def run_processes(
     env: dict[str, str] | None = None,
     fresh: bool = RUNTIME == "cuda",
 ) -> list[Ended]:
-    """Runs a program in `world_size` processes and waits for all. If the time is over, ends all of them and raises
-    TimeoutError.
+    """Runs a program in `world_size` processes and waits for all processes. After the time-out, kills all processes and
+    raises TimeoutError.
 
     Args:
         world_size: number of processes.
         program: a Python program.
         arguments: the program's arguments.
-        timeout: seconds that all processes together may take.
-        env: variables that are added to this process's environment.
-        fresh: whether each process is a new interpreter; otherwise it is a fork (forked.py).
+        timeout: seconds until all processes must have ended.
+        env: environment variables in addition to those of this process.
+        fresh: whether to start new interpreters instead of forks (forked.py).
     """
     with tempfile.TemporaryDirectory() as directory:
         shared = {**os.environ, **(env or {}), "RENDEZVOUS": directory, "WORLD_SIZE": str(world_size)}
@@ -99,12 +98,11 @@ def address_space() -> int:
 
 
 def processes_with(variable: str, value: str) -> list[int]:
-    """Returns the processes of this machine that were started with this value of an environment variable."""
+    """Returns the ids of this machine's processes that were started with this value of an environment variable."""
     return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if f"{variable}={value}" in _started(pid)]
 
 
 def _started(pid: int) -> list[str]:
-    """Returns the environment that a process was started with; an empty list if the process has ended."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
     except OSError:
@@ -112,7 +110,7 @@ def _started(pid: int) -> list[str]:
 
 
 def is_job_daemon(pid: int) -> bool:
-    """Returns whether a process is a daemon that the ranks of a job started."""
+    """Returns whether a process is a job's daemon, started by a rank."""
     try:
         return b"job_main.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -120,8 +118,8 @@ def is_job_daemon(pid: int) -> bool:
 
 
 def shared_memory_names() -> set[str]:
-    """Returns the files in /dev/shm, except those that MPI or a GPU's driver makes. Both keep segments in /dev/shm, and
-    leave them behind when a rank is killed.
+    """Returns the names of the files in /dev/shm, except those of MPI and GPU drivers, which leak files when a rank is
+    killed.
     """
     others = ("mpich_shm_", "ucx_shm_posix_", "vader_segment", "sm_segment", "cuda.shm.")
     return {name for name in os.listdir("/dev/shm") if not name.startswith(others)}

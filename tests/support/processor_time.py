@@ -1,6 +1,6 @@
-"""A plugin of pytest that shows after every run which tests cost most. Tests wait, and share the machine, so a test's
-duration says little. The plugin measures processor seconds instead: of the process that
-runs the test, of all its threads, and of the child processes that have ended and were waited for.
+"""A pytest plugin that shows after every run which tests took the most processor time. Durations say little, because
+tests wait and share the machine. The plugin measures the user and system time of the test's process and of its ended
+children.
 """
 
 from __future__ import annotations
@@ -20,21 +20,20 @@ SHOWN = 20
 
 
 def processor_seconds() -> float:
-    """Returns the processor seconds that this process and its ended children have used, in user and system time."""
+    """Returns the user and system time that this process and its ended children have used, in seconds."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages) + FORKS.processor_seconds
 
 
 class ProcessorTime:
-    """Measures in each process that runs tests, such as a worker of pytest-xdist, and adds up in the process that
-    reports. The figures travel in the tests' reports. A fixture that tests share has a row of its own: its time would
-    otherwise count for the test that happened to run first.
+    """Measures processor time in each process that runs tests, such as a pytest-xdist worker, and adds the times up in
+    the main process. A fixture that tests share has a separate row, so that its time does not count for the first test.
     """
 
     def __init__(self) -> None:
         self._used = processor_seconds()
         self._of_fixtures: dict[str, float] = {}
-        self._ending: dict[str, float] = {}  # by fixture, the processor seconds when it began to end
+        self._ending: dict[str, float] = {}  # by fixture: the processor seconds at the start of its teardown
         self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
 
     def _since(self) -> float:
@@ -44,7 +43,7 @@ class ProcessorTime:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self) -> Generator[None, object, object]:
-        self._since()  # collecting is not part of a test
+        self._since()  # excludes test collection
         return (yield)
 
     @pytest.hookimpl(wrapper=True)
@@ -70,13 +69,13 @@ class ProcessorTime:
     def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         fixtures, self._of_fixtures = self._of_fixtures, {}
-        # pytest-xdist sends all attributes of a report, so the figures can travel as attributes.
+        # pytest-xdist sends all attributes of a report to the main process.
         vars(report).update(processor_seconds=self._since() - sum(fixtures.values()), of_fixtures=fixtures)
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         rows = {report.nodeid: getattr(report, "processor_seconds", 0.0), **getattr(report, "of_fixtures", {})}
-        for name, used in rows.items():  # a worker that crashed has measured nothing
+        for name, used in rows.items():  # a crashed worker sends no times
             self._sums[name][0] += used
         self._sums[report.nodeid][1] += report.duration
 

@@ -1,7 +1,5 @@
-"""Ranks that live as long as a test module: communicators are built once and run many cases.
-
-Each rank is one thread that runs the functions from `Ranks.run`. After a failure the next run starts on fresh
-communicators.
+"""Ranks whose communicators are made once and run many cases of a test module. Each rank is a thread. After a failure,
+the next run makes new communicators.
 """
 
 from __future__ import annotations
@@ -32,9 +30,9 @@ class Ranks:
 
     Args:
         world_size: number of ranks.
-        make_runtime: called with each rank for its runtime; by default the communicator opens one.
-        options_of: called with each rank for its own options.
-        options: as for `Communicator`.
+        make_runtime: returns a rank's runtime; by default the communicator opens one.
+        options_of: returns a rank's own communicator options.
+        options: communicator options of all ranks.
     """
 
     def __init__(
@@ -79,7 +77,7 @@ class Ranks:
     def _everywhere(self, action: Callable[[int], T]) -> list[T]:
         futures: list[Future[T]] = [thread.submit(action, rank) for rank, thread in enumerate(self._threads)]
         errors = [error for future in futures if (error := future.exception(4 * TIMEOUT)) is not None]
-        for error in errors:  # skip ranks that were only told to stop: they do not know the cause
+        for error in errors:  # prefer errors of other ranks, because AbortedError does not name the cause
             if not isinstance(error, AbortedError):
                 raise error
         if errors:
@@ -109,7 +107,7 @@ class Ranks:
 
 
 class _Cycle:
-    """An object that refers to itself, so that only a collection frees it."""
+    """An object that refers to itself, so that only the garbage collector frees it."""
 
     __slots__ = ("__weakref__", "itself")
 
@@ -121,9 +119,9 @@ _COLLECTING = threading.Lock()
 
 
 def collect_garbage() -> None:
-    """Collects garbage until there is none: objects that a finalizer refers to become garbage only when it has run.
-    `gc.collect` does nothing while another thread collects, for instance while that thread runs such a finalizer. So
-    ranks that are threads take turns: otherwise each would find the other's `_Cycle`, and both would start again.
+    """Collects garbage until there is none, because finalizers make further objects garbage. `gc.collect` does nothing
+    while another thread collects; a `_Cycle` shows whether it worked. The lock prevents threads from collecting each
+    other's `_Cycle` and starting again forever.
     """
     with _COLLECTING:
         while True:
@@ -136,7 +134,7 @@ def collect_garbage() -> None:
 
 
 def open_descriptors() -> int:
-    """Collects garbage, and returns the number of file descriptors that this process then holds."""
+    """Collects garbage, then returns the number of this process's file descriptors."""
     collect_garbage()
     return len(os.listdir("/proc/self/fd"))
 
@@ -144,18 +142,17 @@ def open_descriptors() -> int:
 def live_threads() -> int:
     """Returns the number of this process's threads, including those that run no Python.
 
-    Threads that run blocks of the host runtime's kernels are not counted: the process keeps them, and their number
-    varies.
+    Excludes threads of the host runtime's kernel blocks, which the process keeps and whose number varies.
     """
     others = 0
     for path in Path("/proc/self/task").glob("*/comm"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has just ended
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended since the glob
             others += path.read_text() != "proxyccl-blocks\n"
     return others
 
 
 class Gate:
-    """A gate at which a handler can block, and which is opened at the end of the test even if the test fails."""
+    """An event on which handlers can block. The end of the `with` block sets the event, even if the test fails."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
@@ -169,17 +166,17 @@ class Gate:
         self.open()
 
     def open(self) -> None:
-        """Lets all waiters through."""
+        """Releases all waiters."""
         self._open.set()
 
     def wait(self) -> None:
-        """Waits until the gate is open, for at most four time-outs."""
+        """Waits until the gate is open, or for at most four times TIMEOUT."""
         self._open.wait(4 * TIMEOUT)
 
 
 def _resources() -> tuple[int, int]:
-    """Returns the numbers of this process's descriptors and threads. First waits for the devices, which frees the
-    device memory of objects that were collected before.
+    """Synchronises the devices, which frees the memory of collected objects. Then returns the numbers of this process's
+    descriptors and threads.
     """
     for runtime, device in list(UnusedMemory._on):
         if runtime == RUNTIME:
@@ -188,7 +185,7 @@ def _resources() -> tuple[int, int]:
 
 
 def settled() -> tuple[int, int]:
-    """Returns the numbers of this process's descriptors and threads, once they have not changed for a while."""
+    """Returns the numbers of this process's descriptors and threads after they have stopped changing."""
     deadline, seen = time.monotonic() + TIMEOUT, [(-1, -1)]
     while len(set(seen[-10:])) > 1 or len(seen) < 10:
         assert time.monotonic() < deadline, f"descriptors and threads do not settle: {seen[-10:]}"
@@ -198,9 +195,7 @@ def settled() -> tuple[int, int]:
 
 
 def settles(resources: tuple[int, int]) -> bool:
-    """Waits until this process has no more descriptors and threads than `resources`, and returns whether that came in
-    time. After a failure a thread keeps a rank's memory until the rank's peers have also closed.
-    """
+    """Waits until this process has at most `resources` (descriptors, threads). Returns False after a time-out."""
     deadline = time.monotonic() + TIMEOUT
     while time.monotonic() < deadline:
         if all(now <= then for now, then in zip(_resources(), resources, strict=True)):

@@ -1,4 +1,4 @@
-"""Ranks for tests: as threads of this process, and as MPI processes."""
+"""Runs ranks for tests, as threads of this process or as MPI processes."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from support.devices import require_devices
 
 T = TypeVar("T")
 TIMEOUT = 60.0
-"""Bound of waits inside tests that are not about time-outs: long, because the machine may be busy."""
+"""Time limit of waits in tests that do not test time-outs; long, because the machine may be busy."""
 SHORT = 2.0
-"""A time-out that a test waits for, set when all else is done (`impatient`)."""
+"""A time-out that expires in a test; set by `impatient` after the set-up."""
 
 
 def impatient(comm: Communicator, seconds: float = SHORT) -> None:
-    """Shortens the communicator's time-out from now on. All ranks call this after their set-up, which may take longer
-    on a busy machine.
+    """Shortens the communicator's time-out. All ranks call this after the set-up, which may be slow on a busy
+    machine.
     """
     comm.all_gather_bytes(b"")
     comm.timeout = seconds
 
 
 class Stop:
-    """Holds the other ranks where they call `until_told`, while rank 0 goes ahead."""
+    """Makes all other ranks wait in `until_told` until rank 0 calls `tell`."""
 
     def __init__(self) -> None:
         self._told = threading.Event()
@@ -41,15 +41,13 @@ class Stop:
             raise TimeoutError
 
     def tell(self, comm: Communicator) -> None:
-        comm.runtime.synchronize()  # everything that was sent has arrived
+        comm.runtime.synchronize()  # all sent data has arrived
         if not comm.rank:
             self._told.set()
 
 
 def wait_for(condition: Callable[[], object], what: str) -> None:
-    """Waits until a condition holds, for four time-outs, which is longer than any single wait takes on a busy
-    machine.
-    """
+    """Waits until a condition holds, for at most four times TIMEOUT."""
     deadline = time.monotonic() + 4 * TIMEOUT
     while not condition():
         assert time.monotonic() < deadline, f"in vain: {what}"
@@ -64,7 +62,7 @@ def run_ranks(
     make_runtime: Callable[[int], Runtime] | None = None,
     **options: Any,
 ) -> list[T]:
-    """Runs body(communicator) in one thread per rank, whose runtime `make_runtime(rank)` makes if it is given.
+    """Runs body(communicator) in one thread per rank. `make_runtime(rank)` makes the rank's runtime.
 
     Returns the results by rank, or raises the first rank's exception.
     """
@@ -96,7 +94,7 @@ def run_ranks(
 
 
 def find_mpiexec() -> str:
-    """Returns the path of mpiexec: the one beside this interpreter, or else the one on PATH."""
+    """Returns the path of mpiexec, which is beside this interpreter or on PATH."""
     directories = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
     mpiexec = shutil.which("mpiexec", path=directories)
     assert mpiexec is not None, "mpiexec is missing: pip install mpich"
@@ -106,7 +104,7 @@ def find_mpiexec() -> str:
 def run_mpi(
     world_size: int, program: Path | str, *arguments: str, timeout: float = 120.0, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a Python program on `world_size` MPI processes of this machine, which have this process's environment."""
+    """Runs a Python program in `world_size` local MPI processes, with this process's environment and `env`."""
     launcher = [find_mpiexec(), "-n", str(world_size), sys.executable, "-m", "mpi4py"]
     return _run([*launcher, str(program), *arguments], timeout, env)
 
@@ -114,7 +112,7 @@ def run_mpi(
 def run_alone(
     program: Path | str, *arguments: str, timeout: float = 120.0, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a Python program on one process, which has this one's environment."""
+    """Runs a Python program in one process, with this process's environment and `env`."""
     return _run([sys.executable, str(program), *arguments], timeout, env)
 
 

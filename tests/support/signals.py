@@ -11,23 +11,23 @@ import time
 from collections.abc import Callable, Iterator
 
 NUMBER = signal.SIGUSR2
-"""SIGUSR1 is the library's own, whose handler Python does not know, and could not restore."""
+"""Not SIGUSR1, because the library handles it, and Python could not restore the library's handler."""
 
 
 class Interrupt(BaseException):
-    """The exception of a handler, like KeyboardInterrupt for Ctrl-C."""
+    """The exception that a handler raises, as Python raises KeyboardInterrupt for Ctrl-C."""
 
 
 def interrupt() -> None:
-    """Raises `Interrupt`; a handler for tests."""
+    """Raises `Interrupt`, as a signal handler."""
     raise Interrupt
 
 
 @contextlib.contextmanager
 def handled(handler: Callable[[], object]) -> Iterator[None]:
     """Installs a handler for the signal `NUMBER` during the block.
-    Garbage of earlier tests is collected before the block, and collection is off during it, because Python ignores an
-    exception of a handler that runs in a weak reference's callback or in a finalizer.
+    Collects garbage before the block and disables collection during the block, because Python ignores a handler's
+    exception inside a finalizer or a weak reference's callback.
     """
     gc.collect()
     gc.disable()
@@ -41,8 +41,8 @@ def handled(handler: Callable[[], object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def handling(handler: Callable[[], object]) -> Iterator[list[float]]:
-    """Sends this process a signal soon after the block begins, and calls `handler` for it. Yields the times of the
-    calls.
+    """Sends this process a signal soon after the block begins, and handles it by `handler`. Yields a list of the times
+    of the handler's calls.
     """
     times: list[float] = []
 

@@ -1,4 +1,4 @@
-"""Words of memory that a stream writes or waits for, one operation a call."""
+"""Queues stream operations that write a word of memory, or wait for a word's value."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from proxyccl.device.stream_operations import StreamOperations, WaitValue, Write
 
 
 def write_value(runtime: BaseRuntime, ptr: int, value: int, stream: StreamLike = None) -> None:
-    """Queues the store of a value to a word."""
+    """Queues a store of `value` to a word."""
     StreamOperations(runtime, [WriteValue(ptr, value)])(stream)
 
 

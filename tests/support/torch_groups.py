@@ -1,4 +1,4 @@
-"""Process groups of ProxyCCL whose ranks are threads, for tests with torch."""
+"""Runs torch process groups of ProxyCCL, whose ranks are threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIMEOUT = timedelta(seconds=60)
 
 def run(body: Callable[[Any], T], ranks: int = RANKS, timeout: timedelta = TIMEOUT, store: Any = None) -> list[T]:
     """Runs body(group) on all ranks concurrently. Returns the results by rank, or raises the first rank's exception.
-    The ranks meet over `store`, which earlier groups may have used, or by default over a new store.
+    The ranks bootstrap through `store`, which earlier groups may have used, by default a new store.
     """
     store = store or dist.HashStore()
 
@@ -38,7 +38,7 @@ def run(body: Callable[[Any], T], ranks: int = RANKS, timeout: timedelta = TIMEO
 
 
 def options(kind: str, *, waits: bool = True, **values: Any) -> Any:
-    """Returns torch's options object of a call."""
+    """Returns the torch options object of a collective."""
     made = getattr(torch._C._distributed_c10d, f"{kind}Options")()
     made.asyncOp = not waits
     for name, value in values.items():

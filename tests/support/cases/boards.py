@@ -1,4 +1,4 @@
-"""Checks that every board of survivors.py must pass."""
+"""Checks for all implementations of `Board` (survivors.py)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _QUESTIONS = 20
 
 
 def check_boards(boards: Sequence[Board]) -> None:
-    """Checks that all ranks read the posted notes, and that of the answers that ranks give concurrently, all ranks see
-    the same one win.
+    """Checks that all ranks read a posted note, and that all ranks see the same answer win if they answer a question
+    concurrently.
 
     Args:
         boards: the boards of all ranks, indexed by rank.

@@ -1,16 +1,15 @@
-"""The calls that programs make to DeepEP, in the same order, with `deep_ep` alone.
+"""Makes the `deep_ep` calls of programs that use DeepEP, in the same order, without these programs.
 
-Each client runs a mixture of experts whose expert e multiplies by e + 1, so `expected` can compute the output.
+In every client's mixture of experts, expert e multiplies its rows by e + 1; `Mixture.expected` is the correct output.
 
-`USED` has the names that each client takes from `deep_ep`, and the functions below make its calls, as the clients'
-repositories had them on 2026-11-27. The clients are:
+`USED` lists the `deep_ep` names that each client uses. The clients, as their repositories were on 2026-11-27:
 
-- vLLM, also in its release 0.33.0: vllm/model_executor/layers/fused_moe/prepare_finalize/deepep_{ht,ll,v2}.py, and
-  vllm/distributed/device_communicators/all2all.py for how it makes buffers.
-  `clean_buffers` of all2all.py clears the whole buffer through `get_local_buffer_tensor`.
-- SGLang, also in its release 0.5.23: python/sglang/srt/layers/moe/token_dispatcher/deepep.py, and for DeepEP 2
-  deepep_v2.py beside it
-- Megatron-LM: megatron/core/transformer/moe/fused_a2a.py. It tries to import `HybridEPBuffer`, and goes on without it.
+- vLLM (the same in release 0.33.0): vllm/model_executor/layers/fused_moe/prepare_finalize/deepep_{ht,ll,v2}.py, and
+  vllm/distributed/device_communicators/all2all.py, which makes the buffers. `clean_buffers` of all2all.py clears the
+  whole buffer through `get_local_buffer_tensor`.
+- SGLang (the same in release 0.5.23): python/sglang/srt/layers/moe/token_dispatcher/deepep.py, and deepep_v2.py for
+  DeepEP 2
+- Megatron-LM: megatron/core/transformer/moe/fused_a2a.py. `HybridEPBuffer` is an optional import.
 - TorchTitan: torchtitan/distributed/deepep/deepep.py
 - slime: slime_plugins, which wraps `Buffer.__init__`
 - verl uses Megatron-LM's code. TensorRT-LLM imports its own copy of DeepEP, `tensorrt_llm.deep_ep`.
@@ -35,10 +34,10 @@ class Mixture:
 
     Attributes:
         tokens: bfloat16 [T, hidden].
-        ids: int64 [T, topk], -1 for none.
+        ids: int64 [T, topk]: the chosen experts, or -1.
         weights: float32 [T, topk].
         experts: number of experts of all ranks together.
-        most_tokens: the most tokens of any rank.
+        most_tokens: the largest number of tokens of any rank.
     """
 
     tokens: Tensor
@@ -49,8 +48,8 @@ class Mixture:
 
     @staticmethod
     def of(rank: int, ranks: int, device: Any = None) -> Mixture:
-        """Returns a rank's tokens and routing, on the CPU if no device is named. Ranks have different numbers of
-        tokens; rank 1 has none.
+        """Returns a rank's tokens and routing, on the CPU if `device` is None. Ranks have different numbers of tokens;
+        rank 1 has none.
         """
         hidden, topk, experts_per_rank = 1024, 4, 4
         generator = torch.Generator().manual_seed(rank)
@@ -76,13 +75,13 @@ def quantized(tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantized(rows: Tensor, scales: Tensor) -> Tensor:
-    """Returns the rows that `quantized` made, in float32."""
+    """Converts rows and scales of `quantized` back to float32."""
     groups = rows.float().view(*rows.shape[:-1], scales.shape[-1], -1)
     return (groups * scales.unsqueeze(-1)).reshape(rows.shape)
 
 
 def sums_of_experts(rows: Tensor, ids: Tensor, weights: Tensor, first_expert: int) -> Tensor:
-    """Returns the weighted sums of this rank's experts' results, for rows that arrive once per token and rank."""
+    """Returns for each received token the weighted sum of the results of this rank's experts."""
     factors = torch.where(ids >= 0, weights * (ids + first_expert + 1), 0).sum(1, keepdim=True)
     return (rows.float() * factors).to(torch.bfloat16)
 
@@ -93,7 +92,7 @@ def experts_of(rank: int, results: Tensor) -> Tensor:
 
 
 def only_received(rows: Tensor, counts: Tensor) -> Tensor:
-    """Returns padded rows with zeros in place of rows that did not arrive."""
+    """Returns the rows with zeros in the padding after each expert's `counts` rows."""
     places = torch.arange(rows.shape[1], device=rows.device)
     return torch.where(places[None, :, None] < counts[:, None, None], rows, 0)
 
@@ -151,8 +150,8 @@ def vllm_high_throughput(group: Any, mixture: Mixture, *, float8: bool) -> Tenso
 
 
 def vllm_low_latency(group: Any, mixture: Mixture, *, float8: bool, asynchronous: bool) -> Tensor:
-    """Makes the calls of vLLM's low-latency path: rows are received by a hook, and combined into a tensor that the
-    caller passes, also by a hook if `asynchronous`. Returns the output.
+    """Makes the calls of vLLM's low-latency path: dispatch with a receive hook, then combine into the caller's tensor,
+    with a receive hook if `asynchronous`. Returns the output.
     """
     ranks = group.size() if hasattr(group, "size") else group.world_size
     buffer = deep_ep.Buffer(
@@ -204,7 +203,7 @@ def vllm_low_latency(group: Any, mixture: Mixture, *, float8: bool, asynchronous
 
 
 class SGLang:
-    """SGLang's dispatcher: one buffer for both modes, asynchronous calls, and each call in two halves."""
+    """SGLang's dispatcher, which uses one buffer in normal and low-latency mode, with asynchronous calls."""
 
     def __init__(self, group: Any, mixture: Mixture) -> None:
         ranks = group.size() if hasattr(group, "size") else group.world_size
@@ -350,7 +349,7 @@ def megatron(group: Any, mixture: Mixture) -> tuple[Tensor, Tensor, Tensor]:
     """Makes the calls of Megatron-LM's fused dispatch and combine, and of their backward passes.
 
     Returns:
-        The output, and the gradients of tokens and weights if the output's gradient is 1 everywhere.
+        The output, and the gradients of tokens and weights for an output gradient of ones.
     """
     ranks = group.size() if hasattr(group, "size") else group.world_size
     config = deep_ep.Buffer.get_dispatch_config(ranks)
@@ -371,8 +370,8 @@ def megatron(group: Any, mixture: Mixture) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def vllm_elastic(group: Any, mixture: Mixture, *, float8: bool, decoding: bool) -> Tensor:
-    """Makes the calls of vLLM's paths for DeepEP 2: for prompts with expanded rows, for decoding without a wait on the
-    CPU. Returns the output.
+    """Makes the calls of vLLM's path for DeepEP 2. Prompts use expanded rows; decoding does not make the CPU wait.
+    Returns the output.
     """
     buffer = deep_ep.ElasticBuffer(
         group=group,
@@ -499,7 +498,7 @@ class _NemoCombine(torch.autograd.Function):
 
 def nemo(group: Any, mixture: Mixture) -> tuple[Tensor, Tensor, Tensor]:
     """Makes the calls of NeMo's dispatch and combine, which do not wait on the CPU, and of their backward passes.
-    Returns the same as `megatron`.
+    Returns the same values as `megatron`.
     """
     buffer = deep_ep.ElasticBuffer(
         group,
@@ -519,8 +518,8 @@ def nemo(group: Any, mixture: Mixture) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def torchtitan(group: Any, mixture: Mixture) -> Tensor:
-    """Makes the calls of TorchTitan's operators: each waits for an event, and the backward pass uses the forward pass's
-    handle. Returns the output.
+    """Makes the calls of TorchTitan's operators. Every call waits for an event; the backward pass reuses the handle of
+    the forward pass. Returns the output.
     """
     buffer = deep_ep.Buffer(group, 0, 0)
     per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(
@@ -594,7 +593,7 @@ CLIENTS: dict[str, Callable[[Any, Mixture], Tensor]] = {
 
 
 def require_close(output: Tensor, mixture: Mixture, *, float8: bool) -> None:
-    """Raises AssertionError if an output differs by more than the rounding of float8 or bfloat16 explains."""
+    """Raises AssertionError if an output's error exceeds what rounding to float8 or bfloat16 can cause."""
     greatest = mixture.expected.abs().amax(1, keepdim=True).clamp(min=1e-3)
     error = ((output.float() - mixture.expected).abs() / greatest).amax() if len(output) else torch.tensor(0.0)
     assert error < (0.07 if float8 else 0.02), float(error)

@@ -1,4 +1,4 @@
-"""The rows that a rank gets from everyone's mixture, in plain torch, for the tests of DeepEP's interface."""
+"""Computes in plain torch the rows that each rank receives, for the tests of DeepEP's interface."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def same(got: Tensor, expected: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Arrived:
-    """The tokens that have an expert on a rank, ordered by source rank and token.
+    """The tokens that are routed to experts of one rank, ordered by source rank, then token.
 
     Attributes:
         tokens: bfloat16 [N, hidden].
@@ -79,8 +79,8 @@ class Arrived:
         return [int((self.ids == expert).sum()) for expert in range(self.experts)]
 
     def expanded(self, alignment: int) -> tuple[Tensor, Tensor]:
-        """Returns the layout of expanded rows, which have one row for each slot of this rank's experts: the row of each
-        slot, int64 [N, topk], -1 for slots of other ranks; and which rows are not gaps, bool [R].
+        """Returns the expanded layout, with one row per token and chosen expert of this rank: row indices, int64 [N,
+        topk], -1 for experts of other ranks; and a mask of rows, bool [R], that is False in the gaps between experts.
         """
         slots, end = torch.full_like(self.ids, -1), 0
         for expert, count in enumerate(self.per_expert):

@@ -1,4 +1,4 @@
-"""Test calls of the expert-parallel layer. The oracle computes every output and descriptor field of a call."""
+"""Test cases of the expert-parallel layer, whose expected results expert_oracle.py computes."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ ROUTINGS = ("uniform", "one expert", "one rank", "mostly dropped", "all dropped"
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration, and a seed for the values that all ranks derive from it.
+    """A configuration of the layer, and the seed from which all ranks derive all values.
 
     Attributes:
         tokens: number of tokens of each rank.
-        local_world_size: number of ranks of a node; None if all ranks are on one node.
-        routing: how the experts are chosen.
+        local_world_size: number of ranks per node; None if all ranks are on one node.
+        routing: the distribution of the chosen experts, one of ROUTINGS.
         scatter: the full scatter indices to pass: None, "sorted" (the layer's own order) or "random".
-        alignment: the layer's `alignment` of each expert's rows, or None.
+        alignment: the layer's `expert_alignment`.
         spare_tokens: by how much the layer's max_tokens exceeds the largest number of tokens of a rank.
-        spare_rows: None for outputs of the exact size, else the rows of the outputs beyond the most that a rank gets.
-        halves: whether dispatch and combine are called in two halves.
+        spare_rows: number of rows of each output beyond the largest number that a rank receives; None for outputs of
+            exact size.
+        halves: whether dispatch and combine are split into send and receive calls.
     """
 
     tokens: tuple[int, ...]
@@ -103,7 +104,7 @@ class Case:
 
 
 class Plan:
-    """The inputs of all ranks of a case, and the outputs that each must get.
+    """The inputs and expected outputs of all ranks of a case.
 
     Attributes:
         most_rows: the fixed number of rows of every output; None if outputs have the exact size.
@@ -139,7 +140,7 @@ class Plan:
 
     @functools.cached_property
     def results(self) -> list[Values]:
-        """Random results of each rank's experts for their rows. Combine is linear in them, so any values will do."""
+        """Random results of the experts for the rows of each rank."""
         rngs = [np.random.default_rng((self.case.seed, rank, 3)) for rank in range(self.case.ranks)]
         return [
             rng.normal(size=(rows, self.case.hidden)).astype(numpy_dtype(self.case.dtype))
@@ -148,9 +149,7 @@ class Plan:
 
     @functools.cached_property
     def scales(self) -> list[Values]:
-        """Weights of rows, signed powers of 2: products with them are exact, so a fused multiply-add gives the same
-        sums.
-        """
+        """Row weights, signed powers of 2: products are exact, so fused multiply-adds do not change the sums."""
         rngs = [np.random.default_rng((self.case.seed, rank, 5)) for rank in range(self.case.ranks)]
         powers = [np.ldexp(1.0, rng.integers(-3, 4, rows)) for rng, rows in zip(rngs, self.routing.rows, strict=True)]
         signs = [rng.choice([-1.0, 1.0], rows) for rng, rows in zip(rngs, self.routing.rows, strict=True)]
@@ -183,7 +182,7 @@ class Plan:
 
 
 def plan_of(case: Case) -> Plan:
-    """Returns the plan of a case with all its values computed, so that ranks that are threads can share it."""
+    """Returns a case's plan with all values computed, so that threads can share the plan."""
     plan = Plan(case)
     for name in ("rows", "other_rows", "row_weights", "combined", "scaled"):
         getattr(plan, name)
@@ -205,8 +204,8 @@ def same_numbers(got: Any, expected: Values, what: str) -> None:
 
 
 def same_rows(got: Any, expected: Values, most: int | None, what: str, filled: Values) -> None:
-    """Asserts that the filled rows are as expected, and that there are `most` rows, or exactly the expected number if
-    `most` is None.
+    """Asserts that the filled rows equal those of `expected`, and that `got` has `most` rows, or as many as `expected`
+    if `most` is None.
     """
     values = on_host(got)
     assert values.shape[0] == (len(expected) if most is None else most), what
@@ -214,8 +213,8 @@ def same_rows(got: Any, expected: Values, most: int | None, what: str, filled: V
 
 
 def same_layout(desc: Any, plan: Plan, rank: int) -> None:
-    """Asserts that all fields of the descriptor are as expected; in fields with an entry per row, only rows that
-    arrived count.
+    """Asserts that all fields of the descriptor are as expected; fields with an entry per row are compared only for
+    filled rows.
     """
     expected = plan.routing.layout(rank)
     for field in fields(expected):
@@ -229,8 +228,8 @@ def same_layout(desc: Any, plan: Plan, rank: int) -> None:
 
 
 def placed(comm: Communicator, values: Values, rows: int | None = None) -> Any:
-    """Returns the values in an array that begins one row into its memory, so that odd rows are not aligned, and that
-    has `rows` rows, if that is given.
+    """Returns the values in an array that begins one row into its allocation, so that odd row sizes are misaligned.
+    `rows` pads the array to this number of rows.
     """
     before, behind = 1, 0 if rows is None else rows - len(values)
     padded = np.full((before + len(values) + behind, *values.shape[1:]), 7, values.dtype)
@@ -239,7 +238,7 @@ def placed(comm: Communicator, values: Values, rows: int | None = None) -> Any:
 
 
 def dispatch_of(layer: EPAll2AllLayer, plan: Plan, comm: Communicator, **options: Any) -> Any:
-    """Makes the case's dispatch with weights, in two halves if the case says so, and returns its results."""
+    """Dispatches the case's inputs with weights, and returns the results."""
     rank = comm.rank
     arrays = [placed(comm, array) for array in (plan.inputs[rank], plan.routing.ids[rank], plan.weights[rank])]
     scatter = None if plan.scatter is None else placed(comm, plan.scatter)
@@ -255,7 +254,7 @@ def combine_of(layer: EPAll2AllLayer, plan: Plan, rows: Any, desc: Any, weights:
 
 
 def check_layer(comm: Communicator, plan: Plan, layer: EPAll2AllLayer) -> None:
-    """Makes every operation of the layer once and checks the results; on the host the arrays are numpy's own."""
+    """Calls every operation of the layer once and checks the results."""
     rank, most = comm.rank, plan.most_rows
     count, filled = plan.routing.rows[rank], plan.routing.filled(rank)
     rows, weights, desc = dispatch_of(layer, plan, comm)

@@ -1,6 +1,6 @@
-"""The results of the expert-parallel layer on every rank, in plain numpy over all ranks' arguments.
+"""Computes the expert-parallel layer's results on every rank in plain numpy, from the arguments of all ranks.
 
-Sums are in the order that the layer promises and rounded where it promises, so results are compared for equality.
+Sums have the order and the roundings that the layer promises, so tests compare results for equality.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """The destinations of all ranks' slots; a slot is one of a token's K choices of an expert. Slots are numbered by
-    rank, then token, then k.
+    """The destinations of all ranks' slots; each token has K slots, one for each expert that it chose. Slots are
+    numbered by rank, then token, then k.
 
     Attributes:
-        ids: for each rank, [T, K]: the expert of each slot. The value `experts` drops the slot.
+        ids: for each rank, [T, K]: the expert of each slot, or the value `experts` if the slot is dropped.
         experts: number of experts of all ranks.
         local_world_size: number of ranks of a node.
         max_tokens: the layer's max_tokens.
@@ -103,7 +103,7 @@ class Routing:
         return counts
 
     def filled(self, rank: int) -> NDArray[np.bool_]:
-        """Returns for each row of a rank's output whether it is a slot's row, not a gap."""
+        """Returns a mask of a rank's output rows that is False for gaps."""
         here = np.zeros(self.rows[rank], np.bool_)
         here[self.row[self.rank == rank]] = True
         return here
@@ -126,7 +126,9 @@ class Routing:
         return slice(before, before + self.ids[rank].size)
 
     def random_scatter(self, rng: np.random.Generator) -> Integers:
-        """Returns full scatter indices that randomly permute the rows that an expert gets from a source rank."""
+        """Returns full scatter indices with random permutations of the rows that each expert gets from each source
+        rank.
+        """
         place = np.argsort(np.argsort(self.expert, kind="stable"), kind="stable")
         for source in range(self.world_size):
             slots = np.arange(len(self.expert))[self.slots_of(source)]
@@ -136,7 +138,7 @@ class Routing:
         return place.reshape(-1, self.topk).astype(np.int32)
 
     def rows_from(self, slots: list[Values]) -> list[Values]:
-        """Moves values of slots to rows: takes [T, K, ...] of each rank, and returns [R, ...] of each rank."""
+        """Moves values from slots, one [T, K, ...] per rank, to rows, one [R, ...] per rank."""
         flat = np.concatenate([values.reshape(-1, *values.shape[2:]) for values in slots])
         out = []
         for rank, rows in enumerate(self.rows):
@@ -147,7 +149,7 @@ class Routing:
         return out
 
     def slots_from(self, rows: list[Values]) -> list[Values]:
-        """Moves rows back to slots: takes [R, ...] of each rank, and returns [T, K, ...] of each rank, zero for dropped
+        """Moves values from rows, one [R, ...] per rank, to slots, one [T, K, ...] per rank, with zeros in dropped
         slots.
         """
         flat = np.zeros((len(self.expert), *rows[0].shape[1:]), rows[0].dtype)
@@ -157,17 +159,15 @@ class Routing:
         return [flat[self.slots_of(source)].reshape(*ids.shape, *flat.shape[1:]) for source, ids in enumerate(self.ids)]
 
     def dispatch(self, inputs: list[Values]) -> list[Values]:
-        """Returns the dispatch's outputs, [R, H] of each rank, for inputs [T, H] of each rank."""
+        """Returns dispatch's outputs, one [R, H] per rank, for inputs, one [T, H] per rank."""
         return self.rows_from([np.repeat(x[:, None], self.topk, axis=1) for x in inputs])
 
     def combine(
         self, rows: list[Values], weights: list[Values] | None = None, *, local_combine: bool = False
     ) -> list[Values]:
-        """Returns combine's outputs, [T, H] of each rank, for rows [R, H] and weights [R] of each rank.
+        """Returns combine's outputs, one [T, H] per rank, for rows [R, H] and weights [R] of all ranks.
 
-        The slots of a token are added in the order of k. With `local_combine` the slots of each rank form one partial
-        sum; otherwise those of each node do. Each partial sum is rounded to the element type, and so is the sum of
-        them.
+        Adds the slots of each node, or with `local_combine` of each rank, to partial sums, which are rounded.
         """
         dtype = rows[0].dtype
         wide = np.dtype(np.float64 if dtype == np.float64 else np.float32)
@@ -218,9 +218,6 @@ class Routing:
         )
 
     def _duplicates(self, rank: int) -> tuple[Integers, Integers]:
-        """Returns for each of a rank's rows the first row of the same token; and for each such first row, the token's
-        rows, indexed by k.
-        """
         first = np.full(self.rows[rank], -1, np.int32)
         of_token = np.full((self.rows[rank], self.topk), -1, np.int32)
         first_of: dict[int, int] = {}

@@ -1,6 +1,4 @@
-"""Worlds for the tests of experts: their numbers of ranks and nodes, and the constants of `geometry` that
-they change.
-"""
+"""Groups of ranks for the tests of experts, some with changed constants of `geometry`."""
 
 from __future__ import annotations
 
@@ -16,15 +14,15 @@ from support.devices import most_ranks, runtime_with_blocks
 from support.ranks import Ranks
 
 WorldOptions = tuple[int, dict[str, int]]
-"""The number of ranks; options of their communicators, and constants of `geometry` in lower case."""
+"""The number of ranks, and a dict of communicator options and of `geometry` constants in lower case."""
 _CONSTANTS = {"announced_slots", "few_tokens", "batch_tokens"}
 
 T = TypeVar("T")
 
 
 class World:
-    """Ranks, and constants that are changed for them. The constants are changed only during `run`, because this fixture
-    stays alive while other tests run, in an order that pytest-xdist chooses.
+    """Ranks that run with changed constants of `geometry`. Only `run` changes them, because other tests run while this
+    fixture exists.
     """
 
     def __init__(self, ranks: Ranks, local_world_size: int, constants: dict[str, int]) -> None:
@@ -49,8 +47,8 @@ def world_name(world: WorldOptions) -> str:
 
 
 def params(worlds: Sequence[WorldOptions], represented: Sequence[WorldOptions]) -> list[object]:
-    """Returns a fixture's parameters: the worlds for which there are enough devices. Worlds in `represented` run only
-    with --full, because other worlds represent them.
+    """Returns the worlds for which there are enough devices, as parameters of a fixture. The worlds in `represented`
+    run only with --full, because other worlds cover the same code.
     """
     return [
         pytest.param(world, marks=pytest.mark.full if world in represented else [])

@@ -40,17 +40,17 @@ class Graph:
 
 
 class Replayed:
-    """A collective call on arrays that stay alive, so that a graph can hold it.
+    """A collective call whose arrays stay alive, so that a graph can replay the call.
 
-    First call `issue` outside a capture, which allocates what a first call allocates, then call `issue` inside a
-    capture. Then for each replay call `load`, launch the graph, synchronise and call `check`.
+    Call `issue` once outside a capture, because a first call allocates memory, then inside a capture. Then for each
+    replay call `load`, launch the graph, synchronise and call `check`.
     """
 
     def __init__(self, comm: Communicator, call: Call, stream: Stream) -> None:
         self._comm, self._call, self._stream = comm, call, stream
         size_in, size_out = call.sizes(comm.world_size)
         self._x = comm.empty(size_in, call.dtype)
-        # In place only where input and output are one array: other calls take a view, which the eager tests cover.
+        # The call is in place only if input and output have equal sizes; eager tests cover in-place calls on views.
         self._out = self._x if call.in_place and size_in == size_out else comm.empty(size_out, call.dtype)
         self.load(call.seed)
 
@@ -59,7 +59,7 @@ class Replayed:
         self._call.issue(self._comm, self._x, None if self._out is self._x else self._out, self._stream)
 
     def load(self, seed: int) -> None:
-        """Writes new input values, and poison into the output array if that is separate."""
+        """Writes new input values, and poisons a separate output array."""
         self._call = replace(self._call, seed=seed)
         if self._out is not self._x:
             self._out.upload(poison(self._out.size, self._out.dtype.numpy()))

@@ -1,4 +1,4 @@
-"""Calls of collectives on memory of a given kind: makes views of the memory, fills them, calls and checks."""
+"""Makes and checks collective calls on views of given memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def download(comm: Communicator, view: ArrayView) -> Values:
 
 
 def symmetric(comm: Communicator, nbytes: int) -> Array:
-    """Returns a new array, once all peers have mapped it."""
+    """Returns a new array after all peers have mapped it."""
     array = comm.empty(nbytes, "uint8")
     deadline = time.monotonic() + TIMEOUT
     while not registered(comm, array.view()):

@@ -1,7 +1,7 @@
-"""Builds execution plans for tests: documents in MSCCL++'s format, from the operations of each rank's threadblocks.
+"""Builds execution plans for tests, in MSCCL++'s JSON format, from the operations of each rank's threadblocks.
 
-A rank's channels of one type are ordered by peer, and reach all buffers of the peer. Every threadblock uses all
-channels of the rank, so a channel has the same number in all of the rank's threadblocks.
+A rank's channels of one type are ordered by peer; every channel reaches all buffers of its peer. Every threadblock uses
+all channels of the rank, so a channel has the same number in all of the rank's threadblocks.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 Ops = list[dict[str, Any]]
 Reach = Mapping[str, Sequence[int]]
-"""By type of channel, the ranks that it reaches; each rank by one type."""
+"""For each type of channel, the peers that a rank reaches by it; a peer is reached by one type only."""
 
 
 class RankView:
-    """Helpers with which one rank's program is written."""
+    """Helpers to write one rank's program."""
 
     def __init__(self, rank: int, ranks: int, channels_to_each: int, reach: Reach) -> None:
         self.rank, self.ranks, self.reach = rank, ranks, reach
@@ -26,24 +26,24 @@ class RankView:
         return next(peers for peers in self.reach.values() if peer in peers)
 
     def channel(self, peer: int, number: int = 0) -> int:
-        """Returns the number of a channel to a peer, among the channels of the same type."""
+        """Returns the number of a channel to a peer; the channels of each type are numbered separately."""
         return self._peers_with(peer).index(peer) * self._channels_to_each + number
 
     def all_channels(self, kind: str | None = None) -> list[int]:
-        """Returns the number of the first channel to each other rank; `kind` names the type if channels of several
-        types are used.
+        """Returns the number of the first channel to each other rank, or only to ranks that channels of type `kind`
+        reach.
         """
         return [self.channel(peer) for peer in (self.others if kind is None else self.reach[kind])]
 
     def at(self, peer: int, buffer: str, index: int, size: int = 1) -> dict[str, Any]:
-        """Returns the plan's object for chunks of a peer's buffer."""
+        """Returns the JSON object that names chunks of a peer's buffer."""
         peers = self._peers_with(peer)
         number = "ios".index(buffer) * len(peers) + peers.index(peer)
         return {"buffer_id": number, "index": index, "size": size}
 
 
 def own(buffer: str, index: int, size: int = 1) -> dict[str, Any]:
-    """Returns the plan's object for chunks of the rank's own buffer."""
+    """Returns the JSON object that names chunks of the rank's own buffer."""
     return {"type": buffer, "index": index, "size": size}
 
 
@@ -71,9 +71,8 @@ def document(
     semaphores: tuple[int, ...] = (),
     **fields: Any,
 ) -> dict[str, Any]:
-    """Returns a plan of `ranks` ranks in which each rank runs the operations that `threadblocks` returns for it. All
-    ranks have channels of type `kind` to all others, unless `reach` returns for each rank the peers that it has
-    channels to.
+    """Returns a plan of `ranks` ranks in which each rank runs the operations that `threadblocks` returns for it.
+    `reach` returns a rank's peers by type of channel; without it, every rank has channels of type `kind` to all others.
     """
     gpus = []
     for rank in range(ranks):
@@ -130,8 +129,8 @@ def document(
 
 
 def meet(view: RankView, kind: str = "memory") -> Ops:
-    """Returns a barrier between ranks that have channels of type `kind` to each other; after it each rank sees the
-    others' earlier writes.
+    """Returns a barrier of the ranks that channels of type `kind` connect. After the barrier, each rank sees the other
+    ranks' earlier writes.
     """
     channels = view.all_channels(kind)
     return [NOP, on("signal", channels, kind), on("wait", channels, kind), NOP]
@@ -150,8 +149,7 @@ def all_gather(ranks: int, kind: str = "memory", name: str = "put") -> dict[str,
         channels = view.all_channels()
         end = [on("wait", channels, kind)] if signals else meet(view, kind)
         flush = [on("flush", channels, kind)] if kind == "port" and name != "pwsf" else []
-        # The first barrier ensures that every rank's output may be written, the last that all ranks have read every
-        # input.
+        # After the first barrier, outputs may be written; after the last, all ranks have read every input.
         return [
             [
                 *meet(view, kind),
@@ -226,11 +224,10 @@ def all_reduce_by_packets(ranks: int) -> dict[str, Any]:
 
 
 def port_packets(ranks: int) -> dict[str, Any]:
-    """Returns an all-gather by packets over port channels: every rank packs its input, puts the packets, and unpacks
-    the packets of the other ranks.
+    """Returns an all-gather by packets over port channels.
 
-    Executions alternate between two halves of scratch memory, and a rank ends an execution when it has every peer's
-    packets. So the half that a rank writes is one that the peer finished reading in the execution before the last.
+    Executions alternate between two halves of scratch memory. A rank ends an execution only when it has every peer's
+    packets, so the peers have finished reading a half before this rank writes it again.
     """
 
     def program(view: RankView) -> list[Ops]:
@@ -258,9 +255,9 @@ def port_packets(ranks: int) -> dict[str, Any]:
 
 
 def all_reduce_of_nodes(ranks: int, local: int) -> dict[str, Any]:
-    """Returns an all-reduce across nodes of `local` ranks each: a share is reduced inside the node over memory
-    channels, sent over port channels to the ranks with the same local number on the other nodes, reduced by each of
-    them, and written to all ranks of the node.
+    """Returns an all-reduce of nodes with `local` ranks each. Each rank reduces one share inside its node over memory
+    channels, sends the result over port channels to the ranks with the same local rank on other nodes, reduces what it
+    receives, and writes the total to all ranks of its node.
     """
     nodes = ranks // local
 

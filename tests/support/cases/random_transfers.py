@@ -1,7 +1,7 @@
 """Random puts, values, gets, signals and flushes of a kernel on a ProxyChannel, and their expected results.
 
-Each rank works through its own steps, on an array of its own that its peer does not touch, and on an array of its
-peer's that only this rank touches. The result must be that of executing the steps one after another.
+Each rank executes its own steps, on two arrays that its peer does not touch: one of its own, and one in the peer's
+memory. The result must equal that of sequential execution.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ def run_random_transfers(comm: Communicator, seed: int, *, count: int = 300, val
     """Runs random steps on both ranks concurrently, and checks this rank's arrays. Returns the channel.
 
     Args:
-        comm: a communicator of two ranks, which call this together.
-        seed: the seed that the steps follow from; the same on both ranks.
+        comm: a communicator of two ranks, which both call this function.
+        seed: seed of the steps, the same on both ranks.
         count: number of steps.
-        values: whether there are puts of values.
+        values: whether the steps include puts of values.
     """
     peer = 1 - comm.rank
     seeds = [2 * seed + rank for rank in range(2)]
     owns = [_array(seed, 0) for seed in seeds]
-    targets = [_array(seed, 1) for seed in seeds]  # that each rank writes at its peer
+    targets = [_array(seed, 1) for seed in seeds]  # by rank: the array that the rank writes in its peer's memory
     signals = [0, 0]
     for rank in range(2):
         for kind, dst, src, size in _steps(seeds[rank], count, values=values):
@@ -93,7 +93,7 @@ def run_random_transfers(comm: Communicator, seed: int, *, count: int = 300, val
     comm.compile(KERNEL, "work")(1, 1, channels, numbers, count, signals[peer], failures)
     comm.synchronize()
     assert failures.numpy()[0] == 0
-    comm.barrier()  # all of the peer's operations are complete
+    comm.barrier()  # after this barrier, the peer's operations are complete
     np.testing.assert_array_equal(own.numpy(), owns[comm.rank])
     np.testing.assert_array_equal(target.numpy(), targets[peer])
     assert channels[0].completed > 0

@@ -1,4 +1,4 @@
-"""Collective calls as values: each rank's input, the call itself, and the expected output.
+"""Collective calls with reproducible inputs and expected outputs.
 
 The expected output is computed in a wider type (integers exactly), with none of the code under test. Error bounds for
 floating point follow from the accumulation that the library promises: n-1 roundings in the accumulator's type and one
@@ -36,7 +36,7 @@ Values = NDArray[Any]
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Returns the numpy dtype of a name; ml_dtypes' bfloat16 is included."""
+    """Returns the numpy dtype of a name; ml_dtypes provides bfloat16."""
     if name == "bfloat16":
         import ml_dtypes
 
@@ -62,12 +62,11 @@ class Call:
 
     Attributes:
         count: number of elements of one rank's share; for all_reduce and broadcast, of the whole array.
-        offset: number of elements before the array in the memory that it is a view of.
-        in_place: whether the output is the input (its own share, for all_gather and reduce_scatter).
+        offset: index of the array's first element in its memory.
+        in_place: whether input and output are one array; for all_gather and reduce_scatter one is a part of the other.
         own_memory: whether the arrays are from `Communicator.empty`.
         seed: the seed of the input's values.
-        rounded_parts: number of partial results that are rounded to a 16-bit type before they are combined: in a
-            hierarchy, one for each node.
+        rounded_parts: number of partial results that are rounded to a 16-bit type: one per node in a hierarchy.
     """
 
     collective: str = "all_reduce"
@@ -140,7 +139,8 @@ class Call:
         result = self.issue(comm, x, None if out is x else out, stream)
         assert result is out, f"{self}: the call returned another array than its output"
         by_levels = self.collective == "all_reduce" and self.algorithm in (None, "hierarchical")
-        by_levels = by_levels and (self.dtype != "float16" or self.op == "avg")  # others travel as float32
+        # Partial results of float16 travel as float32, except those of averages.
+        by_levels = by_levels and (self.dtype != "float16" or self.op == "avg")
         parts = comm.topology.node_count if by_levels and comm.topology.has_levels() else 0
         return Started(replace(self, rounded_parts=parts), comm, x, out, bases, stream)
 
@@ -218,7 +218,7 @@ _cache_lock = threading.RLock()
 
 
 def computed_once(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorates a function with a small cache that ranks as threads share; each value is computed once."""
+    """Decorates a function with a small cache that all threads share."""
     cached = functools.lru_cache(maxsize=64)(function)
 
     @functools.wraps(function)
@@ -272,12 +272,12 @@ def _reduced(call: Call, inputs: list[Values]) -> tuple[Values, Values | None]:
         if call.op == "avg":
             exact, magnitude = exact / ranks, magnitude / ranks
     u = unit_roundoff(accumulator)
-    growth = ranks * u / (1 - ranks * u)  # n-1 combinations, and the division of an average
+    growth = ranks * u / (1 - ranks * u)  # for n-1 combinations and an average's division
     bound = growth * magnitude
     if accumulator != dtype:
-        smallest = 2.0**-24 if dtype == np.float16 else 0.0  # half precision's subnormals
-        # Each part's rounding is relative to that part: the parts of a sum make up its magnitude, a product's errors
-        # add up.
+        smallest = 2.0**-24 if dtype == np.float16 else 0.0  # the smallest subnormal of float16
+        # A part's rounding error is relative to that part. The parts of a sum add up to its magnitude; the relative
+        # errors of a product's factors add up.
         factor = call.rounded_parts if call.op == "prod" else min(call.rounded_parts, 1)
         bound = bound + factor * (unit_roundoff(dtype) * magnitude + call.rounded_parts * smallest / 2)
         bound = bound * (1 + unit_roundoff(dtype)) + unit_roundoff(dtype) * np.abs(exact) + smallest / 2
@@ -290,9 +290,8 @@ def ops_of(dtype: str) -> tuple[str, ...]:
 
 
 def operations_of(dtype: str, algorithm: str | None) -> tuple[str, ...]:
-    """Returns the operations of a type that `make test` runs by this algorithm: a type's operations are dealt out to
-    the algorithms in turn. So each algorithm runs every operation and every type, though not every combination; all are
-    instances of one kernel template. --full runs every combination.
+    """Returns the reduction operators of a type that `make test` runs with this algorithm. Each algorithm runs every
+    operator and every type, but only --full runs every combination.
     """
     first = (DTYPES.index(dtype) + CHOICES.index(algorithm)) % len(CHOICES)
     return ops_of(dtype)[first :: len(CHOICES)] or ("sum",)

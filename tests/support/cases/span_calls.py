@@ -1,4 +1,4 @@
-"""Collectives by proxy on parts of arrays: the calls of one rank, each checked against numpy."""
+"""Makes and checks collectives by proxy on slices of arrays."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def allocate(comm: Communicator, nbytes: int, kind: Kind) -> ArrayView:
 
 
 class SpanCalls:
-    """Two arrays of each rank, and calls on parts of them that begin at different offsets on every rank.
+    """Two arrays per rank, and calls on slices of the arrays, whose offsets differ between ranks.
 
     Args:
-        comm: the ranks' communicator; all ranks make a `SpanCalls` together.
+        comm: the communicator, on which construction is collective.
         most: number of bytes of the longest input or output.
-        kinds: kind of the array for inputs, and kind of the array for outputs and in-place calls.
+        kinds: kind of the input array, and kind of the output array; calls in place use the output array.
         allocate: makes an array of a kind.
     """
 

@@ -1,4 +1,6 @@
-"""Stream captures on the HIP runtime over the host runtime, and stand-ins for torch's and cupy's current streams."""
+"""Stream captures on the HIP runtime that runs on the CPU (support/hip), with fakes of torch's and cupy's current
+streams.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from proxyccl.device.gpu.hip_bindings import library
 
 
 class _Current(threading.local):
-    """The calling thread's current stream in each library, as a handle; the legacy default stream at first."""
+    """The handle of the calling thread's current stream in each library; 0 is the legacy default stream."""
 
     torch = 0
     cupy = 0
@@ -33,13 +35,13 @@ _CUPY = SimpleNamespace(
 
 
 def are_there() -> bool:
-    """Returns whether captures are possible: whether HIP's library is the one over the host runtime."""
+    """Returns whether captures are possible, which only the HIP library of support/hip supports."""
     return hasattr(library(), "hipOnHostCapture")
 
 
 def use(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Puts stand-ins for torch and cupy that have only current streams into sys.modules for the rest of a test. All
-    ranks call this, after all code that looks whether torch is imported.
+    """Replaces `torch` and `cupy` in sys.modules by fakes that have only current streams, until the test ends. All
+    ranks must call this, after any code that checks whether torch is imported.
     """
     comm.all_gather_bytes(b"")
     monkeypatch.setitem(sys.modules, "torch", _TORCH)
@@ -48,8 +50,8 @@ def use(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def capture(runtime: Runtime, current_of: str | None) -> Iterator[Stream]:
-    """Captures the work of a new stream within the block, in which the stream is the calling thread's current stream of
-    the library `current_of`, if that is given.
+    """Captures the work of a new stream during the block. The stream is also the calling thread's current stream in the
+    library `current_of`, if one is given.
     """
     stream = runtime.create_stream()
     before = dict(vars(_current))

@@ -1,5 +1,5 @@
-"""The endpoint that tests of the fabric transport write to (fake_endpoint.c), and a peer that a service reaches through
-it.
+"""A fake libfabric endpoint (fake_endpoint.c) for tests of the fabric transport, and a peer that a service reaches
+through it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DESCRIPTORS = 0x7000  # a key's descriptor is this plus the key
 
 
 class FakeEndpoint(FakeWriter):
-    """An endpoint whose peer is memory of this process.
+    """A fake endpoint whose peer is in this process.
 
     At the end of its `with` block, the endpoint asserts that all requests were valid.
     """
@@ -37,9 +37,7 @@ class FakeEndpoint(FakeWriter):
         self.add(REQUESTS_KEY, self._requests)
 
     def register(self, key: int, array: NDArray[Any], *, offsets: bool = False) -> None:
-        """Registers an array's memory under a key. Requests then name the memory by addresses, or with `offsets` by
-        offsets.
-        """
+        """Registers an array's memory under a key. Requests name the memory by address, or by offset if `offsets`."""
         self._call("register", key, array.ctypes.data, array.nbytes, offsets)
 
     def add(self, key: int, array: NDArray[Any]) -> None:
@@ -55,8 +53,8 @@ class FakeEndpoint(FakeWriter):
         """Returns the options of a connection that writes to this endpoint.
 
         Args:
-            signal_key: key of the memory with the words that signals write.
-            reads: whether it makes reads.
+            signal_key: key of the memory of the signal words.
+            reads: whether the connection makes reads.
         """
         return fill(
             ffi.new("ProxycclFabricOptions *"),
@@ -77,20 +75,20 @@ class FakeEndpoint(FakeWriter):
 
 
 class FakeFabricPeer(FakePeer):
-    """A peer with its own fake endpoint: this process's memory, under different keys.
+    """A peer in this process, with its own fake endpoint and its own memory keys.
 
     Args:
         service: the proxy service that connects to the peer.
-        source: the memory that puts read.
-        destination: the memory that puts write.
+        source: memory from which puts copy.
+        destination: memory to which puts copy.
         rank: the peer's rank.
         channels: number of channels to the peer.
-        depth: most writes outstanding.
+        depth: largest number of outstanding writes.
         ordered: whether the endpoint keeps the order of writes.
-        joined: whether the endpoint takes writes of two parts, and carries the parts out in order.
-        reads: whether the endpoint takes reads.
-        offsets: whether the peer's memory is named by offsets; otherwise by addresses.
-        max_message: most bytes of a write.
+        joined: whether a write may have two parts, which the endpoint executes in order.
+        reads: whether the endpoint supports reads.
+        offsets: whether requests name the peer's memory by offset instead of address.
+        max_message: maximum size of a write in bytes.
     """
 
     device: Any

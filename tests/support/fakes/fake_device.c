@@ -1,7 +1,8 @@
-/* Like a device, it takes requests at a post and executes them in order at a later poll. A slot of the send queue is
- * free again when a completion of its request, or of a later one, has been polled.
+/* Implements the fake device: a post queues requests, and later polls execute them in order. A slot of the send queue
+ * is free again once a poll has returned the completion of its request or of a later request.
  *
- * A read is carried out as late as a device may: when a request with a fence follows, or one of the two is completed.
+ * A read copies its data as late as verbs allow: before a later fenced request is executed, or when the read or a later
+ * request completes.
  */
 #include "fake_device.h"
 
@@ -23,7 +24,7 @@ typedef struct {
 
 typedef struct {
   struct ibv_wc wc;
-  uint64_t number; /* of its request */
+  uint64_t number; /* of the request */
 } Completion;
 
 typedef struct {
@@ -40,9 +41,9 @@ struct FakeDevice {
   pthread_mutex_t lock;
   uint32_t send_depth, cq_depth, reads;
   Request *queue;          /* request number n is at n % send_depth */
-  Completion *completions; /* likewise, by number of the completion */
+  Completion *completions; /* completion number n is at n % cq_depth */
   uint64_t posted, executed, freed, completed, polled;
-  uint64_t carried_out; /* all reads up to this request's number are */
+  uint64_t carried_out; /* up to this request, all reads have copied their data */
   int64_t allowed;
   uint32_t dawdle, random;
   uint64_t failing_request, failing_post;
@@ -69,7 +70,7 @@ static int reachable(const FakeDevice *device, uint32_t key, uint64_t address, u
   return 0;
 }
 
-/* Carries out the reads among the requests up to a number. */
+/* Copies the data of all reads up to request `number`. */
 static void read_up_to(FakeDevice *device, uint64_t number) {
   while (device->carried_out < number) {
     const Request *request = &device->queue[++device->carried_out % device->send_depth];
@@ -101,7 +102,7 @@ static void note_signal(FakeDevice *device, const Request *request) {
       (FakeSignal){request->remote, __atomic_load_n((uint64_t *)request->remote, __ATOMIC_RELAXED), device->bytes};
 }
 
-/* An ibv_wc_status. */
+/* Returns an ibv_wc_status. */
 static int execute(FakeDevice *device, const Request *request) {
   if (!request->is_inline && !reachable(device, request->lkey, request->local, request->length))
     return IBV_WC_LOC_PROT_ERR;

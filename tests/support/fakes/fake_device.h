@@ -1,5 +1,5 @@
-/* A device that the tests of the verbs transport post to: a queue pair that executes requests, when allowed to, as
- * copies in this process's memory, and notes the first breach of any limit. */
+/* A fake RDMA device for tests of the verbs transport. Its queue pair executes requests as copies in this process's
+ * memory, and records the first violation of a limit. */
 #ifndef FAKE_DEVICE_H
 #define FAKE_DEVICE_H
 
@@ -18,39 +18,40 @@ typedef struct FakeCounts {
   uint64_t most_outstanding; /* requests in the send queue at once */
   uint64_t reads;            /* executed */
   uint64_t fenced;           /* requests with a fence */
-  uint64_t signals;          /* writes of 8 inline bytes, and atomics, executed */
+  uint64_t signals;          /* executed atomics and inline writes of 8 bytes */
 } FakeCounts;
 
 typedef struct FakeSignal {
   uint64_t remote;       /* address of the word */
-  uint64_t value;        /* that it then held */
+  uint64_t value;        /* the word's value after the signal */
   uint64_t bytes_before; /* bytes written by earlier requests */
 } FakeSignal;
 
-/* `reads`: 0 if it makes no reads. */
+/* `reads`: 0 if the device supports no reads. */
 FakeDevice *fake_open(uint32_t send_depth, uint32_t cq_depth, uint32_t reads);
 void fake_close(FakeDevice *device);
 uintptr_t fake_qp(const FakeDevice *device);
 uintptr_t fake_cq(const FakeDevice *device);
 uint32_t fake_qp_num(const FakeDevice *device);
-/* Memory that requests may name by this key; local memory and the peer's have different keys. */
+/* Lets requests name this memory by `key`. Local memory and the peer's memory have different keys. */
 void fake_register(FakeDevice *device, uint32_t key, uintptr_t base, uint64_t bytes);
-/* Requests that may be executed from now on, one at each poll; negative: any number, which is the default. */
+/* Limits how many more requests are executed. A negative number means no limit, which is the default. */
 void fake_allow(FakeDevice *device, int64_t requests);
-/* Executes up to a random number of requests, at most `most`, at each poll. 0: all that are allowed. */
+/* Makes each poll execute a random number of requests, at most `most`. If `most` is 0, each poll executes all
+ * allowed requests. */
 void fake_dawdle(FakeDevice *device, uint32_t most, uint32_t seed);
 /* Makes the request with this number, counted from 1, fail with an ibv_wc_status. */
 void fake_fail_request(FakeDevice *device, uint64_t number, int status);
 /* Makes the post with this number, counted from 1, fail with an errno. */
 void fake_fail_post(FakeDevice *device, uint64_t number, int error);
-/* Polls fail. */
+/* Makes all later polls fail. */
 void fake_fail_polls(FakeDevice *device);
-/* Returns the first breach of a limit in words, or NULL. */
+/* Returns a description of the first violation of a limit, or NULL. */
 const char *fake_breach(FakeDevice *device);
 void fake_counts(FakeDevice *device, FakeCounts *counts);
-/* The index-th signal executed, from 0. 0 if there were fewer. */
+/* Stores executed signal number `index`, from 0, in `signal`. Returns 0 if there were fewer signals. */
 int fake_signal(FakeDevice *device, uint64_t index, FakeSignal *signal);
-/* The name of an ibv_wc_status in verbs.h, or NULL. */
+/* Returns the name of an ibv_wc_status in verbs.h, or NULL. */
 const char *fake_status_name(int status);
 
 #endif

@@ -1,5 +1,5 @@
-/* Takes writes and reads like a provider, and carries them out at later polls, when it also reads their data. Reads are
- * carried out in any order relative to each other and to writes, even if writes keep their order. */
+/* Implements the fake endpoint: writes and reads are queued, and later polls copy their data. Reads are executed in
+ * any order, even if writes keep their order. */
 #include "fake_endpoint.h"
 
 #include <pthread.h>
@@ -63,7 +63,7 @@ static void note(FakeEndpoint *self, const char *breach) {
   if (self->breach == NULL) self->breach = breach;
 }
 
-/* The address of a range, or NULL. */
+/* Returns the address of a range of registered memory, or NULL. */
 static void *reach(const FakeEndpoint *self, uint64_t key, uint64_t address, uint64_t bytes) {
   for (uint32_t i = 0; i < self->memory_count; ++i) {
     const Memory *memory = &self->memories[i];
@@ -83,7 +83,7 @@ static int carry_out_part(FakeEndpoint *self, const Request *write, const Part *
     return 0;
   }
   memcpy(target, (void *)part->source, part->bytes);
-  /* Signals and values are writes from the memory of requests; signals have 8 bytes. */
+  /* A write from its own request's memory is a signal if it has 8 bytes, else a value. */
   if (part->source >= (uint64_t)write->context && part->source < (uint64_t)write->context + 128) {
     if (part->bytes != 8) return 0;
     if (self->counts.signals == MAX_SIGNALS) note(self, "more signals than the fake endpoint notes");
@@ -95,7 +95,7 @@ static int carry_out_part(FakeEndpoint *self, const Request *write, const Part *
   return 0;
 }
 
-/* Its parts in their order, if there are several: only a joined endpoint takes those. */
+/* Executes the parts in order. Returns 0 or an error. */
 static int carry_out(FakeEndpoint *self, const Request *write) {
   if (write->number == self->failing) return self->failing_error;
   int error = 0;

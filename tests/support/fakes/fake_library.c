@@ -1,6 +1,6 @@
-/* libfabric with providers that reach GPUs: the real library, whose TCP provider's offers claim that they do. A GPU's
- * memory is host memory here, as in the HIP runtime over the host's (support/hip), and is registered as such.
- * Registrations for a GPU are printed. */
+/* Wraps the real libfabric so that its TCP provider claims to support GPU memory (FI_HMEM). GPU memory, which is
+ * host memory in these tests (support/hip), is registered as host memory. Each registration of GPU memory is printed
+ * to stderr. */
 #include <dlfcn.h>
 #include <rdma/fabric.h>
 #include <rdma/fi_domain.h>
@@ -15,7 +15,7 @@ static void *real(const char *name) {
   return found;
 }
 
-/* Removes what the real provider does not know. */
+/* Removes FI_HMEM, which the real provider does not support. */
 static void strip(struct fi_info *info) {
   info->caps &= ~FI_HMEM;
   info->domain_attr->mr_mode &= ~FI_MR_HMEM;
@@ -44,7 +44,7 @@ int fi_getinfo(uint32_t version, const char *node, const char *service, uint64_t
   return status;
 }
 
-/* Tables of the one fabric and the one domain of a rank, with a call of ours. */
+/* Function tables of the rank's only fabric and only domain, each with one function replaced. */
 static struct fi_ops_fabric fabric_calls;
 static struct fi_ops_mr memory_calls;
 static int (*open_domain)(struct fid_fabric *, struct fi_info *, struct fid_domain **, void *);

@@ -1,6 +1,4 @@
-"""Memory that another library allocates through the functions of memory_pool.h, called by name and address, like torch
-does.
-"""
+"""Memory allocated as torch allocates it: through functions of memory_pool.h that are looked up by name."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ _allocator = PluggableAllocator(memory_pool.library(), memory_pool.ALLOCATE, mem
 
 
 def allocate(nbytes: int, device: int) -> int:
-    """Allocates memory of a device. Returns its address, or 0 if there is not enough."""
+    """Allocates device memory. Returns the address, or 0 if there is not enough memory."""
     return _allocator.allocate(nbytes, device, None) or 0
 
 
@@ -31,13 +29,13 @@ class ForeignMemory:
     """Memory of a runtime's device that its owner may free at any time."""
 
     def __init__(self, runtime: Runtime, nbytes: int) -> None:
-        MemoryPool(runtime)  # makes the functions allocate on this device
+        MemoryPool(runtime)  # makes `allocate` use this device
         self._runtime, self.nbytes, self.closed = runtime, nbytes, False
         self.ptr = allocate(nbytes, runtime.device)
         assert self.ptr
 
     def close(self) -> None:
-        """Frees the memory, unless that was done before."""
+        """Frees the memory, unless it is already freed."""
         if not self.closed:
             self.closed = True
             free(self.ptr, self.nbytes, self._runtime.device)
@@ -48,7 +46,7 @@ class ForeignMemory:
         return Array(self._runtime, self, (self.nbytes // element.itemsize,), element)
 
     def replaced(self) -> ForeignMemory:
-        """Returns other memory at the same address. This memory must have been freed."""
+        """Returns new memory at the same address. This memory must have been freed."""
         assert self.closed
         if self._runtime.name == "cuda":
             return self._replaced_by_driver()
@@ -80,9 +78,7 @@ class ForeignMemory:
 
 
 def _take_places_before(ptr: int, nbytes: int) -> list[mmap.mmap]:
-    """Maps all places that the system would choose, before this address, for a mapping of this size. Returns the
-    mappings.
-    """
+    """Maps every free range that mmap would choose before `ptr` for a mapping of this size. Returns the mappings."""
     whole = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     wanted, taken = whole, []
     for _ in range(10_000):
@@ -91,7 +87,7 @@ def _take_places_before(ptr: int, nbytes: int) -> list[mmap.mmap]:
         if (at, wanted) == (ptr, whole):
             place.close()
             return taken
-        if wanted == whole and ptr < at < ptr + whole:  # free room follows this mapping: take that
+        if wanted == whole and ptr < at < ptr + whole:  # map the free bytes after ptr + whole first
             place.close()
             wanted = at - ptr
             continue

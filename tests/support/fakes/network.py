@@ -24,11 +24,10 @@ _SEND_DEPTH = 16
 
 class FakeNetwork:
     """Replaces the verbs transport's devices: each pair of ranks has a fake device in each direction, and all devices
-    know all memory keys. A device executes requests late, and checks every limit: closing a device fails if a limit was
-    broken.
+    know all memory keys. A device executes requests late; closing it fails if a request violated a limit.
 
     Args:
-        monkeypatch: restores the verbs transport.
+        monkeypatch: restores the verbs transport after the test.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +53,7 @@ class FakeNetwork:
             return key
 
     def device(self) -> FakeDevice:
-        """A new device, which knows all memory."""
+        """Returns a new device that knows all memory keys."""
         with self._lock:
             device = FakeDevice(_SEND_DEPTH, _SEND_DEPTH)
             device.dawdle(3, len(self._devices))
@@ -64,11 +63,11 @@ class FakeNetwork:
             return device
 
     def requests(self) -> int:
-        """The number of requests that the devices have executed."""
+        """Returns the number of requests that the devices have executed."""
         return sum(device.counts.executed for device in self._devices)
 
     def close(self, device: FakeDevice) -> None:
-        """Ends a device. Raises AssertionError if a limit was broken."""
+        """Closes a device. Raises AssertionError if a request violated a limit."""
         with self._lock:
             self._devices.remove(device)
         with device:
@@ -80,8 +79,6 @@ def _tell(device: FakeDevice, key: int, address: int, nbytes: int) -> None:
 
 
 class _Registrations(RegistrationCache):
-    """A rank's memory on the network."""
-
     def __init__(self, network: FakeNetwork) -> None:
         super().__init__()
         self._network = network
@@ -98,8 +95,6 @@ class _Registrations(RegistrationCache):
 
 
 class _Opened(RemoteDevice):
-    """A rank's open device."""
-
     options = RdmaOptions()
 
     def __init__(self, network: FakeNetwork, setup: RemoteSetup) -> None:

@@ -1,5 +1,5 @@
-"""A package `pyverbs` for tests without RDMA: its classes keep their arguments. Like the real one, it configures the
-root logger when it is imported.
+"""A fake package `pyverbs` for tests without RDMA, whose classes record their arguments. Like the real one, it
+configures the root logger when it is imported.
 """
 
 from __future__ import annotations
@@ -111,14 +111,14 @@ def write(root: Path, *, enums: str = "enums", in_module: bool = True) -> None:
 
 
 def device() -> SimpleNamespace:
-    """Returns the capabilities of the package's device, which a test may change."""
+    """Returns the fake device's capabilities, which a test may change."""
     import pyverbs.pyverbs_error
 
     return pyverbs.pyverbs_error.device
 
 
 def log() -> list[tuple[str, str]]:
-    """Returns which objects were opened and closed, in order, by name."""
+    """Returns the opening and closing of objects in order, each as a pair of event and name."""
     import pyverbs.pyverbs_error
 
     return pyverbs.pyverbs_error.log

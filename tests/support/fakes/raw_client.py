@@ -1,4 +1,4 @@
-"""A client of the node daemon that sends any message, and a ring that floods it."""
+"""A client of the node daemon that can send any message, and a ring that floods the daemon with triggers."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ class RawClient:
         return answer["result"]
 
     def open(self, **changed: Any) -> dict[str, Any] | None:
-        """Says hello, and asks for a service with one ring. Returns the answer, or None if the daemon closed the
-        connection.
+        """Sends the hello message, then asks for a service with one ring. Returns the answer, or None if the daemon
+        closed the connection.
         """
         assert self.say(HELLO) is not None
         return self.say(opening(**changed), self.segment.descriptor, self.ring.descriptor)
@@ -93,7 +93,7 @@ class RawClient:
         return answer is not None and answer["kind"] == "answer"
 
     def use(self) -> dict[str, Any]:
-        """Adds a memory and a channel to this rank itself. Returns their ids."""
+        """Adds a memory, and a channel from this rank to itself. Returns their ids."""
         handle = self.buffer.export(self.buffer.ptr, 4096)
         first = self.result({"do": "add_memory", "key": 0, "handle": handle, "nbytes": 4096})
         connection = self.result({"do": "connect_copy", "peer": 0})["number"]
@@ -101,12 +101,12 @@ class RawClient:
         return {"first": first, "connection": connection, "channel": channel}
 
     def set_channel(self, used: dict[str, Any], offset: int = 0, nbytes: int = 8) -> dict[str, Any]:
-        """Returns a request that makes bytes of the buffer the word which the channel of `use` signals."""
+        """Returns a request that makes the channel of `use` signal a word in the buffer."""
         word = self.buffer.export(self.buffer.ptr + offset, nbytes)
         return {"do": "set_channel", "channel": used["channel"], "connection": used["connection"], "word": word}
 
     def schedule(self, used: dict[str, Any]) -> dict[str, Any]:
-        """Returns a schedule that copies some bytes of the buffer on the channel of `use`."""
+        """Returns a schedule that copies bytes within the buffer over the channel of `use`."""
         send = {
             "channel": used["channel"],
             "src_memory": used["first"],
@@ -123,7 +123,9 @@ class RawClient:
         return SharedWords(self.segment, OFFSET).schedule_words
 
     def ended(self) -> bool:
-        """Waits for the daemon's next message, and returns whether the daemon closed the connection instead."""
+        """Waits until the daemon sends a message or closes the connection. Returns whether the connection was
+        closed.
+        """
         try:
             return self.connection.recv(LONGEST_FRAME) == b""
         except ConnectionResetError:
@@ -154,7 +156,7 @@ class Ringing:
 
 
 class Flood:
-    """A ring that is always full of one trigger: a thread flips the bits that distinguish laps."""
+    """A ring that always looks full of new triggers: a thread keeps flipping the bit that marks new triggers."""
 
     def __init__(self, ring: SharedMemory, trigger: Trigger) -> None:
         self._stop = threading.Event()

@@ -47,21 +47,21 @@ class OtherCalls:
 
 
 class End(OwnTriggers):
-    """One end, with source memory for puts and memory that the other end puts to.
+    """One end of the connection, with source memory for its puts, and destination memory for the other end's puts.
 
     Args:
         number: 0 or 1; end n is rank 7 + n.
         nbytes: size of each of the two memories.
         channels: number of channels to the other end.
         ring_bytes: size of the rings in the staging area.
-        chunk_bytes: most bytes of a put that are staged at a time.
+        chunk_bytes: maximum size of a staged piece of a put, in bytes.
         depth: depth of the wire's queues.
-        max_message: most bytes of one of the wire's requests.
-        wire: makes a wire.
-        runtime: for memory and copies; None for a new one on the device that the tests use.
+        max_message: maximum size of a request of the wire, in bytes.
+        wire: makes a wire from its depth and max_message.
+        runtime: makes memory and copies; None for a new runtime on the tests' device.
         calls: replacements of the engine's driver calls.
         service: options of the service.
-        credits_tell: the connection's option of this name.
+        credits_tell: see `StagedOptions`.
         wires: number of wires.
 
     Attributes:
@@ -126,9 +126,9 @@ class End(OwnTriggers):
 
         Args:
             other: the other end.
-            wires: how many times each wire is named.
-            link: fields to change in the options of the first wire's own transport.
-            wrong: fields to change in the connection's options, or in its first wire.
+            wires: how many times the options list each wire.
+            link: changed fields in the options of the first wire's transport.
+            wrong: changed fields in the connection's options, or in its first `StagedWire`.
         """
         named = [
             StagedWire(wire.options(), wire.area_key, other.area.host_ptr, wire.peer_key, number)
@@ -162,7 +162,7 @@ class End(OwnTriggers):
             self.channels.append(channel)
 
     def push(self, operation: Operation, size: int = 0, *, count: int = 1, **where: Any) -> int:
-        """Pushes triggers; see `OwnTriggers.trigger`. Returns the last one's ticket."""
+        """Pushes triggers; see `OwnTriggers.trigger`. Returns the ticket of the last trigger."""
         return self.producer.push(self.trigger(operation, size, **where), count)
 
     def taken(self, channel: int = 0) -> int:
@@ -175,7 +175,7 @@ class End(OwnTriggers):
         return self.failures[0]
 
     def abort(self) -> None:
-        """Raises this end's abort word, so that its workers return even if requests are outstanding."""
+        """Sets this end's abort word, so that its workers return even if requests are outstanding."""
         if not self.area.closed:
             self.segment.raise_abort(ErrorRecord(native.PROXYCCL_ERROR_LOCAL, 0))
 
@@ -187,7 +187,8 @@ class End(OwnTriggers):
 
 
 class Ends:
-    """Both ends, connected. Leaving them aborts both, and asserts that no limit of a device was broken.
+    """Two connected ends. Leaving the `with` block aborts both ends, and asserts that no request violated a device's
+    limit.
 
     Args:
         nbytes: size of each end's memories.
@@ -252,11 +253,11 @@ _NOT_READY = 600
 
 
 class LateStreams:
-    """Driver calls whose streams work late: each query of an event carries out some of the event's stream's work. So
-    one stream can overtake another, as on a GPU. The engine calls them from its own thread.
+    """Driver calls that delay the work of streams: only event queries execute queued work, a few items of the event's
+    stream each. So one stream can overtake another, as on a GPU.
 
     Attributes:
-        calls: the calls, for the parameter `calls` of `End`.
+        calls: addresses of the driver calls, by name, to pass to `End`.
     """
 
     def __init__(self, seed: int) -> None:

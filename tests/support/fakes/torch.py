@@ -1,5 +1,5 @@
-"""The parts of torch that `Communicator.memory_pool` uses, without torch: pools that keep freed memory, and that call
-an allocator's two functions as torch calls them.
+"""Fakes of the parts of torch that `Communicator.memory_pool` uses: pools that keep freed memory, and that call an
+allocator's functions as torch does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PluggableAllocator:
         self.free.restype = None
 
     def allocator(self) -> PluggableAllocator:
-        """The allocator that pools take."""
+        """Returns the allocator, to pass to `MemPool`."""
         return self
 
 
@@ -50,7 +50,7 @@ class MemPool:
         return 1 + [pool for pool, _ in _in_use].count(self) + self.graphs
 
     def allocate(self, nbytes: int) -> tuple[int, int]:
-        """Returns the address and the size of a segment that holds one tensor alone."""
+        """Returns the address and the size of a segment for one tensor."""
         size = -(-nbytes // self.SEGMENT) * self.SEGMENT
         unused = self._unused.get(size)
         if unused:
@@ -117,8 +117,8 @@ def make_torch(built_for: str, version: str = "2.11.0", **more: Any) -> Any:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, torch: Any) -> None:
-    """Makes `import torch` find this module. It has no compiler, so `untraced`, which hides public classes from torch's
-    compiler, is replaced by the identity.
+    """Makes `import torch` return this module. Because the module has no compiler, replaces `untraced`, which hides
+    public classes from torch's compiler, by the identity.
     """
     untraced: Any = types.ModuleType("proxyccl.torch_tensors.untraced")
     untraced.untraced = lambda cls: cls

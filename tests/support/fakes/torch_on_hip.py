@@ -1,7 +1,7 @@
-"""GPUs for a torch that has none: tensors that claim to be on one, and streams of the HIP runtime.
+"""Fake GPUs for a CPU-only torch: tensors that claim to be on a GPU, and streams of the HIP runtime.
 
-The HIP runtime's calls go to the host runtime (tests/support/hip), so its devices' memory is the CPU's. The streams are
-asynchronous like a GPU's.
+The HIP runtime's calls go to the host runtime (tests/support/hip), so device memory is CPU memory. The streams are
+asynchronous, as on a GPU.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ _HIP = 10  # DLPack's number for the device type
 
 
 def _exchange_on(number: int) -> tuple[object, object]:
-    """Returns DLPack's functions for tensors on a device, as a capsule, and the object that must live as long as the
-    capsule. torch's own functions would describe the tensors as on the CPU.
+    """Returns a capsule with DLPack's functions for tensors on a device, and an object that must outlive the capsule.
+    torch's own functions would name the CPU as the tensors' device.
     """
     pointer_of, capsule_of = ctypes.pythonapi.PyCapsule_GetPointer, ctypes.pythonapi.PyCapsule_New
     pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
@@ -116,8 +116,6 @@ def _exchange_on(number: int) -> tuple[object, object]:
 
 @functools.cache
 def _tensors_on(number: int) -> type[torch.Tensor]:
-    """Returns the type of tensors on a device; tensors derived from such a tensor have the same type."""
-
     class OnGpu(torch.Tensor):
         is_cuda, is_cpu = True, False
         device = torch.device("cuda", number)
@@ -127,13 +125,13 @@ def _tensors_on(number: int) -> type[torch.Tensor]:
             return number
 
         def record_stream(self, stream: _Stream) -> None:
-            """Does nothing: memory is not reused here as soon as the CPU has released it."""
+            """Does nothing: no caching allocator could reuse the memory early."""
 
     return OnGpu
 
 
 def on_gpu(tensor: torch.Tensor, device: int) -> torch.Tensor:
-    """Returns a tensor with the same memory that claims to be on a device."""
+    """Returns a tensor that claims to be on a device, with the memory of `tensor`."""
     return tensor.as_subclass(_tensors_on(device))
 
 
@@ -144,8 +142,8 @@ def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes torch, and so the backend, use these stand-in GPUs for the rest of a test, with proxies as threads. Skips
-    the test if the HIP runtime over the host runtime was not built.
+    """Makes torch use these fake GPUs until the test ends, with proxies as threads. Skips the test if `make
+    rocm-on-host` was not run.
     """
     if not (_HIP_ON_HOST / "lib/libamdhip64.so").exists():
         pytest.skip("needs: make rocm-on-host")

@@ -1,6 +1,4 @@
-"""The device that the tests of the verbs transport post to (fake_device.c), and a proxy service that uses
-such devices.
-"""
+"""A fake RDMA device for tests of the verbs transport (fake_device.c), and a proxy service that uses such devices."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ LKEY, RKEY, SIGNAL_RKEY, SCRATCH_LKEY = 0x11, 0x22, 0x33, 0x44
 
 
 class FakeDevice(FakeWriter):
-    """A queue pair whose peer is memory of this process. Leaving it asserts that no limit was exceeded."""
+    """A fake queue pair whose peer is in this process. Leaving its `with` block asserts that no limit was exceeded."""
 
     _library, _functions, _types = ("verbs", "fake_device"), "fake_", "Fake"
 
@@ -46,11 +44,11 @@ class FakeDevice(FakeWriter):
         self._call("register", key, array.ctypes.data, array.nbytes)
 
     def fail_request(self, number: int, status: int) -> None:
-        """Makes the request with this number, counted from 1, complete with an ibv_wc_status."""
+        """Makes request number `number`, counted from 1, complete with an ibv_wc_status."""
         self._call("fail_request", number, status)
 
     def fail_post(self, number: int, error: int) -> None:
-        """Makes the post with this number, counted from 1, return an errno."""
+        """Makes post number `number`, counted from 1, return an errno."""
         self._call("fail_post", number, error)
 
     def fail_polls(self) -> None:
@@ -74,7 +72,7 @@ def value_trigger(
 
 
 def bytes_of_value(value: int, size: int) -> NDArray[np.uint8]:
-    """Returns the bytes of a value of `size` bytes as they are in memory."""
+    """Returns the little-endian bytes of a value of `size` bytes."""
     return np.frombuffer(value.to_bytes(8, "little")[:size], np.uint8)
 
 
@@ -86,7 +84,7 @@ class Producer:
         self._tickets: dict[Fifo, int] = {}
 
     def push(self, trigger: Trigger, count: int = 1) -> int:
-        """Pushes copies of a trigger, waiting for room. Returns the last one's ticket."""
+        """Pushes copies of a trigger as the ring has room. Returns the last copy's ticket."""
         ring = self._service.fifo_for(trigger.channel)
         first = self._tickets.get(ring, 0)
         pushed = produce(ring, first, trigger.encode(), count, TIMEOUT)
@@ -100,7 +98,7 @@ class Producer:
 
 
 class OwnTriggers:
-    """Makes triggers on a service's channels to one peer, for transfers between two memories.
+    """Makes triggers for a service's channels to one peer, which transfer between a source and a destination memory.
 
     Attributes:
         service: the service that has the channels.
@@ -123,9 +121,9 @@ class OwnTriggers:
         channel: int = 0,
         value: int | None = None,
     ) -> Trigger:
-        """Returns a trigger on one of the channels, with offsets into the two memories, or with a value.
+        """Returns a trigger for one of the channels, with offsets into both memories, or with a value.
 
-        A get goes from `destination_id` to `source_id`, from offset `source` to offset `destination`.
+        A get reads memory `destination_id` at offset `source`, and writes memory `source_id` at offset `destination`.
         """
         number = self.channels[channel]
         if operation & Operation.GET:
@@ -140,32 +138,30 @@ class OwnTriggers:
 
 
 def verbs_options(qp: int, **fields: Any) -> Any:
-    """Returns a ProxycclVerbsOptions, whose signals are RDMA writes unless a field says otherwise."""
+    """Returns a ProxycclVerbsOptions with these fields; by default, signals are RDMA writes."""
     return fill(ffi.new("ProxycclVerbsOptions *"), **{"qp": qp, "signal": lib.PROXYCCL_VERBS_WRITE, **fields})
 
 
 def adding(scratch: NDArray[np.uint64]) -> dict[str, int]:
-    """Returns the fields of `verbs_options` for signals by fetch-and-add, which store the old values in `scratch`,
-    under SCRATCH_LKEY.
-    """
+    """Returns the fields of `verbs_options` for signals by fetch-and-add, which store old values in `scratch`."""
     address = scratch.ctypes.data
     return {"signal": lib.PROXYCCL_VERBS_FETCH_ADD, "scratch": address, "scratch_lkey": SCRATCH_LKEY}
 
 
 class FakePeer(OwnTriggers):
-    """A peer with its own fake device: this process's memory, under different keys.
+    """A peer in this process, with its own fake device and its own memory keys.
 
     Args:
         service: the proxy service that connects to the peer.
-        source: the memory that puts read.
-        destination: the memory that puts write, which belongs to the peer.
+        source: memory from which puts copy.
+        destination: the peer's memory, to which puts copy.
         rank: the peer's rank.
         channels: number of channels to the peer.
         send_depth: depth of the send queue.
-        cq_depth: depth of the completion queue; None for the depth of the send queue.
-        max_message: most bytes of a request.
-        fetch_add: whether signals are added by fetch-and-add; otherwise they are written.
-        reads: most reads outstanding; 0 if the device makes none.
+        cq_depth: depth of the completion queue; None for `send_depth`.
+        max_message: maximum size of a request in bytes.
+        fetch_add: whether signals are fetch-and-adds instead of writes.
+        reads: largest number of outstanding reads; 0 if the device supports no reads.
     """
 
     def __init__(
@@ -213,11 +209,11 @@ class FakePeer(OwnTriggers):
 
 
 class Loop:
-    """A proxy service with fake peers, whose ranks are 7, 8 and so on, and which share one destination.
+    """A proxy service with fake peers of ranks 7, 8 and so on, which share one destination memory.
 
     Args:
-        source: the memory that puts read.
-        destination: the memory that puts write.
+        source: memory from which puts copy.
+        destination: memory to which puts copy.
         peers: number of peers.
         service: options of the service.
         make_peer: makes each peer; None for `FakePeer`.
@@ -265,7 +261,7 @@ class Loop:
             self._segment.close()
 
     def push(self, peer: int, operation: Operation, size: int = 0, *, count: int = 1, **where: Any) -> int:
-        """Pushes triggers to a peer; see `FakePeer.trigger`. Returns the last one's ticket."""
+        """Pushes triggers to a peer; see `FakePeer.trigger`. Returns the ticket of the last trigger."""
         return self.producer.push(self.peers[peer].trigger(operation, size, **where), count)
 
     def flush(self, peer: int = 0, channel: int = 0) -> None:
@@ -279,7 +275,7 @@ class Loop:
         assert not self.failures, self.failures[0]
 
     def let_poll(self, peer: int) -> None:
-        """Waits until the worker has polled a peer's device a few more times, after it has drained its rings."""
+        """Waits until the worker has polled a peer's device a few more times, and so has drained its rings."""
         device = self.peers[peer].device
         polls = device.counts.polls
         self.wait(lambda: device.counts.polls >= polls + 5, "polls")

@@ -1,5 +1,5 @@
-"""Stands in for the parts of verl that its checkpoint engines need: the names, arguments and order of calls of verl
-0.9.1 (2026-09; verl/checkpoint_engine/base.py).
+"""Fakes the parts of verl that checkpoint engines need, with the names, arguments and order of calls of verl 0.9.1
+(2026-09; verl/checkpoint_engine/base.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class CheckpointEngineRegistry:
 
     @staticmethod
     def register(backend: str) -> Callable[[Any], Any]:
-        """Returns a decorator that keeps a class under the backend's name."""
+        """Returns a decorator that registers a class under the backend's name."""
 
         def keep(cls: Any) -> Any:
             CheckpointEngineRegistry.classes[backend] = cls

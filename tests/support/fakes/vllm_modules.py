@@ -1,5 +1,5 @@
-"""Stands in for the parts of vLLM that its weight transfer engines need: the names, arguments and order of calls of
-vLLM 0.33.0 (2026-11; vllm/distributed/weight_transfer/base.py and factory.py, vllm/v1/worker/gpu_worker.py).
+"""Fakes the parts of vLLM that weight transfer engines need, with the names, arguments and order of calls of vLLM
+0.33.0 (2026-11; vllm/distributed/weight_transfer/base.py and factory.py, vllm/v1/worker/gpu_worker.py).
 """
 
 from __future__ import annotations
@@ -44,29 +44,29 @@ class ParamMeta:
 
 @dataclass
 class WeightTransferInitInfo:
-    """Base of a worker's settings."""
+    """Base class of a worker's settings."""
 
 
 @dataclass
 class WeightTransferUpdateInfo:
-    """Base of a round's settings."""
+    """Base class of the settings of one weight update."""
 
 
 @dataclass
 class TrainerInitInfo:
-    """Base of a trainer's settings."""
+    """Base class of a trainer's settings."""
 
     backend: ClassVar[str]
     rank: int = field(kw_only=True)
 
     @property
     def is_sender(self) -> bool:
-        """Whether this rank is the trainer's rank that calls the client."""
+        """Whether this rank of the trainer calls the client."""
         return self.rank == 0
 
 
 class WeightTransferEngine(Generic[InitInfo, UpdateInfo]):
-    """Base of a worker's engine."""
+    """Base class of a worker's engine."""
 
     init_info_cls: Any
     update_info_cls: Any
@@ -84,7 +84,7 @@ class WeightTransferEngine(Generic[InitInfo, UpdateInfo]):
 
 
 class TrainerWeightTransferEngine(Generic[InitInfo]):
-    """Base of a trainer's engine."""
+    """Base class of a trainer's engine."""
 
     def __init__(self, *, client: Any, source: Any = None, is_sender: bool = True, rank: int = 0) -> None:
         self.client, self.source, self.is_sender, self.rank = client, source, is_sender, rank
@@ -107,7 +107,7 @@ class _Factory:
 
 
 class Model:
-    """A model that keeps copies of the weights that it is given between the start and the end of a reload."""
+    """A model that stores copies of loaded weights, and accepts weights only during a reload."""
 
     def __init__(self) -> None:
         self.weights: dict[str, Any] = {}
@@ -115,7 +115,7 @@ class Model:
         self.calls = 0
 
     def load_weights(self, weights: Any) -> None:
-        """Copies the tensors, by name. A reload must be in progress."""
+        """Stores copies of the tensors by name. A reload must be in progress."""
         assert self.reloading
         self.calls += 1
         self.weights |= {name: tensor.clone() for name, tensor in weights}

@@ -1,5 +1,5 @@
-"""Wires between the two ends of a staged connection in tests (staging.py): each is a fake device of one end, which
-copies memory to the other end.
+"""Wires of staged connections in tests (staging.py): fake devices, each of which copies one end's memory to the other
+end.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from support.fakes.verbs import LKEY, RKEY, SCRATCH_LKEY, FakeDevice, adding, ve
 
 
 class FakeWire(Protocol):
-    """One end of a wire.
+    """One end's fake device and its memory keys.
 
     Attributes:
-        transport: name of the staged transport over it.
-        device: the device, which counts, dawdles and fails.
+        transport: name of the staged transport that uses the wire.
+        device: the fake device, which counts, delays and fails requests.
         area_key: key of this end's area.
         peer_key: key of the other end's area.
     """
@@ -33,16 +33,16 @@ class FakeWire(Protocol):
         ...
 
     def options(self) -> Any:
-        """Returns the options of the wire's own transport."""
+        """Returns the options of the transport that the wire uses."""
         ...
 
 
 class VerbsWire:
-    """A queue pair whose signals are RDMA writes; subclasses use fetch-and-add.
+    """A queue pair whose signals are RDMA writes.
 
     Args:
-        depth: depth of its queues.
-        max_message: most bytes of a request.
+        depth: depth of the queues.
+        max_message: maximum size of a request in bytes.
     """
 
     transport = "staged"
@@ -80,8 +80,8 @@ class FabricWire:
     """An endpoint of libfabric that keeps the order of writes.
 
     Args:
-        depth: most writes outstanding.
-        max_message: most bytes of a write.
+        depth: largest number of outstanding writes.
+        max_message: maximum size of a write in bytes.
     """
 
     transport = "staged_fabric"
@@ -100,12 +100,12 @@ class FabricWire:
 
 
 class JoinedFabricWire(FabricWire):
-    """An endpoint that also carries out the parts of a two-part write in order."""
+    """An ordered endpoint that also takes writes of two parts, and executes the parts in order."""
 
     _joined = True
 
 
 class UnorderedFabricWire(FabricWire):
-    """An endpoint that carries writes out in any order."""
+    """An endpoint that executes writes in any order."""
 
     _ordered = False

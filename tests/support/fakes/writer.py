@@ -1,4 +1,4 @@
-"""Libraries in C that stand in for devices, built by make, and the calls that they share."""
+"""Builds and loads C libraries of fake devices, and wraps the functions that all of them have."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def load(name: str, stem: str) -> tuple[Any, Any]:
 
 
 class FakeWriter:
-    """Carries out requests on memory of this process, and records invalid ones. Leaving it asserts that no request was
-    invalid.
+    """A fake device that executes requests on this process's memory. Leaving its `with` block asserts that no request
+    was invalid.
 
     Args:
         options: arguments of the library's function that opens a device.
@@ -33,7 +33,7 @@ class FakeWriter:
 
     _library: tuple[str, str]  # name and stem, for `load`
     _functions: str  # prefix of the library's functions
-    _types: str  # prefix of its types
+    _types: str  # prefix of the library's types
 
     def __init__(self, *options: int) -> None:
         self._ffi, self._lib = load(*self._library)
@@ -57,25 +57,25 @@ class FakeWriter:
 
     @property
     def counts(self) -> Any:
-        """The numbers that the library has counted so far."""
+        """The library's counters."""
         counts = self._ffi.new(f"{self._types}Counts *")
         self._call("counts", counts)
         return counts
 
     def allow(self, requests: int) -> None:
-        """Allows this many requests to be carried out from now on; -1: any number."""
+        """Limits how many more requests are executed; -1: no limit."""
         self._call("allow", requests)
 
     def dawdle(self, most: int, seed: int) -> None:
-        """Makes each poll carry out a random number of requests, at most `most`; an endpoint also refuses some
-        requests, which must then be posted again.
+        """Makes each poll execute a random number of requests, at most `most`. A fake endpoint also refuses some
+        requests at random, which must then be posted again.
         """
         self._call("dawdle", most, seed)
 
     @property
     def signals(self) -> list[tuple[int, int, int]]:
-        """Returns for each signal carried out: (address of the word, the word's new value, bytes that were
-        put before).
+        """Returns for each executed signal: (address of the word, the word's new value, number of bytes put before the
+        signal).
         """
         out: list[tuple[int, int, int]] = []
         signal = self._ffi.new(f"{self._types}Signal *")

@@ -1,18 +1,17 @@
-"""Runs agents that come and go under load, of which every third is killed, and agents that start again under their
-names.
+"""Tests agents that start and end under load, and agents that restart under the same names.
 
 python tests/support/faults/agents.py --count 100 --seed 1
 
-A case follows from its seed, and has two parts. In the first part an agent moves data to and from several peers at the
-same time, and cancels transfers, while the peers are killed, close or end at random moments. A finding is a wrong byte,
-a canceled transfer that still writes, a transfer that does not end in time, an error with a peer that lives, or a
-descriptor that is not closed.
+A seed determines a case, which has two parts. In the first part an agent transfers data to and from several peers
+concurrently, and cancels transfers, while the peers are killed, close or end at random times. Findings are wrong bytes,
+canceled transfers that still write, transfers that do not end in time, errors with a live peer, and descriptors that
+are not closed.
 
-In the second part, each peer starts again and again under its name. Its memory lies at the same addresses, which it
-registers, deregisters and frees. The agent keeps the transfers and the metadata of all registrations, and also uses
-them after a registration has ended. Every incarnation of a peer verifies all its memory. A finding is also a transfer
-that completes although its registration has ended, metadata of an ended agent that are accepted, a byte read from
-another incarnation, or a byte written to memory that was not registered for the transfer.
+In the second part, each peer restarts repeatedly under the same name, with memory at the same addresses, which it
+registers, deregisters and frees. The agent keeps the transfers and metadata of all registrations, and uses them even
+after the registration has ended. Each incarnation of a peer verifies its memory. Further findings are transfers that
+complete although their registration has ended, accepted metadata of an ended agent, bytes read from another
+incarnation, and bytes written to memory that was not registered for the transfer.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class Visit:
-    """One peer's visit: the transfers with the peer, and its end. The peer's memory is filled with `number`.
+    """Transfers with one peer of the first part, until the peer ends. The peer's memory is filled with `number`.
 
     Args:
         agent: the agent that transfers data to and from the peer.
@@ -86,7 +85,7 @@ class Visit:
         self._struck = threading.Event()
 
     def run(self) -> list[str]:
-        """Findings."""
+        """Returns the findings."""
         name = _name(self._number)
         ours = self._agent.register(self._memory)
         self._agent.add(self._process.receive())
@@ -122,9 +121,7 @@ class Visit:
         return ["its end was not noticed"]
 
     def _step(self, name: str, ours: Region, theirs: Region) -> str:
-        """Notifies the peer, reads the first half of its memory, or writes the second half, as one block or many.
-        Returns a finding, or "".
-        """
+        """Notifies the peer, reads its memory's first half, or writes the second half. Returns a finding, or ""."""
         half = _NBYTES // 2
         operation = self._rng.choice(["read", "write", "notify"])
         if operation == "notify":
@@ -168,25 +165,25 @@ def _served(number: int) -> Callable[[socket.socket], None]:
 
 
 class Slot:
-    """A peer's memory at a fixed address, and its expected contents: the first half, which is read, has `value`; the
-    second half has what was last written.
+    """A peer's memory at a fixed address. Transfers read its first half, which is filled with `value`, and write its
+    second half, which is filled with `written`.
     """
 
     def __init__(self) -> None:
-        self.transfers: list[Transfer] = []  # of the current registration
+        self.transfers: list[Transfer] = []  # transfers of the current registration
         self.former: list[Transfer] = []
         self.value = self.written = 0
         self.is_registered = False
 
 
 class Lives:
-    """A peer that starts again and again under its name: the transfers with it, and the expected contents of its
-    memory.
+    """A peer of the second part, which restarts under the same name: transfers with the peer, and its memory's expected
+    contents.
 
     Args:
         agent: the agent that transfers data to and from the peer.
         number: the peer's number.
-        processes: the processes of its incarnations, one after the other.
+        processes: the processes of the peer's successive incarnations.
         seed: the seed of all random choices.
     """
 
@@ -194,11 +191,11 @@ class Lives:
         self._agent, self._name, self._rng = agent, _name(number), random.Random(seed)
         self._processes = processes
         self._slots = [Slot() for _ in range(_SLOTS)]
-        self._metadata: list[bytes] = []  # of every registration, each without the rest
+        self._metadata: list[bytes] = []  # one element for each registration
         self._memory = np.zeros(_NBYTES, np.uint8)
 
     def run(self) -> list[str]:
-        """Findings."""
+        """Returns the findings."""
         ours = self._agent.register(self._memory)
         findings: list[str] = []
         for life, process in enumerate(self._processes):
@@ -248,8 +245,8 @@ class Lives:
         return []
 
     def _renew(self, process: Child, number: int, ours: Region) -> None:
-        """Makes the peer deregister and free a slot's memory and map new memory there, and prepares transfers for a new
-        registration.
+        """Makes the peer deregister and free a slot's memory and map new memory at the same address. Prepares transfers
+        if the new memory is registered.
         """
         slot = self._slots[number]
         slot.value, slot.is_registered = self._rng.randrange(1, 200), self._rng.random() < 0.7
@@ -292,8 +289,8 @@ class Lives:
         return f"{transfer} is done, although its registration has ended"
 
     def _add_late(self) -> str:
-        """Adds old metadata of the peer: those of an earlier incarnation must be refused; those of this one are
-        accepted, but must not revive a registration. Returns a finding, or "".
+        """Adds old metadata of the peer, which must be refused if they are of an earlier incarnation. Returns a
+        finding, or "".
         """
         metadata = self._rng.choice(self._metadata)
         is_of_this_life = token_of(metadata) == self._agent._peers[self._name].token
@@ -305,13 +302,13 @@ class Lives:
 
 
 def token_of(data: bytes) -> bytes:
-    """Returns the token of the agent that some metadata describe."""
+    """Returns the token in an agent's metadata."""
     return METADATA.decode(data, "an agent").token
 
 
 def _serve_slots(number: int) -> Callable[[socket.socket], None]:
-    """Returns the body of an incarnation's process. It answers b"look" with the values of all its memory, and renews a
-    slot when it gets four bytes (`Lives._renew`).
+    """Returns the body of an incarnation's process, which answers b"look" with the values in its memory, and renews a
+    slot on a message of four bytes (`Lives._renew`).
     """
 
     def serve(connection: socket.socket) -> None:
@@ -332,7 +329,7 @@ def _serve_slots(number: int) -> Callable[[socket.socket], None]:
             if regions[slot] is not None:
                 agent.deregister(regions[slot])
                 regions[slot] = None
-            memory[slot] = None  # free the old memory first: the new memory gets its address
+            memory[slot] = None  # free the old memory first, because the new memory gets the same address
             at = _ADDRESS + (number * _SLOTS + slot) * 2 * _NBYTES
             memory[slot] = shared_empty(_NBYTES) if is_shared else mapped_at(at, _NBYTES)
             memory[slot][:] = value
@@ -347,7 +344,7 @@ def _serve_slots(number: int) -> Callable[[socket.socket], None]:
 
 
 class _Fixed:
-    """Memory at a given address, unmapped when its last array is gone."""
+    """Memory at a given address, unmapped when its last array is freed."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         if _LIBC.mmap(address, nbytes, 3, _PRIVATE_FIXED, -1, 0) != address:
@@ -368,10 +365,10 @@ def run_lives(seed: int, peers: int = 4, lives: int = 4, path: str | None = None
     """Runs the second part of a case. Returns its findings.
 
     Args:
-        seed: the seed that the case follows from.
+        seed: determines the case.
         peers: number of peers, each with its own name.
         lives: how often each peer starts.
-        path: the path of the data. None: the seed chooses one path, or both "shared_memory" and "process_vm".
+        path: the transport of the data. None: the seed chooses one, or both "shared_memory" and "process_vm".
     """
     rng = random.Random(seed)
     paths = [path] if path else [["shared_memory", "process_vm"], *([each] for each in PATHS)][seed % (len(PATHS) + 1)]
@@ -390,8 +387,8 @@ def run(seed: int, peers: int = 30, path: str | None = None) -> list[str]:
     """Runs a case. Returns its findings.
 
     Args:
-        seed: the seed that the case follows from.
-        peers: number of peers that come and go.
+        seed: determines the case.
+        peers: number of peers.
         path: the path of the data. None: the seed chooses one.
     """
     rng = random.Random(seed)

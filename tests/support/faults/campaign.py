@@ -1,13 +1,14 @@
-"""Runs cases and checks how each ended: python tests/support/faults/campaign.py --count 1000 --seed 1 --report FILE
+"""Runs fault-injection cases and checks how each ended.
 
-With --hosts the ranks are on two hosts, which are network namespaces of this machine, and some faults are those of the
-link between them.
---jobs sets how many cases run concurrently. SIGTERM and Ctrl-C end the campaign and its cases; the report then has the
-cases that had ended by themselves.
+python tests/support/faults/campaign.py --count 1000 --seed 1 --report FILE
 
-A finding is a process that did not end in time or ended without a named error, a stopped daemon that a rank did not
-notice within two time-outs, a wrong result, ranks that disagree about which ranks go on, a harmless fault that a rank
-noticed, or a leak: a process, a descriptor, a file.
+--hosts puts the ranks on two hosts, which are network namespaces of this machine, and adds faults of the link between
+the hosts. --jobs sets how many cases run concurrently. SIGTERM and Ctrl-C end the campaign and its running cases; the
+report then lists only the cases that ended before.
+
+A case has a finding if a process does not end in time or ends without a named error, a rank does not notice a stopped
+daemon within two time-outs, a result is wrong, ranks disagree about which ranks continue, a rank notices a harmless
+fault, or a process, descriptor or file is leaked.
 """
 
 from __future__ import annotations
@@ -41,11 +42,10 @@ _RANK = Path(__file__).parent / "rank.py"
 _SETTLES_SECONDS = 10.0
 _DIES_SECONDS = 5.0
 _NOTICES_SECONDS = 10.0
-"""Time that a busy machine may add to the two time-outs within which a stopped daemon is noticed."""
+"""Extra time, for busy machines, beyond the two time-outs in which ranks must notice a stopped daemon."""
 _MARK = "PROXYCCL_FAULTS_CASE"
 _MOST_OUTPUT = 12_000
-"""Characters that a finding shows of a rank's errors and of a report. The places where threads hang are at the end of
-the errors."""
+"""Number of last characters that a finding shows of a rank's errors and of a report."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Rank:
     hung: bool = False
 
     def read(self) -> None:
-        """Reads the process's output to the end. Runs in a thread of its own."""
+        """Reads the process's output to the end, in a separate thread."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.events.append(json.loads(line))
@@ -77,7 +77,7 @@ class Rank:
 
 
 def processes_of(mark: str) -> dict[int, str]:
-    """Returns the processes whose environment has this value of the variable `_MARK`, with the command of each."""
+    """Returns the processes whose environment variable `_MARK` has this value, with their command lines."""
     found = {}
     for pid in processes_with(_MARK, mark):
         with contextlib.suppress(OSError):
@@ -86,14 +86,14 @@ def processes_of(mark: str) -> dict[int, str]:
 
 
 def kill_all(mark: str) -> None:
-    """Kills the processes whose environment has this value of the variable `_MARK`."""
+    """Kills the processes whose environment variable `_MARK` has this value."""
     for pid in processes_of(mark):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def where_threads_wait(pid: int) -> str:
-    """Returns what /proc tells about a process's threads: their state, where they sleep, and in which system call."""
+    """Describes a process's threads from /proc: state, kernel wait channel and system call."""
     lines = []
     for task in sorted(Path(f"/proc/{pid}/task").glob("*")):
         words = []
@@ -107,19 +107,19 @@ def where_threads_wait(pid: int) -> str:
 
 
 def shared_memory() -> set[str]:
-    """Returns the names of ProxyCCL's files in /dev/shm. The library should make none, so a new one is a finding,
-    whichever case made it.
+    """Returns the names of ProxyCCL's files in /dev/shm. The library should make no such file, so a new file is a
+    finding.
     """
     return {path.name for path in Path("/dev/shm").glob("*proxyccl*")}
 
 
 class Campaign:
-    """Runs cases; several threads may each run one at the same time.
+    """Runs cases, on several threads concurrently if needed.
 
     Args:
         directory: directory for the cases' reports and, unless `cache` is given, their kernels.
-        hosts: two hosts for cases on hosts.
-        cache: directory of compiled kernels, which all cases share, because compiling takes seconds.
+        hosts: the two hosts of cases with ranks on two hosts.
+        cache: directory of compiled kernels, shared by all cases because compiling takes seconds.
     """
 
     def __init__(self, directory: Path, hosts: Hosts | None = None, *, cache: Path | None = None) -> None:
@@ -136,7 +136,7 @@ class Campaign:
         return self._surroundings.why_not(case)
 
     def stop(self) -> None:
-        """Ends the running cases; what `run` returns for them is then meaningless."""
+        """Ends the running cases. Calls of `run` that this interrupts return meaningless findings."""
         self._stopped.set()
         while True:
             with self._lock:
@@ -187,7 +187,7 @@ class Campaign:
             findings = self._strike(case, ranks)
             findings += self._await_end(ranks, deadline)
         for number, reader in enumerate(readers):
-            reader.join(_SETTLES_SECONDS)  # a process that is left may hold the pipe open
+            reader.join(_SETTLES_SECONDS)  # a leaked process may hold the pipe open
             ranks[number].errors = (here / f"stderr-{number}").read_text(errors="replace")
         findings += self._judge(case, ranks)
         findings += self._leavings(mark)
@@ -211,7 +211,7 @@ class Campaign:
         return Rank(process)
 
     def _strike(self, case: Case, ranks: list[Rank]) -> list[str]:
-        """Applies faults from outside to the victim, or to its daemon. Returns findings."""
+        """Applies a fault by signals to the victim or to its daemon. Returns findings."""
         victim = ranks[case.victim].process.pid
         daemon = (ranks[case.victim].said("ready") or {}).get("daemon")
         strikes = {
@@ -227,7 +227,7 @@ class Campaign:
         target, signals, pause = strikes[case.fault]
         for i, number in enumerate(signals):
             if i > 0 and case.fault == "daemon stopped" and daemon is not None:
-                findings = self._await_notice(case, ranks)  # before its end, which all ranks notice immediately
+                findings = self._await_notice(case, ranks)  # before SIGKILL, whose effect all ranks notice immediately
             elif i > 0:
                 self._stopped.wait(pause)
             if target is not None:
@@ -326,8 +326,8 @@ class Campaign:
 
 
 def run(cases: Iterable[Case], campaign: Campaign, report: Report) -> bool:
-    """Runs cases, `report.jobs` of them concurrently, and adds each to the report. Returns False if the campaign was
-    ended early.
+    """Runs cases, `report.jobs` of them concurrently, and adds their outcomes to the report. Returns False if the
+    campaign was ended early.
     """
 
     def outcome(case: Case) -> Outcome:

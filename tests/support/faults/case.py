@@ -1,4 +1,4 @@
-"""One case of the campaign: its ranks, their work, and the fault. All of it follows from a seed."""
+"""A case of the campaign: ranks, their work and a fault, all determined by a seed."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ FAULTS = (
     "daemon killed",
     "daemon stopped",
 )
-"""Faults of one rank, or of the daemon that runs the ranks' proxies:
+"""Faults of one rank (the victim), or of the daemon that runs the ranks' proxies:
 
-- kill: SIGKILL; stop: it is stopped for longer than the time-out; pause: for less
+- kill: SIGKILL; stop: stopped for longer than the time-out; pause: stopped for less than the time-out
 - slow: it sleeps between calls; exit: another thread ends the process; exception: the program raises
 - wrong arguments: one call with another count; garbage: one of its messages has other bytes
 - fork: children that end at once, in different ways; signals: a handler runs every millisecond
@@ -37,7 +37,7 @@ FAULTS = (
 LINK_FAULTS = ("link cut", "link pause", "link loss")
 """Faults of the link between two hosts: it is cut, permanently or for less than the time-out, or it loses packets."""
 HARMLESS = ("none", "pause", "slow", "fork", "signals", "no directory", "full disk", "clock jumps", *LINK_FAULTS[1:])
-"""Faults that nobody may notice."""
+"""Faults that no rank may notice."""
 LASTING_DESCRIPTORS = 3
 """The number that a process keeps from its first communicator on: one wakes the thread that reports on a signal, the
 others are the directory of the cache and the one that replaces it if that can't be written."""
@@ -56,18 +56,18 @@ class Case:
     """A case of the campaign.
 
     Attributes:
-        seed: the seed that the case follows from.
+        seed: the seed that determines the case.
         ranks: number of ranks.
         place: where the ranks' proxies run ("thread" or "process").
-        nodes: number of ranks of a node; None if all ranks are on one node.
-        hosts: whether the ranks are on two hosts, which libfabric joins over TCP.
+        nodes: number of ranks per node; None if all ranks are on one node.
+        hosts: whether the ranks are on two hosts that communicate by libfabric over TCP.
         fault: one of FAULTS.
-        victim: the rank to which the fault happens.
-        delay: seconds from when all ranks are ready until the fault.
+        victim: the rank that has the fault.
+        delay: seconds between the moment when all ranks are ready and the fault.
         timeout: time-out of every wait, in seconds.
-        work: seconds that the ranks work, if nothing ends them earlier.
-        repeats: whether the ranks repeat the same calls, so that only their streams wait for the daemon.
-        brief: whether the fault and the end come early.
+        work: seconds that the ranks work, unless the fault ends them earlier.
+        repeats: whether the ranks repeat prepared calls, for which only streams, not threads, wait for the daemon.
+        brief: whether the times until the fault and until the end are shorter.
     """
 
     seed: int
@@ -122,8 +122,8 @@ class Case:
 
     @property
     def bound(self) -> float:
-        """Seconds within which every process must have ended: the time-outs of a wait, of a shrink, of its retry and of
-        the program's end, and the time to start on shared cores.
+        """Seconds within which every process must have ended: the time-outs of a wait, of two shrinks and of the
+        program's end, and the start on shared cores.
         """
         return 90 + 8 * self.timeout + (_DAEMON_STARTS_SECONDS if self.place == "process" else 0)
 

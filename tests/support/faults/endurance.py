@@ -1,13 +1,11 @@
-"""Runs the campaign's work for hours without a fault, and measures what drifts: python
+"""Runs the campaign's work for hours without a fault, and measures whether resources or times drift: python
 tests/support/faults/endurance.py --minutes 60
 
-It runs on the runtime that PROXYCCL_RUNTIME names; on GPUs, each rank takes the next GPU. At the end of each tenth of
-the
-time every rank measures itself: resident memory, descriptors, threads, the CPU time of a step, on CUDA the device
-memory in use, and the time of a small all_reduce by kernels and by the proxy. Other work on the machine also changes
-the times. So the minimum and the 10th percentile are shown beside the median, and calls of the old communicator
-alternate with calls of a new one, made for each measurement: if only the old one becomes slower, it drifts; if both do,
-the machine was busy.
+PROXYCCL_RUNTIME names the runtime; ranks take consecutive GPUs. Ten times during the run, every rank measures its
+resident memory, descriptors, threads, the CPU time of a step, on CUDA the device memory in use, and the time of a small
+all_reduce by kernels and by the proxy. Other work on the machine also changes the times. So the table has the minimum
+and the 10th percentile beside the median, and each measurement alternates between the old communicator and a new one.
+If both become slower, the machine was busy; if only the old communicator does, it drifts.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ _BURSTS, _CALLS = 20, 50
 _STEPS = 10
 _SEED = 11
 _MEASURING_SECONDS = 1800
-"""The time that all measurements may take: on a busy machine a call takes milliseconds."""
+"""The time allowed for all measurements: on a busy machine a call takes milliseconds."""
 
 
 def resident_bytes() -> int:
@@ -45,19 +43,19 @@ def resident_bytes() -> int:
 
 def device_bytes(comm: Communicator) -> int:
     """Returns the number of bytes in use on the rank's NVIDIA GPU, by any process."""
-    comm.synchronize()  # arrays without a reference are freed only in a synchronisation
+    comm.synchronize()  # unreferenced arrays are freed only by a synchronisation
     free, total = comm.runtime.memory_left()
     return total - free
 
 
 def communicator(meeting: str) -> Communicator:
-    """Returns a new communicator of all ranks, which meet in the directory `meeting`."""
+    """Returns a new communicator of all ranks, bootstrapped through the directory `meeting`."""
     directory = Path(os.environ["RENDEZVOUS"], meeting)
     return Communicator(FileBootstrap(directory, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])))
 
 
 def burst(comm: Communicator, algorithm: str | None) -> list[float]:
-    """Makes small all_reduces. Returns the time of each until its result is available, in us, without the first."""
+    """Makes small all_reduces. Returns the time in us of each until its result is available, except the first."""
     x, times = comm.empty(64, "float32").fill(1), []
     queued = comm.runtime.name != "host"  # a GPU's call returns before its result is available
     for _ in range(_CALLS + 1):
@@ -84,10 +82,10 @@ def latencies(communicators: dict[str, Communicator]) -> dict[str, dict[str, flo
 
 
 class Endurance:
-    """One rank's work.
+    """One rank's work and measurements.
 
     Args:
-        seconds: how long it works.
+        seconds: how long the rank works.
         rest: seconds of sleep after every few steps.
     """
 
@@ -99,7 +97,7 @@ class Endurance:
         self._measurements: list[dict[str, Any]] = []
 
     def run(self) -> list[dict[str, Any]]:
-        """Works to the end. Returns the measurements."""
+        """Works for the given time. Returns the measurements."""
         while len(self._measurements) < _MEASUREMENTS:
             steps = 0
             before = time.process_time()
@@ -132,7 +130,7 @@ class Endurance:
 
 
 def show(measurements: list[dict[str, Any]]) -> None:
-    """Prints a rank's measurements as a table, a line for each quantity."""
+    """Prints a rank's measurements as a table with a line for each quantity."""
     for name, first in measurements[0].items():
         for part in first if isinstance(first, dict) else (None,):
             values = [each[name] if part is None else each[name][part] for each in measurements]

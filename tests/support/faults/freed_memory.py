@@ -1,11 +1,10 @@
-"""Frees memory, unmaps parts of it, makes it read-only or truncates it during transfers, at random moments.
+"""Frees, partly unmaps, write-protects or truncates memory at random times during transfers.
 
 python tests/support/faults/freed_memory.py --count 100 --seed 1
 
-A case follows from its seed, and runs in a process of its own. Two agents move data by one path: some transfers use
-memory that is harmed while they run, others use memory that stays intact. A finding is a process that ends by a signal,
-a transfer that does not end in time, a transfer that fails although its own memory is intact, a wrong byte, or a lost
-link.
+A seed determines a case, which runs in a separate process. Two agents transfer data over one transport: some transfers
+use memory that is harmed during the transfer, others use intact memory. Findings are processes that end by a signal,
+transfers that do not end in time, transfers that fail although their memory is intact, wrong bytes, and lost links.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ _CASE_SECONDS = 240.0
 
 
 class Side:
-    """One agent's memory: a part that stays intact, and for each round a part that may be harmed.
+    """One agent's memory: one array that stays intact, and in each round memory that may be harmed.
 
     Args:
         agent: the agent that registers the memory.
-        shared: whether the memory is from `shared_empty`, and is never harmed.
+        shared: whether all memory is from `shared_empty` and stays intact.
     """
 
     def __init__(self, agent: Agent, *, shared: bool) -> None:
@@ -51,16 +50,14 @@ class Side:
         self.region = agent.register(self.stays)
 
     def renew(self, *, doomed: bool) -> tuple[Mapped | None, Region]:
-        """Returns the memory to harm in this round, with its region; or None and the region of the memory
-        that stays.
-        """
+        """Returns the memory to harm in this round and its region, or None and the region of the intact memory."""
         if not doomed or self._shared:
             return None, self.region
         memory = Mapped(_NBYTES)
         return memory, self._agent.register((memory.address, _NBYTES))
 
     def end(self, memory: Mapped | None, region: Region) -> None:
-        """Deregisters and frees the memory of a round, if `renew` made any."""
+        """Deregisters and frees memory that `renew` made."""
         if memory is not None:
             self._agent.deregister(region)
             memory.free()
@@ -70,7 +67,7 @@ class Case:
     """A case's agents and their transfers.
 
     Args:
-        seed: the seed that the case follows from.
+        seed: determines the case.
         path: the path of the data.
     """
 
@@ -83,7 +80,7 @@ class Case:
         self._path = path
 
     def run(self) -> list[str]:
-        """Findings."""
+        """Returns the findings."""
         findings: list[str] = []
         for number in range(_ROUNDS):
             findings += [f"round {number}: {finding}" for finding in self._round(1 + number % 200)]
@@ -105,7 +102,7 @@ class Case:
         size = rng.choice([100, 70_000, _NBYTES // 2])
         at = [rng.randrange(_NBYTES // 2 - size + 1) for _ in range(2)]
         writes = rng.random() < 0.5
-        # Where memory stays, use its second half: the transfer `fine` uses the first half.
+        # In intact memory use the second half, because the transfer `fine` uses the first half.
         place = (
             near.address + at[0] + (half if ours is None else 0),
             far.address + at[1] + (half if theirs is None else 0),
@@ -121,7 +118,7 @@ class Case:
             harmed.cancel()
         findings = [self._end(harmed, may_fail=True), self._end(fine, may_fail=False)]
         timer.join()
-        findings.append(self._end(harmed.start(), may_fail=True))  # once more, on memory that was harmed before
+        findings.append(self._end(harmed.start(), may_fail=True))  # start again after the harm
         if not (self._here.stays[:half] == value).all():
             findings.append("a wrong byte of a transfer whose memory stays")
         self._here.end(ours, near)
@@ -167,7 +164,7 @@ def run(seed: int, path: str | None = None) -> list[str]:
     """Runs a case. Returns its findings.
 
     Args:
-        seed: that it follows from.
+        seed: determines the case.
         path: the path of the data. None: the seed chooses one.
     """
     path = path or _PATHS[seed % len(_PATHS)]

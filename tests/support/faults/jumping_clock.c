@@ -1,5 +1,5 @@
-/* Replaces the time of day, in a process that preloads this library: it jumps forwards or backwards by up to a day at
- * every reading. Monotonic clocks stay the system's. */
+/* Makes the time of day jump forwards or backwards by up to a day at every reading, in processes that preload this
+ * library. Monotonic clocks are unchanged. */
 #define _GNU_SOURCE
 #include <stdatomic.h>
 #include <sys/syscall.h>

@@ -1,7 +1,8 @@
-"""Runs one rank of a case: works, suffers its fault, and goes on with the remaining ranks. Prints its events in JSON.
+"""Runs one rank of a fault-injection case: works, possibly with a fault, then shrinks and continues with the remaining
+ranks. Prints events in JSON.
 
 Usage: rank.py SEED FAULT [hosts] [brief], with the environment that `run_processes` sets. The exit status is 0 if the
-rank saw only named errors of the library, and correct results after a shrink.
+rank saw only errors of the library, and no wrong result.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ _AFTER_SHRINK_STEPS = 5
 _SHRINKS = 4
 _EXIT_STATUS = 7
 _START_SECONDS = 60.0
-"""The time within which all ranks must have started. The time-out of a case counts from then on, because a busy machine
-starts some ranks seconds after others."""
+"""The time within which all ranks must have started. It does not count towards a case's time-out, because busy machines
+start ranks seconds apart.
+"""
 _LETS_GO_SECONDS = 5.0
 _LEFT_MIB = (12, 64)
-"""Limits of the memory that remains: with less than a stack's 8 MiB no thread can be started."""
+"""Upper limits of the remaining memory in MiB. Below 8 MiB, a stack's size, no thread can be started."""
 
 
 class PlannedError(Exception):
@@ -66,20 +68,20 @@ def show_descriptor(number: int) -> str:
 
 
 def fork_children(rng: random.Random) -> None:
-    """Forks three children, of which one ends normally, one through `sys.exit` and one by a signal."""
+    """Forks three children: one ends by `os._exit`, one by `sys.exit` and one by a signal."""
     for ending in rng.sample(["quiet", "exit", "kill"], 3):
         child = os.fork()
         if child == 0:
             if ending == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if ending == "exit":
-                sys.exit(3)  # the interpreter's end, with everything that libraries have registered for it
+                sys.exit(3)  # runs the exit handlers of libraries
             os._exit(0)
         os.waitpid(child, 0)
 
 
 def write_garbage(rng: random.Random, number: int) -> None:
-    """Corrupts one of the messages that this process sends from now on."""
+    """Corrupts message `number`, from 0, of those that this process will send."""
     encode, sent = Codec.encode, iter(range(number + 1))
 
     def mutated(self: Any, value: Any, **options: Any) -> bytes:
@@ -104,7 +106,7 @@ def limit(kind: int, value: int) -> None:
 
 
 def timed_faults(rng: random.Random) -> dict[str, Callable[[], None]]:
-    """Returns the faults that happen at a certain time, in a separate thread, by name."""
+    """Returns by name the faults that a timer thread applies."""
     return {
         "exit": lambda: os._exit(_EXIT_STATUS),
         "fork": lambda: fork_children(rng),
@@ -116,7 +118,7 @@ def timed_faults(rng: random.Random) -> dict[str, Callable[[], None]]:
 
 
 def begin_fault(case: Case, rng: random.Random) -> None:
-    """Applies the fault to the victim before it works, if it is a fault of that kind."""
+    """Applies the case's fault if it is one that begins before the work."""
     if case.fault == "garbage":
         write_garbage(rng, rng.randrange(80))
     if case.fault == "no directory":
@@ -128,9 +130,7 @@ def begin_fault(case: Case, rng: random.Random) -> None:
 
 
 def in_step_fault(case: Case, comm: Communicator, rng: random.Random) -> None:
-    """Applies the fault to the victim between two calls, if it is a fault of that kind. Called from the fault's time
-    on.
-    """
+    """Applies the case's fault if it is one that happens between calls."""
     if case.fault == "slow":
         time.sleep(rng.uniform(0, 0.05))
     if case.fault == "exception":
@@ -143,7 +143,7 @@ def in_step_fault(case: Case, comm: Communicator, rng: random.Random) -> None:
 
 
 def work_until_the_end(case: Case, comm: Communicator, work: Work, rng: random.Random, *, victim: bool) -> int:
-    """Works for the case's time. Returns the number of steps."""
+    """Works for `case.work` seconds. Returns the number of steps."""
     began, steps = time.monotonic(), 0
     timed = timed_faults(rng).get(case.fault) if victim else None
     timer = threading.Timer(case.delay, timed) if timed is not None else None
@@ -160,13 +160,13 @@ def work_until_the_end(case: Case, comm: Communicator, work: Work, rng: random.R
 
 
 def shrink(comm: Communicator) -> Communicator:
-    """Shrinks a communicator, and ends it."""
+    """Shrinks a communicator, and closes the old one."""
     try:
         return comm.shrink()
     finally:
         try:
             comm.close()
-        except ProxyCCLError as error:  # the communicator had not failed, and another rank does not close its own
+        except ProxyCCLError as error:  # another rank did not close this communicator
             say("error", kind=type(error).__name__, message=str(error))
 
 
@@ -182,7 +182,7 @@ def go_on(case: Case, comm: Communicator) -> None:
                 work.step()
             work.close()
             comm.close()
-        except ProxyCCLError as error:  # another rank was lost only now
+        except ProxyCCLError as error:  # another rank was lost after the shrink
             say("error", kind=type(error).__name__, message=str(error))
             if attempt == _SHRINKS - 1:
                 comm.close()
@@ -192,7 +192,9 @@ def go_on(case: Case, comm: Communicator) -> None:
 
 
 def run(case: Case, rng: random.Random, *, victim: bool) -> int:
-    """Makes the communicator, works, and goes on after a failure. Returns the process's status."""
+    """Makes the communicator, works, and continues with the remaining ranks after a failure. Returns the exit
+    status.
+    """
     comm: Communicator | None = None
     try:
         bootstrap = FileBootstrap.from_environment()
@@ -209,7 +211,7 @@ def run(case: Case, rng: random.Random, *, victim: bool) -> int:
         if comm is not None:
             try:
                 go_on(case, comm)
-            except ProxyCCLError as later:  # the others went on without this rank, or no other rank is left
+            except ProxyCCLError as later:  # the other ranks continued without this rank, or ended
                 say("ended", kind=type(later).__name__, message=str(later))
             comm.close()
     except WrongResultError as error:
@@ -219,15 +221,15 @@ def run(case: Case, rng: random.Random, *, victim: bool) -> int:
 
 
 def main(case: Case) -> int:
-    """Runs the rank, and checks that it leaves nothing behind. Returns the process's status."""
+    """Runs the rank, then prints how many descriptors are open. Returns the exit status."""
     rank, before = int(os.environ["RANK"]), descriptors()
     victim, rng = rank == case.victim, random.Random(1000 * case.seed + rank)
     if victim:
         begin_fault(case, rng)
     status = run(case, rng, victim=victim)
     signal.setitimer(signal.ITIMER_REAL, 0)  # the interpreter removes the handler at its end
-    # Arrays live as long as the program refers to them, perhaps in cycles, and memory that peers access is kept until
-    # the peers have also closed the failed communicator.
+    # Arrays may live until cycles are collected, and shared memory lives until the peers have closed the failed
+    # communicator.
     deadline = time.monotonic() + case.timeout + _LETS_GO_SECONDS
     gc.collect()
     while (after := descriptors()) > before + LASTING_DESCRIPTORS and time.monotonic() < deadline:

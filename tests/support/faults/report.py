@@ -1,6 +1,4 @@
-"""The report of a campaign: a file that is rewritten after every case, so it is complete even if the campaign is ended
-early.
-"""
+"""The report of a campaign: a file that is rewritten after every case."""
 
 from __future__ import annotations
 
@@ -17,11 +15,11 @@ from support.faults.case import FAULTS, LINK_FAULTS, Case
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a case ended.
+    """The outcome of a case.
 
     Attributes:
-        seconds: its duration.
-        findings: the rules that the case violated, in words; empty if all went well.
+        seconds: the case's duration.
+        findings: descriptions of the rules that the case violated.
     """
 
     case: Case
@@ -59,7 +57,7 @@ class Report:
         path: path of the file; None for no file.
         planned: number of cases to run.
         jobs: number of cases that run concurrently.
-        outcomes: the outcomes, in the order in which the cases ended.
+        outcomes: the outcomes of cases, in the order in which the cases ended.
         left_out: number of cases that could not run on this machine, by fault and reason.
     """
 
@@ -88,7 +86,7 @@ class Report:
         return [each for each in self._by_seed() if each.findings]
 
     def summary(self) -> str:
-        """Returns the lines at the report's head."""
+        """Returns the head of the report."""
         kinds = Counter(each.case.fault for each in self.outcomes)
         faults = ", ".join(f"{kinds[fault]} {fault}" for fault in FAULTS + LINK_FAULTS if kinds[fault])
         seeds = ", ".join(str(each.case.seed) for each in self.findings)
@@ -109,7 +107,6 @@ class Report:
         return sorted(self.outcomes, key=lambda each: each.case.seed)
 
     def _write(self) -> None:
-        """Writes the report under a temporary name and renames it, so that the file is always complete."""
         if self.path is None:
             return
         parts = [

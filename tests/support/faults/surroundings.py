@@ -1,4 +1,4 @@
-"""Sets up the surroundings of a case's ranks: compilers, a full disk, a clock that jumps, hosts, a link that fails."""
+"""Sets up the environment of a case's ranks: compilers, a full disk, a jumping clock, hosts, and a faulty link."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from support.hosts.networks import Hosts
 _CLOCK = Path(__file__).with_name("jumping_clock.c")
 _FULL_DISK = 'mount -t tmpfs -o size=4k,mode=700 full "$0" && head -c 4096 /dev/zero > "$0/filling" && exec "$@"'
 _LOSS = ("tbf", "rate", "20mbit", "burst", "4kb", "limit", "8kb")
-"""A narrow link with a short queue, which drops the rest of a burst. Few kernels lack it, and many lack netem."""
+"""A slow link with a short queue, which drops packets of a burst. Unlike netem, most kernels have tbf."""
 
 
 def why_no_mounts() -> str:
-    """Returns why this process can't mount file systems that other processes do not see, or ""."""
+    """Returns why this process can't mount file systems in a private mount namespace, or ""."""
     try:
         done = subprocess.run(
             ["unshare", "--mount", "mount", "-t", "tmpfs", "tried", "/tmp"], capture_output=True, text=True, check=False
@@ -43,7 +43,7 @@ def why_no_kernels() -> str:
 
 
 def why_no_clock(library: Path) -> str:
-    """Compiles the library whose clock jumps (jumping_clock.c). Returns why that can't be done, or ""."""
+    """Compiles jumping_clock.c. Returns why this failed, or ""."""
     command = [os.environ.get("CC", "cc"), "-O2", "-shared", "-fPIC", "-o", str(library), str(_CLOCK)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -53,11 +53,11 @@ def why_no_clock(library: Path) -> str:
 
 
 class Surroundings:
-    """The surroundings in which the ranks of cases run.
+    """The environment of the ranks of cases.
 
     Args:
-        directory: directory for everything that all cases share.
-        hosts: two hosts for ranks on hosts.
+        directory: directory of the files that all cases share.
+        hosts: the two hosts of the ranks; None if all ranks are on this host.
     """
 
     def __init__(self, directory: Path, hosts: Hosts | None = None) -> None:
@@ -78,9 +78,7 @@ class Surroundings:
         return self._no_clock() if case.fault == "clock jumps" else ""
 
     def command(self, case: Case, rank: int, program: list[str], here: Path) -> list[str]:
-        """Returns the command that starts a rank's program. The started process becomes the program, without a parent
-        in between.
-        """
+        """Returns the command that starts a rank's program. The started process itself becomes the program (exec)."""
         command = [sys.executable, *program]
         if rank == case.victim and case.fault == "full disk":
             command = ["unshare", "--mount", "sh", "-c", _FULL_DISK, str(self._full(here)), *command]
@@ -89,7 +87,7 @@ class Surroundings:
         return command
 
     def environment(self, case: Case, rank: int, here: Path) -> dict[str, str]:
-        """Returns a rank's environment variables beyond those that all ranks have."""
+        """Returns a rank's environment variables in addition to those of all ranks."""
         found = {} if self._hosts is None else dict(self._hosts.environment)
         if rank == case.victim and case.fault == "full disk":
             found["PROXYCCL_CACHE"] = found["PROXYCCL_REPORT_DIR"] = str(self._full(here))
@@ -105,7 +103,7 @@ class Surroundings:
 
     @contextlib.contextmanager
     def link_fault(self, case: Case) -> Iterator[None]:
-        """Applies the case's link fault, if it has one, during the block. The link is intact again afterwards."""
+        """Applies the case's link fault, if any, during the block, and repairs the link at its end."""
         hosts = self._hosts
         if hosts is None or case.fault not in LINK_FAULTS:
             yield

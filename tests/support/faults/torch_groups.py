@@ -1,12 +1,10 @@
-"""Uses torch groups for the first time in random orders, on random threads, and checks each result.
+"""Uses new torch groups in random orders on several threads, and checks each result.
 
     python tests/support/faults/torch_groups.py --count 1000 --seed 1
 
-Each case follows from its seed: some ranks, which are processes, make groups of the same ranks and of overlapping ones,
-and use them for the first time in asynchronous collectives and transfers, on several threads, each rank in an order of
-its own. Then they destroy the groups, and may start over with new groups. A finding is a hang, an error, or a result
-that is not the sum or the
-message of its own group. Where there is no torch, the reason is printed and nothing runs.
+A seed determines a case. Ranks, which are processes, make equal and overlapping groups, and use each new group in
+asynchronous collectives and transfers, on several threads and in a different order on every rank. Then the ranks
+destroy the groups, and may make new groups. Findings are hangs, errors and wrong results. Without torch, nothing runs.
 """
 
 from __future__ import annotations
@@ -37,8 +35,8 @@ class Case:
     Attributes:
         ranks: number of ranks.
         groups: the ranks of each group.
-        warm: whether the default group is used first, so that the others are split from it.
-        threads: number of threads of a rank that use the groups.
+        warm: whether the default group is used first, so that the other groups are split from it.
+        threads: number of threads per rank that use the groups.
         turns: how often the groups are made, used and destroyed.
     """
 
@@ -62,7 +60,7 @@ class Case:
 
 
 def run_rank(seed: int) -> None:
-    """Runs a rank's part of a case; a wrong result or an error ends the process."""
+    """Runs a rank's part of a case. Raises if there is a finding."""
     import torch
     import torch.distributed as dist
 
@@ -125,7 +123,7 @@ def _ring(dist: Any, torch: Any, number: int, members: Any, group: Any, rank: in
 
 
 def _on_threads(uses: list[Callable[[], Callable[[], None]]], count: int) -> None:
-    """Deals the uses out to `count` threads; each thread begins its uses in order, and then checks their results."""
+    """Splits the uses between `count` threads. Each thread begins all its uses in order, then checks their results."""
     errors: list[BaseException] = []
 
     def run(share: list[Callable[[], Callable[[], None]]]) -> None:
@@ -179,7 +177,7 @@ def run_case(seed: int) -> str:
 
 
 def main() -> int:
-    """Runs the cases of `--count` seeds, from `--seed` on. Returns the process's status."""
+    """Runs the command line. Returns 1 if there are findings."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)

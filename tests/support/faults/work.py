@@ -1,4 +1,4 @@
-"""Random work whose results every rank verifies. It is the same on all ranks, because it follows from a shared seed."""
+"""Random work on a communicator, the same on all ranks. Every rank verifies its results."""
 
 from __future__ import annotations
 
@@ -31,16 +31,14 @@ class WrongResultError(Exception):
 
 
 def _result(comm: Communicator, array: Any) -> Values:
-    """Returns the contents of an array after a call. On a GPU the call was only queued, so this waits, and raises its
-    errors.
-    """
+    """Returns the contents of an array after a call. On a GPU, waits for the call first, and raises its errors."""
     if comm.runtime.name != "host":
         comm.synchronize()
     return on_host(array)
 
 
 def _require(comm: Communicator, got: Any, expected: Values, what: str) -> None:
-    """Raises WrongResultError unless a call has stored the expected values; the array's shape does not matter."""
+    """Raises WrongResultError unless `got` has the expected values, in any shape."""
     values = _result(comm, got).reshape(expected.shape)
     if not np.array_equal(values, expected):
         raise WrongResultError(f"{what}: {values.ravel()[:4]} where {expected.ravel()[:4]} must be")
@@ -60,7 +58,7 @@ class Work:
         self._numbers = np.random.default_rng(seed)
         self._layer: EPAll2AllLayer | None = None
         self._channels: Any = None
-        self._repeated: dict[str, tuple[Any, Values]] = {}  # by collective: its input and the expected result
+        self._repeated: dict[str, tuple[Any, Values]] = {}  # by collective: input and expected result
         self._outputs: dict[str, Any] = {}
         self._other: Communicator | None = None
         self._kinds: list[Callable[[], None]] = [
@@ -81,7 +79,7 @@ class Work:
         self._rng.choice(self._kinds)()
 
     def repeat(self) -> None:
-        """Makes collectives by proxy, with the same arrays each time: from the second time on, the stream alone starts
+        """Makes collectives by proxy, always on the same arrays, so that after the first time the stream alone starts
         the proxy.
         """
         comm, size, count = self.comm, self.comm.world_size, 3000
@@ -98,23 +96,21 @@ class Work:
             _require(comm, self._outputs[name], expected, name)
 
     def agree(self, flag: bool) -> bool:
-        """Returns whether the flag is set on any rank. All ranks call it together."""
+        """Returns whether `flag` is true on any rank. All ranks must call this."""
         flags = self.comm.all_reduce(self._array(np.array([int(flag)], np.int32)))
         return bool(_result(self.comm, flags)[0])
 
     def close(self) -> None:
-        """Frees the arrays of the work."""
+        """Frees the work's arrays."""
         if self._layer is not None:
             self._layer.finalize()
 
     def _everyone(self, *shape: int) -> Values:
-        """Returns random small integers for every rank, whose sums are exact."""
+        """Returns random integers for every rank, small enough that float32 sums are exact."""
         return self._numbers.integers(0, 50, (self.comm.world_size, *shape)).astype(np.float32)
 
     def _array(self, values: Values, *, reached: bool = False) -> Any:
-        """Returns a new array of these values: on a GPU, or if peers must access it, from `empty`; else a
-        numpy array.
-        """
+        """Returns a new array of these values: from `Communicator.empty` on a GPU or if `reached`, else from numpy."""
         if reached or self.comm.runtime.name != "host":
             return self.comm.empty(values.shape, values.dtype).upload(values)
         return values.copy()
@@ -193,7 +189,7 @@ class Work:
         _require(comm, got, values * (ids[comm.rank] + 1).sum(axis=1, keepdims=True).astype(np.float32), "experts")
 
     def _part(self) -> None:
-        """Makes a call on a communicator of some of the ranks, while the other ranks go on."""
+        """Makes a call on a communicator of some of the ranks, while the other ranks continue."""
         members = sorted(self._rng.sample(range(self.comm.world_size), self._rng.randint(1, self.comm.world_size)))
         values = self._everyone(self._count())
         algorithm = self._algorithm()
@@ -204,7 +200,7 @@ class Work:
             _require(part, got, values[members].sum(axis=0), "all_reduce of a part")
 
     def _beside(self) -> None:
-        """Makes calls on two communicators of all ranks concurrently: the first, and a second that lasts as long."""
+        """Makes calls on two communicators of all ranks concurrently."""
         if self._other is None:
             self._other = self.comm.split(range(self.comm.world_size))
         values = [self._everyone(self._count()) for _ in range(2)]

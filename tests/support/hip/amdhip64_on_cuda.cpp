@@ -1,8 +1,7 @@
-// libamdhip64.so without an AMD GPU: HIP's calls on an NVIDIA GPU, each forwarded to its counterpart in CUDA's driver
-// API.
+// libamdhip64.so without an AMD GPU: forwards each HIP call to its counterpart in CUDA's driver API.
 //
-// It gives the HIP runtime's Python, hip-python and the proxy's engine a real GPU to run against. Status numbers that
-// the runtime checks are the same in both; others are passed on unchanged.
+// Tests use it to run the HIP runtime's Python code, hip-python and the proxy engine on an NVIDIA GPU. HIP and CUDA
+// have the same numbers for the status codes that the runtime checks; other codes are passed on unchanged.
 #include <dlfcn.h>
 
 #include <cstdio>
@@ -15,7 +14,7 @@
 
 namespace {
 
-// CUDA's side, as cuda.h declares it.
+// CUDA's types, as in cuda.h.
 using CUdevice = int;
 using CUcontext = void*;
 enum { CUDA_ERROR_INVALID_VALUE = 1 };
@@ -38,7 +37,7 @@ void* driver(const char* name) {
   return symbol;
 }
 
-// Calls the driver's function of this name, looked up once, with exactly these argument types.
+// Looks up a driver function once, and calls it with exactly these argument types.
 #define CU(name, ...)                                        \
   [&](auto... arguments) {                                   \
     using Function = int (*)(decltype(arguments)...);        \
@@ -48,7 +47,7 @@ void* driver(const char* name) {
 
 hipError_t as(int status) { return static_cast<hipError_t>(status); }
 
-// The primary context of each device, held for the life of the process, like HIP's devices.
+// Gets a device's primary context, which is retained until the process exits.
 hipError_t primaryContext(int device, CUcontext* context) {
   static std::mutex mutex;
   static auto& contexts = *new std::vector<CUcontext>();
@@ -62,7 +61,7 @@ hipError_t primaryContext(int device, CUcontext* context) {
   return hipSuccess;
 }
 
-// HIP always has a current device, by default the first.
+// Makes the first device current if the thread has no current device, as HIP does.
 hipError_t needCurrent() {
   CUcontext context = nullptr;
   if (const int status = CU(cuCtxGetCurrent, &context)) return as(status);
@@ -75,7 +74,7 @@ hipError_t needCurrent() {
 
 HIP_EXPORT hipError_t hipInit(unsigned flags) { return as(CU(cuInit, flags)); }
 HIP_EXPORT hipError_t hipDriverGetVersion(int* version) {
-  *version = 60'443'484;  // the HIP whose calls these are
+  *version = 60'443'484;  // HIP 6.4
   return hipSuccess;
 }
 HIP_EXPORT hipError_t hipRuntimeGetVersion(int* version) { return hipDriverGetVersion(version); }

@@ -1,8 +1,8 @@
-// libamdhip64.so without an AMD GPU: HIP's calls on the host runtime, which is linked in.
+// libamdhip64.so without an AMD GPU: implements HIP's calls on the host runtime, which is linked in.
 //
-// It gives the HIP runtime's Python, hip-python and the proxy's engine a driver to run against in the ordinary tests.
-// HIP_ON_HOST_DEVICES devices (8) share this machine's memory and differ only in name. As in a real driver, streams
-// belong to devices, memory has an owner and a limit, and another process opens it by a handle.
+// Tests use it to run the HIP runtime's Python code, hip-python and the proxy engine without a GPU. There are
+// HIP_ON_HOST_DEVICES devices (default 8), which all use this machine's memory. As in a real driver, each stream and
+// allocation belongs to a device, a device's memory is limited, and other processes open memory by handles.
 #include <dlfcn.h>
 #include <elf.h>
 #include <fcntl.h>
@@ -54,11 +54,11 @@ thread_local int capture_mode = 0;
 struct Allocation {
   size_t bytes;
   int device;
-  int descriptor;  // -1: another process's, mapped here
+  int descriptor;  // -1: memory of another process, mapped in this one
   uint64_t id;
 };
 
-std::mutex mutex;  // of everything below, which is never destroyed because threads outlive main
+std::mutex mutex;  // guards the variables below, which are never destroyed because threads outlive main
 auto& allocations = *new std::map<uintptr_t, Allocation>();
 auto& registered = *new std::map<uintptr_t, size_t>();  // host memory
 auto& allocated = *new std::map<int, size_t>();         // by device
@@ -87,11 +87,11 @@ std::map<uintptr_t, size_t>::iterator registeredOf(const void* pointer) {
   return found;
 }
 
-// The contents of the 64 bytes that a process hands to another.
+// The contents of a 64-byte hipIpcMemHandle_t.
 struct IpcHandle {
   uint64_t process;
   uint64_t descriptor;
-  uint64_t filesystem, file;  // to check that the descriptor is still the exported memory
+  uint64_t filesystem, file;  // identify the exported file, in case the descriptor was reused
   uint64_t bytes;
   uint64_t id;
 };
@@ -102,8 +102,8 @@ static_assert(sizeof(IpcHandle) <= sizeof(hipIpcMemHandle_t));
 struct Stream {
   void* host = nullptr;
   int device;
-  bool destroyed = false;  // while its last work is in progress
-  bool of_thread = false;  // a thread's own default stream
+  bool destroyed = false;  // destroyed by the program, but work is still queued
+  bool of_thread = false;  // hipStreamPerThread
 
   explicit Stream(int device_) : device(device_) {
     if (proxyccl_host_stream_create(&host, 0) != 0) throw std::runtime_error("no thread for a stream");
@@ -119,7 +119,7 @@ Stream* createStream() {
   return streams.emplace(stream.get(), stream).first->first;
 }
 
-// Queued work continues, and the device's synchronisation still waits for it.
+// Queued work continues after the call, and device synchronisations still wait for it.
 hipError_t destroyStream(Stream* handle) {
   std::shared_ptr<Stream> stream;
   {
@@ -141,7 +141,7 @@ hipError_t destroyStream(Stream* handle) {
   return hipSuccess;
 }
 
-// A thread's own default streams, by device.
+// The calling thread's hipStreamPerThread of each device.
 struct ThreadStreams {
   std::map<int, Stream*> by_device;
 
@@ -160,8 +160,8 @@ struct ThreadStreams {
 };
 thread_local ThreadStreams thread_streams;
 
-// The legacy default stream of the current device. Work queued next runs after the work in threads' own default
-// streams; the reverse, that these wait for it, is not implemented.
+// Returns the current device's legacy default stream, and makes it wait for the work queued on per-thread default
+// streams. The reverse wait is not implemented.
 void* legacyStream() {
   static auto& by_device = *new std::map<int, Stream*>();
   std::vector<std::shared_ptr<Stream>> earlier;
@@ -194,7 +194,7 @@ void* hostStream(hipStream_t stream) {
   return static_cast<Stream*>(stream)->host;
 }
 
-// Drivers crash or return an error; here it is always an error.
+// On a destroyed stream real drivers crash or return an error; this library always returns an error.
 bool isDestroyed(hipStream_t stream) {
   if (stream == nullptr || stream == hipStreamPerThread) return false;
   std::lock_guard<std::mutex> lock(mutex);
@@ -217,7 +217,7 @@ hipError_t synchronizeDevice(int device) {
   return static_cast<hipError_t>(status);
 }
 
-// The size of a shared object in memory: a module's loader gets only its address.
+// Returns the size of a shared object in memory, because hipModuleLoadData gets only its address.
 size_t imageBytes(const void* image) {
   const auto* header = static_cast<const Elf64_Ehdr*>(image);
   if (std::memcmp(header->e_ident, ELFMAG, SELFMAG) != 0) return 0;
@@ -277,7 +277,7 @@ HIP_EXPORT hipError_t hipGetDevicePropertiesR0600(hipDeviceProp* properties, int
   std::memcpy(properties->uuid, "HIP on the host", 15);
   properties->uuid[15] = static_cast<unsigned char>(device);
   properties->totalGlobalMem = kDeviceBytes;
-  properties->multiProcessorCount = 2;  // so that grids are small: a GPU thread is a stack here
+  properties->multiProcessorCount = 2;  // keeps grids small, because each GPU thread needs a stack
   std::strcpy(properties->gcnArchName, "gfx942:sramecc+:xnack-");
   return hipSuccess;
 }
@@ -454,7 +454,7 @@ HIP_EXPORT hipError_t hipMemcpyAsync(void* dst, const void* src, size_t bytes, i
 }
 HIP_EXPORT hipError_t hipMemsetD8Async(hipDeviceptr_t dst, unsigned char value, size_t bytes, hipStream_t stream) {
   return statusOf([&]() -> hipError_t {
-    // Zeroed by returning the pages: a test may allocate gigabytes and use few of them.
+    // Zeroes large memory by returning its pages, because tests may allocate gigabytes and use little.
     if (value == 0 && bytes >= kLargeFill && reinterpret_cast<uintptr_t>(dst) % kPage == 0) {
       if (const int status = proxyccl_host_stream_synchronize(hostStream(stream)))
         return static_cast<hipError_t>(status);
@@ -474,7 +474,7 @@ HIP_EXPORT hipError_t hipDeviceGetStreamPriorityRange(int* least, int* greatest)
   *least = 1, *greatest = -1;
   return hipSuccess;
 }
-// Streams here are threads; a test may see what was asked for.
+// Only stores the priority, for tests that query it.
 HIP_EXPORT hipError_t hipStreamCreateWithPriority(hipStream_t* stream, unsigned, int priority) {
   return statusOf([&]() -> hipError_t {
     *stream = createStream();
@@ -505,7 +505,7 @@ HIP_EXPORT hipError_t hipStreamWaitEvent(hipStream_t stream, hipEvent_t event, u
     return static_cast<hipError_t>(proxyccl_host_stream_wait_event(hostStream(stream), event, 0));
   });
 }
-// For tests: has a stream be captured from now on, or not. Its work runs all the same.
+// For tests: makes hipStreamIsCapturing report a capture of the stream, or not. The stream's work is executed anyway.
 HIP_EXPORT void hipOnHostCapture(hipStream_t stream, int captures) {
   std::lock_guard<std::mutex> lock(mutex);
   if (captures != 0)
@@ -515,7 +515,8 @@ HIP_EXPORT void hipOnHostCapture(hipStream_t stream, int captures) {
 }
 HIP_EXPORT hipError_t hipStreamIsCapturing(hipStream_t stream, int* status) {
   std::lock_guard<std::mutex> lock(mutex);
-  // The legacy default stream would join every capture here, as it does of streams that are not non-blocking.
+  // As in HIP, the legacy default stream can't be used during a capture of a blocking stream; all streams count as
+  // blocking.
   if (stream == nullptr && !captured.empty()) return hipErrorStreamCaptureImplicit;
   *status = captured.count(stream) != 0;
   return hipSuccess;
@@ -577,7 +578,7 @@ HIP_EXPORT hipError_t hipEventElapsedTime(float* milliseconds, hipEvent_t start,
 HIP_EXPORT hipError_t hipModuleLoadData(hipModule_t* module, const void* image) {
   const size_t bytes = imageBytes(image);
   if (bytes == 0) return hipErrorInvalidImage;
-  // Under a unique name, because dlopen takes another file with the same name for the one that it has loaded.
+  // The file name is unique, because dlopen would return an already loaded file of the same name.
   char path[] = "/tmp/hip_on_host.XXXXXX";
   const int descriptor = mkostemp(path, O_CLOEXEC);
   if (descriptor < 0) return hipErrorOutOfMemory;

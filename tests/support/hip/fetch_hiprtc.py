@@ -1,9 +1,9 @@
-"""Puts AMD's real run-time compiler into a directory: Debian testing's HIPRTC, without root and without touching system
-packages.
+"""Downloads Debian testing's HIPRTC, AMD's run-time compiler, into a directory, without root and without changing
+system packages.
 
-PyPI has no HIPRTC, and the stable distributions' ones are too old for gfx942. Debian testing's HIPRTC is built against
-a newer C library than most machines have, so this also downloads that C library, with the loader that starts Python
-under it (about 60 MB down, 250 MB unpacked).
+PyPI has no HIPRTC, and stable distributions' HIPRTC is too old for gfx942. Debian testing's HIPRTC needs a newer C
+library than most machines have, so this program also downloads that C library and its loader (about 60 MB compressed,
+250 MB unpacked).
 
     python fetch_hiprtc.py DIRECTORY      exits with 0, or with 2 and the reason why HIPRTC is not available
 """
@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 from support.packages.debian import Apt, UnavailableError, fetch_program, fill_once, require_x86_64, unpack
 
-PACKAGES = ("libhiprtc6", "libhiprtc-builtins6", "libamd-comgr3")  # hiprtc6 opens the other two when it compiles
+PACKAGES = ("libhiprtc6", "libhiprtc-builtins6", "libamd-comgr3")  # hiprtc6 loads the other two libraries
 LIBRARIES = Path("root/usr/lib/x86_64-linux-gnu")
 LOADER = LIBRARIES / "ld-linux-x86-64.so.2"
 
@@ -29,7 +29,7 @@ def fill(directory: Path) -> None:
         # With an empty list of installed packages, apt downloads all dependencies, including the C library.
         apt = Apt(Path(downloads), "testing")
         unpack(apt.download_with_dependencies(*PACKAGES), directory / "root")
-    # The bindings look for the unversioned name that only a development package has.
+    # hip-python opens the unversioned name, which only development packages have.
     library = directory / "lib/libhiprtc.so"
     library.parent.mkdir()
     library.symlink_to(".." / LIBRARIES / "libhiprtc.so.6")
@@ -39,7 +39,7 @@ def fill(directory: Path) -> None:
 
 
 def fetch(directory: Path) -> None:
-    """Fills `directory` with HIPRTC, unless that was done before."""
+    """Fills `directory` with HIPRTC, unless it is already filled."""
     require_x86_64("Debian's HIPRTC")
     fill_once(directory, " ".join(PACKAGES), fill)
 

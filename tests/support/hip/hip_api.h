@@ -1,5 +1,5 @@
-// The part of HIP's and HIPRTC's binary interface that the HIP runtime uses, as far as the forwarding libraries must
-// know it. Names, numbers and layouts are AMD's (ROCm 6.4); without ROCm there are no headers to include.
+// The part of the binary interface of HIP and HIPRTC (ROCm 6.4) that the libraries in this folder need. AMD's headers
+// can't be included, because tests run without ROCm.
 #pragma once
 
 #include <cstddef>
@@ -36,7 +36,7 @@ using hipDeviceptr_t = void*;
 
 inline const hipStream_t hipStreamPerThread = reinterpret_cast<hipStream_t>(2);
 
-// hipDeviceProp_tR0600, of which the runtime reads the members that have a name here.
+// hipDeviceProp_tR0600; only members that the runtime reads have names.
 struct hipDeviceProp {
   char name[256];
   unsigned char uuid[16];
@@ -77,7 +77,7 @@ using hiprtcProgram = void*;
 inline hipError_t outOfMemory(hipError_t) { return hipErrorOutOfMemory; }
 inline hiprtcResult outOfMemory(hiprtcResult) { return HIPRTC_ERROR_OUT_OF_MEMORY; }
 
-// Returns the call's status. Its exceptions become one: it has run out of memory or of threads.
+// Returns the call's status, or out of memory if the call throws because memory or threads are short.
 template <class Call>
 auto statusOf(Call&& call) noexcept -> decltype(call()) {
   try {

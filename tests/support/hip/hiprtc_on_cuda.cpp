@@ -1,6 +1,6 @@
-// libhiprtc.so without an AMD GPU: HIPRTC's calls forwarded to NVRTC, so that the image is a cubin.
+// libhiprtc.so without an AMD GPU: forwards HIPRTC's calls to NVRTC, which compiles to cubins.
 //
-// PROXYCCL_NVRTC names NVRTC's library where the loader does not find it under the name of a toolkit's.
+// PROXYCCL_NVRTC names NVRTC's library if the loader does not find it under its usual name.
 #include <dlfcn.h>
 
 #include <cstdio>
@@ -26,8 +26,8 @@ void* compiler(const char* name) {
   return symbol;
 }
 
-// Calls NVRTC's function of this name, looked up once, with exactly these argument types. Its status numbers are
-// HIPRTC's.
+// Looks up a function of NVRTC once, and calls it with exactly these argument types. NVRTC's status numbers are those
+// of HIPRTC.
 #define NVRTC(name, ...)                                                                \
   [&](auto... arguments) {                                                              \
     using Function = int (*)(decltype(arguments)...);                                   \

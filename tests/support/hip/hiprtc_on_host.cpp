@@ -1,5 +1,5 @@
-// libhiprtc.so without an AMD GPU: "compiles" a kernel with the host's C++ compiler, for the host runtime. The image is
-// a shared object.
+// libhiprtc.so without an AMD GPU: compiles kernels with the host's C++ compiler to shared objects for the host
+// runtime.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -26,7 +26,8 @@ std::string readFile(const std::string& path) {
 
 std::string quoted(const std::string& word) { return "'" + word + "'"; }
 
-// A descriptor for each kernel of a preprocessed source, like a code object's: a symbol called name.kd.
+// Returns the source of a symbol `name.kd` for each kernel of a preprocessed source, like the kernel descriptors of a
+// code object.
 std::string descriptors(const std::string& preprocessed) {
   const std::string word = "__global__";
   std::string made;
@@ -84,7 +85,7 @@ HIP_EXPORT hiprtcResult hiprtcCompileProgram(hiprtcProgram handle, int count, co
       std::system((command + " -E -DPROXYCCL_FIND_KERNELS " + quoted(source) + " -o " + quoted(log)).c_str());
       std::ofstream(source, std::ios::app) << descriptors(readFile(log));
     }
-    // After the caller's -O3: a test compiles more than it runs.
+    // -O0 overrides the caller's -O3, because tests spend more time compiling than running.
     command +=
         " -O0 -fPIC -shared -fvisibility=hidden " + quoted(source) + " -o " + quoted(image) + " 2>" + quoted(log);
     const int status = std::system(command.c_str());

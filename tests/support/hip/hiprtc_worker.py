@@ -1,8 +1,8 @@
-"""Compiles sources from its standard input with HIPRTC, through hip-python, and disassembles the result.
+"""Compiles sources from standard input with HIPRTC, through hip-python, and disassembles the result.
 
-HIPRTC needs another C library than the tests, so this is a separate process and imports none of their modules. A
-request is a line of JSON {source, options, disassemble}; the answer one of {status, log, code, assembly}, `code` in
-base 64, `assembly` of the architecture that `disassemble` names, if any. An empty line ends the process.
+A separate process runs this program, which imports no modules of the tests, because HIPRTC needs another C library. A
+request is a line of JSON {source, options, disassemble}; the answer is a line of {status, log, code, assembly}. `code`
+is in base 64; `disassemble` names the architecture for `assembly`, if any. An empty line ends the process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def check(status: Any, call: str) -> None:
 
 
 def compile_source(source: str, options: list[str]) -> tuple[int, str, bytes]:
-    """Compiles a source. Returns (status, log, code object)."""
+    """Compiles a source. Returns its status, log and code object."""
     status, program = hiprtc.hiprtcCreateProgram(source.encode(), b"source", 0, None, None)
     check(status, "hiprtcCreateProgram")
     (compiled,) = hiprtc.hiprtcCompileProgram(program, len(options), [option.encode() for option in options])
@@ -47,7 +47,7 @@ def compile_source(source: str, options: list[str]) -> tuple[int, str, bytes]:
 
 
 class Handle(ctypes.Structure):
-    """A handle of comgr's data, data sets and actions: a number in a struct, passed by value."""
+    """A handle of comgr's data, data sets or actions: a struct of one number, passed by value."""
 
     _fields_ = (("handle", ctypes.c_uint64),)
 

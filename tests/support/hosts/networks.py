@@ -1,7 +1,6 @@
-"""Hosts that tests make: network namespaces with their own host names, all joined to one switch by veth pairs.
+"""Emulates hosts for tests: network namespaces with their own host names, joined by veth pairs to one switch.
 
-Processes on one of these hosts treat each other as ranks of one host, and processes on another as ranks of another
-host.
+The library treats processes in different namespaces as ranks on different hosts.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ from support.paths import ROOT
 
 INTERFACE = "eth0"
 _STEP_SECONDS = 30
-_BY_NAME = {"PROXYCCL_HOSTS": "name"}  # tell the hosts apart by name: they share a machine and a PID namespace
+_BY_NAME = {"PROXYCCL_HOSTS": "name"}  # compare host names only, because the hosts share a machine and a PID namespace
 _TESTS = str(ROOT / "tests")
 _TEMPLATE = Path(__file__).with_name("template.py")
 
 
 class Hosts:
-    """A number of hosts; a context manager.
+    """Emulated hosts, as a context manager.
 
     Args:
         count: number of hosts.
         ipv4: whether the hosts have IPv4 addresses in addition to IPv6 ones.
-        secure_shell: directory for the keys of an sshd on each host and of its client; None for hosts without sshd.
+        secure_shell: directory for the keys of sshd, which then runs on each host; None for no sshd.
 
     Raises:
-        UnavailableError: this process may not make hosts, or programs are missing.
+        UnavailableError: this process may not make namespaces, or programs are missing.
     """
 
     def __init__(self, count: int, *, ipv4: bool = True, secure_shell: Path | None = None) -> None:
@@ -65,8 +64,8 @@ class Hosts:
             raise
 
     def _hold(self, name: str) -> int:
-        """Makes a host's namespaces, with a process that keeps them until its standard input is closed. Returns its
-        number.
+        """Starts a process that holds a host's namespaces until its standard input is closed. Returns the process's
+        index.
         """
         script = f"hostname {name} && echo made && exec cat"
         holder = subprocess.Popen(
@@ -117,11 +116,11 @@ class Hosts:
         return self._environment
 
     def inside(self, host: int) -> list[str]:
-        """Returns the command prefix that starts a command on a host and becomes that command."""
+        """Returns a command prefix that executes a command on a host."""
         return self._inside(host + 1)
 
     def start(self, host: int, *arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-        """Starts Python on a host, in an environment in which it finds libfabric, with both outputs in a pipe."""
+        """Starts Python on a host, with libfabric on the library path, and stdout and stderr in one pipe."""
         return self._run(host, [sys.executable, *arguments], {**self._environment, **(env or {})})
 
     def fork(self, host: int, program: str, *arguments: str, env: dict[str, str]) -> PipedFork:
@@ -144,7 +143,7 @@ class Hosts:
 
     @staticmethod
     def address(host: int) -> str:
-        """A host's IPv4 address."""
+        """Returns a host's IPv4 address."""
         return f"10.77.0.{host + 1}"
 
     def mpiexec(
@@ -152,7 +151,7 @@ class Hosts:
     ) -> subprocess.Popen[str]:
         """Starts MPICH's mpiexec on the first host, with `ranks[i]` ranks on host i: ``mpiexec -f hosts``, by ssh.
 
-        MPI brings its own libfabric.
+        The ranks use MPI's own libfabric.
         """
         assert self._secure_shell is not None, "made without secure_shell"
         hosts = directory / "hosts"
@@ -163,20 +162,20 @@ class Hosts:
         return self._run(0, whole, {**os.environ, **_BY_NAME, **(env or {})})
 
     def choose_congestion_control(self, name: str) -> None:
-        """Makes TCP on all hosts use the named congestion control, such as ``cubic``, instead of the machine's."""
+        """Sets the TCP congestion control of all hosts, such as ``cubic``."""
         for place in range(1, len(self._holders)):
             self._tool("sh", place, "-c", f"echo {name} > /proc/sys/net/ipv4/tcp_congestion_control")
 
     def cut(self, host: int) -> None:
-        """Takes a host off the switch."""
+        """Disconnects a host from the switch."""
         self._ip(0, "link", "set", f"port{host}", "down")
 
     def join(self, host: int) -> None:
-        """Joins a host to the switch again, after `cut`."""
+        """Reconnects a host to the switch after `cut`."""
         self._ip(0, "link", "set", f"port{host}", "up")
 
     def disturb(self, host: int, *discipline: str) -> None:
-        """Queues a host's packets by a discipline of `tc`, such as ``tbf``."""
+        """Sets a queueing discipline of `tc`, such as ``tbf``, for packets to a host."""
         self._tool("tc", 0, "qdisc", "add", "dev", f"port{host}", "root", *discipline)
 
     def calm(self, host: int) -> None:
@@ -184,7 +183,7 @@ class Hosts:
         self._tool("tc", 0, "qdisc", "del", "dev", f"port{host}", "root")
 
     def close(self) -> None:
-        """Ends the processes that hold the namespaces, which ends the namespaces too."""
+        """Ends the processes that hold the namespaces, and so the namespaces."""
         try:
             if self._secure_shell is not None:
                 self._secure_shell.close()
@@ -192,7 +191,7 @@ class Hosts:
                 forks.close()
         finally:
             for holder in self._holders:
-                holder.terminate()  # ranks forked since then may keep its input open
+                holder.terminate()  # forked ranks may keep the holder's input open
                 holder.communicate(timeout=_STEP_SECONDS)
 
     def __enter__(self) -> Hosts:
@@ -205,9 +204,7 @@ class Hosts:
 
 
 def hosts_or_skip(count: int, *, ipv4: bool = True, secure_shell: Path | None = None) -> Hosts:
-    """Returns `count` hosts for a test of the fabric transport. Skips the test if hosts or libfabric are not
-    available.
-    """
+    """Returns `count` emulated hosts. Skips the test if namespaces or libfabric are not available."""
     if not _engine.lib.proxyccl_fabric_built():
         require_fabric("this build has no fabric transport: libfabric's headers were not there")
     reason = unavailable_reason()

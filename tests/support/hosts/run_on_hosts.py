@@ -1,6 +1,6 @@
-"""Runs benchmarks on hosts that are network namespaces: by mpiexec with RANKS ranks on each host, or alone on one host.
-On these hosts TCP uses cubic, Linux's default congestion control, whatever the machine uses. BBR, which sends at the
-rate that it has measured, gets half as much through a machine's own network, and treats equal connections differently.
+"""Runs benchmarks on emulated hosts (networks.py): by mpiexec with RANKS ranks on each host, or as one process on one
+host. TCP uses cubic, Linux's default congestion control, because BBR reaches half of cubic's throughput between
+namespaces, and shares it unevenly between connections.
 
 python run_on_hosts.py [RANKS...] -- PROGRAM [ARGUMENT...]
 """
@@ -29,9 +29,9 @@ def main() -> int:
         sys.exit(f"there is no libfabric: {reason}")
     split = sys.argv.index("--")
     ranks, command = [int(count) for count in sys.argv[1:split]], sys.argv[split + 1 :]
-    # The names of these hosts can't be resolved, so gloo is told their addresses. OpenMP's threads spin after each
-    # piece of work: with more than one per rank, torch's default, they take the cores from everybody. MPICH's UCX would
-    # find these hosts to be one machine, and use its memory.
+    # Gloo needs the interface, because the host names can't be resolved. OpenMP gets one thread per rank, because its
+    # threads spin while idle and take the cores from other ranks. UCX must use TCP, because it would see one machine
+    # and use shared memory.
     env = {
         "MASTER_ADDR": Hosts.address(0),
         "MASTER_PORT": _PORT,

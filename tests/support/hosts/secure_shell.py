@@ -1,5 +1,5 @@
-"""OpenSSH between hosts that tests make: a server on each host, and a client that may log in to all of them. The
-programs are the installed ones, if any; otherwise they are fetched once into build/openssh.
+"""OpenSSH between emulated hosts (networks.py): a server on each host, and a client that may log in to all hosts.
+Programs that are not installed are fetched once into build/openssh.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _CLIENT_PROGRAM = """\
 #!/bin/sh
 LD_LIBRARY_PATH={libraries} exec {ssh} -F {config} "$@"
 """
-# If root starts it, sshd needs a user "sshd" and its own directory. Both are made in a mount namespace that only sshd
-# sees. Root's entry in the passwd file there needs no shadow file, and names a shell that every machine has.
+# If started by root, sshd needs a user "sshd" and a directory /run/sshd, which are made in a private mount namespace.
+# Root's entry in the passwd file needs no shadow file, and names a shell that every machine has.
 _START = """\
 mount --bind {users} /etc/passwd && mount -t tmpfs none /run && mkdir /run/sshd && exec {sshd} -D -e -f {config}
 """
@@ -47,14 +47,14 @@ sshd:*:65533:65534::/run/sshd:/bin/false
 
 
 class SecureShell:
-    """sshd on hosts, and a client with the key to all of them.
+    """sshd on each host, and a client with the key to all hosts.
 
     Args:
-        places: for each host, the command prefix that starts a command on it and becomes that command.
-        directory: for keys and settings.
+        places: for each host, a command prefix that executes a command on it.
+        directory: directory for keys and settings.
 
     Raises:
-        UnavailableError: the programs are not available here, or a server did not start.
+        UnavailableError: the programs are not available, or a server did not start.
     """
 
     def __init__(self, places: Sequence[Sequence[str]], directory: Path) -> None:
@@ -120,4 +120,4 @@ class SecureShell:
         for server in self._servers:
             server.wait(_STEP_SECONDS)
             assert server.stderr is not None
-            server.stderr.close()  # not read to its end, because sessions keep it open
+            server.stderr.close()  # not read to the end, because sessions keep the pipe open

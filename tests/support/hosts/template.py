@@ -1,18 +1,18 @@
-"""Runs the process of which a host's ranks are forks (forked.py); it has also imported the transport between hosts.
+"""Runs an emulated host's template process (forked.py), which has also imported the fabric transport.
 
     python template.py DESCRIPTOR
 
-libfabric searches for its providers once in a process, and the search takes longer than the rest of a short job.
+The template lets libfabric search for providers before it forks, because the search takes longer than a short job.
 """
 
 from __future__ import annotations
 
-from proxyccl.proxy.fabric import endpoint  # noqa: F401  (a rank imports it when it reaches another host)
+from proxyccl.proxy.fabric import endpoint  # noqa: F401  (a rank uses it to reach other hosts)
 from proxyccl.proxy.fabric.library import fabric_offers, load
 from support.forked import be_the_template, import_all
 
 if __name__ == "__main__":
     import_all()
     fabric_offers()
-    load.cache_clear()  # a rank may name another libfabric
+    load.cache_clear()  # because a rank may use another libfabric
     be_the_template()

@@ -9,7 +9,7 @@ from pathlib import Path
 from proxyccl.device.arrays.dtypes import DTYPES, reduction_dtypes
 from proxyccl.device.build.compile_cache import INCLUDE_DIR, KERNEL_DIR
 
-# Every element type and every operation once, through all algorithms; the full product would take minutes.
+# Each element type is compiled with one operation, for all algorithms, because all combinations would take minutes.
 _OPERATIONS = {
     False: itertools.cycle(("Sum", "Prod", "Min", "Max")),
     True: itertools.cycle(("Avg", "Sum", "Band", "Bor", "Bxor")),
@@ -113,7 +113,7 @@ PROXYCCL_EXPORT_KERNEL(ring)
 PROXYCCL_EXPORT_KERNEL(block_and_warp)
 """
 
-# Kernels that are visible only after preprocessing, among code that merely looks like kernels.
+# Kernels that only preprocessing reveals, among code that only looks like kernels.
 HIDDEN_KERNELS = r"""
 #include "proxyccl/kernel.h"
 #define NAMED(prefix, number) \
@@ -183,7 +183,9 @@ __global__ void write_colour(SmChannelDeviceHandle channel) { channel.write<Colo
 
 
 def symbol_of(kernel: str, code: str) -> str:
-    """Returns the symbol of a shipped kernel: its name, or the mangled name if the code has it in the namespace."""
+    """Returns the symbol of a shipped kernel in compiled code: the mangled name if the kernel is in a namespace, else
+    the name.
+    """
     mangled = re.search(rf"_ZN8proxyccl{len(kernel)}{kernel}E\w+", code)
     return mangled[0] if mangled else kernel
 
@@ -193,9 +195,8 @@ def shipped_without_dtype() -> list[Path]:
 
 
 def headers(target: str) -> list[str]:
-    """Returns every shipped header for a target ("cuda", "hip"), as a source would include it. Leaves out headers of
-    other targets, duplicate names of MSCCL++'s headers, and the files of `shipped_without_dtype`, which are compiled
-    separately.
+    """Returns the include paths of all shipped headers for a target ("cuda", "hip"), except alternative names of
+    MSCCL++'s headers and the files of `shipped_without_dtype`, which are compiled separately.
     """
     public = {f"{path.parent.name}/{path.name}" for path in INCLUDE_DIR.glob("*/*.h*")}
     kernels = {str(path.relative_to(KERNEL_DIR)) for path in KERNEL_DIR.rglob("*.h")}

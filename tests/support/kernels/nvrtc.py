@@ -1,4 +1,4 @@
-"""Calls NVRTC, NVIDIA's run-time compiler, from PyPI; no GPU is needed."""
+"""Compiles with NVRTC from PyPI, without a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PTX = "-arch=compute_90"
 
 
 class Nvrtc:
-    """The few calls of libnvrtc that a compilation needs."""
+    """A compiler that calls libnvrtc."""
 
     def __init__(self) -> None:
         spec = importlib.util.find_spec("nvidia")
@@ -26,8 +26,8 @@ class Nvrtc:
         self._lib = ctypes.CDLL(str(found[0]))
 
     def compile(self, source: str, arch: str) -> bytes:
-        """Compiles a source. Returns the cubin (for -arch=sm_*) or the PTX (for -arch=compute_*). Errors and warnings
-        fail the test.
+        """Compiles a source. Returns the cubin (-arch=sm_*) or the PTX (-arch=compute_*). Asserts that there are no
+        errors and no warnings.
         """
         program = ctypes.c_void_p()
         options = [f"-I{INCLUDE_DIR}", f"-I{KERNEL_DIR}", f"-I{CUDA_NAMES_DIR}", "-std=c++17", arch]

@@ -10,7 +10,7 @@ import proxyccl.triton as pt
 
 @triton.jit
 def laps(channel, count, half):
-    """Sends `count` words one by one, more than the ring has slots, and waits for the same number."""
+    """Puts `count` words one by one, and waits for `count` words. `count` should exceed the number of ring slots."""
     for i in range(count):
         pt.put_with_signal(channel, half + i * 4, i * 4, 4)
     for _ in range(count):
@@ -20,7 +20,7 @@ def laps(channel, count, half):
 
 @triton.jit
 def to_all(channels, count, rank, nbytes, base, flushed):
-    """Puts to each peer, and stores the results of the flushes."""
+    """Puts data to each peer, and stores whether each flush succeeded."""
     for i in range(count):
         channel = pt.channel(channels, i)
         pt.put(channel, base + rank * nbytes, i * nbytes, nbytes)
@@ -39,8 +39,8 @@ def put_and_flush(channel, dst_offset, src_offset, size, out):
 
 @triton.jit
 def put_values(channel, base, number, out):
-    """Puts values of each size, one after another, the last with a signal, and stores the results of the flushes and
-    the tickets.
+    """Puts one value of each size, the last with a signal. Stores the results of the waits, and the tickets'
+    difference.
     """
     first = pt.put_value(channel, base, number, tl.int8)
     pt.put_value(channel, base + 1, 1.5, tl.float16)
@@ -62,11 +62,11 @@ def put_one_value(channel, offset, out):
 
 @triton.jit
 def counts(channel, out):
-    """Signals once, then with count 5, which raises the peer's count to 5, and waits for the peer to do the same."""
+    """Signals once, raises the count to 5 by a second signal, and waits for the peer's same signals."""
     pt.signal(channel)
     pt.signal(channel, 5)
     tl.store(out, pt.wait_until(channel, 4).to(tl.int32))
-    tl.store(out + 1, pt.wait_until(channel, 3).to(tl.int32))  # consumed by the wait before
+    tl.store(out + 1, pt.wait_until(channel, 3).to(tl.int32))  # the previous wait has consumed this signal
     tl.store(out + 2, pt.wait(channel).to(tl.int32))
     tl.store(out + 3, pt.poll(channel).to(tl.int32))
 
@@ -91,7 +91,7 @@ def sm_signals_twice(channel, value):
 
 @triton.jit
 def put_elsewhere(channel, dst_memory, src_memory, size):
-    """Puts between memories other than the channel's own, and waits for the peer's put."""
+    """Puts between the given memories instead of the channel's, and waits for the peer's put."""
     pt.put_with_signal(channel, 0, 0, size, dst_memory=dst_memory, src_memory=src_memory)
     pt.wait(channel)
 
@@ -106,7 +106,7 @@ def get_and_wait(channel, dst_offset, src_offset, size, out):
 
 @triton.jit
 def put_get_and_flush(channel, size, own_memory, peer_memory, out):
-    """Puts data, gets it into another local memory, and stores the states of both tickets."""
+    """Puts data, and gets it back into another local memory. Stores the flush's result and the tickets' difference."""
     first = pt.put(channel, 0, 0, size)
     second = pt.get(channel, 0, 0, size, dst_memory=own_memory, src_memory=peer_memory)
     tl.store(out, pt.flush(channel).to(tl.int32))
@@ -124,7 +124,7 @@ def polls(channel, out):
 
 @triton.jit
 def signals(channel, count):
-    """Signals `count` times, which nobody answers."""
+    """Signals `count` times."""
     for _ in range(count):
         pt.signal(channel)
 
@@ -138,7 +138,7 @@ def waits(channel, out):
 
 @triton.jit
 def one_fails(channel):
-    """Lets the first program wait while the second fails: it uses the channel as another kind of channel."""
+    """Makes the first program wait while the second fails, because it uses the channel as an SmChannel."""
     if tl.program_id(0) == 0:
         pt.wait(channel)
     else:
@@ -147,7 +147,7 @@ def one_fails(channel):
 
 @triton.jit
 def sm_shift(right, left, u, n, BLOCK: tl.constexpr):
-    """Stores this rank's values to the next rank's memory, and doubles those that the previous rank stored here."""
+    """Stores values in the next rank's memory, and doubles the values received from the previous rank."""
     i = tl.arange(0, BLOCK)
     far = pt.remote(right, tl.float32)
     fits = (i < n) & (n + i < pt.remote_bytes(right) // 4)
@@ -162,9 +162,7 @@ def sm_shift(right, left, u, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def own_loops(channel, words, out):
-    """Lets each of two programs store a number at the peer, and wait for the peer's two numbers by polling, without a
-    signal.
-    """
+    """Makes each of two programs store a number in the peer's memory, and poll memory for the peer's two numbers."""
     own = tl.program_id(0)
     tl.store(pt.remote(channel, tl.int32) + own, 1 + own)
     total = 0
@@ -175,7 +173,7 @@ def own_loops(channel, words, out):
 
 @triton.jit
 def packets(right, left, u, out, n, offset, flag, BLOCK: tl.constexpr):
-    """Sends values to the next rank as packets, and stores those that the previous rank sends."""
+    """Sends values to the next rank as packets, and stores the values received from the previous rank."""
     i = tl.arange(0, BLOCK)
     pt.put_packets(right, offset, tl.load(u + i, i < n, other=0.0), flag, count=n)
     tl.store(out + i, pt.get_packets(left, offset, flag, BLOCK, tl.float32, count=n))
@@ -183,7 +181,7 @@ def packets(right, left, u, out, n, offset, flag, BLOCK: tl.constexpr):
 
 @triton.jit
 def grid_sums(barrier, u, out, rounds):
-    """Lets every program of a grid write a number and read the other programs' numbers, in each round."""
+    """In each round, every program of the grid writes a number and adds up all programs' numbers."""
     own = tl.program_id(0)
     programs = tl.num_programs(0)
     total = 0
@@ -198,7 +196,7 @@ def grid_sums(barrier, u, out, rounds):
 
 @triton.jit
 def one_fails_at_barrier(barrier, fails):
-    """Synchronises the programs of a grid; with `fails` the last program fails before, because it uses the barrier as a
+    """Synchronises the programs of a grid. With `fails` the last program first fails, because it uses the barrier as a
     channel.
     """
     if fails & (tl.program_id(0) == tl.num_programs(0) - 1):
@@ -208,7 +206,7 @@ def one_fails_at_barrier(barrier, fails):
 
 @triton.jit
 def one_makes_room_and_fails(channel, tail):
-    """Lets the first program wait for room in a ring of two triggers. The second program makes room, and then fails."""
+    """Makes the first program wait for room in a ring of two triggers, while the second makes room, then fails."""
     if tl.program_id(0) == 0:
         for _ in range(3):
             pt.signal(channel)
@@ -249,7 +247,7 @@ def wrong_barrier(barrier):
 
 @triton.jit
 def put_half(channel, size):
-    """Puts with a float as the size, as a division returns it, which is an error."""
+    """Puts with a float (the result of a division) as the size, which is an error."""
     pt.put(channel, 0, 0, size / 2)
 
 
@@ -283,7 +281,7 @@ def scale(x, n, factor, BLOCK: tl.constexpr):
 
 @triton.jit
 def exchange(channel, x, n, BLOCK: tl.constexpr):
-    """Puts data to the peer and waits for the peer's; both ranks must launch this kernel the same number of times."""
+    """Puts data to the peer, and waits for the peer's data. Both ranks must launch this kernel equally often."""
     pt.put_with_signal(channel, n * 4, 0, n * 4)
     pt.wait(channel)
     i = tl.arange(0, BLOCK)

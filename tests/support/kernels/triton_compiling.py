@@ -1,4 +1,4 @@
-"""Compiles kernels in a separate process, because this one may have chosen Triton's interpreter."""
+"""Compiles Triton kernels in a separate process, because this process may use Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.paths import PROGRAMS
 
 
 def without_interpreter() -> dict[str, str]:
-    """Returns this process's environment, changed so that Triton compiles, and caches its kernels inside ProxyCCL's
+    """Returns this process's environment without Triton's interpreter, and with Triton's cache inside ProxyCCL's
     cache.
     """
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -20,7 +20,7 @@ def without_interpreter() -> dict[str, str]:
 
 def compile_accesses(directory: Path) -> None:
     """Compiles kernels of programs/triton_accesses.py, and writes each to ``directory / kernel``. The directory's name
-    says which kernels and for which architecture.
+    selects the kernels and the architecture.
     """
     program = [sys.executable, str(PROGRAMS / "triton_accesses.py"), str(directory)]
     done = subprocess.run(program, capture_output=True, text=True, timeout=280, check=False, env=without_interpreter())

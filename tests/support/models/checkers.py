@@ -1,4 +1,4 @@
-"""The checkers of tests/models: Relacy's headers and SPIN, from Debian. The first test that needs them fetches them."""
+"""Fetches the checkers of tests/models from Debian: Relacy's headers and SPIN."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ PACKAGES = ("relacy-dev", "spin")
 
 
 def checkers() -> Path:
-    """Fetches the checkers, unless that was done before. Returns the directory with the unpacked Debian packages.
+    """Fetches the checkers if they are missing. Returns the directory with the unpacked Debian packages.
 
-    If they are not available, the test is skipped, unless PROXYCCL_REQUIRE_MODELS is 1.
+    If the checkers are not available, skips the test, or fails it if PROXYCCL_REQUIRE_MODELS is 1.
     """
     try:
         fill_once(DIRECTORY, " ".join(PACKAGES), _fill)

@@ -1,8 +1,7 @@
-"""Bugs that tests/models plants in a copy of the shipped sources, and that its checkers must find.
+"""Plants bugs, which the checkers of tests/models must find, in a copy of the shipped sources.
 
-A copy contains all bugs of a program, and a number selects one of them at run time, so that all bugs cost one
-compilation. The text that a bug replaces must occur exactly once: if a source changes so that a bug's text is gone, the
-build fails.
+A copy contains all bugs of a program, and a number selects a bug at run time, so that one compilation is enough. The
+text that a bug replaces must occur exactly once; otherwise an assertion fails.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ SOURCES = ("device/include/proxyccl", "proxy/engine", "proxy/segment")
 
 @dataclass(frozen=True)
 class Bug:
-    """Text of a shipped file and its replacement: a statement if it ends with a semicolon or a brace, an expression
-    otherwise. `scenario` names the scenario that must find the bug.
+    """A shipped text and its replacement. Both are statements if the shipped text ends with a semicolon or a brace,
+    else expressions. `scenario` is the name of the scenario that must find the bug.
     """
 
     scenario: str
@@ -31,7 +30,7 @@ class Bug:
 
 
 def copy_sources(directory: Path) -> None:
-    """Copies the shipped device headers and the engine to the same relative paths under `directory`."""
+    """Copies SOURCES to the same relative paths under `directory`."""
     for source in SOURCES:
         shutil.copytree(ROOT / source, directory / source, ignore=shutil.ignore_patterns("__pycache__"))
 

@@ -1,6 +1,6 @@
-"""Downloads Debian's packages and unpacks them into a directory, without root and without touching system packages.
+"""Downloads Debian packages and unpacks them into a directory, without root and without changing system packages.
 
-apt runs with its own state and cache directories; the mirror is the one that the machine's own apt uses.
+apt runs with separate state and cache directories, and with the machine's mirror.
 """
 
 from __future__ import annotations
@@ -23,20 +23,18 @@ KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 INSTALLED = Path("/var/lib/dpkg/status")
 LISTS = ROOT / "build/debian-lists"
 FRESH = 600.0
-"""Seconds for which a suite's list of packages serves everything that is fetched: getting it takes longer than most of
-the packages.
-"""
+"""Seconds for which downloaded package lists are reused, because downloading them takes longer than most packages."""
 COMPLETE = "complete"
 UNAVAILABLE = 2
-"""Exit status of a program that fetches something that is not available here."""
+"""Exit status of a fetching program if the packages are not available on this machine."""
 
 
 class UnavailableError(Exception):
-    """Something that a test needs is not available on this machine; the message says why."""
+    """A requirement of a test is not available on this machine. The message says why."""
 
 
 def require_x86_64(what: str) -> None:
-    """Raises UnavailableError on a machine of another architecture."""
+    """Raises UnavailableError unless this machine is x86-64."""
     if platform.machine() != "x86_64":
         raise UnavailableError(f"{what} is fetched for x86_64, and this is {platform.machine()}")
 
@@ -65,7 +63,7 @@ def debian_mirror() -> str:
 
 
 def run(command: list[str], timeout: float, *, cwd: Path | None = None, stdin: IO[bytes] | None = None) -> str:
-    """Runs one step, `timeout` seconds at most, and returns its output."""
+    """Runs a command for at most `timeout` seconds, and returns its stdout. Raises UnavailableError if it fails."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=timeout, cwd=cwd, stdin=stdin
@@ -86,16 +84,16 @@ def _is_fresh(directory: Path) -> bool:
 
 
 class Apt:
-    """apt for one suite of Debian, with its state in a separate directory.
+    """apt for one suite of Debian, with its state and downloads in `directory`.
 
-    Downloads go to that directory too. `installed` is a list of the installed packages in dpkg's format; by default no
-    packages count as installed.
+    `installed` is a list of installed packages in dpkg's format; by default, apt assumes that no packages are
+    installed.
     """
 
     def __init__(self, directory: Path, suite: str, installed: Path | None = None) -> None:
         for folder in ("state", "cache/archives/partial"):
             (directory / folder).mkdir(parents=True)
-        # A copy, because apt locks the directory of this list, and only root may lock the system's.
+        # A copy, because apt locks the list's directory, and only root may lock the system's directory.
         status = directory / "state/status"
         status.write_bytes(installed.read_bytes() if installed is not None else b"")
         available = LISTS / suite
@@ -104,7 +102,7 @@ class Apt:
             "Dir::State::status": status,
             "Dir::State::lists": available / "lists",
             "Dir::Cache": directory / "cache",
-            # A cache that apt reads in a tenth of the time of the lists. Docker images turn it off.
+            # apt reads this cache, which Docker images disable, ten times faster than the lists.
             "Dir::Cache::srcpkgcache": available / "srcpkgcache.bin",
             "Dir::Cache::pkgcache": "pkgcache.bin",
             "Dir::Etc::sourcelist": available / "sources.list",
@@ -115,7 +113,7 @@ class Apt:
             "Acquire::Retries": "2",
             "Acquire::http::Timeout": "20",
             "Acquire::Languages": "none",
-            # If apt runs as root it downloads as another user, who may not write here.
+            # As root, apt would download as another user, who may not write to this directory.
             "APT::Sandbox::User": "",
         }
         self._directory = directory
@@ -126,7 +124,7 @@ class Apt:
                 self._update(available, suite)
 
     def _update(self, available: Path, suite: str) -> None:
-        """Updates the package lists in place, file by file, because another process may be reading them."""
+        """Updates the package lists in place, because other processes may be reading them."""
         (available / "lists/partial").mkdir(parents=True, exist_ok=True)
         sources, source = available / "sources.list", f"deb [signed-by={KEYRING}] {debian_mirror()} {suite} main\n"
         if not sources.exists() or sources.read_text() != source:
@@ -135,7 +133,7 @@ class Apt:
         (available / COMPLETE).touch()
 
     def download_with_dependencies(self, *packages: str) -> list[Path]:
-        """Downloads packages and those of their dependencies that are not installed. Returns the downloaded files."""
+        """Downloads packages and their dependencies, except installed ones. Returns the downloaded files."""
         run([*self._get, "install", "--download-only", *packages], 600)
         return sorted((self._directory / "cache/archives").glob("*.deb"))
 
@@ -146,7 +144,7 @@ class Apt:
         return file
 
     def dependency(self, package: str, pattern: str) -> str:
-        """Returns the first dependency of `package` whose whole name matches the regular expression `pattern`."""
+        """Returns the first dependency of `package` that fully matches the regular expression `pattern`."""
         output = run(["apt-cache", *self._settings, "depends", package], 60)
         found = re.findall(rf"^ *Depends: ({pattern})$", output, re.MULTILINE)
         if not found:
@@ -155,14 +153,14 @@ class Apt:
 
 
 def unpack(packages: list[Path], root: Path, members: Sequence[str] = ()) -> None:
-    """Unpacks packages over one another into `root`, where /bin, /lib and /sbin are links into /usr, as in Debian.
-    `members` are patterns of the paths to unpack, by default all.
+    """Unpacks packages into `root`, where bin, lib, lib64 and sbin are links into usr, as in Debian. `members` are
+    patterns of the paths to unpack, by default all.
     """
     for folder in ("bin", "lib", "lib64", "sbin"):
         (root / "usr" / folder).mkdir(parents=True, exist_ok=True)
         if not (root / folder).is_symlink():
             (root / folder).symlink_to(f"usr/{folder}")
-    # dpkg's own extraction would replace these links by directories.
+    # dpkg-deb --extract would replace these links by directories.
     into = ["tar", "--extract", "--keep-directory-symlink", "--no-same-owner", "--touch", "--file", "-"]
     for package in packages:
         with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", str(package)], stdout=subprocess.PIPE) as contents:
@@ -173,24 +171,23 @@ def unpack(packages: list[Path], root: Path, members: Sequence[str] = ()) -> Non
 
 
 def unpack_with_dependencies(packages: Sequence[str], directory: Path) -> None:
-    """Downloads packages and their dependencies that are not installed, and unpacks them into `directory`."""
+    """Downloads packages and dependencies that are not installed, and unpacks them into `directory`."""
     with tempfile.TemporaryDirectory(dir=directory) as downloads:
         unpack(Apt(Path(downloads), machine_suite(), INSTALLED).download_with_dependencies(*packages), directory)
 
 
 def fill_once(directory: Path, contents: str, fill: Callable[[Path], None]) -> None:
-    """Fills the directory with `fill`, unless that was done before with the same `contents`.
+    """Fills a directory with `fill`, unless it is already filled with the same `contents`, a description of the files.
 
-    `contents` describes what belongs there. `fill` gets an empty directory, which takes the place of the old one once
-    it is complete, so no process finds partial contents. Other processes that call this for the same directory wait
-    until it is filled.
+    `fill` fills a temporary directory, which then replaces the old one, so no process finds partial contents.
+    Concurrent calls for the same directory wait.
     """
     with one_at_a_time(directory.with_name(f"{directory.name}.lock")):
         marker = directory / COMPLETE
         if marker.exists() and marker.read_text() == contents:
             return
         partial = directory.with_name(f"{directory.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)  # from a process that was killed
+        shutil.rmtree(partial, ignore_errors=True)  # of a killed process
         partial.mkdir()
         fill(partial)
         (partial / COMPLETE).write_text(contents)
@@ -199,9 +196,9 @@ def fill_once(directory: Path, contents: str, fill: Callable[[Path], None]) -> N
 
 
 def fetch_program(fetch: Callable[[Path], None]) -> None:
-    """Runs a program that fetches into the directory that its first argument names.
+    """Calls `fetch` with the directory that the program's first argument names.
 
-    It exits with 0, or with 2 and the reason on its standard output if the packages are not available here.
+    If the packages are not available, prints the reason to stdout and exits with status 2.
     """
     try:
         fetch(Path(sys.argv[1]).resolve())

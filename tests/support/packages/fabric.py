@@ -1,4 +1,4 @@
-"""libfabric and `ip` for tests: the installed ones, if any; otherwise they are fetched once into build/fabric."""
+"""Provides libfabric and `ip` to tests: installed, or else fetched once into build/fabric."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PACKAGES = FetchedPackages("fabric", "fetch_fabric.py")
 
 @functools.cache
 def unavailable_reason() -> str:
-    """Fetches libfabric if it is not installed. Returns why there is none for tests, or "" if there is."""
+    """Fetches libfabric if it is not installed. Returns why this failed, or ""."""
     if not _is_installed():
         try:
             PACKAGES.fetch()
@@ -32,10 +32,10 @@ def unavailable_reason() -> str:
 
 
 def load_if_here() -> str | None:
-    """Loads libfabric into this process, if it is installed or was fetched; fetches nothing.
+    """Loads libfabric into this process if it is installed or was already fetched.
 
     Returns the installed library's name or the fetched library's path, for PROXYCCL_LIBFABRIC; None if there is
-    neither. The libraries that a fetched libfabric needs are loaded before it, so that the loader finds them by name.
+    neither. Dependencies of a fetched libfabric are loaded first, so that the loader finds them by name.
     """
     if _is_installed():
         return LIBRARY
@@ -46,8 +46,8 @@ def load_if_here() -> str | None:
 
 
 def library_or_skip() -> str:
-    """Fetches libfabric if needed, loads it, and returns the result of `load_if_here`; for a fixture. Skips the test if
-    libfabric can't be fetched.
+    """Fetches libfabric if needed, and returns the result of `load_if_here`. Skips the test if libfabric can't be
+    fetched.
     """
     if reason := unavailable_reason():
         pytest.skip(reason)
@@ -67,21 +67,21 @@ def _loads(library: Path) -> bool:
 
 @functools.cache
 def _is_installed() -> bool:
-    """Returns whether libfabric and `ip` are installed. Searches for libfabric's file, because dlopen by name would
-    also find a fetched libfabric, or MPI's, that this process has loaded.
+    """Returns whether libfabric and `ip` are installed. Does not use dlopen, which would also find a fetched libfabric,
+    or MPI's, that this process has loaded.
     """
     return ctypes.util.find_library("fabric") is not None and installed_program("ip") is not None
 
 
 def environment() -> dict[str, str]:
-    """Returns this process's environment, extended so that a process finds libfabric."""
+    """Returns this process's environment, with libfabric on the library path."""
     return dict(os.environ) if _is_installed() else PACKAGES.environment()
 
 
 @contextlib.contextmanager
 def this_library(library: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Makes this process and its children use the given libfabric during the test, with its TCP provider on the
-    loopback interface, whichever libfabric this process has used before.
+    """Makes this process and its children use the given libfabric during the test, with the TCP provider on the
+    loopback interface.
     """
     monkeypatch.setenv("PROXYCCL_LIBFABRIC", library)
     monkeypatch.setenv("PROXYCCL_FABRIC_PROVIDER", "tcp")

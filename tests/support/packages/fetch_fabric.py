@@ -1,6 +1,6 @@
-"""Puts libfabric and the programs that make networks into a directory, if they are not installed.
+"""Downloads libfabric and iproute2 into a directory, if they are not installed.
 
-python fetch_fabric.py DIRECTORY     exits with 0, or with 2 and the reason why they are not available here
+python fetch_fabric.py DIRECTORY     exits with 0, or with 2 and the reason why they are not available
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PACKAGES = ("libfabric1", "iproute2")
 
 
 def fetch(directory: Path, packages: tuple[str, ...]) -> None:
-    """Fills `directory` with packages, libfabric1 among them, and their dependencies, unless that was done before."""
+    """Fills `directory` with packages, including libfabric1, and their dependencies, unless it is already filled."""
     fill_once(directory, " ".join(packages), lambda directory: _fill(directory, packages))
 
 
@@ -26,8 +26,8 @@ def _fill(directory: Path, packages: tuple[str, ...]) -> None:
 
 
 def _link_psm(directory: Path) -> None:
-    """Links libpsm_infinipath, which libfabric needs, into a directory that the loader searches. Its package leaves
-    that to update-alternatives, which runs when a package is installed, but not when it is only unpacked.
+    """Links libpsm_infinipath, which libfabric needs, into libfabric's directory, as update-alternatives would when the
+    package is installed.
     """
     (libfabric,) = directory.glob("usr/lib/*/libfabric.so.1")
     link = libfabric.with_name("libpsm_infinipath.so.1")

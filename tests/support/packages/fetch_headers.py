@@ -1,7 +1,6 @@
-"""Puts the headers that a transport of the engine is built with into a directory, unless the C compiler finds installed
-ones.
+"""Downloads the headers for building a transport into a directory, unless the C compiler finds installed headers.
 
-python fetch_headers.py DIRECTORY PACKAGE     exits with 0, or with 2 and the reason why they are not available here
+python fetch_headers.py DIRECTORY PACKAGE     exits with 0, or with 2 and the reason why they are not available
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 from support.packages.debian import Apt, fetch_program, fill_once, machine_suite, unpack
 
 HEADERS = {"libibverbs-dev": "infiniband/verbs.h", "libfabric-dev": "rdma/fabric.h"}
-"""By package, a header whose presence shows that the package is there."""
+"""By package: a header that shows whether the package is installed."""
 
 
 def found_by_the_compiler(header: str) -> bool:
-    """Returns whether the C compiler that builds extensions finds the header without further options."""
+    """Returns whether the C compiler of extensions finds the header without further options."""
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC"))
     preprocess = [*compiler, "-E", "-x", "c", "-"]
     done = subprocess.run(
@@ -33,8 +32,8 @@ def found_by_the_compiler(header: str) -> bool:
 
 
 def fetch(directory: Path, package: str) -> None:
-    """Fills `directory` with the package's headers, unless the compiler finds installed ones, or that was
-    done before.
+    """Fills `directory` with the package's headers, unless it is already filled or the compiler finds installed
+    headers.
     """
 
     def fill(directory: Path) -> None:

@@ -1,6 +1,6 @@
-"""Puts Debian's packages, and their dependencies that are not installed, into a directory.
+"""Downloads Debian packages, and dependencies that are not installed, into a directory.
 
-python fetch_packages.py DIRECTORY PACKAGE...    exits with 0, or with 2 and the reason why they are not available here
+python fetch_packages.py DIRECTORY PACKAGE...    exits with 0, or with 2 and the reason why they are not available
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from support.packages.debian import fetch_program, fill_once, unpack_with_depend
 
 
 def fetch(directory: Path, packages: Sequence[str]) -> None:
-    """Fills `directory` with the packages, unless that was done before."""
+    """Fills `directory` with the packages, unless it is already filled."""
     fill_once(directory, " ".join(packages), lambda directory: unpack_with_dependencies(packages, directory))
 
 

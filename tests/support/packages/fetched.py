@@ -1,4 +1,4 @@
-"""Debian's packages for tests on machines where they are not installed: fetched once, into a directory of build."""
+"""Debian packages that tests need but that are not installed, fetched once into a subdirectory of build."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _SECONDS = 280  # less than the time limit of a test
 
 
 class FetchedPackages:
-    """A directory of build with packages, once `fetch` has filled it.
+    """A subdirectory of build, which `fetch` fills with packages.
 
     Args:
         name: the directory's name.
-        program: the script in this folder that fills the directory.
-        arguments: the program's arguments after the directory.
+        program: the fetching script, which is in this folder.
+        arguments: the script's arguments after the directory.
     """
 
     def __init__(self, name: str, program: str, *arguments: str) -> None:
@@ -28,7 +28,7 @@ class FetchedPackages:
         self._command = [sys.executable, str(Path(__file__).with_name(program)), str(self.directory), *arguments]
 
     def fetch(self) -> None:
-        """Fills the directory, unless that was done before.
+        """Fills the directory, unless it is already filled.
 
         Raises:
             UnavailableError: the packages are not available on this machine.
@@ -41,14 +41,14 @@ class FetchedPackages:
             raise UnavailableError((done.stdout if done.returncode == UNAVAILABLE else done.stderr).strip())
 
     def program(self, name: str) -> str:
-        """Returns the path of a program: the installed one, or else the fetched one."""
+        """Returns the path of an installed program, or else of the fetched program."""
         installed = installed_program(name)
         if installed is not None:
             return installed
         return next(str(path) for place in ("*bin", "usr/*bin") for path in self.directory.glob(f"{place}/{name}"))
 
     def environment(self) -> dict[str, str]:
-        """Returns this process's environment, extended so that a program finds the fetched libraries, if any."""
+        """Returns this process's environment, with the fetched libraries on the library path."""
         own = dict(os.environ)
         fetched = [str(path) for path in self.directory.glob("usr/lib/*-linux-gnu")]
         if fetched:

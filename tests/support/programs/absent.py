@@ -1,5 +1,5 @@
-"""Three ranks: rank 0 runs into its time-out in a communicator of ranks 0 and 1, and the end of its program ends the
-job. Ranks 1 and 2 sleep; rank 2 is not in that communicator.
+"""Runs three ranks, of which ranks 1 and 2 sleep. Rank 0 calls a collective of ranks 0 and 1, times out, and ends the
+MPI job with its program.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Opens communicators from MPI's world, from a part of it and from its ranks in reverse order, side by side; then tests
-bootstraps of subsets.
+"""Opens three communicators: from MPI's world, from a part of the world, and from the world in reverse order. Then
+tests bootstraps of subsets.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ with (
         comm.all_reduce(x)
         assert (on_host(x) == members.allreduce(world.rank)).all()
         assert comm.all_gather_bytes(b"x" * comm.rank) == [b"x" * rank for rank in range(comm.world_size)]
-# Two overlapping subsets of a bootstrap: a long message of one is in flight when a message of the other is probed for.
+# Two subsets of a bootstrap: a long message of one subset is in flight when a rank probes for a message of the other
+# subset.
 bootstrap = MpiBootstrap()
 bootstrap.all_gather(b"", 20, lambda: None)
 members = [world.size - 1, 0]
@@ -42,7 +43,7 @@ if world.size > 1 and world.rank in members:
         assert (subset.rank, subset.world_size) == (members.index(world.rank), 2)
         found = subset.all_gather(bytes([turn, world.rank]) * 100_000, 20, lambda: None)
         assert found == [bytes([turn, rank]) * 100_000 for rank in members]
-# A rank that was alone in a subset takes back its message: the other rank waits for the next attempt.
+# A rank that calls alone withdraws its message, so that the other rank waits for the next attempt.
 if world.size > 1 and world.rank in members:
     late = bootstrap.subset(members, 9)
     if world.rank == 0:

@@ -1,4 +1,4 @@
-"""The command `proxyccl`, as a program that can be a fork (forked.py)."""
+"""Runs the command `proxyccl` as a program that forked.py can start."""
 
 import sys
 

@@ -1,7 +1,7 @@
 """Runs a rank in a container of its own: contained.py DIRECTORY RANK TASK [apart]
-With `apart` the rank also leaves the network namespace, so that no abstract socket reaches it. Tasks: `work` checks
-the results of calls over every kind of channel; `agents` lets agents read each other's memory; `lose` kills rank 1,
-and rank 0 prints its error.
+With `apart` the rank also gets a new network namespace, so that abstract sockets can't reach it. Tasks: `work` checks
+collectives and registered memory; `agents` makes agents read each other's memory; `lose` kills rank 1, and rank 0
+prints its error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RANKS = 2
 
 
 def work(comm: Communicator) -> None:
-    """Checks direct and proxied collectives, symmetric memory, registered memory, and a split."""
+    """Checks collectives by kernels and by proxy, symmetric memory, and a split."""
     ones = np.ones(3000, np.float32)
     array = comm.empty(3000, np.float32)
     for algorithm in ("one_shot", "proxy"):
@@ -46,7 +46,7 @@ def work(comm: Communicator) -> None:
 
 
 def agents(comm: Communicator) -> None:
-    """Lets agents read each other's memory: a numpy array, shared host memory, and device memory."""
+    """Makes agents read each other's numpy array, shared host memory and device memory."""
     nbytes = 1 << 20
     offered = np.full(nbytes, 10 + comm.rank, np.uint8), shared_empty(nbytes, np.uint8)
     offered[1][:] = 20 + comm.rank
@@ -70,7 +70,7 @@ def agents(comm: Communicator) -> None:
 
 
 def lose(comm: Communicator) -> None:
-    """Kills rank 1, and checks that rank 0 learns of that long before its time-out."""
+    """Kills rank 1. Rank 0 prints the PeerLostError that it gets."""
     try:
         comm.barrier()
         comm.synchronize()

@@ -1,6 +1,5 @@
-"""Runs an agent with BYTES bytes of device memory and 3 MB of host memory. It prints its metadata in hexadecimal
-digits. When a message comes, it checks that byte n of the memory is n (modulo 256), doubles all bytes, and prints the
-message.
+"""Runs an agent with BYTES bytes of device memory and 3 MB of host memory. Prints the agent's metadata in hexadecimal.
+On each message, checks that byte n of the device memory is n (modulo 256), doubles all bytes, and prints the message.
 
 python device_agent.py BYTES allocated|torch
 """
@@ -15,7 +14,7 @@ import numpy as np
 from proxyccl.transfer import Agent
 from support.devices import device_count, rank_runtime
 
-OFFSET = 4096  # of the memory within its allocation
+OFFSET = 4096  # offset of the memory in its allocation
 
 nbytes = int(sys.argv[1])
 runtime = rank_runtime(device_count() - 1)

@@ -1,6 +1,7 @@
-"""Lets rank 1 make another call than the other ranks, repeatedly on new communicators; all devices must stay usable.
+"""Makes rank 1 call a different collective than the other ranks, repeatedly on new communicators. All devices must stay
+usable.
 
-Processes may share a GPU, and three of them need the loop over peers that two do not:
+Processes may share a GPU. Use at least three processes, because kernels of two ranks have no loop over peers:
 
     mpirun -n 3 python3 -m mpi4py tests/support/programs/differing_calls.py --count 100
 """
@@ -22,7 +23,7 @@ from support.devices import rank_runtime
 
 
 def differ(runtime: Runtime, turn: int) -> None:
-    """Opens a communicator on which rank 1's call differs; all ranks' waits end once the ranks find the difference."""
+    """Opens a communicator on which rank 1's call differs. Raises MismatchError on all ranks."""
     with Communicator.from_mpi(runtime=runtime) as comm:
         x = on_device(comm, np.ones(12, np.float32))
         comm.all_reduce(x)
@@ -44,7 +45,7 @@ def main() -> None:
         try:
             differ(runtime, turn)
         except MismatchError:
-            runtime.synchronize()  # raises if the context is lost
+            runtime.synchronize()  # raises if the device context is lost
         else:
             raise AssertionError(f"turn {turn}: no difference was found")
     if MPI.COMM_WORLD.rank == 0:

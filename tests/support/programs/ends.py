@@ -1,5 +1,5 @@
-"""Two ranks: rank 1's program ends as the first argument says, with its communicator open; rank 0 prints how its next
-call ended.
+"""Runs two ranks. Rank 1 exits in the manner that the first argument names, without closing its communicator; rank 0
+prints the error of its next call.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 @atexit.register
 def hear_out() -> None:
-    """Waits under MPI until rank 0 has printed how its call ended, because MPI_Abort ends both programs. As an exit
-    handler it runs after the communicator's, which is registered later.
+    """Waits under MPI until rank 0 has printed its error, because MPI_Abort ends both programs. This exit handler runs
+    after the communicator's handler, which is registered later.
     """
     if isinstance(bootstrap, MpiBootstrap):
         bootstrap.all_gather(b"", 30, lambda: None)
 
 
-from proxyccl import Bootstrap, Communicator, MpiBootstrap, ProxyCCLError  # noqa: E402  registers exit handlers
+from proxyccl import Bootstrap, Communicator, MpiBootstrap, ProxyCCLError  # noqa: E402  (registers exit handlers)
 from support.processes import FileBootstrap  # noqa: E402
 
 how = sys.argv[1]
@@ -33,7 +33,7 @@ comm = Communicator(bootstrap, timeout=30)
 x = comm.empty(4, np.float32)
 x.fill(1)
 comm.all_reduce(x)
-bootstrap.all_gather(b"", 30, lambda: None)  # the call is over on both ranks
+bootstrap.all_gather(b"", 30, lambda: None)  # the call is complete on both ranks
 if comm.rank == 0:
     began = time.monotonic()
     try:
@@ -47,7 +47,7 @@ if comm.rank == 0:
     sys.stdout.write(f"after {'long' if time.monotonic() - began > 10 else 'no time'}\n")
     sys.stdout.flush()
     hear_out()
-    os._exit(0)  # the other rank's status must end only its own program
+    os._exit(0)  # keeps rank 0's exit status independent of rank 1
 match how:
     case "sys.exit":
         sys.exit(3)

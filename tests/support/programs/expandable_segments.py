@@ -1,7 +1,8 @@
-"""Two ranks whose torch maps its memory block by block: each rank's kernels and proxy write into the other's tensors.
+"""Runs two ranks whose torch allocator uses expandable segments. Each rank's kernels and proxy write into the peer's
+tensors.
 
-Run with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, on two processes, or alone with --threads. Each rank prints
-OK.
+Run with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, on two processes, or on one process with --threads. Each rank
+prints OK.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ def exchange(comm: Communicator, nbytes: int) -> None:
         module[kernel](1, 256 if kernel == "sm_put" else 1, channels, nbytes)
         comm.synchronize()
         assert torch.equal(got, theirs), kernel
-        comm.all_gather_bytes(b"")  # no rank frees memory that the other still writes
+        comm.all_gather_bytes(b"")  # so that no rank frees memory that its peer still writes
 
 
 def run(bootstrap: Any = None) -> None:
     with Communicator(bootstrap) as comm, torch.cuda.device(comm.runtime.device):
         for nbytes in (SMALL, SEVERAL_BLOCKS):
             exchange(comm, nbytes)
-        torch.cuda.empty_cache()  # torch unmaps the blocks that the peer has mapped, and maps others there
+        torch.cuda.empty_cache()  # torch unmaps blocks that the peer has mapped, and maps new blocks instead
         exchange(comm, SEVERAL_BLOCKS)
         print("OK", flush=True)
 
@@ -60,12 +61,12 @@ def main() -> None:
     if "--threads" not in sys.argv:
         run()
         return
-    # torch chooses the kind of the blocks' handles with the first block, and that is not thread-safe.
+    # torch chooses the type of memory handles at the first allocation, which is not thread-safe.
     for device in range(2):
         torch.zeros(1, device=torch.device("cuda", device))
     with ThreadPoolExecutor(2) as pool:
         errors = [done.exception() for done in [pool.submit(run, b) for b in ThreadBootstrap.create(2)]]
-    for error in filter(None, errors):  # print all errors: one rank's failure ends the other with a vaguer one
+    for error in filter(None, errors):  # print all errors, because the first may only be a consequence of the second
         traceback.print_exception(error)
     sys.exit(any(errors))
 

@@ -1,8 +1,8 @@
-"""Runs EPAll2AllLayer on groups of another library, MPI or torch: a group of all ranks, and one of some.
+"""Runs EPAll2AllLayer on groups of MPI or torch: a group of all ranks, and a group of some ranks.
 
     expert_group.py mpi | torch
 
-In MPI's partial group the ranks are numbered in reverse.
+In MPI's partial group the ranks are in reverse order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def mpi_groups() -> list[tuple[Any, int, int]]:
 
 
 def torch_groups() -> list[tuple[Any, int, int]]:
-    """Returns the same as `mpi_groups` for torch's groups."""
+    """Returns such tuples as `mpi_groups` for torch's groups."""
     import torch.distributed as dist
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -44,8 +44,8 @@ def torch_groups() -> list[tuple[Any, int, int]]:
 
 
 def check(group: Any, rank: int, size: int) -> None:
-    """Checks that tokens come back as the sum of their experts' results, and that the layer closes the communicator
-    that it opened.
+    """Checks that each token's result is the sum of its experts' results, and that the layer closes its
+    communicator.
     """
     experts = 2 * size
     layer = EPAll2AllLayer(group, TOKENS, HIDDEN, TOPK, rank, experts, size, size, dtype="float32")
@@ -64,7 +64,7 @@ def check(group: Any, rank: int, size: int) -> None:
 
 
 def main(kind: str) -> None:
-    """Checks the layer on every group of the kind, then that the caller's communicator stays open."""
+    """Checks the layer on every group, and that a layer does not close a communicator of its caller."""
     groups = {"mpi": mpi_groups, "torch": torch_groups}[kind]()
     for group, rank, size in groups:
         check(group, rank, size)

@@ -1,6 +1,6 @@
-"""Runs the expert-parallel layer between processes, on a group of MPI or of torch; each rank checks its results.
+"""Runs the expert-parallel layer between processes, on a group of MPI or of torch. Each rank checks its results.
 
-python -m mpi4py expert_parallel.py mpi|torch LOCAL_WORLD_SIZE [FILE where torch's ranks meet]
+python -m mpi4py expert_parallel.py mpi|torch LOCAL_WORLD_SIZE [FILE for torch's rendezvous]
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ with EPAll2AllLayer(group, MAX_TOKENS, HIDDEN, TOPK, rank, experts, *node, dtype
         assert np.array_equal(np.asarray(desc.token_dst_scatter_idx), routing.layout(rank).token_dst_scatter_idx)
         assert np.array_equal(layer.combine(output, desc), routing.combine(rows)[rank])
 if kind == "torch":
-    MPI.COMM_WORLD.Barrier()  # a process that ends while another disconnects from it makes that one abort
+    MPI.COMM_WORLD.Barrier()  # gloo aborts a process if a peer ends during the disconnect
     torch.distributed.destroy_process_group()
     MPI.COMM_WORLD.Barrier()
 sys.stdout.write(f"rank {rank}: correct\n")

@@ -1,6 +1,6 @@
-"""One rank fails in the way that the first argument names; each rank prints the exception that it got.
+"""Runs ranks, one of which fails in the manner that the first argument names. Each rank prints its exception.
 
-Ranks are plain processes, or MPI's where `run_mpi` started them.
+Ranks are plain processes (`run_processes`) or MPI processes (`run_mpi`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from support.processes import FileBootstrap
 VICTIM = 1
 TIMEOUT = 60.0
 SHORT = 2.0
-"""A time-out that a scenario waits for."""
+"""A time-out that expires in a scenario."""
 WAIT_FOR_VICTIM = """
 #include "proxyccl/proxyccl.h"
 using namespace proxyccl;
@@ -62,7 +62,7 @@ def die() -> None:
 
 
 def report(action: Callable[[], object]) -> BaseException | None:
-    """Runs the action, prints the error that it raised and whether it came in time, and returns the error."""
+    """Runs the action. Prints and returns the error that it raised, if any."""
     started = time.monotonic()
     try:
         action()
@@ -76,7 +76,7 @@ def report(action: Callable[[], object]) -> BaseException | None:
 
 
 def all_reduce(comm: Communicator, count: int = 10, algorithm: str | None = None) -> None:
-    """Makes an all_reduce and waits for it, because on a GPU errors appear only then."""
+    """Makes an all_reduce and waits for it, because on a GPU only the wait raises errors."""
     comm.all_reduce(on_device(comm, np.ones(count, np.float32)), algorithm=algorithm)
     comm.synchronize()
 
@@ -159,8 +159,8 @@ def killed_before_a_registration() -> None:
 
 
 def killed_before_it_is_mapped(what: str) -> None:
-    """Kills the victim after all ranks have exchanged handles, and before another rank has mapped the
-    victim's memory.
+    """Kills the victim after all ranks have exchanged memory handles, but before another rank maps the victim's
+    memory.
     """
     comm = Communicator(bootstrap, timeout=TIMEOUT)
     pids = [int(data) for data in meet(str(os.getpid()).encode())]
@@ -180,10 +180,10 @@ def killed_before_it_is_mapped(what: str) -> None:
 
 
 def has_ended(pid: int) -> bool:
-    """Returns whether a process has ended, even if its parent has not noticed yet."""
+    """Returns whether a process has ended, even if its parent has not waited for it yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except (FileNotFoundError, ProcessLookupError):  # the latter if it goes while its state is read
+    except (FileNotFoundError, ProcessLookupError):  # ProcessLookupError if the process ends during the read
         return True
 
 
@@ -300,5 +300,5 @@ SCENARIOS: dict[str, Callable[..., None]] = {
     )
 }
 name, *arguments = sys.argv[1].split(":")
-meet()  # on a busy machine processes start further apart than SHORT
+meet()  # busy machines start processes further apart than SHORT
 SCENARIOS[name](*arguments)

@@ -1,4 +1,4 @@
-"""Lets rank 0 fork children, which end in every possible manner and make every call; after each child, the ranks check
+"""Makes rank 0 fork children, which make every call and end in every possible manner. After each child, the ranks check
 that their collectives still work.
 """
 
@@ -48,9 +48,9 @@ def refused(call: Callable[[], object]) -> None:
 
 
 def call_everything() -> None:
-    signal.alarm(20)  # a call that waits for one of the parent's threads would never end
+    signal.alarm(20)  # ends a call that waits forever for a thread of the parent
     calls: list[Callable[[], object]] = [
-        lambda: comm.all_reduce(x, algorithm="ring"),  # a call that the parent has prepared
+        lambda: comm.all_reduce(x, algorithm="ring"),  # the parent has prepared this call
         lambda: comm.all_reduce(registered),
         lambda: part.all_reduce(x),
         lambda: comm.all_gather(x, stream=stream),
@@ -78,7 +78,7 @@ def call_everything() -> None:
         lambda: setattr(comm, "timeout", 0.001),
         lambda: comm.group.exchange.barrier("by a child"),
         lambda: proxy.drain(1.0),
-        lambda: proxy.add_schedule(None),  # type: ignore[arg-type]  # refused before it looks at its argument
+        lambda: proxy.add_schedule(None),  # type: ignore[arg-type]  # refused before the argument is used
         comm.runtime.synchronize,
         stream.synchronize,
     ]
@@ -102,7 +102,7 @@ def leave_with() -> None:
 
 
 def collect() -> None:
-    global comm, part, registered, stream, channels, proxy  # noqa: PLW0603  objects of the parent
+    global comm, part, registered, stream, channels, proxy  # noqa: PLW0603  (frees the parent's objects)
     del comm, part, registered, stream, channels, proxy
     gc.collect()
     os._exit(0)

@@ -1,6 +1,6 @@
 """Replays graphs of mixed collectives of random sizes in random order, on new values, and checks every result.
 
-Started with one process per GPU; Open MPI's mpirun may need --allow-run-as-root:
+Start one process per GPU (Open MPI's mpirun may need --allow-run-as-root):
 
     mpirun -n 4 python3 -m mpi4py tests/support/programs/graph_replays.py --count 10000
     mpirun -n 4 python3 -m mpi4py tests/support/programs/graph_replays.py --seconds 180
@@ -22,11 +22,11 @@ from support.cases.graphs import Graph, Replayed
 from support.cases.reference import ALGORITHMS, DTYPES, OPS, Call
 
 COLLECTIVES = ("all_reduce", "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
-TOGETHER = 100  # replays between two readings of the clock
+TOGETHER = 100  # replays between checks of the clock
 
 
 def random_call(rng: np.random.Generator, world_size: int, algorithms: tuple[str, ...]) -> Call:
-    """Returns a random collective call. Sizes are uniform in their logarithm, up to about 1 MiB."""
+    """Returns a random collective call, with a log-uniform size of up to about 1 MiB."""
     collective = str(rng.choice(COLLECTIVES))
     reduces = collective in ("all_reduce", "reduce_scatter")
     choices = (*algorithms, None) if collective == "all_reduce" else ("proxy", None)
@@ -43,7 +43,7 @@ def random_call(rng: np.random.Generator, world_size: int, algorithms: tuple[str
 
 
 def capture(stream: Stream, calls: list[Replayed]) -> Graph:
-    """Captures the calls, one after another, into a graph."""
+    """Captures all calls into one graph."""
 
     def issue() -> None:
         for call in calls:
@@ -75,9 +75,7 @@ def main() -> None:
         began, replays, results, nbytes = time.monotonic(), 0, 0, 0
 
         def more() -> bool:
-            """Returns whether to replay once more; the answer is the same on all ranks, from the count or from rank 0's
-            clock.
-            """
+            """Returns whether to replay again, which all ranks decide by the count or by rank 0's clock."""
             if options.count is not None:
                 return replays < options.count
             if replays % TOGETHER:

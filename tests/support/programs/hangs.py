@@ -1,6 +1,6 @@
-"""Ranks that hang in the way that the first argument names, and write reports to ``PROXYCCL_REPORT_DIR``.
+"""Runs ranks that hang in the manner that the first argument names, and write reports to ``PROXYCCL_REPORT_DIR``.
 
-Ranks are plain processes, or MPI's where `run_mpi` started them.
+Ranks are plain processes (`run_processes`) or MPI processes (`run_mpi`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def killed() -> None:
 
 
 def signalled_while_it_hangs() -> None:
-    """Sends the signal while the main threads of all ranks except one are in a waiting call; afterwards the ranks go on
+    """Sends the report signal while the main threads of all ranks except one wait in a call. The call then completes
     normally.
     """
     comm = Communicator(bootstrap, timeout=LONG)
@@ -73,7 +73,7 @@ def signalled_while_it_hangs() -> None:
         comm.all_reduce(x, stream=stream)
     meet()
     if rank == VICTIM:
-        time.sleep(0.5)  # so that the other ranks are in their calls
+        time.sleep(0.5)  # until the other ranks wait in their calls
         for pid in pids:
             os.kill(pid, signal.SIGUSR1)
         await_reports(len(pids))
@@ -91,13 +91,13 @@ def signalled_while_all_is_well() -> None:
     comm.close()
     before = len(list(REPORTS.iterdir()))
     meet()
-    os.kill(os.getpid(), signal.SIGUSR1)  # with nothing to report it does nothing
+    os.kill(os.getpid(), signal.SIGUSR1)  # does nothing without an open communicator
     time.sleep(0.2)
     say(f"wrote {len(list(REPORTS.iterdir())) - before} more")
 
 
 def signalled_after_other_signals() -> None:
-    """Sends the signal after signals that the program handles have reached the reporting thread."""
+    """Sends the report signal after the reporting thread has received other signals, which the program handles."""
     signal.signal(signal.SIGALRM, lambda *_: None)
     comm = Communicator(bootstrap, timeout=LONG)
     (reporter,) = (thread for thread in threading.enumerate() if thread.name == "proxyccl-signal")
@@ -121,7 +121,7 @@ def signal_handled_by_the_program() -> None:
 
 
 def forked() -> None:
-    """Checks that the signal has its default effect in a forked child, and does not make the parent report."""
+    """Checks that the report signal has its default effect in a forked child."""
     comm = Communicator(bootstrap, timeout=LONG)
     child = os.fork()
     if child == 0:
@@ -143,5 +143,5 @@ SCENARIOS = {
         forked,
     )
 }
-meet()  # on a busy machine processes start further apart than TIMEOUT
+meet()  # busy machines start processes at different times
 SCENARIOS[sys.argv[1]]()

@@ -1,8 +1,6 @@
-"""Runs programs one after another on the same ranks, each as `__main__`, with the program's directory first on the
-path.
- Each argument is a program with its arguments, as one string. Rank 0 prints a line "== PROGRAM" before each. If a
- program exits with a message, the message is printed to stderr, as an interpreter does, the next program runs, and the
- exit code is finally 1.
+"""Runs programs one after another on the same MPI ranks, each as `__main__`.
+Each argument is a program with its arguments, as one string. Rank 0 prints a line "== PROGRAM" before each program. If
+a program exits with a message, prints the message to stderr, runs the next program, and finally exits with 1.
 """
 
 import runpy

@@ -1,5 +1,5 @@
-"""Two ranks whose proxies run in the job's own daemon. The first rank starts the daemon and is killed: "alone", or
-"with_a_child" that lives on. The ranks print the numbers of the daemon's and the child's processes.
+"""Runs two ranks whose proxies run in the job's daemon. Rank 0 starts the daemon, forks a child that continues (with
+the argument "with_a_child"), and is killed. Prints the process ids of the daemon and of the child.
 """
 
 from __future__ import annotations
@@ -45,9 +45,7 @@ meet()
 if comm.rank == 0:
     if sys.argv[1] == "with_a_child":  # the child keeps the socket to the daemon open
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DeprecationWarning
-            )  # of forking beside threads, which the child does not need
+            warnings.simplefilter("ignore", DeprecationWarning)  # warns about forks of processes with threads
             child = os.fork()
         if child == 0:
             for descriptor in (0, 1, 2):

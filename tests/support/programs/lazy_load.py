@@ -1,7 +1,7 @@
-"""Two ranks whose torch launches a kernel for the first time while a proxied collective waits for the other rank.
+"""Runs two ranks on which torch first launches a kernel while a collective by proxy waits for the other rank.
 
-Run on two processes without ProxyCCL's variables in the environment. Each rank prints the collectives with correct
-results.
+Run on two MPI processes without ProxyCCL's environment variables. Each rank prints each collective whose result is
+correct.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ FIRST_LAUNCHED: dict[str, Callable[[Any], Any]] = {
     "all_to_all": torch.special.i0e,
     "broadcast": torch.special.ndtri,
 }
-"""For each collective a torch kernel that nothing else launches."""
+"""For each collective, a torch function whose kernel nothing else launches."""
 
 
 def filled(*values: float) -> Any:
-    """Returns an array with one share filled with each value."""
+    """Returns a tensor with one share of COUNT elements for each value."""
     return torch.cat([torch.full((COUNT,), value, device=device) for value in values])
 
 
@@ -54,7 +54,7 @@ with Communicator(timeout=60) as comm:
         given, expected = (filled(*values) for values in SHARES[collective])
         result = torch.zeros_like(expected)
         call = getattr(comm, collective)
-        for late in (False, True):  # the first call only loads the collective's own kernels
+        for late in (False, True):  # the first call loads the collective's own kernels
             result.zero_()
             torch.cuda.synchronize()
             comm.barrier()

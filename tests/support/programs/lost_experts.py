@@ -1,6 +1,5 @@
-"""Sends tokens to experts round after round, until a rank is killed; the other ranks continue without its experts. Each
-of them prints its number, the numbers of the lost ranks, and whether each later token came back as the sum of the
-remaining experts' results.
+"""Sends tokens to experts in rounds until a rank is killed, then continues without that rank's experts. Each surviving
+rank prints its number, the lost ranks, and whether each later result is the sum of the remaining experts' results.
 """
 
 from __future__ import annotations

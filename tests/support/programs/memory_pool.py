@@ -1,5 +1,5 @@
-"""Makes collectives between ranks that are processes, on arrays in a pool's segments, which come and go, and on
-registered arrays that are freed. Each rank checks its results, and prints a line.
+"""Makes collectives between processes, on pool segments that are allocated and freed, and on registered arrays that are
+freed. Each rank checks its results, and prints a line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from support.running import wait_for
 
 
 def freed_arrays(comm: Communicator, call: Call) -> None:
-    """Frees registered arrays while no communicator follows the pool, so that their memory is freed immediately."""
+    """Frees registered arrays while no communicator follows the memory pool, so that memory is freed immediately."""
     room = room_for(call, comm.world_size)
     source = comm.empty(room, "uint8")
     for seed in range(3):
@@ -40,8 +40,8 @@ def freed_arrays(comm: Communicator, call: Call) -> None:
 
 
 def segments(comm: Communicator, call: Call) -> None:
-    """Frees segments of a pool that a communicator follows: each must be withdrawn, and unmapped by the
-    peers, before.
+    """Frees segments of a pool that a communicator follows. The peers must unmap each segment before its memory is
+    freed.
     """
     pool, room = MemoryPool(comm.runtime), room_for(call, comm.world_size)
     comm.group.symmetric.follow(pool)

@@ -1,4 +1,4 @@
-"""Two ranks on GPUs: runs every function of `proxyccl.numba`, then waits for a signal that never comes."""
+"""Runs every function of `proxyccl.numba` on two ranks with GPUs, then waits for a signal that never arrives."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Launches kernels in Numba without a device, and prints each one's argument types and whether it was linked.
+"""Launches Numba kernels without a device. Prints each kernel's argument types and whether the kernel was linked.
 
-With the argument "newest", first removes from NumPy everything that NumPy 2.5 removed.
+With the argument "newest", first removes from NumPy what NumPy 2.5 removed.
 """
 
 # ruff: noqa: E402  (NumPy is changed before proxyccl.numba is imported)
@@ -15,7 +15,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[3] / "examples")]
 
-import numba.np.arrayobj  # noqa: F401  (before row_stack goes: Numba's own asks NumPy's version, not NumPy)
+import numba.np.arrayobj  # noqa: F401  (before row_stack is removed, because Numba checks only NumPy's version)
 import numpy as np
 
 if "newest" in sys.argv and hasattr(np, "row_stack"):
@@ -37,7 +37,7 @@ CONTEXT = SimpleNamespace(device=SimpleNamespace(compute_capability=(9, 0)))
 
 
 def launched(kernel: Any, *_: Any) -> None:
-    """Replaces the launch of a kernel that was compiled and linked for its arguments: prints the kernel instead."""
+    """Prints a compiled and linked kernel instead of launching it."""
     types = ", ".join(str(of) for of in kernel.argument_types)
     print(kernel.fndesc.qualname, types, bytes(kernel.library.get_cubin().code).startswith(b"\x7fELF"), sep=": ")
 

@@ -1,4 +1,4 @@
-"""Runs a rank of a job on several hosts, with the task that WHAT names. The ranks meet through MPI, or in a directory.
+"""Runs one rank of a job on several hosts, with the task WHAT. The ranks bootstrap by MPI or by files in DIRECTORY.
 
 mpiexec -n WORLD_SIZE python -m mpi4py on_hosts.py WHAT
 python on_hosts.py DIRECTORY RANK WORLD_SIZE WHAT
@@ -19,7 +19,7 @@ from proxyccl import Communicator, DispatchCombine, ExecutionPlan, FileBootstrap
 from support.cases.plan_documents import all_gather, all_reduce_of_nodes, port_packets
 
 SHORT = 2.0
-"""A time-out that a task waits for."""
+"""A time-out that expires in a task."""
 
 
 def collectives(comm: Communicator) -> None:
@@ -29,7 +29,7 @@ def collectives(comm: Communicator) -> None:
 
 
 def arrays(comm: Communicator) -> None:
-    """Checks collectives of a few lengths, in registered and other memory."""
+    """Checks collectives of several lengths, in registered and in other memory."""
     n, rank = comm.world_size, comm.rank
     for count in (1, 1000, 300_001):
         x = comm.empty(count, "float32").upload(np.arange(count) % 7 + rank)
@@ -47,7 +47,7 @@ def arrays(comm: Communicator) -> None:
 
 
 def experts(comm: Communicator) -> None:
-    """Checks an MoE round trip without experts' work: each token comes back multiplied by its number of experts."""
+    """Checks a dispatch and combine without experts: each result is the token times its number of experts (2)."""
     rng = np.random.default_rng(comm.rank)
     tokens = rng.integers(-8, 8, (40, 64)).astype(np.float32)
     chosen = rng.permuted(np.tile(np.arange(2 * comm.world_size), (40, 1)), axis=1)[:, :2].astype(np.int32)
@@ -58,7 +58,7 @@ def experts(comm: Communicator) -> None:
 
 
 def plans(comm: Communicator) -> None:
-    """Executes plans whose port channels lead to other hosts, repeatedly."""
+    """Repeatedly executes plans with port channels to other hosts."""
     n, local = comm.world_size, comm.local_world_size
     gathers = [ExecutionPlan.load(plan) for plan in (all_gather(n, "port", "pwsf"), port_packets(n))]
     reduce = ExecutionPlan.load(all_reduce_of_nodes(n, local)) if local > 1 else None
@@ -74,7 +74,7 @@ def plans(comm: Communicator) -> None:
 
 
 def flood(comm: Communicator) -> None:
-    """Makes more writes than may be outstanding."""
+    """Makes collectives with more writes than may be outstanding."""
     for _ in range(20):
         x = comm.empty(50_000, "float32").fill(1)
         comm.all_reduce(x)
@@ -82,7 +82,7 @@ def flood(comm: Communicator) -> None:
 
 
 def go_on(comm: Communicator) -> None:
-    """Kills the last rank during its work; the other ranks report that, and continue without it."""
+    """Kills the last rank. The other ranks print their errors, shrink the communicator, and check collectives."""
 
     def die() -> None:
         if comm.rank == comm.world_size - 1:
@@ -95,7 +95,7 @@ def go_on(comm: Communicator) -> None:
 
 
 def cut(comm: Communicator) -> None:
-    """Prints "ready" once the ranks work, and makes calls until a fault of the network ends them."""
+    """Prints "ready" after a first collective, then makes collectives until a network fault ends them."""
 
     def report() -> None:
         comm.timeout = SHORT
@@ -120,7 +120,7 @@ def _until_it_fails(comm: Communicator, after_first: Callable[[], None]) -> None
 
 
 def one(comm: Communicator) -> None:
-    """Makes a first collective."""
+    """Makes one collective."""
     x = comm.empty(1000, "float32").fill(1)
     comm.all_reduce(x)
     assert (x.numpy() == comm.world_size).all()

@@ -1,6 +1,6 @@
-"""The scenarios that test_sanitizer.py runs under ThreadSanitizer: ranks as threads, few GPU threads.
+"""Scenarios that test_sanitizer.py runs under ThreadSanitizer, with ranks as threads and few GPU threads.
 
-Scenarios whose names begin with "planted" contain a race on purpose; the others must be free of races.
+Scenarios whose names begin with "planted" contain a race on purpose. All other scenarios must be free of races.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ ALGORITHMS = ("one_shot", "recursive_doubling", "two_shot_packets", "two_shot", 
 def all_reduce() -> None:
     def body(comm: Communicator) -> None:
         for algorithm in ALGORITHMS:
-            for _ in range(3):  # there are two buffers: the third call reuses the first
+            for _ in range(3):  # the third call reuses the first of two buffers
                 x = np.arange(1001, dtype=np.float32) + comm.rank
                 comm.all_reduce(x, algorithm=algorithm)
                 assert np.array_equal(x, 3 * np.arange(1001, dtype=np.float32) + 3)
@@ -59,9 +59,7 @@ def all_reduce() -> None:
 
 
 def lines() -> None:
-    """Makes calls that send packets as lines, and reuse the lines' places; some lines have parts that no
-    thread needs.
-    """
+    """Makes calls that send packets as 128-byte lines, reuse the lines' memory, and fill some lines only partly."""
 
     def body(comm: Communicator) -> None:
         for algorithm in ("one_shot", "two_shot_packets"):
@@ -74,7 +72,7 @@ def lines() -> None:
 
 
 def all_reduce_on_streams() -> None:
-    """Queues all-reduces on a stream without waits in between, each longer than one round of packets."""
+    """Queues all-reduces on a stream without synchronisation, each longer than one round of packets."""
 
     def body(comm: Communicator) -> None:
         stream = comm.runtime.create_stream()
@@ -106,7 +104,7 @@ def moves() -> None:
 
 
 def transfers() -> None:
-    """Makes transfers that reuse the slots of their flow, for pieces of one transfer and of the next."""
+    """Makes transfers that reuse buffer slots within one transfer and in the next transfer."""
 
     def body(comm: Communicator) -> None:
         rank, peer = comm.rank, 1 - comm.rank
@@ -122,8 +120,8 @@ def transfers() -> None:
 
 
 def symmetric_memory() -> None:
-    """Makes calls that write results into peers' outputs, alternating with staged calls; all-reduces have one piece or
-    several.
+    """Alternates calls that write directly into peers' outputs with staged calls. All-reduces have one piece or several
+    pieces.
     """
 
     def body(comm: Communicator) -> None:
@@ -147,7 +145,7 @@ def symmetric_memory() -> None:
         whole[:] = 1
         comm.all_reduce(source, algorithm="two_shot")
         assert np.all(whole == ranks)
-        for _ in range(3):  # in this call peers load from each other's arrays
+        for _ in range(3):  # in these calls, peers read each other's arrays
             whole[:1001] = 1 + comm.rank
             comm.all_reduce(whole[:1001], algorithm="two_shot")
             assert np.all(whole[:1001] == sum(range(1, ranks + 1)))
@@ -155,13 +153,11 @@ def symmetric_memory() -> None:
     run(3, body)
 
 
-PIECE = 1 << 20  # elements: several pieces of a pipeline's buffers
+PIECE = 1 << 20  # number of elements, larger than a pipeline buffer
 
 
 def dispatch_combine() -> None:
-    """Routes tokens, and moves rows in both directions, in rounds that reuse the buffers with different numbers of
-    tokens.
-    """
+    """Dispatches and combines tokens, in rounds that reuse the buffers with different numbers of tokens."""
 
     def body(comm: Communicator) -> None:
         experts = 2 * comm.world_size
@@ -180,8 +176,8 @@ def dispatch_combine() -> None:
 
 
 def expert_parallel() -> None:
-    """Uses two layers on one communicator in turn. One layer has blocks that only send. The number of tokens changes
-    between calls, and some calls are in halves, so that a dispatch begins while a combine's rows are on their way back.
+    """Alternates two layers, one of which has blocks that only send, on one communicator. The number of tokens changes
+    between calls. Some calls are split, so that a dispatch begins during a combine.
     """
 
     def body(comm: Communicator) -> None:
@@ -210,14 +206,14 @@ def expert_parallel() -> None:
 
 
 def expert_layouts() -> None:
-    """Uses each layout of rows (one for each rank, padded, with gaps), with ids that are announced or counted, and with
-    calls in halves.
+    """Uses each layout of rows (one row per rank, padded, with gaps), with announced or counted ids, and with split
+    calls.
     """
 
     def body(comm: Communicator) -> None:
         experts, node = 2 * comm.world_size, (comm.local_world_size, comm.world_size)
         layouts: list[tuple[str, int, int | None]] = [("rank", 40, None), ("rank", 8, None), ("padded", 8, None)]
-        layouts.append(("padded", 100, None))  # with this number of ids, they are counted
+        layouts.append(("padded", 100, None))  # this many ids are counted
         for layout, most, alignment in (*layouts, ("expert", 40, 4), ("expert", 8, 4)):
             sizes = (most, 33, 3, comm.rank, experts, *node)
             options = {"dtype": "float32", "num_sm": 3, "layout": layout, "expert_alignment": alignment}
@@ -225,7 +221,7 @@ def expert_layouts() -> None:
             for tokens in (most, comm.rank):
                 x = np.full((tokens, 33), 1 + comm.rank, np.float32)
                 ids = (np.arange(3 * tokens, dtype=np.int32) % (experts + 1)).reshape(tokens, 3)
-                of_part = 2 if layout == "rank" else 1  # experts that share a row of a token
+                of_part = 2 if layout == "rank" else 1  # number of experts that share a token's row
                 parts = [{each // of_part for each in row if each < experts} for row in ids.tolist()]
                 expected = x * np.array([len(of_token) for of_token in parts], np.float32).reshape(tokens, 1)
                 rows, _, desc = layer.dispatch(x, ids, np.full((tokens, 3), 2, np.float32))
@@ -256,7 +252,7 @@ extern "C" __global__ void producers(DeviceHandle<ProxyChannel>* channels, uint3
 
 
 def ring() -> None:
-    """Lets more producers than there are slots push into two rings, of two proxy threads."""
+    """Pushes into two rings, of two proxy threads, from more GPU threads than a ring has slots."""
 
     def body(comm: Communicator) -> None:
         words = comm.empty(2 * 96, "uint32").fill(0)
@@ -272,7 +268,7 @@ def ring() -> None:
 
 
 def copy_streams() -> None:
-    """Runs the proxy's copies in separate threads, like a copy engine, for schedules and for kernels' triggers."""
+    """Executes the proxy's copies (for schedules and for kernels' triggers) in separate threads, like a copy engine."""
 
     def body(comm: Communicator) -> None:
         moe = DispatchCombine(
@@ -321,8 +317,8 @@ extern "C" __global__ void reuse_pinned(DeviceHandle<ProxyChannel>* channels, ui
 
 
 def _pinned(comm: Communicator, nbytes: int) -> tuple[list[int], Any, Any]:
-    """Allocates pinned memory. Returns [ids of this rank's outbox and of the next rank's inbox], this rank's outbox,
-    and this rank's inbox.
+    """Allocates pinned memory. Returns a list of the ids of this rank's outbox and the next rank's inbox, this rank's
+    outbox, and this rank's inbox.
     """
     outbox, inbox = (comm.runtime.allocate_pinned(nbytes) for _ in range(2))
     theirs = comm.runtime.open_pinned(comm.all_gather_bytes(inbox.handle)[(comm.rank + 1) % comm.world_size])
@@ -330,16 +326,14 @@ def _pinned(comm: Communicator, nbytes: int) -> tuple[list[int], Any, Any]:
 
 
 def pinned_memory() -> None:
-    """Copies outboxes to inboxes: the CPU copies short data; the driver copies long data and any data that
-    follows it.
-    """
+    """Copies outboxes to inboxes. The CPU copies short data, and the driver copies long data and all later data."""
     words = 20_000
 
     def body(comm: Communicator) -> None:
         channels = [comm.proxy_channels(comm.empty(16))[0] for _ in range(2)]
         ids, outbox, inbox = _pinned(comm, 4 * words)
         total = comm.empty(1, "uint32").fill(0)
-        stream = comm.runtime.create_stream()  # a stream of its own: ranks may share a runtime and its default stream
+        stream = comm.runtime.create_stream()  # not the default stream, which ranks of one runtime share
         exchange = comm.compile(PINNED, "exchange_pinned")
         exchange(1, 1, *channels, *ids, outbox.ptr, inbox.ptr, words, total, stream=stream)
         comm.synchronize(stream)
@@ -350,9 +344,7 @@ def pinned_memory() -> None:
 
 
 def schedules() -> None:
-    """Makes calls by schedules on arrays that streams write before and read after each call, and that peers' proxies
-    write during it.
-    """
+    """Makes calls by schedules, between a stream's writes to the input and reads of the output."""
     share, rounds = 777, 4
 
     def body(comm: Communicator) -> None:
@@ -458,9 +450,7 @@ def channels() -> None:
         direct, proxied = comm.sm_channels(data), comm.proxy_channels(data)
 
         def settle() -> np.ndarray[Any, Any]:
-            """Waits for both ranks' kernels: memory that a peer may still write must not be read, not even in
-            passing.
-            """
+            """Waits for both ranks' kernels, because memory that a peer may still write must not be read."""
             comm.synchronize()
             comm.barrier()
             values = data.numpy()
@@ -484,8 +474,8 @@ def channels() -> None:
 
 
 def agents() -> None:
-    """Lets threads share two agents over each path: they post, wait, poll, cancel, send, and take memory away. The last
-    path is also tested with device memory, which both agents stage.
+    """Makes threads share two agents over each path: the threads start, wait for, poll and cancel transfers, send
+    messages, and deregister memory. TCP is also tested with device memory, which both agents stage.
     """
     random = np.random.default_rng(1)
     runtime = HostRuntime()
@@ -522,9 +512,7 @@ def agents() -> None:
             whole.wait(60)
             for thread in threads:
                 thread.join()
-            a.write("b", [(near.address, far.address, 100)]).wait(
-                60
-            )  # arrives after everything that canceled transfers sent
+            a.write("b", [(near.address, far.address, 100)]).wait(60)  # arrives after all data of canceled transfers
             values = random.integers(0, 256, NBYTES, dtype=np.uint8)
             if isinstance(theirs, Array):
                 theirs.upload(values)
@@ -532,7 +520,7 @@ def agents() -> None:
                 theirs[:] = values
             a.read("b", [(near.address, far.address, NBYTES)]).wait(60)
             assert np.array_equal(ours.numpy() if isinstance(ours, Array) else ours, values)
-            left = a.read("b", [(near.address, far.address, NBYTES)])  # the peer ends during this transfer
+            left = a.read("b", [(near.address, far.address, NBYTES)])  # the peer closes during this transfer
         assert left.state is not State.ACTIVE
 
 
@@ -576,11 +564,11 @@ def grid() -> None:
 
 
 def timeout() -> None:
-    """Lets a wait give up after its time-out."""
-    missed = threading.Event()  # keep the other rank: if it left, the call would end sooner
+    """Makes a wait end by its time-out."""
+    missed = threading.Event()  # keeps rank 1 from leaving, which would end the call sooner
 
     def body(comm: Communicator) -> None:
-        comm.collectives.team()  # make it now, or the other rank would wait for this one here
+        comm.collectives.team()  # collective set-up, so that only the all_reduce times out
         impatient(comm, 1)
         if comm.rank == 0:
             x = np.zeros(8, np.float32)
@@ -683,9 +671,7 @@ def planted_missing_meeting() -> None:
         comm.group.symmetric.update()
         announced = comm.group.symmetric.find(data.ptr, data.nbytes)
         assert announced is not None
-        reached_at = announced.known[
-            0
-        ]  # the range's addresses are the array's: the array starts at the range's first byte
+        reached_at = announced.known[0]  # the array starts at the range's first byte
         assert reached_at is not None
         struct.pack_into(f"<{len(reached_at)}Q", parameter, ffi.offsetof("ProxycclTeam", "reached_at"), *reached_at)
         gather = comm.compile(MISSING_MEETING, "gather_unmet", include_dirs=[str(KERNELS)])
@@ -744,7 +730,7 @@ def planted_read_before_the_end() -> None:
     with Agent("a", listen=()) as agent:
         address = agent.register(memory).address
         transfer = agent.read("a", [(address, address + half, half)])
-        while memory[half - 1] == 0:  # the agent's thread copies; a wait would let this thread copy too
+        while memory[half - 1] == 0:  # does not call wait(), because then this thread would copy too
             time.sleep(0.001)
         ctypes.memmove(ctypes.create_string_buffer(8), address + half - 8, 8)
         transfer.wait()

@@ -1,7 +1,7 @@
-"""Kills ranks, some of them while the others shrink the communicator; the survivors shrink it until only they are left.
+"""Kills ranks before and during shrinks of the communicator. The survivors shrink until only survivors are members.
 
-Arguments: the place where each victim is killed, as in "1=before 2=joined". Each survivor prints the members, by their
-original numbers, and the results of the collectives.
+Arguments: each victim's rank and the step at which it is killed, as in "1=before 2=joined". Each survivor prints the
+original ranks of the members, and the results of collectives.
 """
 
 import os
@@ -23,12 +23,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 from support.processes import FileBootstrap
 
 PLACES: dict[str, tuple[object, str, bool]] = {
-    "comes": (survivors, "wait_at_most", False),  # after it has announced itself, while it waits for the others
+    "comes": (survivors, "wait_at_most", False),  # after the rank has announced itself, while it waits for other ranks
     "assembled": (Survivors, "assemble", True),
     "joined": (Survivors, "all_joined", True),
     "starts": (Collectives, "start", False),
 }
-"""A method, and whether the rank is killed after it."""
+"""For each step: a method, and whether the rank is killed after the method instead of before."""
 
 
 def die(*_: Any) -> None:

@@ -1,6 +1,4 @@
-"""Writes to a libfabric endpoint as a process that knows the endpoint's address but not its memory's key, and prints
-the data that arrived.
-"""
+"""Writes to a libfabric endpoint with its address but without its memory key, and prints the data that arrived."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Compiles Triton kernels for GPUs that this machine lacks, and writes a file for each kernel.
-The argument is a directory, whose name gives the architecture and perhaps one of two words for kernels that take long
-to compile: with "values" a kernel of many functions is compiled, with "examples" the examples' kernels. Without either
-word, a kernel for each access that synchronises is compiled.
+The argument is a directory, whose name contains the architecture. If the name also contains "values", compiles a kernel
+that calls many functions; if "examples", the examples' kernels; otherwise, a kernel for each synchronising access.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def sync_grid(barrier):
 
 @triton.jit
 def values(proxy, sm, x, n):
-    """Calls the functions with which triggers and signals carry values, and a flush that is awaited later."""
+    """Calls the functions with values in triggers and signals, and an asynchronous flush."""
     pt.put_value(proxy, 8, n, tl.int8)
     pt.put_value(proxy, 8, 1.5, tl.float16)
     pt.put_value_with_signal(proxy, 8, tl.load(x), tl.float32)

@@ -1,6 +1,4 @@
-"""Launches a compiled kernel on a runtime that stands in for a GPU's, and prints the driver's arguments of each
-launch.
-"""
+"""Launches compiled kernels on a fake GPU runtime, and prints the driver's arguments of each launch."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from support.kernels import triton as kernels
 
 
 class StandIn(GpuRuntime):
-    """A runtime that prints the loads of modules and the launches, instead of making them."""
+    """A runtime that prints module loads and launches instead of executing them."""
 
     def __init__(self) -> None:
         self.name, self.device, self.info = "cuda", 0, SimpleNamespace(architecture="sm_90")
@@ -42,7 +40,7 @@ class StandIn(GpuRuntime):
 
 
 class Array:
-    """Eight floats at an address of the device."""
+    """Eight floats at a device address."""
 
     def __init__(self, address: int) -> None:
         self.__cuda_array_interface__ = {
@@ -61,7 +59,7 @@ kernel = TritonKernel(communicator, kernels.scale, grid=lambda given: (given["n"
 fill = TritonKernel(communicator, kernels.fill, grid=1)
 kernel(Array(4096), 64, 2.0, BLOCK=16)
 kernel(Array(8192), 128, 3.0, BLOCK=16, stream=9)  # the same variant
-kernel(Array(4100), 65, 3.0, BLOCK=16)  # neither is a multiple of 16
+kernel(Array(4100), 65, 3.0, BLOCK=16)  # neither argument is a multiple of 16
 for constants in ([1, 2], [1.0, 2.0], [1, 2]):  # equal numbers of two types
     fill(Array(4096), value=constants)
 channel = object.__new__(ProxyChannel)

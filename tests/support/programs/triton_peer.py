@@ -1,4 +1,6 @@
-"""Kills rank 1 while rank 0 waits for its signal in a kernel. Rank 0 prints its exception, and the wait's result."""
+"""Kills rank 1 while rank 0 waits in a kernel for rank 1's signal. Rank 0 prints its exception and the wait's
+result.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ bootstrap = FileBootstrap.from_environment()
 with Communicator(bootstrap, timeout=60) as comm:
     out = comm.empty(1, "int32").upload(np.full(1, 7, np.int32))
     (channel,) = comm.proxy_channels(comm.empty(4, "int32"))
-    bootstrap.all_gather(b"", 60, lambda: None)  # so that none of the communicator's messages is in flight
+    bootstrap.all_gather(b"", 60, lambda: None)  # until no message of the communicator is in flight
     if comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     try:

@@ -1,4 +1,6 @@
-"""Runs tests with an instrumented `proxyccl.proxy._transfers`: the module's path, then pytest's arguments."""
+"""Runs tests with an instrumented `proxyccl.proxy._transfers`. Arguments: the module's path, then pytest's
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import sys
 import pytest
 
 if __name__ == "__main__":
-    del os.environ["LD_PRELOAD"]  # compilers run without the sanitizer
+    del os.environ["LD_PRELOAD"]  # runs compilers without the sanitizer
     spec = importlib.util.spec_from_file_location("proxyccl.proxy._transfers", sys.argv[1])
     assert spec is not None
     assert spec.loader is not None

@@ -1,8 +1,7 @@
-"""Runs a program under a filter of system calls like Docker's: under_seccomp.py PROGRAM ARGUMENTS
+"""Runs a program under a system call filter like Docker's: under_seccomp.py PROGRAM ARGUMENTS
 
-The filter refuses, with EPERM, the calls that Docker's profile refuses to a container without further capabilities.
-Among them are a debugger's calls, and those that read another process's memory. A filter can't be removed again, and a
-process's children inherit it.
+The filter refuses, with EPERM, the system calls that Docker's default profile refuses, including debuggers' calls and
+calls that access another process's memory. A process can't remove its filter, and its children inherit the filter.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pathlib import Path
 
 _NO_NEW_PRIVILEGES, _SET_SECCOMP, _FILTER = 38, 22, 2
 _LOAD_WORD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
-_ALLOW, _REFUSE = 0x7FFF0000, 0x00050001  # the latter with EPERM
+_ALLOW, _REFUSE = 0x7FFF0000, 0x00050001  # _REFUSE returns EPERM
 _NUMBER, _ARCHITECTURE, _X86_64 = 0, 4, 0xC000003E
 _CALLS = """
     ptrace=101 syslog=103 pivot_root=155 chroot=161 acct=163 mount=165 umount2=166 swapon=167 reboot=169
@@ -33,7 +32,7 @@ REFUSED = {name: int(number) for name, number in (call.split("=") for call in _C
 
 
 def confine() -> None:
-    """Puts this process under the filter."""
+    """Installs the filter in this process."""
 
     def instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
         return struct.pack("HBBI", code, if_true, if_false, value)

@@ -1,7 +1,7 @@
-"""Runs scenarios of race_scenarios.py on instrumented extension modules, in a process with ThreadSanitizer.
+"""Runs scenarios of race_scenarios.py with instrumented extension modules, under ThreadSanitizer.
 
-Arguments: the directory of the instrumented modules, then names of scenarios. Each scenario's name is printed as a line
-of standard error, before the sanitizer's reports; the name and the exit code are printed as a line of standard output.
+Arguments: the directory of the instrumented modules, then names of scenarios. Prints each scenario's name to stderr
+before the sanitizer's reports, and its name and exit code to stdout.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ def use_instrumented(directory: Path) -> None:
 
 
 def start_compilers_cheaply() -> None:
-    """Compilers run without the sanitizer, and start without a copy of this process.
+    """Makes compilers run without the sanitizer, and start without a copy of this process.
 
-    The sanitizer turns `vfork` into `fork`, which copies the page tables of its shadow memory: a third of all time.
-    `subprocess` uses `posix_spawn`, which the sanitizer does not change, if the command has a path and no descriptors
-    must be closed.
+    The sanitizer replaces `vfork` by `fork`, which copies the page tables of shadow memory and takes a third of the
+    run's time. `subprocess` uses `posix_spawn` instead if no descriptors must be closed.
     """
     del os.environ["LD_PRELOAD"]
     subprocess.Popen = functools.partial(subprocess.Popen, close_fds=False)  # type: ignore[assignment,misc]
@@ -43,8 +42,7 @@ if __name__ == "__main__":
     for scenario in sys.argv[2:]:
         print(scenario, file=sys.stderr, flush=True)
         status = 0
-        # After a race the process is unreliable, so each planted race runs in a fork, which has the imports and then
-        # ends.
+        # After a race a process is unreliable, so each planted race runs in a separate fork.
         if not scenario.startswith("planted"):
             getattr(scenarios, scenario)()
         elif child := os.fork():

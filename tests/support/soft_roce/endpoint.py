@@ -1,4 +1,4 @@
-"""Runs a queue pair on one of the machine's devices with pyverbs alone, without ProxyCCL.
+"""Runs a queue pair on a Soft-RoCE device by pyverbs, without ProxyCCL.
 
 python endpoint.py END DESCRIPTOR      serves requests from a pipe
 """
@@ -30,7 +30,7 @@ ACCESS = enums.IBV_ACCESS_LOCAL_WRITE | enums.IBV_ACCESS_REMOTE_WRITE
 BYTES = 128 << 10
 MTU = 4096
 TIMEOUT = 60.0
-"""Bound of every wait, in seconds."""
+"""Time limit of waits in seconds."""
 
 
 def gid(address: str) -> str:
@@ -45,8 +45,8 @@ def gid_index(context: Context, address: str) -> int:
 
 
 class Endpoint:
-    """A queue pair on device `end`, with 2 * BYTES bytes of memory: the first half is written into the second half of
-    the other endpoint's memory.
+    """A queue pair on device `end`, with 2 * BYTES bytes of memory. Writes copy the first half into the second half of
+    the peer's memory.
     """
 
     def __init__(self, end: int) -> None:
@@ -76,11 +76,11 @@ class Endpoint:
         attributes.ah_attr = AHAttr(gr=route, is_global=1, port_num=1)
         self._queue_pair.to_rtr(attributes)
         attributes.timeout = 14  # 67 ms
-        attributes.retry_cnt = 6  # Soft-RoCE takes 7 as infinite
+        attributes.retry_cnt = 6  # 7 means infinite retries in Soft-RoCE
         self._queue_pair.to_rts(attributes)
 
     def write(self, data: bytes) -> int:
-        """Writes data into the other endpoint's memory. Returns the completion's status."""
+        """Writes data into the peer's memory. Returns the completion's status."""
         self._memory.write(data, len(data))
         source = SGE(self._memory.buf, len(data), self._memory.lkey)
         request = SendWR(opcode=enums.IBV_WR_RDMA_WRITE, num_sge=1, sg=[source], send_flags=enums.IBV_SEND_SIGNALED)
@@ -94,12 +94,12 @@ class Endpoint:
         raise TimeoutError("no completion")
 
     def received(self) -> bytes:
-        """Returns the data that the other endpoint wrote."""
+        """Returns the data that the peer wrote."""
         return bytes(self._memory.read(BYTES, BYTES))
 
 
 def serve(end: int, pipe: Connection) -> None:
-    """Makes an endpoint, and calls its methods as requests (method, *arguments) come through the pipe."""
+    """Makes an endpoint, and calls its methods on requests (method, *arguments) from the pipe."""
     endpoint = Endpoint(end)
     pipe.send(endpoint.address)
     while request := pipe.recv():

@@ -1,14 +1,14 @@
-"""Puts the parts of the machine with Soft-RoCE into a directory, without root and without touching system packages.
- The parts are a kernel, QEMU, and the RDMA packages for the virtual machine. All come from the Debian release that this
- machine runs; packages that this machine has installed are not fetched (about 100 MB down, 150 MB unpacked).
+"""Downloads the parts of the virtual machine with Soft-RoCE into a directory, without root and without changing system
+packages: a kernel, QEMU, and RDMA packages. The packages are of this machine's Debian release; installed packages are
+not fetched (about 100 MB compressed, 150 MB unpacked).
 
     python fetch_machine.py DIRECTORY     exits with 0, or with 2 and the reason why the parts are not available
 
 Afterwards the directory contains:
-    root/       packages, unpacked over one another
+    root/       all unpacked packages
     kernel      the kernel
-    modules/    the kernel modules that the machine loads, with names that sort in load order
-    python/     pyverbs and nothing else, for PYTHONPATH
+    modules/    the kernel modules that the machine loads; their names sort in load order
+    python/     only pyverbs, for PYTHONPATH
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def fill(directory: Path) -> None:
     with tempfile.TemporaryDirectory(dir=directory) as temporary:
         apt = Apt(Path(temporary, "apt"), machine_suite(), INSTALLED)
         unpack(apt.download_with_dependencies(*PACKAGES), root)
-        # The kernel without its dependencies, which are needed only to make an initramfs.
+        # Without the kernel's dependencies, which only make an initramfs.
         unpacked = Path(temporary, "kernel")
         unpack([apt.download(apt.dependency(KERNEL, r"linux-image-\S+"))], unpacked, PLACES)
         (image,) = unpacked.glob("boot/vmlinuz-*")
@@ -65,7 +65,7 @@ def fill(directory: Path) -> None:
 
 
 def require_pyverbs_for_this_python(directory: Path) -> None:
-    """Raises UnavailableError if Debian built pyverbs for another Python than this one."""
+    """Raises UnavailableError unless Debian's pyverbs is built for this version of Python."""
     places = [place / PYVERBS for place in (directory / "root", Path("/"))]
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     if not any(place.glob(f"*{suffix}") for place in places):
@@ -73,7 +73,7 @@ def require_pyverbs_for_this_python(directory: Path) -> None:
 
 
 def fetch(directory: Path) -> None:
-    """Fills `directory` with the parts, unless that was done before."""
+    """Fills `directory` with the parts, unless it is already filled."""
     require_x86_64("the machine with Soft-RoCE")
     fill_once(directory, " ".join((machine_suite(), *PACKAGES, *MODULES)), fill)
     require_pyverbs_for_this_python(directory)

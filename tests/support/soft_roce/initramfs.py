@@ -1,6 +1,6 @@
-"""Archives in the form in which the kernel takes its first file system (cpio, "newc").
+"""Makes an initramfs, the kernel's initial file system, as an archive (cpio, "newc").
 
-Format: the kernel's Documentation/driver-api/early-userspace/buffer-format.rst.
+The kernel's Documentation/driver-api/early-userspace/buffer-format.rst describes the format.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ TRAILER = "TRAILER!!!"
 
 
 class Initramfs:
-    """An archive to which directories, files and links are added; names have no leading slash."""
+    """An archive of directories and files, whose names have no leading slash."""
 
     def __init__(self) -> None:
         self._archive = bytearray()
@@ -24,7 +24,7 @@ class Initramfs:
         self._add(name, stat.S_IFREG | (0o755 if executable else 0o644), contents)
 
     def console(self) -> None:
-        """Adds /dev/console, which is the first process's input and output."""
+        """Adds /dev/console, the input and output of the first process."""
         self._add("dev/console", stat.S_IFCHR | 0o600, device=(5, 1))
 
     def finish(self) -> bytes:

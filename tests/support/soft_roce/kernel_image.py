@@ -1,7 +1,7 @@
-"""Extracts the uncompressed kernel from the compressed file that boot loaders take.
+"""Extracts the uncompressed kernel from a vmlinuz.
 
-QEMU starts it directly (PVH), which saves the time that an emulated CPU needs to unpack it.
-Format: the kernel's Documentation/arch/x86/boot.rst.
+QEMU starts an uncompressed kernel directly (PVH), because an emulated CPU would unpack it slowly. The kernel's
+Documentation/arch/x86/boot.rst describes the format.
 """
 
 from __future__ import annotations
@@ -11,15 +11,13 @@ import struct
 
 SECTOR = 512
 SETUP_SECTORS = 0x1F1
-PAYLOAD = 0x248  # here are the payload's offset from the end of the setup sectors, and its length
+PAYLOAD = 0x248  # offset of two fields: the payload's offset after the setup sectors, and its length
 XZ = b"\xfd7zXZ\0"
-UNPACKED_SIZE = 4  # the payload's last bytes are its unpacked length
+UNPACKED_SIZE = 4  # size of the unpacked length at the payload's end
 
 
 def uncompressed(image: bytes) -> bytes:
-    """Returns the kernel in a vmlinuz, or the vmlinuz itself if it is compressed with anything but xz: QEMU starts that
-    too, only slower.
-    """
+    """Returns the uncompressed kernel of a vmlinuz, or the vmlinuz itself if its compression is not xz."""
     offset, length = struct.unpack_from("<II", image, PAYLOAD)
     start = (image[SETUP_SECTORS] + 1) * SECTOR + offset
     payload = image[start : start + length]

@@ -1,4 +1,4 @@
-"""Finds the modules of an unpacked kernel that the machine loads, in the order in which it must load them."""
+"""Finds the kernel modules that the virtual machine loads, in load order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MODULES = (
     *("9p", "9pnet_virtio", "overlay"),
     *("veth", "sch_netem"),
     *("rdma_rxe", "ib_uverbs", "rdma_ucm"),
-    *("crc32_generic", "crc32_pclmul"),  # rdma_rxe asks for CRC-32 by the algorithm's name
+    *("crc32_generic", "crc32_pclmul"),  # rdma_rxe requests CRC-32 by the algorithm's name, not by these modules
 )
 PLACES = (
     *("./boot/vmlinuz-*", "*/modules.builtin"),
@@ -22,13 +22,13 @@ PLACES = (
     ),
     *(f"*/kernel/drivers/{name}*" for name in ("char/virtio", "net/net_failover", "net/veth", "net/virtio_net")),
 )
-"""Where a kernel's package has its image and those modules with all that they need: a third of it."""
+"""Patterns of the paths of the image, the modules and their dependencies in a kernel's package, a third of the
+package.
+"""
 
 
 def named(path_or_name: str) -> str:
-    """Returns a module's name as the kernel spells it, with underscores; the name of a module's file may have
-    dashes.
-    """
+    """Returns the kernel's name of a module: that of its file, with underscores for dashes."""
     return Path(path_or_name).name.split(".ko")[0].replace("-", "_")
 
 
@@ -38,14 +38,14 @@ def contents(path: Path) -> bytes:
 
 
 def dependencies(module: bytes) -> list[str]:
-    """Returns the names of the modules whose symbols a module uses, from its .modinfo section."""
+    """Returns the names of the modules that a module depends on, from the .modinfo section."""
     start = module.index(b"\0depends=") + len(b"\0depends=")
     return [name for name in module[start : module.index(b"\0", start)].decode().split(",") if name]
 
 
 def in_load_order(tree: Path) -> dict[str, bytes]:
-    """Returns MODULES and their dependencies, by name, each after the modules that it needs.
-    `tree` is a lib/modules/VERSION. Raises UnavailableError if this kernel lacks a module.
+    """Returns MODULES and their dependencies by name, in load order. `tree` is the kernel's directory
+    lib/modules/VERSION. Raises UnavailableError if a module is missing.
     """
     files = {named(path.name): path for path in tree.rglob("*.ko*")}
     built_in = {named(line) for line in (tree / "modules.builtin").read_text().splitlines()}

@@ -1,10 +1,9 @@
-"""Compiles the kernels of the tests over RDMA, which are in one source, outside of the emulated machine, where
-compiling would take long.
+"""Compiles the kernels of the RDMA tests outside the emulated machine, where compiling would be slow.
 
 python tests/support/soft_roce/kernels.py DIRECTORY
 
-compiles these kernels, the example's, the shipped kernels that the tests use, and all Python files (the tests as pytest
-compiles them). Compiled kernels go into the cache that other tests also use, and copies go into DIRECTORY.
+compiles these kernels, an example's kernels, the shipped kernels that the tests use, and all Python files (tests with
+pytest's rewriting). The compiled kernels are in the cache that all tests share, and copies are in DIRECTORY.
 """
 
 import compileall
@@ -84,7 +83,7 @@ if __name__ == "__main__":
     EXAMPLES = TESTS.parent / "examples"
     for directory in (*proxyccl.__path__, TESTS, EXAMPLES):
         compileall.compile_dir(directory, quiet=1)
-    # pytest caches each rewritten module, even if its import then fails because this machine lacks pyverbs.
+    # pytest caches each rewritten module, even if the import then fails because pyverbs is missing.
     collect = ["pytest", "--collect-only", "-p", "no:cacheprovider", str(TESTS / "rdma/soft_roce")]
     here = {**os.environ, "SOFT_ROCE_DEVICES": "none"}
     subprocess.run([sys.executable, "-m", *collect], env=here, stdout=subprocess.DEVNULL, check=False)

@@ -1,22 +1,21 @@
-"""Runs a command in a small virtual machine with Soft-RoCE devices, over this machine's files; no root is needed.
+"""Runs a command in a small virtual machine with Soft-RoCE devices and this machine's files, without root.
 
-    python tests/support/soft_roce/machine.py -- COMMAND...            two devices in one machine, on the ends of a wire
-    python tests/support/soft_roce/machine.py --nodes 2 -- COMMAND...  two machines, each with one, joined by a wire
+    python tests/support/soft_roce/machine.py -- COMMAND...            one machine with two devices, joined by a wire
+    python tests/support/soft_roce/machine.py --nodes 2 -- COMMAND...  two machines, one device each, joined by a wire
 
-The command runs in the directory in which this was started. It sees the files of this machine under the same paths and
-may write to them, but what it writes is gone with the machine. Debian's RDMA packages are installed in the machine, and
-PYTHONPATH lets a virtual environment's Python find pyverbs. The packages are fetched when they are first needed.
+The command runs in the current directory. This machine's files have the same paths in the virtual machine, which
+discards all changes to them. Debian's RDMA packages are installed in the virtual machine, and PYTHONPATH contains
+pyverbs for virtual environments. The packages are fetched on first use.
 
-This program prints the command's output, and exits with the command's status; with two machines, with the first nonzero
-status.
-Status 124 says that the time limit was reached, 125 that a machine did not come up.
+This program prints the command's output, and exits with the command's status, or, with two machines, the first nonzero
+status. Status 124 means that the time limit was reached, and 125 that a machine did not start.
 
 In the machine:
-    SOFT_ROCE_DEVICES        names of the RDMA devices, separated by commas; set nowhere else
-    SOFT_ROCE_INTERFACES     the network interfaces that they are on, likewise
-    SOFT_ROCE_ADDRESSES      the interfaces' addresses, likewise
-    SOFT_ROCE_NODE           this machine's number, if there are two: 0 or 1
-    SOFT_ROCE_PEER           the other machine's address, if there are two
+    SOFT_ROCE_DEVICES        names of the RDMA devices, separated by commas; not set outside the machine
+    SOFT_ROCE_INTERFACES     names of the devices' network interfaces, separated by commas
+    SOFT_ROCE_ADDRESSES      the interfaces' addresses, separated by commas
+    SOFT_ROCE_NODE           this machine's number, 0 or 1, if there are two machines
+    SOFT_ROCE_PEER           the other machine's address, if there are two machines
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ def node(number: int, directory: Path) -> Wiring:
 
 
 def installed(program: str) -> str:
-    """Returns the path of a program of the packages, either a fetched or an installed one."""
+    """Returns the path of a program, fetched or installed."""
     found = shutil.which(program, path=os.pathsep.join((str(ROOT / "usr/bin"), os.environ.get("PATH", os.defpath))))
     if found is None:
         raise UnavailableError(f"Debian's packages no longer have {program}")
@@ -101,7 +100,7 @@ def installed(program: str) -> str:
 
 
 def first_file_system(command: list[str], environment: dict[str, str]) -> bytes:
-    """Returns the kernel's first file system: busybox, modules, init, and the command that init runs."""
+    """Returns the initramfs: busybox, modules, init, and the command that init runs."""
     archive = Initramfs()
     for directory in ("bin", "dev", "proc", "sys", "modules", "host", "packages", "writable", "new"):
         archive.directory(directory)
@@ -118,7 +117,7 @@ def first_file_system(command: list[str], environment: dict[str, str]) -> bytes:
 
 
 class Machine:
-    """One virtual machine, started by the constructor. Its files are in `directory`."""
+    """A virtual machine, started by the constructor, with its files in `directory`."""
 
     def __init__(
         self, directory: Path, command: list[str], wiring: Wiring, *, memory: int, cores: int, name: str | None = None
@@ -135,13 +134,12 @@ class Machine:
             **wiring.environment,
         }
         initramfs.write_bytes(first_file_system(command, environment))
-        # panic=-1 reboots a kernel that panics, and -no-reboot makes QEMU exit at a reboot. The cores' TSC is this
-        # machine's own, but with two cores the kernel would distrust it, and read a slow device for every reading of a
-        # clock.
+        # panic=-1 reboots a kernel that panics, and -no-reboot makes QEMU exit at a reboot. tsc=reliable is needed with
+        # two cores, because the kernel would otherwise read clocks from a slow device.
         kernel = f'console=ttyS0 quiet panic=-1 mitigations=off tsc=reliable WIRE="{wiring.script}"'
         self._process = subprocess.Popen(
             [
-                *("setpriv", "--pdeathsig", "KILL"),  # however this program ends, the machine ends with it
+                *("setpriv", "--pdeathsig", "KILL"),  # kills the machine when this program ends in any manner
                 installed("qemu-system-x86_64"),
                 *("-L", str(ROOT / "usr/share/qemu"), "-L", str(ROOT / "usr/share/seabios")),
                 *("-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"),
@@ -162,8 +160,8 @@ class Machine:
         )
 
     def copy_output(self) -> None:
-        """Passes on the command's output until the machine is off: immediately if the machine has no name, otherwise
-        line by line after the machine's name.
+        """Prints the command's output until the machine ends. If the machine has a name, the name precedes each
+        line.
         """
         assert self._process.stdout is not None
         output = self._process.stdout.fileno()
@@ -172,9 +170,7 @@ class Machine:
             sys.stdout.buffer.flush()
 
     def wait(self, deadline: float) -> int:
-        """Waits for the machine's end. Returns the command's exit status, or this program's own if the command has
-        none.
-        """
+        """Waits until the machine ends. Returns the command's exit status, or TIMED_OUT or FAILED."""
         try:
             self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -183,19 +179,19 @@ class Machine:
         return int(status) if status else self._explain(FAILED, "ended before its command did")
 
     def kill(self) -> None:
-        """Kills the machine, if it still runs."""
+        """Kills the machine if it is running."""
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
 
     @staticmethod
     def _share(tag: str, path: Path) -> tuple[str, ...]:
-        """Returns QEMU's options that give the machine a directory to read."""
+        """Returns QEMU options that share a directory with the machine, read-only."""
         local = f"local,id={tag},path={path},security_model=none,readonly=on,multidevs=remap"
         return ("-fsdev", local, "-device", f"virtio-9p-pci,fsdev={tag},mount_tag={tag}")
 
     def _explain(self, status: int, what: str) -> int:
-        """Writes to stderr why the command has no exit status, as far as the console tells. Returns `status`."""
+        """Writes the console's last error to stderr. Returns `status`."""
         lines = self._console.read_text(errors="replace").splitlines() if self._console.exists() else []
         told = [line for line in lines if "Kernel panic" in line or line.startswith("init: ")]
         name = "the machine" if self._name is None else f"machine {self._name}"
@@ -205,7 +201,7 @@ class Machine:
 
 
 def run(command: list[str], *, nodes: int, timeout: float, memory: int, cores: int) -> int:
-    """Runs a command in a machine, or in each of two. Returns the first exit status that is not 0, or 0."""
+    """Runs a command in one machine or in each of two machines. Returns the first nonzero exit status, or 0."""
     fetch(DIRECTORY)
     deadline = time.monotonic() + timeout
     machines: list[Machine] = []
@@ -230,7 +226,7 @@ def run(command: list[str], *, nodes: int, timeout: float, memory: int, cores: i
 
 
 def end(signal_number: int, frame: FrameType | None) -> None:
-    """Ends this program with an exception, so that no machine is left behind."""
+    """Exits by an exception, so that `run` kills the machines."""
     sys.exit(128 + signal_number)
 
 

@@ -1,6 +1,4 @@
-"""Divides ranks into two nodes, each with one of the machine's two devices, so that all data between nodes crosses the
-wire.
-"""
+"""Divides ranks into two nodes with one Soft-RoCE device each, so that all data between nodes crosses the wire."""
 
 from __future__ import annotations
 
@@ -16,12 +14,12 @@ from support.soft_roce.wire import DEVICES
 
 RANKS, LOCAL = 4, 2
 TIMEOUT = 60.0
-"""Bound of waits that are not about time-outs: everything is emulated here, and so takes 20 times as long."""
+"""Time limit of waits in tests that do not test time-outs. The emulated machine is about 20 times slower."""
 _BOUND = 60.0
 
 
 def rdma_of(rank: int, local: int = LOCAL, **options: Any) -> dict[str, Any]:
-    """Returns a rank's RDMA options, which name its node's device."""
+    """Returns a rank's communicator options, with the RDMA device of the rank's node."""
     return {"rdma": RdmaOptions(device=DEVICES[rank // local % len(DEVICES)], **options)}
 
 
@@ -36,7 +34,7 @@ def two_nodes(local: int = LOCAL, **options: Any) -> Ranks:
 
 
 def failure_of(call: Callable[[], object]) -> ProxyCCLError:
-    """Makes a call, which must raise an error in time, and returns the error."""
+    """Makes a call, asserts that it raises an error in time, and returns the error."""
     began = time.monotonic()
     with pytest.raises(ProxyCCLError) as caught:
         call()

@@ -1,7 +1,6 @@
-"""Runs pytest with its arguments, in the machine with Soft-RoCE: python run_tests.py ARGUMENTS...
+"""Runs pytest in the machine with Soft-RoCE: python run_tests.py ARGUMENTS...
 
-The imports of the library and of pyverbs take seconds in the machine, so they are made once, before the tests'
-processes are forked.
+Imports the library and pyverbs, which takes seconds in the machine, once before the tests' processes are forked.
 """
 
 import sys
@@ -10,16 +9,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from proxyccl.channels.liveness.watcher import WatchThread
-from proxyccl.proxy.verbs import pyverbs_api, registrations  # noqa: F401  (what ranks with a device import)
+from proxyccl.proxy.verbs import pyverbs_api, registrations  # noqa: F401  (used by ranks with a device)
 from support.forked import FORKS
 
 
 def main() -> int:
     """Runs pytest. Returns its exit status."""
-    WatchThread.INTERVAL_MS = 100  # the watcher, like everything, is slow in the machine
+    WatchThread.INTERVAL_MS = 100  # longer, because the machine is slow
     pyverbs_api.load()
     FORKS.begin_here()
-    import pytest  # not before, because the template needs no pytest
+    import pytest  # after the fork of the template, which needs no pytest
 
     return pytest.main()
 

@@ -1,4 +1,4 @@
-"""The machine's Soft-RoCE devices, and the wire between them, which tests disturb and cut."""
+"""The machine's Soft-RoCE devices, and the wire between them, which tests can disturb and cut."""
 
 from __future__ import annotations
 
@@ -24,36 +24,34 @@ def run(*command: str) -> str:
 
 
 def packets_sent(interface: str) -> int:
-    """Returns the number of packets that have left an end of the wire since the machine started."""
+    """Returns the number of packets sent on an interface since the machine started."""
     return int(Path("/sys/class/net", interface, "statistics/tx_packets").read_text())
 
 
 class Wire:
-    """The wire between the two devices; end n is that of device n."""
+    """The wire between the two devices. End n is at device n."""
 
     def __init__(self) -> None:
         self._disturbed: set[str] = set()
         self._cut = False
 
     def disturb(self, *netem: str) -> None:
-        """Sends the packets of both ends through netem, with arguments as for tc: disturb("loss", "3%", "delay",
-        "1ms").
-        """
+        """Disturbs both ends by netem, with the arguments of tc, such as disturb("loss", "3%", "delay", "1ms")."""
         for interface in INTERFACES:
             run("tc", "qdisc", "replace", "dev", interface, "root", "netem", *netem)
             self._disturbed.add(interface)
 
     def cut(self, end: int) -> None:
-        """Sets one end down, until `restore`.
+        """Sets the interface of one end down, until `restore`.
 
-        Both devices' ports go down. Requests of this end's device fail immediately; requests of the other device are
+        The ports of both devices go down. Requests of device `end` fail immediately; requests of the other device are
         lost.
         """
         run("ip", "link", "set", INTERFACES[end], "down")
         self._cut = True
 
     def restore(self) -> None:
-        """Restores an undisturbed wire with both ends up. Returns when both devices are active."""
+        """Removes disturbances, and sets both ends up. Returns when both devices are active."""
         while self._disturbed:
             run("tc", "qdisc", "del", "dev", self._disturbed.pop(), "root")
         if self._cut:
