@@ -40,8 +40,6 @@ class Daemon:
         self.end.send(reply if isinstance(reply, bytes) else REPLIES.encode(reply))
 
     def answer(self, *replies: AnyReply) -> None:
-        """Answers the next requests with these."""
-
         def serve() -> None:
             for reply in replies:
                 self.end.recv(LONGEST_FRAME)
@@ -78,7 +76,7 @@ def test_objects_need_not_be_freed_in_a_daemon_that_is_lost_or_closed(daemon: Da
     raise one.
     """
     daemon.answer(Ending())
-    for _ in range(2):  # the daemon is lost during the first request, and before the second
+    for _ in range(2):
         daemon.client.ask(SessionService.remove_memory, 0)
     with pytest.raises(ProxyLostError):
         daemon.client.ask(SessionService.drain, 1.0)

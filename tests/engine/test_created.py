@@ -13,7 +13,7 @@ from support.running import run_ranks
 
 
 class Lacking:
-    """A library whose function finds no memory."""
+    """A C library whose `function` returns NULL."""
 
     def __init__(self, lib: Any, function: str) -> None:
         self._lib, self._function = lib, function
