@@ -1,4 +1,4 @@
-"""The node daemon with ranks that work, fail and die, and a daemon that dies itself."""
+"""The node daemon: its ranks work, fail or die, or the daemon dies itself."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_memory_that_the_daemon_can_not_reach_is_refused_by_name() -> None:
 @pytest.mark.usefixtures("daemon")
 def test_what_the_daemon_lacks_for_remote_transports_is_told_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     lacks = missing() or pytest.skip("there is RDMA: tests/rdma/soft_roce/test_daemon.py")
-    # Transports that are missing in the ranks' own processes do not matter.
+    # A rank whose own process lacks transports must still report what the daemon lacks.
     monkeypatch.setattr(meeting, "missing_transports", lambda: {"verbs": "", "staged": ""})
     with pytest.raises(
         RuntimeUnavailableError, match=f"no remote transport between ranks .* lacks it: {re.escape(lacks)}"
@@ -291,7 +291,7 @@ def test_a_ring_full_of_garbage_ends_its_client_alone(daemon: RunningDaemon) -> 
     assert run_ranks(2, all_reduce) == [3.0] * 2
 
 
-# The kernel's case is full: a collective leaves everything in the daemon that triggers leave.
+# Triggers leave nothing in the daemon that a collective does not leave, so the kernel's case runs only with --full.
 @pytest.mark.parametrize(
     "scenario", ["killed_in_a_collective:proxy", pytest.param("killed_in_a_kernel", marks=pytest.mark.full)]
 )
@@ -370,7 +370,7 @@ def _wait_while(own_daemon: RunningDaemon, signal_number: int) -> list[BaseExcep
 def test_a_killed_daemon_ends_its_ranks_waits_by_name(own_daemon: RunningDaemon) -> None:
     errors = _wait_while(own_daemon, signal.SIGKILL)
     assert all(isinstance(error, ProxyLostError) for error in errors), errors
-    # The rank that notices the loss first gives the reason, and tells the other ranks whose daemon is lost.
+    # Only the rank that notices the loss first knows the reason.
     assert any(f"process {own_daemon.process.pid} ended" in str(error) for error in errors), errors
 
 
@@ -397,7 +397,7 @@ def test_a_killed_daemon_ends_the_waits_of_streams(own_daemon: RunningDaemon) ->
     assert all(isinstance(error, ProxyLostError) for error in errors), errors
 
 
-# all_gather is full: all_reduce does the same and also has stages and a gate
+# all_gather runs only with --full: all_reduce does the same and also has stages and a gate
 @pytest.mark.parametrize("collective", [pytest.param("all_gather", marks=pytest.mark.full), "all_reduce"])
 def test_a_stopped_daemon_ends_the_waits_of_streams_at_the_time_out(own_daemon: RunningDaemon, collective: str) -> None:
     def body(comm: Communicator) -> BaseException | None:

@@ -70,7 +70,7 @@ def wait_for_end(pid: int) -> None:
     wait_for(lambda: start_of(pid) is None, f"process {pid} ends")
 
 
-# -- start, sharing, end ---
+# -- the daemon's start, its sharing by ranks, and its exit ---
 
 
 def test_the_ranks_start_it_and_the_last_to_leave_ends_it() -> None:
@@ -176,7 +176,7 @@ def test_observers_find_it_by_its_process_and_by_the_job() -> None:
     run_ranks(2, body, proxy="process")
 
 
-# -- before the first use ---
+# -- connections that are not used yet ---
 
 
 def prepared(comm: Communicator) -> Any:
@@ -261,7 +261,7 @@ def test_a_thread_beside_few_queues_is_warned_of(monkeypatch: pytest.MonkeyPatch
         run_ranks(1, lambda comm: comm.proxy, proxy="thread")
 
 
-# -- what goes wrong ---
+# -- failures ---
 
 
 @pytest.mark.parametrize("scenario", ["alone", "with_a_child"])

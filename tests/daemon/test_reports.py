@@ -62,7 +62,7 @@ def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def daemon(reports: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningDaemon]:
-    """A daemon for the ranks of the test, which writes its reports beside theirs."""
+    """A daemon for the test's ranks, which writes its reports to the same directory as the ranks."""
     monkeypatch.setenv("PROXYCCL_DAEMON_SOCKET", str(tmp_path / "socket"))
     monkeypatch.setenv("PROXYCCL_PROXY", "daemon")
     with running_daemon(tmp_path / "socket", "--threads", "2") as running:
@@ -278,7 +278,8 @@ def test_ranks_that_time_out_have_the_daemon_report(daemon: RunningDaemon, repor
     assert sender is not None
     assert [trigger.operation for trigger in sender.rings[0].recent] == ["data+signal+flush"] * 2
     assert [client.request for client in report.clients] == [None, None]
-    wait_for(lambda: "report: " in daemon.log, "the daemon says so")  # after it has written the report
+    # the daemon logs this after it has written the report
+    wait_for(lambda: "report: " in daemon.log, "the daemon says so")
 
 
 def test_a_proxy_that_fails_is_in_the_daemons_report(daemon: RunningDaemon, reports: Path) -> None:
@@ -435,7 +436,7 @@ def client_of(sample: Sample, rank: int) -> Client:
 
 
 def reason_of(sample: Sample, of_daemon: DaemonReport, ranks: list[Report] | None = None) -> str:
-    """Returns the doctor's reason, concerning rank 0's daemon, why rank 1 waits for rank 0."""
+    """Returns the part of the doctor's finding about rank 0 that concerns rank 0's daemon."""
     finding = told(ranks or sample[0], of_daemon).findings[0]
     assert finding.about == ["rank 0"]
     (reason,) = (reason for reason in finding.reasons if f"the node daemon, process {sample[1].process.pid}" in reason)

@@ -64,7 +64,7 @@ def test_a_stop_while_the_end_of_a_session_is_noticed_is_not_lost(
 
     with Daemon(tmp_path / "socket", DaemonOptions(threads=1)) as daemon:
         monkeypatch.setattr(os, "read", overtaken)
-        daemon._wake()  # a session does this when it ends
+        daemon._wake()  # simulates the end of a session
         serving = threading.Thread(target=daemon.serve)
         serving.start()
         serving.join(TIMEOUT)

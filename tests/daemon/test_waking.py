@@ -49,7 +49,7 @@ def test_what_uses_the_proxy_wakes_it_and_what_does_not_lets_it_sleep(place: str
         comm.synchronize()
 
         def wakes(proxied: bool) -> bool:
-            """Rests, makes a call, and returns whether the call ended a sleep of the worker."""
+            """Sleeps for REST seconds, makes a call, and returns whether the call woke the worker."""
             before = worker_of(comm).wakes
             comm.all_gather_bytes(b"")
             time.sleep(REST)

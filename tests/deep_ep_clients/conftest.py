@@ -14,7 +14,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrizes tests with the module's worlds. A world is a number of ranks, and options of their communicators."""
     if "ranks" in metafunc.fixturenames and hasattr(
         metafunc.module, "WORLDS"
-    ):  # modules without WORLDS define the fixture
+    ):  # modules without WORLDS define their own fixture `ranks`
         metafunc.parametrize("ranks", metafunc.module.WORLDS, indirect=True, ids=str, scope="module")
 
 

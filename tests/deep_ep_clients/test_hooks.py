@@ -44,7 +44,7 @@ def test_a_stopped_peer_holds_no_call_that_sends(ranks: int) -> None:
             hook()
             torch.testing.assert_close(output.float(), times * mixture.tokens.float() * factors, rtol=0.02, atol=0.02)
 
-        for stops in (False, True):  # in the second iteration all calls are repeated calls
+        for stops in (False, True):  # the second iteration repeats calls that the first has prepared
             first, second = dispatched(1), dispatched(2)
             comm.barrier()
             if stops:
@@ -115,7 +115,7 @@ def test_a_hook_that_is_not_called_holds_up_no_later_call(losing: list[int]) -> 
                 hook()
             assert torch.equal(output, 2 * times * x)
 
-        for hooked in (True, True, False):  # in the second iteration all calls are repeated calls
+        for hooked in (True, True, False):  # the second iteration repeats calls that the first has prepared
             dropped = dispatched(1)
             if not loses:
                 dropped[-1]()

@@ -1,4 +1,4 @@
-"""Errors name DeepEP's arguments, come before anything moves, and explain the state of a handle or a hook."""
+"""Errors name DeepEP's arguments, are raised before data moves, and explain the state of a handle or a hook."""
 
 from __future__ import annotations
 

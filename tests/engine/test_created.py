@@ -1,4 +1,4 @@
-"""An engine that runs out of memory reports it by name."""
+"""When the engine runs out of memory, the error names the object that could not be created."""
 
 from __future__ import annotations
 

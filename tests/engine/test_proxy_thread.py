@@ -72,7 +72,7 @@ class Client:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.runtime.synchronize()  # operations that are queued on streams write to the buffer
+        self.runtime.synchronize()  # operations queued on streams may still write to the buffer
         assert self.service.close(TIMEOUT, drained=False)
 
     def push(self, operation: Operation, count: int, channel: int | None = None) -> int:

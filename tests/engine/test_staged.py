@@ -196,7 +196,7 @@ def test_what_follows_a_get_waits_for_its_data() -> None:
             here.push(PUT | SIGNAL | FLUSH, 8)
             ends.wait(lambda: here.device.counts.executed == 2, "the request")
             assert not here.service.drain(0.05)
-            assert here.device.counts.requests == 2  # the request, and the count of messages
+            assert here.device.counts.requests == 2  # one write for the get's message, one for the count of messages
             assert here.service.completed(here.channels[0]) == 0
         ends.wait(lambda: here.service.completed(here.channels[0]) > ticket + 1, "all of it")
         assert there.words[0] == 1
@@ -455,7 +455,7 @@ def test_a_wire_that_stands_still_holds_up_later_messages_alone() -> None:
         ends.wait(lambda: there.words[0] == 1, "the first message")
         ticket = here.push(
             PUT | SIGNAL | FLUSH, 300, source=100, destination=100
-        )  # three pieces: by the first wire, the second, and the first again
+        )  # wire 0 sends the first and third pieces, wire 1 the second
         ends.wait(lambda: int(seen_as(there.area, np.uint64)[ARRIVED]) == 3, "the last message")
         assert there.words[0] == 1
         assert here.flushed() <= ticket
@@ -506,8 +506,8 @@ def test_a_signal_rides_on_the_data_before_it() -> None:
         here.push(PUT | SIGNAL | FLUSH, 100)
         ends.wait(lambda: here.flushed() == 1, "the flush")
         assert there.words[0] == 1
-        assert here.device.counts.requests == 2  # the message, and the count of messages
-        assert there.device.counts.requests == 1  # the credit
+        assert here.device.counts.requests == 2  # one write for the message, one for the count of messages
+        assert there.device.counts.requests == 1  # a write of the credit
         signal_and_flush(ends, here)
         assert there.words[0] == 2
         assert here.device.counts.requests == 4
@@ -619,8 +619,7 @@ def test_an_end_that_stalls_holds_back_its_ring_alone() -> None:
         with Stuck(there):
             flood = threading.Thread(target=here.push, args=(PUT | SIGNAL, size), kwargs={"count": puts})
             flood.start()
-            # The ring holds 8 messages of 128 bytes. Behind them at most 256 operations wait, up to three for a
-            # trigger.
+            # The ring holds 8 messages of 128 bytes. At most 256 more operations wait, up to three for a trigger.
             most = 1024 // 128 + (256 - 2) // 2
             ends.wait(lambda: here.taken() >= most, "a full connection")
             assert here.device.counts.executed <= 2 * 1024 // 128

@@ -1,4 +1,4 @@
-"""The watch over a proxy's turns, and waits of streams that nothing else would end."""
+"""The watch that detects a stopped proxy, and ends streams' waits for this proxy."""
 
 from __future__ import annotations
 

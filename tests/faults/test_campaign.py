@@ -1,4 +1,4 @@
-"""The campaign of faults, with a few cases. `make test-faults COUNT=1000` runs more."""
+"""Runs a few cases of random work with faults. `make test-faults COUNT=1000` runs more."""
 
 from __future__ import annotations
 

@@ -336,9 +336,7 @@ def test_torchs_graphs_capture_into_the_pool(torch: ModuleType, no_segments: Cal
 
 @CUDA_ONLY
 def test_kernels_are_loaded_beside_proxied_collectives(torch: ModuleType) -> None:
-    """CUDA loads a kernel at its first launch, and during the load all driver calls of the process wait for the device.
-    The test sets no variable that changes this.
-    """
+    """CUDA loads a kernel at its first launch, during which the process's other driver calls wait for the device."""
     done = run_mpi(2, PROGRAMS / "lazy_load.py", env={"PROXYCCL_PROXY": ""})
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(done.stdout.split()) == sorted(2 * ["all_reduce", *MOVES]), done.stdout
@@ -496,8 +494,7 @@ ADD_ONE = 'extern "C" __global__ void add_one(float* x) { x[threadIdx.x] += 1; }
 
 
 class BesideCapture:
-    """Calls a kernel and a collective, during and outside a capture, on an array of a library without a current stream.
-    """
+    """Calls a kernel and a collective, during and outside a capture, on arrays of a library without current streams."""
 
     def __init__(self, comm: Communicator, captured: Any, name: str) -> None:
         self._comm, self._captured, self._name = comm, captured, re.escape(name)
@@ -748,8 +745,8 @@ def test_a_handle_beyond_its_memory_is_refused(field: int) -> None:
 def test_waiters_for_the_device_are_called_behind_launches(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, call: str, launched: str
 ) -> None:
-    """A driver call that waits for the device holds the context. It would block the proxy's copies, for which the
-    kernels wait.
+    """A driver call that waits for the device holds the context, and would block the proxy's copies for running
+    kernels.
     """
     begun = threading.Event()
     done: list[bool] = []

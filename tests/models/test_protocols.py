@@ -115,7 +115,7 @@ def build(own: Path) -> None:
     run(["gcc", *includes, str(MODELS / "constants.c"), "-o", "constants"], own)
     (own / "constants.h").write_text(run(["./constants"], own))
     run([str(checkers() / "usr/bin/spin"), *(f"-D{size}" for size in sizes), "-a", f"{model}.pml"], own)
-    # Safety properties suffice, because an endless wait is a deadlock. -O0, because the states are few.
+    # Safety properties suffice, because an endless wait is a deadlock. With few states, -O0 is faster.
     level = "-O2" if DEEP else "-O0"
     run(["gcc", level, "-w", "-DSAFETY", "-DCOLLAPSE", "pan.c", "-o", "verify"], own)
 

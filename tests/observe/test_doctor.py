@@ -86,7 +86,7 @@ def reduce(comm: Communicator, count: int = 100, algorithm: str | None = None) -
 # -- hangs ---
 
 
-# two_shot is full: its kernel's waits look like one_shot's.
+# two_shot runs only with --full, because its kernel's waits look like one_shot's.
 @pytest.mark.parametrize("algorithm", ["one_shot", pytest.param("two_shot", marks=pytest.mark.full), "ring", "proxy"])
 def test_one_rank_never_calls(reports: Path, algorithm: str) -> None:
     def body(comm: Communicator) -> None:

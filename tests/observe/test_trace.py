@@ -320,7 +320,7 @@ def test_records_come_whole_while_the_ring_is_written_over() -> None:
     assert (at[0], lost[0]) == (10 + 2 * size - kept + 100, 2 * size - kept)
 
 
-# -- the file ---
+# -- the trace file ---
 
 
 looks = itertools.count()

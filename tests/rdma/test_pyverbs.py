@@ -278,7 +278,7 @@ def test_devices_are_read_from_sysfs(sysfs: Path) -> None:
         RdmaGid(10, "::ffff:10.0.0.1", "RoCE v2", "eth1"),
     )
     assert second == RdmaPort(2, "down", "ethernet", 40, 0, None, ())
-    # Only pyverbs knows these, and only for this machine's devices.
+    # sysfs lacks these attributes, which only pyverbs can query.
     assert roce.atomics is roce.max_queue_pairs is roce.max_registrations is None
     assert first.active_mtu is first.max_message is None
 

@@ -1,4 +1,4 @@
-"""The verbs transport, through the engine, over a device that copies memory and is strict about every limit.
+"""The verbs transport, through the engine, over a fake device that copies memory and checks every limit.
 
 The device counts its requests. It can hold requests back, execute them late, and fail.
 """
@@ -575,7 +575,9 @@ def test_long_messages_do_not_wait_for_a_chain() -> None:
 
 @needs_transport
 def test_a_refused_post_of_a_full_chain_names_the_trigger() -> None:
-    """The failure is noticed while the trigger is executed, not at a later poll, so it can name the trigger."""
+    """The worker notices the failure while it executes the trigger, not at a later poll, so the error names the
+    trigger.
+    """
     with Loop(memory(64), np.zeros(64, np.uint8), max_message=1, send_depth=2 * CHAIN) as loop:
         loop.peers[0].device.fail_post(1, errno.EINVAL)
         loop.push(0, PUT, 64, destination=0)

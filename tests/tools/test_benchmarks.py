@@ -155,7 +155,7 @@ def test_communicators_of_fewer_ranks_are_made_on_the_host(tmp_path: Path) -> No
     assert "| abort, shrink |" in (tmp_path / "README.md").read_text()
 
 
-# full: the examples run the same Triton kernels, and triton_kernels/ checks them.
+# Runs only with --full: the examples run the same Triton kernels, and triton_kernels/ checks them.
 @pytest.mark.full
 @pytest.mark.host_only(reason="it runs Triton's interpreter")
 @pytest.mark.parametrize("products", [False, True])
@@ -247,7 +247,7 @@ def test_writes_through_libfabric_are_shown(tmp_path: Path) -> None:
     assert "| 1 MiB | 1,000 | 960 | 1,006.6 | 0.96 | 0.95 |" in page
 
 
-# put_signal.py is full: a test above runs it on the host, and the examples compile its channels for NVIDIA.
+# put_signal.py runs only with --full: a test above runs it on the host, and examples compile its channels for NVIDIA.
 @pytest.mark.parametrize(
     "path",
     [pytest.param(BENCHMARKS / "put_signal.py", marks=pytest.mark.full), BENCHMARKS / "ring.py"],
@@ -432,7 +432,7 @@ def test_collectives_of_the_host_run_and_are_shown_beside_mpis(tmp_path: Path) -
     assert f"| 64 KiB | {long['registered_us']:,.1f} | {long['private_us']:,.1f} | {long['mpi_us']:,.1f} |" in page
 
 
-# full: the page of fictitious results shows the same rows, and `collectives.py` measures the same calls.
+# Runs only with --full: a page of fictitious results shows the same rows, and `collectives.py` measures the same calls.
 @pytest.mark.full
 @pytest.mark.parametrize("collective", ["all_gather", "all_to_all", "all_reduce"])
 def test_collectives_without_a_gpu_run_and_name_the_missing_peers(tmp_path: Path, collective: str) -> None:

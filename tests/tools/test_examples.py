@@ -94,7 +94,7 @@ OF_THREE = (
 JOBS = {2: (*OF_TWO, *OF_THREE), 3: OF_THREE}
 
 
-# Three ranks are full: only the collectives' and the layer's code, not the examples', depends on the number of ranks.
+# Three ranks run only with --full: only code of the library, not the examples' own, depends on the number of ranks.
 @pytest.mark.parametrize(
     "world_size",
     [pytest.param(size, marks=pytest.mark.full if size > 2 else []) for size in world_sizes(*JOBS, processes=True)],
@@ -115,8 +115,8 @@ def test_the_examples_check_their_results_and_say_so(world_size: int) -> None:
         training.check(output)
 
 
-# Runs examples in separate jobs, as the README does. full: expert_parallel.py, above, makes the same calls to the layer
-# as expert_parallel_digits.py.
+# Runs examples in separate jobs, as the README does, and only with --full, because the examples above make the same
+# calls.
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "world_size"),
@@ -211,7 +211,7 @@ def run_demo(*options: str, environment: dict[str, str]) -> subprocess.Completed
     )
 
 
-# full: continuous integration runs `make demo`, and the test below shows that the demo fails if a training fails.
+# Runs only with --full: continuous integration runs `make demo`, and a test below lets a training of the demo fail.
 @pytest.mark.full
 def test_the_demo_reports_both_trainings_over_both_channels() -> None:
     done = run_demo("--ranks", "2", environment={})

@@ -50,7 +50,7 @@ def test_the_kernel_copies_between_network_namespaces(pair: Pair, apart: None) -
     np.testing.assert_array_equal(pair.ours, pair.theirs)
     pair.b.wait_for_message(60)
     pair.b.close()
-    with pytest.raises(DisconnectedError):  # noqa: PT012  as soon as the link is lost
+    with pytest.raises(DisconnectedError):  # noqa: PT012  until the agent notices the lost link
         while True:
             pair.a.notify("b", b"")
 

@@ -32,8 +32,8 @@ OLDER = {"sm_80", "gfx90a"}  # of each vendor
 
 
 def marked(architecture: str, *more: str) -> object:
-    """Returns a test parameter for an architecture. Older architectures, which only spell accesses differently, are
-    marked full.
+    """Returns a test parameter for an architecture. Older architectures, which only spell accesses differently, run
+    only with --full.
     """
     return pytest.param(architecture, *more, marks=pytest.mark.full if architecture in OLDER else [])
 
@@ -83,9 +83,9 @@ NVIDIA = {
     "put_packets": ["st.relaxed.sys.b64"],
     "get_packets": ["ld.relaxed.sys.b64"],
     "sync_grid": [
-        "ld.relaxed.gpu.b64",  # loads the current generation
-        "atom.gpu.acq_rel.add.u64",  # counts the arriving block
-        "st.relaxed.gpu.b64",  # resets the count to 0, and stores the next generation …
+        "ld.relaxed.gpu.b64",  # load of the current generation
+        "atom.gpu.acq_rel.add.u64",  # count of the arriving block
+        "st.relaxed.gpu.b64",  # reset of the count, and store of the next generation …
         "fence.release.gpu",  # … after this release
         "ld.relaxed.sys.b64",
         "fence.acquire.sys",
@@ -250,7 +250,7 @@ def test_values_compile(compiled: Compiled, architecture: str) -> None:
     assert "values" in compiled.read(f"{architecture} values", "values")
 
 
-# full: these kernels run in the interpreter, and call the same functions as the kernels above.
+# Runs only with --full: other tests run these kernels in the interpreter, and their functions are compiled above.
 @pytest.mark.full
 @pytest.mark.parametrize("architecture", ["sm_90", *(["gfx942"] if NATIVE else [])])
 @pytest.mark.parametrize("kernel", ["diffuse", "all_to_all", "one_shot", "gemm_all_reduce", "all_gather_gemm"])

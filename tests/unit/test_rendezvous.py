@@ -1,4 +1,4 @@
-"""Waits for data that peers leave in their segments."""
+"""Waiting for data that peers store in their control segments."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def test_the_streams_of_a_hosts_ranks_have_half_of_its_cores(monkeypatch: pytest
 
 
 def test_rings_of_many_peers_are_shorter() -> None:
-    """Each peer has two rings, so many peers get shorter ones. More than 32 MiB per ring would not help 16 streams."""
+    """Each peer needs two rings, so rings are shorter with more peers. 16 streams use up to 32 MiB of each ring."""
     mib = 1 << 20
     assert [default_ring(16, peers) // mib for peers in (1, 8, 16, 64, 1000)] == [32, 32, 16, 4, 4]
     assert default_ring(1, 1) == 4 * mib

@@ -1,4 +1,4 @@
-"""Spawns two ranks with a process group of gloo; each runs clients with `import deep_ep` alone.
+"""Spawns two ranks with a process group of gloo. Each runs clients that import deep_ep, but not proxyccl.
 
 On the host runtime DeepEP's helpers create the process group, and three of vLLM's clients run. On a GPU, which the
 ranks may share, all clients run.

@@ -74,7 +74,9 @@ class Ends:
         self.api = self.devices[0].api
 
     def post(self, operation: str, source: Registration, address: int, rkey: int, amount: int = 0) -> int:
-        """Makes the first endpoint write or fetch-and-add at the second one. Returns the completion's status."""
+        """Makes the first endpoint write, or fetch-and-add, to memory of the second endpoint. Returns the completion's
+        status.
+        """
         request = SendWR(
             opcode=self.api.enumerator(operation),
             num_sge=1,
@@ -347,7 +349,7 @@ def test_the_mtu_is_what_was_asked_for(devices: list[RdmaDevice], mtu: int) -> N
     before = packets_sent(INTERFACES[0])
     assert ends.write(near, far) == 0
     packets = (1 << 16) // mtu
-    # Fewer other packets cross the wire than these.
+    # Other packets cross the wire too, but fewer than those of the write.
     assert packets <= packets_sent(INTERFACES[0]) - before < 2 * packets
     assert 128 << ends.attributes(ends.endpoints[0], "PATH_MTU").path_mtu == mtu
     ends.close()

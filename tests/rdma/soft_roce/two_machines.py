@@ -94,7 +94,7 @@ def collectives(bootstrap: PairBootstrap) -> None:
 
 
 def ended_by(bootstrap: PairBootstrap, end: Callable[[Communicator], None]) -> ProxyCCLError | None:
-    """Rank 1 ends a communicator while a kernel of rank 0 waits for it. Returns rank 0's error."""
+    """Lets rank 1 end a communicator while a kernel of rank 0 waits for rank 1. Returns rank 0's error."""
     comm = Communicator(bootstrap)
     channels = comm.proxy_channels(comm.empty(8, "uint8"))
     if comm.rank == 0:
