@@ -1,4 +1,4 @@
-"""Settings for all tests: which ones a runtime runs, and the directories of compiled kernels."""
+"""Settings for all tests: which tests a runtime skips, and the directories of compiled kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.processor_time import ProcessorTime
 
 PLACE = os.environ.get("PROXYCCL_PROXY", "")
 IN_DAEMON = PLACE == "daemon"
-collect_ignore = ["rdma/soft_roce"]  # runs in its own virtual machine: make test-rdma
+collect_ignore = ["rdma/soft_roce"]  # make test-rdma runs these tests in a virtual machine
 OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -51,9 +51,7 @@ def _private_directories(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _node_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Runs one daemon for all ranks of the test run (with pytest-xdist, of each worker), if PROXYCCL_PROXY is "daemon"
-    and no socket is named.
-    """
+    """If PROXYCCL_PROXY is "daemon" and no socket is named, runs one daemon for all ranks of this process's tests."""
     if not IN_DAEMON or "PROXYCCL_DAEMON_SOCKET" in os.environ:
         yield
         return
@@ -66,7 +64,6 @@ def _node_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _own_proxy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs the proxy in the rank's process, for tests that need that, whatever the runtime's default."""
     if request.node.get_closest_marker("own_proxy") is not None:
         monkeypatch.setenv("PROXYCCL_PROXY", "thread")
 
@@ -80,7 +77,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(ProcessorTime())
     if config.pluginmanager.hasplugin("hypothesispytest"):
-        from hypothesis import settings  # not in the machine with Soft-RoCE, where every import is slow
+        from hypothesis import settings
 
         settings.register_profile("busy", deadline=None)
         settings.load_profile("busy")

@@ -1,4 +1,4 @@
-"""A rank's reaction to a node daemon that sends nonsense: the daemon is lost, and the error quotes the message."""
+"""A rank whose node daemon sends an invalid message treats the daemon as lost. The error quotes the message."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.host_only(reason="needs no runtime")
 
 @dataclass
 class Daemon:
-    """The daemon's end of a rank's connection."""
+    """A stand-in for the node daemon, connected to a rank's client."""
 
     end: socket.socket
     client: DaemonConnection
@@ -40,8 +40,6 @@ class Daemon:
         self.end.send(reply if isinstance(reply, bytes) else REPLIES.encode(reply))
 
     def answer(self, *replies: AnyReply) -> None:
-        """Answers the next requests with these."""
-
         def serve() -> None:
             for reply in replies:
                 self.end.recv(LONGEST_FRAME)
@@ -74,11 +72,9 @@ def test_an_answer_of_the_type_that_is_expected_is_returned(daemon: Daemon) -> N
 
 
 def test_objects_need_not_be_freed_in_a_daemon_that_is_lost_or_closed(daemon: Daemon) -> None:
-    """Arrays may be collected at any time, even where no caller could handle an error, so freeing must not
-    raise one.
-    """
+    """Freeing an array must not raise an error, because arrays may be collected where no caller could handle it."""
     daemon.answer(Ending())
-    for _ in range(2):  # the daemon is lost during the first request, and before the second
+    for _ in range(2):
         daemon.client.ask(SessionService.remove_memory, 0)
     with pytest.raises(ProxyLostError):
         daemon.client.ask(SessionService.drain, 1.0)

@@ -1,4 +1,4 @@
-"""The node daemon with ranks that work, fail and die, and a daemon that dies itself."""
+"""The node daemon: its ranks work, fail or die, or the daemon dies itself."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningD
     with running_daemon(tmp_path_factory.mktemp("daemon") / "socket", "--threads", "2") as running:
         with pytest.MonkeyPatch.context() as environment:
             environment.setenv("PROXYCCL_DAEMON_SOCKET", str(running.path))
-            run_ranks(min(4, most_ranks()), all_reduce, proxy="daemon")  # warm-up: a process keeps some resources
+            run_ranks(min(4, most_ranks()), all_reduce, proxy="daemon")
         yield running
     assert running.ended == 0, running.log
 
@@ -88,18 +88,16 @@ def daemon(shared_daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch) -> Run
 
 @pytest.fixture
 def own_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningDaemon]:
-    """Runs a daemon for this test alone, which the test may kill."""
     monkeypatch.setenv("PROXYCCL_DAEMON_SOCKET", str(tmp_path / "socket"))
     monkeypatch.setenv("PROXYCCL_PROXY", "daemon")
     with running_daemon(tmp_path / "socket") as running:
         yield running
 
 
-caught = functools.partial(hanging.caught, within=TIMEOUT / 2)  # ended by the failure itself, not by the long time-out
+caught = functools.partial(hanging.caught, within=TIMEOUT / 2)  # the failure must end the call long before the time-out
 
 
 def failure_of(comm: Communicator) -> BaseException:
-    """Waits for the error that ends the communicator, and returns it; it must come soon."""
     deadline = time.monotonic() + TIMEOUT
     while (error := caught(comm.check)) is None:
         assert time.monotonic() < deadline
@@ -115,7 +113,6 @@ def all_reduce(comm: Communicator) -> float:
 
 
 def channels_of(comm: Communicator) -> Any:
-    """Returns channels to all other ranks, and the compiled kernels."""
     channels = comm.proxy_channels(comm.empty(4096, "uint8"))
     kernels = comm.compile(KERNELS)
     comm.all_gather_bytes(b"")
@@ -123,14 +120,14 @@ def channels_of(comm: Communicator) -> Any:
 
 
 def exchange(comm: Communicator) -> float:
-    """A kernel of each rank puts and signals to every other rank by triggers, then a schedule runs. Returns its sum."""
+    """On each rank, kernels put and signal to every other rank. Then a collective by proxy runs. Returns its sum."""
     channels, kernels = channels_of(comm)
     for channel in channels:
         kernels["put_signals"](1, 1, channel, 20)
     for channel in channels:
         kernels["take_signals"](1, 1, channel, 20)
     comm.synchronize()
-    comm.drain()  # the peers' data has arrived; this rank's proxy may still have triggers to take
+    comm.drain()  # synchronize() waits for the peers' data, and not for this rank's own triggers
     assert [comm.proxy.counters(channel.id).triggers for channel in channels] == [20] * (comm.world_size - 1)
     return all_reduce(comm)
 
@@ -192,7 +189,7 @@ def test_memory_that_the_daemon_can_not_reach_is_refused_by_name() -> None:
 @pytest.mark.usefixtures("daemon")
 def test_what_the_daemon_lacks_for_remote_transports_is_told_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     lacks = missing() or pytest.skip("there is RDMA: tests/rdma/soft_roce/test_daemon.py")
-    # Transports that are missing in the ranks' own processes do not matter.
+    # A rank whose own process lacks transports must still report what the daemon lacks.
     monkeypatch.setattr(meeting, "missing_transports", lambda: {"verbs": "", "staged": ""})
     with pytest.raises(
         RuntimeUnavailableError, match=f"no remote transport between ranks .* lacks it: {re.escape(lacks)}"
@@ -294,7 +291,7 @@ def test_a_ring_full_of_garbage_ends_its_client_alone(daemon: RunningDaemon) -> 
     assert run_ranks(2, all_reduce) == [3.0] * 2
 
 
-# A kernel's triggers leave nothing in the daemon that a collective does not also leave.
+# Triggers leave nothing in the daemon that a collective does not leave, so the kernel's case runs only with --full.
 @pytest.mark.parametrize(
     "scenario", ["killed_in_a_collective:proxy", pytest.param("killed_in_a_kernel", marks=pytest.mark.full)]
 )
@@ -302,7 +299,7 @@ def test_a_killed_rank_is_cleaned_up_and_its_peers_are_told(daemon: RunningDaemo
     before = daemon.resources()
     ended = run_processes(processes(3), PROGRAM, scenario)
     lines = "".join(process.stdout for process in ended).splitlines()
-    for rank in range(0, processes(3), 2):  # all except the killed one
+    for rank in range(0, processes(3), 2):
         assert any(line.startswith(f"rank {rank}: PeerLostError peer=1 late=False") for line in lines), lines
     assert daemon.settles(before), (before, daemon.resources())
     assert run_ranks(2, all_reduce) == [3.0] * 2
@@ -352,7 +349,7 @@ def test_memory_removed_while_in_use_harms_its_client_alone(daemon: RunningDaemo
     assert run_ranks(2, all_reduce) == [3.0] * 2
 
 
-# -- the daemon's end ---
+# -- a daemon that exits, is killed or stops ---
 
 
 def _wait_while(own_daemon: RunningDaemon, signal_number: int) -> list[BaseException | None]:
@@ -362,7 +359,7 @@ def _wait_while(own_daemon: RunningDaemon, signal_number: int) -> list[BaseExcep
             own_daemon.process.send_signal(signal_number)
         started = time.monotonic()
         error = caught(lambda: (kernels["wait_for_ever"](1, 1, channels[0]), comm.synchronize()))
-        assert time.monotonic() - started < TIMEOUT / 2  # and not the time-out
+        assert time.monotonic() - started < TIMEOUT / 2
         with pytest.raises(ProxyLostError):
             comm.proxy_channels(comm.empty(4))
         return error
@@ -373,13 +370,11 @@ def _wait_while(own_daemon: RunningDaemon, signal_number: int) -> list[BaseExcep
 def test_a_killed_daemon_ends_its_ranks_waits_by_name(own_daemon: RunningDaemon) -> None:
     errors = _wait_while(own_daemon, signal.SIGKILL)
     assert all(isinstance(error, ProxyLostError) for error in errors), errors
-    # The rank that notices the loss first gives the reason, and tells the other ranks whose daemon is lost.
+    # Only the rank that notices the loss first knows the reason.
     assert any(f"process {own_daemon.process.pid} ended" in str(error) for error in errors), errors
 
 
 def test_a_killed_daemon_ends_the_waits_of_streams(own_daemon: RunningDaemon) -> None:
-    """Queued calls ring a daemon that is gone, and wait for a word that now only their own rank can store."""
-
     def body(comm: Communicator) -> BaseException | None:
         calls, stream = SpanCalls(comm, 100 * comm.world_size), comm.runtime.create_stream()
         calls.run("all_gather", 100, 1)
@@ -395,14 +390,14 @@ def test_a_killed_daemon_ends_the_waits_of_streams(own_daemon: RunningDaemon) ->
             comm.synchronize(stream)
 
         error = caught(call)
-        assert time.monotonic() - started < TIMEOUT / 2  # and not the time-out
+        assert time.monotonic() - started < TIMEOUT / 2
         return error
 
     errors = run_ranks(2, body)
     assert all(isinstance(error, ProxyLostError) for error in errors), errors
 
 
-# all_reduce has stages and a gate too
+# all_gather runs only with --full: all_reduce does the same and also has stages and a gate
 @pytest.mark.parametrize("collective", [pytest.param("all_gather", marks=pytest.mark.full), "all_reduce"])
 def test_a_stopped_daemon_ends_the_waits_of_streams_at_the_time_out(own_daemon: RunningDaemon, collective: str) -> None:
     def body(comm: Communicator) -> BaseException | None:
@@ -458,7 +453,7 @@ def test_a_wait_for_a_stopped_daemon_ends_by_its_loss(daemon: RunningDaemon, wai
             comm.synchronize()
 
         error = caught(call)
-        failed.wait()  # the daemon is stopped until both ranks know; later requests get the same error
+        failed.wait()  # the daemon stays stopped until both ranks have failed
         stopped.close()
         closing = time.monotonic()
         again = caught(comm.barrier)
@@ -497,7 +492,7 @@ def test_requests_to_a_stopped_daemon_end_by_a_time_out_that_was_shortened(daemo
         with daemon.stopped():
             started = time.monotonic()
             error = caught(lambda: comm.proxy_channels(memory, peers=[0]))
-            assert time.monotonic() - started < 8  # the longest time for an answer is 10 s
+            assert time.monotonic() - started < 8  # the limit for an answer is 10 s
         return error
 
     (error,) = run_ranks(1, body)
@@ -641,13 +636,13 @@ def test_a_proxy_that_is_closed_says_so(daemon: RunningDaemon) -> None:
 
 
 def test_a_proxy_is_closed_only_when_its_handler_has_returned(daemon: RunningDaemon) -> None:
-    """That also holds for a second close: after it, the caller frees memory that the handler's thread uses."""
+    """A second close() must not report success either, else the caller would free memory that the handler uses."""
     returns = threading.Event()
 
     def body(comm: Communicator) -> list[bool]:
         comm.compile(KERNELS, "signal")(1, 1, comm.handler_channel(lambda _: returns.wait(TIMEOUT)))
         wait_for(lambda: comm.proxy.handling, "the handler runs")
-        comm.synchronize()  # a kernel would use what the proxy frees
+        comm.synchronize()  # no kernel may run when the proxy frees its memory
         closed = [comm.proxy.close(0.01) for _ in range(2)]
         returns.set()
         return [*closed, comm.proxy.close(TIMEOUT)]

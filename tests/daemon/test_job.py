@@ -62,17 +62,15 @@ def all_reduce(comm: Communicator) -> float:
 
 
 def daemon_of(comm: Communicator) -> int:
-    """Returns the process id of the daemon that runs a communicator's proxy."""
     assert isinstance(comm.proxy, DaemonClient)
     return comm.proxy.daemon
 
 
 def wait_for_end(pid: int) -> None:
-    """Waits until a process has ended."""
     wait_for(lambda: start_of(pid) is None, f"process {pid} ends")
 
 
-# -- start, sharing, end ---
+# -- the daemon's start, its sharing by ranks, and its exit ---
 
 
 def test_the_ranks_start_it_and_the_last_to_leave_ends_it() -> None:
@@ -178,11 +176,10 @@ def test_observers_find_it_by_its_process_and_by_the_job() -> None:
     run_ranks(2, body, proxy="process")
 
 
-# -- before the first use ---
+# -- connections that are not used yet ---
 
 
 def prepared(comm: Communicator) -> Any:
-    """Returns the connection to the daemon that a communicator has prepared but not used yet."""
     early = comm.group.links._daemon._early
     assert early is not None
     made = early.result(TIMEOUT)
@@ -264,7 +261,7 @@ def test_a_thread_beside_few_queues_is_warned_of(monkeypatch: pytest.MonkeyPatch
         run_ranks(1, lambda comm: comm.proxy, proxy="thread")
 
 
-# -- what goes wrong ---
+# -- failures ---
 
 
 @pytest.mark.parametrize("scenario", ["alone", "with_a_child"])
@@ -279,9 +276,7 @@ def test_a_killed_starter_does_not_end_it_for_others_nor_keep_it(scenario: str) 
     children = [int(pid) for what, pid in lines if what == "child"]
     try:
         wait_for_end(daemon)
-        assert all(
-            start_of(child) is not None for child in children
-        )  # the daemon ended without waiting for the children
+        assert all(start_of(child) is not None for child in children)
     finally:
         for child in children:
             os.kill(child, signal.SIGKILL)
@@ -350,7 +345,7 @@ def test_one_that_is_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None
         silent.bind(abstract("proxyccl-silent"))
         with pytest.raises(
             RuntimeUnavailableError, match=r"none answered within 0\.2 s"
-        ):  # the daemon does not listen yet
+        ):  # nothing listens on the socket
             JobDaemon("proxyccl-silent", OPTIONS).connect(0.2)
         silent.listen(1)
         with pytest.raises(RuntimeUnavailableError, match="PROXYCCL_PROXY=thread"):
@@ -387,7 +382,7 @@ def test_a_client_that_comes_while_it_ends_starts_another(monkeypatch: pytest.Mo
     monkeypatch.setattr(job, "_launch", launch)
     monkeypatch.setattr(server, "START_SECONDS", 0.05)
     ending, thread = serving("proxyccl-ending")
-    thread.join(TIMEOUT)  # it no longer accepts connections, but still listens
+    thread.join(TIMEOUT)  # the daemon has stopped accepting connections, but its socket still listens
     waiting = threading.Timer(0.2, ending.close)
     waiting.start()
     address = JobDaemon("proxyccl-ending", OPTIONS)
@@ -460,7 +455,7 @@ def test_memory_of_this_process_alone_is_the_source_of_puts() -> None:
             assert (channel.counters.puts, comm.proxy.outstanding(channel.id)) == (1, 0)
             if channel is channels[0]:
                 assert np.array_equal(on_host(landing), np.full(count, 2.0 - comm.rank))
-            comm.all_gather_bytes(b"")  # before the next put comes
+            comm.all_gather_bytes(b"")  # the peers have checked their data before the next put overwrites it
         assert channels[0].id != channels[1].id
         assert comm.proxy.fifo_for(channels[0].id) is not comm.proxy.fifo_for(channels[1].id)
         assert all_reduce(comm) == 3.0
@@ -477,7 +472,7 @@ def test_memory_of_this_process_alone_is_put_to_pinned_memory() -> None:
         theirs = [comm.runtime.open_pinned(handles[i * size : (i + 1) * size]) for i in range(2)]
         ids = [comm.proxy.add_pinned_memory(theirs[0])]
         channel = comm.proxy_channels(comm.empty(16), np.full(1000, comm.rank + 1, np.uint8))[0]
-        ids.append(comm.proxy.add_pinned_memory(theirs[1]))  # known before and after this process's proxy is made
+        ids.append(comm.proxy.add_pinned_memory(theirs[1]))
         kernels = comm.compile(KERNELS)
         for first, inbox in zip(ids, inboxes, strict=True):
             kernels["put_to"](1, 1, channel, first, 1000)
@@ -491,7 +486,7 @@ def test_memory_of_this_process_alone_is_put_to_pinned_memory() -> None:
     run_ranks(2, body, proxy="process")
 
 
-# -- the choice ---
+# -- where the proxy runs ---
 
 
 def wish(where: Where | None, default: Where, name: str = "", host: str = "here") -> Wish:

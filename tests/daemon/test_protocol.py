@@ -51,7 +51,7 @@ REMOTE = {"rdma": asdict(RdmaOptions()), "fabric": asdict(FabricOptions())}
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
     with running_daemon(tmp_path_factory.mktemp("protocol") / "socket") as running:
-        with RawClient(running) as first:  # warm-up: a process keeps some resources
+        with RawClient(running) as first:  # a first job: the daemon keeps some resources until it exits
             assert first.opens()
             first.use()
         yield running
@@ -60,8 +60,8 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
 
 @pytest.fixture
 def bystander(daemon: RunningDaemon) -> Iterator[RawClient]:
-    """Opens a client that must work before and after the test, and checks that the other client leaves
-    nothing behind.
+    """Opens a client that must still work after the test, and checks that the test's other clients leave nothing
+    behind.
     """
     with RawClient(daemon) as client:
         assert client.opens()
@@ -150,7 +150,7 @@ def test_descriptors_that_are_no_such_memory_are_refused(daemon: RunningDaemon, 
 
 
 def test_ids_of_another_client_are_none_of_this_ones(daemon: RunningDaemon, bystander: RawClient) -> None:
-    theirs = bystander.use()  # more than the stranger has, so their numbers are unused there
+    theirs = bystander.use()  # the other client has fewer objects, so it uses none of these ids
     strange = [
         {"do": "remove_memory", "first": theirs["first"]},
         {"do": "reserve_channel", "connection": theirs["connection"]},
@@ -287,7 +287,7 @@ def test_pinned_memory_is_unmapped_with_its_client(daemon: RunningDaemon) -> Non
     memory = SharedMemory.allocate(4096)
     with RawClient(daemon) as client:
         assert client.opens()
-        for _ in range(600):  # more than there are ids
+        for _ in range(600):  # there are fewer ids
             answer = client.say({"do": "add_pinned_memory", "handle": memory.handle})
             assert answer is not None
         assert answer["error"] == "resource"
@@ -318,7 +318,7 @@ def test_descriptors_without_an_answers_number_are_closed(daemon: RunningDaemon)
 
 @pytest.mark.parametrize("frames", [300, pytest.param(3_000, marks=pytest.mark.full)])
 def test_frames_of_a_fuzzer_do_no_harm(daemon: RunningDaemon, bystander: RawClient, frames: int) -> None:
-    """Sends valid frames with a changed part, and noise, sometimes with descriptors."""
+    """Sends mutated valid frames and random bytes, some with file descriptors attached."""
     rng = random.Random(20260101)
     before = daemon.resources()
     sent = 0
@@ -371,7 +371,6 @@ ATTEMPTS = pytest.mark.parametrize("attempts", [6, pytest.param(60, marks=pytest
 def test_tables_that_change_under_a_flood_of_triggers_do_no_harm(
     daemon: RunningDaemon, bystander: RawClient, attempts: int
 ) -> None:
-    """Lets a client free and set table entries while its triggers name them."""
     before = daemon.resources()
     for attempt in range(attempts):
         with RawClient(daemon) as client:
@@ -388,7 +387,7 @@ def test_tables_that_change_under_a_flood_of_triggers_do_no_harm(
                 {"do": "remove_memory", "first": used["first"]},
             )[attempt % 3]
             for _ in range(10):
-                if client.say(change) != DONE:  # freed twice, or the failure is reported first
+                if client.say(change) != DONE:  # the channel or memory is already freed, or the client has failed
                     break
             flood.end()
     assert bystander.say({"do": "drain", "timeout": 5}) == DRAINED
@@ -415,7 +414,7 @@ def test_tables_that_change_under_a_schedule_do_no_harm(
                     {"do": "remove_schedule", "number": number},
                 )[attempt % 4]
                 for _ in range(10):
-                    if client.say(change) != DONE:  # withdrawn twice, or the failure is reported first
+                    if client.say(change) != DONE:  # the change was already made, or the client has failed
                         break
     assert bystander.say({"do": "drain", "timeout": 5}) == DRAINED
     assert daemon.settles(before), (before, daemon.resources())
@@ -454,8 +453,8 @@ def test_a_client_that_says_nothing_keeps_nobody_waiting(daemon: RunningDaemon) 
 
 
 def test_memory_in_the_place_of_removed_memory_is_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver maps the new memory only when the removed memory is unmapped, and that waits until the worker
-    is idle.
+    """The daemon unmaps the removed memory only when the worker is idle, and a driver maps the new memory only after
+    that.
     """
     open_handle, mapped = HostRuntime.open, []
 
@@ -563,7 +562,6 @@ def seen(daemon: Daemon, clients: int) -> bool:
 
 
 def connected(path: Path) -> socket.socket:
-    """Connects a client that sends nothing."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.settimeout(TIMEOUT)
     connection.connect(os.fspath(path))

@@ -55,7 +55,6 @@ extern "C" __global__ void wait(DeviceHandle<ProxyChannel>* channels) { channels
 
 @pytest.fixture
 def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty directory for this test's reports."""
     directory = tmp_path / "reports"
     monkeypatch.setenv("PROXYCCL_REPORT_DIR", str(directory))
     return directory
@@ -63,7 +62,7 @@ def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def daemon(reports: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningDaemon]:
-    """A daemon for the ranks of the test, which writes its reports beside theirs."""
+    """A daemon for the test's ranks, which writes its reports to the same directory as the ranks."""
     monkeypatch.setenv("PROXYCCL_DAEMON_SOCKET", str(tmp_path / "socket"))
     monkeypatch.setenv("PROXYCCL_PROXY", "daemon")
     with running_daemon(tmp_path / "socket", "--threads", "2") as running:
@@ -78,17 +77,16 @@ def written(directory: Path, count: int = 1) -> list[DaemonReport]:
 
 
 def report_of(running: RunningDaemon, directory: Path) -> DaemonReport:
-    """Requests the daemon's first report by a signal, and returns it."""
     running.process.send_signal(signal.SIGUSR1)
     (report,) = written(directory)
     return report
 
 
-# -- their contents, and that nothing delays them ---
+# -- contents of reports, which nothing may delay ---
 
 
 def test_the_daemon_reports_on_a_signal_and_goes_on(daemon: RunningDaemon, reports: Path) -> None:
-    run_ranks(2, channels_of)  # warm-up: a process keeps some resources
+    run_ranks(2, channels_of)  # a first job: the daemon keeps some resources until it exits
     wait_for(lambda: daemon.log.count("has left") == 2, "they have left")
     before = daemon.resources()
     found: list[DaemonReport] = []
@@ -136,7 +134,6 @@ def test_the_daemon_reports_on_a_signal_and_goes_on(daemon: RunningDaemon, repor
 
 @pytest.fixture
 def inside(reports: Path, tmp_path: Path) -> Iterator[Daemon]:
-    """A daemon in this process."""
     with daemon_inside(tmp_path / "socket") as running:
         yield running
 
@@ -201,7 +198,7 @@ def test_a_thread_held_by_a_driver_keeps_no_report_back(
             (report,) = written(reports)
             gate.open()
         wait_for(lambda: inside.clients == 0, "the last call of `copy` has ended")
-    for rank in (5, 6):  # both ranks' workers are on the same thread
+    for rank in (5, 6):  # one thread runs both ranks' workers
         client_of_rank = report.client_of("0badcafe", rank)
         assert client_of_rank is not None
         assert [(worker.ended, worker.looks_meanwhile) for worker in client_of_rank.workers] == [(False, 0)]
@@ -267,7 +264,7 @@ def test_what_can_not_be_read_of_a_client_is_said(
     assert len(report.threads) == 1
 
 
-# -- when they are written, and when not ---
+# -- when a report is written ---
 
 
 def test_ranks_that_time_out_have_the_daemon_report(daemon: RunningDaemon, reports: Path) -> None:
@@ -281,7 +278,8 @@ def test_ranks_that_time_out_have_the_daemon_report(daemon: RunningDaemon, repor
     assert sender is not None
     assert [trigger.operation for trigger in sender.rings[0].recent] == ["data+signal+flush"] * 2
     assert [client.request for client in report.clients] == [None, None]
-    wait_for(lambda: "report: " in daemon.log, "the daemon says so")  # the daemon logs this once the report is written
+    # the daemon logs this after it has written the report
+    wait_for(lambda: "report: " in daemon.log, "the daemon says so")
 
 
 def test_a_proxy_that_fails_is_in_the_daemons_report(daemon: RunningDaemon, reports: Path) -> None:
@@ -289,7 +287,7 @@ def test_a_proxy_that_fails_is_in_the_daemons_report(daemon: RunningDaemon, repo
         channels = comm.proxy_channels(comm.empty(8, "uint8"))
         barrier(comm)
         if comm.rank == 0:
-            comm.compile(KERNELS, "mixed")(1, 1, channels, 1, 0, 0)  # 100 bytes of 8
+            comm.compile(KERNELS, "mixed")(1, 1, channels, 1, 0, 0)  # puts 100 bytes from memory of 8 bytes
         wait_for(lambda: comm.group.failure.aborted, "the trigger is refused")
         comm.check()
 
@@ -438,7 +436,7 @@ def client_of(sample: Sample, rank: int) -> Client:
 
 
 def reason_of(sample: Sample, of_daemon: DaemonReport, ranks: list[Report] | None = None) -> str:
-    """Returns the doctor's conclusion about rank 0, for which rank 1 waits, and about rank 0's daemon."""
+    """Returns the part of the doctor's finding about rank 0 that concerns rank 0's daemon."""
     finding = told(ranks or sample[0], of_daemon).findings[0]
     assert finding.about == ["rank 0"]
     (reason,) = (reason for reason in finding.reasons if f"the node daemon, process {sample[1].process.pid}" in reason)
@@ -483,7 +481,7 @@ def test_a_rank_that_has_no_session_any_more(sample: Sample) -> None:
     without = replace(report, clients=[client_of(sample, 1)])
     process = sample[1].process.pid
     assert reason_of(sample, without) == f"rank 0 no longer has a session at the node daemon, process {process}"
-    silent = reason_of(sample, without, ranks[1:])  # and it wrote no report
+    silent = reason_of(sample, without, ranks[1:])  # without rank 0's report
     assert silent.endswith(", which runs other ranks' proxies")
 
 

@@ -32,7 +32,7 @@ from support.fakes.raw_client import DONE, ENDED, HELLO, OFFSET, RawClient
 from support.running import TIMEOUT, run_ranks, wait_for
 
 pytestmark = pytest.mark.host_only(reason="a raw client's memory is the host's")
-NOT_READY = 600  # of a query of CUDA's
+NOT_READY = 600  # CUDA_ERROR_NOT_READY
 NAMED = {"description": {"job": "0badcafe", "rank": 0, "world_size": 1, "program": "raw"}}
 
 
@@ -64,7 +64,7 @@ def test_a_stop_while_the_end_of_a_session_is_noticed_is_not_lost(
 
     with Daemon(tmp_path / "socket", DaemonOptions(threads=1)) as daemon:
         monkeypatch.setattr(os, "read", overtaken)
-        daemon._wake()  # like a session that ends
+        daemon._wake()  # simulates the end of a session
         serving = threading.Thread(target=daemon.serve)
         serving.start()
         serving.join(TIMEOUT)
@@ -89,7 +89,7 @@ def test_a_service_that_can_not_be_made_leaves_nothing(
 ) -> None:
     owner, name = (os, "dup") if place == "the client's memory" else (Publication, "of_this_process")
     with RawClient(RunningDaemon(Path(client.connection.getpeername()), None)) as other:
-        assert other.open(**NAMED) is not None  # warm-up: a process keeps some resources
+        assert other.open(**NAMED) is not None  # a first client: the process keeps some resources until it exits
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
     with monkeypatch.context() as full:
         full.setattr(owner, name, no_descriptor_is_left)
@@ -170,9 +170,7 @@ def test_pinned_memory_is_mapped_until_it_is_removed_or_its_client_goes(
 def test_removed_memory_is_unmapped_when_the_worker_comes_to_rest(
     client: RawClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The memory is unmapped without another request, because a client that has freed memory may use other memory for a
-    long time.
-    """
+    """The daemon unmaps the memory without another request, because the client may not send one for a long time."""
     open_handle, mapped = HostRuntime.open, []
     drain, rests = ProxyService.drain, threading.Event()
 
@@ -197,7 +195,7 @@ def test_removed_memory_is_unmapped_when_the_worker_comes_to_rest(
 def test_a_channel_may_be_freed_while_its_work_is_outstanding(
     client: RawClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The connection continues without the freed channel, and still reports to its other channels."""
+    """The connection's other channels still learn of their completed puts."""
     under_way = threading.Event()
 
     @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)

@@ -1,4 +1,4 @@
-"""A proxy in another process: launches wake its threads, and each client's idle policy counts."""
+"""A proxy in another process: launches wake its threads, and each client's idle policy applies."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from support.device_arrays import on_device
 from support.observing import KERNELS, channels_of
 from support.running import TIMEOUT, run_ranks, wait_for
 
-REST = 0.02  # a thread that has been idle for so long sleeps for most of the time
+REST = 0.02  # seconds: after so long without work, a proxy thread sleeps most of the time
 
 
 @pytest.fixture(params=["process", "daemon"])
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Yields a place of the proxy, "process" or "daemon", with a daemon for this test alone."""
+    """Yields where the proxy runs: "process", or "daemon" for a node daemon of this test alone."""
     if request.param == "process":
         monkeypatch.setattr(proxy_place, "_known_name", "")
         yield "process"
@@ -35,7 +35,6 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def worker_of(comm: Communicator) -> WorkerView:
-    """Returns a view of the worker of a rank's proxy."""
     ((_, publication),) = find(comm.job, [comm.rank])
     with Observer(publication) as observer:
         (worker,) = observer.snapshot().workers
@@ -50,20 +49,20 @@ def test_what_uses_the_proxy_wakes_it_and_what_does_not_lets_it_sleep(place: str
         comm.synchronize()
 
         def wakes(proxied: bool) -> bool:
-            """Rests, makes a call, and returns whether the call ended a sleep of the worker."""
+            """Sleeps for REST seconds, makes a call, and returns whether the call woke the worker."""
             before = worker_of(comm).wakes
             comm.all_gather_bytes(b"")
             time.sleep(REST)
             comm.all_reduce(x, algorithm="proxy" if proxied else "two_shot")
             comm.synchronize()
             after = worker_of(comm).wakes
-            comm.all_gather_bytes(b"")  # ranks may share a thread, and the next call may wake it
+            comm.all_gather_bytes(b"")  # another rank's next call may wake a thread that both ranks share
             return after > before
 
         woken = [wakes(True) for _ in range(20)]
         assert sum(woken) > 10
         before = worker_of(comm).wakes
-        unwoken = [wakes(False) for _ in range(20)]  # by both ranks together: none may stop at the first
+        unwoken = [wakes(False) for _ in range(20)]  # a list, because both ranks must make all 20 calls
         assert not any(unwoken)
 
         def pushed() -> bool:
@@ -96,6 +95,6 @@ def test_a_proxy_that_is_idle_for_long_sleeps_longer_than_its_policy_says(place:
         time.sleep(0.5)
         before = worker_of(comm).sleeps
         time.sleep(0.5)
-        assert 0 < worker_of(comm).sleeps - before < 2000  # of 0.5 to 1 ms each, and not of 50 µs
+        assert 0 < worker_of(comm).sleeps - before < 2000  # sleeps last 0.5 to 1 ms, not 50 µs
 
     run_ranks(1, body, proxy=place, idle=IdlePolicy.where_cores_suffice())

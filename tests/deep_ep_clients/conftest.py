@@ -14,13 +14,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrizes tests with the module's worlds. A world is a number of ranks, and options of their communicators."""
     if "ranks" in metafunc.fixturenames and hasattr(
         metafunc.module, "WORLDS"
-    ):  # other modules have a fixture of their own
+    ):  # modules without WORLDS define their own fixture `ranks`
         metafunc.parametrize("ranks", metafunc.module.WORLDS, indirect=True, ids=str, scope="module")
 
 
 @pytest.fixture(scope="module")
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """The ranks of one world."""
     size, options = request.param
     with Ranks(size, make_runtime=runtime_with_blocks, **options) as made:
         yield made

@@ -52,7 +52,7 @@ def test_rows_counts_and_sums(ranks: Ranks, *, float8: bool, asynchronous: bool)
     def body(comm: Communicator) -> None:
         sent, arrived = Sent.of(comm), Arrived.at(comm)
         pair = quantized if float8 else lambda tokens: tokens
-        tokens = pair(sent.mixture.tokens)  # queued before the event for which a dispatch waits
+        tokens = pair(sent.mixture.tokens)
         options: dict[str, Any] = {"async_finish": asynchronous}
         if asynchronous:
             options["previous_event"] = sent.buffer.capture()
@@ -123,7 +123,7 @@ def test_a_token_goes_to_at_most_sixteen_ranks() -> None:
     def body(comm: Communicator) -> None:
         buffer, per_expert = deep_ep.Buffer(comm), torch.ones(17, dtype=torch.int32)
         goes = torch.ones(3, 17, dtype=torch.bool)
-        goes[:, comm.rank] = comm.rank == 5  # one token too many from this rank
+        goes[:, comm.rank] = comm.rank == 5  # one token of rank 5 goes to 17 ranks
         goes[:2, 0] = False
         x = torch.full((3, 16), comm.rank + 1, dtype=torch.bfloat16)
         layout = {"num_tokens_per_expert": per_expert}

@@ -61,7 +61,6 @@ def begun(comm: Communicator, **options: Any) -> tuple[Any, Mixture, Arrived]:
 
 
 def dispatched(buffer: Any, mixture: Mixture, x: Any = None, **options: Any) -> tuple[Any, ...]:
-    """Dispatches a mixture's tokens, or `x`. Returns the results."""
     return buffer.dispatch(
         mixture.tokens if x is None else x,
         topk_idx=mixture.ids,
@@ -79,22 +78,20 @@ def times(mixture: Mixture, comm: Communicator) -> Any:
 
 
 def kept(mixture: Mixture) -> Any:
-    """Returns a mixture's weights, with zeros for slots without an expert."""
     return torch.where(mixture.ids >= 0, mixture.weights, 0)
 
 
 def heads_of(arrived: Arrived, here: Any, scaleup: int) -> Any:
-    """Returns int64 [N, 2]: each token's number among the tokens of all ranks, and a number made of the source rank and
-    of the token's last slot in `here`.
+    """Returns int64 [N, 2]: each token's global number, and 4 * its source rank (within the scale-up domain) + its last
+    slot in `here`.
     """
     last = torch.where(here, torch.arange(4, device=here.device), -1).amax(1)
     return torch.stack([arrived.sources * MOST + arrived.numbers, arrived.sources % scaleup * 4 + last], 1)
 
 
 def sent_slots(mixture: Mixture, comm: Communicator) -> Any:
-    """Returns int32 [T, 4]: at a token's last slot for a rank, the token's number among this rank's tokens for that
-    rank;
-    -1 at other slots.
+    """Returns int32 [T, 4]. A token's last slot for a rank holds this rank * MOST + the token's number among this
+    rank's tokens for that rank; other slots hold -1.
     """
     sent = [0] * comm.world_size
     numbers = torch.full(mixture.ids.shape, -1, dtype=torch.int32)
@@ -208,11 +205,11 @@ def test_ranks_are_added_to_the_bias_in_the_order_of_their_last_slots(ranks: Ran
         buffer, mixture, _ = begun(comm)
         received, _, _, handle, _ = dispatched(buffer, mixture, do_expand=expands)
         per_rank = mixture.experts // comm.world_size
-        values = [2.0**25, 1.0, -(2.0**25), 0.5]  # values whose sum depends on the order
+        values = [2.0**25, 1.0, -(2.0**25), 0.5]  # floating-point sums of these depend on the order
         bias = torch.full_like(mixture.tokens, 0.25)
         given = torch.full_like(received, values[comm.rank])
         combined = buffer.combine(given, handle, bias=bias)[0]
-        if comm.world_size > comm.local_world_size:  # each node sends a rounded sum
+        if comm.world_size > comm.local_world_size:  # nodes round their partial sums, so `expected` does not hold
             return
         expected = torch.full((len(mixture.ids),), 0.25, device=combined.device)
         for token, ids in enumerate(mixture.ids.tolist()):
@@ -267,7 +264,7 @@ def test_float8_pairs(ranks: Ranks, kind: str, columns: bool) -> None:
 
         def pair(tokens: Any) -> tuple[Any, Any]:
             values, scales = quantized(tokens)
-            if kind == "padded":  # the number of padded scales does not tell the size of a block
+            if kind == "padded":  # with padding, a block's size does not follow from the number of scales
                 return values, torch.cat([scales, scales[:, :3]], 1)
             return values, scales.view(torch.int32)[:, ::4] if kind != "float32" else scales.t().contiguous().t()
 

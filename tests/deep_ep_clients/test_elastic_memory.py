@@ -1,4 +1,4 @@
-"""ElasticBuffer's calls beside mixtures of experts: pipelines, sessions of all-gathers, stored rows and barriers."""
+"""ElasticBuffer's calls except dispatch and combine: pipelines, sessions of all-gathers, stored rows and barriers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,6 @@ def numbers(comm: Communicator, count: int, seed: int, dtype: Any = torch.bfloat
 
 
 def elastic(comm: Communicator, **options: Any) -> Any:
-    """Returns a new buffer on the rank's device."""
     torch_device(comm)
     return Elastic(comm, **options)
 
@@ -72,7 +71,7 @@ def test_signatures(name: str) -> None:
 
 def test_sizes() -> None:
     assert Elastic.get_pp_buffer_size_hint(33, 4) == 2 * MIB
-    assert Elastic.get_pp_buffer_size_hint(MIB + 1, 2) == 10 * MIB  # 64 slots' worth of 32 bytes more than 8 MiB
+    assert Elastic.get_pp_buffer_size_hint(MIB + 1, 2) == 10 * MIB  # 64 * 32 bytes more than 8 MiB, rounded up
     assert Elastic.get_engram_storage_size_hint(3 * MIB, 15, 9) == (2 * MIB, 96 * MIB)
     assert Elastic.get_engram_storage_size_hint(MIB, 32, MIB, torch.float8_e4m3fn) == (32 * MIB, 32 * MIB)
 
@@ -91,7 +90,7 @@ def test_sends_to_both_neighbours_arrive_in_order(ranks: Ranks) -> None:
     def body(comm: Communicator) -> None:
         rank, size, in_flight = comm.rank, comm.world_size, 3
         buffer = pipeline(comm, 4096, in_flight)
-        order = random.Random(7)  # the same on all ranks: which rank sends to which, with at most 3 sends ahead
+        order = random.Random(7)  # all ranks draw the same sequence of senders and receivers
         ahead: dict[tuple[int, int], list[int]] = {}
         for step in range(80):
             source = order.randrange(size)
@@ -108,8 +107,9 @@ def test_sends_to_both_neighbours_arrive_in_order(ranks: Ranks) -> None:
                 waiting.append(step)
                 if rank == source:
                     values = numbers(comm, 1 + step * 20, step)
-                    buffer.pp_send(values if step else values.as_strided((1,), (7,)), target)  # contiguous too
-                    values.zero_()  # the send has copied the values
+                    # a tensor of one element is contiguous with any stride
+                    buffer.pp_send(values if step else values.as_strided((1,), (7,)), target)
+                    values.zero_()
         for (source, target), waiting in ahead.items():
             for sent in waiting:
                 if rank == target:
@@ -144,7 +144,7 @@ def test_a_receive_holds_up_no_other_call(two: Ranks) -> None:
         buffer.barrier()
         if comm.rank == 0:
             buffer.pp_send(values, 1)
-        buffer.barrier(use_comm_stream=False)  # between the send and its receive
+        buffer.barrier(use_comm_stream=False)  # a barrier may come between a send and its receive
         if comm.rank == 1:
             got = torch.empty_like(values)
             buffer.pp_recv(got, 0)
@@ -204,7 +204,7 @@ def test_gathers_of_a_session(ranks: Ranks) -> None:
     def body(comm: Communicator) -> None:
         shapes = [(3, 5), (7,), (2, 64, 40), (1,)]
         buffer = sessions(comm, shapes, 4)
-        order = random.Random(3)  # the same on all ranks
+        order = random.Random(3)  # all ranks draw the same sequence
 
         def values(rank: int, number: int, shape: tuple[int, ...]) -> Any:
             return numbers(comm, torch.Size(shape).numel(), 100 * number + rank).view(shape)
@@ -246,7 +246,7 @@ def test_ranks_that_gather_other_sizes_are_told(count: int) -> None:
 
         def gathered() -> None:
             buffer.all_gather(tensors)
-            comm.synchronize()  # on a GPU a rank may get the error only in this wait
+            comm.synchronize()  # on a GPU a rank may get the error only here
 
         with buffer.agrs_new_session():
             refused("all_gather", gathered, MismatchError)
@@ -301,7 +301,7 @@ def test_rows_of_all_ranks_are_fetched_by_their_numbers(ranks: Ranks) -> None:
                 numbers(comm, entries * hidden, 10 * seed + rank).view(entries, -1) for rank in range(comm.world_size)
             ]
             buffer.engram_write(rows[comm.rank])
-            for _ in range(comm.rank + 1):  # ranks fetch as often as they like
+            for _ in range(comm.rank + 1):  # each rank makes a different number of fetches
                 indices = torch.randint(0, comm.world_size * entries, (tokens, each), generator=generator)
                 indices = indices.to(torch.int32).to(torch_device(comm))
                 data, factors = buffer.engram_fetch(indices)()
@@ -333,7 +333,7 @@ def test_float8_rows_come_with_their_scales(two: Ranks) -> None:
             assert factors.stride() == (column_major(expected) if columns else expected).stride()
             data, factors = buffer.engram_fetch(indices[:0], use_tma_aligned_col_major_sf=columns)()
             assert (data.shape, factors.shape) == ((0, 2 * hidden), (0, 4))
-        if not ON_HOST:  # the host runtime refuses them
+        if not ON_HOST:  # the host runtime refuses indices out of range
             data, _ = buffer.engram_fetch(indices.new_tensor([[-1, 2 * entries]]))()
             assert not data.view(torch.uint8).any()
 

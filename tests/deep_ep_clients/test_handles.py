@@ -35,7 +35,6 @@ def goes_to(mixture: Mixture, ranks: int = RANKS) -> list[list[bool]]:
 
 
 def channel_of(token: int, tokens: int) -> int:
-    """Returns the channel that sends a token."""
     return token // -(-tokens // CHANNELS)
 
 

@@ -44,12 +44,12 @@ def test_a_stopped_peer_holds_no_call_that_sends(ranks: int) -> None:
             hook()
             torch.testing.assert_close(output.float(), times * mixture.tokens.float() * factors, rtol=0.02, atol=0.02)
 
-        for stops in (False, True):  # the second time all calls are like earlier ones
+        for stops in (False, True):  # the second iteration repeats calls that the first has prepared
             first, second = dispatched(1), dispatched(2)
             comm.barrier()
             if stops:
                 stop.until_told(comm)
-            # Rank 0 receives the first two and sends two combines and a third dispatch before the others receive any.
+            # Before other ranks receive, rank 0 receives two dispatches, and sends two combines and a third dispatch.
             returned = combined(first)
             third = dispatched(3)
             both = combined(second)
@@ -63,7 +63,6 @@ def test_a_stopped_peer_holds_no_call_that_sends(ranks: int) -> None:
 
 
 def ones(comm: Communicator, tokens: int, hidden: int, topk: int) -> tuple[Any, Any, Any]:
-    """Returns rows of ones, the experts 0 to topk - 1 for each row, and weights of ones."""
     device = torch_device(comm)
     ids = torch.arange(topk, device=device).repeat(tokens, 1)
     return torch.ones(tokens, hidden, dtype=torch.bfloat16, device=device), ids, torch.ones(tokens, topk, device=device)
@@ -87,8 +86,8 @@ def test_an_idle_rank_makes_no_layer_that_its_peers_do_not_make(hidden: int, top
         step(4, 64, 2)
         step(4, 64, 2)
         step(4, hidden, topk)
-        step(4 * comm.rank, 64, 2)  # rank 0 has no tokens, so it can't tell both shapes apart
-        step(4, hidden, topk, np.int64(4) if comm.rank else 4)  # a number of another type is the same call
+        step(4 * comm.rank, 64, 2)  # without tokens, rank 0 sees no difference between the shapes
+        step(4, hidden, topk, np.int64(4) if comm.rank else 4)  # the number's type makes no difference
         step(4, hidden, topk)
 
     run_ranks(2, body, make_runtime=runtime_with_blocks)
@@ -116,15 +115,15 @@ def test_a_hook_that_is_not_called_holds_up_no_later_call(losing: list[int]) -> 
                 hook()
             assert torch.equal(output, 2 * times * x)
 
-        for hooked in (True, True, False):  # the second time all calls are like earlier ones
+        for hooked in (True, True, False):  # the second iteration repeats calls that the first has prepared
             dropped = dispatched(1)
             if not loses:
                 dropped[-1]()
             before = stats.clone()
             for times in (2, 3, 4):
                 step(times, hooked=hooked)
-            assert torch.equal(stats - before, 3 * dropped[1])  # rows of the hook that was not called are not counted
-            if loses:  # the late hook finishes its own call
+            assert torch.equal(stats - before, 3 * dropped[1])  # the dropped dispatch is not counted
+            if loses:  # a late hook finishes the dispatch that returned it
                 dropped[-1]()
                 assert torch.equal(stats - before, 4 * dropped[1])
             came = torch.arange(8, device=x.device) < dropped[1].unsqueeze(1)
@@ -139,7 +138,7 @@ def test_a_hook_that_is_not_called_holds_up_no_later_call(losing: list[int]) -> 
             for times in (6, 7, 8):
                 step(times, hooked=hooked)
             if loses:
-                assert not out.any()  # the memory may be in other use by now
+                assert not out.any()  # without its hook, a call must not write its output, which the caller may reuse
                 hook()
             assert torch.equal(out, 10 * x)
 
@@ -168,5 +167,5 @@ def test_a_lack_of_memory_after_the_sends_holds_up_no_later_call(monkeypatch: py
             *_, hook = dispatched()
             hook()
 
-    monkeypatch.setattr(low_latency, "column_major", refuse)  # which allocates the scales that the caller gets
+    monkeypatch.setattr(low_latency, "column_major", refuse)  # the caller's scales would be allocated by this function
     run_ranks(2, body, make_runtime=runtime_with_blocks)

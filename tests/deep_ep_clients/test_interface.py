@@ -58,7 +58,6 @@ def ranks() -> Iterator[Ranks]:
 
 
 def dispatched(buffer: Any, mixture: Mixture, x: Any = None, **options: Any) -> tuple[Any, ...]:
-    """Computes the layout, and dispatches a mixture's tokens, or `x`. Returns the results."""
     per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(mixture.ids, mixture.experts)
     return buffer.dispatch(
         mixture.tokens if x is None else x,
@@ -72,7 +71,6 @@ def dispatched(buffer: Any, mixture: Mixture, x: Any = None, **options: Any) -> 
 
 
 def mixture_of(comm: Communicator) -> Mixture:
-    """Returns this rank's mixture, on its device."""
     return Mixture.of(comm.rank, comm.world_size, torch_device(comm))
 
 
@@ -149,7 +147,7 @@ def test_float8_pairs(ranks: Ranks, scales: str) -> None:
             values, of_groups = quantized(tokens)
             if scales == "packed":
                 return values, of_groups.view(torch.int32)[:, ::4].t().contiguous().t()
-            if scales == "padded":  # the number of padded scales does not tell the size of a block
+            if scales == "padded":  # with padding, a block's size does not follow from the number of scales
                 return values, torch.cat([of_groups, of_groups[:, :3]], 1)
             return values, of_groups if scales == "of 128" else of_groups[:, 0].contiguous()
 
@@ -223,7 +221,7 @@ def test_a_later_call_may_bring_more_tokens(ranks: Ranks) -> None:
             received, _, _, per_expert, handle, _ = dispatched(buffer, mixture)
             handles.append((received, handle, x))
             assert len(received) == sum(per_expert)
-        for received, handle, x in handles:  # including handles of the smaller layer
+        for received, handle, x in handles:  # handles from before the layer grew are still valid
             same(buffer.combine(received, handle)[0], x)
 
     ranks.run(body)

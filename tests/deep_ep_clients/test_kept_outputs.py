@@ -29,7 +29,6 @@ def pair() -> Iterator[Ranks]:
 
 
 def dispatch(comm: Communicator, buffer: Any, value: float, **options: Any) -> tuple[Any, Any]:
-    """Dispatches every token to both ranks. Returns the rows and the handle."""
     device = torch_device(comm)
     to_both = torch.arange(2, device=device).expand(TOKENS, 2)
     rows, _, _, _, handle, _ = buffer.dispatch(

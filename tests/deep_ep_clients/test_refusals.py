@@ -1,4 +1,4 @@
-"""Errors name DeepEP's arguments, come before anything moves, and explain the state of a handle or a hook."""
+"""Errors name DeepEP's arguments, are raised before data moves, and explain the state of a handle or a hook."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def refused(argument: str, call: Callable[[], object], match: str = ".") -> None
 
 
 class Given:
-    """A rank's tensors, and calls with valid arguments except those that a test passes."""
+    """A rank's tensors, and calls whose arguments are valid unless a test passes others."""
 
     def __init__(self, comm: Communicator) -> None:
         device = torch_device(comm)
@@ -85,7 +85,7 @@ def test_expert_ids_are_read_in_all_their_bits(pair: Ranks) -> None:
             "expanded": lambda topk_idx: given.expandable(topk_idx=topk_idx, do_expand=True),
             "elastic": given.expandable,
         }
-        if ON_HOST:  # on GPUs these ids are not waited for
+        if ON_HOST:  # on GPUs these calls don't wait for the ids, so they can't check them
             calls["low latency"] = given.low_latency
             calls["float8"] = lambda topk_idx: given.low_latency(topk_idx=topk_idx, use_fp8=True)
             calls["worst tokens"] = lambda topk_idx: given.normal(topk_idx=topk_idx, num_worst_tokens=2 * MOST)
@@ -119,7 +119,7 @@ def test_too_many_rows_of_an_expert_are_told(pair: Ranks, use_fp8: bool) -> None
         with pytest.raises(CapacityError, match=r"^an expert received 32 rows"):
             hook()
         assert counts.tolist() == ([0, 2 * MOST, 0, 0] if comm.rank == 1 else [0] * 4)
-        if comm.rank == 1:  # rank 0's tokens take all the space, and none of rank 1's follow
+        if comm.rank == 1:  # rank 0's tokens fill the space, so none of rank 1's are stored
             assert handle[1][1].tolist() == [2 * MOST, 2 * MOST << 32]
         given.destroy()
 
@@ -378,8 +378,8 @@ def test_flags_that_are_neither_are_refused_before_rows_move(pair: Ranks) -> Non
 @pytest.mark.parametrize("known", ["", "normal", "low_latency", "normal low_latency"])
 @pytest.mark.parametrize("other", ["low_latency", "without ids"])
 def test_ranks_in_different_modes_are_told_at_once(known: str, other: str) -> None:
-    """Ranks in different modes get an error immediately. Whether a call first makes a layer or an exchange depends on
-    the calls before, so both orders are tested.
+    """Ranks in different modes get an error immediately. The first call of a kind creates a layer or an exchange, so
+    both orders are tested.
     """
 
     def body(comm: Communicator) -> None:

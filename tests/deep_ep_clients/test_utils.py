@@ -1,4 +1,4 @@
-"""The modules of deep_ep.utils that DeepEP's tests and benchmarks import, and the modules by their names in DeepEP."""
+"""The modules of deep_ep.utils that DeepEP's tests and benchmarks import, under DeepEP's names of the modules."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_float8_there_and_back() -> None:
     packed = (powers.view(torch.int32) >> 23).to(torch.uint8).view(torch.int32)
     assert packed.shape == (5, 1)
     ones = torch.ones(5, 512, dtype=torch.float32).to(torch.float8_e4m3fn)
-    for words in (packed, packed.t().contiguous().t()):  # the second has one column, with another stride
+    for words in (packed, packed.t().contiguous().t()):  # a tensor of one column has a different stride
         assert torch.equal(math.per_token_cast_back(ones, words), math.per_token_cast_back(ones, powers))
     assert math.per_token_cast_back(rows[:0], scales[:0]).shape == (0, 300)
     assert math.calc_diff(x, x) == 0
@@ -103,7 +103,7 @@ def test_the_first_rank_gets_more_tokens(ranks: int, per_rank: int, topk: int, r
 def test_sums_of_references_are_made_in_order() -> None:
     data = torch.tensor([[[1.0], [256.0], [1.0], [1.0]]], dtype=torch.bfloat16)
     ids, bias = torch.tensor([[0, 1, 0, 3]]), torch.full((1, 1), 0.5)
-    assert refs.ordered_accumulate(data).item() == 260  # 259 is rounded once
+    assert refs.ordered_accumulate(data).item() == 260  # the exact sum, 259, is rounded once to bfloat16
     assert refs.combine(data, ids, 1, 4, 4, None, False, False).item() == 260
     # The sums of ranks 0 and 1 are 2 and 256; the sums of the nodes are 258 and 1.
     assert refs.combine(data, ids, 2, 2, 4, None, True, True).item() == 260

@@ -1,4 +1,4 @@
-"""A repeated call is one call into C: it is compared and launched and, on a stream whose calls wait, also awaited."""
+"""A repeated call is one call into C, which compares and launches it, and on some streams also waits for it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Driver:
     """A driver that launches and waits for streams, and records its calls.
 
     Attributes:
-        done: its calls, in order: "launch", or the handle of a stream to wait for.
-        launched, ended: the statuses that it returns for a launch and for a wait.
-        meanwhile: a function to call during a wait.
+        done: the calls made, in order: "launch" for a launch, the stream's handle for a wait.
+        launched, ended: the statuses that a launch and a wait return.
+        meanwhile: a function that a wait calls.
     """
 
     def __init__(self, log: CallLog) -> None:
@@ -88,8 +88,8 @@ def test_a_call_returns_the_first_status_that_is_not_success(driver: Driver) -> 
 
 @pytest.mark.parametrize("word", ["abort", "failed_rank"])
 def test_a_failure_during_the_wait_ends_the_call(driver: Driver, segment: ControlSegment, word: str) -> None:
-    """Ranks learn of a failure before any kernel is stopped. So if a failure is known when the wait ends, the kernel
-    may have received data of a stopped kernel, and the call must not succeed.
+    """A failure is announced before any kernel is stopped. A call whose wait ends after the announcement must fail,
+    because its kernel may have received a stopped kernel's data.
     """
     driver.ended = 5
     driver.meanwhile = lambda: setattr(control_of(segment), word, 1)
@@ -126,7 +126,7 @@ def call_of(value: int) -> Any:
 
 
 def test_a_difference_among_calls_that_were_overwritten_is_found_with_the_first_that_is_compared(pair: Pair) -> None:
-    """Rank 0 is further ahead than the log reaches, and only its first call differs."""
+    """Rank 0 is more calls ahead than the log has entries. Only the first calls of the two ranks differ."""
     ahead, behind = pair.logs
     entries = lib.PROXYCCL_CALL_LOG_ENTRIES
     assert ahead.agree(call_of(7)) == 0
@@ -152,7 +152,7 @@ def test_calls_are_compared_when_their_numbers_come_round(pair: Pair) -> None:
     before = (1 << lib.PROXYCCL_CALL_NUMBER_BITS) - 2
     for log in pair.logs:
         log._callers.sequence = before
-    for number in range(1, 5):  # the second is number 0 of the log
+    for number in range(1, 5):  # the log stores call 2 as number 0, because the numbers wrap around
         assert [log.agree(call_of(number)) for log in pair.logs] == [0, 0]
         assert [log.recent(1)[0][0] for log in pair.logs] == [before + number] * 2
     assert pair.logs[0].agree(call_of(5)) == 0

@@ -1,4 +1,4 @@
-"""An engine that runs out of memory reports it by name."""
+"""When the engine runs out of memory, the error names the object that could not be created."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.running import run_ranks
 
 
 class Lacking:
-    """A library whose function finds no memory."""
+    """A C library whose `function` returns NULL."""
 
     def __init__(self, lib: Any, function: str) -> None:
         self._lib, self._function = lib, function

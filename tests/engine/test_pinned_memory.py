@@ -50,7 +50,6 @@ extern "C" __global__ void take(ProxyChannelDeviceHandle channel, const uint8_t*
 
 
 def pattern(nbytes: int, seed: int) -> NDArray[np.uint8]:
-    """Returns the bytes that the kernel `put` writes."""
     return (np.arange(nbytes) + seed).astype(np.uint8)
 
 
@@ -84,12 +83,12 @@ def test_a_rank_puts_its_pinned_memory_to_its_peers() -> None:
     run_ranks(2, body)
 
 
-# -- who copies, with a fake driver ---
+# -- copies by the CPU and by a fake driver ---
 
 
 class FakeDriver:
-    """Driver calls for the engine: copies and stores on one stream, which are carried out when the stream's event is
-    queried, unless they are held.
+    """A fake driver that queues copies and stores on one stream. A query of the stream's event executes the queued
+    operations, unless `held` is set.
     """
 
     def __init__(self) -> None:
@@ -135,7 +134,6 @@ class FakeDriver:
 
     @property
     def moves(self) -> list[str]:
-        """Returns the requested copies and stores, in order."""
         return [call for call in self.calls if call != "record"]
 
 
@@ -202,11 +200,9 @@ class Rank:
     def put(
         self, operation: Operation, nbytes: int, source: int, destination: int, *, at: int = 0, to: int = 0
     ) -> None:
-        """Pushes a trigger."""
         self._producer.push(Trigger(operation, self._channel, nbytes, source, at, destination, to))
 
     def push(self, operation: Operation, *, value: int, size: int, destination: int, to: int = 0) -> None:
-        """Pushes a trigger with a value."""
         self._producer.push(value_trigger(operation, self._channel, value, size, destination, to))
 
     @property
@@ -214,12 +210,10 @@ class Rank:
         return int(ctypes.c_uint64.from_address(self._segment.semaphore_host(self._channel)).value)
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
-        """Waits until a condition holds, and asserts that the proxy has not failed."""
         wait_for(lambda: condition() or bool(self.failures), what)
         assert not self.failures
 
     def wait_flushed(self, pushed: int) -> None:
-        """Waits until the last of this many triggers is flushed."""
         self.wait(lambda: self.service.flushed(self._channel) >= pushed, "a flush")
 
 
@@ -276,7 +270,7 @@ def test_a_short_put_behind_an_outstanding_copy_keeps_its_place(rank: Rank) -> N
     destination, inbox = rank.pinned(seed=50)
     rank.driver.held.set()
     rank.put(PUT, SIZE, source, destination)
-    rank.put(ALL, 24, source, destination, at=64)  # over the first put's bytes
+    rank.put(ALL, 24, source, destination, at=64)  # overlaps the first put
     expected = [f"copy {SIZE}", "copy 24", "write", "write"]
     rank.wait(lambda: rank.driver.moves == expected, "the driver has both")
     rank.wait(lambda: "record" in rank.driver.calls, "their end is asked for")
@@ -325,9 +319,9 @@ def test_a_stream_writes_a_value_in_aligned_parts(rank: Rank) -> None:
     rank.wait_flushed(7)
     assert rank.driver.moves == [
         *["write", "write32", "copy 2", "copy 1"],
-        *["write32", "write32"],  # 8 bytes at 20
-        *["copy 2", "copy 2"],  # 4 at 30
-        *["copy 1", "copy 2", "write32", "copy 1"],  # 8 at 41
+        *["write32", "write32"],  # 8 bytes at offset 20
+        *["copy 2", "copy 2"],  # 4 bytes at offset 30
+        *["copy 1", "copy 2", "write32", "copy 1"],  # 8 bytes at offset 41
         "write",
     ]
     assert seen_as(device, np.uint8)[:49].tobytes() == bytes(expected)

@@ -72,13 +72,11 @@ class Client:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.runtime.synchronize()  # operations that are queued on streams write to the buffer
+        self.runtime.synchronize()  # operations queued on streams may still write to the buffer
         assert self.service.close(TIMEOUT, drained=False)
 
     def push(self, operation: Operation, count: int, channel: int | None = None) -> int:
-        """Pushes triggers from this thread, until the time-out if the ring is full. Returns the number that
-        found room.
-        """
+        """Pushes triggers, waiting for space in the ring until the time-out. Returns how many were pushed."""
         where = self.channel if channel is None else channel
         words = Trigger(operation, where, 8, self.memory, 0, self.memory, HALF).encode()
         found = produce(self.fifo, self.pushed, words, count, TIMEOUT)
@@ -127,7 +125,7 @@ def test_a_worker_that_fails_leaves_the_others_running(thread: ProxyThread) -> N
         bad.push(SIGNAL, 1, channel=77)
         until(lambda: bad.failures)
         assert bad.failures[0].channel == 77
-        assert not bad.service.drain(TIMEOUT)  # this service is no longer drained, and drain does not wait for it
+        assert not bad.service.drain(TIMEOUT)  # drain() returns at once for a failed service
         assert good.push(SIGNAL, 1000) == 1000
         assert good.service.drain(TIMEOUT)
         assert good.signalled == 1000
@@ -143,7 +141,7 @@ def test_an_aborted_worker_leaves_the_others_running(thread: ProxyThread) -> Non
 
 
 def test_nothing_is_taken_after_a_handler_that_ends_in_abort(thread: ProxyThread) -> None:
-    """Triggers after the abort may name memory that was freed."""
+    """Triggers after the abort may name freed memory."""
     with Client(thread) as client:
         calls: list[Trigger] = []
 
@@ -206,9 +204,9 @@ def test_close_drains_or_ends_at_once(
     assert client.service.close(TIMEOUT)
     assert client.signalled == 60
 
-    with Client(thread) as endless:  # its ring is never empty, but __exit__ closes it at once all the same
+    with Client(thread) as endless:  # __exit__ must close the service although its ring is never empty
         stop = threading.Event()
-        kept = endless.runtime.open_pinned(endless.fifo.pinned.handle)  # the pusher continues after the service's end
+        kept = endless.runtime.open_pinned(endless.fifo.pinned.handle)
         slots = endless.fifo.slots_host
         words = Trigger(SIGNAL, endless.channel).encode()
         for slot in range(64):
@@ -277,7 +275,7 @@ Help = Callable[[bool], int]
 
 @contextmanager
 def helped_thread(idle: IdlePolicy) -> Iterator[tuple[ProxyThread, Help]]:
-    """Yields a proxy thread, and its helper function, whose argument says whether the calling thread waits."""
+    """Yields a proxy thread and a function that helps it. The function's argument says whether its caller waits."""
     helpers: dict[int, Callable[[int, int], int]] = {}
     helper = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
     add = ctypes.CFUNCTYPE(None, helper, ctypes.c_void_p)(lambda call, argument: helpers.update({argument: call}))
@@ -354,7 +352,7 @@ def test_an_operation_that_rings_a_proxy_wakes_its_thread(thread: ProxyThread) -
 
 def test_a_kernel_that_is_given_a_channel_wakes_the_proxys_thread(thread: ProxyThread) -> None:
     class Channel:
-        """A kernel's argument that stands for a channel: bytes, and the proxy that takes its triggers."""
+        """A stand-in for a channel as a kernel's argument: its bytes, and the sleeping threads that a launch wakes."""
 
         def __init__(self, sleepers: Sleepers) -> None:
             self.device_handle, self.sleepers = b"1234", sleepers

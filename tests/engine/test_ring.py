@@ -107,7 +107,7 @@ def test_rings_and_threads_keep_the_order_of_each_channel(fifos: int, proxy_thre
 def test_each_peer_has_a_ring_of_its_own() -> None:
     def body(comm: Communicator) -> None:
         memory = comm.empty(16, "uint8")
-        for _ in range(2):  # the second time with freed ids, in another order
+        for _ in range(2):  # the second iteration reuses freed ids in another order
             sets = [comm.proxy_channels(memory, peers=peers) for peers in ([1, 2], [2, 1, 0], None)]
             rings = {
                 peer: {comm.proxy.fifo_for(c.id) for each in sets for c in each if c.peer == peer} for peer in (1, 2)
@@ -170,7 +170,7 @@ def test_a_flush_covers_the_puts_before_it(async_copies: bool) -> None:
 
 @pytest.mark.own_proxy(reason="blocks a stream of the proxy's")
 def test_a_flush_does_not_wait_for_other_channels() -> None:
-    """The stream to one peer is held up: a flush to the other completes, and one to the first does not."""
+    """While the stream to one peer is blocked, only a flush to the other peer completes."""
 
     def body(comm: Communicator) -> None:
         array = comm.empty(1024, "uint8").fill(comm.rank)

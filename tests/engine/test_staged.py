@@ -41,8 +41,8 @@ GET = Operation.DATA | Operation.GET
 HEADER = 64
 OUTSIDE = "the peer put or got data outside the memory that this rank offers"
 REM_ACCESS_ERR = 10
-ARRIVED, CREDITED = 0, int(lib.PROXYCCL_STAGED_WIRES) * 128 // 8  # indices of words of an area
-RECEIVING = int(lib.PROXYCCL_STAGED_WORDS_BYTES)  # offset in an area, not counting a ring
+ARRIVED, CREDITED = 0, int(lib.PROXYCCL_STAGED_WIRES) * 128 // 8  # indices of 64-bit words in a peer's memory area
+RECEIVING = int(lib.PROXYCCL_STAGED_WORDS_BYTES)  # bytes that an area needs besides its ring
 
 MakeWire = Callable[[int, int], FakeWire]
 built = pytest.mark.skipif(
@@ -66,7 +66,7 @@ pytestmark = [
 
 
 class Stuck:
-    """Keeps an end's worker, and so all of the end's work, inside a handler."""
+    """Blocks the worker of a connection's end in a handler, which blocks all work of this end."""
 
     def __init__(self, end: End) -> None:
         self._gate = Gate()
@@ -196,7 +196,7 @@ def test_what_follows_a_get_waits_for_its_data() -> None:
             here.push(PUT | SIGNAL | FLUSH, 8)
             ends.wait(lambda: here.device.counts.executed == 2, "the request")
             assert not here.service.drain(0.05)
-            assert here.device.counts.requests == 2  # the request, and the count of messages
+            assert here.device.counts.requests == 2  # one write for the get's message, one for the count of messages
             assert here.service.completed(here.channels[0]) == 0
         ends.wait(lambda: here.service.completed(here.channels[0]) > ticket + 1, "all of it")
         assert there.words[0] == 1
@@ -205,7 +205,7 @@ def test_what_follows_a_get_waits_for_its_data() -> None:
 def test_draining_waits_for_an_answer_that_the_peer_has_not_sent() -> None:
     with Ends() as ends:
         here, there = ends
-        there.device.allow(1)  # the credit that it returns for the request
+        there.device.allow(1)  # the peer may return the request's credit, but not send its answer
         here.push(GET, 4000)
         ends.wait(lambda: there.device.counts.executed == 1, "the credit")
         assert not here.service.drain(0.05)
@@ -225,7 +225,7 @@ def test_a_put_of_25_megabytes_through_a_ring_of_two() -> None:
 
 
 def test_a_small_rest_of_the_ring_is_filled_and_not_used_for_a_short_piece() -> None:
-    """Four messages leave 256 bytes at the ring's end, which are filled up instead of taking a short piece of a put."""
+    """Four messages leave 256 bytes at the ring's end. The next put starts at the beginning of the ring instead."""
     size, puts, per_lap = 16_256, 20, 4
     with Ends(puts * size, ring_bytes=1 << 16, chunk_bytes=size) as ends:
         here, there = ends
@@ -237,7 +237,7 @@ def test_a_small_rest_of_the_ring_is_filled_and_not_used_for_a_short_piece() -> 
 
 
 def test_a_put_is_cut_into_parts_of_one_length() -> None:
-    longest, size = 1 << 17, 150_000  # so that no short part is left
+    longest, size = 1 << 17, 150_000  # two parts of equal length, not one of `longest` and a short one
     with Ends(size, ring_bytes=1 << 20, chunk_bytes=longest) as ends:
         here, there = ends
         here.push(PUT | SIGNAL, size)
@@ -257,9 +257,7 @@ def test_a_put_of_nothing_makes_no_message() -> None:
 
 @pytest.fixture(params=["inline copies", pytest.param("copy threads", marks=pytest.mark.host_only("its threads"))])
 def runtime(request: pytest.FixtureRequest) -> Runtime:
-    """Returns a runtime: once with copies that are done when they are issued (on the host runtime), and once with
-    asynchronous copies.
-    """
+    """Returns a runtime with synchronous copies (of the host runtime), or one with asynchronous copies."""
     return rank_runtime(0) if request.param == "inline copies" else HostRuntime(async_copies=True)
 
 
@@ -270,7 +268,7 @@ RANDOM_WIRES = [(seed, WIRES[seed % len(WIRES)]) for seed in range(8)]
     ("seed", "wire"),
     [
         pytest.param(seed, *wire.values, marks=(*wire.marks, *([pytest.mark.full] if seed >= len(WIRES) else [])))
-        for seed, wire in RANDOM_WIRES  # each wire has a seed
+        for seed, wire in RANDOM_WIRES  # the first seeds cover each kind of wire once
     ],
 )
 def test_everything_happens_as_if_one_after_another(seed: int, wire: MakeWire, runtime: Runtime) -> None:
@@ -280,7 +278,7 @@ def test_everything_happens_as_if_one_after_another(seed: int, wire: MakeWire, r
     rng = random.Random(seed)
     ring_bytes = rng.choice([128, 192, 1024, 65536])
     chunk_bytes, max_message = rng.choice([1, 50, 64, 500, 4096]), rng.choice([7, 64, 4096])
-    longest = min(300, 20 * min(chunk_bytes, max_message))  # tens of messages per put; more would only take longer
+    longest = min(300, 20 * min(chunk_bytes, max_message))  # limits a put to tens of messages, to save time
     with Ends(
         1 << 12,
         channels=3,
@@ -381,7 +379,7 @@ def test_short_messages_follow_one_another_on_one_wire_and_a_long_put_begins_the
         ends.wait(lambda: there.words[0] == 3, "the signals")
         before = arrived()
         assert before[0] > 0 == before[1]
-        here.push(PUT | SIGNAL, 200)  # two messages, long ones for a ring of this size
+        here.push(PUT | SIGNAL, 200)  # two long messages
         ends.wait(lambda: there.words[0] == 4, "the put")
         assert arrived() == [before[0] + 1, 1]
         here.push(SIGNAL)
@@ -440,7 +438,7 @@ def test_nobody_waits_while_a_wires_thread_is_at_the_same_endpoint_for_another_p
         assert threads is not None
         with workers.paused(TIMEOUT), threads._workers.paused(TIMEOUT):  # between their turns
             threads._shared[1].turn = 1
-        here.push(PUT | SIGNAL, 300)  # three pieces: by the first wire, the second, and the first again
+        here.push(PUT | SIGNAL, 300)  # wire 0 sends the first and third pieces, wire 1 the second
         ends.wait(lambda: int(seen_as(there.area, np.uint64)[ARRIVED]) == 2, "the messages of the other wire")
         assert int(seen_as(there.area, np.uint64)[ARRIVED + 128 // 8]) == 0
         assert there.words[0] == 0
@@ -457,7 +455,7 @@ def test_a_wire_that_stands_still_holds_up_later_messages_alone() -> None:
         ends.wait(lambda: there.words[0] == 1, "the first message")
         ticket = here.push(
             PUT | SIGNAL | FLUSH, 300, source=100, destination=100
-        )  # three pieces: by the first wire, the second, and the first again
+        )  # wire 0 sends the first and third pieces, wire 1 the second
         ends.wait(lambda: int(seen_as(there.area, np.uint64)[ARRIVED]) == 3, "the last message")
         assert there.words[0] == 1
         assert here.flushed() <= ticket
@@ -508,8 +506,8 @@ def test_a_signal_rides_on_the_data_before_it() -> None:
         here.push(PUT | SIGNAL | FLUSH, 100)
         ends.wait(lambda: here.flushed() == 1, "the flush")
         assert there.words[0] == 1
-        assert here.device.counts.requests == 2  # the message, and the count of messages
-        assert there.device.counts.requests == 1  # the credit
+        assert here.device.counts.requests == 2  # one write for the message, one for the count of messages
+        assert there.device.counts.requests == 1  # a write of the credit
         signal_and_flush(ends, here)
         assert there.words[0] == 2
         assert here.device.counts.requests == 4
@@ -587,7 +585,7 @@ def test_a_put_is_seen_complete_when_the_peer_has_placed_it(tmp_path: Path, monk
         assert len(views) == 2
 
         def progress() -> list[tuple[int, int]]:
-            """Returns the progress of the end that sends; the other end has none."""
+            """Returns the sender's completed and outstanding operations; the receiver has none."""
             found = ((way.completed, way.outstanding) for view in views for way in view.snapshot().connections)
             return [each for each in found if each != (0, 0)]
 
@@ -621,7 +619,7 @@ def test_an_end_that_stalls_holds_back_its_ring_alone() -> None:
         with Stuck(there):
             flood = threading.Thread(target=here.push, args=(PUT | SIGNAL, size), kwargs={"count": puts})
             flood.start()
-            # Messages of 128 bytes; after them 256 operations wait, of which a trigger may make three.
+            # The ring holds 8 messages of 128 bytes. At most 256 more operations wait, up to three for a trigger.
             most = 1024 // 128 + (256 - 2) // 2
             ends.wait(lambda: here.taken() >= most, "a full connection")
             assert here.device.counts.executed <= 2 * 1024 // 128
@@ -659,7 +657,6 @@ def test_both_ends_flood_each_other_through_the_smallest_rings() -> None:
 
 
 def test_one_worker_may_serve_both_directions_to_several_peers() -> None:
-    """The channels of one connection use several rings of one worker."""
     with Ends(channels=4, service={"fifos": 4}) as ends:
         for end in ends:
             for channel in range(4):
@@ -748,7 +745,7 @@ def test_more_requests_than_may_be_outstanding_are_refused() -> None:
     most = int(lib.PROXYCCL_STAGED_GETS)
     with Ends(ring_bytes=1 << 16) as ends:
         _, there = ends
-        there.device.allow(0)  # so that its answers fill the ring and stay there
+        there.device.allow(0)  # the end's answers fill its ring, because its device executes nothing
         area = seen_as(there.area, np.uint64)
         size = there.destination.nbytes
         for i in range(most + 20):
@@ -771,13 +768,12 @@ def test_a_damaged_ring_is_refused(arrived: int, nbytes: int, reason: str) -> No
     with Ends(ring_bytes=4096) as ends:
         _, there = ends
         area = seen_as(there.area, np.uint64)
-        area[(RECEIVING + 4096) // 8 + 2] = nbytes  # the third field of the header of the first message
+        area[(RECEIVING + 4096) // 8 + 2] = nbytes  # the size field in the header of the first message
         area[ARRIVED] = arrived
         assert there.fails().reason == f"completion: refused: {reason}"
 
 
 def signal_and_flush(ends: Ends, end: End) -> None:
-    """Pushes a signal and a flush, which travel in one message, and waits for the flush."""
     ticket = end.push(SIGNAL | FLUSH)
     ends.wait(lambda: end.flushed(0) > ticket, "a flush")
 
@@ -791,7 +787,7 @@ def test_a_count_that_is_half_written_is_read_again() -> None:
         counts = (seen_as(there.area, np.uint64)[ARRIVED:], seen_as(here.area, np.uint64)[CREDITED:])
         for count in counts:
             count[0] = 0
-        for end in (there, here):  # makes both proxies look at their words
+        for end in (there, here):  # traffic makes both proxies read the counts
             signal_and_flush(ends, end)
         assert [int(count[0]) for count in counts] == [256, 256]
         assert (there.words[0], here.words[0]) == (256, 1)
@@ -840,7 +836,7 @@ def test_a_post_that_is_refused_is_a_failure() -> None:
 
 
 class FailingCopies:
-    """The driver's copy, one call of which fails."""
+    """A driver's copy function that fails in one call."""
 
     def __init__(self, end: int, number: int, status: int) -> None:
         self._copies, self._number, self._status = 0, number, status
@@ -879,7 +875,7 @@ def test_a_copy_that_fails_on_its_way_in(number: int) -> None:
         failure = there.fails()
         assert failure.peer == here.rank
         assert failure.reason == "completion: the copy from pinned memory failed with the driver's status 719"
-        assert there.words[0] < number  # no signal without its data
+        assert there.words[0] < number  # the failed put's signal must not arrive
         assert here.flushed() <= number - 1
 
 
@@ -895,7 +891,7 @@ def test_a_copy_whose_failure_shows_later(end: int, way: str) -> None:
         assert here.flushed() == 0
 
 
-# -- the end ---
+# -- closing ---
 
 
 def test_an_end_with_work_outstanding_is_destroyed() -> None:

@@ -1,4 +1,4 @@
-"""The watch over a proxy's turns, and waits of streams that nothing else would end."""
+"""The watch that detects a stopped proxy, and ends streams' waits for this proxy."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ extern "C" __global__ void push(DeviceHandle<ProxyChannel> channel) { channel.cu
 
 
 class Clock:
-    """A clock that tests advance."""
-
     def __init__(self) -> None:
         self.now = 100.0
 
@@ -82,7 +80,7 @@ def test_time_in_which_nobody_could_look_does_not_count(words: Any, clock: Clock
     watch = TurnWatch(words, 1)
     words.bell = 3
     passes(watch, clock, 1)
-    clock.now += 1000  # as if this process had also been stopped
+    clock.now += 1000  # simulates that this process was stopped too
     assert watch.look_for_streams() < 2
 
 
@@ -107,7 +105,7 @@ def held_up(seconds: float, timeout: float) -> list[BaseException | None]:
             comm.synchronize()
             assert began.wait(60)
         comm.all_gather_bytes(b"")
-        if comm.rank == 1:  # its proxy starts to wait for rank 0's a moment earlier
+        if comm.rank == 1:  # rank 1's proxy starts to wait earlier than rank 0's, so its time-out must be longer
             comm.group.set_timeout(60)
         started = time.monotonic()
 

@@ -99,7 +99,7 @@ def test_a_get_of_any_length_brings_it_whole(size: int, max_message: int, depth:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_gets_keep_their_place_among_unordered_writes(seed: int) -> None:
-    """Each place in memory is put to once, and then read by a get. A signal must come after everything before it."""
+    """A put writes each range of memory once, then a get reads it. Signals must follow earlier puts and gets."""
     rng = random.Random(seed)
     own, theirs = memory(1 << 13, seed), np.zeros(1 << 12, np.uint8)
     expected = own.copy()
@@ -202,7 +202,7 @@ def test_a_signal_joins_the_write_before_it(
 
 def test_what_no_flush_waits_behind_comes_to_rest_by_one_completion() -> None:
     with loop_of(memory(8), np.zeros(8, np.uint8), depth=64) as loop:
-        for _ in range(7):  # fewer writes than a quarter of the window
+        for _ in range(7):  # 14 requests are fewer than a quarter of the window
             loop.push(0, PUT | SIGNAL, 8)
         assert loop.service.drain(TIMEOUT)
         counts = loop.peers[0].device.counts
@@ -221,7 +221,7 @@ def test_a_run_of_ordered_writes_asks_for_few_completions() -> None:
 
 @orders
 def test_a_flood_waits_in_the_ring(order: Order) -> None:
-    """While the endpoint carries out nothing, triggers that it and the connection can't hold stay in the ring."""
+    """While the endpoint executes nothing, triggers beyond the capacity of endpoint and connection stay in the ring."""
     source, destination = memory(8), np.zeros(8, np.uint8)
     with loop_of(source, destination, depth=16, **order, service={"fifo_size": 1024}) as loop:
         (peer,) = loop.peers

@@ -33,11 +33,10 @@ class Job:
     """A job: ranks of the program on hosts.
 
     Args:
-        hosts: the hosts.
         ranks: number of ranks on each host.
-        directory: the directory in which the ranks meet.
+        directory: the directory through which the ranks find each other.
         what: the program's last argument.
-        env: environment of all ranks.
+        env: environment variables of all ranks.
     """
 
     def __init__(self, hosts: Hosts, ranks: list[int], directory: Path, what: str, **env: str) -> None:
@@ -49,7 +48,6 @@ class Job:
         ]
 
     def outputs(self) -> list[str]:
-        """Waits until all ranks have ended, and returns the output of each."""
         try:
             return [rank.communicate(timeout=SECONDS)[0] for rank in self.ranks]
         finally:
@@ -65,7 +63,7 @@ class Job:
         return outputs
 
 
-# The flood below, and staged memory in a daemon, cover signals that wait for delivery.
+# "delivered" runs only with --full: the flood below, and staged memory in a daemon, also test such signals.
 @pytest.mark.parametrize(
     ("ranks", "env"),
     [
@@ -100,7 +98,7 @@ def test_mpiexec_starts_ranks_on_three_hosts(tmp_path: Path, each: int, what: st
 SMALL_STAGES = {"PROXYCCL_FABRIC_STAGING_BYTES": "32768", "PROXYCCL_FABRIC_STAGING_CHUNK": "8192"}
 
 
-# Execution plans, below, cover staging by a thread that keeps the order.
+# "ordered" runs only with --full: execution plans, below, also test staging by a thread over an ordered fabric.
 @pytest.mark.parametrize(
     ("proxy", "signal"),
     [pytest.param("thread", "ordered", marks=pytest.mark.full), ("process", "delivered")],
@@ -112,7 +110,7 @@ def test_memory_that_can_not_be_registered_is_staged(hosts: Hosts, tmp_path: Pat
     Job(hosts, [1, 1], tmp_path, "collectives", **env, **SMALL_STAGES).succeeds("staged_fabric")
 
 
-# The tests of collectives cover a daemon and the order, on which a plan does not depend.
+# "delivered" runs only with --full: it makes no difference to plans, and the tests of collectives cover it.
 @pytest.mark.parametrize(
     ("ranks", "transport", "env"),
     [
@@ -135,7 +133,7 @@ def test_execution_plans_run_between_hosts(
 
 @pytest.fixture(scope="module")
 def on_hip() -> dict[str, str]:
-    """Returns the environment of ranks with GPUs, which the host emulates."""
+    """Returns environment variables that give ranks emulated GPUs."""
     run_make("rocm-on-host")
     return {"PROXYCCL_RUNTIME": "hip", "ROCM_PATH": str(ROOT / "build/rocm-on-host")}
 
@@ -160,7 +158,7 @@ def test_a_provider_that_reaches_gpus_writes_their_memory(hosts: Hosts, tmp_path
         assert "registered for interface 2, device 0" in output, output  # FI_HMEM_ROCR
 
 
-# unit/test_gpu_writes.py tests who promises the order; the first of the tests with GPUs above covers staging.
+# Runs only with --full: unit/test_gpu_writes.py tests which GPUs order writes, and a test above tests staging.
 @pytest.mark.full
 def test_gpus_that_do_not_order_writes_are_staged(hosts: Hosts, tmp_path: Path, on_hip: dict[str, str]) -> None:
     """The provider can access the GPUs' memory, but these GPUs do not promise to keep the order of writes."""
@@ -174,7 +172,7 @@ def test_ipv6_is_enough_and_a_provider_is_chosen_by_name(tmp_path: Path) -> None
         Job(hosts, [1, 1], tmp_path, "one", PROXYCCL_FABRIC_PROVIDER="net").succeeds()
 
 
-# The limit on outstanding writes does not depend on the kind of signal.
+# "ordered" runs only with --full: the limit on outstanding writes is the same for both kinds of signal.
 @pytest.mark.parametrize("signal", [pytest.param("ordered", marks=pytest.mark.full), "delivered"])
 def test_a_flood_through_few_writes_loses_nothing(hosts: Hosts, tmp_path: Path, signal: str) -> None:
     few = {"PROXYCCL_FABRIC_DEPTH": "2", "PROXYCCL_FABRIC_SIGNAL": signal}

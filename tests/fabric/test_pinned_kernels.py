@@ -47,14 +47,16 @@ def _like_a_gpu(library: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 def run_nodes(ranks: int, each: int, body: Callable[[Communicator], None]) -> None:
-    """Runs the body in `ranks` ranks on nodes of `each` ranks, between which data is staged."""
+    """Runs `body` in `ranks` ranks on nodes of `each` ranks. Between nodes, data is staged."""
     staged = {(a, b): "staged_fabric" for a in range(ranks) for b in range(a) if a // each != b // each}
     fabric = FabricOptions.from_environment(streams=2)
     run_ranks(ranks, body, local_world_size=each, transport=staged, fabric=fabric)
 
 
 def run(ranks: int, each: int, call: Call, *, by_kernels: bool) -> None:
-    """Makes and checks a call with the default choice, which is kernels if `by_kernels`, and then by kernels anyway."""
+    """Checks a call with the default algorithm, which must be kernels if and only if `by_kernels`, and then with
+    kernels.
+    """
 
     def body(comm: Communicator) -> None:
         collectives, dtype = comm.collectives, as_dtype(call.dtype)

@@ -35,7 +35,8 @@ def test_they_keep_their_order(
         assert run_random_transfers(comm, 3).transport == transport
 
     def options_of(rank: int) -> dict[str, FabricOptions]:
-        own = None if streams is None else streams[rank]  # a connection has as many as both ranks offer
+        # a connection has the smaller of both ranks' numbers of streams
+        own = None if streams is None else streams[rank]
         return {"fabric": FabricOptions(provider="tcp", interface="=lo", signal=signal, streams=own)}
 
     with Ranks(2, options_of=options_of, local_world_size=1, transport=transport) as pair:

@@ -1,4 +1,4 @@
-"""The campaign of agents that come and go under load, or start again under their names, with a few cases.
+"""Runs a few cases in which agents come and go under load, or start again under their names.
 
 `make test-faults COUNT=1000` runs more.
 """

@@ -1,4 +1,4 @@
-"""The campaign of faults, with a few cases. `make test-faults COUNT=1000` runs more."""
+"""Runs a few cases of random work with faults. `make test-faults COUNT=1000` runs more."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ WITH_FAULTS = (
     "clock jumps",
     "daemon stopped",
 )
-# These faults run only with --full. To its peers, a rank that exits is like one that is killed; other tests cover
-# signals, forks, and directories that can't be written.
+# Faults that run only with --full. Peers can't distinguish a rank that exits from a killed rank; other tests cover the
+# other faults.
 FURTHER = {"exit", "fork", "signals", "full disk"}
 CASES = [
     pytest.param(Case.of(FAULTS.index(fault), brief=True), id=fault, marks=pytest.mark.full if fault in FURTHER else [])

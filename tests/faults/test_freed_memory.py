@@ -1,4 +1,4 @@
-"""The campaign of memory that is freed during transfers, with a few cases. `make test-faults COUNT=1000` runs more."""
+"""Runs a few cases in which memory is freed during transfers. `make test-faults COUNT=1000` runs more."""
 
 from __future__ import annotations
 

@@ -86,12 +86,10 @@ def torch() -> ModuleType:
 
 
 def here(comm: Communicator) -> str:
-    """Returns torch's name of the rank's device."""
     return f"cuda:{comm.runtime.device}"
 
 
 def total(comm: Communicator) -> int:
-    """Returns the sum over the ranks of rank + 1."""
     return comm.world_size * (comm.world_size + 1) // 2
 
 
@@ -234,8 +232,8 @@ def no_segments() -> Iterator[Callable[[], bool]]:
 def test_tensors_of_torchs_pool_are_registered(
     torch: ModuleType, no_segments: Callable[[], bool], algorithm: str | None
 ) -> None:
-    """Tensors of the pool count as registered from the first call on, before peers have mapped them, with slices at any
-    offset.
+    """Slices at any offset of the pool's tensors are registered memory, from the first call on and before peers have
+    mapped them.
     """
     count = 300_007
 
@@ -268,8 +266,8 @@ def test_tensors_of_torchs_pool_are_registered(
 
 
 def test_torchs_pool_gives_its_memory_back(torch: ModuleType, no_segments: Callable[[], bool]) -> None:
-    """The pool is freed with its last communicator. A tensor's memory is freed when torch empties its cache after the
-    tensor is gone.
+    """The pool is freed when its last communicator is closed. torch frees the memory of a deleted tensor when it
+    empties its cache.
     """
     kept: list[Any] = []
 
@@ -295,7 +293,7 @@ def test_torchs_pool_gives_its_memory_back(torch: ModuleType, no_segments: Calla
 
 
 def test_torchs_graphs_capture_into_the_pool(torch: ModuleType, no_segments: Callable[[], bool]) -> None:
-    """The graphs outlive the communicators; the process survives the pool's end."""
+    """The graphs outlive the communicators, and the process survives the closing of the pool."""
     graphs: list[Any] = []
     one_at_a_time = threading.Lock()
 
@@ -338,9 +336,7 @@ def test_torchs_graphs_capture_into_the_pool(torch: ModuleType, no_segments: Cal
 
 @CUDA_ONLY
 def test_kernels_are_loaded_beside_proxied_collectives(torch: ModuleType) -> None:
-    """CUDA loads a kernel when it is first launched, and until then all driver calls of the process wait for the
-    device. The environment sets nothing.
-    """
+    """CUDA loads a kernel at its first launch, during which the process's other driver calls wait for the device."""
     done = run_mpi(2, PROGRAMS / "lazy_load.py", env={"PROXYCCL_PROXY": ""})
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(done.stdout.split()) == sorted(2 * ["all_reduce", *MOVES]), done.stdout
@@ -355,8 +351,6 @@ class OnlyInterface:
 
 
 class OnlyDLPack:
-    """An exporter with only DLPack."""
-
     def __init__(self, array: Array) -> None:
         self.array = array
 
@@ -380,7 +374,7 @@ def test_every_kind_of_export_is_taken(ranks: Ranks, exporter: type[OnlyInterfac
 
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS, None])
 def test_the_same_arrays_are_used_again_and_again(ranks: Ranks, algorithm: str | None) -> None:
-    """A repeated call is one call into C from the second time on, and must still give correct results."""
+    """From the second time on, a call with the same arrays is one call into C, and must still give correct results."""
 
     def body(comm: Communicator) -> None:
         x, out = comm.empty(3001, "int32"), comm.empty(3001, "int32")
@@ -440,7 +434,7 @@ REPLAYS = 300
 
 
 def calls(dtype: str, count: int) -> list[Call]:
-    """Returns calls of every collective by every algorithm, in place or out of place."""
+    """"""
     reduced = [Call("all_reduce", dtype, "sum", algorithm, count) for algorithm in (*ALGORITHMS, None)]
     moved = [
         Call(collective, dtype, "sum", algorithm, count, in_place=False)
@@ -488,7 +482,7 @@ def test_a_graph_of_many_calls_is_replayed_without_waits(ranks: Ranks) -> None:
                 x.upload(np.arange(1009) + turn * 100 + number + comm.rank)
             for _ in range(REPLAYS):
                 graph.launch()
-            comm.all_reduce(arrays[0], "max", stream=stream)  # and a call that is not part of the graph
+            comm.all_reduce(arrays[0], "max", stream=stream)  # a call outside the graph
             comm.synchronize(stream)
             for number, x in enumerate(arrays):
                 assert np.array_equal(x.numpy(), np.arange(1009) + turn * 100 + number + comm.world_size - 1)
@@ -500,7 +494,7 @@ ADD_ONE = 'extern "C" __global__ void add_one(float* x) { x[threadIdx.x] += 1; }
 
 
 class BesideCapture:
-    """Calls a kernel and a collective, on an array that has no current stream, during a capture and beside it."""
+    """Calls a kernel and a collective, during and outside a capture, on arrays of a library without current streams."""
 
     def __init__(self, comm: Communicator, captured: Any, name: str) -> None:
         self._comm, self._captured, self._name = comm, captured, re.escape(name)
@@ -516,8 +510,8 @@ class BesideCapture:
         self._comm.all_reduce(self.x, stream=stream)
 
     def capture(self) -> None:
-        """Makes the calls while the stream is captured, and checks that refusals do not end the capture, and that other
-        threads' calls are not refused.
+        """Makes calls while the stream is captured. Checks that refused calls do not end the capture, and that other
+        threads' calls succeed.
         """
         for stream in (None, self._other, self._other.handle, 0):
             for call in (self._kernel, lambda _, __, x, stream: self._comm.all_reduce(x, stream=stream)):
@@ -558,8 +552,8 @@ def test_a_call_that_torchs_capture_would_miss_is_refused(ranks: Ranks, torch: M
 @CUDA_ONLY
 @pytest.mark.parametrize("blocks", [False, True], ids=["non-blocking", "blocking"])
 def test_a_call_that_cupys_capture_would_miss_is_refused(ranks: Ranks, blocks: bool) -> None:
-    """A blocking stream is ordered with the legacy default stream, whose capture status can't be queried during the
-    capture.
+    """Blocking streams synchronise with the legacy default stream, whose capture status can't be queried during a
+    blocking stream's capture.
     """
     cupy = pytest.importorskip("cupy")
     one_at_a_time = threading.Lock()
@@ -603,7 +597,7 @@ def test_torchs_graphs_hold_collectives(ranks: Ranks, torch: ModuleType) -> None
             with torch.cuda.stream(side):
                 step()
             side.synchronize()
-            comm.all_gather_bytes(b"")  # no rank's kernel waits for a rank that is capturing
+            comm.all_gather_bytes(b"")  # before a rank captures, all ranks' kernels have ended
             graph = torch.cuda.CUDAGraph()
             with one_at_a_time, torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
                 doubled = step()
@@ -622,7 +616,7 @@ def test_torchs_graphs_hold_collectives(ranks: Ranks, torch: ModuleType) -> None
 @CUDA_ONLY
 @pytest.mark.parametrize("algorithm", [None, "proxy"])
 def test_dispatch_and_combine_are_replayed_over_one_routing(ranks: Ranks, algorithm: str | None) -> None:
-    """The CPU prepares the routing outside the graph; the data may change between replays."""
+    """The CPU prepares the routing outside the graph. Between replays the tokens may change, but not the routing."""
     tokens, hidden, topk = 33, 64, 2
 
     def body(comm: Communicator) -> None:
@@ -659,7 +653,7 @@ def test_dispatch_and_combine_are_replayed_over_one_routing(ranks: Ranks, algori
 def test_a_graph_of_an_expert_layer_takes_new_routings(
     ranks: Ranks, tokens: tuple[int, int], local_combine: bool
 ) -> None:
-    """The CPU is not involved in a routing if the number of rows has a fixed maximum."""
+    """With a fixed maximum number of rows, the GPU prepares the routing, so each replay may have another routing."""
     hidden, topk, experts = 64, 4, 8
 
     def body(comm: Communicator) -> None:
@@ -751,8 +745,8 @@ def test_a_handle_beyond_its_memory_is_refused(field: int) -> None:
 def test_waiters_for_the_device_are_called_behind_launches(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, call: str, launched: str
 ) -> None:
-    """Otherwise the driver would hold the context while it waits, and block the proxy's copies for which
-    kernels wait.
+    """A driver call that waits for the device holds the context, and would block the proxy's copies for running
+    kernels.
     """
     begun = threading.Event()
     done: list[bool] = []
@@ -781,7 +775,7 @@ def test_waiters_for_the_device_are_called_behind_launches(
 
             monkeypatch.setattr(driver, "call", begin)
             monkeypatch.setattr(driver, call, noted)
-            unneeded = allocate(comm.group, 1000, "float32")  # symmetric memory is freed later
+            unneeded = allocate(comm.group, 1000, "float32")
         else:
             assert begun.wait(TIMEOUT)
         if launched == "a collective":
@@ -830,7 +824,7 @@ def failure_of(call: Callable[[], object]) -> ProxyCCLError:
 
 
 def assert_healthy() -> None:
-    """Checks that new communicators on the same devices, in the same contexts, work."""
+    """Checks that new communicators in the same contexts of the same devices work."""
 
     def body(comm: Communicator) -> None:
         for algorithm in ALGORITHMS:
@@ -870,7 +864,7 @@ def test_a_users_kernel_that_waits_in_vain_ends_too() -> None:
 
 
 def test_an_abort_ends_everything_while_copies_are_in_flight() -> None:
-    nbytes = (64 if RUNTIME == "cuda" else 2) << 20  # a CPU that stands in for a GPU copies more slowly
+    nbytes = (64 if RUNTIME == "cuda" else 2) << 20  # fewer bytes where the CPU emulates the GPU's copies
 
     def body(comm: Communicator) -> ProxyCCLError:
         channels = comm.proxy_channels(comm.empty(nbytes, "uint8"))
@@ -909,7 +903,7 @@ def check_lost_context(noticed_by: str, **env: str) -> None:
 def test_a_lost_context_ends_its_communicator_alone(noticed_by: str) -> None:
     def body(comm: Communicator) -> None:
         check_lost_context(noticed_by)
-        Call("all_reduce", "float32", "sum", None, 1000).run(comm)  # on a device that the other job also used
+        Call("all_reduce", "float32", "sum", None, 1000).run(comm)  # uses one of the other job's devices
 
     run_ranks(1, body)
 
@@ -927,7 +921,7 @@ def test_device_memory_that_runs_out_is_a_resource_error() -> None:
     def body(comm: Communicator) -> None:
         with pytest.raises(ResourceError, match=rf"can't allocate {1 << 44} bytes on {RUNTIME} device"):
             comm.empty(1 << 44, "uint8")
-        if RUNTIME == "cuda":  # a stand-in for a GPU has the machine's memory, which must not be filled
+        if RUNTIME == "cuda":  # on emulated GPUs this would fill the machine's memory
             kept: list[Array] = []
             with pytest.raises(ResourceError, match="can't allocate"):
                 kept.extend(iter(lambda: comm.empty(16 << 30, "uint8"), None))

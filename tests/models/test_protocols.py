@@ -1,9 +1,9 @@
 """Protocols between processes and machines as models for SPIN, which visits every reachable state.
 
-The models (protocols/*.pml) take their constants from the shipped headers, by the C compiler. Each model is verified as
-it is, and once with each of its planted bugs (BUG(n) in the model), which must be found.
+A C program prints the constants of the models (protocols/*.pml) from the shipped headers. Each model is verified
+without a bug, and then with each of its planted bugs (BUG(n) in the model), which SPIN must find.
 
-PROXYCCL_MODELS_DEPTH of more than 1 adds larger models (make test-models DEPTH=100).
+If PROXYCCL_MODELS_DEPTH is more than 1, larger models are verified too (make test-models DEPTH=100).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MODELS = TESTS / "models/protocols"
 TIMEOUT = 280.0
 DEEP = int(os.environ.get("PROXYCCL_MODELS_DEPTH", "1")) > 1
 
-# The verifiers: a model and its sizes.
+# For each verifier: the model, and the sizes with which it is compiled.
 VERIFIERS = {
     "staged, both sides send": ("staged", ("RING=2", "PUTS=2")),
     "staged, both sides send in a ring with room": ("staged", ("RING=3", "PUTS=2")),
@@ -94,7 +94,6 @@ BUGS = {
 
 
 def run(command: list[str], directory: Path, **environment: str) -> str:
-    """Runs one step and returns its output."""
     done = subprocess.run(
         command,
         cwd=directory,
@@ -109,22 +108,21 @@ def run(command: list[str], directory: Path, **environment: str) -> str:
 
 
 def build(own: Path) -> None:
-    """Builds the verifier after which the directory `own` is named."""
+    """Builds the verifier with the name of the directory `own`."""
     model, sizes = VERIFIERS[own.name]
     includes = [f"-I{ROOT / place}" for place in ("device/include", "proxy/engine", "proxy/segment")]
     shutil.copytree(MODELS, own, dirs_exist_ok=True)
     run(["gcc", *includes, str(MODELS / "constants.c"), "-o", "constants"], own)
     (own / "constants.h").write_text(run(["./constants"], own))
     run([str(checkers() / "usr/bin/spin"), *(f"-D{size}" for size in sizes), "-a", f"{model}.pml"], own)
-    # Safety properties only: an endless wait shows as a state in which no process can continue. The states are few, so
-    # optimisation would take longer than it saves.
+    # Safety properties suffice, because an endless wait is a deadlock. With few states, -O0 is faster.
     level = "-O2" if DEEP else "-O0"
     run(["gcc", level, "-w", "-DSAFETY", "-DCOLLAPSE", "pan.c", "-o", "verify"], own)
 
 
 @pytest.fixture(scope="session")
 def verifiers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the directory of the verifiers; the first test of each verifier builds it."""
+    """Returns the directory in which each verifier's first test builds the verifier."""
     checkers()
     return made_once(shared_directory(tmp_path_factory) / "protocols", lambda _: None)
 
@@ -133,13 +131,13 @@ def verify(directory: Path, bug: int = 0) -> str:
     """Runs a verifier, with a planted bug if `bug` is not 0. Returns SPIN's report: the number of states, and the first
     error.
     """
-    table = "-w18" if bug else "-w22"  # a hash table of 2**n slots: a bug is found within few states
+    table = "-w18" if bug else "-w22"  # log2 of the hash table's slots: few states lead to a bug
     report = run(["./verify", "-m1000000", table], made_once(directory, build), BUG=str(bug))
     assert "max search depth too small" not in report, report
     return report
 
 
-# Larger models, without planted bugs: a smaller size of the same model finds every bug.
+# Larger models are verified without planted bugs, because smaller sizes of the same models find every bug.
 LARGE = {
     "staged, both sides send in a ring with room",
     "staged, one side sends many laps",

@@ -1,9 +1,9 @@
 """The shipped rings, semaphores, barriers, packets and failure words under a checker of C++'s memory model.
 
-The device headers and the engine are compiled as they are, with the compiler's atomic built-ins replaced by Relacy's
-simulated memory (weak_memory/checked_builtins.h). Each scenario (weak_memory/scenarios.cpp) is executed many times,
-with different schedules and different values of its loads. Then the scenarios are executed with planted bugs, each of
-which must be found.
+The device headers and the engine are compiled unchanged, but the compiler's atomic built-ins access memory that Relacy
+simulates (weak_memory/checked_builtins.h). Each scenario (weak_memory/scenarios.cpp) is executed many times, with
+different schedules and different values of its loads. Then they are executed with planted bugs, each of which Relacy
+must find.
 
 PROXYCCL_MODELS_DEPTH multiplies the executions (make test-models DEPTH=100).
 """
@@ -28,7 +28,7 @@ DEPTH = int(os.environ.get("PROXYCCL_MODELS_DEPTH", "1"))
 TIMEOUT = 280.0 if DEPTH == 1 else 3600.0
 WARNINGS = ("-Wall", "-Wextra", "-Wno-ignored-qualifiers")
 
-# By scenario: the bound on switches between threads up to which all executions are explored, for depth 1 and for more.
+# For each scenario: the bound on switches between threads in the exhaustive search, with depth 1 and with more.
 BOUNDS = {
     "ring_of_2_with_2_producers": (1, 2),
     "channel_by_the_cpu": (1, 2),
@@ -45,7 +45,7 @@ BOUNDS = {
     "calls": (2, 3),
     "overwritten_calls": (2, 3),
 }
-# Random executions, which reach further than a bound of switches.
+# For each scenario: the number of random executions, which have more switches than BOUNDS allows.
 RANDOM = {
     "ring_of_2_with_2_producers": 15000,
     "ring_of_2_with_2_producers_and_3_laps": 15000,
@@ -73,8 +73,8 @@ TRIGGER_STORES = """\
   __atomic_store_n(slot, word0, __ATOMIC_RELAXED);
   __atomic_store_n(slot + 1, word1, __ATOMIC_RELEASE);"""
 
-# From sm_90 on a trigger is one store of 16 bytes, which a fence after the ticket orders (platform_cuda.h). A planted
-# bug leaves out the fence.
+# From sm_90 on a trigger is stored by one 16-byte access, after a fence that follows the ticket (platform_cuda.h). A
+# planted bug leaves out the fence.
 WIDE_TRIGGERS = (
     (
         "orderBeforeTrigger() { __atomic_thread_fence(__ATOMIC_ACQUIRE); }",
@@ -427,14 +427,13 @@ def compile_object(source: str, directory: Path, *flags: str) -> Path:
         f"-I{directory}/device/include",
         f"-I{ROOT}/device",
     ]
-    # The explorer is worth optimising: it takes as long to compile as to run. Other files are compiled several times.
+    # Optimising explore.cpp pays, because it is compiled once; the other files are compiled three times.
     level = "-O1" if DEPTH > 1 else "-Og" if source == "explore.cpp" else "-O0"
     run([*compiler, level, *WARNINGS, *flags, *includes, "-c", str(MODELS / source), "-o", str(made)])
     return made
 
 
 def run(command: list[str]) -> None:
-    """Runs one step of a build."""
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT)
     assert done.returncode == 0, done.stderr
 
@@ -451,7 +450,7 @@ def build(directory: Path) -> None:
     shipped, wide, planted = (directory / name for name in ("shipped", "wide", "planted"))
     for copy in (shipped, wide, planted):
         copy_sources(copy)
-        # checked_builtins.h defines proxyccl_memmove as a macro
+        # checked_builtins.h replaces this header's proxyccl_memmove
         (copy / "device/include/proxyccl/platform_host_memmove.h").write_text("#pragma once\n")
     explorer = compile_object("explore.cpp", shipped, "-isystem", str(checkers() / "usr/include"), "-w")
     link(shipped, explorer)
@@ -464,7 +463,6 @@ def build(directory: Path) -> None:
 
 @pytest.fixture(scope="session")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the directory of the programs, which the first test builds."""
     checkers()
     return made_once(shared_directory(tmp_path_factory) / "weak-memory", build)
 

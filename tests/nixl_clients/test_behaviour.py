@@ -1,4 +1,4 @@
-"""NIXL's behaviour, case by case, as NIXL 1.5.1 showed it."""
+"""The behaviour of NIXL 1.5.1, observed case by case, which the interface must reproduce."""
 
 from __future__ import annotations
 
@@ -41,11 +41,9 @@ class Two:
             self.b.add_remote_agent(self.a.get_agent_metadata())
 
     def descs(self, which: int, offset: int = 0, nbytes: int = 4096) -> Any:
-        """Returns one descriptor of a buffer."""
         return self.a.get_xfer_descs([(self.buffers[which].ctypes.data + offset, nbytes, 0)], "DRAM")
 
     def transfer(self, operation: str = "READ", message: bytes = b"") -> Any:
-        """Returns a new transfer between agent0, which makes it, and agent1."""
         return self.a.initialize_xfer(operation, self.descs(0), self.descs(1), "agent1", message)
 
 
@@ -74,7 +72,6 @@ def finished(agent: Any, handle: Any, state: str = "PROC") -> str:
 
 
 def notified(agent: Any, count: int) -> dict[str, list[bytes]]:
-    """Waits for `count` notifications, and returns them by sender."""
     got: dict[str, list[bytes]] = {}
     deadline = time.monotonic() + 60
     while sum(map(len, got.values())) < count and time.monotonic() < deadline:
@@ -147,7 +144,7 @@ def test_memory_that_is_not_registered(two: Two) -> None:
             two.a.prep_xfer_dlist(name, descs)
     with not_found():
         two.a.initialize_xfer("READ", bad, two.descs(1, nbytes=100), "agent1")
-    with invalid():  # the lengths differ too
+    with invalid():  # different lengths are reported first
         two.a.initialize_xfer("READ", bad, two.descs(1), "agent1")
 
 
@@ -373,7 +370,7 @@ def test_a_peer_that_is_killed() -> None:
             for call in (two.a.transfer, two.a.check_xfer_state):
                 with pytest.raises(nb.nixlRemoteDisconnectError):
                     call(handle)
-        with pytest.raises(nb.nixlRemoteDisconnectError):  # noqa: PT012  at once if its end is known by now
+        with pytest.raises(nb.nixlRemoteDisconnectError):  # noqa: PT012  the first call may raise
             while True:
                 two.a.send_notif("agent1", b"x")
         assert two.a.check_remote_metadata("agent1") is True
@@ -397,7 +394,7 @@ def test_telemetry(variable: str | None, monkeypatch: pytest.MonkeyPatch) -> Non
             two.a.get_xfer_telemetry(handle)
     before = time.time_ns() // 1000
     finished(two.a, handle, two.a.transfer(handle))
-    if variable == "no":  # the environment variable takes precedence
+    if variable == "no":  # the environment variable overrides the agent's option
         with pytest.raises(nb.nixlNoTelemetryError):
             two.a.get_xfer_telemetry(handle)
         return
@@ -517,7 +514,7 @@ def test_a_list_that_was_prepared_for_a_former_agent_of_the_name() -> None:
     lists = two.a.prep_xfer_dlist("NIXL_INIT_AGENT", two.descs(0)), two.a.prep_xfer_dlist("agent1", two.descs(1))
     two.a.make_prepped_xfer("READ", lists[0], [0], lists[1], [0])
     later = nixl_agent("agent1")
-    later.register_memory([(two.buffers[1].ctypes.data, SIZE, 0, "")], "DRAM")  # even at the same address
+    later.register_memory([(two.buffers[1].ctypes.data, SIZE, 0, "")], "DRAM")
     two.a.remove_remote_agent("agent1")
     two.a.add_remote_agent(later.get_agent_metadata())
     with not_found():
@@ -564,7 +561,6 @@ def test_a_late_request_of_a_former_agent_does_not_remove_the_later_one() -> Non
 
 
 def listening(name: str) -> tuple[Any, int]:
-    """Returns a new agent, and the port on which it listens."""
     with socket.socket() as taken:
         taken.bind(("", 0))
         port: int = taken.getsockname()[1]
@@ -600,7 +596,7 @@ def test_metadata_by_sockets() -> None:
 def test_requests_for_metadata_that_fail_end_no_thread(caplog: pytest.LogCaptureFixture) -> None:
     listens, port = listening("listens")
     other = nixl_agent("other")
-    other.send_local_metadata("node..cluster", port)  # a host's name that can't be encoded
+    other.send_local_metadata("node..cluster", port)  # IDNA can't encode this host name
     other.agent._send("127.0.0.1", port, Request.INVALIDATE, b"\xff")
     other.send_local_metadata("127.0.0.1", port)
     eventually(lambda: bool(listens.check_remote_metadata("other")))
@@ -627,7 +623,7 @@ def test_requests_for_metadata_keep_their_order(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("said", [b"", b"PXM1"])
 def test_peers_that_say_nothing_hold_up_no_other(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many peers that begin a request and then send nothing do not delay other peers."""
+    """Peers that connect, or begin a request, and then send nothing must not delay other peers."""
     monkeypatch.setattr(metadata_exchange, "_SECONDS", 120)
     kept = listening("listens")
     other = nixl_agent("other")

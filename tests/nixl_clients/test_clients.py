@@ -1,7 +1,7 @@
-"""The calls that programs make to move blocks of their caches by NIXL, in the programs' order, on numpy arrays.
+"""The calls by which vLLM and SGLang move cache blocks through NIXL, in these programs' order, on numpy arrays.
 
-- vLLM 0.33.0 (2026-11-01), vllm/distributed/kv_transfer/kv_connector/v1/nixl: base_worker.py for what both modes have,
-  pull_worker.py, where a decoder reads, and push_worker.py, where it asks a prefiller to write.
+- vLLM 0.33.0 (2026-11-01), vllm/distributed/kv_transfer/kv_connector/v1/nixl: base_worker.py, which both
+  modes share; pull_worker.py, in which a decoder reads; push_worker.py, in which a decoder asks a prefiller to write.
 - SGLang 0.5.23 (2026-10-30), python/sglang/srt/disaggregation/nixl/conn.py: a prefiller writes.
 """
 
@@ -49,8 +49,6 @@ def soon(condition: Callable[[], Any]) -> Any:
 
 
 class Worker:
-    """A worker of vLLM's connector."""
-
     def __init__(self, seed: int) -> None:
         self.cache = Cache(seed)
         self.agent = nixl_agent(str(uuid.uuid4()), nixl_agent_config(num_threads=4, capture_telemetry=True))
@@ -94,7 +92,7 @@ class Worker:
         self.handles, self.peers = [], []
 
     def sleep(self) -> None:
-        """Makes the calls with which a worker goes to sleep, or ends."""
+        """Makes the calls of a worker that goes to sleep or exits."""
         self.forget_peers()
         self.agent.deregister_memory(self.registered)
 
@@ -116,7 +114,7 @@ def test_vllms_decoder_reads_blocks() -> None:
 
 
 def test_vllms_decoders_share_the_heads_of_a_prefiller() -> None:
-    """Each of two decoders takes its half of every block, into the front of its own blocks."""
+    """Each of two decoders reads its half of every block into the first half of its own block."""
     prefill, half = Worker(1), BLOCK // 2
     for rank in range(2):
         decode = Worker(2)
@@ -155,8 +153,6 @@ def test_vllms_prefiller_sleeps_and_wakes() -> None:
 
 
 class Manager:
-    """A manager of SGLang's caches: all of them, and small arrays of each request."""
-
     def __init__(self, seed: int, threads: int) -> None:
         self.cache, self.small = Cache(seed), np.full((8, 16), seed, np.int32)
         config = nixl_agent_config(
@@ -193,5 +189,5 @@ def test_sglangs_prefiller_writes_blocks_and_small_arrays() -> None:
     assert prefill.agent.check_remote_metadata(name)
     prefill.agent.remove_remote_agent(name)
     assert not prefill.agent.check_remote_metadata(name)
-    prefill.agent.add_remote_agent(metadata)  # as after a failure
+    prefill.agent.add_remote_agent(metadata)  # SGLang does this after a failure
     assert prefill.agent.check_remote_metadata(name)

@@ -40,11 +40,9 @@ class Worker:
         self.agent.register_memory([(self.host.ctypes.data, self.host.nbytes, 0, "")], "DRAM")
 
     def strided(self) -> Any:
-        """Returns strided descriptors of each layer's blocks on the device."""
         return np.array([(layer.ptr, BLOCK, self.device, BLOCK, BLOCKS) for layer in self.layers], np.uint64)
 
     def staged(self) -> Any:
-        """Returns strided descriptors of each layer's blocks in the host buffer."""
         return np.array([(layer.ctypes.data, BLOCK, 0, BLOCK, BLOCKS) for layer in self.host], np.uint64)
 
     def cache(self) -> Any:
@@ -78,9 +76,7 @@ def notified(worker: Worker) -> list[bytes]:
 @pytest.mark.parametrize("operation", ["READ", "WRITE"])
 @pytest.mark.parametrize("buffer", ["VRAM", "DRAM"])
 def test_blocks_of_caches(operation: str, buffer: str) -> None:
-    """Blocks move between two devices, and, as with vLLM's `kv_buffer_device="cpu"`, between host memory and
-    a device.
-    """
+    """Blocks move between two devices, or between host memory and a device (vLLM's `kv_buffer_device="cpu"`)."""
     near, far = Worker(0), Worker(1)
     local = near.agent.prep_xfer_dlist(
         "NIXL_INIT_AGENT", near.strided() if buffer == "VRAM" else near.staged(), mem_type=buffer
@@ -120,7 +116,7 @@ def test_a_list_is_of_its_kind_of_memory() -> None:
 
 @pytest.mark.gpu_only("the host runtime has no tensors of torch")
 def test_tensors_of_devices() -> None:
-    """Descriptors of tensors have the tensors' kind of memory and device."""
+    """A tensor's descriptor names the tensor's kind of memory and device."""
     torch = pytest.importorskip("torch")
     near, far = Worker(0), Worker(1)
     theirs = torch.arange(4096, dtype=torch.int32, device=f"cuda:{far.device}")

@@ -1,4 +1,4 @@
-"""The device headers' functions are linked into Numba's kernels, for devices that this machine lacks."""
+"""Links the device headers' functions into Numba's kernels, for devices that this machine need not have."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ SIGNATURE = (int64, int64, int64, types.Array(types.int32, 1, "C"))
 
 
 def linked(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], kind: str) -> bytes:
-    """Compiles and links the kernel `everything` with Numba, and returns it as "ptx" or "cubin"."""
     monkeypatch.setattr(cuda, "get_current_device", lambda: SimpleNamespace(compute_capability=capability))
     (own, ours), _ = cuda.compile_all(
         kernels.everything, SIGNATURE, device=False, abi="numba", cc=capability, output="ltoir"
@@ -44,8 +43,8 @@ def test_the_functions_are_inlined(monkeypatch: pytest.MonkeyPatch, capability: 
     assert len(re.findall(r"^\.visible \.entry \w*everything", ptx, re.MULTILINE)) == 1
     assert ".extern .func" not in ptx
     assert not re.findall(r"\bproxyccl_(?!default_control)\w+", ptx)
-    assert len(re.findall(push, ptx)) == 8  # five calls, three of which may push several triggers
-    assert len(re.findall(r"ld\.acquire\.sys\.b64", ptx)) >= 5  # the words that are waited for
+    assert len(re.findall(push, ptx)) == 8  # two calls push one trigger, three may push two
+    assert len(re.findall(r"ld\.acquire\.sys\.b64", ptx)) >= 5  # polls of waits
 
 
 def test_a_kernel_links_to_a_cubin(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,6 +59,6 @@ def test_only_proxy_channels_have_an_address() -> None:
         memory = comm.empty(4, "int32")
         with pytest.raises(ArgumentError, match="channels: expected a ProxyChannel"):
             pn.address(comm.sm_channels(memory))  # type: ignore[arg-type]
-        assert pn.address(comm.proxy_channels(memory)) == 0  # without peers
+        assert pn.address(comm.proxy_channels(memory)) == 0  # this rank has no peers, so there is no channel
 
     run_ranks(1, body)

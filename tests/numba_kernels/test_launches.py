@@ -1,4 +1,4 @@
-"""A launch compiles and links for the types that Numba infers from its arguments."""
+"""A launch compiles and links the kernel for the argument types that Numba infers."""
 
 from __future__ import annotations
 

@@ -45,7 +45,6 @@ extern "C" __global__ void flush_handler(ProxyChannelDeviceHandle channel) { cha
 
 @pytest.fixture
 def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty directory for this test's reports."""
     monkeypatch.setenv("PROXYCCL_REPORT_DIR", str(tmp_path))
     return tmp_path
 
@@ -87,8 +86,7 @@ def reduce(comm: Communicator, count: int = 100, algorithm: str | None = None) -
 # -- hangs ---
 
 
-# A kernel with one round, a ring, whose waits end in another order, and schedules. A kernel with two rounds is like one
-# with one.
+# two_shot runs only with --full, because its kernel's waits look like one_shot's.
 @pytest.mark.parametrize("algorithm", ["one_shot", pytest.param("two_shot", marks=pytest.mark.full), "ring", "proxy"])
 def test_one_rank_never_calls(reports: Path, algorithm: str) -> None:
     def body(comm: Communicator) -> None:
@@ -102,7 +100,7 @@ def test_one_rank_never_calls(reports: Path, algorithm: str) -> None:
     run_ranks(4, body)
     finding = told(reports).findings[0]
     assert finding.about == ["rank 2"]
-    if algorithm == "ring":  # a kernel that gives up sends the data that the next one waits for, so that one continues
+    if algorithm == "ring":  # a kernel that gives up still sends, so the next rank's kernel continues
         assert finding.reasons[0].startswith("rank 2 has not called ")
     else:
         assert finding.text == "Ranks 0, 1 and 3 wait for rank 2."
@@ -176,7 +174,7 @@ def test_a_kernel_waits_for_a_signal_that_nobody_sends(reports: Path) -> None:
 
     run_ranks(3, body)
     diagnosis = told(reports)
-    finding = found(diagnosis, "circle")  # the others wait for rank 1 in a barrier
+    finding = found(diagnosis, "circle")  # ranks 0 and 2 wait for rank 1 in a barrier
     assert any("rank 1 waits for a signal (ProxyChannel) from rank 0: expected 2, saw 1" in r for r in finding.reasons)
     assert any(
         reason.startswith("rank 0 has waited") and "the first collective" in reason for reason in finding.reasons
@@ -204,7 +202,7 @@ def test_a_signal_that_a_rank_has_not_sent(reports: Path) -> None:
 
 @pytest.mark.own_proxy(reason="the daemon has rings without handlers")
 def test_a_ring_behind_a_handler_that_blocks(reports: Path) -> None:
-    kept: list[object] = []  # memory of triggers that are taken after the end
+    kept: list[object] = []  # keeps memory that the proxy accesses after the communicator has failed
     with Gate() as gate:
 
         def body(comm: Communicator) -> None:
@@ -273,7 +271,7 @@ def test_a_rank_that_was_killed(reports: Path) -> None:
     assert any("its process ended, as rank" in text for text in (finding.text, *finding.reasons))
 
 
-# -- the command ---
+# -- `proxyccl doctor` ---
 
 
 @pytest.fixture(scope="module")
@@ -354,7 +352,7 @@ def test_reports_of_two_jobs_are_told_apart(hang: Path, tmp_path: Path) -> None:
     result = doctor(hang, tmp_path)
     assert result.returncode == 0
     one, other = result.stdout.split("communicator ")[1:]
-    assert one.startswith(next(hang.iterdir()).name[:8])  # the newest comes first
+    assert one.startswith(next(hang.iterdir()).name[:8])  # the newest job comes first
     assert "Ranks 0 and 2 wait for rank 1." in one
     assert other.startswith("0" * 8)
     assert "no rank waits for another" in other
@@ -410,7 +408,7 @@ def test_who_waits_through_others_waits_for_the_last(hang: Path) -> None:
 
 
 def test_a_cycle_that_waits_for_one_more_waits_for_that_one(hang: Path) -> None:
-    """Blocks of one collective wait for different ranks; a cycle is not the cause while one rank does not wait."""
+    """If ranks of a cycle also wait for a rank that does not wait, that rank is the cause."""
     reports = sample(hang)
     wait = reports[0].waits[0]
     both = [
@@ -471,7 +469,7 @@ def test_reports_that_are_far_apart_are_said_to_be(hang: Path) -> None:
 
 
 def test_the_newest_report_of_a_rank_counts(hang: Path) -> None:
-    reports = [  # the last rank's is the first, and each rank has a proxy process, as with GPUs
+    reports = [  # higher ranks wrote earlier, and each rank has its own proxy process
         replace(
             report,
             written=f"2026-01-01T00:00:0{3 - rank}.000+00:00",

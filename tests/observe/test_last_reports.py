@@ -1,4 +1,4 @@
-"""A rank that fails and ends lets the others write their reports first, even if its end ends the whole job."""
+"""A rank that fails and exits waits for the others' reports first, because its exit may end the whole job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests of strangers to the library's HTTP servers on this machine: each gets an answer that reveals nothing."""
+"""Invalid and foreign requests to the library's local HTTP servers get answers that reveal nothing."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def sent(url: str, request: bytes) -> bytes:
     port = urllib.parse.urlsplit(url).port
     assert port is not None
     with socket.create_connection(("127.0.0.1", port), TIMEOUT) as connection:
-        sending = threading.Thread(target=connection.sendall, args=(request,))  # the answer may come before its end
+        sending = threading.Thread(target=connection.sendall, args=(request,))
         sending.start()
         answer = bytearray()
         while received := connection.recv(1 << 16):

@@ -1,4 +1,4 @@
-"""Observers' view of a proxy: counters, rings, finding it, `proxyccl top` and the metrics."""
+"""How other processes observe a proxy: finding proxies, counters, rings, `proxyccl top` and the metrics."""
 
 from __future__ import annotations
 
@@ -67,12 +67,11 @@ MEGABYTES = 8 << 20
 
 @pytest.fixture(autouse=True)
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory in which this test's services publish."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     return tmp_path / "proxyccl"
 
 
-# -- the view ---
+# -- views of a proxy ---
 
 
 def test_a_look_finds_what_a_known_number_of_triggers_did() -> None:
@@ -122,7 +121,7 @@ def test_a_ring_of_any_fill_is_counted(count: int) -> None:
             kernel = comm.compile(KERNELS, "custom")
             channel = comm.handler_channel(lambda trigger: gate.wait() if trigger.size == 0 else None)
             others = comm.handler_channel(lambda _: None)
-            kernel(1, 1, others, 5)  # so that the filled part wraps around the ring's end
+            kernel(1, 1, others, 5)  # moves the ring's tail, so that later triggers wrap around the ring's end
             comm.synchronize()
             wait_for(lambda: look(comm).rings[0].taken == 5, "the first triggers are taken")
             kernel(1, 1, channel, count)
@@ -198,7 +197,7 @@ def test_a_trigger_that_is_refused_counts_as_an_error() -> None:
         channels = comm.proxy_channels(comm.empty(8, "uint8"))
         barrier(comm)
         if comm.rank == 0:
-            comm.compile(KERNELS, "mixed")(1, 1, channels, 1, 0, 0)  # 100 bytes of 8
+            comm.compile(KERNELS, "mixed")(1, 1, channels, 1, 0, 0)  # puts 100 bytes from memory of 8 bytes
             wait_for(lambda: comm.group.failure.aborted, "the trigger is refused")
             assert look(comm).channels[0].errors == 1
         comm.synchronize()
@@ -270,7 +269,7 @@ def test_files_of_processes_that_are_gone_are_removed(directory: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], stdout=subprocess.PIPE, check=True)
     there = publications.publish(a_publication())
     publications.publish(a_publication(pid=int(ended.stdout)))
-    publications.publish(a_publication(started=12345))  # this process's id, used before by another
+    publications.publish(a_publication(started=12345))  # an earlier process with this process's id
     (directory / f".{int(ended.stdout)}-7.json").write_text("it was killed while it wr")
     (directory / f"{os.getpid()}-77.json").write_text('{"format": 0, "of": "another version"}')
     assert [path for path, _ in publications.find()] == [there]
@@ -355,7 +354,7 @@ def test_of_ranks_that_cant_publish_at_the_same_time_one_says_so(
     together = threading.Barrier(4)
 
     def slowly(_: logging.LogRecord) -> bool:
-        time.sleep(0.1)  # the others arrive meanwhile
+        time.sleep(0.1)  # lets the other threads reach the same point
         return True
 
     def rank_main() -> None:
@@ -571,8 +570,8 @@ def test_what_a_daemon_runs_is_seen_like_what_a_rank_runs(tmp_path: Path, monkey
 
 
 def test_what_one_daemon_runs_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the chosen daemon's services are shown, although there are another daemon with a job, one without, and
-    proxies in ranks.
+    """Only the chosen daemon's services are shown. Two other daemons, one of them without a job, and proxies in ranks'
+    processes are left out.
     """
     chosen, other, idle = (tmp_path / f"{name}.sock" for name in ("chosen", "other", "idle"))
 
@@ -596,7 +595,7 @@ def test_what_one_daemon_runs_can_be_chosen(tmp_path: Path, monkeypatch: pytest.
         look_once = ("top", "--once", "--json", "--interval", "0.05")
         (service,) = json.loads(called(*look_once, "--daemon", str(chosen))[1])
         assert (service["job"], service["pid"]) == (comm.job, daemon.process.pid)
-        (service,) = json.loads(called(*look_once, "--daemon")[1])  # the daemon that the environment names
+        (service,) = json.loads(called(*look_once, "--daemon")[1])
         assert service["job"] == another.job
         trace = ("trace", "-t", "0.05", "-o", str(tmp_path / "trace.json"))
         assert "of 1 proxies" in called(*trace, "--daemon", str(chosen))[1]

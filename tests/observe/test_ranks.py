@@ -1,4 +1,4 @@
-"""Observers' view of ranks: finding them, the calls that they have made, and their failures."""
+"""How other processes observe ranks: finding ranks, their calls, and their failures."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_segment_of_something_else_is_refused() -> None:
             ctypes.memset(memory.ptr, byte, memory.nbytes)
             found = replace(publication, segment=memory.handle.hex())
             with contextlib.suppress(ArgumentError):
-                rank_view(found)  # or values that a rank could have
+                rank_view(found)  # some bytes are valid values, which raise nothing
         memory.close()
 
 

@@ -1,4 +1,4 @@
-"""Clients of NCCL's RAS subsystem, by the dialogue of `ncclras` (NCCL 2.30, src/ras/client.cc) and that of SGLang."""
+"""Clients of NCCL's RAS subsystem: the requests of `ncclras` (NCCL 2.30, src/ras/client.cc), and those of SGLang."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def port() -> Iterator[int]:
 
 
 class Client:
-    """A connection like that of `ncclras`: the answer to a command is one line, and to a status command, everything up
-    to the end of the connection.
+    """A client like `ncclras`. The answer to a status command lasts until the server closes the connection; other
+    answers are one line.
     """
 
     def __init__(self, port: int) -> None:
@@ -58,7 +58,7 @@ class Client:
         return self._file.readline().decode()
 
     def rest(self, command: str) -> str:
-        """Sends a command after whose answer the server closes the connection. Returns the answer."""
+        """Sends a command, and returns everything that the server sends before it closes the connection."""
         self._file.write(command.encode() + b"\n")
         self._file.flush()
         text = self._file.read().decode()

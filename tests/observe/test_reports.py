@@ -1,4 +1,4 @@
-"""Reports: a rank writes one when its communicator fails or a signal asks for it, and nothing else changes."""
+"""A rank writes a report when its communicator fails or a signal requests a report, and continues undisturbed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ VICTIM = 1
 
 @pytest.fixture
 def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty directory for this test's reports."""
     directory = tmp_path / "reports"
     monkeypatch.setenv("PROXYCCL_REPORT_DIR", str(directory))
     return directory
@@ -57,7 +56,7 @@ def written(directory: Path) -> dict[int, Report]:
     return {report.rank: report for report in found.ranks}
 
 
-# -- their contents ---
+# -- contents of reports ---
 
 
 def test_every_rank_reports_a_time_out_and_its_wait(reports: Path) -> None:
@@ -173,7 +172,7 @@ def test_what_can_not_be_read_is_said_and_the_rest_is_there(reports: Path, monke
         assert report.calls
 
 
-# -- when they are written, and when not ---
+# -- when a report is written ---
 
 
 def test_an_unwritable_directory_only_adds_a_line_on_stderr(
@@ -188,7 +187,7 @@ def test_an_unwritable_directory_only_adds_a_line_on_stderr(
 
 
 def test_no_collection_begins_while_threads_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Listing the threads holds a lock. A finalizer that a collection runs might wait for this lock forever."""
+    """Listing threads holds a lock, for which a finalizer in a garbage collection could wait forever."""
     collects: list[bool] = []
     own = {threading.get_ident(): sys._getframe()}
     monkeypatch.setattr(sys, "_current_frames", lambda: collects.append(gc.isenabled()) or own)
@@ -227,7 +226,7 @@ def test_reports_can_be_turned_off(reports: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_default_directory_keeps_the_newest_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PROXYCCL_REPORT_DIR", raising=False)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setenv("PROXYCCL_PROXY", "thread")  # a daemon writes its own report
+    monkeypatch.setenv("PROXYCCL_PROXY", "thread")  # else a daemon would write a report too
     monkeypatch.setattr(files, "KEPT", 3)
     (directory := files.directory()).mkdir(parents=True)
     (directory / "of somebody else.json").touch()
@@ -242,7 +241,7 @@ def test_the_default_directory_keeps_the_newest_only(tmp_path: Path, monkeypatch
     assert f"{4:08x}-rank0-1-1.json" in names
 
 
-# -- the signal ---
+# -- reports that a signal requests ---
 
 
 def run_hangs(directory: Path, scenario: str) -> tuple[dict[int, Report], list[str]]:
@@ -301,7 +300,7 @@ def test_the_child_of_a_fork_does_not_report(reports: Path) -> None:
     assert said == [f"ended by {int(signal.SIGUSR1)}"] * PROCESSES
 
 
-# -- the parts ---
+# -- parts of a report ---
 
 
 @pytest.mark.host_only(reason="the CPU pushes")
@@ -316,7 +315,7 @@ def test_a_ring_seen_from_the_side() -> None:
     push(0, 6, 100)
     assert [trigger.ticket for trigger in fifo.snapshot().waiting] == list(range(6))
     fifo.tail[0] = 6
-    push(6, 5, 200)  # into the next lap
+    push(6, 5, 200)  # wraps around the ring's end
     view = fifo.snapshot(3)
     assert (view.size, view.taken, view.full) == (8, 6, 5)
     assert [(trigger.ticket, trigger.size) for trigger in view.waiting] == [(6, 200), (7, 200), (8, 200)]
@@ -330,7 +329,7 @@ def test_a_ring_seen_from_the_side() -> None:
 
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    """Returns a report with something in every part."""
+    """Returns a report in which no part is empty."""
     directory = tmp_path_factory.mktemp("sample")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PROXYCCL_REPORT_DIR", str(directory))

@@ -1,4 +1,4 @@
-"""The trace: its records, the file format, and that tracing does not harm the proxy."""
+"""Traces of a proxy: their records and file format. Tracing must not harm the proxy."""
 
 from __future__ import annotations
 
@@ -54,14 +54,13 @@ def tracer_of(comm: Communicator) -> Tracer:
 
 
 def wait_for_a_tracer(comm: Communicator) -> None:
-    """Waits until another process traces this rank's proxy."""
     ((_, publication),) = publications.find(comm.job, {comm.rank})
     wait_until_traced(publication)
 
 
 def trace_words(comm: Communicator) -> list[tuple[int, int]]:
-    """Returns for each worker of this rank's proxy: the time until which records are wanted, and the number of records
-    written.
+    """Returns for each worker of this rank's proxy: the time until which it writes records, in ns, and the number of
+    records written.
     """
     ((_, publication),) = publications.find(comm.job, {comm.rank})
     with Observer(publication) as observer:
@@ -74,8 +73,7 @@ def is_off(comm: Communicator) -> bool:
 
 
 def traced(comm: Communicator, *arguments: Any, kernel: str = "mixed") -> ServiceTrace:
-    """Runs a kernel, and returns the trace of the proxy's work for it."""
-    compiled = comm.compile(KERNELS, kernel)  # before tracing: it may outlast the records' time
+    compiled = comm.compile(KERNELS, kernel)  # before tracing, because compiling may take longer than records are kept
     with tracer_of(comm) as tracer:
         compiled(1, 1, *arguments)
         comm.synchronize()
@@ -182,7 +180,7 @@ def test_nothing_is_recorded_while_nobody_asks() -> None:
         channels = channels_of(comm)
         traced(comm, channels, 5, 5, 5)
         ((_, publication),) = publications.find(comm.job, {comm.rank})
-        wait_for_looks(publication)  # a pass that began while the proxy was traced records everything that it takes
+        wait_for_looks(publication)  # a pass over the rings that began during tracing still records its triggers
         before = trace_words(comm)
         assert before[0][1] > 15
         comm.compile(KERNELS, "mixed")(1, 1, channels, 5, 5, 5)
@@ -201,7 +199,7 @@ def test_records_that_are_written_over_are_counted_as_lost(tmp_path: Path) -> No
         trace = traced(comm, channels, count, kernel="empty_puts")
         assert 0 < len(trace.triggers) < lib.PROXYCCL_TRACE_RECORDS
         assert trace.lost > 5000
-        assert len(trace.triggers) + trace.lost >= count  # lost marks count too
+        assert len(trace.triggers) + trace.lost >= count  # `lost` also counts marks, which are not triggers
         assert trace.triggers[-1].trigger.operation is Operation.FLUSH
         assert trace.triggers[-1].completed_ns is not None
         file = tmp_path / f"{comm.rank}.json"
@@ -253,7 +251,7 @@ def step(kind: int, now: int, number: int) -> list[int]:
 
 
 def test_sends_of_schedules_have_a_schedule_in_place_of_a_ticket() -> None:
-    """A send is complete when the worker records that for the send's channel, whichever connection copies for it."""
+    """A send is complete when the worker records a completion for its channel, whichever connection copied the data."""
     decoder = TraceDecoder(0, {0: 0, 1: 1})
     decoder.feed([mark(SEEN, 10, 7), put(), mark(ISSUED, 20), mark(SCHEDULE, 30, 5), put(1), mark(ISSUED, 40)])
     decoder.feed(
@@ -270,7 +268,8 @@ def test_sends_of_schedules_have_a_schedule_in_place_of_a_ticket() -> None:
 
 def test_a_schedules_waits_last_from_its_beginning(tmp_path: Path) -> None:
     decoder = TraceDecoder(0, {3: 0, 4: 0})
-    decoder.feed([step(lib.PROXYCCL_TRACED_JOINED, 5, 3)])  # the recording began after the schedule
+    # recording began during the schedule, so its beginning is missing
+    decoder.feed([step(lib.PROXYCCL_TRACED_JOINED, 5, 3)])
     decoder.feed([step(lib.PROXYCCL_TRACED_BEGIN, 1000, 9), step(lib.PROXYCCL_TRACED_JOINED, 3000, 3)])
     decoder.feed([step(lib.PROXYCCL_TRACED_RECEIVED, 9000, 4)])
     assert decoder.waits == [TracedWait(9, 3, True, 1000, 3000), TracedWait(9, 4, False, 1000, 9000)]
@@ -303,7 +302,7 @@ def test_what_is_kept_ends_with_a_look_at_the_clock() -> None:
 
     allowance = Allowance(5)
     assert end(allowance, "MTTMTM") is None
-    assert end(allowance, "MTTMM") is None  # exactly as many: their completions are kept too
+    assert end(allowance, "MTTMM") is None  # exactly five triggers: the records of their completions are kept
     assert end(allowance, "MM") is None
     assert end(allowance, "MMTM") == 2
     assert end(Allowance(2), "MTTTTMTM") == 6
@@ -321,7 +320,7 @@ def test_records_come_whole_while_the_ring_is_written_over() -> None:
     assert (at[0], lost[0]) == (10 + 2 * size - kept + 100, 2 * size - kept)
 
 
-# -- the file ---
+# -- the trace file ---
 
 
 looks = itertools.count()
@@ -338,7 +337,6 @@ def events_of(
     waits: Sequence[TracedWait] = (),
     of: dict[int, str] | None = None,
 ) -> list[Any]:
-    """Writes the trace of a proxy with one thread, with these triggers and waits. Returns the events in the file."""
     whose = Description(0, 1, "job", "program", of or {})
     who = Publication.of_this_process(whose, "host", workers=1, observed="", counters="", rings=())
     write_trace(tmp_path / "trace", [ServiceTrace(who, triggers, ways, 0, 0, list(waits))])

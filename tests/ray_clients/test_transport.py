@@ -1,4 +1,4 @@
-"""Ray's direct transport by our agents, in Ray's order of calls.
+"""Ray's direct tensor transport over ProxyCCL's agents, in Ray's order of calls.
 
 The order is that of Ray 2.60: python/ray/experimental/rdt/rdt_store.py (add_object_primary, __ray_recv__,
 __ray_abort_transport__, __ray_free__) and rdt_manager.py (fetch_multiple_tensors of all objects, then
@@ -38,7 +38,7 @@ def transports() -> tuple[Any, Any]:
 
 
 def described(source: Any, name: str, tensors: list[Any]) -> Any:
-    """Returns the metadata of an object, as they reach the destination. Like Ray, this keeps the tensors alive."""
+    """Returns an object's metadata as the destination receives it. Like Ray, keeps the tensors alive."""
     vars(source).setdefault("kept", []).append(tensors)
     return pickle.loads(pickle.dumps(source.extract_tensor_transport_metadata(name, tensors)))
 
@@ -75,7 +75,7 @@ def test_ray_is_told_what_it_asks(transports: tuple[Any, Any]) -> None:
 def test_a_destination_reads_an_object_and_both_let_go_of_it(transports: tuple[Any, Any]) -> None:
     source, destination = transports
     tensors = [np.arange(1 << 19), np.float16([[1, 2], [3, 4]]), np.array(7), np.zeros((0, 3)), np.arange(1 << 19)]
-    tensors[0].flags.writeable = False  # as Ray's object store gives them
+    tensors[0].flags.writeable = False  # arrays from Ray's object store are read-only
     meta = described(source, "one", tensors)
     assert (meta.tensor_device, len(meta.tensor_meta)) == ("cpu", 5)
     assert same(destination.recv_multiple_tensors("one", meta, source.get_communicator_metadata(None, None)), tensors)
@@ -84,7 +84,7 @@ def test_a_destination_reads_an_object_and_both_let_go_of_it(transports: tuple[A
     assert len(source._agent.regions) == 5
     source.garbage_collect("one", meta, tensors)
     assert source._agent.regions == []
-    source.garbage_collect("one", meta, tensors)  # Ray may try again
+    source.garbage_collect("one", meta, tensors)  # Ray may call this twice
 
 
 def test_all_fetches_of_a_call_are_begun_before_any_is_waited_for(
@@ -130,7 +130,7 @@ def test_of_many_sources_those_used_last_are_known(
 
 
 def test_a_fetch_may_be_dropped_anywhere_and_is_ended_by_the_next_call(transports: tuple[Any, Any]) -> None:
-    """A fetch's last reference may disappear in a garbage collection, in a thread that holds any lock."""
+    """A garbage collection may drop a fetch's last reference in a thread that holds the agent's lock."""
     source, destination = transports
     meta = described(source, "one", [np.arange(1 << 19)])
     dropped = [destination.fetch_multiple_tensors("one", meta, None)]

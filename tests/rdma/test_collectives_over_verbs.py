@@ -1,4 +1,4 @@
-"""Collectives on the verbs transport between rehearsed nodes, whose devices copy memory and are strict."""
+"""Collectives on the verbs transport between emulated nodes, whose fake devices copy memory and check every limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Execution plans on the verbs transport between rehearsed nodes, whose devices copy memory and are strict."""
+"""Execution plans on the verbs transport between emulated nodes, whose fake devices copy memory and check limits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_port_channels_cross_nodes(monkeypatch: pytest.MonkeyPatch, document: di
 
     def body(comm: Communicator) -> int:
         for seed in range(5):
-            count = 24 if seed < 3 else 6000  # of 4 bytes: a put is longer than a request
+            count = 24 if seed < 3 else 6000  # puts of 6000 floats take several requests
             inputs = np.arange(count, dtype=np.float32) * (seed + 1) + np.arange(RANKS, dtype=np.float32)[:, None]
             out = np.zeros((RANKS, count) if gathers else count, np.float32)
             comm.execute(plan, inputs[comm.rank].copy(), out=out)

@@ -1,6 +1,6 @@
-"""RDMA's Python side without RDMA: options, addresses, the choice of a device, and reports of missing parts.
+"""The Python code for RDMA, without devices: options, addresses, the choice of a device, and missing parts.
 
-With devices it is tested in tests/rdma/soft_roce.
+tests/rdma/soft_roce tests it with devices.
 """
 
 from __future__ import annotations
@@ -278,7 +278,7 @@ def test_devices_are_read_from_sysfs(sysfs: Path) -> None:
         RdmaGid(10, "::ffff:10.0.0.1", "RoCE v2", "eth1"),
     )
     assert second == RdmaPort(2, "down", "ethernet", 40, 0, None, ())
-    # Only pyverbs knows these, and only for this machine's devices.
+    # sysfs lacks these attributes, which only pyverbs can query.
     assert roce.atomics is roce.max_queue_pairs is roce.max_registrations is None
     assert first.active_mtu is first.max_message is None
 
@@ -329,7 +329,7 @@ def test_the_nearest_device_is_chosen(sysfs: Path) -> None:
     there = [roce_device("a", 0), roce_device("b", 1), roce_device("c")]
     assert chosen(there, 0) == ("a", 1, 1)
     assert chosen(there, 1) == ("b", 1, 1)
-    # A node without a device takes the one that is known to be nearer, then any with a known place.
+    # A NUMA node without a device takes the nearest device; if distances are unknown, a device of a known node.
     assert choose_device(there[1:], RdmaOptions(), 0, root=sysfs).device.name == "b"
     put(sysfs / "devices/system/node", {"node2/distance": "30 20 10", "node2/cpulist": ""})
     assert choose_device(there, RdmaOptions(), 2, root=sysfs).device.name == "b"
@@ -412,7 +412,7 @@ def test_an_option_that_names_what_is_not_there(options: dict[str, Any], message
     assert str(caught.value) == message
 
 
-# -- pyverbs and missing parts ---
+# -- pyverbs, or parts of it, are missing ---
 
 
 @pytest.fixture
@@ -436,8 +436,6 @@ def stand_in(fresh_pyverbs: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def hide_pyverbs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes it look as if pyverbs were not installed."""
-
     class Finder:
         @staticmethod
         def find_spec(name: str, path: object = None, target: object = None) -> None:
@@ -492,7 +490,7 @@ def test_importing_pyverbs_leaves_the_programs_logging_alone() -> None:
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     try:
-        root.handlers.clear()  # else basicConfig does nothing
+        root.handlers.clear()  # with a handler, logging.basicConfig would do nothing
         root.setLevel(logging.WARNING)
         pyverbs_api.load()
         assert (root.handlers, root.level) == ([], logging.WARNING)
@@ -558,7 +556,7 @@ def test_what_is_missing_is_one_sentence(
         assert part in lacks
 
 
-# -- endpoints and registrations, over the stand-in ---
+# -- endpoints and registrations, over a stand-in for pyverbs ---
 
 
 @pytest.fixture
@@ -736,7 +734,7 @@ def test_a_range_is_registered_once_and_kept_for_its_allocation(opened: Open) ->
     registrations.release(first)
     registrations.release(first)
     assert registrations.register(4096, 100, allocation="a") is first
-    # Another allocation at the first one's address, another size, and a range without an allocation all differ.
+    # Each differs from the first registration: in the allocation, in the size, or in having no allocation.
     others = [
         registrations.register(4096, 100, allocation="b"),
         registrations.register(4096, 101, allocation="a"),
@@ -776,7 +774,7 @@ def test_the_least_recently_used_go_first(opened: Open) -> None:
     assert use("a") == kept["a"]
     assert use("c") == kept["c"]
     assert use("b") != kept["b"]
-    big = use("big", 950)  # more than fits beside the others
+    big = use("big", 950)  # 950 bytes, which fit only after the others are discarded
     assert use("a") != kept["a"]
     assert use("big", 950) != big
     assert use("bigger", 1001) != use("bigger", 1001)

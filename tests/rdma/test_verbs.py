@@ -1,4 +1,4 @@
-"""The verbs transport, through the engine, over a device that copies memory and is strict about every limit.
+"""The verbs transport, through the engine, over a fake device that copies memory and checks every limit.
 
 The device counts its requests. It can hold requests back, execute them late, and fail.
 """
@@ -91,7 +91,7 @@ def test_a_put_of_any_length_arrives_whole(size: int, max_message: int, depth: i
 @needs_transport
 @pytest.mark.parametrize("fetch_add", [False, True], ids=["write", "fetch-add"])
 def test_a_schedule_posts_then_sends_where_its_peer_posted(fetch_add: bool) -> None:
-    """The test plays the peer: it posts, and signals in the end."""
+    """The test itself makes the peer's posts and, at the end, the peer's signal."""
     source, destination = memory(5000), np.zeros(5000, np.uint8)
     service = {"semaphores_offset": ControlSegment.semaphore_offset(0)}
     with Loop(source, destination, channels=2, fetch_add=fetch_add, service=service, send_depth=4) as loop:
@@ -313,7 +313,8 @@ def test_a_signal_arrives_behind_its_data(depth: int, fetch_add: bool) -> None:
         assert peer.device.signals == [(peer.words.ctypes.data, i + 1, total) for i, total in enumerate(before)]
         assert peer.words[0] == len(sizes)
         assert peer.device.counts.inlined == (0 if fetch_add else len(sizes))
-        assert peer.scratch[0] == (len(sizes) - 1 if fetch_add else 0)  # the last one's old value
+        # the last fetch-and-add returned the value before it
+        assert peer.scratch[0] == (len(sizes) - 1 if fetch_add else 0)
 
 
 # -- flushes ---
@@ -353,7 +354,7 @@ def test_an_observer_sees_outstanding_work_complete(tmp_path: Path, monkeypatch:
         with Observer(publication) as observer, Tracer(path, publication) as tracer:
 
             def progress() -> tuple[int, int]:
-                tracer.fetch()  # which makes the worker continue to record
+                tracer.fetch()  # a fetch prolongs the recording
                 (connection,) = observer.snapshot().connections
                 return connection.completed, connection.outstanding
 
@@ -378,7 +379,7 @@ def test_flushes_wait_each_for_what_is_before_it() -> None:
         for channel in (0, 1, 0, 2):
             loop.push(0, PUT | FLUSH, 8, channel=channel)
             loop.let_poll(0)
-        assert peer.device.counts.posts == 4  # each has its own completion
+        assert peer.device.counts.posts == 4  # each flush needs a completion of its own
         for words in ([0, 0, 0], [1, 0, 0], [1, 2, 0], [3, 2, 0]):
             loop.let_poll(0)
             assert [peer.flushed(channel) for channel in range(3)] == words
@@ -388,7 +389,7 @@ def test_flushes_wait_each_for_what_is_before_it() -> None:
 
 @needs_transport
 def test_more_flushes_than_a_connection_notes_are_all_kept() -> None:
-    """Many flushes wait behind one put; those that the connection can't record wait in the ring."""
+    """Many flushes wait for one put. The connection records some of them; the others stay in the ring."""
     with Loop(memory(64), np.zeros(64, np.uint8), service={"fifo_size": 1024}) as loop:
         (peer,) = loop.peers
         peer.device.allow(0)
@@ -430,7 +431,7 @@ def test_a_full_connection_holds_back_its_own_ring_alone() -> None:
         flood = threading.Thread(target=loop.push, args=(0, PUT | SIGNAL, 8), kwargs={"count": puts})
         flood.start()
         try:
-            # Two operations each, of which the send queue has 16. If there is room for fewer than three, none is taken.
+            # A trigger needs 2 of the send queue's 16 operations. The worker takes one only if 3 operations are free.
             most = (16 + OPERATIONS - 2) // 2
             loop.wait(lambda: loop.producer.taken(full.channels[0]) == most, "a full connection")
             loop.push(1, PUT, 8, count=1000)
@@ -471,7 +472,7 @@ def test_closing_drains_what_was_held_back_in_the_ring(operation: Operation, siz
 
 
 def push_at_once(loop: Loop, puts: int) -> None:
-    """Pushes puts while the worker is blocked, so that the worker finds all of them in the ring; then flushes."""
+    """Pushes puts while the worker is blocked, so that it finds all of them in the ring at once, and then flushes."""
     with Gate() as gate:
         handler = loop.service.add_handler(lambda _: gate.wait())
         loop.producer.push(Trigger(Operation.CUSTOM, handler))
@@ -528,7 +529,7 @@ def test_the_failure_names_the_connection_and_first_status() -> None:
         failure = loop.fails()
         assert failure.code == native.PROXYCCL_ERROR_TRANSPORT
         assert failure.peer == 8
-        assert failure.status == lib.PROXYCCL_VERBS_COMPLETION + REM_ACCESS_ERR  # not a flushed request's
+        assert failure.status == lib.PROXYCCL_VERBS_COMPLETION + REM_ACCESS_ERR
         assert failure.reason.startswith("completion: IBV_WC_REM_ACCESS_ERR, ")
 
 
@@ -574,7 +575,9 @@ def test_long_messages_do_not_wait_for_a_chain() -> None:
 
 @needs_transport
 def test_a_refused_post_of_a_full_chain_names_the_trigger() -> None:
-    """The failure is noticed while the trigger is executed, not at a later poll, so it can name the trigger."""
+    """The worker notices the failure while it executes the trigger, not at a later poll, so the error names the
+    trigger.
+    """
     with Loop(memory(64), np.zeros(64, np.uint8), max_message=1, send_depth=2 * CHAIN) as loop:
         loop.peers[0].device.fail_post(1, errno.EINVAL)
         loop.push(0, PUT, 64, destination=0)
@@ -699,7 +702,7 @@ def test_an_address_that_leads_nowhere_is_no_fault() -> None:
     holder = (ctypes.c_uint64 * 8)(*[1 << 46] * 8)
     assert found_in(8, 40, 1)[0] == lib.PROXYCCL_VERBS_NO_OBJECT
     assert found_in(ctypes.addressof(holder), 40, 1)[0] == lib.PROXYCCL_VERBS_NO_POINTER
-    with mmap.mmap(-1, 2 * mmap.PAGESIZE) as pages:  # a queue pair would extend past the end of this memory
+    with mmap.mmap(-1, 2 * mmap.PAGESIZE) as pages:  # too short for the queue pair that `holder` points to
         last = ctypes.addressof(ctypes.c_char.from_buffer(pages)) + 2 * mmap.PAGESIZE - 8
         holder[5] = last
         finding = found_in(ctypes.addressof(holder), 40, 1)[0]
@@ -710,7 +713,7 @@ def test_an_address_that_leads_nowhere_is_no_fault() -> None:
 @pytest.mark.parametrize("part", ["pd", "send_cq", "recv_cq"])
 @pytest.mark.parametrize("where", ["nowhere", "another context"])
 def test_a_queue_pair_whose_parts_do_not_agree_is_not_believed(part: str, where: str) -> None:
-    """The queue pair is a copy of a real one, with one pointer changed."""
+    """Copies a device's queue pair and changes one pointer, which the engine must notice."""
     order = ("context", "qp_context", "pd", "send_cq", "recv_cq", "srq")
     with FakeDevice() as device:
         forged = (ctypes.c_uint64 * 16).from_buffer_copy(ctypes.string_at(device.qp, 128))
@@ -722,11 +725,11 @@ def test_a_queue_pair_whose_parts_do_not_agree_is_not_believed(part: str, where:
         assert lib.proxyccl_verbs_check_qp(address, device.qp_num, found) == lib.PROXYCCL_VERBS_OTHER_PARTS
 
 
-# -- the bare loop ---
+# -- the bare loop: writes posted without the engine ---
 
 
 def bare_writes(device: FakeDevice, source: NDArray[np.uint8], destination: NDArray[np.uint8], **changes: int) -> int:
-    """Runs the bare loop. Returns its time in nanoseconds, or a negative status."""
+    """Posts writes in a loop without the engine. Returns the time in nanoseconds, or a negative status."""
     options = {
         "qp": device.qp,
         "cq": device.cq,

@@ -1,6 +1,6 @@
-"""The benchmark programs: parts that need no GPU run, kernels compile for one, and the page shows the measurements.
+"""The benchmark programs: those without a GPU are run, kernels are compiled, and the page must show the results.
 
-Some programs always run, as examples of all; pages of made-up results show what each one's section has.
+Without --full only some programs run. Pages made from fictitious results show each program's section.
 """
 
 from __future__ import annotations
@@ -66,7 +66,6 @@ def all_reduce_result(ranks: int, time_us: float, **fields: Any) -> dict[str, An
 
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module `benchmarks/programs.py`."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import programs
 
@@ -156,7 +155,7 @@ def test_communicators_of_fewer_ranks_are_made_on_the_host(tmp_path: Path) -> No
     assert "| abort, shrink |" in (tmp_path / "README.md").read_text()
 
 
-# The examples run the same Triton kernels; triton_kernels/ checks them.
+# Runs only with --full: the examples run the same Triton kernels, and triton_kernels/ checks them.
 @pytest.mark.full
 @pytest.mark.host_only(reason="it runs Triton's interpreter")
 @pytest.mark.parametrize("products", [False, True])
@@ -248,7 +247,7 @@ def test_writes_through_libfabric_are_shown(tmp_path: Path) -> None:
     assert "| 1 MiB | 1,000 | 960 | 1,006.6 | 0.96 | 0.95 |" in page
 
 
-# put_signal.py runs above, compiled for the host, with channels that the examples compile for NVIDIA.
+# put_signal.py runs only with --full: a test above runs it on the host, and examples compile its channels for NVIDIA.
 @pytest.mark.parametrize(
     "path",
     [pytest.param(BENCHMARKS / "put_signal.py", marks=pytest.mark.full), BENCHMARKS / "ring.py"],
@@ -433,7 +432,7 @@ def test_collectives_of_the_host_run_and_are_shown_beside_mpis(tmp_path: Path) -
     assert f"| 64 KiB | {long['registered_us']:,.1f} | {long['private_us']:,.1f} | {long['mpi_us']:,.1f} |" in page
 
 
-# The page of made-up results shows the same rows, and `collectives.py` measures the same calls.
+# Runs only with --full: a page of fictitious results shows the same rows, and `collectives.py` measures the same calls.
 @pytest.mark.full
 @pytest.mark.parametrize("collective", ["all_gather", "all_to_all", "all_reduce"])
 def test_collectives_without_a_gpu_run_and_name_the_missing_peers(tmp_path: Path, collective: str) -> None:
@@ -494,7 +493,7 @@ def test_the_page_shows_copy_engines_and_multiprocessors(tmp_path: Path) -> None
     page = (tmp_path / "README.md").read_text()
     assert "| registered_kernels (ours) | 1 | 32 |" in page
     assert "| registered_proxy (ours) | 0 | 0 |" in page
-    assert "| NCCL, copy engines | 0" not in page  # unknown is not zero
+    assert "| NCCL, copy engines | 0" not in page  # an unknown number is not shown as 0
     assert "| 64 KiB | - | - | 1.25 |" in page
     assert "from 64 KiB on, NCCL by copy engines takes at least 1.25 times our time by proxy (aim: at least 1)" in page
 
@@ -508,7 +507,7 @@ def test_an_all_reduce_by_proxy_is_shown_beside_its_aims(tmp_path: Path, ranks: 
     page = (tmp_path / "README.md").read_text()
     assert "| 12.50 | 1.22 | 3.56 |" in page
     aim = "By proxy with registered arrays, 1 KiB: 12.50 µs, the best peer 15.25 µs; aim: at most 16 µs."
-    assert (aim in page) == said  # the aim is for 2 GPUs
+    assert (aim in page) == said  # the page states the aim only for 2 GPUs
 
 
 def test_proxies_in_a_process_are_shown_beside_proxies_in_the_ranks(tmp_path: Path) -> None:
@@ -535,7 +534,9 @@ def test_proxies_in_a_process_are_shown_beside_proxies_in_the_ranks(tmp_path: Pa
 
 
 class FakeGraphs:
-    """The CUDA driver calls of `graph_kernels`; a graph is a list of grids, graphs and None for a copy."""
+    """Fakes the driver calls of `graph_kernels`. A graph is a list of grids (kernels), lists (graphs) and None
+    (copies).
+    """
 
     CUresult = SimpleNamespace(CUDA_SUCCESS=0)
     CUgraphNodeType = SimpleNamespace(CU_GRAPH_NODE_TYPE_KERNEL=1, CU_GRAPH_NODE_TYPE_GRAPH=2)
@@ -543,7 +544,7 @@ class FakeGraphs:
     def __init__(self, *, status: int = 0) -> None:
         self.status = status
 
-    def CUgraph(self, graph: Any) -> Any:  # noqa: N802  the driver's names
+    def CUgraph(self, graph: Any) -> Any:  # noqa: N802  these are the driver's names
         return graph
 
     def cuGraphGetNodes(self, graph: Any, count: int) -> tuple[Any, ...]:  # noqa: N802
@@ -680,7 +681,7 @@ def test_sizes_are_shown_as_they_are_read(text: str, nbytes: int) -> None:
 def test_the_cost_of_observing_is_measured_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     path = tmp_path / "observing.json"
-    other = publications.publish(  # of another run at the same time
+    other = publications.publish(  # stands for a concurrent run of the benchmark
         Publication.of_this_process(
             Description(0, 1, "observing", "observing.py"), "host", workers=1, observed="", counters="", rings=()
         )
@@ -709,5 +710,5 @@ def test_a_trace_is_drawn(tmp_path: Path) -> None:
     picture = ElementTree.parse(tmp_path / "trace.svg").getroot()
     texts = [element.text for element in picture if element.tag.endswith("text")]
     assert texts[:2] == ["rank 0", "proxy thread 0"]
-    assert texts[-1] == "25 µs"  # of the bursts of two, the one of median length
+    assert texts[-1] == "25 µs"  # shows the burst of median length among those of two triggers
     assert len([element for element in picture if element.tag.endswith("rect")]) == 1 + 2

@@ -1,4 +1,4 @@
-"""The `proxyccl` command: its output for people and for programs, and its refusals."""
+"""The `proxyccl` command: its text and JSON output, and its errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from proxyccl.tools.tables import Column, Table
 from support.running import run_alone, run_mpi
 
 _INSTALLED = Path(sys.executable).with_name("proxyccl")
-COMMAND = (str(_INSTALLED),) if _INSTALLED.exists() else ("-m", "proxyccl")  # a tree may be used without installation
+COMMAND = (str(_INSTALLED),) if _INSTALLED.exists() else ("-m", "proxyccl")  # for a source tree that is not installed
 
 
 def proxyccl(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -83,7 +83,7 @@ def test_info_shows_the_measured_tables_of_this_machine(tmp_path: Path, monkeypa
 
 @pytest.mark.slow
 def test_tune_keeps_tables_that_info_shows(tmp_path: Path) -> None:
-    for compiled in cache_dir().glob("*.so"):  # tables of its own, but not kernels
+    for compiled in cache_dir().glob("*.so"):  # reuses compiled kernels, but not tables
         shutil.copy(compiled, tmp_path)
     cache = {"PROXYCCL_CACHE": str(tmp_path)}
     result = run_mpi(2, *COMMAND, "tune", "-t", "0.01", env=cache)

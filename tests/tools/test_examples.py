@@ -25,7 +25,7 @@ from support.running import run_alone, run_mpi
 pytestmark = pytest.mark.slow
 
 NOT_PROGRAMS = {"demo.py", "traffic.py"}
-ENVIRONMENT = {"TRITON_INTERPRET": "1"} if ON_HOST else {}  # only the examples in Triton read it
+ENVIRONMENT = {"TRITON_INTERPRET": "1"} if ON_HOST else {}  # for the examples in Triton
 
 
 def run_example(world_size: int, name: str, *options: str) -> str:
@@ -57,8 +57,6 @@ KERNELS = {path.name: source for path in sorted(EXAMPLES.glob("*.py")) if (sourc
 
 @dataclass(frozen=True)
 class Training:
-    """A run of the data-parallel training."""
-
     world_size: int
     batch: int
     epochs: int
@@ -70,13 +68,13 @@ class Training:
         return given if self.algorithm is None else [*given, "--algorithm", self.algorithm]
 
     def check(self, output: str) -> None:
-        """Fails unless the training's result is that of one process, and its data took the requested channels."""
+        """Fails unless the training gives one process's result and sent its data through the requested channels."""
         result = result_of(output)
         assert result["world_size"] == self.world_size
         assert result["difference"] <= 1e-5
         assert result["accuracy"] == result["reference_accuracy"] > 0.9
         if self.algorithm == "proxy":
-            # A gradient is short, so each rank sends it whole to every other, which takes one crossing.
+            # Gradients are short, so each rank sends its whole gradient to every other rank.
             crossing = (self.world_size - 1) * result["payload_bytes"]
             assert result["channel"] == "ProxyChannel"
             assert result["proxy"]["bytes"] == pytest.approx(crossing, rel=0.01)
@@ -96,7 +94,7 @@ OF_THREE = (
 JOBS = {2: (*OF_TWO, *OF_THREE), 3: OF_THREE}
 
 
-# How an example finds its peers does not depend on their number: that is the collectives' and the layer's.
+# Three ranks run only with --full: only code of the library, not the examples' own, depends on the number of ranks.
 @pytest.mark.parametrize(
     "world_size",
     [pytest.param(size, marks=pytest.mark.full if size > 2 else []) for size in world_sizes(*JOBS, processes=True)],
@@ -117,8 +115,8 @@ def test_the_examples_check_their_results_and_say_so(world_size: int) -> None:
         training.check(output)
 
 
-# In jobs of their own, as the README starts them. expert_parallel.py, above, has the layer's calls that
-# expert_parallel_digits.py makes around its training.
+# Runs examples in separate jobs, as the README does, and only with --full, because the examples above make the same
+# calls.
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "world_size"),
@@ -184,7 +182,7 @@ def test_the_interchange_says_in_one_line_what_rdma_lacks(world_size: int) -> No
             Training(1, 64, 4, None),
             Training(3, 50, 4, None),
             Training(4, 51, 4, "proxy"),
-            Training(4, 3, 1, "ring"),  # in each batch at least one rank's share is empty
+            Training(4, 3, 1, "ring"),  # a batch of 3 leaves one of 4 ranks without samples
         )
         if world_sizes(case.world_size, processes=True)
     ],
@@ -213,7 +211,7 @@ def run_demo(*options: str, environment: dict[str, str]) -> subprocess.Completed
     )
 
 
-# `make demo` runs it in continuous integration, and the test below shows that it fails if a training does.
+# Runs only with --full: continuous integration runs `make demo`, and a test below lets a training of the demo fail.
 @pytest.mark.full
 def test_the_demo_reports_both_trainings_over_both_channels() -> None:
     done = run_demo("--ranks", "2", environment={})
@@ -231,8 +229,8 @@ def test_the_demo_fails_with_the_reason_when_a_training_does() -> None:
     assert "abacus" in done.stderr
 
 
-# Most of them run above, compiled for the host. Always compiled are the one that needs RDMA to run, the shortest, and
-# the one that combines the most.
+# Without --full, these three are compiled: one that can't run without RDMA, the shortest, and the one with most
+# features.
 ALWAYS_COMPILED = {"gpu_data_interchange.py", "custom_kernel.py", "fused.py"}
 
 

@@ -1,4 +1,4 @@
-"""The table of memory beside DeepEP's: the page shows what the program prints."""
+"""The page's table of ProxyCCL's and DeepEP's memory shows what the program prints."""
 
 from __future__ import annotations
 

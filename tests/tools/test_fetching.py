@@ -1,4 +1,4 @@
-"""Directories of Debian's packages, which several processes of a test run request at once."""
+"""Several processes of a test run may fetch the same directory of Debian's packages at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmarks of the ring and of collectives beside MPI: what they measure, and their refusals."""
+"""The benchmarks of the ring, and of collectives compared with MPI: their measurements and errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ BENCHMARKS = ROOT / "benchmarks"
 
 @pytest.fixture(autouse=True, scope="module")
 def _programs() -> Iterator[None]:
-    """Makes the benchmarks importable, and builds the loops with which they compare."""
     run_make("bare-loops")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))

@@ -1,4 +1,4 @@
-"""`proxyccl top --web`: the server's refusals, the events, the trace, and the page in a browser."""
+"""`proxyccl top --web`: requests that the server refuses, its events and traces, and the page in a browser."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ def _directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """Starts a server, and yields the URL of its page."""
     with server.serve("127.0.0.1:0", INTERVAL) as url:
         yield url
 
@@ -57,7 +56,6 @@ def ask(url: str, *, path: str = "/", method: str = "GET", query: str | None = N
 
 
 def events(url: str) -> Iterator[Any]:
-    """Yields the states that the server sends, one after the other."""
     parts = urllib.parse.urlsplit(url)
     connection = http.client.HTTPConnection(parts.netloc, timeout=TIMEOUT)
     connection.request("GET", f"/events?{parts.query}")
@@ -83,7 +81,7 @@ def test_without_the_token_there_is_nothing(url: str) -> None:
             assert "token" in text
     assert ask(url)[0] == 200
     assert ask(url, path="/other")[0] == 404
-    assert ask(url, path="/trace")[0] == 404  # a trace is not made by following a link
+    assert ask(url, path="/trace")[0] == 404  # a GET must not start a trace
 
 
 def test_the_host_header_names_this_machine(url: str) -> None:
@@ -104,7 +102,7 @@ def test_the_events_have_ranks_calls_and_rates(url: str) -> None:
     with Ranks(2) as ranks:
         ranks.run(put)
         states = events(url)
-        next(states)  # without rates: the proxies are new
+        next(states)  # the first state has no rates
         state = next(states)
         (found,) = state["communicators"]
         assert [(line["rank"], line["pid"], line["state"]) for line in found["ranks"]] == [
@@ -155,7 +153,7 @@ def test_a_trace_is_recorded(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert may_go_on.wait(TIMEOUT)
         return record(*arguments, **options)
 
-    assert ask(url, path="/trace", method="POST")[0] == 409  # there is no proxy
+    assert ask(url, path="/trace", method="POST")[0] == 409  # no proxy runs
     with Ranks(2) as ranks:
         ranks.run(put)
         query = urllib.parse.urlsplit(url).query
@@ -165,7 +163,7 @@ def test_a_trace_is_recorded(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         with ThreadPoolExecutor(1) as pool:
             recording = pool.submit(ask, url, path="/trace", method="POST", query=f"{query}&seconds=0.1")
             assert begun.wait(TIMEOUT)
-            assert ask(url, path="/trace", method="POST")[0] == 409  # one at a time
+            assert ask(url, path="/trace", method="POST")[0] == 409  # only one trace at a time
             may_go_on.set()
             status, text = recording.result(TIMEOUT)
         assert status == 200

@@ -1,4 +1,4 @@
-"""Agents of one process: data, messages, order, refusals, over every path."""
+"""Agents of one process, over every path: data, messages, their order, and errors."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def many(pair: Pair) -> np.ndarray:
 
 @pytest.mark.parametrize("path", ["process_vm", "unix", "tcp"])
 def test_regions_may_lie_side_by_side(path: str) -> None:
-    """Blocks that are adjacent in both memories move as one block, which may then lie in two regions."""
+    """Blocks that are adjacent in both memories are merged into one, which may extend over two regions."""
     ours, theirs = np.zeros(300, np.uint8), np.arange(300, dtype=np.uint16).astype(np.uint8)
     with Agent("a", paths=[path]) as a, Agent("b", listen=["127.0.0.1"]) as b:
         for agent, memory in ((a, ours), (b, theirs)):
@@ -64,7 +64,7 @@ def test_regions_may_lie_side_by_side(path: str) -> None:
         assert (ours[:200] == theirs[:200]).all()
         assert not ours[200:].any()
         b.deregister(b.regions[0])
-        if path != "process_vm":  # on this path the peer takes no part
+        if path != "process_vm":  # with process_vm the peer does not see the read
             with pytest.raises(NotRegisteredError):
                 a.read("b", [(here, there, 100), (here + 100, there + 100, 100)]).wait()
 
@@ -106,13 +106,13 @@ def test_a_caller_may_stop_polling(pair: Pair, path: str) -> None:
             transfer.done()
         deadline = time.monotonic() + 60
         while transfer.state is State.ACTIVE and time.monotonic() < deadline:
-            time.sleep(0.0005)  # `state` does nothing for the transfer
+            time.sleep(0.0005)  # reading `state` does not advance the transfer
         assert transfer.state is State.DONE
 
 
 @pytest.mark.parametrize("path", ["unix", "tcp"])
 def test_a_short_write_ends_although_a_long_read_filled_the_turn(path: str) -> None:
-    """A write's answer has no body, and may be the last of the bytes that the agent has read ahead."""
+    """The answer to a write has no body, so it may be the last bytes that the agent has read from the socket."""
     pair = Pair(6 << 20)
     force_path(pair.a, path)
     with contextlib.closing(pair):
@@ -168,7 +168,7 @@ def test_memory_that_the_peer_has_deregistered_is_refused(pair: Pair, path: str)
     assert transfer.state is State.REFUSED
     assert not pair.ours.any()
     np.testing.assert_array_equal(pair.theirs, before)
-    pair.b.register(pair.theirs)  # at the same address, and yet another registration
+    pair.b.register(pair.theirs)  # a new registration at the same address
     with pytest.raises(NotRegisteredError):
         transfer.start().wait()
     pair.a.add(pair.b.metadata())
@@ -183,11 +183,11 @@ def test_canceled_transfers_write_nothing_more_and_links_go_on(pair: Pair, path:
             transfer.start(b"canceled")
             transfer.cancel()
             pair.ours[:] = 0
-            if transfer.state is State.DONE:  # before it could be canceled
+            if transfer.state is State.DONE:  # it ended before cancel()
                 continue
             with pytest.raises(CanceledError):
                 transfer.wait()
-    pair.a.read("b", pair.blocks((0, 0, 100)), message=b"last").wait()  # after all that was on its way
+    pair.a.read("b", pair.blocks((0, 0, 100)), message=b"last").wait()  # arrives after the canceled transfers' data
     assert not pair.ours[100:].any()
     np.testing.assert_array_equal(pair.ours[:100], pair.theirs[:100])
 
@@ -240,7 +240,7 @@ def test_a_closed_agent(pair: Pair, path: str) -> None:
     transfer = pair.a.read("b", pair.whole())
     transfer.wait()
     pair.b.close()
-    with pytest.raises(DisconnectedError):  # noqa: PT012  as soon as the link is lost
+    with pytest.raises(DisconnectedError):  # noqa: PT012  until the agent notices the lost link
         while True:
             pair.a.notify("b", b"")
     with pytest.raises(DisconnectedError, match="closed the link"):
@@ -254,7 +254,7 @@ def test_a_closed_agent(pair: Pair, path: str) -> None:
 
 
 def test_a_second_close_returns_when_the_first_has_ended(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the second close would free what the first one still uses."""
+    """A second close() that returned early would free memory that the first still uses."""
     entered, returned = threading.Event(), threading.Event()
     was_early = []
 
@@ -341,7 +341,7 @@ def test_blocks_that_follow_each_other_are_one(pair: Pair) -> None:
 def test_an_active_transfer_is_not_started_again(pair: Pair) -> None:
     force_path(pair.a, "unix")
     transfer = pair.a.prepare("read", "b", pair.whole())
-    with pytest.raises(ActiveError):  # noqa: PT012  the second start, nearly always
+    with pytest.raises(ActiveError):  # noqa: PT012  nearly always the second start raises
         while True:
             transfer.start()
     transfer.wait()

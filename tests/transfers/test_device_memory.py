@@ -45,13 +45,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:agent .* through a socket:Runtim
 
 
 def array_of(number: int, nbytes: int = NBYTES) -> Array:
-    """Returns a new array of bytes on device `number`."""
     runtime = rank_runtime(number)
     return Array(runtime, runtime.allocate(nbytes), (nbytes,), as_dtype("uint8"))
 
 
 class OnDevices:
-    """Two agents, a and b, with memory of a device each, and some of the host's.
+    """Agents a and b, each with an array on its own device and one in host memory.
 
     Attributes:
         arrays: the device arrays of a and of b.
@@ -77,7 +76,7 @@ class OnDevices:
 
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[OnDevices]:
-    monkeypatch.setattr(copier, "_LONG_BYTES", 1 << 20)  # so that less memory has both short and long blocks
+    monkeypatch.setattr(copier, "_LONG_BYTES", 1 << 20)  # so that 1 MiB is already a long block
     made = OnDevices()
     yield made
     made.close()
@@ -93,7 +92,9 @@ def blocks_of(here: int, there: int) -> Any:
 
 
 def expected(before: Any, source: Any, rows: Any, to: int, base: tuple[int, int]) -> Any:
-    """Returns the expected target after rows of (address of a's, address of b's, bytes) were copied to side `to`."""
+    """Returns the target after a copy of `rows` (a's address, b's address, bytes). The target is a if `to` is 0, else
+    b.
+    """
     after = before.copy()
     for row in (rows - np.array([*base, 0], np.uint64)).astype(int):
         after[row[to] : row[to] + row[2]] = source[row[1 - to] : row[1 - to] + row[2]]
@@ -156,7 +157,7 @@ def test_a_path_is_named(pair: OnDevices) -> None:
 
 
 def test_a_transfer_may_start_again_and_ends_by_itself(pair: OnDevices) -> None:
-    """Without any query of the transfer's state, the agent's thread notices its end, and tells the peer."""
+    """Without queries of the transfer's state, the agent's thread notices its end, and sends the peer the message."""
     transfer = pair.a.prepare("write", "b", [(pair.regions[0].address, pair.regions[1].address, NBYTES)])
     for value in (1, 2, 3):
         pair.arrays[0].fill(value)
@@ -177,7 +178,7 @@ def test_memory_that_cannot_be_pinned_is_left_to_the_driver(pair: OnDevices, mon
     many = strided(pair.host_regions[0].address, pair.regions[0].address, 64, 100, 128)
     with pytest.warns(RuntimeWarning, match="driver's buffers: the test refuses"):
         transfer = pair.a.prepare("write", "a", many)
-    assert transfer.path.name == "copy engine (staged by the driver)"  # a kernel would fault
+    assert transfer.path.name == "copy engine (staged by the driver)"  # a GPU kernel can't access unpinned memory
     transfer.start().wait()
     wanted = np.zeros(12800, np.uint8).reshape(100, 128)
     wanted[:, :64] = pair.hosts[0][:12800].reshape(100, 128)[:, :64]
@@ -187,7 +188,7 @@ def test_memory_that_cannot_be_pinned_is_left_to_the_driver(pair: OnDevices, mon
 @pytest.mark.hip
 @pytest.mark.parametrize("number", [None, pytest.param(0, marks=pytest.mark.gpu_only)])
 def test_on_a_stream(pair: OnDevices, number: int | None) -> None:
-    """Stream number 0 is the default stream that all threads of a process share; torch uses it."""
+    """Stream 0 is CUDA's default stream, which all threads of a process share and torch uses."""
     runtime = pair.arrays[0].runtime
     stream: Any = runtime.create_stream() if number is None else number
     transfer = pair.a.prepare("write", "b", [(pair.regions[0].address, pair.regions[1].address, NBYTES)])
@@ -202,7 +203,7 @@ def test_on_a_stream(pair: OnDevices, number: int | None) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_the_hosts_memory_on_a_stream(pair: OnDevices, path: str) -> None:
-    """No device copies host memory: the stream signals the agent, and waits for it."""
+    """No device copies between host memories: the stream signals the agent, whose CPU copies, and waits for it."""
     far = Agent("far", listen=["127.0.0.1"])
     theirs = np.zeros(NBYTES, np.uint8)
     region = far.register(theirs)
@@ -218,7 +219,7 @@ def test_the_hosts_memory_on_a_stream(pair: OnDevices, path: str) -> None:
         transfer.start(b"%d" % value, stream=stream)
         runtime.copy(here, pair.arrays[1].ptr, NBYTES, stream)
         if value == 1:
-            transfer.wait()  # the others are begun by the agent's thread
+            transfer.wait()  # later transfers have no waiting caller, so the agent's thread begins them
         stream.synchronize()
         assert (theirs == value).all()
         assert transfer.done()
@@ -234,7 +235,7 @@ def test_a_stream_is_released_whatever_becomes_of_its_transfer(pair: OnDevices) 
     transfer = pair.a.prepare("write", "b", [(pair.host_regions[0].address, pair.host_regions[1].address, NBYTES)])
     before = pair.hosts[1].copy()
     wait_value(runtime, gate.ptr, 1, first)
-    transfer.start(stream=first)  # the stream does not come to it
+    transfer.start(stream=first)  # the stream is blocked before the transfer
     with pytest.raises(TransferTimeoutError):
         transfer.wait(0.05)
     with pytest.raises(ActiveError):
@@ -307,7 +308,7 @@ def test_memory_within_an_agent(pair: OnDevices) -> None:
 
 
 def test_memory_at_an_address_where_other_memory_was(pair: OnDevices) -> None:
-    """A peer that frees memory and allocates again often gets the same address; the new memory must not be confused."""
+    """A peer's new memory often has the address of its freed memory, whose mapping the agent must not use."""
     here, at = pair.host_regions[0].address, 1 << 40
     number = 0
     for value, nbytes in ((1, NBYTES), (2, NBYTES), (3, NBYTES // 2)):
@@ -337,7 +338,7 @@ def test_a_registration_that_ended(pair: OnDevices, kinds: tuple[str, str], side
     transfer.start().wait()
     owner = (pair.a, pair.b)[side]
     owner.deregister(regions[side])
-    owner.register(pair.arrays[side] if kinds[side] == "device" else pair.hosts[side])  # at the same address
+    owner.register(pair.arrays[side] if kinds[side] == "device" else pair.hosts[side])  # the address is unchanged
     with pytest.raises(NotRegisteredError, match=f"has deregistered its memory at {regions[side].address:#x}"):
         transfer.start().wait()
 
@@ -383,7 +384,7 @@ def test_a_peer_that_was_removed(pair: OnDevices) -> None:
 @pytest.mark.hip
 @pytest.mark.parametrize("allocator", ["allocated", pytest.param("torch", marks=pytest.mark.gpu_only)])
 def test_between_processes(pair: OnDevices, allocator: str) -> None:
-    """Also: memory that the other process allocated within a larger piece, blocks that torch maps, and the end."""
+    """Transfers memory within a larger allocation, and torch's expandable segments. Then kills the other process."""
     if allocator == "torch":
         pytest.importorskip("torch")
     command = [sys.executable, str(PROGRAMS / "device_agent.py"), str(NBYTES), allocator]
@@ -404,9 +405,9 @@ def test_between_processes(pair: OnDevices, allocator: str) -> None:
             writing.wait()
             way = "VMM" if allocator == "torch" else "shared memory" if RUNTIME == "host" else "IPC"
             assert writing.path.name == f"copy engine ({way})"
-            assert process.stdout.readline() == b"written\n"  # it has found the values, and doubled them
+            assert process.stdout.readline() == b"written\n"  # the other process has found the values, and doubled them
             pair.arrays[0].fill(1)
-            before = pair.a.regions_of(peer)[1]  # of the same allocation; it is all zeros
+            before = pair.a.regions_of(peer)[1]  # a region of zeros in the same allocation
             pair.a.read(peer, [(here, before.address, before.nbytes)]).wait()
             assert not pair.arrays[0].numpy()[: before.nbytes].any()
             pair.arrays[0].fill(0)
@@ -437,7 +438,7 @@ def test_between_processes(pair: OnDevices, allocator: str) -> None:
             assert (pair.arrays[0].numpy()[:3_000_000] == 5).all()
         finally:
             process.kill()
-    with pytest.raises(DisconnectedError):  # noqa: PT012  as soon as the link is lost
+    with pytest.raises(DisconnectedError):  # noqa: PT012  until the agent notices the lost link
         while True:
             reading.start().wait()
 

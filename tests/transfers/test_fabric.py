@@ -1,4 +1,4 @@
-"""Agents that reach each other by libfabric's TCP provider, on this host's loopback."""
+"""Agents connected by libfabric's TCP provider, on this host's loopback."""
 
 from __future__ import annotations
 
@@ -56,8 +56,6 @@ def by_tcp(library: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class OnFabric:
-    """Agents a and b; a reaches b by libfabric alone."""
-
     def __init__(self) -> None:
         self.a, self.b = (Agent(name, listen=["127.0.0.1"], paths=["fabric"]) for name in "ab")
         self.ours = np.zeros(NBYTES, np.uint8)
@@ -79,7 +77,7 @@ def agents() -> Iterator[OnFabric]:
 
 @pytest.mark.parametrize("operation", ["read", "write"])
 def test_blocks_arrive_where_they_belong(agents: OnFabric, operation: str) -> None:
-    """The blocks are more than may be outstanding, of all alignments, and one is long."""
+    """Moves more blocks, of all alignments, than requests may be outstanding, and a long block."""
     rows = strided(agents.near.address, agents.far.address, 1003, 1000, 1501, 2003)
     long = [[agents.near.address + (3 << 20), agents.far.address + (3 << 20), 1 << 20]]
     rows = np.concatenate((rows, np.array(long, np.uint64)))
@@ -193,7 +191,7 @@ def test_a_canceled_transfer_touches_nothing_more(agents: OnFabric) -> None:
 
 @contextlib.contextmanager
 def stopped_peer() -> Iterator[tuple[Any, Agent, Any]]:
-    """A process with an agent that has stopped, an agent that knows it, and a transfer that has begun."""
+    """Yields a stopped process with agent b, an agent a of this process, and an active transfer between them."""
 
     def body(connection: socket.socket) -> None:
         os.environ["PROXYCCL_TRANSFER_PATHS"] = "fabric"
@@ -210,7 +208,7 @@ def stopped_peer() -> Iterator[tuple[Any, Agent, Any]]:
 
 
 def test_requests_that_are_outstanding_are_not_said_to_be_canceled() -> None:
-    """Requests can't be taken back, so a canceled transfer stays active until its requests have ended."""
+    """libfabric's requests can't be canceled, so a canceled transfer stays active until its requests have ended."""
     with stopped_peer() as (process, _, transfer):
         for call in (transfer.cancel, transfer.close):
             with pytest.raises(ActiveError, match="still has requests outstanding"):
@@ -229,8 +227,8 @@ class EndedQueue:
     """Makes libfabric report that an agent's completion queue has ended.
 
     Args:
-        agent: its owner.
-        error: whether `fi_cq_readerr` reports it, after `fi_cq_read` has reported an error of a request.
+        agent: the agent with the queue.
+        error: whether `fi_cq_readerr` reports the end, after an error that `fi_cq_read` has reported.
     """
 
     _CLOSED, _ERROR_AVAILABLE = -errno.EBADF, -259
@@ -252,7 +250,6 @@ class EndedQueue:
         of_queue.value = ctypes.addressof(self._operations)
 
     def undo(self) -> None:
-        """Has the queue closed as it was opened."""
         of_queue, value = self._before
         of_queue.value = value
 
@@ -267,7 +264,7 @@ def test_a_queue_that_has_ended_ends_transfers(error: bool) -> None:
             transfer.start().wait(60)
         before = time.process_time()
         time.sleep(0.2)
-        assert time.process_time() - before < 0.1  # the agent's thread does not look into it again and again
+        assert time.process_time() - before < 0.1  # the agent's thread does not poll the closed queue
         ended.undo()
 
 

@@ -1,7 +1,7 @@
-"""Memory of devices between hosts by libfabric: by the adapter where it reaches that memory, else by way of stages.
+"""Device memory between hosts by libfabric: the adapter accesses it if it can, else data is staged in pinned memory.
 
-The agents are on this host, but each takes the other for one of another host. The provider is libfabric's TCP, which
-reaches the memory of the host runtime's devices and not that of GPUs.
+Both agents are on this host, but each believes that the other is on another host. libfabric's TCP provider can access
+the memory of the host runtime's devices, but not of GPUs.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def between_hosts(library: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 
 class TwoHosts:
-    """Agents a and b, with memory of a device and of the host each."""
+    """Agents a and b, each with an array on its own device and one in host memory."""
 
     def __init__(self) -> None:
         self.a, self.b = (Agent(name, listen=["127.0.0.1"], paths=["fabric", "tcp"]) for name in "ab")
@@ -116,7 +116,7 @@ def test_blocks_arrive_where_they_belong(two: TwoHosts, operation: str, kinds: t
 
 @pytest.fixture
 def unreached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the host runtime's devices ones that adapters do not reach."""
+    """Makes registration of the host runtime's device memory fail, as if adapters could not access it."""
     register = fabric.AgentFabric._register
 
     def refuse(self: fabric.AgentFabric, region: fabric.Region, runtime: Runtime | None) -> object:
@@ -155,7 +155,7 @@ def test_memory_that_the_adapter_does_not_reach_is_staged(operation: str, kinds:
 
 @pytest.mark.usefixtures("unreached")
 def test_staged_transfers_that_end_otherwise() -> None:
-    """Staged transfers are canceled, run concurrently, or refused; a warning says why they are staged."""
+    """Staged transfers can be canceled, run concurrently and be refused. A warning says why they are staged."""
     two = TwoHosts()
     near, far = two.regions["device"][0], two.regions["device"][1]
     with pytest.warns(RuntimeWarning, match="through pinned memory: .* does not reach memory of"):
@@ -191,7 +191,7 @@ def test_staged_transfers_that_end_otherwise() -> None:
 @pytest.mark.filterwarnings("ignore:agent .* stages memory of devices through:RuntimeWarning")
 @pytest.mark.parametrize("operation", ["read", "write"])
 def test_a_peer_that_stops_and_is_killed(operation: str) -> None:
-    """A stopped peer may still have staged data to move, so cancel raises an error; then the peer is killed."""
+    """A stopped peer may still move staged data, so cancel() raises an error until the peer is killed."""
     two = TwoHosts()
     path = os.pathsep.join((str(TESTS), os.environ.get("PYTHONPATH", "")))
     env = {**os.environ, **environment(), "PYTHONPATH": path, "PROXYCCL_TRANSFER_PATHS": "fabric,tcp"}
@@ -210,7 +210,7 @@ def test_a_peer_that_stops_and_is_killed(operation: str) -> None:
             for transfer in transfers:
                 transfer.start()
                 with pytest.raises(TransferTimeoutError):
-                    transfer.wait(0.1)  # its requests have been sent by then
+                    transfer.wait(0.1)  # long enough to send the transfer's requests
             with pytest.raises(ActiveError, match="still has requests outstanding"):
                 transfers[1].cancel(0.05)
             assert transfers[0].state is State.ACTIVE
@@ -247,7 +247,6 @@ def test_on_a_stream(two: TwoHosts) -> None:
 
 
 def test_adapters_that_libfabric_does_not_serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Two hosts with adapters that libfabric does not serve use TCP, and a warning says why."""
     (tmp_path / "mlx5_0").mkdir()
     monkeypatch.setattr(fabric, "_ADAPTERS", tmp_path)
     with Agent("a", listen=["127.0.0.1"]) as a, Agent("b", listen=["127.0.0.1"]) as b:

@@ -1,4 +1,4 @@
-"""Memory that its owner frees or deregisters while a peer still knows it: which errors both get."""
+"""The errors of both agents when an owner frees or deregisters memory that a peer's transfers still use."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def with_mapped(pair: Pair, mapped: Mapped) -> Iterator[Region]:
 @pytest.mark.parametrize("operation", ["read", "write"])
 @pytest.mark.parametrize("nbytes", [1 << 16, NBYTES])
 def test_a_peer_that_freed_its_memory(pair: Pair, mapped: Mapped, operation: str, nbytes: int) -> None:
-    """The operating system's kernel copies: a short transfer in the caller's thread, a long one in both threads."""
+    """The system copies (process_vm): short transfers in the caller's thread, long ones also in the agent's thread."""
     ours = pair.a.register(np.zeros(NBYTES, np.uint8))
     with with_mapped(pair, mapped) as region:
         transfer = pair.a.prepare(operation, "b", [(ours.address, region.address, nbytes)])
@@ -100,9 +100,9 @@ def test_a_socket_to_a_peer_that_freed_its_memory(pair: Pair, mapped: Mapped, pa
 @pytest.mark.parametrize("path", ["unix", "tcp"])
 @pytest.mark.parametrize("freed", [0, 2, 11])
 def test_a_socket_and_a_block_of_many_that_was_freed(pair: Pair, mapped: Mapped, path: str, freed: int) -> None:
-    """When a read reaches the freed block, the blocks before it have already been sent."""
+    """"""
     force_path(pair.a, path)
-    nbytes = 1 << 16  # eight fit into a frame
+    nbytes = 1 << 16  # a frame takes eight blocks
     with with_mapped(pair, mapped) as region:
         mapped.punch(freed * nbytes, nbytes)
         blocks = [(pair.our_region.address, region.address + block * nbytes, nbytes) for block in range(16)]
@@ -112,9 +112,7 @@ def test_a_socket_and_a_block_of_many_that_was_freed(pair: Pair, mapped: Mapped,
 
 @pytest.mark.parametrize("path", ["unix", "tcp"])
 def test_a_socket_and_blocks_before_one_that_was_freed(pair: Pair, mapped: Mapped, path: str) -> None:
-    """The blocks are small and arrive together with their request; the last one extends past the memory that
-    is left.
-    """
+    """Two small blocks are sent in one frame with their request. The last block extends into freed memory."""
     force_path(pair.a, path)
     with with_mapped(pair, mapped) as region:
         mapped.free(1 << 16)
@@ -143,7 +141,6 @@ def test_a_socket_and_memory_of_this_agent(pair: Pair, mapped: Mapped, path: str
 @pytest.mark.parametrize("nbytes", [100, NBYTES])
 @pytest.mark.parametrize("harm", ["free", "protect", "truncate"])
 def test_memory_of_this_agent(mapped: Mapped, path: str, operation: str, nbytes: int, harm: str) -> None:
-    """Each path touches it in another way: by the CPU, and by several calls of the kernel."""
     only = None if path == "self" else [path, "process_vm"] if path == "shared_memory" else [path]
     with Agent("a", paths=only) as a, Agent("b", listen=["127.0.0.1"]) as b:
         theirs = shared_empty(NBYTES) if path == "shared_memory" else np.empty(NBYTES, np.uint8)
@@ -177,7 +174,7 @@ def test_memory_of_this_agent(mapped: Mapped, path: str, operation: str, nbytes:
 def test_a_socket_and_a_hole(
     pair: Pair, mapped: Mapped, path: str, hole: tuple[int, int], operation: str, side: str
 ) -> None:
-    """Some data of a frame is on its way when the kernel finds the hole. Other transfers go on meanwhile."""
+    """The kernel finds the hole after part of a frame has been sent. Other transfers must continue."""
     force_path(pair.a, path)
     far, others = np.zeros(NBYTES, np.uint8), pair.a.prepare("read", "b", pair.whole())
     ours = pair.a.register((mapped.address, NBYTES) if side == "here" else far)
@@ -258,7 +255,7 @@ if "raised elsewhere" in case:
     ],
 )
 def test_other_handlers_of_the_same_signals(case: str, status: int) -> None:
-    """A handler of the program's own, which passes signals on, and none. Other faults end the process as before."""
+    """Another handler may be installed after ProxyCCL's, or none. Faults outside transfers still end the process."""
     result = subprocess.run(
         [sys.executable, "-c", _HANDLERS, case],
         env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},

@@ -1,4 +1,4 @@
-"""Peers that are killed, stopped, forked or closed: how and when agents learn of it."""
+"""How and when agents notice that a peer was killed, stopped, forked or closed."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ def test_a_peer_that_ends_while_the_link_is_idle(path: str, how: str) -> None:
             process.kill()
         else:
             ask(process, b"close")
-        lost_soon(lambda: _until_lost(read))  # a process that goes on can be copied from until its end is noticed
+        lost_soon(lambda: _until_lost(read))
         lost_soon(lambda: write.start().wait())
         assert done.done()
-        with pytest.raises(DisconnectedError):  # noqa: PT012  at once if the end is known by now
+        with pytest.raises(DisconnectedError):  # noqa: PT012  the first call may raise
             while True:
                 initiator.agent.notify("b", b"x")
         initiator.agent.close()
@@ -91,7 +91,7 @@ def test_a_peer_killed_in_the_middle(path: str, operation: str) -> None:
         initiator = Initiator(process.receive())
         force_path(initiator.agent, path)
         initiator.prepare("read", 100).start().wait()
-        process.stop()  # so that the transfer can't end
+        process.stop()  # keeps the transfer active
         transfer = initiator.prepare(operation).start()
         with pytest.raises(TransferTimeoutError):
             transfer.wait(0.05)
@@ -118,7 +118,7 @@ def test_a_stopped_peer_holds_up_neither_cancel_nor_other_peers() -> None:
         initiator.agent.read("c", [(initiator.region.address, region.address, NBYTES)]).wait()
         for transfer in transfers:
             transfer.close()
-        os.kill(process.pid, signal.SIGCONT)  # what it sends by then goes nowhere
+        os.kill(process.pid, signal.SIGCONT)  # data that the peer sends for the closed transfers is dropped
         initiator.prepare("read", 100).start(b"x").wait()
         assert (initiator.memory[:100] == 7).all()
         assert (initiator.memory[100:] == 3).all()
@@ -173,7 +173,7 @@ def test_agents_come_and_go() -> None:
         memory = np.zeros(100, np.uint8)
         region = agent.register(memory)
         before = len(os.listdir("/proc/self/fd"))
-        for number in range(9):  # every third is killed, the others close or just end
+        for number in range(9):  # a third of the children is killed, a third closes, a third only exits
             with child(lambda connection, number=number: serve_memory(connection, 100, number)) as process:  # type: ignore[misc]
                 name = agent.add(process.receive())
                 agent.read(name, [(region.address, agent.regions_of(name)[0].address, 100)], message=b"read").wait()

@@ -1,4 +1,4 @@
-"""AddressSanitizer and UndefinedBehaviorSanitizer over the engine of transfers, while its own tests run."""
+"""Runs the transfer engine's tests with AddressSanitizer and UndefinedBehaviorSanitizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which path a connection takes, and how the path is described."""
+"""The choice of a connection's path, and the path's description."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_kernel_copies_between_network_namespaces(pair: Pair, apart: None) -
     np.testing.assert_array_equal(pair.ours, pair.theirs)
     pair.b.wait_for_message(60)
     pair.b.close()
-    with pytest.raises(DisconnectedError):  # noqa: PT012  as soon as the link is lost
+    with pytest.raises(DisconnectedError):  # noqa: PT012  until the agent notices the lost link
         while True:
             pair.a.notify("b", b"")
 
@@ -81,7 +81,7 @@ def test_accepted_links_send_small_answers_at_once_and_notice_silent_hosts() -> 
 def test_an_address_that_does_not_answer_takes_no_time_of_the_next(
     apart: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its host drops packets, as one does whose queue of connections is full."""
+    """The peer's listener has a full queue of connections, so its host drops packets."""
     monkeypatch.setattr(paths, "boot_id", lambda: "another")
     with contextlib.ExitStack() as undo:
         full = undo.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
@@ -100,7 +100,7 @@ def test_an_address_that_does_not_answer_takes_no_time_of_the_next(
 
 
 class Yama:
-    """A kernel that copies only after a process has permitted it, which the last agent of this process does."""
+    """Emulates a kernel with Yama: copying from a process needs its permission, which its last agent gives."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, scope: Path) -> None:
         self.permits = True
@@ -141,7 +141,7 @@ def test_a_peer_that_is_asked_may_refuse(pair: Pair, yama: Yama) -> None:
 
 
 def test_an_answer_that_comes_too_late_is_not_another_frame_s(yama: Yama, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peer is stopped when it is asked, and answers only after the agent has given up waiting."""
+    """The peer is stopped, so it answers a request for permission only after the agent has given up waiting."""
     yama.permits = False
     monkeypatch.setattr(paths, "_ANSWER_MS", 100)
     with child(serve_memory) as process, Agent("a", listen=()) as agent:

@@ -1,4 +1,4 @@
-"""A registration ends: no transfer that was prepared with it moves anything, whatever lies at its address by then."""
+"""After the end of a registration, no transfer prepared with it moves data, even if its address is used again."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ pytestmark = [
 
 
 def serve_orders(connection: socket.socket) -> None:
-    """Serves an agent "b", which carries out orders on its memory. It answers each order with its metadata, and b"sum"
-    with the sum of its memory.
+    """Serves an agent "b", which executes the orders that the test sends. The answer to an order is the agent's
+    metadata; the answer to b"sum" is the sum of its memory.
     """
     agent = Agent("b", listen=["127.0.0.1"])
     memory: Any = None
@@ -75,7 +75,6 @@ class Owner:
         self.near = self.agent.register(self.memory)
 
     def order(self, *orders: str) -> bytes:
-        """Gives orders, and returns the answer to the last one."""
         answer = b""
         for order in orders:
             self._process.connection.send(order.encode())
@@ -83,7 +82,7 @@ class Owner:
         return answer
 
     def blocks(self, far: Region) -> list[tuple[int, int, int]]:
-        """Returns all memory as one block."""
+        """Returns one block of all memory, from this process's address to `far`'s."""
         return [(self.near.address, far.address, NBYTES)]
 
 
@@ -137,7 +136,7 @@ def test_a_prepared_transfer_ends_with_its_registration(
             owner.agent.prepare("write" if transfer.writes else "read", "b", owner.blocks(far)).start().wait()
     assert (owner.memory == 2).all()
     if ends[-1] in ("register", "by address"):
-        if "free" in ends:  # the new memory is as it was made
+        if "free" in ends:  # the transfers wrote nothing to the new memory
             assert owner.order("sum") == b"0"
         owner.agent.add(metadata)
         new = owner.agent.regions_of("b")[-1]
@@ -157,7 +156,7 @@ def test_local_memory_that_was_deregistered(pair: Pair, path: str) -> None:
     transfers = [pair.a.prepare(operation, peer, blocks) for operation in ("read", "write")]
     before = pair.theirs.copy()
     pair.a.deregister(pair.our_region)
-    pair.a.register(pair.ours)  # at the same address
+    pair.a.register(pair.ours)  # a new registration of the same address
     for transfer in transfers:
         with pytest.raises(NotRegisteredError, match="this agent has deregistered its memory at 0x"):
             transfer.start(b"never told").wait()

@@ -27,8 +27,8 @@ pytestmark = [
 
 
 def serve_shared(connection: socket.socket) -> None:
-    """Serves an agent with private memory and shared memory, both filled with 7. For each message it answers with the
-    sum of the memory that the message names.
+    """Serves an agent with private memory and shared memory, both filled with 7. Each message names one of these
+    memories, and is answered with the sum of its bytes.
     """
     agent = Agent("b", listen=())
     memory = shared_empty(NBYTES)
@@ -45,11 +45,12 @@ def serve_shared(connection: socket.socket) -> None:
 
 
 class Shared:
-    """An agent "a", and a child's with shared memory.
+    """An agent "a" of this process, and a child's agent "b" with shared memory.
 
     Attributes:
         near: a's region.
-        private, far: the child's regions, of private and of shared memory.
+        private: the child's region of private memory.
+        far: the child's region of shared memory.
     """
 
     def __init__(self, process: Child) -> None:
@@ -112,7 +113,7 @@ def test_a_peer_that_is_killed_or_removed(process: Child, shared: Shared) -> Non
     transfer = shared.agent.prepare("read", "b", [(shared.near.address, shared.far.address, NBYTES // 2)])
     transfer.start().wait()
     process.kill()
-    with pytest.raises(DisconnectedError):  # noqa: PT012  as soon as its end is noticed
+    with pytest.raises(DisconnectedError):  # noqa: PT012  until the agent notices the peer's exit
         while True:
             transfer.start().wait()
     shared.agent.remove("b")
@@ -120,7 +121,6 @@ def test_a_peer_that_is_killed_or_removed(process: Child, shared: Shared) -> Non
 
 
 def mapped_files() -> set[str]:
-    """Returns the inodes of the shared memory files that this process maps."""
     return {line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:" in line}
 
 
@@ -132,7 +132,7 @@ def test_memory_of_a_peer_that_was_killed_is_free_although_nobody_looks(process:
     assert mapped_files() > before
     process.kill()
     deadline = time.monotonic() + 60
-    while mapped_files() - before:  # without a call of the agent, and although the transfer is kept
+    while mapped_files() - before:  # the agent unmaps without a call, although `transfer` still exists
         assert time.monotonic() < deadline
         time.sleep(0.001)
     with pytest.raises(DisconnectedError):
@@ -142,7 +142,7 @@ def test_memory_of_a_peer_that_was_killed_is_free_although_nobody_looks(process:
 
 
 def test_memory_at_an_address_where_other_memory_was() -> None:
-    """A peer that frees memory and allocates again often gets the same address; the new memory must not be confused."""
+    """A peer's new memory often has the address of its freed memory, whose mapping the agent must not use."""
     ours, at = np.zeros(2000, np.uint8), 1 << 40
     with Agent("a", listen=()) as a, Agent("b", listen=()) as b:
         a.add(b.metadata())
@@ -173,13 +173,13 @@ def test_memory_at_an_address_where_other_memory_was() -> None:
             METADATA.encode(
                 Metadata("proxyccl-agent-2", "b", b._token, None, [Region(at + 500, 0)], [b._ledger.begin()], [], [])
             )
-        )  # takes no memory from the last one
+        )  # an empty region within another takes no memory from it
         assert a.prepare("read", "b", [(here, at, 1000)]).path.name == "shared_memory"
         a.add(
             METADATA.encode(
                 Metadata("proxyccl-agent-2", "b", b._token, None, [Region(at, 500)], [b._ledger.begin()], [], [])
             )
-        )  # no memory of ProxyCCL's
+        )  # the new region is not memory that ProxyCCL allocated
         assert a.prepare("read", "b", [(here, at, 500)]).path.name == "process_vm"
 
 

@@ -1,4 +1,4 @@
-"""Memory of devices through a socket, as between hosts: each side's device copies to and from pinned memory."""
+"""Device memory through a socket, as between hosts: each device copies between its memory and pinned memory."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:agent .* through a socket:Runtim
 
 
 class TwoHosts:
-    """Agents a and b, which a reaches by TCP, with memory of a device and of the host each.
+    """Agents a and b, connected by TCP, each with an array on its own device and one in host memory.
 
     Attributes:
-        arrays, hosts: the device arrays and the numpy arrays of a and of b.
-        regions: by kind of memory, the regions of a and of b.
+        arrays, hosts: the device arrays, and the numpy arrays, of a and b.
+        regions: for each kind of memory, the regions of a and of b.
     """
 
     def __init__(self) -> None:
@@ -59,11 +59,9 @@ class TwoHosts:
         self.a.add(self.b.metadata())
 
     def contents(self, kind: str, side: int) -> Any:
-        """Returns a copy of one agent's memory."""
         return self.arrays[side].numpy() if kind == "device" else self.hosts[side].copy()
 
     def whole(self, operation: str, kinds: tuple[str, str]) -> Transfer:
-        """Returns a transfer of all memory as one block."""
         here, there = (self.regions[kind][side].address for side, kind in enumerate(kinds))
         return self.a.prepare(operation, "b", [(here, there, NBYTES)])
 
@@ -102,7 +100,7 @@ def test_blocks_arrive_where_they_belong(hosts: TwoHosts, operation: str, kinds:
 
 
 def test_a_caller_that_asks_and_many_at_once(hosts: TwoHosts) -> None:
-    """There are more requests than stages, in both directions, some for host memory."""
+    """Concurrent transfers in both directions, some of host memory, make more requests than there are stages."""
     size = NBYTES // 8
     here, there = (region.address for region in hosts.regions["device"])
     plain = [region.address for region in hosts.regions["host"]]

@@ -1,4 +1,4 @@
-"""Bytes on an agent's sockets that no agent would send: the link ends, and nothing else happens."""
+"""Bytes on an agent's sockets that no agent would send only end the connection."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ pytestmark = pytest.mark.host_only("agents move the host's memory, whatever the 
 
 
 class Target:
-    """An agent, and memory of which it has registered the first half."""
-
     def __init__(self) -> None:
         self.agent = Agent("b", listen=["127.0.0.1"])
         self.memory = np.arange(200, dtype=np.uint8)
@@ -37,14 +35,13 @@ class Target:
         self.token, self.place = described.token, described.place
 
     def link(self) -> socket.socket:
-        """Returns a connection to the agent's Unix socket."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(60)
         connection.connect(unix_address(self.token))
         return connection
 
     def greeted(self) -> socket.socket:
-        """Returns a connection on which the greeting of an agent "s" was sent."""
+        """Returns a connection to the agent on which an agent "s" has greeted."""
         connection = self.link()
         connection.sendall(FRAME.pack(HELLO, VERSION, 17) + self.place.secret + b"s")
         return connection
@@ -105,7 +102,7 @@ def test_a_link_without_the_secret_is_closed(target: Target, greeting: bytes) ->
         FRAME.pack(CHECK, 513, 513),
         FRAME.pack(CHECK, 1, 8) + struct.pack("<QQ", 0, 9),
         FRAME.pack(WRITE, 1, 1 << 40),
-        FRAME.pack(READ, 1, 8) + struct.pack("<QQ", 0, 9),  # the block is longer than the frame says
+        FRAME.pack(READ, 1, 8) + struct.pack("<QQ", 0, 9),  # the block's length, 9, exceeds the frame's length, 8
         FRAME.pack(READ, 2, 8) + struct.pack("<QQQQ", 0, 8, 0, 0),  # an empty block
         FRAME.pack(READ, 2, 8) + struct.pack("<QQQQ", 0, 2**64 - 1, 0, 9),  # lengths that wrap around
     ],
@@ -130,7 +127,8 @@ def test_memory_that_is_not_registered_is_not_touched(target: Target, offset: in
         assert connection.recv(100) == FRAME.pack(ANSWER, EACCES, 0)
         registered = struct.pack("<QQ", target.region.address + 90, 10)
         connection.sendall(FRAME.pack(CHECK, 2, 20) + registered + block)
-        assert connection.recv(100) == FRAME.pack(ANSWER, EACCES, 1)  # the number of the block
+        # the last field is the number of the refused block
+        assert connection.recv(100) == FRAME.pack(ANSWER, EACCES, 1)
         connection.sendall(FRAME.pack(READ, 1, 10) + registered)
         assert connection.recv(FRAME.size + 10, socket.MSG_WAITALL)[: FRAME.size] == FRAME.pack(ANSWER, 0, 10)
     np.testing.assert_array_equal(target.memory, before)
@@ -138,8 +136,8 @@ def test_memory_that_is_not_registered_is_not_touched(target: Target, offset: in
 
 @pytest.mark.parametrize(("end", "error"), [("free", errno.EFAULT), ("deregister", EACCES)])
 def test_a_read_whose_memory_ends_while_it_is_sent(target: Target, mapped: Mapped, end: str, error: int) -> None:
-    """The second header of the answer reports the error, and the rest of the data is zeros."""
-    nbytes = 1 << 19  # more than the socket takes
+    """Zeros replace the answer's remaining data, and a second header after the data reports the error."""
+    nbytes = 1 << 19  # more than the socket's buffers hold
     ctypes.memset(mapped.address, 1, nbytes)
     region = target.agent.register((mapped.address, nbytes))
     with target.greeted() as connection:
@@ -172,7 +170,7 @@ def test_strangers_that_stay_silent_hold_few_descriptors(target: Target) -> None
     silent = [target.link() for _ in range(100)]
     with target.greeted() as connection:
         connection.sendall(FRAME.pack(MESSAGE, 0, 2) + b"hi")
-        target.agent.wait_for_message(60)  # after it has accepted them all
+        target.agent.wait_for_message(60)  # the agent has then accepted all connections
         assert ends(silent[0])
         assert len(os.listdir("/proc/self/fd")) - before <= 100 + 64 + 2
     for each in silent:

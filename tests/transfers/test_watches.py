@@ -1,4 +1,4 @@
-"""An agent whose sockets the kernel does not watch: `epoll_ctl` fails, as beyond fs.epoll.max_user_watches."""
+"""An agent whose calls of `epoll_ctl` fail, as they do when a user exceeds fs.epoll.max_user_watches."""
 
 from __future__ import annotations
 

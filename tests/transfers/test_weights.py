@@ -1,4 +1,4 @@
-"""Weights from sources to targets: versions, late and restarted targets, lost holders, targets that pass parts on."""
+"""Weights from sources to targets: versions, late and restarted targets, lost agents, targets that relay parts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def matrix(version: int, name: str = "w") -> NDArray[np.float32]:
 
 
 class Trainer:
-    """Sources that divide the rows of tensors w and up."""
+    """Sources among which the rows of the tensors w and up are divided."""
 
     def __init__(self, *names: str) -> None:
         sharding = Sharding((ROWS, COLUMNS), names, [Shard(0)])
@@ -54,7 +54,6 @@ class Trainer:
         self.cards = [source.card() for source in self.sources]
 
     def train(self, version: int) -> None:
-        """Writes the values of a version into the sources' memory."""
         for box, memory in zip(self.boxes, self.memory, strict=True):
             for tensor, array in memory.items():
                 array[:] = matrix(version, tensor)[box.start[0] : box.start[0] + box.shape[0]]
@@ -65,7 +64,7 @@ class Trainer:
 
 
 class Sampler:
-    """A target with w and up fused, of which it has a range of columns."""
+    """A target with a range of columns of w and up, which are fused in one array."""
 
     def __init__(self, name: str, first: int = 0, last: int = COLUMNS, timeout: float | None = None) -> None:
         self.columns = slice(first, last)
@@ -76,13 +75,12 @@ class Sampler:
             self.target.add(tensor, self.fused, within=rows, start=(0, first), size=(ROWS, COLUMNS))
 
     def holds(self, version: int) -> bool:
-        """Returns whether both tensors have the values of a version."""
         expected = np.concatenate([matrix(version, tensor)[:, self.columns] for tensor in ("w", "up")])
         return bool((self.fused == expected).all())
 
 
 class Staged:
-    """A target that reads w and up one after the other, into the same memory."""
+    """A target that first reads w and then up into the same memory."""
 
     def __init__(self, name: str) -> None:
         self.agent = Agent(name)
@@ -101,14 +99,13 @@ def connect(trainer: Trainer, samplers: Sequence[Sampler | Staged]) -> None:
 
 
 def run(bodies: list[Callable[[], Any]]) -> list[Any]:
-    """Runs all bodies concurrently. Returns their results, or raises the first one's exception."""
     with ThreadPoolExecutor(len(bodies)) as pool:
         return [future.result() for future in [pool.submit(body) for body in bodies]]
 
 
 @pytest.fixture
 def keep() -> Iterator[Callable[[Any], Any]]:
-    """Closes the agents of trainers and samplers at the end of a test."""
+    """Yields a function that returns its argument, a trainer or a sampler, whose agents are closed after the test."""
     with contextlib.ExitStack() as stack:
 
         def kept(holder: Any) -> Any:
@@ -127,7 +124,7 @@ def test_each_version_arrives_in_another_sharding(keep: Keep) -> None:
     samplers = [keep(Sampler("s", 0, 3)), keep(Sampler("t", 3))]
     for sampler in samplers:
         sampler.target.connect(trainer.cards)
-    tail = Agent("tail")  # reads from one source alone, and counts at all of them
+    tail = Agent("tail")  # reads from one source, but each source must count it among its 3 targets
     last = WeightTarget(tail)
     last.add("w", np.zeros((1, COLUMNS), np.float32), start=(ROWS - 1, 0), size=(ROWS, COLUMNS))
     last.connect(trainer.cards)
@@ -200,7 +197,7 @@ def test_a_version_that_is_withdrawn_while_it_is_read_does_not_count(
         move(transfers, *rest)
         if transfers == connected.groups[0].direct:
             moved += 1
-            if moved == 1:  # the source's time-out has passed: it goes on with the next version
+            if moved == 1:  # as if the source had timed out and offered the next version
                 source._shut()
                 trainer.train(2)
                 source._open(2)
@@ -222,7 +219,7 @@ def test_a_slow_target_is_named(keep: Keep) -> None:
 
 
 def sample(connection: socket.socket) -> None:
-    """The body of a sampler's process: it gets cards, and receives after each message."""
+    """Runs a sampler in its own process, which receives a version of the weights after each message."""
     sampler = Sampler("s")
     sampler.target.connect([connection.recv(1 << 16)])
     connection.send(b"connected")
@@ -257,7 +254,7 @@ def test_a_target_that_is_lost_is_named_and_one_of_its_name_may_follow(keep: Kee
 
 
 def train_and_end(connection: socket.socket) -> None:
-    """The body of a trainer's process, which sends its card and waits for its end."""
+    """Runs a trainer in its own process: sends its source's card, and exits after a message."""
     trainer = Trainer("a")
     connection.send(trainer.cards[0])
     connection.recv(1)
@@ -297,7 +294,7 @@ def test_a_target_that_leaves_is_not_waited_for(keep: Keep) -> None:
 
 
 def test_peers_pass_on_what_each_has_read(keep: Keep) -> None:
-    """There are two replicas of two halves each. All targets together read the sources only once."""
+    """Together, two replicas of two overlapping parts read each element from the sources only once."""
     trainer = keep(Trainer("a", "b"))
     samplers = [keep(Sampler(f"s{n}", *columns)) for n, columns in enumerate(((0, 5), (3, 8), (0, 5), (3, 8)))]
     connect(trainer, samplers)
@@ -324,7 +321,7 @@ def test_a_peer_that_is_lost_is_named(keep: Keep) -> None:
     trainer.train(1)
     with trainer.sources[0].offered(1), ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(sampler.target.receive) for sampler in samplers[:2]]
-        time.sleep(0.1)  # either side of the loss is right
+        time.sleep(0.1)  # receive() must report a loss before or during its wait
         samplers[2].agent.close()
         for future in waiting:
             with pytest.raises(DisconnectedError) as caught:
@@ -337,7 +334,7 @@ def test_a_peer_that_is_lost_is_named(keep: Keep) -> None:
 
 
 def test_tensors_may_lie_side_by_side() -> None:
-    """Blocks that are adjacent in both memories may lie in memory that was registered tensor by tensor."""
+    """Blocks that are adjacent in both memories are merged, although each tensor was registered separately."""
     with Agent("a") as a, Agent("b") as b:
         source, target = WeightSource(a), WeightTarget(b)
         theirs, ours = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
@@ -374,7 +371,7 @@ def test_groups_share_memory(keep: Keep, count: int) -> None:
 
 
 def test_a_version_may_be_offered_again_while_groups_share_memory(keep: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the second try a target reads its peer's share late, and the peer must still wait for it."""
+    """In the second offer one target reads its peer's share late, and the peer must not overwrite the share earlier."""
     trainer, samplers = keep(Trainer("a", "b")), [keep(Staged(name)) for name in "st"]
     connect(trainer, samplers)
     trainer.train(1)
@@ -445,7 +442,7 @@ def test_a_share_that_its_peer_gives_up_while_it_is_read_is_read_again(
 
     def looking(*arguments: Any) -> set[int]:
         seen = versions(*arguments)
-        if kept and not back.is_set():  # once: later it may be between two groups
+        if kept and not back.is_set():  # only once, because the target may later be between two groups
             back.set()
             gives_up.memory[:] = kept[0][1]
             gives_up.target._version[0] = kept[0][0]
@@ -493,7 +490,7 @@ def test_wrong_calls_are_refused(keep: Keep) -> None:
 
 
 def test_a_source_that_is_closed_and_made_anew_is_another_one(keep: Keep) -> None:
-    """The new source's version word may have the address of the closed source's version word."""
+    """The new source's version word may be at the address of the closed source's version word."""
     trainer, sampler = keep(Trainer("a")), keep(Staged("s"))
     connect(trainer, [sampler])
     trainer.train(1)
@@ -545,7 +542,6 @@ def test_a_former_reader_of_a_name_says_nothing_for_the_later_one(keep: Keep, mo
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Waits for a condition."""
     deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline

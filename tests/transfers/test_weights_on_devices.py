@@ -17,7 +17,6 @@ SIZE = (96, 64)
 
 
 def array_of(number: int, shape: tuple[int, ...]) -> Array:
-    """Returns a new float32 array on device `number`."""
     runtime = rank_runtime(number)
     return Array(runtime, runtime.allocate(4 * int(np.prod(shape))), shape, as_dtype("float32"))
 
@@ -25,7 +24,7 @@ def array_of(number: int, shape: tuple[int, ...]) -> Array:
 @pytest.mark.parametrize("peers", [False, True])
 def test_rows_of_two_devices_become_columns_of_two(peers: bool) -> None:
     rows = Sharding(SIZE, ["a", "b"], [Shard(0)])
-    columns = {"s": slice(0, 40), "t": slice(24, 64)}  # some of them are in both
+    columns = {"s": slice(0, 40), "t": slice(24, 64)}  # columns 24 to 39 are in both
     agents = {name: Agent(name, listen=()) for name in "abst"}
     sources, theirs = [WeightSource(agents[name]) for name in "ab"], [array_of(n, (48, 64)) for n in range(2)]
     for source, array in zip(sources, theirs, strict=True):

@@ -5,7 +5,7 @@ import os
 
 from support.devices import ON_HOST
 
-if importlib.util.find_spec("triton") is None:  # as in another suite's environment
+if importlib.util.find_spec("triton") is None:  # the environment of another suite has no triton
     collect_ignore_glob = ["test_*.py"]
 elif ON_HOST:
     os.environ.setdefault("TRITON_INTERPRET", "1")

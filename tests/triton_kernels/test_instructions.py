@@ -1,6 +1,6 @@
-"""The device side in Triton compiles for NVIDIA and AMD, into the right instructions; no GPU is needed.
+"""The Triton device functions compile for NVIDIA and AMD without a GPU, into the right instructions.
 
-The accesses that synchronise are read back from the compiler's output: widths, orders and scopes.
+The tests find the widths, orders and scopes of synchronising accesses in the compiler's output.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ OLDER = {"sm_80", "gfx90a"}  # of each vendor
 
 
 def marked(architecture: str, *more: str) -> object:
-    """Returns a test parameter for an architecture. Older architectures only spell accesses differently, and run with
-    --full.
+    """Returns a test parameter for an architecture. Older architectures, which only spell accesses differently, run
+    only with --full.
     """
     return pytest.param(architecture, *more, marks=pytest.mark.full if architecture in OLDER else [])
 
 
 class Compiled:
-    """Each kernel's code for each architecture. The first test that asks for an architecture compiles for it."""
+    """Each kernel's code for each architecture. The first test that needs an architecture compiles all its kernels."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def read(self, architecture: str, kernel: str) -> str:
-        """Returns the code of a kernel, in PTX or AMD's assembly. `architecture` has a further word for kernels that
-        take long to compile (triton_accesses.py).
+        """Returns the code of a kernel, in PTX or AMD's assembly. For kernels that take long to compile, `architecture`
+        contains a second word, the group of kernels (triton_accesses.py).
         """
         return (made_once(self._directory / architecture, compile_accesses) / kernel).read_text()
 
@@ -65,7 +65,7 @@ def body(code: str, kernel: str, nvidia: bool) -> str:
 
 
 def ordered_by_nvidia(compiled: Compiled, architecture: str, kernel: str) -> list[str]:
-    """Returns the opcodes of accesses that carry an order or are volatile, and of fences; each once, in order."""
+    """Returns the opcodes of fences and of volatile or ordered accesses, each once, in program order."""
     text = body(compiled.read(architecture, kernel), kernel, nvidia=True)
     opcodes = re.findall(r"^\s*(?:@\S+\s+)?((?:ld|st|atom|red|fence)\.[\w.]+)", text, re.MULTILINE)
     orders = {"volatile", "relaxed", "acquire", "release", "acq_rel", "wt"}
@@ -73,20 +73,20 @@ def ordered_by_nvidia(compiled: Compiled, architecture: str, kernel: str) -> lis
     return list(dict.fromkeys(found))
 
 
-# With Triton's atomic loads and stores. Before 3.9 a load is an addition of 0, and a store an exchange.
+# With Triton's atomic loads and stores. Before Triton 3.9, loads are additions of 0, and stores are exchanges.
 NVIDIA = {
     "relaxed_signal": ["ld.relaxed.gpu.b64", "st.relaxed.sys.b64"],
     "signal": ["ld.relaxed.gpu.b64", "fence.release.sys", "st.relaxed.sys.b64"],
     "poll": ["ld.relaxed.gpu.b64", "ld.relaxed.sys.b64", "fence.acquire.sys"],
     "wait": ["ld.relaxed.gpu.b64", "ld.relaxed.sys.b64", "fence.acquire.sys"],
-    # 8 bytes hold data and flag: one access each, at system scope.
+    # A packet is 8 bytes of data and flag, accessed at once with system scope.
     "put_packets": ["st.relaxed.sys.b64"],
     "get_packets": ["ld.relaxed.sys.b64"],
     "sync_grid": [
-        "ld.relaxed.gpu.b64",  # the generation to leave
-        "atom.gpu.acq_rel.add.u64",  # arrival
-        "st.relaxed.gpu.b64",  # the count, back to 0, and the next generation …
-        "fence.release.gpu",  # … which is released
+        "ld.relaxed.gpu.b64",  # load of the current generation
+        "atom.gpu.acq_rel.add.u64",  # count of the arriving block
+        "st.relaxed.gpu.b64",  # reset of the count, and store of the next generation …
+        "fence.release.gpu",  # … after this release
         "ld.relaxed.sys.b64",
         "fence.acquire.sys",
     ],
@@ -97,7 +97,7 @@ NVIDIA_OLDER = {
     "poll": ["ld.gpu.relaxed.b64", "ld.sys.acquire.b64"],
     "wait": ["ld.gpu.relaxed.b64", "ld.sys.acquire.b64"],
     "put_packets": ["st.wt.b64"],
-    "get_packets": ["ld.volatile.b64", "ld.relaxed.sys.b64"],  # a first look, and the spin, which is assembly
+    "get_packets": ["ld.volatile.b64", "ld.relaxed.sys.b64"],  # the first poll, and the loop, which is inline assembly
     "sync_grid": [
         "ld.gpu.relaxed.b64",
         "atom.gpu.acq_rel.add.u64",
@@ -115,7 +115,7 @@ def test_accesses_have_the_right_orders_and_scopes_on_nvidia(
     compiled: Compiled, architecture: str, kernel: str
 ) -> None:
     expected = EXPECTED[kernel]
-    if architecture == "sm_80":  # it has a single fence for both
+    if architecture == "sm_80":  # sm_80 has one fence for acquire and release
         expected = [re.sub(r"fence\.(acquire|release)", "fence.acq_rel", opcode) for opcode in expected]
     assert ordered_by_nvidia(compiled, architecture, kernel) == list(dict.fromkeys(expected))
 
@@ -148,7 +148,7 @@ def test_a_push_takes_its_ticket_and_the_room_that_it_knows_of_with_relaxed_orde
 @pytest.mark.skipif(not NATIVE, reason="this Triton compiles for AMD with ROCm's linker alone")
 @pytest.mark.parametrize(("architecture", "scope"), [marked("gfx90a", ""), marked("gfx942", " sc0 sc1")])
 class TestAmd:
-    """On AMD each wave writes back its stores before a barrier, because the barrier does not drain stores."""
+    """On AMD a barrier does not wait for stores, so each wave must write back its stores first."""
 
     def code(self, compiled: Compiled, architecture: str, kernel: str) -> str:
         text = body(compiled.read(architecture, kernel), kernel, nvidia=False)
@@ -178,7 +178,7 @@ class TestAmd:
         assert all(store.endswith(scope) for store in stores)
         wanted = scope or " glc"
         loads = re.findall(r"global_load_dwordx2 .*", self.code(compiled, architecture, "get_packets"))
-        assert sum(load.endswith(wanted) for load in loads) >= 2  # before the loop and in it
+        assert sum(load.endswith(wanted) for load in loads) >= 2  # one before the loop, one in the loop
 
     def test_an_acquire_drops_what_the_caches_hold(self, compiled: Compiled, architecture: str, scope: str) -> None:
         code = self.code(compiled, architecture, "poll")
@@ -196,8 +196,8 @@ def test_a_kernel_that_uses_everything_compiles(compiled: Compiled, architecture
 def test_a_kernel_s_parameters_are_those_that_a_launch_passes(compiled: Compiled, architecture: str) -> None:
     code = body(compiled.read(architecture, "everything"), "everything", nvidia=True).split("\n)")[0]
     bits = [int(each) for each in re.findall(r"^\s*\.param \.[a-z](\d+)", code, re.MULTILINE)]
-    assert bits[:5] == [64, 64, 64, 64, 32]  # three channels or barriers, an array and a number
-    assert bits[5:] in ([64], [64, 64])  # Triton's additions, for which a launch passes two null pointers
+    assert bits[:5] == [64, 64, 64, 64, 32]  # the parameters: three channels or barriers, an array and a number
+    assert bits[5:] in ([64], [64, 64])  # parameters that Triton adds; a launch passes null pointers for them
 
 
 def test_a_triton_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +233,7 @@ def test_a_variant_is_loaded_once_and_launched_with_its_arguments() -> None:
         "launch (4, 2, 1) 64 (4100, 65, 3.0, None, None) None 0",
         *[filled, launched, filled, launched, launched],
         filled,
-        "launch (1, 1, 1) 128 (<ProxyChannel to rank 1>, None, None) None 0",  # which wakes its proxy
+        "launch (1, 1, 1) 128 (<ProxyChannel to rank 1>, None, None) None 0",  # the channel's argument wakes its proxy
         f"load typed True {[(8, POINTER), (8, INTEGER), (8, FLOAT), (1, INTEGER), *[(8, POINTER)] * 2]} 0",
         "launch (1, 1, 1) 128 (4096, 1, 2.0, 3, None, None) None 0",
         "num_ctas: clusters of programs can't be launched; expected 1, not 2",
@@ -250,7 +250,7 @@ def test_values_compile(compiled: Compiled, architecture: str) -> None:
     assert "values" in compiled.read(f"{architecture} values", "values")
 
 
-# They run in the interpreter, and their functions are those of the kernels above.
+# Runs only with --full: other tests run these kernels in the interpreter, and their functions are compiled above.
 @pytest.mark.full
 @pytest.mark.parametrize("architecture", ["sm_90", *(["gfx942"] if NATIVE else [])])
 @pytest.mark.parametrize("kernel", ["diffuse", "all_to_all", "one_shot", "gemm_all_reduce", "all_gather_gemm"])

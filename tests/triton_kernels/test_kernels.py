@@ -50,13 +50,11 @@ def uploaded(comm: Communicator, values: Any) -> Any:
 
 
 def errors_of(ranks: int, body: Callable[[Communicator], None], **options: Any) -> list[CommunicatorError]:
-    """Runs the body on all ranks, and returns the exceptions that they then raise, by rank."""
-
     def caught(comm: Communicator) -> CommunicatorError:
         try:
             body(comm)
             comm.synchronize()
-            deadline = time.monotonic() + TIMEOUT  # a peer may not know yet
+            deadline = time.monotonic() + TIMEOUT  # a peer may learn of the failure later
             while time.monotonic() < deadline:
                 comm.check()
                 time.sleep(0.01)
@@ -309,8 +307,8 @@ def test_a_range_that_leaves_its_memory_moves_nothing(dst_offset: int, src_offse
 
 
 def own_ring(comm: Communicator, slots: int, limit: int) -> tuple[ProxyChannel, Any, list[object]]:
-    """Returns a channel whose ring nobody drains, the ring's slots, and objects to keep alive. The channel's memories,
-    7 and 9, have `limit` bytes.
+    """Returns a channel whose ring no proxy drains, the ring's slots, and objects to keep alive. The channel's
+    memories, ids 7 and 9, have `limit` bytes.
     """
     ring, words = np.zeros((slots, 2), np.uint64), np.zeros(6, np.uint64)
     limits = np.full(512, limit, np.uint64)
@@ -337,7 +335,7 @@ def test_a_long_put_becomes_triggers_of_the_windows_that_it_touches() -> None:
 
     def body(comm: Communicator) -> None:
         channel, ring, kept = own_ring(comm, 8, 4 << 32)
-        comm.timeout = 0.2  # nobody answers the flush
+        comm.timeout = 0.2  # no proxy answers the flush
         out = uploaded(comm, np.full(1, 7, np.int32))
         pt.compile(comm, kernels.put_and_flush, grid=1)(channel, start, 40, size, out)
         moved, operations = 0, []
@@ -366,7 +364,7 @@ def test_a_long_get_becomes_gets_of_the_windows_that_it_touches() -> None:
 
     def body(comm: Communicator) -> None:
         channel, ring, kept = own_ring(comm, 8, 4 << 32)
-        comm.timeout = 0.2  # nobody completes the ticket
+        comm.timeout = 0.2  # no proxy completes the ticket
         out = uploaded(comm, np.full(2, 7, np.int32))
         pt.compile(comm, kernels.get_and_wait, grid=1)(channel, start, 40, size, out)
         moved = 0
@@ -441,7 +439,7 @@ def test_packets_carry_values_and_flags() -> None:
         assert out.numpy()[:20].tolist() == expected[:20].tolist()
         assert not out.numpy()[20:].any()
         words = buffer.numpy()
-        # Like LL8Packet in packet.h: the data, then the flag.
+        # A packet is laid out as packet.h's LL8Packet: the low half is data, the high half the flag.
         assert (words[2:22] & 0xFFFFFFFF).astype(np.uint32).view(np.float32).tolist() == expected[:20].tolist()
         assert set((words >> 32).tolist()) == {0, 5}
 
@@ -632,7 +630,7 @@ def test_programs_do_not_wait_for_one_that_has_failed() -> None:
         comm.timeout = 2
         with pytest.raises(KernelError, match="kernel one_fails raised AssertionError: expected an SmChannel"):
             pt.compile(comm, kernels.one_fails, grid=2)(channel)
-        pt.compile(comm, kernels.laps, grid=1)(channel, 1, 0)  # the next wait is alone again
+        pt.compile(comm, kernels.laps, grid=1)(channel, 1, 0)  # the failed kernel leaves no waiting program
         comm.synchronize()
 
     run_ranks(1, body)
@@ -660,8 +658,9 @@ def test_a_push_that_waits_for_room_is_made_if_another_program_raises() -> None:
         words: Any = kept[0]
         with pytest.raises(KernelError, match="kernel one_makes_room_and_fails raised AssertionError"):
             pt.compile(comm, kernels.one_makes_room_and_fails, grid=2)(channel, words)
-        assert words[1] == 3  # tickets taken
-        assert (ring[:, 1] >> np.uint64(63)).tolist() == [0, 1]  # the parity of a ring's second round, and of its first
+        assert words[1] == 3  # three tickets were taken
+        # parities of the second and the first lap
+        assert (ring[:, 1] >> np.uint64(63)).tolist() == [0, 1]
 
     run_ranks(1, body)
 
@@ -701,7 +700,7 @@ def test_a_number_that_is_not_an_integer_is_refused_before_anything_moves(kernel
         with pytest.raises(KernelError, match=f"kernel {kernel.__name__} raised AssertionError: expected {expected}$"):
             pt.compile(comm, kernel, grid=1)(*arguments)
         assert channel.counters.triggers == 0
-        pt.compile(comm, kernels.laps, grid=1)(channel, 1, 0)  # no ticket was taken
+        pt.compile(comm, kernels.laps, grid=1)(channel, 1, 0)  # succeeds, because the failed kernel took no ticket
         comm.synchronize()
 
     run_ranks(1, body)

@@ -1,5 +1,5 @@
-"""Arrays of any kind are accepted: DLPack, array interfaces, buffers, numpy, ml_dtypes. ProxyCCL's own arrays are
-exported in these forms.
+"""Arrays are accepted through DLPack, array interfaces and buffers, and from numpy and ml_dtypes. ProxyCCL's arrays can
+be exported through the same protocols.
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ def make(shape: tuple[int, ...], dtype: str) -> Array:
 
 
 class OnlyDLPack:
-    """An exporter with only DLPack."""
-
     def __init__(self, values: np.ndarray) -> None:
         self._values = values
 
@@ -79,8 +77,6 @@ class WithAddress:
 
 
 class OnlyCudaInterface:
-    """An exporter with only the CUDA array interface."""
-
     def __init__(self, **changes: Any) -> None:
         self.__cuda_array_interface__ = {
             "shape": (4,),
@@ -252,7 +248,7 @@ def test_element_types_are_known_by_name_numpy_and_dlpack(name: str) -> None:
     assert str(dtype) == name
     assert from_dlpack_type(*dtype.dlpack, dtype.lanes) is dtype
     assert from_dlpack_type(*dtype.dlpack, 4) is None
-    if name != "float4_e2m1fn_x2":  # only torch has this type
+    if name != "float4_e2m1fn_x2":  # numpy has no such type
         assert as_dtype(dtype.numpy()) is dtype
         assert dtype.numpy().itemsize == dtype.itemsize
 
@@ -384,7 +380,7 @@ def test_an_array_is_not_freed_while_another_library_has_a_view(view: Callable[[
     del first
     with pytest.raises(BufferError, match=r"can't be freed: other libraries have views of it \(1\)"):
         x.free()
-    assert (second == 3).all()  # the array is still usable
+    assert (second == 3).all()  # the failed free() leaves the array usable
     assert x.numpy().tolist() == [3] * 4
     del second
     x.free()
@@ -439,14 +435,14 @@ def test_collectives_take_every_kind_of_array() -> None:
         half = np.full(4, comm.rank + 1, ml_dtypes.bfloat16)
         comm.all_reduce(half)
         assert half.tolist() == expected
-        gathered = comm.all_gather(b"\1\2")  # an input may be read-only
+        gathered = comm.all_gather(b"\1\2")  # a read-only input
         assert gathered.tolist() == [1, 2, 1, 2]
 
     run_ranks(2, body)
 
 
 class OfDLPack:
-    """An exporter of DLPack that gives the answers it was made with, or raises an answer that is an exception."""
+    """An exporter of DLPack that returns the given device and capsule. Raises the capsule if it is an exception."""
 
     def __init__(self, device: Any, capsule: Any) -> None:
         self._device, self._capsule = device, capsule
@@ -469,7 +465,7 @@ def closed_memory() -> memoryview:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: OfDLPack((1, 0), RuntimeError("Array has been deleted")),  # jax's error for donated memory
+        lambda: OfDLPack((1, 0), RuntimeError("Array has been deleted")),  # jax raises this for donated memory
         lambda: OfDLPack((1, 0), TypeError("no")),
         lambda: OfDLPack((1, 0), None),
         lambda: OfDLPack((1, 0), np.ones(4).__dlpack__(max_version=(1, 0))),
@@ -486,7 +482,7 @@ def closed_memory() -> memoryview:
         lambda: OnlyCudaInterface(strides=(4, 4)),
         lambda: OnlyCudaInterface(strides=4),
         closed_memory,
-        ctypes.c_void_p * 4,  # numpy has no such elements
+        ctypes.c_void_p * 4,  # numpy has no type for these elements
     ],
 )
 def test_an_exporter_that_fails_or_contradicts_itself_is_refused_by_name(make: Callable[[], Any]) -> None:

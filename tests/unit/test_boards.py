@@ -1,4 +1,4 @@
-"""Boards that outlive ranks: in the segments of a host, and in a directory."""
+"""Boards, where ranks leave data that outlives them: in a host's control segments, and in a directory."""
 
 from __future__ import annotations
 

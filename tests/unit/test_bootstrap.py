@@ -1,4 +1,4 @@
-"""Bootstraps: all-gathers of bytes, in bounded time, over threads, files, MPI, and torch's interface."""
+"""Bootstraps, whose all-gathers of bytes have a time limit: over threads, files, MPI, and torch's process groups."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_everyone_gets_everyones_bytes_in_rank_order(kind: str, ranks: int, tmp_
 
 @pytest.mark.parametrize("ranks", [3, COLLECTED_FROM])
 def test_some_ranks_of_mpi_exchange_messages(ranks: int) -> None:
-    came: dict[tuple[int, int, int, int], bytes] = {}  # by receiver, sender, key and round
+    came: dict[tuple[int, int, int, int], bytes] = {}  # the keys are (receiver, sender, key, round)
 
     class Post:
         def __init__(self, rank: int) -> None:
@@ -99,7 +99,7 @@ def test_some_ranks_of_mpi_exchange_messages(ranks: int) -> None:
 
 @pytest.fixture
 def lonely_mpi(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
-    """Replaces MPI by a stand-in in which the other rank does not come. Returns the buffers of the requests."""
+    """Replaces MPI by a stand-in whose other rank joins no collective. Returns references to the receive buffers."""
     buffers: list[weakref.ref[Any]] = []
 
     def begin(send: Any, receive: Any) -> Any:
@@ -121,7 +121,7 @@ def test_a_request_to_mpi_that_was_abandoned_keeps_its_buffers_and_is_the_last(
         bootstrap.all_gather(b"", 0, patient)
     with pytest.raises(ExchangeError, match="an earlier call was abandoned"):
         bootstrap.all_gather(b"", 0, patient)
-    bootstrap.close()  # leaves the communicator, which the stand-in could not free
+    bootstrap.close()  # must not free the communicator, because a request is pending
     del bootstrap
     gc.collect()
     (buffer,) = lonely_mpi
@@ -243,7 +243,7 @@ def test_mpi_communicators_and_their_parts_are_bootstraps() -> None:
 
 
 class Group:
-    """A stand-in for a torch process group: the calls that the bootstrap makes, over threads."""
+    """A stand-in for a torch process group, with the calls that the bootstrap makes, over threads."""
 
     __module__ = "torch.distributed"
 
@@ -340,9 +340,8 @@ def test_a_wait_in_torch_ends_by_what_ends_any_wait(how: str, torch_distributed:
 
 
 class GarblingBootstrap:
-    """The bootstrap of a rank that corrupts one of its messages: of message number `exchange` it sends the purpose (the
-    part before the NUL byte) unchanged and garbage in place of the rest. Only messages with a payload are counted, from
-    0.
+    """A bootstrap that corrupts one of its rank's messages. In message number `exchange` (counted from 0, among
+    messages with a payload), it replaces everything after the first NUL byte by garbage.
     """
 
     def __init__(self, bootstrap: ThreadBootstrap, exchange: int) -> None:
@@ -364,7 +363,7 @@ class GarblingBootstrap:
 @pytest.mark.parametrize("exchange", range(7))
 def test_garbage_from_a_peer_is_an_error_that_names_it(exchange: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bootstrap exchanges hosts, topology, control segments and the proxy's place; mailboxes exchange the job, a
-    registration and the first collective's scratch memory. In each exchange a peer may send garbage.
+    registration and the first collective's scratch memory. The test corrupts each of these exchanges in turn.
     """
     carry_over = Exchange.carry_over
 
@@ -390,8 +389,8 @@ def test_garbage_from_a_peer_is_an_error_that_names_it(exchange: int, monkeypatc
         assert (error.peer, error.operation) == (1, "bootstrap")
 
 
-# These run in processes of their own: MPI can't be loaded after another version of libfabric, which an earlier test may
-# have loaded.
+# These tests run in separate processes: an earlier test may have loaded another version of libfabric, after which MPI
+# can't be loaded.
 _ALONE = """
 import os
 from proxyccl.channels.joining.bootstrap import as_bootstrap

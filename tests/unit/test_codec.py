@@ -1,4 +1,4 @@
-"""The codec: values come back unchanged, and everything else ends in a ProtocolError that explains itself."""
+"""The codec decodes what it encoded unchanged, and rejects other bytes with a ProtocolError that gives the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cores that the machine and control groups leave a process, and the shares of them."""
+"""The number of cores that a process may use on its machine and in its control groups, and each rank's share."""
 
 from __future__ import annotations
 

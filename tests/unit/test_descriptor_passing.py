@@ -25,6 +25,5 @@ def test_flags_are_obeyed_and_descriptors_are_not_inherited() -> None:
 
 
 def fill(connection: socket.socket) -> None:
-    """Fills a connection's buffer: sends without waiting until the buffer is full, because nobody reads."""
     for _ in range(100_000):
         send_with_descriptors(connection, bytes(1000), [], socket.MSG_DONTWAIT)

@@ -1,4 +1,4 @@
-"""Descriptors handed from one process to another by a name."""
+"""A server in one process, which another process finds by its name, passes file descriptors to it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_another_process_gets_files_that_this_one_opened(name: bytes) -> None:
 
 
 def open_files(directory: Path) -> list[Path]:
-    """Returns the files of a directory that this process, in which the server runs, has open."""
+    """Returns the files in `directory` that this process has open. The server runs in this process."""
     descriptors = Path("/proc/self/fd")
     targets = [Path(os.readlink(link)) for link in descriptors.iterdir() if link.is_symlink()]
     return [target for target in targets if target.parent == directory]
@@ -107,12 +107,10 @@ def socket_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_another_network_namespace_is_served_in_the_directory(
     name: bytes, socket_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (
-        socket_directory / f"{bytes(TOKEN_BYTES).hex()}.descriptors"
-    ).touch()  # other files in the directory are left alone
+    (socket_directory / f"{bytes(TOKEN_BYTES).hex()}.descriptors").touch()  # a regular file, which must not be removed
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as killed:
         killed.bind(str(socket_directory / "killed.descriptors"))
-    monkeypatch.setattr(sockets, "_abstract", lambda _: bytes(16))  # no such name in this network namespace
+    monkeypatch.setattr(sockets, "_abstract", lambda _: bytes(16))  # as if the server were in another network namespace
     with pytest.raises(UnreachableError, match=f"not in {socket_directory}"):
         fetch_descriptor(name, KIND, b"1")
     serve().listen_in_directory()
@@ -137,7 +135,7 @@ def test_a_directory_that_takes_no_socket_is_not_offered(
         monkeypatch.setenv("PROXYCCL_SOCKETS", place)
         assert sockets.usable_directory() == ("", reason)
     monkeypatch.setenv("PROXYCCL_SOCKETS", str(socket_directory))
-    monkeypatch.setattr(os, "access", lambda *_: False)  # a file system that is mounted for reading
+    monkeypatch.setattr(os, "access", lambda *_: False)  # as on a file system that is mounted read-only
     assert sockets.usable_directory() == ("", f"{socket_directory} can't be written")
 
 
@@ -149,7 +147,8 @@ def test_a_server_that_does_not_start_keeps_no_descriptor(refused: str, monkeypa
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     listen = sockets.listen_in_network
-    monkeypatch.setattr(sockets, "listen_in_network", lambda _: listen(os.urandom(TOKEN_BYTES)))  # the name is taken
+    # an unused name
+    monkeypatch.setattr(sockets, "listen_in_network", lambda _: listen(os.urandom(TOKEN_BYTES)))
     monkeypatch.setattr(f"proxyccl.device.memory.descriptor_server.{refused}", refuse)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""docs/dialect.py finds the phrases that it lists, in prose alone, and the tree has none of them (make lint)."""
+"""docs/dialect.py finds the phrases that it lists, only in prose. The repository has none of them (make lint)."""
 
 from __future__ import annotations
 

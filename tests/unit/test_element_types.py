@@ -1,4 +1,4 @@
-"""The table of element types: its facts are checked, by itself and by the compiler of each kernel."""
+"""The table of element types is consistent, and agrees with the types in kernels."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The directory in which ranks meet: its owner, and refusals of directories that can't be used."""
+"""The directory of a FileBootstrap: its owner, and directories that the bootstrap must refuse."""
 
 from __future__ import annotations
 

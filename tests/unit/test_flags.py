@@ -1,4 +1,4 @@
-"""A flag is true or false; anything that is neither is refused by its name."""
+"""A flag of an API must be true or false. The error for another value names the flag."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RDMA into a GPU's memory: only if the device, or the caller, promises that these writes come before signals."""
+"""RDMA may write to a GPU's memory only if the device or the caller promises that such writes arrive before signals."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from proxyccl.proxy.verbs.registrations import Registrations
 
 
 class _Counts:
-    """Counts registrations, in place of a device that makes them."""
-
     def __init__(self) -> None:
         self.registered = 0
 
@@ -81,7 +79,7 @@ def test_a_fabric_registers_memory_of_devices_that_order_writes(orders: bool, gp
     else:
         with pytest.raises(RuntimeUnavailableError, match=r"orders RDMA writes .* PROXYCCL_FABRIC_GPU_WRITES=ordered"):
             registrar.register_of(runtime, gpu_writes, 4096, 64)
-        registrar.register_of(runtime, gpu_writes, 8192, 64)  # pinned memory of the host
+        registrar.register_of(runtime, gpu_writes, 8192, 64)  # this address is pinned host memory
     assert registrar.registered == 1
 
 

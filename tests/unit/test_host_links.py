@@ -1,4 +1,4 @@
-"""Sockets between ranks of different hosts: how two ranks find each other, and how one notices the other's end."""
+"""Sockets between ranks of different hosts: how two ranks connect, and how a rank notices the other's exit."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def joined(world_size: int) -> list[dict[int, HostLink]]:
-    """Joins ranks that are all on different hosts. Returns each rank's links, by peer."""
+    """Connects ranks as if all were on different hosts. Returns a dictionary for each rank, of its links by peer."""
     listeners = [Listener(rank) for rank in range(world_size)]
     offers = [listener.offer(1) for listener in listeners]
 
@@ -71,7 +71,6 @@ def pair() -> Iterator[tuple[HostLink, HostLink]]:
 
 
 def heard(link: HostLink) -> ErrorRecord | Presence | str | None:
-    """Waits for the peer's message and returns it."""
     poll = select.poll()
     poll.register(link, select.POLLIN)
     assert poll.poll(TIMEOUT * 1000), "nothing is said"
@@ -114,7 +113,7 @@ def test_nothing_is_heard_from_a_peer_that_says_nothing(pair: tuple[HostLink, Ho
 
 def test_an_abort_passes_with_its_whole_record(pair: tuple[HostLink, HostLink]) -> None:
     pair[0].send(RECORD)
-    pair[0].close()  # the close does not hide the message
+    pair[0].close()  # the message must arrive although the link is closed
     assert heard(pair[1]) == RECORD
 
 
@@ -196,7 +195,7 @@ def test_strangers_are_refused_and_do_not_keep_the_peer_out() -> None:
     own = token_of(listener)
     strangers = [
         call(listener, hello(1, bytes(16))),  # a wrong token
-        call(listener, hello(7, own)),  # a rank that is not awaited
+        call(listener, hello(7, own)),  # no rank 7 is expected
         call(listener, b"GET /"),
     ]
     peer = call(listener, hello(1, own))
@@ -216,9 +215,7 @@ def strangers_at(listener: Listener, count: int) -> list[socket.socket]:
 
 
 def is_hung_up_on(stranger: socket.socket) -> bool:
-    """Waits until the listener closes a connection, which is a reset if the listener has not read everything. Returns
-    False if the listener sends something instead.
-    """
+    """Returns True when the listener closes or resets the connection, False if it sends something."""
     try:
         return stranger.recv(100) == b""
     except ConnectionResetError:
@@ -227,7 +224,7 @@ def is_hung_up_on(stranger: socket.socket) -> bool:
 
 def test_silent_strangers_do_not_hold_up_the_peer() -> None:
     listener = Listener(0)
-    strangers = strangers_at(listener, 20)  # one after the other they would take 40 s
+    strangers = strangers_at(listener, 20)  # if handled one after another, they would take 40 s
     peer = call(listener, hello(1, token_of(listener)))
     began = time.monotonic()
     links = listener.join([1], [], TIMEOUT)
@@ -285,10 +282,11 @@ def test_strangers_give_way_where_no_descriptor_is_left() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.open("/dev/null", os.O_RDONLY)
     os.close(free)
-    # The limit bounds the numbers of descriptors, some of which belong to other tests' descriptors.
+    # RLIMIT_NOFILE limits the highest descriptor, and other tests' descriptors use some of the numbers.
     used = {int(number) for number in os.listdir("/proc/self/fd")} - {free}
     left = itertools.islice((number for number in itertools.count(free) if number not in used), 5)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(left) + 1, before[1]))  # two for the selector, some to accept
+    # leaves 5 descriptors
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(left) + 1, before[1]))
     try:
         links = listener.join([1], [], TIMEOUT)
     finally:
@@ -319,7 +317,7 @@ def test_a_rank_that_nobody_answers_says_what_it_tried() -> None:
 
 def test_many_addresses_of_a_peer_make_one_link() -> None:
     callee, caller = Listener(0), Listener(1)
-    addresses = ["240.0.0.1", "127.0.0.1", "127.0.0.2", *callee.offer(1).addresses]  # the first leads nowhere
+    addresses = ["240.0.0.1", "127.0.0.1", "127.0.0.2", *callee.offer(1).addresses]  # 240.0.0.1 is not reachable
     offer = structs.replace(callee.offer(1), addresses=addresses)
     with ThreadPoolExecutor(1) as pool:
         called = pool.submit(callee.join, [1], [], TIMEOUT)
@@ -335,10 +333,10 @@ def test_many_addresses_of_a_peer_make_one_link() -> None:
 
 @pytest.mark.parametrize("when", ["at once", "later"])
 def test_a_host_that_is_out_of_reach_for_a_moment_is_called_again(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a link is down, a connection attempt fails when it begins or later; it must be repeated."""
+    """While a network link is down, a connection attempt may fail at once or later. It must be repeated."""
 
     class Unreachable(socket.socket):
-        """A socket whose first two calls fail as unreachable."""
+        """A socket whose first two calls of connect_ex fail with "unreachable"."""
 
         calls = 0
 
@@ -365,8 +363,8 @@ def test_a_host_that_is_out_of_reach_for_a_moment_is_called_again(when: str, mon
 
 
 def test_an_echo_is_no_answer() -> None:
-    """TCP connects a port to itself if nobody listens on it and the system happens to choose the same port for the
-    caller. Such an echo must not be taken for a peer's answer.
+    """A connection to a port without a listener may get the same port as its source, and then TCP connects it to
+    itself. This echo of the caller's bytes must not be taken for a peer's answer.
     """
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
         server.settimeout(TIMEOUT)

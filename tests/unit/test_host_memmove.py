@@ -1,4 +1,4 @@
-"""`proxyccl_memmove`: copies are correct for any alignment of target and source, and ranges may overlap."""
+"""`proxyccl_memmove` copies correctly with any alignment of target and source, also if they overlap."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from proxyccl.device._native import ffi, lib
 
 PAGE = 4096
 LENGTHS = [0, 1, 2047, 2048, 2049, 2048 + 127, 5000, 3 * PAGE]
-DISTANCES = [0, 1, 16, 63, 64, 2048, PAGE - 1]  # offsets of the target's page position from the source's
+DISTANCES = [0, 1, 16, 63, 64, 2048, PAGE - 1]  # (target - source) modulo PAGE
 
 
 def move(dst: np.ndarray, src: np.ndarray, nbytes: int) -> None:
@@ -18,7 +18,7 @@ def move(dst: np.ndarray, src: np.ndarray, nbytes: int) -> None:
 @pytest.mark.parametrize("distance", DISTANCES)
 def test_bytes_arrive_and_no_others_change(nbytes: int, distance: int) -> None:
     source = np.random.default_rng(nbytes).integers(1, 256, 5 * PAGE, dtype=np.uint8)
-    first = -source.ctypes.data % PAGE  # where a page begins
+    first = -source.ctypes.data % PAGE  # offset of the first page boundary
     target = np.zeros(7 * PAGE, np.uint8)
     start = -target.ctypes.data % PAGE + PAGE + distance
     move(target[start:], source[first:], nbytes)

@@ -1,4 +1,4 @@
-"""The default idle policy: by the cores that are left for a proxy's threads."""
+"""The default idle policy depends on the number of cores that are left for a proxy's threads."""
 
 from __future__ import annotations
 

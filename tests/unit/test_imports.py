@@ -1,4 +1,4 @@
-"""`import proxyccl` imports modules lazily: each when a program first uses it."""
+"""`import proxyccl` loads each module only when a program first uses it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments of launches that are kept until their stream has got past them."""
+"""A launch's arguments are kept until the stream has executed the launch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ class Argument:
 
 
 def test_dropped_streams_and_ended_threads_keep_few_arguments() -> None:
-    """No event follows the last launches of dropped streams and ended threads, and still their arguments are
-    released.
-    """
+    """Arguments are released although no further launch follows on a dropped stream or from an ended thread."""
     runtime = open_runtime("host")
     shared, kept = runtime.create_stream(), []
 

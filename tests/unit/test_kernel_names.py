@@ -1,4 +1,4 @@
-"""Every kernel of a source is found, however it is written, and nothing else is taken for one."""
+"""The search finds every kernel in a source, in any notation, and nothing else."""
 
 from __future__ import annotations
 

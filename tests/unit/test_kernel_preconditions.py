@@ -1,8 +1,7 @@
-"""The preconditions of flags that are stored relaxed after loads (device/include/MEMORY_ORDER.md).
+"""Shipped kernels meet the preconditions for storing a flag relaxed after loads (device/include/MEMORY_ORDER.md).
 
-A kernel begins when the kernels before it have ended, and a value that was used has been loaded. The first precondition
-fails for a launch that overlaps with the previous kernel, the second for asynchronous copies, which no register waits
-for.
+Kernels must not begin before the previous kernel in their stream has ended, so launches must not overlap. Each loaded
+value must have arrived in a register, so asynchronous copies are not allowed.
 """
 
 from __future__ import annotations

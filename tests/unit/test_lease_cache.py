@@ -1,4 +1,4 @@
-"""Values that users share are made once, kept while idle within limits, and discarded once."""
+"""The cache makes each shared value once, keeps a limited number of unused values, and discards each value once."""
 
 import threading
 from collections.abc import Callable
@@ -11,8 +11,6 @@ from support.running import TIMEOUT
 
 
 class Made:
-    """The values that a cache made and discarded, in order."""
-
     def __init__(self) -> None:
         self.made: list[str] = []
         self.discarded: list[str] = []
@@ -152,7 +150,7 @@ def test_a_value_that_is_being_discarded_is_made_anew_afterwards() -> None:
 
 
 class Failing:
-    """A cache that can't discard "b", and a list of the values that it has discarded."""
+    """A cache whose discarding of "b" fails, and a list of the values that the cache has discarded."""
 
     def __init__(self) -> None:
         self.discarded: list[str] = []
@@ -183,6 +181,6 @@ def test_closing_discards_everything_even_if_one_fails() -> None:
     with pytest.raises(OSError, match="busy"):
         cache.close()
     assert sorted(discarded) == ["a", "b", "c"]
-    cache.release("a")  # by a user that still had the value: nothing happens
+    cache.release("a")  # releasing after close() does nothing
     with pytest.raises(ClosedError):
         cache.acquire("a", lambda: "a")

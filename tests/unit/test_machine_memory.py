@@ -1,4 +1,4 @@
-"""The limit on memory is the smallest of the machine's and of the control groups'."""
+"""A process's memory limit is the minimum of the machine's memory and of its control groups' limits."""
 
 from __future__ import annotations
 

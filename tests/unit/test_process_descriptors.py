@@ -1,4 +1,4 @@
-"""Descriptors of processes: one for all watchers of a process, and a new one when its id is reused."""
+"""Watchers of a process share one process descriptor. A new process that reuses the id gets a new descriptor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank watches few processes of its host, and others in the place of those that leave."""
+"""A rank watches a few of its host's processes, and replaces those that leave by others."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def processes() -> Iterator[Processes]:
 
 
 class Watching:
-    """The process watch of rank 2 among ranks 0 to 10; each other rank is a process."""
+    """The process watch of rank 2 among ranks 0 to 10. A child process stands for each other rank."""
 
     def __init__(self, processes: Processes) -> None:
         self.left: set[int] = set()
@@ -145,9 +145,7 @@ def test_a_process_whose_first_thread_has_ended_is_ending(ending: PeerProcess) -
     watch = ProcessWatch(0, {1: ending}, lambda _: False)
     assert ending.is_ending
     assert not has_ended(watch.descriptor_of(1))
-    late = acquire(
-        replace(ending, token=bytes(15) + b"1")
-    )  # a rank that starts to watch now: the process still has its memory
+    late = acquire(replace(ending, token=bytes(15) + b"1"))  # a watcher that starts now finds a live process
     assert not has_ended(late)
     release(late)
     watch.close()

@@ -1,4 +1,4 @@
-"""Waits for data that peers leave in their segments."""
+"""Waiting for data that peers store in their control segments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def late() -> WaitTimeoutError:
 
 
 def test_what_came_before_the_end_of_the_wait_counts() -> None:
-    answers = iter([False, True])  # the data arrives while the wait gives up
+    answers = iter([False, True])  # the data arrives after the wait has timed out, before it raises
     wait_until(lambda: next(answers), time.monotonic() + 10, give_up, late)
 
 

@@ -1,4 +1,4 @@
-"""Threads of the library begin, or fail with a named error."""
+"""The library's threads start, or fail with a named error."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_thread_that_cannot_be_made_is_an_error_by_name(
 
 
 class Late(Thread):
-    """A thread that begins only after its start has given up."""
+    """A thread that begins to run only after `start` has timed out."""
 
     may_begin, ended = threading.Event(), threading.Event()
 
@@ -60,14 +60,14 @@ def test_a_thread_that_does_not_begin_is_an_error_and_never_runs(monkeypatch: py
     assert not ran.is_set()
     del ran
     gc.collect()
-    assert used() is None  # although Python keeps the thread
+    assert used() is None  # Python still keeps the thread object
 
 
 def test_a_thread_that_an_error_ends_says_so(caplog: pytest.LogCaptureFixture) -> None:
     heard: list[BaseException] = []
 
     def fail() -> None:
-        sys.exit("lost")  # which would end it in silence
+        sys.exit("lost")  # a thread that raises SystemExit usually ends without a message
 
     thread = Thread(fail, "worker", failed=heard.append)
     thread.start()

@@ -1,4 +1,4 @@
-"""The tables of transports, the engine's and Python's."""
+"""The engine's and Python's tables of transports agree."""
 
 import runpy
 
@@ -18,7 +18,7 @@ def test_both_tables_have_the_same_transports() -> None:
 
 
 def test_the_streams_of_a_hosts_ranks_have_half_of_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each stream has a thread. With more streams, threads would wait for cores, and hold up their messages."""
+    """Each stream has a thread. With more streams, threads would wait for cores, and delay the streams' messages."""
     monkeypatch.setattr(cores_of, "cores_allowed", lambda: None)
     for cores in (1, 2, 3, 16, 64, 256):
         monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
@@ -30,7 +30,7 @@ def test_the_streams_of_a_hosts_ranks_have_half_of_its_cores(monkeypatch: pytest
 
 
 def test_rings_of_many_peers_are_shorter() -> None:
-    """Each peer has two rings, and 16 streams use up to 32 MiB of each ring."""
+    """Each peer needs two rings, so rings are shorter with more peers. 16 streams use up to 32 MiB of each ring."""
     mib = 1 << 20
     assert [default_ring(16, peers) // mib for peers in (1, 8, 16, 64, 1000)] == [32, 32, 16, 4, 4]
     assert default_ring(1, 1) == 4 * mib

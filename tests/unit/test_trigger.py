@@ -1,4 +1,4 @@
-"""The 128-bit trigger: every field survives, in Python, in a kernel, and from one to the other."""
+"""Encoding and decoding a 128-bit trigger preserves every field, in Python, in a kernel, and between the two."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_field_that_is_not_an_integer_is_refused_by_name(field: str, value: ob
 
 
 def test_the_layout_is_the_documented_one() -> None:
-    """trigger.h's table: size, get, source offset | destination offset, memories, operation, channel, parity."""
+    """The order of the fields is that of the table in trigger.h."""
     assert sum(WIDTHS.values()) + 1 == 128
     assert ffi.sizeof("ProxycclTrigger") == 16
     positions = [
@@ -166,7 +166,7 @@ def test_a_kernels_triggers_arrive_as_they_were_made() -> None:
 
 
 def test_a_put_of_more_than_a_trigger_can_say_becomes_several() -> None:
-    """Sizes above 4 GiB, from offsets in later windows: the triggers together make up the transfer, in order."""
+    """Puts more than 4 GiB at offsets beyond the first window. The triggers must cover the transfer, in order."""
     with Ranks(1) as ranks:
 
         def body(comm: Communicator) -> None:

@@ -1,4 +1,4 @@
-"""The place of a user's files, whatever the state of the home directory."""
+"""The directory of a user's files, also if the home directory is missing or can't be used."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_home_where_nothing_can_be_made_is_not_used(
     home: str, fallback: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", home)
-    monkeypatch.setattr(os, "access", lambda path, mode: not str(path).startswith("/proc"))  # root may do anything
+    monkeypatch.setattr(os, "access", lambda path, mode: not str(path).startswith("/proc"))
     assert cache() == fallback
 
 
@@ -116,6 +116,6 @@ def test_a_container_may_run_as_any_user(home: str | None, tmp_path: Path) -> No
     command = [*AS_STRANGER, sys.executable, "-W", "error", "-c", PROGRAM]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
     assert f"{tmp_path}/proxyccl-{STRANGER}-cache: 1 files" in result.stdout, result.stderr
-    assert f"{tmp_path}/proxyccl-{STRANGER}-state/reports" in result.stderr  # where the doctor found nothing
+    assert f"{tmp_path}/proxyccl-{STRANGER}-state/reports" in result.stderr  # the doctor found no report there
     assert "Traceback" not in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == [f"proxyccl-{STRANGER}-cache"]

@@ -1,4 +1,4 @@
-"""Plans between shardings: simulated copies give the right tensors, and each byte moves once over each link."""
+"""Plans between shardings are simulated: the targets get the right tensors, and each byte enters a node only once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.no_proxy]
 
 @dataclass
 class Memory:
-    """A holder's bytes, and its parts of tensors, whose addresses count from the first byte."""
+    """A holder's bytes, and its parts of tensors. A part's address is its offset in `data`."""
 
     data: NDArray[np.uint8]
     parts: list[Part] = field(default_factory=list)
@@ -38,12 +38,12 @@ class Memory:
 
 
 def held(name: str, size: tuple[int, ...], dtype: str, boxes: list[Box]) -> Memory:
-    """Returns the memory of a holder with boxes of a tensor, one after another. Every second box lies within a larger
-    array, so that it is not contiguous.
+    """Returns a holder's memory with consecutive boxes of a tensor. Every second box is a slice of a larger array, and
+    so not contiguous.
     """
     itemsize, parts, at = np.dtype(dtype).itemsize, [], 0
     for number, box in enumerate(boxes):
-        margin = number % 2  # an element at the end of each row
+        margin = number % 2  # number of unused elements at each row's end
         shape = (*box.shape[:-1], box.shape[-1] + margin) if box.shape else ()
         strides = [itemsize * int(np.prod(shape[dim + 1 :])) for dim in range(len(shape))]
         parts.append(Part(name, dtype, itemsize, size, box.start, box.shape, at, tuple(strides)))
@@ -73,7 +73,7 @@ def simulate(
 
 
 def cut_small() -> Any:
-    """Lets plans cut boxes of any size to balance the load."""
+    """Lets plans cut even the smallest boxes to balance the load."""
     return mock.patch.object(planner, "_SHORTEST", 1)
 
 
@@ -96,7 +96,7 @@ def boxes(draw: st.DrawFn, size: tuple[int, ...]) -> Box:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[dict[str, Memory], dict[str, Memory], dict[str, int], NDArray[Any]]:
-    """Draws sources on one or two meshes, targets on a mesh or with any boxes, their nodes, and the tensor."""
+    """Draws a tensor, sources on one or two meshes, targets on a mesh with further random boxes, and their nodes."""
     size = draw(SIZES)
     dtype = draw(st.sampled_from(("uint8", "int16", "float64")))
     tensor = np.arange(1, np.prod(size, dtype=int) + 1).reshape(size).astype(dtype)

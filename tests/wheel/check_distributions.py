@@ -30,7 +30,7 @@ OF_THE_REPOSITORY = (".ci/", ".gitignore")
 
 
 class CheckError(Exception):
-    """A distribution is wrong; the message says how."""
+    """A distribution is wrong. The message gives the defect."""
 
 
 def run(
@@ -39,7 +39,7 @@ def run(
     """Runs a program, and returns its standard output.
 
     Raises:
-        CheckError: it ended with another exit code than 0.
+        CheckError: the exit code is not 0.
     """
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env, cwd=cwd, check=False)
     if done.returncode != 0:
@@ -48,10 +48,10 @@ def run(
 
 
 def only(directory: Path, pattern: str) -> Path:
-    """Returns the one file of a directory that matches a pattern.
+    """Returns the only file in a directory that matches a pattern.
 
     Raises:
-        CheckError: there are none or several.
+        CheckError: no file matches, or several do.
     """
     found = sorted(directory.glob(pattern))
     if len(found) != 1:
@@ -61,10 +61,10 @@ def only(directory: Path, pattern: str) -> Path:
 
 
 def check_platform(wheel: Path) -> str:
-    """Returns the manylinux tag with which auditwheel finds the wheel consistent, and which the wheel's name must have.
+    """Returns the manylinux tag that auditwheel determines for the wheel, which must also be in the wheel's name.
 
     Raises:
-        CheckError: it is consistent with no manylinux tag, or named otherwise.
+        CheckError: auditwheel finds no manylinux tag, or the wheel's name has another tag.
     """
     said = run([sys.executable, "-m", "auditwheel", "show", str(wheel)], timeout=60)
     tag = re.search(r'platform\s+tag:\s+"(manylinux_\w+)"', said)
@@ -80,7 +80,7 @@ def check_sdist(sdist: Path) -> int:
     of files.
 
     Raises:
-        CheckError: some are missing.
+        CheckError: tracked files are missing.
     """
     tracked = run(["git", "ls-files"], timeout=60, cwd=ROOT).splitlines()
     with tarfile.open(sdist) as archive:
@@ -92,7 +92,6 @@ def check_sdist(sdist: Path) -> int:
 
 
 def first_program() -> str:
-    """Returns README's first program."""
     program = re.search(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     if program is None:
         raise CheckError("README.md has no program")

@@ -1,7 +1,7 @@
-"""Spawns two ranks with a process group of gloo; each runs clients with `import deep_ep` alone.
+"""Spawns two ranks with a process group of gloo. Each runs clients that import deep_ep, but not proxyccl.
 
-On the host runtime DeepEP's helpers join the ranks, and three of vLLM's clients run. On a GPU, which the ranks may
-share, all clients run.
+On the host runtime DeepEP's helpers create the process group, and three of vLLM's clients run. On a GPU, which the
+ranks may share, all clients run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ RANKS = 2
 
 
 def run(rank: int, store: str) -> None:
-    """Runs one rank."""
     import deep_ep
 
     from support.cases.deep_ep_clients import CLIENTS, Mixture, require_close
@@ -39,7 +38,7 @@ def run(rank: int, store: str) -> None:
     else:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     mixture = Mixture.of(rank, RANKS, device)
-    assert deep_ep.Buffer(dist.group.WORLD).communicator.timeout >= 100  # ranks compile kernels between their calls
+    assert deep_ep.Buffer(dist.group.WORLD).communicator.timeout >= 100
     for name in ("vLLM high throughput", "vLLM low latency, float8", "vLLM elastic") if ON_HOST else CLIENTS:
         require_close(CLIENTS[name](dist.group.WORLD, mixture), mixture, float8="float8" in name or "SGLang" in name)
     dist.destroy_process_group()

@@ -1,5 +1,5 @@
-"""Runs a client in both modes, and kills its last rank: the other ranks continue with their buffers. Each of them
-prints its rank and its observations.
+"""Runs a client in both modes, and kills its last rank. The other ranks continue with their buffers; each prints its
+rank and its observations.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A part of gloo_clients.py: ranks that DeepEP's helpers join compare calls with the references of deep_ep.utils."""
+"""A part of gloo_clients.py, in which ranks compare dispatches and combines with the references of deep_ep.utils."""
 
 from __future__ import annotations
 

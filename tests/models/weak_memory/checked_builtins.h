@@ -1,5 +1,5 @@
-/* Included before all other text: the compiler's atomic built-ins become accesses to checked memory. So the shipped
- * headers and C files are explored as they are; the host's platform header supplies their named orders.
+/* Maps the compiler's atomic built-ins to accesses to checked memory, so that the shipped headers and C files are
+ * explored unchanged, on the host's platform header. The build includes it before all other text.
  */
 #ifndef PROXYCCL_CHECKED_BUILTINS_H
 #define PROXYCCL_CHECKED_BUILTINS_H
@@ -22,10 +22,10 @@
 #define __builtin_frame_address(level) checked_frame()
 #define __builtin_memcpy(to, from, bytes) checked_copy((to), (from), (bytes), CHECKED_HERE)
 
-/* test_weak_memory.py empties the header that defines this function. */
+/* Replaces the shipped function, whose header test_weak_memory.py empties. */
 #define proxyccl_memmove(to, from, bytes) checked_copy((to), (from), (bytes), CHECKED_HERE)
 
-#ifdef __cplusplus /* for the engine's C headers */
+#ifdef __cplusplus /* the engine's C headers use _Alignas */
 #define _Alignas alignas
 #endif
 

@@ -1,7 +1,8 @@
 /* Memory that a checker of C++'s memory model simulates: each load may return any value that the model allows.
  *
- * Only words that were declared are simulated. All others are private to a thread or never change; an atomic access to
- * one that was not declared at all is an error of the scenario and ends the exploration. Plain C, like the engine.
+ * Only words that a scenario declares are simulated. Other words must be private to a thread or never change; an atomic
+ * access to an undeclared word ends the exploration with an error. The header is plain C, because the engine includes
+ * it.
  */
 #ifndef PROXYCCL_CHECKED_MEMORY_H
 #define PROXYCCL_CHECKED_MEMORY_H
@@ -22,17 +23,18 @@ typedef struct {
 
 #define CHECKED_HERE ((CheckedSite){__func__, __FILE__, __LINE__})
 
-/* -- declarations, at the beginning of each execution; the words keep the value that they have --- */
+/* -- declarations, made at the beginning of each execution; a declared word keeps its value --- */
 
-/* A word of atomic accesses. */
+/* Declares a word for atomic accesses. */
 void checked_atomic(void* word, size_t bytes);
-/* The same, but stores may never make it smaller. */
+/* Declares a word for atomic accesses whose value no store may decrease. */
 void checked_growing(void* word, size_t bytes);
-/* The two words of a slot that is stored in one access of 16 bytes. */
+/* Declares the two words of a slot that one 16-byte access stores. */
 void checked_wide(void* words);
-/* An 8-byte word of data: two accesses, one of them a store, are a race unless one happens before the other. */
+/* Declares an 8-byte word of data. Two accesses, one of them a store, are a race unless one happens before the other.
+ */
 void checked_data(void* word);
-/* Memory whose accesses are not simulated. */
+/* Declares memory whose accesses are not simulated. */
 void checked_private(void* begin, size_t bytes);
 
 /* -- atomic accesses, with orders as the compiler has them (__ATOMIC_RELAXED, …) --- */
@@ -50,18 +52,19 @@ void checked_fence(int order, CheckedSite site);
 
 uint64_t checked_read(const void* word, CheckedSite site);
 void checked_write(void* word, uint64_t value, CheckedSite site);
-/* memcpy; declared words in the source are read as they were declared, atomic ones relaxed. */
+/* Copies like memcpy. Reads declared atomic words of the source with relaxed loads, and declared data words as data. */
 void checked_copy(void* to, const void* from, size_t bytes, CheckedSite site);
 
 /* -- threads --- */
 
 uint32_t checked_thread(void);
-/* In a loop that waits: lets other threads run. */
+/* Lets other threads run; for loops that wait. */
 void checked_yield(CheckedSite site);
-/* The address that replaces this thread's stack frame: its Fiber is where platform_host.h looks for it. */
+/* Returns the address that stands for this thread's stack frame, from which platform_host.h finds the thread's Fiber.
+ */
 void* checked_frame(void);
 
-/* Number of the planted bug that this run has; 0: none. See tests/support/models/planted_bugs.py. */
+/* The number of this run's planted bug, or 0 if it has none. See tests/support/models/planted_bugs.py. */
 extern int checked_planted;
 
 /* Ends the exploration with a trace unless `condition` holds. */

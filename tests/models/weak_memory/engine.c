@@ -1,5 +1,5 @@
-/* The shipped engine that the scenarios run: a worker's turn, over the copy transport; the table through which ranks
- * learn of each other's memory; and their logs of collective calls. */
+/* Compiles the parts of the shipped engine that the scenarios run: the worker, the copy transport, announcements of
+ * memory, and the logs of collective calls. */
 #include "announcements.c"
 #include "calls.c"
 #include "copy_transport.c"

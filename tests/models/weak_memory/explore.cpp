@@ -1,12 +1,13 @@
 // Explores a scenario under Relacy, which executes it once for each schedule and for each value that a load may return.
 //
 //   explore SCENARIO bound SWITCHES [BUG]
-//     all executions with at most this many switches away from a thread that could continue; a load returns the newest
-//     value or the one before
+//     Explores all executions with at most SWITCHES switches away from a thread that could continue. A load returns the
+//     newest value or the one before.
 //   explore SCENARIO random EXECUTIONS [BUG]
-//     this many random ones; a load may also return the value before that
+//     Explores EXECUTIONS random executions. A load may return one of the three newest values.
 //
-// BUG is the number of a planted bug. It exits with 0, or with 1 after the trace of an execution that fails.
+// BUG is the number of a planted bug. The program exits with 0 if no execution fails, else with 1 after a failing
+// execution's trace.
 #include <relacy/relacy.hpp>
 
 #include <sys/mman.h>
@@ -49,13 +50,13 @@ debug_info at(const CheckedSite& site) {
   return debug_info(site.function, name == nullptr ? site.file : name + 1, static_cast<unsigned>(site.line));
 }
 
-void fail(const char* text, const debug_info& info) {  // RL_HIST wants these two names
+void fail(const char* text, const debug_info& info) {  // the macro RL_HIST uses the names `c` and `info`
   rl::context& c = rl::ctx();
   RL_HIST(rl::user_msg_event){text} RL_HIST_END();
   c.fail_test(text, rl::test_result_user_assert_failed, info);
 }
 
-// The declared word at an address; the words of an execution are few.
+// Returns the declared word at an address, by a linear search, because an execution has few words.
 Word& find(const volatile void* address, const debug_info& where) {
   const char* wanted = const_cast<const char*>(static_cast<const volatile char*>(address));
   for (unsigned i = 0; i < word_count; ++i)
@@ -98,7 +99,7 @@ rl::memory_order order_of(int order) {
   }
 }
 
-// Each thread's stand-in for a stack, of which only the top, with the Fiber, is ever touched.
+// Returns the threads' replacement stacks, of which only the top, which has the Fiber, is ever touched.
 char* stacks() {
   using proxyccl::host::kStackBytes;
   static char* const base = [] {
@@ -112,7 +113,8 @@ char* stacks() {
 
 void spin(proxyccl::host::Fiber*, uint32_t) { checked_yield(CHECKED_HERE); }
 void sync_block(proxyccl::host::Fiber*) {}  // a block has one thread
-// Each look at the clock is a nanosecond after the last, so a scenario chooses which waits time out by their bound.
+// Each reading of the clock is one nanosecond later than the previous one, so a wait's bound determines whether it
+// times out.
 uint64_t now;
 uint64_t nanoseconds() { return ++now; }
 
@@ -146,7 +148,7 @@ struct Suite : rl::test_suite<Suite<Threads>, Threads> {
   }
 };
 
-// Like rl::simulate, but without the scheduler for an exhaustive search. A failure is executed again for its trace.
+// Does what rl::simulate does, but without its exhaustive scheduler. Repeats a failing execution to print its trace.
 template <template <rl::thread_id_t> class Scheduler, int Threads>
 bool search(rl::test_params& params) {
   using Searched = Suite<Threads>;
@@ -158,7 +160,7 @@ bool search(rl::test_params& params) {
   return false;
 }
 
-// A bound is searched with up to kMostBounded threads: each more is a second for the compiler.
+// The most threads of a bounded search: each further thread costs a second of compilation.
 constexpr unsigned kMostBounded = 3;
 
 template <template <rl::thread_id_t> class Scheduler>
@@ -311,7 +313,7 @@ int main(int argc, char** argv) {
   if (argc > 4) checked_planted = atoi(argv[4]);
   prepare_fibers();
   rl::test_params params;
-  std::ostringstream progress;  // it would be printed every few seconds
+  std::ostringstream progress;  // takes Relacy's progress reports, which must not be printed
   params.progress_stream = &progress;
   params.search_type = random ? rl::sched_random : rl::sched_bound;
   params.iteration_count = strtoull(argv[3], nullptr, 10);

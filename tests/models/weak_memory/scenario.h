@@ -7,7 +7,7 @@
 struct Scenario {
   const char* name;
   uint32_t threads;             /* 2 to 4 */
-  void (*begin)();              /* before each execution: initial values and declarations */
+  void (*begin)();              /* before each execution: sets initial values, declares words */
   void (*run)(uint32_t thread); /* each thread's part */
 };
 

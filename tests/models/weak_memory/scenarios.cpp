@@ -1,5 +1,5 @@
-// The scenarios. Their threads call the shipped device code and the shipped engine; only the driver's actions, and the
-// program's use of its data, are written here.
+// Scenarios, whose threads call the shipped device code and the shipped engine. This file adds only the driver's
+// actions and the program's accesses to its data.
 #include "scenario.h"
 
 #include "proxyccl/packet.h"
@@ -19,7 +19,7 @@ namespace {
 
 using namespace proxyccl;
 
-constexpr uint64_t kNever = ~0ull;  // a bound that no wait reaches
+constexpr uint64_t kNever = ~0ull;
 
 uint64_t read(const uint64_t& word) { return checked_read(&word, CHECKED_HERE); }
 void write(uint64_t& word, uint64_t value) { checked_write(&word, value, CHECKED_HERE); }
@@ -38,7 +38,7 @@ void declarePrivate(T& object) {
   checked_private(&object, sizeof object);
 }
 
-// A control block that threads only read, for its bound.
+// A control block from which threads only read the time-out.
 ProxycclControl quiet;
 void declareQuietControl() {
   quiet.timeout_ns = kNever;
@@ -118,7 +118,7 @@ void drain(uint64_t triggers) {
 
 // -- ring: several producers, each with its own channel and messages ---
 //
-// The connection reads a put's source at once, like a copy by the CPU. So after sync() a producer may write it again.
+// The connection reads a put's source immediately, so a producer may overwrite the source after sync().
 
 template <uint32_t Producers, uint32_t Messages, uint32_t SizeLog2>
 struct RingScenario {
@@ -132,8 +132,8 @@ struct RingScenario {
                  uint64_t src_offset, uint64_t bytes) {
     const uint32_t index = static_cast<uint32_t>(src_offset / sizeof(uint64_t));
     const uint32_t producer = index / Messages, message = index % Messages;
-    CHECK(dst_offset == src_offset && bytes == sizeof(uint64_t));  // both words are those of one trigger
-    CHECK(message == taken[producer]);                             // each once, in the order of its producer
+    CHECK(dst_offset == src_offset && bytes == sizeof(uint64_t));  // the trigger's two words belong together
+    CHECK(message == taken[producer]);                             // each producer's messages arrive once, in order
     ++taken[producer];
     CHECK(read(reinterpret_cast<const uint64_t*>(src->base)[index]) == contents(producer, message));
     return 0;
@@ -176,11 +176,11 @@ struct RingScenario {
 
 // -- channel: a kernel puts, signals and flushes; the peer waits for the signal and reads ---
 
-// A stream of the driver: a separate thread executes its work in order.
+// A driver's stream, whose work a separate thread executes in order.
 struct Stream {
   struct Operation {
     void* destination;
-    const void* source;  // null: the value is stored
+    const void* source;  // null if the operation stores `value`
     uint64_t value;
   };
   Operation operations[16];
@@ -201,7 +201,7 @@ struct Stream {
   }
   void run() {
     for (uint64_t count = 0;;) {
-      // In this order: once it is closed, nothing more is issued.
+      // `closed` is read before `issued`, because nothing is issued after closing.
       const uint64_t ended = __atomic_load_n(&closed, __ATOMIC_ACQUIRE);
       if (count == __atomic_load_n(&issued, __ATOMIC_ACQUIRE)) {
         if (ended) return;
@@ -234,8 +234,8 @@ struct Stream {
   }
 };
 
-// With a stream the driver copies; otherwise the engine does. The kernel waits by flushes, or for the tickets of its
-// puts.
+// If WithStream, the driver copies, else the engine. If ByTicket, the kernel waits for its puts' tickets, else it
+// flushes.
 template <bool WithStream, bool ByTicket = false>
 struct ChannelScenario {
   static constexpr uint64_t kRounds = 2;
@@ -299,7 +299,7 @@ struct ChannelScenario {
   }
 };
 
-// -- semaphores: two ranks write each other's memory in turn ---
+// -- semaphores: two ranks alternately write each other's memory ---
 
 struct SemaphoreScenario {
   static constexpr uint64_t kRounds = 3;
@@ -338,7 +338,8 @@ struct SemaphoreScenario {
   }
 };
 
-// Two threads of one rank signal a channel at once; the peer, which has counted both, reads what both wrote.
+// Two threads of one rank signal a channel concurrently. The peer waits for both signals, then reads both threads'
+// data.
 struct SharedSemaphoreScenario {
   static inline uint64_t inbound, expected, outbound, received[2];
 
@@ -364,7 +365,7 @@ struct SharedSemaphoreScenario {
   }
 };
 
-// -- the grid's barrier: each block's data before it is read by all blocks after it, and rewritten after the next ---
+// -- grid barrier: all blocks read each block's data after the barrier, and rewrite it after the next one ---
 
 struct GridScenario {
   static constexpr uint32_t kBlocks = 3, kRounds = 2;
@@ -430,8 +431,8 @@ void declareRecord(ProxycclErrorRecord& record) {
   checked_atomic(&record.expected, sizeof record.expected);
 }
 
-// Rank 0 fails. A kernel of rank 1 that waits for it is stopped, continues with incomplete data and signals rank 2,
-// whose wait may thus succeed. When rank 2's kernel has ended, its CPU must know who failed, and why.
+// Rank 0 fails. A kernel of rank 1 stops waiting for rank 0, continues with incomplete data and signals rank 2, so rank
+// 2's wait may succeed. After its kernel, rank 2's CPU must find which rank failed, and why.
 struct AbortScenario {
   static constexpr uint32_t kRanks = 3;
   static constexpr uint64_t kExpected = 7;
@@ -481,7 +482,7 @@ struct AbortScenario {
   }
 };
 
-// A rank's CPU learns that another has failed before any wait is stopped; it must then find the record.
+// A rank's CPU that learns of another rank's failure, before any wait is stopped, must find the failure's record.
 struct NameScenario {
   static constexpr uint64_t kExpected = 7;
 
@@ -511,7 +512,7 @@ struct NameScenario {
   }
 };
 
-// Two threads of a rank fail at the same time: its CPU reads the record of one of them, and not of both.
+// Two threads of a rank fail concurrently. The record that the rank's CPU reads must be one thread's, not a mixture.
 struct RecordScenario {
   static inline ProxycclControl control;
 
@@ -533,7 +534,7 @@ struct RecordScenario {
   }
 };
 
-// A CPU asks what a kernel waits for, reads the answer, and then ends the wait.
+// A CPU asks a kernel what it waits for, reads the answer, and then ends the kernel's wait.
 struct QuestionScenario {
   static constexpr uint32_t kQuestion = 5, kPeer = 1;
 
@@ -569,7 +570,7 @@ struct QuestionScenario {
   }
 };
 
-// -- announcements: a rank announces memory, then other memory in its place; a peer maps the memory that it finds and
+// -- announcements: a rank announces memory and later replaces it by other memory; a peer maps what it finds and
 // replies ---
 
 struct AnnouncementScenario {
@@ -618,10 +619,10 @@ struct AnnouncementScenario {
   }
 };
 
-// -- calls: each of two ranks logs its call and compares it with the other's, if it finds that ---
+// -- calls: each of two ranks logs its call, and compares it with the other rank's call if that is logged ---
 
 struct CallScenario {
-  static constexpr uint32_t kEntry = 1;  // of the first call
+  static constexpr uint32_t kEntry = 1;  // the log's entry for the first call
 
   static inline ProxycclControl controls[2];
   static inline ProxycclCallEntry logs[2][PROXYCCL_CALL_LOG_ENTRIES];
@@ -654,7 +655,7 @@ struct CallScenario {
     const int status = proxyccl_calls_agree(&callers[thread], &call);
     CHECK(status == 0 || status == PROXYCCL_CALL_DIFFERS);
     if (status != 0) CHECK(callers[thread].different.fields[0] == 2 - thread);
-    // Both may find the other's call, but never neither of them: then both would launch and wait for each other.
+    // At least one rank must find the other's call, else both would launch and wait for each other.
     storeRelaxedSystem<uint64_t>(&differs[thread], status == 0 ? 1 : 2);
     if (thread == 1) return;
     uint64_t other;
@@ -663,14 +664,15 @@ struct CallScenario {
   }
 };
 
-// -- overwritten calls: one rank is a lap of the log ahead, and its later call takes the place of the one that the
-// other rank compares ---
+// -- overwritten calls: one rank is a lap of the log ahead, so its later call overwrites the call that the other rank
+// compares ---
 
 struct OverwrittenCallScenario : CallScenario {
   static void run(uint32_t thread) {
     ProxycclCall call = {};
     for (uint64_t& field : call.fields) field = 1;
-    CHECK(proxyccl_calls_agree(&callers[thread], &call) == 0);  // their first calls are the same, whole or gone
+    // the first calls are equal, or the entry was overwritten
+    CHECK(proxyccl_calls_agree(&callers[thread], &call) == 0);
     if (thread == 1) return;
     callers[0].sequence = kEntry + PROXYCCL_CALL_LOG_ENTRIES - 1;
     for (uint64_t& field : call.fields) field = 2;

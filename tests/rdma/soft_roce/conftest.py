@@ -16,9 +16,9 @@ if not IN_MACHINE:
     )
 
 
-# libfabric sizes a completion queue for this many peers of 256 requests each; a device of Soft-RoCE has 32767 entries.
+# libfabric makes completion queues of 256 entries for each of this many peers; Soft-RoCE permits 32767 entries.
 os.environ.setdefault("FI_UNIVERSE_SIZE", "16")
-# libfabric's own cache would keep memory registered, and readable for peers, after the library has deregistered it.
+# libfabric's cache would keep deregistered memory registered and readable by peers.
 os.environ.setdefault("FI_MR_CACHE_MAX_COUNT", "0")
 
 

@@ -59,7 +59,7 @@ def devices() -> list[RdmaDevice]:
 
 
 class Ends:
-    """A device at either end of the wire, opened with the same options, and an endpoint on each, connected."""
+    """The devices at both ends of the wire, opened with the same options, and a connected endpoint on each."""
 
     def __init__(self, devices: list[RdmaDevice], **options: Any) -> None:
         self.devices = []
@@ -74,7 +74,9 @@ class Ends:
         self.api = self.devices[0].api
 
     def post(self, operation: str, source: Registration, address: int, rkey: int, amount: int = 0) -> int:
-        """Makes the first endpoint write or fetch-and-add at the second one. Returns the completion's status."""
+        """Makes the first endpoint write, or fetch-and-add, to memory of the second endpoint. Returns the completion's
+        status.
+        """
         request = SendWR(
             opcode=self.api.enumerator(operation),
             num_sge=1,
@@ -98,7 +100,6 @@ class Ends:
         return self.post("IBV_WR_RDMA_WRITE", source, destination.address, destination.key)
 
     def attributes(self, endpoint: Endpoint, *mask: str) -> Any:
-        """Queries the device for attributes of an endpoint's queue pair, and returns them."""
         return endpoint._qp.query(sum(self.api.enumerator(f"IBV_QP_{name}") for name in mask))[0]
 
     def close(self) -> None:
@@ -237,7 +238,6 @@ def test_a_device_that_went_is_told(devices: list[RdmaDevice]) -> None:
 
 
 def in_another_process(body: Callable[[], Any]) -> Any:
-    """Runs `body` in a process forked from this one, and returns its result."""
     processes = multiprocessing.get_context("fork")
     here, there = processes.Pipe(duplex=False)
     process = processes.Process(target=lambda: there.send(body()), daemon=True)
@@ -251,7 +251,7 @@ def in_another_process(body: Callable[[], Any]) -> Any:
 
 @pytest.fixture
 def device_file() -> Iterator[Path]:
-    """Yields the first device's file, and restores it after the test."""
+    """Yields the path of the first device's file. After the test, restores the file's name and mode."""
     (entry,) = (path for path in Path("/sys/class/infiniband_verbs").glob("uverbs*") if device_of(path) == DEVICES[0])
     file, aside = Path("/dev/infiniband", entry.name), Path("/dev/aside")
     mode = file.stat().st_mode
@@ -290,7 +290,7 @@ def test_the_limit_of_locked_memory_is_named(devices: list[RdmaDevice]) -> None:
         memory = Memory(1 << 20)
         with VerbsDevice.open(choose_device(devices, RdmaOptions()), RdmaOptions()) as device:
             resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 16, 1 << 16))
-            os.setuid(NOBODY)  # root has no limit
+            os.setuid(NOBODY)  # RLIMIT_MEMLOCK does not limit root
             with pytest.raises(ResourceError) as caught:
                 Registrations(device).register(memory.ptr, memory.nbytes)
             return str(caught.value)
@@ -349,7 +349,7 @@ def test_the_mtu_is_what_was_asked_for(devices: list[RdmaDevice], mtu: int) -> N
     before = packets_sent(INTERFACES[0])
     assert ends.write(near, far) == 0
     packets = (1 << 16) // mtu
-    # Few other packets cross this wire, and one of 4096 bytes is never split.
+    # Other packets cross the wire too, but fewer than those of the write.
     assert packets <= packets_sent(INTERFACES[0]) - before < 2 * packets
     assert 128 << ends.attributes(ends.endpoints[0], "PATH_MTU").path_mtu == mtu
     ends.close()

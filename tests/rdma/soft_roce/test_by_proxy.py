@@ -11,7 +11,7 @@ from support.soft_roce.nodes import LOCAL, TIMEOUT, rdma_of
 
 SIGNALS = ("write", "fetch_add")
 KINDS: tuple[Kind, ...] = ("registered", "empty")
-# Each value is in one of the two that always run. tests/rdma/test_collectives_over_verbs.py has more, on this machine.
+# The two cases that run without --full cover every value. test_collectives_over_verbs.py has more cases.
 CASES = [
     ("verbs", "write", "registered", 1),
     ("staged", "fetch_add", "empty", 1),

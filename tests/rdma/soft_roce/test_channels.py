@@ -1,4 +1,4 @@
-"""ProxyChannels between nodes: a kernel's transfers arrive by RDMA, in order, whole, and within the queues' limits."""
+"""ProxyChannels between nodes: transfers arrive by RDMA, complete and in order, and respect the queues' limits."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ def test_bytes_arrive_between_any_offsets(pair: Ranks, dst: int, src: int, nbyte
 @pytest.mark.parametrize("turns", [50, pytest.param(200, marks=pytest.mark.full)])
 def test_a_signal_never_overtakes_its_data(signal: str, turns: int) -> None:
     def body(comm: Communicator) -> None:
-        # Elements 0 to turns - 1 hold the value read in each turn; the peer writes to the element after them.
+        # The peer writes to the last element. In turn i the kernel copies that element's value to element i.
         values = comm.empty(turns + 1, "int64").fill(0)
         sent = comm.empty(1, "int64")
         channels = comm.proxy_channels(values, sent)
         comm.compile(KERNELS, "count")(1, 1, channels, turns, values, sent)
         comm.synchronize()
         seen = values.numpy()[:turns]
-        # The peer may be one turn ahead, and never behind.
+        # The peer's value may be of the next turn, but never of an earlier one.
         assert ((seen == np.arange(1, turns + 1)) | (seen == np.arange(2, turns + 2))).all(), seen
 
     with two_nodes(local=1, signal=signal) as pair:

@@ -16,8 +16,8 @@ from support.soft_roce.nodes import RANKS, two_nodes
 from support.soft_roce.wire import Wire
 
 COUNTS = (1, 5003)
-TYPES = (("int64", "sum"), ("float32", "avg"), ("bfloat16", "sum"))  # the first, unless --full: devices move bytes
-# tests/rdma/test_collectives_over_verbs.py has all of them, on this machine.
+TYPES = (("int64", "sum"), ("float32", "avg"), ("bfloat16", "sum"))
+# Collectives that run without --full. tests/rdma/test_collectives_over_verbs.py runs all collectives, on fake devices.
 ALWAYS = {("all_reduce", "hierarchical"), ("reduce_scatter", None), ("all_to_all", None)}
 
 
@@ -75,7 +75,7 @@ def experts_flow(comm: Communicator) -> tuple[bytes, bytes]:
     return rows.tobytes(), out.tobytes()
 
 
-@pytest.mark.full  # test_expert_parallel.py does it by the layer
+@pytest.mark.full  # test_expert_parallel.py tests the same through the layer
 def test_dispatch_and_combine_give_what_they_give_on_one_node(nodes: Ranks) -> None:
     assert nodes.run(experts_flow) == run_ranks(RANKS, experts_flow)
 

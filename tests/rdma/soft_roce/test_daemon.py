@@ -1,6 +1,6 @@
-"""RDMA of ranks whose proxies are in the node daemon: queue pairs and registrations are the daemon's.
+"""RDMA of ranks whose proxies run in the node daemon, which owns the queue pairs and registrations.
 
-Two daemons, one per node, meet in two_machines.py.
+two_machines.py tests two daemons, one per node.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def test_a_key_that_is_none_of_the_client_ends_its_job_alone(daemon: RunningDaem
         with two_nodes(local=1) as thieves:
             errors = thieves.run(thief)
         assert all(isinstance(error, TransportError) for error in errors), errors
-        assert re.search("IBV_WC_LOC_(PROT|QP_OP)_ERR", str(errors[0])), errors[0]  # Soft-RoCE reports the latter
+        assert re.search("IBV_WC_LOC_(PROT|QP_OP)_ERR", str(errors[0])), errors[0]  # Soft-RoCE reports QP_OP
         owners.run(lambda comm: Call("all_reduce", "int64", "sum", "proxy", 100, seed=1).run(comm))
 
 
@@ -141,7 +141,7 @@ def test_a_staged_peer_is_refused_what_was_taken_back() -> None:
     assert "outside the memory that this rank offers" in " ".join(map(str, errors))
 
 
-@pytest.mark.full  # test_failure.py, without a daemon
+@pytest.mark.full  # test_failure.py tests this without a daemon
 def test_a_device_that_is_not_there_is_named_and_nothing_is_left(daemon: RunningDaemon) -> None:
     def options_of(rank: int) -> dict[str, object]:
         return {"rdma": replace(rdma_of(rank, 1)["rdma"], device="mlx5_99")} if rank == 0 else rdma_of(rank, 1)

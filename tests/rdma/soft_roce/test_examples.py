@@ -1,4 +1,4 @@
-"""The example of RDMA between two devices: its report, and that the data crosses the wire."""
+"""The example of RDMA between two devices reports success, and its data crosses the wire."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def test_plans_run_between_nodes(transport: Any) -> None:
 
     def body(comm: Communicator) -> None:
         x, gathered = np.empty(COUNT, np.float32), np.empty((RANKS, COUNT), np.float32)
-        for seed in range(3):  # packets alternate between the halves of scratch memory
+        for seed in range(3):  # successive calls use alternate halves of the scratch memory for packets
             inputs = np.arange(COUNT) * (seed + 1) + np.arange(RANKS)[:, None]
             x[:] = inputs[comm.rank]
             for plan in (gather, packets):
@@ -42,7 +42,7 @@ def test_plans_run_between_nodes(transport: Any) -> None:
         nodes.run(body)
 
 
-# The others run on this machine, over fake devices: tests/rdma/test_plans_over_verbs.py.
+# tests/rdma/test_plans_over_verbs.py runs other plans over fake devices.
 @pytest.mark.slow
 def test_a_plan_runs_between_two_ranks() -> None:
     plan = ExecutionPlan.load(all_gather(2, "port", "pwsf"))

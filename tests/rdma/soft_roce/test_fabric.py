@@ -1,6 +1,6 @@
 """The fabric transport over TCP between the wire's two ends, while the wire loses and delays packets.
 
-This machine's root is the host's, where libfabric was fetched before (make test-rdma).
+The machine's root is the host's, where `make test-rdma` has fetched libfabric.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ def bytes_sent(interface: str) -> int:
 
 
 def exchange(comm: Communicator) -> None:
-    """Exchanges half of each rank's data by proxy, and checks the result."""
     given = comm.empty(2 * COUNT, "int32").upload(np.arange(2 * COUNT) + comm.rank)
     taken = comm.empty(2 * COUNT, "int32")
     comm.all_to_all(given, out=taken, algorithm="proxy")
@@ -40,7 +39,7 @@ def test_an_exchange_over_a_bad_wire(wire: Wire, monkeypatch: pytest.MonkeyPatch
     library = load_if_here()
     if library is None:
         pytest.skip("libfabric is not installed, and could not be fetched")
-    monkeypatch.setenv("PROXYCCL_LIBFABRIC", library)  # this process may have failed to find it by its name
+    monkeypatch.setenv("PROXYCCL_LIBFABRIC", library)  # an earlier search by name may have failed in this process
     wire.disturb("loss", "2%", "delay", "1ms")
     before = [bytes_sent(interface) for interface in INTERFACES]
     with Ranks(

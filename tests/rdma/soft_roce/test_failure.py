@@ -34,11 +34,11 @@ def test_a_link_that_goes_down_is_a_transport_error_on_all_ranks(wire: Wire) -> 
             wire.cut(end=0)
         return failure_of(lambda: reduce_for_ever(comm))
 
-    # A time-out of 2 ** 12 times 4.096 µs, and 3 retries: the queue pair gives up within a second.
+    # The queue pair gives up within a second: it retries 3 times, after time-outs of 2 ** 12 * 4.096 µs.
     with two_nodes(local=1, retry_count=3, timeout=12) as pair:
         errors = pair.run(body)
     assert all(isinstance(error, TransportError) for error in errors), errors
-    # The end that is down can't send; the other one exhausts its retries.
+    # The end whose link is down can't send (LOC_QP_OP); the other end exhausts its retries.
     assert all(re.search("IBV_WC_(LOC_QP_OP|RETRY_EXC)_ERR", str(error)) for error in errors), errors
 
 
@@ -48,7 +48,7 @@ def test_a_wrong_key_is_refused_by_the_peer_and_named() -> None:
         if comm.rank == 0:
             address, key = memory._offers[1].exposed["verbs"]
             memory._offers[1] = structs.replace(memory._offers[1], exposed={"verbs": (address, key + 12345)})
-            memory._remote_ids.clear()  # made when the memory was registered, with the right key
+            memory._remote_ids.clear()  # forgets the ids that were made with the right key
         channels = comm.proxy_channels(memory)
         if comm.rank == 0:
             comm.compile(KERNELS, "put_only")(1, 1, channels, 100)
@@ -79,7 +79,7 @@ def test_a_missing_device_port_or_gid_is_named_on_every_rank(options: dict[str, 
         group.run(lambda comm: None)
 
 
-@pytest.mark.full  # test_daemon.py, with their proxies in a daemon
+@pytest.mark.full  # test_daemon.py tests this with the proxies in a daemon
 def test_a_killed_rank_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROXYCCL_LOCAL_WORLD_SIZE", "1")
     survivor, victim = run_processes(2, PROGRAM, "killed_in_a_collective:two_shot")

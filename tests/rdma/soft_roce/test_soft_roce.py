@@ -17,7 +17,7 @@ from support.soft_roce.wire import ADDRESSES, DEVICES, INTERFACES, Wire, packets
 
 
 class Other:
-    """The endpoint of another process."""
+    """A process with the other endpoint."""
 
     def __init__(self, end: int) -> None:
         self._pipe, far = multiprocessing.Pipe()
@@ -76,7 +76,7 @@ def test_processes_write_to_each_other_across_the_wire(wire: Wire, netem: tuple[
     other.close()
 
 
-@pytest.mark.full  # test_failure.py cuts it under a communicator
+@pytest.mark.full  # test_failure.py cuts the wire during a collective
 def test_a_cut_wire_fails_writes_until_it_is_restored(wire: Wire) -> None:
     here, other = connected()
     wire.cut(end=1)

@@ -1,5 +1,5 @@
-"""Pairs of ranks whose data goes through pinned memory on both sides of RDMA: all ranks choose alike, and channels and
-collectives work the same.
+"""Staged RDMA, in which data goes through pinned memory on both sides: all ranks choose this transport together, and
+channels and collectives give the same results.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from support.soft_roce.nodes import LOCAL, RANKS, TIMEOUT, rdma_of
 from support.soft_roce.wire import DEVICES
 
 BETWEEN = {(a, b): "staged" for a in range(LOCAL) for b in range(LOCAL, RANKS)}
-SMALL = {"staging_bytes": 32 << 10, "staging_chunk": 8 << 10}  # so that most puts wrap around the ring
+SMALL = {"staging_bytes": 32 << 10, "staging_chunk": 8 << 10}  # small, so that most puts wrap around the ring's end
 
 
 def ranks(local: int, transport: object) -> Ranks:
@@ -35,7 +35,7 @@ def bytes_of(rank: int, size: int) -> np.ndarray:
 
 
 def exchanged(comm: Communicator, part: int) -> dict[int, str]:
-    """Every rank puts to every other and signals. Returns the transports that carried the data."""
+    """Puts to every other rank, signals, and checks the data received. Returns the transport to each peer."""
     target = comm.empty(comm.world_size * part, "uint8").fill(0)
     channels = comm.proxy_channels(target, bytes_of(comm.rank, part))
     comm.compile(KERNELS, "exchange")(1, 1, channels, len(channels), comm.rank, part)
@@ -69,7 +69,7 @@ def test_channels_and_collectives_are_the_same_over_it() -> None:
 
     with ranks(LOCAL, BETWEEN) as nodes:
         left = nodes.run(body)
-    for rank, (target, _) in enumerate(left):  # puts without a wait arrived before any rank ended
+    for rank, (target, _) in enumerate(left):  # all puts, though not waited for, arrived before any rank closed
         assert np.array_equal(target.numpy(), bytes_of((rank + LOCAL) % RANKS, 200_000))
 
 

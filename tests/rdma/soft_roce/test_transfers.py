@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(not _engine.lib.proxyccl_fabric_built(), reason=
 
 
 class TwoHosts:
-    """Agents a and b, one for each device, with memory of the host and of a device of the runtime."""
+    """Agents a and b, one on each RDMA device, each with an array in host memory and one in device memory."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         random = np.random.default_rng(5)
@@ -48,9 +48,9 @@ def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[TwoHosts]:
     library = load_if_here()
     if library is None:
         pytest.skip("libfabric is not installed, and could not be fetched")
-    monkeypatch.setenv("PROXYCCL_LIBFABRIC", library)  # this process may have failed to find it by its name
+    monkeypatch.setenv("PROXYCCL_LIBFABRIC", library)  # an earlier search by name may have failed in this process
     monkeypatch.setenv("PROXYCCL_FABRIC_PROVIDER", "verbs")
-    monkeypatch.setattr(paths, "boot_id", lambda: "another host")  # each takes the other for one of another host
+    monkeypatch.setattr(paths, "boot_id", lambda: "another host")
     made = TwoHosts(monkeypatch)
     yield made
     for agent in made.agents:
@@ -58,8 +58,8 @@ def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[TwoHosts]:
 
 
 def test_blocks_arrive_where_they_belong(two: TwoHosts) -> None:
-    """Blocks of host and of device memory are read and written; then a transfer names memory that the peer has
-    deregistered.
+    """Reads and writes blocks of host and device memory. Then a transfer of memory that the peer has deregistered must
+    fail.
     """
     (a, b), before = two.agents, sum(map(packets_sent, INTERFACES))
     near, far = two.regions

@@ -1,8 +1,8 @@
-"""Two ranks, each in its own machine, joined only by the wire: the example, and ends of a communicator.
+"""Two ranks in two machines joined by a wire: the example, a collective, an abort, and a lost peer.
 
-python tests/rdma/soft_roce/two_machines.py      in both machines: machine.py --nodes 2 -- ...
+python tests/rdma/soft_roce/two_machines.py in both machines: machine.py --nodes 2 -- ...
 
-Everything runs once more between two node daemons.
+Everything except the lost peer runs a second time, with a node daemon in each machine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TIMEOUT = 60.0
 
 
 class PairBootstrap:
-    """A bootstrap of two ranks over a TCP connection; rank 0 listens. Raises OSError if it isn't made in time."""
+    """A bootstrap of two ranks over TCP, in which rank 0 listens. Raises OSError if they do not connect in time."""
 
     world_size = 2
 
@@ -59,7 +59,6 @@ class PairBootstrap:
             time.sleep(0.1)
 
     def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
-        """See `Bootstrap.all_gather`."""
         deadline = time.monotonic() + timeout
         self._connection.send_bytes(data)
         while not self._connection.poll(0.02):
@@ -70,12 +69,10 @@ class PairBootstrap:
         return [data, theirs] if self.rank == 0 else [theirs, data]
 
     def close(self) -> None:
-        """Ends the connection."""
         self._connection.close()
 
 
 def sent_packets() -> int:
-    """The number of RDMA packets that have left this machine."""
     device = os.environ["SOFT_ROCE_DEVICES"]
     return int(Path("/sys/class/infiniband", device, "ports/1/hw_counters/sent_pkts").read_text())
 
@@ -97,7 +94,7 @@ def collectives(bootstrap: PairBootstrap) -> None:
 
 
 def ended_by(bootstrap: PairBootstrap, end: Callable[[Communicator], None]) -> ProxyCCLError | None:
-    """Rank 1 ends a communicator while a kernel of rank 0 waits for it. Returns rank 0's error."""
+    """Lets rank 1 end a communicator while a kernel of rank 0 waits for rank 1. Returns rank 0's error."""
     comm = Communicator(bootstrap)
     channels = comm.proxy_channels(comm.empty(8, "uint8"))
     if comm.rank == 0:
@@ -139,10 +136,10 @@ def in_daemon(bootstrap: PairBootstrap) -> None:
 
 
 def main() -> None:
-    os.environ["PROXYCCL_TIMEOUT"] = str(TIMEOUT)  # everything is emulated here
+    os.environ["PROXYCCL_TIMEOUT"] = str(TIMEOUT)  # long, because emulated machines are slow
     rank = int(os.environ["SOFT_ROCE_NODE"])
     bootstrap = PairBootstrap(rank, os.environ["SOFT_ROCE_ADDRESSES"], os.environ["SOFT_ROCE_PEER"])
-    for step in (example, collectives, abort, in_daemon, lost_peer):  # the last ends rank 1
+    for step in (example, collectives, abort, in_daemon, lost_peer):  # lost_peer is the last, because it ends rank 1
         step(bootstrap)
         print(f"OK: {step.__name__}", flush=True)
 
