@@ -19,8 +19,8 @@ CallInC = Callable[[Any, Any, tuple[Any, ...], int], bool]
 without any effect, if Python must make the call. The caller keeps the tensors until the stream has passed the call.
 """
 
-_LONG_BYTES = 16 << 20
-"""The least size of calls that go by proxy while the program computes. DDP's buckets have 25 MiB or more."""
+LONG_BYTES = 16 << 20
+"""The least size in bytes of a call that proxies make while the program computes. DDP's buckets have 25 MiB or more."""
 _COLLECTIVES = {each.name: each for each in (ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE, REDUCE_SCATTER)}
 
 
@@ -69,7 +69,9 @@ class TensorCalls:
         group = self._collectives.group
         return self._collectives.standing.cta_policy is None and group.topology.node_count == 1 < group.world_size
 
-    def choose_policy(self, collective: str, nbytes: int, *, beside: bool, output: Callable[[], int]) -> CtaPolicy:
+    def choose_policy(
+        self, collective: str, nbytes: int, *, beside: bool, late: bool, output: Callable[[], int]
+    ) -> CtaPolicy:
         """Returns the policy of the next call, the same on all ranks: the first rank to reach the call decides. If
         `chooses` is true, all ranks call this before the same calls.
 
@@ -82,11 +84,13 @@ class TensorCalls:
             collective: the collective's name.
             nbytes: size of the larger of a rank's input and output.
             beside: whether this rank's program is expected to run other kernels during the call.
+            late: whether this rank's GPU still has work that the program queued long before the call. If not, the CPU
+                sets the pace, and a call by proxy would only take more of the CPU's time than a kernel.
             output: returns the output's address.
         """
         log = self._collectives.group.launches.log
         wish: CtaPolicy = "efficiency" if beside or log.shares_device else "default"
-        if beside and nbytes >= _LONG_BYTES and self._may_go_by_proxy(collective, output, nbytes):
+        if beside and late and nbytes >= LONG_BYTES and self._may_go_by_proxy(collective, output, nbytes):
             wish = "zero"
         chosen = CTA_POLICIES[log.choose(CTA_POLICIES.index(wish))]
         # All ranks construct `ByProxy` together, so at this point no rank has constructed one.

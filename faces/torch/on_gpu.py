@@ -137,6 +137,20 @@ class GroupOnGpu:
             return self.own_stream
         return torch.cuda.ExternalStream(handle, self.device) if handle else torch.cuda.default_stream(self.device)
 
+    def call_on(self, handle: int, function: Callable[..., object], *arguments: Any) -> None:
+        """Calls a function while the stream with this handle is torch's current stream. `torch.cuda.stream` would take
+        six times as long.
+        """
+        stream = self.torch_stream(handle)
+        device, current = torch._C._cuda_getDevice(), torch._C._cuda_getCurrentStream(self.device.index)
+        torch._C._cuda_setStream(stream.stream_id, stream.device_index, stream.device_type)
+        try:
+            function(*arguments)
+        finally:
+            torch._C._cuda_setStream(*current)
+            if device != self.device.index:  # `_cuda_setStream` has changed the current device
+                torch._C._cuda_setDevice(device)
+
     def record(self, tensors: Sequence[torch.Tensor], handle: int) -> None:
         """Tells torch's allocator to reuse the tensors' memory only after the work queued on a stream."""
         stream = self.torch_stream(handle)

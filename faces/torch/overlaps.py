@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from proxyccl.channels.collectives.request import CTA_POLICIES, CtaPolicy
-from proxyccl.channels.collectives.tensor_calls import TensorCalls
+from proxyccl.channels.collectives.tensor_calls import LONG_BYTES, TensorCalls
 from proxyccl.channels.communicator import Communicator
 from proxyccl.device.runtime import Event, Runtime
 from proxyccl.torch._device_calls import StreamMark
@@ -31,6 +31,8 @@ _SURE = 2
 limit lets a few calls change a prediction.
 """
 _MOST_PENDING = 16
+_LATE_BY = 2
+"""The GPU is late if it has not finished the work that the program had queued so many long calls before."""
 
 _Kind = tuple[str, int, str, int]
 """The kind of a call: the collective's name and the bit length of its size, then the same two values for the group's
@@ -94,7 +96,7 @@ class Overlaps:
         self._shown: defaultdict[_Kind, int] = defaultdict(int)  # scores; see `_SURE`
         self._made: defaultdict[_Kind, int] = defaultdict(int)
         self._before = "", 0
-        self._main: StreamMark | None = None  # the latest work on torch's default stream at the previous call
+        self._queued: deque[StreamMark] = deque(maxlen=_LATE_BY)  # the program's latest work at previous long calls
 
     def choose(
         self, collective: str, nbytes: int, output: Callable[[], int], *, waits: bool
@@ -106,7 +108,7 @@ class Overlaps:
         stream = self.gpu.current()
         watched = None
         if waits:
-            beside = stream != 0 and self._is_beside(stream)
+            beside = stream != 0  # as FSDP2's calls
         else:
             size = nbytes.bit_length()
             kind = (collective, size, *self._before)
@@ -116,16 +118,19 @@ class Overlaps:
                 self._learn_pending()
                 watched = None if self.gpu.order.is_capturing(stream) else Watched(self, kind, stream)
             beside = self._shown[kind] > 0
-        return self._calls.choose_policy(collective, nbytes, beside=beside, output=output), watched
+        late = beside and nbytes >= LONG_BYTES and self._is_late(stream, computing=0 if waits else stream)
+        return self._calls.choose_policy(collective, nbytes, beside=beside, late=late, output=output), watched
 
-    def _is_beside(self, stream: int) -> bool:
-        """Returns whether a call on the current stream `stream` overlaps with work of torch's default stream, as
-        FSDP2's calls do: whether the work that was queued on the default stream at the previous call is still running.
+    def _is_late(self, stream: int, computing: int) -> bool:
+        """Returns whether the GPU is late with the work of the program's stream `computing`. `stream` is the current
+        stream.
         """
         if self.gpu.order.is_capturing(stream):
             return False
-        main, self._main = self._main, self.gpu.in_c.mark(0)
-        return main is not None and not main.query()
+        queued = self._queued
+        late = len(queued) == _LATE_BY and not queued[0].query()
+        queued.append(self.gpu.in_c.mark(computing))
+        return late
 
     def _learn_pending(self) -> None:
         while self.pending:
@@ -184,7 +189,7 @@ class Choice:
         if self._queued is None or not comm.tensor_calls.chooses:
             return self._policy
         nbytes, output = self._queued
-        return comm.tensor_calls.choose_policy(self._collective, nbytes, beside=False, output=output)
+        return comm.tensor_calls.choose_policy(self._collective, nbytes, beside=False, late=False, output=output)
 
     def watch(self, work: Any) -> Any:
         """Returns the call's Work; if `watched` is set, first makes the Work measure the overlap."""

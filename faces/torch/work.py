@@ -288,8 +288,7 @@ class DeviceWork(_KeptWork):
         if call.error is not None:
             future.set_exception(as_torch_error(call.error))
             return
-        with torch.cuda.stream(call.gpu.owner.torch_stream(call.stream)):
-            future.set_result(self.result())
+        call.gpu.owner.call_on(call.stream, future.set_result, self.result())
 
 
 @untraced

@@ -138,27 +138,34 @@ def test_ranks_that_have_learned_different_things_choose_alike() -> None:
     on_ranks(body, MIDDLE)
 
 
-def test_a_long_reduction_whose_future_is_taken_is_by_proxy_from_the_second_of_its_kind_on() -> None:
+def test_a_long_reduction_whose_future_is_taken_is_by_proxy_while_the_gpu_is_late() -> None:
     def body(rank: Rank) -> None:
-        assert [rank.with_future() for _ in range(4)] == ["default", "default", "zero", "zero"]
+        rank.comm.all_reduce(rank.x, cta_policy="zero")  # loads the kernel, which waits for busy streams
+        assert [rank.with_future() for _ in range(4)] == ["default", "default", "efficiency", "efficiency"]
+        with rank.busy(rank.stream):
+            futures = [rank.call().get_future() for _ in range(3)]  # the work queued before the first call is late
+            assert rank.policy == "zero"
+        for future in futures:
+            future.wait()
+        torch_on_hip.on_cpu(rank.x)
 
     on_ranks(body, LONG)
 
 
-def test_a_call_on_a_stream_of_the_programs_own_runs_beside_a_busy_default_stream() -> None:
+def test_a_long_reduction_on_a_stream_of_the_programs_own_is_by_proxy_while_the_default_stream_is_late() -> None:
     def body(rank: Rank) -> None:
         for _ in range(2):
             rank.comm.runtime.synchronize_stream(0)
             rank.comm.all_gather_bytes(b"")
             rank.call(waits=True)
-            assert rank.policy == "default"
-        with rank.busy(0):
-            rank.call(waits=True)  # in this call the ranks learn that the default stream is busy
-            rank.call(waits=True)
             assert rank.policy == "efficiency"
+        with rank.busy(0):
+            for _ in range(3):
+                rank.call(waits=True)
+            assert rank.policy == "zero"
         torch_on_hip.on_cpu(rank.x)
 
-    on_ranks(body, MIDDLE)
+    on_ranks(body, LONG)
 
 
 @pytest.mark.parametrize("named", ["default", "efficiency"])

@@ -45,6 +45,7 @@ class _Stream:
 
     def __init__(self, handle: int, device: torch.device) -> None:
         self.cuda_stream, self.device = handle, device
+        self.stream_id, self.device_index, self.device_type = handle, device.index, 1
 
     def record_event(self) -> _Event:
         return _Event(self.device.index, self.cuda_stream)
@@ -81,6 +82,10 @@ def _stream(stream: _Stream | None) -> Iterator[None]:
         yield
     finally:
         _current.stream = before
+
+
+def _set_stream(stream_id: int, device_index: int, _: int) -> None:
+    _current.stream = _Stream(stream_id, torch.device("cuda", device_index))
 
 
 _CAPSULE = b"dlpack_exchange_api"
@@ -158,5 +163,12 @@ def use(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in names.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    raw_stream = lambda index: _current_stream(torch.device("cuda", index)).cuda_stream  # noqa: E731
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", raw_stream, raising=False)
+    in_c = {
+        "_cuda_getCurrentRawStream": lambda index: _current_stream(torch.device("cuda", index)).cuda_stream,
+        "_cuda_getCurrentStream": lambda index: (_current_stream(torch.device("cuda", index)).stream_id, index, 1),
+        "_cuda_setStream": _set_stream,
+        "_cuda_getDevice": lambda: 0,
+        "_cuda_setDevice": lambda _: None,
+    }
+    for name, value in in_c.items():
+        monkeypatch.setattr(torch._C, name, value, raising=False)
