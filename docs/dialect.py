@@ -48,12 +48,11 @@ PHRASES = {
 """By pattern, which begins at a word's beginning, the words to use instead."""
 
 _COMPILED = [(re.compile(rf"\b(?:{pattern})", re.IGNORECASE), better) for pattern, better in PHRASES.items()]
-_ANY = re.compile(rf"\b(?:{'|'.join(PHRASES)})", re.IGNORECASE)  # one pass, which most positions leave at once
+_ANY = re.compile(rf"\b(?:{'|'.join(PHRASES)})", re.IGNORECASE)  # one pattern, because that is faster
 _C_PROSE = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL)
 
 
 def _of_markdown(text: str) -> Iterator[tuple[int, str]]:
-    """Yields the lines without code, each with its number."""
     fenced = False
     for number, line in enumerate(text.splitlines(), 1):
         if line.lstrip().startswith("```"):
@@ -63,20 +62,17 @@ def _of_markdown(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _of_python(text: str) -> Iterator[tuple[int, str]]:
-    """Yields comments and strings. A string that contains code of another language also counts as prose."""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type in (tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", -1)):
             yield token.start[0], token.string
 
 
 def _of_c(text: str) -> Iterator[tuple[int, str]]:
-    """Comments and string literals."""
     for match in _C_PROSE.finditer(text):
         yield text.count("\n", 0, match.start()) + 1, match.group()
 
 
 def _of_settings(text: str) -> Iterator[tuple[int, str]]:
-    """Comments that begin with "#"."""
     for number, line in enumerate(text.splitlines(), 1):
         if match := re.search(r"(?:^|\s)#(.*)", line):
             yield number, match[1]
@@ -131,7 +127,7 @@ def main() -> int:
         if name.endswith(SUFFIXES) and name not in EXEMPT and (ROOT / name).is_file():
             text = (ROOT / name).read_text()
             flat = re.sub(r"[\s#/*>]+", " ", text)
-            if _ANY.search(flat):  # most files need no parsing
+            if _ANY.search(flat):  # otherwise the file needs no parsing
                 found += findings(name, text)
     print("\n".join(found), end="\n" if found else "")
     return 1 if found else 0
