@@ -73,7 +73,7 @@ LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s:]+)\)")
 
 
 def _site_links(text: str, written_in: Path, page: Path) -> str:
-    """Returns a file's text for a page of the site: links to files that are no pages become the files' names."""
+    """Returns a file's text for a page of the site: links to files that are not on the site become the files' names."""
 
     def replaced(found: re.Match[str]) -> str:
         mark, label, (target, _, anchor) = found[1], found[2], found[3].partition("#")

@@ -1,4 +1,4 @@
-"""Lists public names, in Python and in kernels, that have no docstring or that no page of the reference has. Exits with
+"""Lists public names, in Python and in kernels, that have no docstring or are on no page of the reference. Exits with
 1 if there is such a name.
 
 python public_names.py DOXYGEN_XML     after doxygen has written what the device headers say
