@@ -79,11 +79,8 @@ def _of_settings(text: str) -> Iterator[tuple[int, str]]:
 
 
 def findings(name: str, text: str) -> list[str]:
-    """Returns a line for each phrase found in a file's prose: the phrase's place, and the words to use instead.
-
-    Args:
-        name: the file's name, whose suffix determines the language.
-        text: the file's contents.
+    """Returns a line for each phrase found in a file's prose: the phrase's place, and the words to use instead. The suffix of
+    the file's name determines the language.
     """
     read = _READERS.get(name.rpartition(".")[2], _of_c)
     pieces = list(_joined(read(text)))

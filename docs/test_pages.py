@@ -44,14 +44,7 @@ HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code on a page.
-
-    Attributes:
-        page: the page that contains the block.
-        line: the number of the block's first line in the page.
-        language: the language that the page names.
-        text: the code.
-    """
+    """A block of code on a page, its first line's number there, and the language that the page names."""
 
     page: Path
     line: int
