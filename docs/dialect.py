@@ -25,7 +25,7 @@ _BEHIND = (
     r"|each|every|any|one|earlier|which|whom)\b"
 )
 PHRASES = {
-    _BEHIND: "after",  # not "left behind", "a call behind" or "wait behind a put"
+    _BEHIND: "after",  # does not match "left behind", "a call behind" or "wait behind a put"
     rf"(?<!\bthere )(is|are|was|were) no (?!{_COMPARISON})[a-z]": "is not a, are not",
     r"to be had\b|(can't|can not|cannot) be had\b|is had\b": "supported, available",
     r"knows? no (?!such\b)": "does not know about",
@@ -79,8 +79,8 @@ def _of_settings(text: str) -> Iterator[tuple[int, str]]:
 
 
 def findings(name: str, text: str) -> list[str]:
-    """Returns a line for each phrase found in a file's prose: the phrase's place, and the words to use instead. The suffix of
-    the file's name determines the language.
+    """Returns a line for each phrase found in a file's prose: the phrase's file and line, and the words to use instead.
+    The suffix of the file's name determines the language.
     """
     read = _READERS.get(name.rpartition(".")[2], _of_c)
     pieces = list(_joined(read(text)))
@@ -117,7 +117,7 @@ def _joined(pieces: Iterator[tuple[int, str]]) -> Iterator[list[tuple[int, str]]
 
 
 def main() -> int:
-    """Prints the phrases found. Returns the exit code: 1 if there are any."""
+    """Prints the phrases found. Returns the exit code: 1 if a phrase was found, else 0."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     found = []
     for name in listed.splitlines():
