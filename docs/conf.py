@@ -26,7 +26,7 @@ extensions = [
     "sphinxarg.ext",
 ]
 templates_path: list[str] = []
-exclude_patterns = ["reference/*.rendered.md"]  # the same pages for readers without the site (render_reference.py)
+exclude_patterns = ["reference/*.rendered.md"]  # made by render_reference.py for readers without the site
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["proxyccl.css"]
@@ -49,7 +49,7 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 python_use_unqualified_type_names = True
-default_role = "py:obj"  # what docstrings put in backticks: links where the name is on the site
+default_role = "py:obj"  # makes a link of a name in backticks if the site has the name
 suppress_warnings = ["ref.python"]  # a name that several classes share, such as `rank`, needs no link
 maximum_signature_line_length = 88
 
@@ -59,7 +59,7 @@ cpp_id_attributes = ["PROXYCCL_DEVICE", "__device__"]
 
 linkcheck_anchors = False
 
-# -- links of files that are pages of the site too ---
+# -- links in files that the site includes ---
 
 SOURCE = Path(__file__).parent
 PAGE_OF = {"README.md": "index.md"} | {
@@ -73,9 +73,7 @@ LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s:]+)\)")
 
 
 def _site_links(text: str, written_in: Path, page: Path) -> str:
-    """Rewrites the links of a file for a page of the site: links to pages stay links; links to other files become the
-    files' names.
-    """
+    """Returns a file's text for a page of the site: links to files that are not on the site become the files' names."""
 
     def replaced(found: re.Match[str]) -> str:
         mark, label, (target, _, anchor) = found[1], found[2], found[3].partition("#")

@@ -25,7 +25,7 @@ _BEHIND = (
     r"|each|every|any|one|earlier|which|whom)\b"
 )
 PHRASES = {
-    _BEHIND: "after",  # not "left behind", "a call behind" or "wait behind a put"
+    _BEHIND: "after",  # does not match "left behind", "a call behind" or "wait behind a put"
     rf"(?<!\bthere )(is|are|was|were) no (?!{_COMPARISON})[a-z]": "is not a, are not",
     r"to be had\b|(can't|can not|cannot) be had\b|is had\b": "supported, available",
     r"knows? no (?!such\b)": "does not know about",
@@ -48,12 +48,11 @@ PHRASES = {
 """By pattern, which begins at a word's beginning, the words to use instead."""
 
 _COMPILED = [(re.compile(rf"\b(?:{pattern})", re.IGNORECASE), better) for pattern, better in PHRASES.items()]
-_ANY = re.compile(rf"\b(?:{'|'.join(PHRASES)})", re.IGNORECASE)  # one pass, which most positions leave at once
+_ANY = re.compile(rf"\b(?:{'|'.join(PHRASES)})", re.IGNORECASE)  # one pattern, because that is faster
 _C_PROSE = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL)
 
 
 def _of_markdown(text: str) -> Iterator[tuple[int, str]]:
-    """Yields the lines without code, each with its number."""
     fenced = False
     for number, line in enumerate(text.splitlines(), 1):
         if line.lstrip().startswith("```"):
@@ -63,31 +62,25 @@ def _of_markdown(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _of_python(text: str) -> Iterator[tuple[int, str]]:
-    """Yields comments and strings. A string that contains code of another language also counts as prose."""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type in (tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", -1)):
             yield token.start[0], token.string
 
 
 def _of_c(text: str) -> Iterator[tuple[int, str]]:
-    """Comments and string literals."""
     for match in _C_PROSE.finditer(text):
         yield text.count("\n", 0, match.start()) + 1, match.group()
 
 
 def _of_settings(text: str) -> Iterator[tuple[int, str]]:
-    """Comments that begin with "#"."""
     for number, line in enumerate(text.splitlines(), 1):
         if match := re.search(r"(?:^|\s)#(.*)", line):
             yield number, match[1]
 
 
 def findings(name: str, text: str) -> list[str]:
-    """Returns a line for each phrase found in a file's prose: the phrase's place, and the words to use instead.
-
-    Args:
-        name: the file's name, whose suffix determines the language.
-        text: the file's contents.
+    """Returns a line for each phrase found in a file's prose: the phrase's file and line, and the words to use instead.
+    The suffix of the file's name determines the language.
     """
     read = _READERS.get(name.rpartition(".")[2], _of_c)
     pieces = list(_joined(read(text)))
@@ -124,14 +117,14 @@ def _joined(pieces: Iterator[tuple[int, str]]) -> Iterator[list[tuple[int, str]]
 
 
 def main() -> int:
-    """Prints the phrases found. Returns the exit code: 1 if there are any."""
+    """Prints the phrases found. Returns the exit code: 1 if a phrase was found, else 0."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     found = []
     for name in listed.splitlines():
         if name.endswith(SUFFIXES) and name not in EXEMPT and (ROOT / name).is_file():
             text = (ROOT / name).read_text()
             flat = re.sub(r"[\s#/*>]+", " ", text)
-            if _ANY.search(flat):  # most files need no parsing
+            if _ANY.search(flat):  # otherwise the file needs no parsing
                 found += findings(name, text)
     print("\n".join(found), end="\n" if found else "")
     return 1 if found else 0

@@ -1,5 +1,5 @@
-"""Lists public names, in Python and in kernels, that have no docstring or that no page of the reference has. Exits with
-1 if there is such a name.
+"""Lists public names, in Python and in kernels, that have no docstring or are on no page of the reference. Exits with
+1 if it lists a name.
 
 python public_names.py DOXYGEN_XML     after doxygen has written what the device headers say
 """

@@ -6,9 +6,9 @@ The first line of a Python block is a comment with the command that runs it:
     # torchrun --nproc-per-node 2 program.py     where torch is installed
     # srun -n 4 python program.py                processes with the variables that Slurm sets, without Slurm
 
-A program with `device="cuda"`, or in Numba, needs a GPU. A C++ block is a kernel's source, which must compile. In a
-console block each line after `$ ` runs beside the programs of its page, and must print the lines below it, in which …
-is any text; other lines may come between. Commands in other blocks must exist.
+A program with `device="cuda"`, or in Numba, needs a GPU. A C++ block is a kernel's source, which must compile. Each
+line after `$ ` of a console block runs in a directory with the programs of its page, and must print the lines below it,
+in which … matches any text; it may print other lines between. Other commands are only parsed.
 """
 
 from __future__ import annotations
@@ -44,14 +44,7 @@ HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code.
-
-    Attributes:
-        page: the page that contains the block.
-        line: the number of the block's first line in the page.
-        language: the language that the page names.
-        text: the code.
-    """
+    """A block of code on a page, its first line's number there, and the language that the page names."""
 
     page: Path
     line: int
@@ -149,7 +142,7 @@ def test_a_kernel_compiles(block: Block) -> None:
 
 
 def commands() -> list[tuple[str, str]]:
-    """Returns (place, command) for every line, in a block or indented, that starts with a command of ours or `make`."""
+    """Returns (page, command) for every line, in a block or indented, that starts with `proxyccl` or `make`."""
     found = []
     for page in PAGES:
         lines = [
