@@ -32,7 +32,7 @@ limit lets a few calls change a prediction.
 """
 _MOST_PENDING = 16
 _LATE_BY = 2
-"""The GPU is late if it has not finished the work that the program had queued so many long calls before."""
+"""The GPU is late if it has not finished the work that the program had queued this number of long calls before."""
 
 _Kind = tuple[str, int, str, int]
 """The kind of a call: the collective's name and the bit length of its size, then the same two values for the group's
