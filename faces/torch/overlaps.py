@@ -31,8 +31,8 @@ _SURE = 2
 limit lets a few calls change a prediction.
 """
 _MOST_PENDING = 16
-_LATE_BY = 2
-"""The GPU is late if it has not finished the work that the program had queued this number of long calls before."""
+_LATE_SECONDS = 0.002
+"""The GPU is late if it has not finished the work that the program had queued this long before, in seconds."""
 
 _Kind = tuple[str, int, str, int]
 """The kind of a call: the collective's name and the bit length of its size, then the same two values for the group's
@@ -96,7 +96,7 @@ class Overlaps:
         self._shown: defaultdict[_Kind, int] = defaultdict(int)  # scores; see `_SURE`
         self._made: defaultdict[_Kind, int] = defaultdict(int)
         self._before = "", 0
-        self._queued: deque[StreamMark] = deque(maxlen=_LATE_BY)  # the program's latest work at previous long calls
+        self._queued: deque[tuple[float, StreamMark]] = deque()  # times and the program's latest work at these times
 
     def choose(
         self, collective: str, nbytes: int, output: Callable[[], int], *, waits: bool
@@ -127,10 +127,12 @@ class Overlaps:
         """
         if self.gpu.order.is_capturing(stream):
             return False
-        queued = self._queued
-        late = len(queued) == _LATE_BY and not queued[0].query()
-        queued.append(self.gpu.in_c.mark(computing))
-        return late
+        now, queued = time.perf_counter(), self._queued
+        queued.append((now, self.gpu.in_c.mark(computing)))
+        while len(queued) > 1 and now - queued[1][0] >= _LATE_SECONDS:
+            queued.popleft()
+        began, mark = queued[0]
+        return now - began >= _LATE_SECONDS and not mark.query()
 
     def _learn_pending(self) -> None:
         while self.pending:
