@@ -114,7 +114,7 @@ _WRITTEN_ONCE_US: dict[int, dict[str, float]] = {
 
 
 def expert_parallel_us(ranks: int, tokens: int, call: str) -> float | None:
-    """Returns the target in µs of a call whose name begins with "dispatch", "combine" or "both"; None if it has none."""
+    """Returns the target in µs of a call, by its name ("dispatch…", "combine…" or "both…"); None if it has none."""
     name = call.split(",", maxsplit=1)[0]
     if ranks == 2 and call.endswith("written once"):
         return _WRITTEN_ONCE_US.get(tokens, {}).get(name)

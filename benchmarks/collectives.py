@@ -6,9 +6,9 @@ median over iterations of the slowest rank's time. If calls are slow, the progra
 keep its time limit.
 
 The formulas are those of nccl-tests' doc/PERFORMANCE.md. The algorithm bandwidth is size / time. The bus bandwidth,
-which can be compared with the links' speed, is the algorithm bandwidth times a factor. For n ranks the factor is 2 (n -
-1) / n for all_reduce; (n - 1) / n for all_gather, reduce_scatter and all_to_all; 1 for broadcast. The size is the
-number of bytes of one rank's input or output, whichever is larger.
+which can be compared with the links' speed, is the algorithm bandwidth times a factor, for n ranks 2 (n - 1) / n for
+all_reduce; (n - 1) / n for all_gather, reduce_scatter and all_to_all; 1 for broadcast. The size is the number of bytes
+of one rank's input or output, whichever is larger.
 """
 
 from __future__ import annotations

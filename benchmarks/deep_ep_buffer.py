@@ -9,8 +9,8 @@ tensor that the caller allocated, as an expert's result would be. Contenders:
 - NCCL: all_to_all_single there and back of as many bytes, without the time to pack and unpack rows
 
 A burst is ten pairs on one stream. If the CPU need not wait, a kernel blocks the stream until the CPU has issued the
-burst's calls. Events around the calls measure the GPU's time. If the CPU waits for a dispatch, its time includes that
-wait. The issuing thread's time is the wall-clock time of the burst's calls. A result is the slowest rank's mean of a
+burst's calls. Events around the calls measure the GPU's time. A dispatch for which the CPU waits has this wait in its
+time. The issuing thread's time is the wall-clock time of the burst's calls. A result is the slowest rank's mean of a
 burst; the table shows the median over bursts. Outputs are checked before and after the measurement.
 """
 
@@ -135,7 +135,7 @@ def wrong(contender: Contender, tokens: Tokens) -> int:
 
 
 def burst(job: GpuJob, contender: Contender, results: torch.Tensor) -> tuple[float, float, float]:
-    """Returns the microseconds of a dispatch, of a combine and of issuing both. `results` holds the experts' results."""
+    """Returns the microseconds of a dispatch, of a combine and of issuing both. `results` are the experts' results."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * _PAIRS + 1)]
     torch.cuda.synchronize()
     job.world.Barrier()
