@@ -69,7 +69,7 @@ def accelerate_llama(world: World, *, sharded: bool) -> None:
 
 
 def lightning_ddp(world: World) -> None:
-    """Trains a small convolution net for 64 steps by Lightning's DDP with SyncBatchNorm, and logs the ranks' mean loss."""
+    """Trains a small convolution net for 64 steps by Lightning's DDP with SyncBatchNorm. Logs the mean loss."""
     import pytorch_lightning as lightning
 
     class Net(lightning.LightningModule):  # type: ignore[misc,unused-ignore]  # the package may be missing
