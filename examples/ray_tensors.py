@@ -3,7 +3,7 @@
     python examples/ray_tensors.py
 
 A trainer makes weights, and samplers get references to them. Each sampler reads the weights out of the trainer's
-memory, without any work by the trainer's process. One sampler reads into tensors that it already has.
+memory; the trainer's process does nothing. One sampler reads into tensors that it already has.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ray.experimental import set_target_for_ref
 import proxyccl.ray
 
 LAYERS, WIDTH = 4, 512
-proxyccl.ray.register()  # before the classes that use it
+proxyccl.ray.register()  # must precede the classes that use the transport
 
 
 def weights_of(step: int) -> list[torch.Tensor]:

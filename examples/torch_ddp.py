@@ -22,7 +22,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("proxyccl")
 
-    torch.manual_seed(rank)  # ranks begin with different weights; DDP gives all of them rank 0's
+    torch.manual_seed(rank)  # ranks begin with different weights, which DDP replaces by rank 0's
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1)).to(device)
     parallel = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(parallel.parameters(), lr=1e-2)

@@ -1,9 +1,10 @@
 """Matrix products that overlap with communication, in Triton: the proxy moves data while the kernel multiplies.
 
 - GEMM + all-reduce: each rank has a share of the inner dimension, and C is the sum of the ranks' products. Rank r owns
-  the r-th share of C's rows. Rows that others own are multiplied first, and travel as soon as they are complete.
-- All-gather + GEMM: each rank has a share of A's rows, and all need A * B of all rows. A kernel starts sending its own
-  rows, multiplies its own rows while they travel, and then the other ranks' rows as these arrive.
+  the r-th share of C's rows. A rank first computes the rows that other ranks own, and sends them as soon as they are
+  complete.
+- All-gather + GEMM: each rank has a share of A's rows, and needs all rows of A * B. A kernel starts to send its own
+  rows and multiplies them meanwhile, and then multiplies the other ranks' rows as these arrive.
 
     mpiexec -n 2 python -m mpi4py examples/triton_overlapped_gemm.py
 
@@ -36,8 +37,8 @@ def multiply_tile(a, b, c, row, column, N, K, BM: tl.constexpr, BN: tl.constexpr
 def gemm_all_reduce(
     a, b, memory, done, channels, barrier, rank, ranks, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
 ):
-    """`memory` holds this rank's products [M, N], the summands of this rank's rows that other ranks send [ranks, M /
-    ranks, N], and the sum [M, N].
+    """`memory` holds this rank's products [M, N], the partial products that other ranks send [ranks, M / ranks, N], and
+    the sum [M, N].
 
     `done` counts the complete tiles of each share, and must start at 0.
     """
@@ -85,7 +86,7 @@ def gemm_all_reduce(
 def all_gather_gemm(
     a, b, c, channels, barrier, rank, ranks, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
 ):
-    """`a` is [M, K]; this rank's share of rows is filled before the launch, and the other ranks' shares arrive.
+    """`a` is [M, K]. This rank's share of its rows is filled before the launch; the kernel receives the other shares.
 
     All ranks must synchronize before the next launch sends new rows, because a rank may still multiply the old rows.
     """
