@@ -35,7 +35,7 @@ from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.tools.results import Fields, write_json
 from proxyccl.tools.tables import Column, Table
 
-_TIMEOUT = 20.0  # longest wait, in seconds
+_TIMEOUT = 20.0
 _COUNT = 256  # elements of 4 bytes
 _RESTS_MS = (0, 1, 10, 100)
 _CALLS = {0: 40, 1: 40, 10: 30, 100: 12}

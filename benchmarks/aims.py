@@ -1,6 +1,6 @@
 """Times of other libraries, limits of the machine, and our targets, on H200 GPUs joined by NVLink.
 
-These numbers were measured once, on 4 GPUs without multicast, before this library existed. They give only an order of
+These numbers were measured once, on 4 GPUs without multicast. They give only an order of
 magnitude: the programs measure the other libraries again where these are installed, and targets that are ratios refer
 to that measurement.
 """

@@ -1,4 +1,4 @@
-"""All-reduce by algorithm, beside NCCL's and torch symmetric memory's: mpiexec -n 4 python -m mpi4py all_reduce.py
+"""all_reduce by each algorithm, by NCCL and by torch symmetric memory: mpiexec -n 4 python -m mpi4py all_reduce.py
 
 All sums are in place, except those of torch's one-shot, which always writes to another tensor. The contenders of torch
 symmetric memory, `NCCL, symmetric`, `registered` and `registered_proxy` use registered buffers; the other contenders do
@@ -54,8 +54,8 @@ class Buffers:
 
     Args:
         job: the ranks.
-        count: elements.
-        dtype: name of their type.
+        count: number of elements.
+        dtype: name of the element type.
         own: registered memory of at least `count` elements.
         peers: the result of `Job.peers`.
     """
@@ -68,7 +68,7 @@ class Buffers:
         self._peers = peers
         total: Any = 0
         for rank, given in enumerate(random_inputs(job, count, dtype, fresh_seed(job))):
-            total = total + given  # every element type holds these sums exactly
+            total = total + given  # exact: inputs are small whole numbers
             if rank == job.rank:
                 self.source = given
         self.expected = total
@@ -99,8 +99,8 @@ class Buffers:
         return Contender(name, ours, call, refill, lambda calls: self.wrong_after(x, calls), also_wrong)
 
     def ours(self, name: str) -> Contender:
-        """Returns the contender for one of our algorithms. Its check also makes a call out of place, into poisoned
-        memory.
+        """Returns the contender for one of our algorithms. The contender's check also calls it out of place, into
+        poisoned memory.
         """
         comm, stream = self.job.comm, self.job.handle
         algorithm = _ALGORITHMS.get(name, name)

@@ -46,7 +46,7 @@ class Reductions:
         self._own, self._peers = job.registered(count, dtype), job.peers("all_reduce", count, dtype)
 
     def contenders(self, count: int) -> list[Contender]:
-        """Returns our contenders, then the peers."""
+        """Returns our contenders, then those of NCCL or gloo."""
         buffers = all_reduce.Buffers(self._job, count, self._dtype, self._own, self._peers)
         return [*map(buffers.ours, self._names), *buffers.peers()]
 
@@ -58,7 +58,7 @@ class Moves:
         self._buffers = moves.Buffers(job, collective, count, dtype)
 
     def contenders(self, count: int) -> list[Contender]:
-        """Returns our contenders, then the peers."""
+        """Returns our contenders, then those of NCCL or gloo."""
         return self._buffers.contenders(count, list(_MOVES))
 
 

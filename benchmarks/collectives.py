@@ -1,4 +1,4 @@
-"""A table like nccl-tests', with MPI's time for the same call: mpiexec -n 4 python -m mpi4py collectives.py all_reduce
+"""Prints a table like nccl-tests, with MPI's times: mpiexec -n 4 python -m mpi4py collectives.py all_reduce
 
 The same run checks the results, on fresh random data with poisoned outputs. Calls of ProxyCCL and MPI alternate, each
 after a barrier. ProxyCCL and MPI use the same buffers, except that on a GPU MPI's are in host memory. A time is the

@@ -37,7 +37,7 @@ from proxyccl.proxy.processes import stat_of
 from proxyccl.tools.results import Fields, write_json
 from proxyccl.tools.tables import Column, Table
 
-_TIMEOUT = 20.0  # longest wait, in seconds
+_TIMEOUT = 20.0  # seconds
 _ROUNDS = 300
 _KERNEL_PUSHES = 200_000
 _CPU_PUSHES = 1_000_000

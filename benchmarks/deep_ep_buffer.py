@@ -160,7 +160,7 @@ def measure(job: GpuJob, made: list[Contender], tokens: Tokens, bursts: int) -> 
     found = [wrong(contender, tokens) for contender in made]
     results = torch.zeros(job.ranks * len(tokens.x), tokens.x.shape[1], dtype=tokens.x.dtype, device=job.device)
     times = np.zeros((bursts, len(made), 3))
-    for turn in range(-2, bursts):  # the first two warm up
+    for turn in range(-2, bursts):  # the first two are warm-ups
         for which, contender in enumerate(made):
             measured = burst(job, contender, results)
             if turn >= 0:

@@ -1,4 +1,4 @@
-"""Execution plans beside the shipped all_reduce: mpiexec -n 2 python -m mpi4py benchmarks/execution_plans.py
+"""Execution plans compared with our all_reduce: mpiexec -n 2 python -m mpi4py benchmarks/execution_plans.py
 
 The contenders reduce from one registered array to another:
 
@@ -44,7 +44,7 @@ _SIZES = tuple(aims.KIB << shift for shift in (6, 8, 10, 12, 14, 16, 18))
 _QUICK_SIZES = (64 * aims.KIB, 1 * aims.MIB, 64 * aims.MIB)
 _HOST_SIZES = (4 * aims.KIB, 256 * aims.KIB)
 _LONGEST_PACKETS = 4 * aims.MIB
-_MOST_THREADBLOCKS = 128  # limited, because all threadblocks must be resident together
+_MOST_THREADBLOCKS = 128  # limits the threadblocks, because all must be resident together
 _TWO_SHOT = "two_shot"
 
 Block = list[dict[str, Any]]
@@ -188,8 +188,8 @@ class Arrays:
     Args:
         job: the ranks.
         own: registered memory, as long as the longest input and output.
-        count: elements.
-        dtype: name of their type.
+        count: number of elements.
+        dtype: name of the element type.
     """
 
     def __init__(self, job: Job, own: tuple[Any, Any], count: int, dtype: str) -> None:
@@ -198,7 +198,7 @@ class Arrays:
         self._registered: tuple[RegisteredMemory, ...] = tuple(self._comm.register(each) for each in (self.x, self.out))
         total: Any = 0
         for rank, given in enumerate(random_inputs(job, count, dtype, fresh_seed(job))):
-            total = total + given  # every element type holds these sums exactly
+            total = total + given  # exact: inputs are small whole numbers
             if rank == job.rank:
                 self._given = given
         self._expected = total

@@ -57,7 +57,7 @@ class Routing:
             scores = torch.rand(count, experts, generator=generator, device=job.device)
             ids.append(scores.topk(topk, dim=1).indices.to(torch.int32))
         every = torch.stack(ids)  # [ranks, count, topk]
-        of_slots = every // per_rank  # ranks
+        of_slots = every // per_rank
         comes = torch.stack([(of_slots == rank).any(2) for rank in range(job.ranks)])  # [ranks, ranks, count]
         here = of_slots == job.rank
         order = torch.argsort(every[here], stable=True)

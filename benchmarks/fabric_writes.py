@@ -34,8 +34,8 @@ from proxyccl.proxy.fabric.library import FabricOffer, choose_offer, fabric_offe
 from proxyccl.proxy.registrations import Registration
 from proxyccl.tools.results import Fields, machine, versions, write_json
 
-_LOOK = 0.002  # seconds between two reads of the flush word
-_FIFO_SIZE = 1 << 18  # has room for all writes of a run, so that the pushing thread never spins
+_LOOK = 0.002  # Seconds between two reads of the flush word.
+_FIFO_SIZE = 1 << 18  # Has room for all writes of a run, so that the pushing thread never spins.
 _CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 _BYTES = 1 << 20
 _SHORT, _LONG = 8, _BYTES

@@ -1,4 +1,4 @@
-"""From `python` to the first result: python benchmarks/first_result.py (on GPUs), or with PROXYCCL_RUNTIME=host.
+"""Time from the start of Python to the first result, on GPUs or on the host runtime: python first_result.py
 
 Each measurement starts a job of new processes. Each rank records the seconds from the start of its own process, which
 the system reports in steps of 10 ms, to the end of each stage: the interpreter, the imports, the communicator, and the
@@ -69,7 +69,7 @@ def contenders(runtime: str) -> list[Contender]:
     found = [
         Contender("ProxyCCL, proxied call at once", "proxyccl", ours),
         Contender(_PROCESS, "proxyccl-later", {**ours, "PROXYCCL_PROXY": "process"}),
-        # Kernels are loaded lazily, as in the other jobs, so that memory can be compared. That is safe, because no
+        # Loads kernels lazily, like the other jobs, so that the jobs' memory can be compared. This is safe, because no
         # other library launches kernels in this job.
         Contender(_THREAD, "proxyccl-later", {**ours, "PROXYCCL_PROXY": "thread"}),
         Contender("MPI, arrays of the CPU", "mpi"),

@@ -32,7 +32,7 @@ stages: dict[str, float] = {}
 
 
 def reached(stage: str) -> None:
-    """Notes the time of a stage."""
+    """Records the time at which a stage ends."""
     stages[stage] = _since_boot() - STARTED
 
 
@@ -61,9 +61,9 @@ def proxyccl(when: str) -> int:
         time.sleep(max(0.0, made + _AGE - time.monotonic()))
         if comm.runtime.name == "cuda":
             stages["free_bytes"] = _free_bytes(comm.runtime)
-        comm.all_gather_bytes(b"")  # all ranks call this together
+        comm.all_gather_bytes(b"")  # a barrier of all ranks
     before = _since_boot()
-    comm.proxy  # noqa: B018  the first use opens it
+    comm.proxy  # noqa: B018  the first use opens the proxy
     stages["of it the proxy"] = _since_boot() - before
     comm.all_reduce(array, algorithm="proxy")
     comm.synchronize()

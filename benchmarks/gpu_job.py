@@ -1,9 +1,9 @@
-"""The `Job` on GPUs: arrays are torch's tensors, CUDA graphs are timed by the GPU's events, and torch provides the
-peers.
+"""The `Job` on GPUs: arrays are torch's tensors, the GPU's events time CUDA graphs, and torch provides the other
+libraries.
 
-A contender's calls are captured into a CUDA graph. Events time its replay, and the result is divided by the number of
-calls, so that it contains no launch cost of Python. Each rank's stream first sleeps until its CPU has queued the
-replay, and then joins a barrier of all ranks. So a slow CPU does not make a rank start late.
+A contender's calls are captured into a CUDA graph. Events time the graph's replay, so that no launch cost of Python is
+included. Each rank's stream first sleeps until its CPU has queued the replay, and then joins a barrier of all ranks. So
+a slow CPU does not make a rank start late.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
-# NVLink multicast must not be used. torch and NCCL read these variables when they are loaded.
+# Disables NVLink multicast. torch and NCCL read these variables at their import.
 os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NVSHMEM_DISABLE_NVLS="1")
 
 import nccl_registered
@@ -49,7 +49,7 @@ class GraphBurst(Burst):
     def __init__(self, call: Callable[[], object], calls: int, stream: torch.cuda.Stream, *, counted: bool) -> None:
         self.calls, self.stream = calls, stream
         self._call = call  # keeps alive the arrays whose addresses are in the graph
-        counted = counted and hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph")  # `raw_cuda_graph` exists since torch 2.8
+        counted = counted and hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph")
         self._graph: Any = torch.cuda.CUDAGraph(keep_graph=True) if counted else torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
             # NCCL's watchdog thread queries events during the capture, which only the mode "thread_local" allows.

@@ -39,6 +39,6 @@ def multiprocessors_used(driver: Any, graph: int, available: int) -> int:
         available: the number of the device's multiprocessors.
 
     Raises:
-        RuntimeError: a call of the driver about the graph failed.
+        RuntimeError: a call of the driver failed.
     """
     return min(available, max(_grids(driver, driver.CUgraph(graph)), default=0))

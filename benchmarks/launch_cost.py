@@ -73,7 +73,7 @@ def measure(job: GpuJob, what: dict[str, Callable[[], object]], bursts: int) -> 
     """Measures each call. Returns their rows, the same on all ranks."""
     times = np.zeros((len(what), bursts))
     with torch.cuda.stream(job.stream):
-        for burst in range(-2, bursts):  # the first two warm up
+        for burst in range(-2, bursts):  # the first two are warm-ups
             for i, call in enumerate(what.values()):
                 torch.cuda.synchronize()
                 job.world.Barrier()

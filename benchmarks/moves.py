@@ -51,7 +51,7 @@ class Buffers:
         job: the ranks.
         collective: "all_gather" or "all_to_all".
         count: elements of the largest size.
-        dtype: name of their type.
+        dtype: name of the element type.
     """
 
     def __init__(self, job: Job, collective: str, count: int, dtype: str) -> None:

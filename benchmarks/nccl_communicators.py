@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-# NVLink multicast must not be used. NCCL reads this when it makes its first communicator.
+# Disables NVLink multicast. NCCL reads this variable when it makes its first communicator.
 os.environ["NCCL_NVLS_ENABLE"] = "0"
 
 from mpi4py import MPI
@@ -93,7 +93,7 @@ class NcclCommunicator:
         self._nccl, self._handle = nccl, handle
 
     def all_reduce(self, pointer: int, count: int, stream: int) -> None:
-        """Queues a sum of float32 in place."""
+        """Queues an in-place sum of float32 elements."""
         self._nccl.call("ncclAllReduce", pointer, pointer, count, _FLOAT32, _SUM, self._handle, stream)
 
     def shrink(self, exclude: Sequence[int], *, abort: bool) -> Self:

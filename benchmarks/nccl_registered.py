@@ -30,7 +30,7 @@ def why_missing() -> str:
 
 
 class RegisteredNccl:
-    """A separate process group of NCCL, with two registered arrays. All ranks make it together.
+    """A separate process group of NCCL, with two registered arrays. All ranks make the group together.
 
     Args:
         device: this rank's device.

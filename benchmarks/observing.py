@@ -45,9 +45,9 @@ from proxyccl.tools.tables import Column, Table
 ffi, lib = _engine.ffi, _engine.lib
 
 NOBODY, LOOKED_AT, TRACED = MODES = ("nobody looks", "looked at", "traced")
-JOB = f"observing-{os.getpid()}"  # unique to this run
-_TIMEOUT = 30.0  # longest wait, in seconds
-_SLOTS = 1 << 14  # a ring that fits a core's cache, filled once for each timed run
+JOB = f"observing-{os.getpid()}"
+_TIMEOUT = 30.0
+_SLOTS = 1 << 14  # slots of a ring that fits a core's cache; each timed run fills it once
 _KINDS = {
     "put of 0 bytes": (Operation.DATA, 0),
     "signal": (Operation.SIGNAL, 0),

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # read at the import
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
 
 import torch
 import torch.distributed as dist

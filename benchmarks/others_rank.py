@@ -35,7 +35,7 @@ from proxyccl.proxy.observe.publications import find
 from proxyccl.proxy.processes import stat_of
 
 _SAMPLES = 16
-_AIMED_STEPS = 10  # `late` covers the steps from 2 to this one
+_AIMED_STEPS = 10  # `late` covers the steps from 2 to this one.
 _UNCOUNTED_STEPS = 3  # CPU time is not counted in these first steps, which fill caches
 
 

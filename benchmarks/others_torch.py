@@ -192,7 +192,7 @@ def decoder(world: World, *, batch: int, graph: bool) -> None:
     call: Callable[[], Any] = token
     y = None
     for step in world.steps(40):
-        if graph and step == 1:  # the first one warms up
+        if graph and step == 1:  # the first step is a warm-up
             captured = torch.cuda.CUDAGraph()
             with torch.cuda.graph(captured):
                 y = token()

@@ -1,4 +1,4 @@
-"""Collectives beside a matrix product that uses the whole GPU: mpiexec -n 2 python -m mpi4py overlap.py
+"""Collectives during a matrix product that uses the whole GPU: mpiexec -n 2 python -m mpi4py overlap.py
 
 Each contender is measured in three settings: alone; while products run on another stream as a load; and as the load
 while products are timed. The load must outlast the timed work; if it does not, the measurement is repeated with twice
@@ -32,10 +32,10 @@ _DTYPE = "float32"
 _SIZES = (64 * aims.KIB, 1 * aims.MIB, 16 * aims.MIB, 256 * aims.MIB)
 _QUICK_SIZES = (1 * aims.MIB, 64 * aims.MIB)
 _COLLECTIVES = ("all_gather", "all_to_all", "all_reduce")
-_ROWS = 8192  # rows of the matrices, so that a product takes all multiprocessors
+_ROWS = 8192  # rows of the matrices; a product then occupies all multiprocessors
 _ROWS_ON_HOST = 256
-_PRODUCTS = 4  # products in a burst
-_MOST_BURSTS = 4096  # most bursts of load that may be queued
+_PRODUCTS = 4  # Matrix products in a burst.
+_MOST_BURSTS = 4096  # The maximum number of bursts of load.
 
 _COLUMNS = (
     Column("collective", "", 10, left=True),
@@ -52,7 +52,7 @@ _COLUMNS = (
 
 
 def of_all_reduce(job: Job, largest: int) -> Callable[[int], list[Contender]]:
-    """Returns a function of a number of elements, at most `largest`, that makes the contenders of an all_reduce."""
+    """Returns a function that makes the contenders of an all_reduce, given a number of elements up to `largest`."""
     own, peers = job.registered(largest, _DTYPE), job.peers("all_reduce", largest, _DTYPE)
 
     def contenders(count: int) -> list[Contender]:
@@ -63,7 +63,7 @@ def of_all_reduce(job: Job, largest: int) -> Callable[[int], list[Contender]]:
 
 
 def of_move(job: Job, collective: str, largest: int) -> Callable[[int], list[Contender]]:
-    """Returns a function of a number of elements, at most `largest`, that makes the contenders of a collective."""
+    """Returns a function that makes the contenders of a collective, given a number of elements up to `largest`."""
     buffers = moves.Buffers(job, collective, largest, _DTYPE)
     return lambda count: buffers.contenders(count, list(moves.REGISTERED))
 
@@ -154,7 +154,7 @@ class Together:
 
 def measure(job: Job, product: Burst, contenders: list[Contender], repeats: int) -> list[Fields]:
     """Measures each contender. Returns the table's rows, the same on all ranks."""
-    job.synchronize()  # the inputs were made on another stream
+    job.synchronize()  # waits, because the inputs were made on another stream
     with job.current():
         together = Together(job, product)
         found = [together.start(contender) for contender in contenders]

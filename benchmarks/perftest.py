@@ -8,7 +8,7 @@ from pathlib import Path
 
 from proxyccl.device.errors import ProxyCCLError
 
-_TIMEOUT = 60.0  # longest wait, in seconds
+_TIMEOUT = 60.0
 _PORT = 18515  # TCP port of the server
 
 
@@ -34,7 +34,7 @@ class Perftest:
         program: path of ib_write_bw.
         names: the two devices.
         gid_index: index of the GID to use, on both devices.
-        depth: the most outstanding work requests.
+        depth: the maximum number of outstanding work requests.
     """
 
     def __init__(self, program: str, names: tuple[str, str], gid_index: int, depth: int) -> None:

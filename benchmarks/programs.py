@@ -1,4 +1,4 @@
-"""Programs as users write them, ours beside NCCL's: python programs.py --ranks 2 --json FILE
+"""Programs as users write them, with ProxyCCL and with NCCL: python programs.py --ranks 2 --json FILE
 
 The parts are trainings by FSDP2 and DDP, a mixture of experts, the time to issue calls, and calls by proxy after a
 rest. Each part is a separate job with its own time-out, in which the contenders take turns. The results are written
@@ -215,7 +215,7 @@ class Job:
         return next((status for status in statuses if status), 0)
 
     def close(self) -> None:
-        """Ends the processes that still run."""
+        """Kills the processes that still run."""
         self._timer.cancel()
         self._kill()
 
@@ -378,8 +378,8 @@ def run_others(
 
 
 def compare(collected: Collected, title: str, by: str, peer: str) -> None:
-    """Records a failure if a program's outputs differ from the peer's by more than rounding. Waits until both outputs
-    are known.
+    """Records a failure if a program's outputs differ from NCCL's or gloo's by more than rounding. Waits until both
+    outputs are known.
     """
     ((_, program),) = named([title]).values()
     theirs = collected.outputs.get((title, peer))
@@ -389,8 +389,8 @@ def compare(collected: Collected, title: str, by: str, peer: str) -> None:
 
 
 def difference(outputs: list[list[float]], right: list[list[float]]) -> float:
-    """Returns the largest difference between two contenders' outputs, relative to the largest output; infinity if they
-    have different numbers of outputs, or if any output is not finite.
+    """Returns the largest difference between two contenders' outputs, relative to the largest output. Returns infinity
+    if the numbers of outputs differ, or if an output is not finite.
     """
     if [len(each) for each in outputs] != [len(each) for each in right]:
         return float("inf")

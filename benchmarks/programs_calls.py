@@ -19,8 +19,8 @@ from proxyccl import EPAll2AllLayer
 from proxyccl.deep_ep import Buffer
 from proxyccl.tools.options import show_size
 
-_COUNT = 256  # elements: few, so that the kernels are short
-_BURST, _BURSTS = 50, 10  # a burst fits a stream's queue
+_COUNT = 256  # Few elements, so that kernels are short.
+_BURST, _BURSTS = 50, 10  # A burst fits a stream's queue.
 _PAIR_BURST = 20
 _GRAPH_CALLS, _REPLAYS = 4, 30
 _GRAPH_BYTES = (8 << 10, 16 << 10, 32 << 10)
@@ -29,7 +29,7 @@ _GRAPH_BYTES = (8 << 10, 16 << 10, 32 << 10)
 def issue_and_whole(ranks: Ranks, calls: dict[str, Callable[[], object]], burst: int, bursts: int) -> dict[str, Figure]:
     """Returns the slowest rank's time to issue a call, in µs, for each contender."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
-    for turn in range(-2, bursts):  # the first two warm up
+    for turn in range(-2, bursts):  # the first two are warm-ups
         for name, call in calls.items():
             ranks.meet()
             start = time.perf_counter()
@@ -71,7 +71,7 @@ def measure_experts(ranks: Ranks, *, quick: bool) -> None:
     x = ranks.ones(tokens * hidden, torch.bfloat16).view(tokens, hidden)
     ids = torch.rand(tokens, experts, device=ranks.device).topk(topk, dim=1).indices
     weights = ranks.ones(tokens * topk).view(tokens, topk)
-    results = x.new_ones(experts // ranks.size, ranks.size * tokens, hidden)  # the experts' results for float8 rows
+    results = x.new_ones(experts // ranks.size, ranks.size * tokens, hidden)  # the experts' results
 
     def low_latency() -> torch.Tensor:
         rows, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, tokens, experts, use_fp8=False)
@@ -146,7 +146,7 @@ def _per_call(ranks: Ranks, call: Callable[[], object], replays: int) -> float:
             queue()
         queue = graph.replay
     times = []
-    for replay in range(-2, replays):  # the first two warm up
+    for replay in range(-2, replays):  # the first two are warm-ups
         ranks.meet()
         start = time.perf_counter()
         queue()

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-# NVLink multicast must not be used. NCCL reads this when it makes its first communicator.
+# Disables NVLink multicast. NCCL reads this variable when it makes its first communicator.
 os.environ["NCCL_NVLS_ENABLE"] = "0"
 
 import torch
@@ -120,7 +120,7 @@ class Ranks:
             comm.collectives.selector = comm.collectives.selector.with_table(collective, table)
         if not variant.lends:
             comm.collectives.lent_memory.limit = 0
-        # This call makes the kernels' team, which then keeps this number of blocks.
+        # The first call fixes the number of blocks of the group's kernels.
         dist.reduce_scatter_tensor(self.ones(1), self.ones(self.size), group=group)
         comm.runtime.launch_defaults = defaults
         return group

@@ -22,7 +22,7 @@ from proxyccl import Communicator
 from proxyccl.tools.results import Fields, write_json
 from proxyccl.tools.tables import Column, Table
 
-_TIMEOUT = 20.0  # longest wait, in seconds
+_TIMEOUT = 20.0  # seconds
 _WHERE = ("thread", "process")
 _COUNT = 256  # elements of 4 bytes
 _BURST = 50
@@ -57,7 +57,7 @@ def of_all(where: str) -> dict[str, float]:
             issued = slowest(time.perf_counter() - start, 1e6 / _BURST)
             stream.synchronize()
             comm.check()
-            if burst >= 2:  # the first two warm up
+            if burst >= 2:  # the first two are warm-ups
                 bursts.append(issued)
     return {"start": started, "issue": statistics.median(bursts)}
 

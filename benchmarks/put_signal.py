@@ -28,7 +28,7 @@ from proxyccl.tools.options import show_size
 from proxyccl.tools.results import Fields, write_json
 from proxyccl.tools.tables import Column, Table
 
-_TIMEOUT = 20.0  # longest wait, in seconds
+_TIMEOUT = 20.0  # seconds
 
 _SOURCE = r"""
 #include "proxyccl/proxyccl.h"

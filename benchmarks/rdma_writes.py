@@ -1,4 +1,4 @@
-"""Proxied RDMA writes between two devices of this machine, beside bare verbs and perftest: make bench-rdma
+"""Proxied RDMA writes between two devices of this machine, compared with bare verbs and perftest: make bench-rdma
 
 The rate of 8-byte writes is compared with a C loop that only calls ibv_post_send and ibv_poll_cq. The bandwidth of 64
 KiB writes is compared with perftest's ib_write_bw.
@@ -44,11 +44,11 @@ from proxyccl.tools.tables import Column, Table
 
 ffi, lib = _engine.ffi, _engine.lib
 
-_LOOK = 0.02  # seconds between two reads of the flush word; more reads would disturb a CPU that does the device's work
+_LOOK = 0.02  # seconds between reads of the flush word; frequent reads would disturb a CPU that emulates the device
 _SHORT, _LONG = 8, 64 << 10
-_SMALL_FIFO_SIZE = 256  # small, so that the producer often waits for room and spins
-_CALIBRATION = 200  # writes in a calibration run
-_MOST_WRITES = 1_000_000  # most writes in a run
+_SMALL_FIFO_SIZE = 256  # Small, so that the producer often waits for room and spins.
+_CALIBRATION = 200  # Writes in a calibration run.
+_MOST_WRITES = 1_000_000  # The most writes in a run.
 _LETTERS = "abcdefgh"
 _SOFT_ROCE = "Soft-RoCE on an emulated CPU, which also does the device's work: ratios are meaningful, rates are not"
 
@@ -219,7 +219,7 @@ class Comparison:
         """
         start = time.monotonic()
         rate = _CALIBRATION / min(self._run(contender, _CALIBRATION) for contender in self._contenders)
-        share = seconds / (2 * (rounds + 1) * len(self._contenders))  # half of the time is for work between runs
+        share = seconds / (2 * (rounds + 1) * len(self._contenders))  # half of the time is for other work
         self._count = max(_CALIBRATION, min(_MOST_WRITES, int(rate * share)))
         while self.rounds < rounds and (self.rounds == 0 or time.monotonic() - start < seconds):
             for contender in self._contenders:

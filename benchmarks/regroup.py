@@ -1,4 +1,4 @@
-"""Time to a communicator of fewer ranks: mpiexec -n 4 python -m mpi4py benchmarks/regroup.py
+"""Time to make a communicator of fewer ranks: mpiexec -n 4 python -m mpi4py benchmarks/regroup.py
 
 Each contender makes a communicator of all ranks except the last:
 

@@ -49,7 +49,7 @@ from proxyccl.tools import options
 from proxyccl.tools.results import Fields, machine, versions, write_json
 from proxyccl.tools.tables import Column, Table
 
-_TIMEOUT = 30.0  # bound of each wait, in seconds
+_TIMEOUT = 30.0  # time-out of each wait, in seconds
 _PUT_BYTES = 8
 
 BARE = "bare loop"
@@ -70,8 +70,8 @@ _LAYOUTS = {
     "64 blocks of 1": (64, 1),
     "512 blocks of 1": (512, 1),
 }
-_GPU_FIFO_SIZES = (256, 8192)  # ring sizes besides the requested size
-_MOST_HOST_BLOCKS = 64  # each block is a thread of the CPU
+_GPU_FIFO_SIZES = (256, 8192)  # Ring sizes besides the requested size.
+_MOST_HOST_BLOCKS = 64  # Each block is a thread of the CPU.
 
 _SOURCE = r"""
 #include "proxyccl/proxyccl.h"
@@ -107,10 +107,10 @@ extern "C" __global__ void bare_round_trips(Fifo ring, ProxycclTrigger trigger, 
   }
 }
 """
-_ROUND_TRIPS = 500  # round trips in a launch; the first tenth warms up
-_CALIBRATION = 2000  # triggers in a calibration run
-_MOST_TRIGGERS = 400_000  # the most triggers that a CPU thread pushes in a timed run
-_MOST_PUSHES = 50_000_000  # the most triggers that a kernel pushes in a timed run
+_ROUND_TRIPS = 500  # Round trips in a launch; the first tenth is a warm-up.
+_CALIBRATION = 2000  # Triggers in a calibration run.
+_MOST_TRIGGERS = 400_000  # The most triggers that a CPU thread pushes in a timed run.
+_MOST_PUSHES = 50_000_000  # The most triggers that a kernel pushes in a timed run.
 
 
 class Loopback:

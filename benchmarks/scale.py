@@ -46,7 +46,7 @@ _UNITS = {"kib": (1 / 1024, "MiB"), "s": (1e3, "ms"), "cores": (1e3, "‰ of a c
 
 
 def run(ranks: int, node: int, seconds: int, kind: str) -> list[Fields]:
-    """Runs one job. Returns its ranks' results. Raises RuntimeError if a rank fails or exceeds the time."""
+    """Runs one job. Returns the results of all ranks. Raises RuntimeError if a rank fails or exceeds the time."""
     with tempfile.TemporaryDirectory(prefix="scale-") as place, contextlib.ExitStack() as running:
         deadline = time.monotonic() + seconds
         processes = []

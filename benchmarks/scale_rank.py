@@ -107,7 +107,7 @@ def phases_of(rounds: list[tuple[str, float, float, int]], began: float, ended: 
 
 
 def timed(call: Callable[[], object], turns: int = _TURNS) -> list[float]:
-    """Makes some calls. Returns the seconds of each."""
+    """Makes a call several times. Returns the seconds of each call."""
     times = []
     for _ in range(turns):
         began = time.perf_counter()

@@ -359,7 +359,7 @@ class Job(ABC):
         wrong, reasons = [0] * len(contenders), [""] * len(contenders)
         bursts: dict[int, Burst] = {}
         times = np.full((len(contenders), repeats), np.nan)
-        self.synchronize()  # the inputs were made on another stream
+        self.synchronize()  # waits, because the inputs were made on another stream
         with self.current():
             for i, contender in enumerate(contenders):
                 wrong[i], reasons[i] = self.first_call(contender)

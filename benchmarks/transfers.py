@@ -154,7 +154,7 @@ def end_of(times: list[tuple[float, float, float]]) -> bool:
 
 
 def run(path: str, flags: list[str], *, tcp: bool) -> dict[str, dict[str, float]]:
-    """Runs one pair of processes with the `nixl` at a path. Returns the initiator's results."""
+    """Runs a pair of processes that import `nixl` from a path. Returns the initiator's results."""
     paths = os.pathsep.join((path, os.environ.get("PYTHONPATH", "")))
     env = {**os.environ, "PYTHONPATH": paths, "NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal"}
     if tcp:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 if os.environ.get("PROXYCCL_RUNTIME") == "host":
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads this when it is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads this variable at its import
 
 import numpy as np
 import triton

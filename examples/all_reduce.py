@@ -1,4 +1,4 @@
-"""All-reduce: in place, out of place, asynchronously on a stream, and by every algorithm.
+"""Runs all_reduce in place, out of place, asynchronously on a stream, and by every algorithm.
 
 Rank 0 prints each algorithm's time on this machine.
 

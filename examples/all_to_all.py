@@ -64,7 +64,7 @@ def main() -> None:
         received = receive.numpy()
         for peer in channels.peers:
             assert np.array_equal(received[peer], message(peer, rank)), f"wrong data from rank {peer}"
-        assert np.all(received[rank] == -1)  # the kernel does not copy a rank's message to itself
+        assert np.all(received[rank] == -1)  # The kernel does not copy a rank's message to itself.
         # Each put was flushed, so the proxy has counted all of them.
         counters = [channel.counters for channel in channels]
         assert [c.bytes for c in counters] == [COUNT * 4] * (ranks - 1)

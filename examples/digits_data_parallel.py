@@ -115,7 +115,7 @@ class Perceptron:
 
 
 def load(comm: Communicator) -> tuple[Digits, Digits]:
-    """Returns training and test samples, shuffled. Rank 0 reads and broadcasts them. All ranks call this together."""
+    """Returns training and test samples, shuffled. Rank 0 reads them for all ranks, which call this together."""
     table = comm.empty((SAMPLES, LAYERS[0] + 1), "float64")
     if comm.rank == 0:
         from sklearn.datasets import load_digits  # only rank 0 reads them, because this takes seconds

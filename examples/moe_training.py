@@ -37,12 +37,12 @@ from torch.nn.parallel import DistributedDataParallel
 import proxyccl.torch  # noqa: F401  torch 2.15 and later find the backend without this line
 from proxyccl import EPAll2AllLayer
 
-grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm  # older versions of torch have this name
+grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm  # the name in older versions of torch
 
 LAYERS, VOCABULARY = 8, 256
-WARM_UP = 11  # steps before a capture, as torch asks of DistributedDataParallel
-ALIGNMENT = 8  # alignment of an expert's first row, in rows; grouped_mm needs 16 bytes
-ROOM = 2  # captured steps have room for this multiple of the rows of an even routing
+WARM_UP = 11  # Warm-up steps that DistributedDataParallel needs before a capture.
+ALIGNMENT = 8  # Alignment of an expert's first row, in rows; grouped_mm needs 16 bytes.
+ROOM = 2  # Captured steps have room for this multiple of the rows of an even routing.
 MOMENTUM = 0.9
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # allowed difference of the losses, relative to the first loss
 
@@ -365,7 +365,7 @@ class Result:
 
 def result_of(training: Training, sizes: Sizes, *, captured: bool) -> Result:
     """Returns the result of a training. All ranks call this together."""
-    figures = torch.tensor(training.seconds[1:], dtype=torch.float64)  # the first turn warms up
+    figures = torch.tensor(training.seconds[1:], dtype=torch.float64)  # the first turn is a warm-up
     losses = torch.stack(training.losses).double().cpu()
     everyones = [torch.zeros_like(figures) for _ in range(dist.get_world_size())]
     _gather(everyones, figures)

@@ -64,8 +64,8 @@ extern "C" __global__ void put_and_multiply(DeviceHandle<ProxyChannel> next, Dev
 }
 """
 PUSHED, FIRST_TILE, ARRIVED, LAST_TILE, TILES_BEFORE_ARRIVAL, EVENTS = range(6)
-COUNT = 1024 * 1024  # floats of the vector that is sent
-N = 192  # rows and columns of the matrices
+COUNT = 1024 * 1024  # Floats of the vector that is sent.
+N = 192  # Rows and columns of the matrices.
 TILE = 16
 BLOCKS = 2
 

@@ -41,7 +41,7 @@ extern "C" __global__ void gather_ll8(DeviceHandle<SmChannel>* channels, int ran
   gather<LL8Packet>(channels, rank, ranks, bytes, flag);
 }
 """
-COUNT = 256  # numbers of each rank
+COUNT = 256  # numbers per rank
 ITERATIONS = 100
 
 

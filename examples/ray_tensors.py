@@ -34,13 +34,13 @@ class Trainer:
 
 @ray.remote(enable_tensor_transport=True)
 class Sampler:
-    """Takes weights. Both methods return the number of bytes."""
+    """Receives weights. The methods return the number of bytes."""
 
     def __init__(self) -> None:
         self.buffers = [torch.zeros(WIDTH, WIDTH) for _ in range(LAYERS)]
 
     def check(self, step: int, weights: list[torch.Tensor]) -> int:
-        """Checks weights, which Ray has fetched."""
+        """Checks weights that Ray has fetched."""
         expected = weights_of(step)
         assert len(weights) == LAYERS
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(weights, expected, strict=True))

@@ -1,4 +1,4 @@
-"""Data-parallel training by PyTorch over ProxyCCL: torchrun --nproc-per-node 4 examples/torch_ddp.py
+"""Data-parallel training with PyTorch's DDP over ProxyCCL: torchrun --nproc-per-node 4 examples/torch_ddp.py
 
 The example trains on GPUs if there is one for each rank, otherwise on the CPU, and checks that all ranks end with the
 same weights.

@@ -81,11 +81,11 @@ def train(rank: int, place: Path, hidden: int, layers: int) -> None:
             optimizer.zero_grad()
             expected = {name: parameter.full_tensor().cpu() for name, parameter in model.named_parameters()}
             if rank == 0:
-                torch.save(expected, place / f"step{step}.pt")  # for the samplers' check
+                torch.save(expected, place / f"step{step}.pt")  # the samplers compare with this file
             if GPUS:
                 torch.cuda.synchronize()
             dist.barrier()
-            targets = RANKS if step > 1 else 0  # the samplers have not been started before
+            targets = RANKS if step > 1 else 0  # the samplers start after step 1
             try:
                 source.offer(step, targets=targets)
             except DisconnectedError as error:
@@ -98,13 +98,15 @@ def sample(rank: int, place: Path, hidden: int, layers: int, last_step: int) -> 
     """Receives weights until the last step, and compares them with the trainer's."""
     device = device_of(rank)
     columns, rows = slice(rank * hidden // RANKS, (rank + 1) * hidden // RANKS), hidden // RANKS
-    parts: list[tuple[str, torch.Tensor, slice, tuple[slice, ...]]] = []  # name, array, its rows, the tensor's slices
+    parts: list[
+        tuple[str, torch.Tensor, slice, tuple[slice, ...]]
+    ] = []  # name, array, rows of the array, slices of the tensor
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.bfloat16, device=device)
 
     for layer in range(layers):
-        own = (slice(rank * rows, (rank + 1) * rows), slice(None))  # of a column-parallel layer
+        own = (slice(rank * rows, (rank + 1) * rows), slice(None))  # slices of a column-parallel layer
         qkv = empty(3 * rows, hidden)
         for index, name in enumerate("qkv"):
             parts.append((f"{layer}.{name}.weight", qkv, slice(index * rows, (index + 1) * rows), own))

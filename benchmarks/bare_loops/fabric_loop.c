@@ -1,4 +1,4 @@
-/* Keeps a window of writes outstanding. See fabric_loop.h. */
+/* Keeps up to `depth` writes outstanding. See fabric_loop.h. */
 #include "fabric_loop.h"
 
 #include <errno.h>

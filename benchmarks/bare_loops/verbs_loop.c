@@ -1,4 +1,4 @@
-/* Keeps a window of writes outstanding. See verbs_loop.h. */
+/* Keeps up to `depth` writes outstanding. See verbs_loop.h. */
 #include "verbs_loop.h"
 
 #include <errno.h>
