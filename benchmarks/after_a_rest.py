@@ -1,7 +1,7 @@
 """One call after a rest, by kernels, by proxy and by NCCL: mpiexec -n 2 python -m mpi4py after_a_rest.py
 
 A call is an all_reduce of 1 KiB. All ranks wait for each other in a barrier, rest, and make one call. A replay launches
-a graph that contains only this call; it does not wake a sleeping proxy. A call's time is measured by two events around
+a graph that contains only this call, and does not wake a sleeping proxy. A call's time is measured by two events around
 it on an idle stream, so it includes the time to issue the call. Of all ranks' times the shortest is used, because the
 others include waiting for ranks that issued later. The result is the median over calls. The time of the issuing thread
 is measured on the first rank.

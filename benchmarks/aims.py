@@ -1,8 +1,7 @@
 """Times of other libraries, limits of the machine, and our targets, on H200 GPUs joined by NVLink.
 
-These numbers were measured once, on 4 GPUs without multicast. They give only an order of
-magnitude: the programs measure the other libraries again where these are installed, and targets that are ratios refer
-to that measurement.
+These numbers were measured once, on 4 GPUs without multicast. The numbers give only an order of magnitude. Targets that
+are ratios refer to times of other libraries that the programs measure themselves.
 """
 
 from __future__ import annotations

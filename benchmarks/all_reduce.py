@@ -68,15 +68,15 @@ class Buffers:
         self._peers = peers
         total: Any = 0
         for rank, given in enumerate(random_inputs(job, count, dtype, fresh_seed(job))):
-            total = total + given  # exact: inputs are small whole numbers
+            total = total + given  # an exact sum of small whole numbers
             if rank == job.rank:
                 self.source = given
         self.expected = total
 
     def wrong_after(self, x: Any, calls: int) -> int:
         """Returns the number of wrong elements of an array that was reduced in place `calls` times. Each call after the
-        first multiplies the elements by the number of ranks. If that is not a power of two, rounding prevents the
-        check.
+        first multiplies the elements by the number of ranks. If the number of ranks is not a power of two, rounding
+        prevents the check.
         """
         if calls > 1 and self.job.ranks & (self.job.ranks - 1):
             return 0
@@ -194,9 +194,7 @@ _SUMMARY = (
 
 
 def summarise(comparisons: list[Fields]) -> dict[str, dict[str, float]]:
-    """Prints our times beside the best other library's. Returns the geometric mean of their ratios for each element
-    type.
-    """
+    """Prints our times and the best other library's. Returns the geometric mean of their ratios by element type."""
     print("#\n# ours beside the best peer of this run; aim: the best peer's time when the aims were set")
     table = Table(_SUMMARY)
     table.header()

@@ -1,15 +1,15 @@
 """The node daemon compared with proxies in the ranks: mpiexec -n 4 python -m mpi4py daemon.py
 
-A run starts a daemon. Several times, it opens a communicator whose proxies are in the daemon, and one whose proxies are
-in the ranks.
+A run starts a daemon. Several times, the program opens a communicator whose proxies are in the daemon, and one whose
+proxies are in the ranks.
 
 - Latency is half of a ping-pong's round trip between the first two ranks. Each rank runs a kernel of one thread, which
   times each round. On the host runtime each kernel and each proxy needs a core. A second measurement of latency needs
   only two cores: a CPU thread pushes a put and its signal, and polls the peer's semaphore word.
 - A rate is the number of triggers per second through one ring, from the first push until the proxy has taken the last
   trigger. Either a kernel of one warp or a CPU thread pushes.
-- CPU time is that of the threads that run proxies, or of the whole daemon. It is measured while all are idle, and while
-  each rank pushes a few 8-byte puts with signals in each millisecond.
+- CPU time is that of the threads that run proxies, or of the whole daemon. CPU time is measured while all ranks are
+  idle, and while each rank pushes a few 8-byte puts with signals in each millisecond.
 """
 
 from __future__ import annotations

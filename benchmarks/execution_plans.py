@@ -198,7 +198,7 @@ class Arrays:
         self._registered: tuple[RegisteredMemory, ...] = tuple(self._comm.register(each) for each in (self.x, self.out))
         total: Any = 0
         for rank, given in enumerate(random_inputs(job, count, dtype, fresh_seed(job))):
-            total = total + given  # exact: inputs are small whole numbers
+            total = total + given  # an exact sum of small whole numbers
             if rank == job.rank:
                 self._given = given
         self._expected = total

@@ -69,8 +69,8 @@ def contenders(runtime: str) -> list[Contender]:
     found = [
         Contender("ProxyCCL, proxied call at once", "proxyccl", ours),
         Contender(_PROCESS, "proxyccl-later", {**ours, "PROXYCCL_PROXY": "process"}),
-        # Loads kernels lazily, like the other jobs, so that the jobs' memory can be compared. This is safe, because no
-        # other library launches kernels in this job.
+        # Loads kernels lazily, like the other jobs, so that the jobs' memory can be compared. Lazy loading is safe,
+        # because no other library launches kernels in this job.
         Contender(_THREAD, "proxyccl-later", {**ours, "PROXYCCL_PROXY": "thread"}),
         Contender("MPI, arrays of the CPU", "mpi"),
     ]

@@ -1,7 +1,7 @@
 """CPU time to issue a prepared collective: mpiexec -n 2 python -m mpi4py launch_cost.py
 
-It is compared with torch's elementwise add, NCCL's all_reduce through torch, and the one-shot of torch symmetric
-memory.
+The collective is compared with torch's elementwise add, NCCL's all_reduce through torch, and the one-shot of torch
+symmetric memory.
 
 Calls are issued in bursts that fit an empty stream's queue, so no call waits for the GPU. A time is the wall-clock time
 in which the slowest rank's thread issues one burst, divided by the number of calls. Tables show the median over bursts.

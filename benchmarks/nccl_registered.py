@@ -1,6 +1,6 @@
 """NCCL's collectives on memory that is registered with NCCL as symmetric. On such memory NCCL runs special kernels, or
-under its zero-CTA policy uses copy engines for all_gather and all_to_all. This needs NCCL 2.28
-(`ncclCommWindowRegister`, `NCCL_CTA_POLICY_ZERO`), whose registration and policy torch's process group offers.
+under its zero-CTA policy uses copy engines for all_gather and all_to_all. Registration and policy need NCCL 2.28
+(`ncclCommWindowRegister`, `NCCL_CTA_POLICY_ZERO`), and are set through torch's process group.
 """
 
 from __future__ import annotations

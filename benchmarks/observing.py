@@ -1,7 +1,7 @@
 """The cost of observing a proxy: python benchmarks/observing.py
 
-The proxy has one channel, whose destination is the rank's own memory. It is measured in three modes, in turns: without
-an observer ("nobody looks"); while another process reads all counters every 10 ms, a hundred times as often as
+The proxy has one channel, whose destination is the rank's own memory. The proxy is measured in three modes, in turns:
+without an observer ("nobody looks"); while another process reads all counters every 10 ms, a hundred times as often as
 `proxyccl top` does ("looked at"); and while another process traces the proxy ("traced"). Two things are measured:
 
 - The engine alone, by the CPU time of its thread. One thread fills a ring and then drains it. No other core takes part,

@@ -10,8 +10,8 @@ and NCCL or gloo) runs in several separate jobs. Only its faster job is shown, b
 speed changes from job to job by up to 40 %. A row of these programs also has the time of the first step, the time of
 the slowest step from 2 to 10 divided by the median ("late"), and a step's CPU time, including the proxies'.
 
-The CPU's share is the part of the measured time in which the CPU issued the work. If it is near 1, a faster GPU would
-not help. In the rows of calls after a rest, the CPU's share is the share of a core that an idle proxy takes.
+The CPU's share is the part of the measured time in which the CPU issued the work. If this share is near 1, a faster GPU
+would not help. In the rows of calls after a rest, the CPU's share is the share of a core that an idle proxy takes.
 
 Without a GPU for each rank, the program runs tiny cases on the host runtime and with gloo, only to show that they work.
 """
@@ -378,8 +378,8 @@ def run_others(
 
 
 def compare(collected: Collected, title: str, by: str, peer: str) -> None:
-    """Records a failure if a program's outputs differ from NCCL's or gloo's by more than rounding. Waits until both
-    outputs are known.
+    """Records a failure if a program's outputs differ from NCCL's or gloo's by more than rounding. Does nothing until
+    both outputs are known.
     """
     ((_, program),) = named([title]).values()
     theirs = collected.outputs.get((title, peer))

@@ -3,8 +3,8 @@
 The program several times opens a communicator of each kind. Latencies and rates are those of daemon.py, between the
 first two ranks. The cost to issue is the wall-clock time in which the slowest rank's thread issues one proxied
 all_reduce of 1 KiB. Calls are issued in bursts, each on an empty stream. The time to start is the slowest rank's time
-of the first use of a proxy, immediately after the communicator was made. It includes the start of the proxy's thread,
-or of its process with its device contexts.
+of the first use of a proxy, immediately after the communicator was made. This time includes the start of the proxy's
+thread, or of its process with its device contexts.
 """
 
 from __future__ import annotations

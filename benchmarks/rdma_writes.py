@@ -4,9 +4,9 @@ The rate of 8-byte writes is compared with a C loop that only calls ibv_post_sen
 KiB writes is compared with perftest's ib_write_bw.
 
 One thread pushes triggers into a ring, and a ProxyService drains it onto a queue pair. Our time runs from the first
-push until the pushing thread sees the flush word after the last write, which may be up to 20 ms late. The bare loop and
-the engine use queue pairs with the same options on the same devices. ib_write_bw gets the same depth and number of
-messages. The three alternate in rounds; a ratio is the median over rounds.
+push until the pushing thread sees the flush word after the last write. The thread may see this word up to 20 ms late.
+The bare loop and the engine use queue pairs with the same options on the same devices. ib_write_bw gets the same depth
+and number of messages. The contenders alternate in rounds; a ratio is the median over rounds.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Pair:
         return sum(a != b for a, b in zip(sent, received, strict=True)) if sent != received else 0
 
     def close(self) -> None:
-        """Closes devices and memory. Their users must be closed before."""
+        """Closes devices and memory. Everything that uses the devices or the memory must be closed before."""
         for device in self._devices:
             device.close()
         for memory in self.memories:
@@ -227,8 +227,8 @@ class Comparison:
             self.rounds += 1
 
     def rows(self) -> list[Fields]:
-        """Returns a row for each contender. Its field `over` holds the median ratios of the contender's rate to every
-        contender's.
+        """Returns a row for each contender. A row's field `over` holds the median ratios of the contender's rate to
+        every contender's.
         """
         found = []
         for contender in self._contenders:

@@ -4,8 +4,8 @@ It measures:
 
 - The drain rate. One CPU thread produces triggers. The consumer is alternately a proxy worker and the bare loop, a C
   loop that only takes triggers out of an equal ring (`bare_loops.drain`). The engine decodes, checks, executes and
-  counts each trigger. A put of 0 bytes shows only this work. A signal and a flush also store 8 bytes by a call of the
-  transport and the runtime. A put of 8 bytes also copies.
+  counts each trigger. A put of 0 bytes shows the cost of this work alone. A signal and a flush also store 8 bytes by a
+  call of the transport and the runtime. A put of 8 bytes also copies.
 - The rate at which kernels push, by the layout of the producing threads and the size of the ring. The consumer is again
   the engine or the bare loop.
 - The round trip of push and sync, and its lower bound. For the bound, a kernel stores a trigger without ordering and

@@ -13,9 +13,9 @@ The program measures for each rank:
 The table shows the maximum over ranks for times, and the median over ranks for other quantities.
 
 The program fits a formula of the number of ranks n to each quantity, by least squares of the relative errors. For times
-it is a + b n + c n², because all ranks share the machine's cores. For other quantities it is a + b n, or a + b n + c
-(number of nodes) if nodes of several sizes were measured. The program prints the formula's values for 1,024 and 16,384
-ranks.
+the formula is a + b n + c n², because all ranks share the machine's cores. For other quantities the formula is a + b n,
+or a + b n + c (number of nodes) if nodes of several sizes were measured. The program prints the formula's values for
+1,024 and 16,384 ranks.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def summary(found: list[Fields]) -> Fields:
 
 
 def fit(rows: list[Fields], name: str) -> Fields:
-    """Fits a formula to a quantity over the jobs. Returns its coefficients, its largest relative error, and its values
-    for more ranks.
+    """Fits a formula to a quantity over the jobs. Returns the coefficients, the largest relative error, and the
+    formula's values for more ranks.
     """
     terms: dict[str, Callable[[float, float], float]] = {"1": lambda *_: 1.0, "n": lambda ranks, _: ranks}
     if name.endswith("_s"):

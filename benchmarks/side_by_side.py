@@ -152,7 +152,7 @@ class Job(ABC):
     """The ranks that MPI started, with a Communicator.
 
     Args:
-        seconds: the time to spend. `in_time` tells whether time is left. Some time later the process is killed.
+        seconds: the time to spend. `in_time` tells whether time is left. A process that hangs is killed later.
         growth_limit: limits the number of calls in a burst so that world_size ** calls < 10 ** growth_limit, because
             repeated sums grow.
         nodes: the number of rehearsed nodes, each with the same number of ranks. Between nodes, our data is staged and
@@ -391,7 +391,7 @@ class Job(ABC):
 
 
 def bare_copies(job: Job, count: int) -> Contender:
-    """Returns a contender that shows the link's limit. Its copy engines copy, concurrently on all ranks, the bytes that
+    """Returns a contender that shows the link's limit. The copy engines of all ranks concurrently copy the bytes that
     an all-reduce of `count` bytes must send.
     """
     comm, share = job.comm, count // job.ranks

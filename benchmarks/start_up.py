@@ -1,8 +1,9 @@
 """Time to start: imports, the commands, and a program's first result: python start_up.py
 
-Each measurement runs a new process on the host runtime, with the modules' bytecode cached. It takes the process's
-wall-clock time from fork to exit, and the CPU time of the process and its children. The measured programs alternate, so
-that other load affects all equally. For comparison, the table also has the times of Python alone and numpy alone.
+Each measurement runs a new process on the host runtime, with the modules' bytecode cached. The table shows the
+process's wall-clock time from fork to exit, and the CPU time of the process and its children. The measured programs
+alternate, so that other load affects all equally. For comparison, the table also has the times of Python alone and
+numpy alone.
 
 Below the table the program lists the modules with the longest import times of their own, as `python -X importtime`
 shows them.

@@ -1,6 +1,5 @@
-"""torch's calls whose issue `programs.py` times, and a process group that does nothing, like our backend a group in
-Python. Calls of this group show how long torch itself takes, and a training step with it shows the time without
-communication.
+"""torch's calls whose time to issue `programs.py` measures, and a process group in Python whose calls do nothing. Calls
+of this group show how long torch itself takes, and a training step with it shows the time without communication.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _COUNT = 256  # elements: few, so that the kernels are short
 
 class NothingGroup(WholeGroup, dist.ProcessGroup):  # type: ignore[misc]  # torch's class has no types
     """A process group in Python whose calls do nothing. Before torch 2.15 our backend is a Python class too, so the two
-    can be compared.
+    groups can be compared.
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:

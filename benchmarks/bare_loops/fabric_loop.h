@@ -1,5 +1,5 @@
-/* The first loop only writes through a libfabric endpoint. It shows the provider's limit, with which benchmarks compare
- * the transport. The second loop polls in the target process of the writes. */
+/* The first loop only writes through a libfabric endpoint. This loop shows the provider's limit, with which benchmarks
+ * compare the transport. The second loop polls in the target process of the writes. */
 #ifndef PROXYCCL_FABRIC_LOOP_H
 #define PROXYCCL_FABRIC_LOOP_H
 

@@ -1,4 +1,4 @@
-/* A loop that only posts RDMA writes. It shows the limit of verbs, with which benchmarks compare the transport. */
+/* Posts only RDMA writes. This loop shows the limit of verbs, with which benchmarks compare the transport. */
 #ifndef PROXYCCL_VERBS_LOOP_H
 #define PROXYCCL_VERBS_LOOP_H
 
@@ -14,8 +14,8 @@ typedef struct ProxycclVerbsBareWrites {
   uint32_t bytes;        /* bytes of each write */
   uint32_t depth;        /* most outstanding writes; the send queue must hold them */
   uint32_t chain;        /* writes posted with one call: from 1 to PROXYCCL_VERBS_BARE_CHAIN */
-  uint32_t signal_every; /* every n-th write and the last write are signalled. At most depth + 1 - chain, so that
-                            unsignalled writes leave room for a chain. */
+  uint32_t signal_every; /* every n-th write and the last write are signalled. n is at most depth + 1 - chain,
+                            so that unsignalled writes leave room for a chain. */
   uint64_t count;        /* number of writes */
   uint64_t timeout_ns;   /* time-out of all writes together */
 } ProxycclVerbsBareWrites;
