@@ -1,13 +1,13 @@
 """One call after a rest, by kernels, by proxy and by NCCL: mpiexec -n 2 python -m mpi4py after_a_rest.py
 
-A call is an all_reduce of 1 KiB. All ranks wait for each other in a barrier, rest, and make one call. A replay is that
-of a graph that contains only this call; replaying a graph wakes no proxy. A time lies between two events around the
-call on an idle stream, so it includes the time to issue the call. The shortest time of all ranks counts, because the
-other ranks also wait for ranks that issue later. The result is the median over calls. The issuing thread's time is the
-median of the first rank.
+A call is an all_reduce of 1 KiB. All ranks wait for each other in a barrier, rest, and make one call. A replay launches
+a graph that contains only this call, and does not wake a sleeping proxy. A call's time is measured by two events around
+it on an idle stream, so it includes the time to issue the call. Of all ranks' times the shortest is used, because the
+others include waiting for ranks that issued later. The result is the median over calls. The time of the issuing thread
+is measured on the first rank.
 
-Proxies run in each place with each idle policy. The share of a core is the CPU time of the busiest thread of the first
-rank's proxy while the program sleeps, some time after the last call. Replays and NCCL need torch.
+Proxies run in threads, in a process of the job and in the daemon, with each idle policy. The share of a core is the CPU
+time per second of the busiest thread of the first rank's proxy while the program sleeps. Replays and NCCL need torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.tools.results import Fields, write_json
 from proxyccl.tools.tables import Column, Table
 
-_TIMEOUT = 20.0  # longest wait, in seconds
+_TIMEOUT = 20.0
 _COUNT = 256  # elements of 4 bytes
 _RESTS_MS = (0, 1, 10, 100)
 _CALLS = {0: 40, 1: 40, 10: 30, 100: 12}
@@ -99,7 +99,7 @@ def timed_on(comm: Communicator, stream: Any, issue: Callable[[], object]) -> Ti
 
 
 def share_of_a_core(comm: Communicator) -> float | None:
-    """Measures the CPU time of this rank's idle proxy, as a share of a core. Returns None if it is not known."""
+    """Returns the share of a core that this rank's idle proxy takes; None if it is unknown."""
     ((_, publication),) = find(comm.job, [comm.rank])
     quiet_barrier()
     time.sleep(_SETTLED_SECONDS)
@@ -169,7 +169,7 @@ def replayed(torch: Any, comm: Communicator, issue: Callable[[Any], object]) -> 
 
 
 def of_communicator(torch: Any, place: str, idle: IdlePolicy | None, calls: dict[int, int], by: str) -> list[Fields]:
-    """Measures a communicator's all_reduce. Returns a row for calls and, with torch, one for replays of a graph."""
+    """Measures a communicator's all_reduce. Returns a row for single calls and, with torch, a row for graph replays."""
     algorithm = "proxy" if by == "proxy" else None
     with Communicator.from_mpi(timeout=_TIMEOUT, proxy=place, idle=idle) as comm:
         array, stream = comm.empty(_COUNT, "float32").fill(0), comm.runtime.create_stream()

@@ -1,8 +1,7 @@
-"""Figures of peers, limits of the machine, and our aims, on H200 GPUs joined by NVLink.
+"""Times of other libraries, limits of the machine, and our targets, on H200 GPUs joined by NVLink.
 
-These numbers were measured once, on 4 GPUs without multicast, before this library existed. They only give an order of
-magnitude: where the programs can, they measure the peers again in their own run, and the ratio to these new
-measurements counts.
+These numbers were measured once, on 4 GPUs without multicast. The numbers give only an order of magnitude. Targets that
+are ratios refer to times of other libraries that the programs measure themselves.
 """
 
 from __future__ import annotations
@@ -17,44 +16,44 @@ _ALL_REDUCE_US = {
     4: (3.56, 3.71, 4.34, 5.28, 6.98, 12.44, 27.99, 90.66, 321.6, 1184.0),
 }
 ALL_REDUCE_RATIO = 1.15
-"""Aim: the geometric mean over sizes of the best peer's time over ours, with at least 1 at each size."""
+"""Target: the geometric mean over sizes of the best peer's time over ours, with at least 1 at each size."""
 REGISTERED_ALL_REDUCE_RATIO = 1.55
-"""Aim for registered arrays on 2 GPUs: the geometric mean over sizes of the best peer's time over ours."""
+"""Target for registered arrays on 2 GPUs: the geometric mean over sizes of the best peer's time over ours."""
 PROXIED_ALL_REDUCE_US = 25.0
-"""Aim for the time of 1 KiB on 4 GPUs with algorithm "proxy", in µs."""
+"""Target for the time of 1 KiB on 4 GPUs with algorithm "proxy", in µs."""
 PROXIED_ALL_REDUCE_GBS = 350.0
-"""Aim for the bus bandwidth of 256 MiB on 4 GPUs with algorithm "proxy", in GB/s."""
+"""Target for the bus bandwidth of 256 MiB on 4 GPUs with algorithm "proxy", in GB/s."""
 
 PROXIED_PAIR_US = 16.0
-"""Aim for the time of an all_reduce of 1 KiB on 2 GPUs with algorithm "proxy" and registered arrays, in µs."""
+"""Target for the time of an all_reduce of 1 KiB on 2 GPUs with algorithm "proxy" and registered arrays, in µs."""
 PLAN_OVER_TWO_SHOT = 1.2
-"""Aim for the time of an all_reduce by an execution plan on 2 GPUs, as a multiple of the time of `two_shot`."""
+"""Target for the time of an all_reduce by an execution plan on 2 GPUs, as a multiple of the time of `two_shot`."""
 MOVED_BY_KERNELS_RATIO = 1.25
-"""Aim: the geometric mean over sizes of NCCL's time of an all_to_all over ours by kernels with registered arrays, with
-at least 1 at each size.
+"""Target for an all_to_all by kernels with registered arrays: the geometric mean over sizes of NCCL's time over ours,
+with at least 1 at each size.
 """
 COPY_ENGINES_RATIO = 1.0
-"""Aim, at least: the time of NCCL's copy engines over ours by proxy with registered arrays, from COPY_ENGINES_BYTES
+"""Target, at least: the time of NCCL's copy engines over ours by proxy with registered arrays, from COPY_ENGINES_BYTES
 on.
 """
 COPY_ENGINES_BYTES = 64 * KIB
 BESIDE_RATIO = 1.1
-"""Aim, at most: the time of a collective by proxy beside a matrix product, over its time alone."""
+"""Target, at most: the time of a collective by proxy beside a matrix product, over its time alone."""
 PRODUCT_RATIO = 1.0
-"""Aim, at most: the time of a product beside a collective by proxy, over that beside NCCL's copy engines."""
+"""Target, at most: the time of a product beside a collective by proxy, over that beside NCCL's copy engines."""
 
 HOST_ALL_REDUCE_RATIO = 1.0
-"""Aim, at least: MPI's time over the host runtime's time with registered arrays, from HOST_ALL_REDUCE_BYTES on."""
+"""Target, at least: MPI's time over the host runtime's time with registered arrays, from HOST_ALL_REDUCE_BYTES on."""
 HOST_ALL_REDUCE_BYTES = 64 * KIB
 
 RING_ROUND_TRIP_US = 3.05
 """The limit of a round trip, in µs: GPU to CPU thread to host word to GPU."""
 RING_ROUND_TRIP_RATIO = 1.1
-"""Aim: push and sync over the limit that the same run measures."""
+"""Target: push and sync over the limit that the same run measures."""
 RING_FULL_BLOCKS_M = 100.0
-"""Aim for one or more full blocks, in millions of triggers a second."""
+"""Target for one or more full blocks, in millions of triggers a second."""
 RING_ANY_LAYOUT_M = 20.0
-"""Aim for any layout of many producers, such as 512 blocks of one thread, in millions of triggers a second."""
+"""Target for any layout of many producers, such as 512 blocks of one thread, in millions of triggers a second."""
 
 SIGNAL_US = {"limit": 2.7, "aim": 3.5}
 """A proxied signal alone, one way, in µs. The limit is a CPU's store to a pinned word."""
@@ -70,34 +69,36 @@ SM_SIGNAL_US = 2.46 / 2
 """The limit of a signal from GPU to GPU, one way, in µs: half of a flag's round trip."""
 
 RDMA_RATE_RATIO = 0.9
-"""Aim: the rate of proxied writes of 8 bytes, over the rate of a bare loop of ibv_post_send with one request a call."""
+"""Target: the rate of proxied writes of 8 bytes, over the rate of a bare loop of ibv_post_send with one request per
+call.
+"""
 RDMA_BANDWIDTH_RATIO = 0.95
-"""Aim: the bandwidth of proxied writes of 64 KiB, over the bandwidth of ib_write_bw."""
+"""Target: the bandwidth of proxied writes of 64 KiB, over the bandwidth of ib_write_bw."""
 
 FABRIC_RATE_RATIO = 0.9
-"""Aim: the rate of proxied writes of 8 bytes through libfabric, over the rate of a bare loop of fi_writemsg."""
+"""Target: the rate of proxied writes of 8 bytes through libfabric, over the rate of a bare loop of fi_writemsg."""
 FABRIC_BANDWIDTH_RATIO = 0.95
-"""Aim: the rate of proxied writes of 1 MiB through libfabric, over the rate of a bare loop of fi_writemsg."""
+"""Target: the rate of proxied writes of 1 MiB through libfabric, over the rate of a bare loop of fi_writemsg."""
 
 BETWEEN_HOSTS_RATIO = 1.0
-"""Aim, at least: a peer's time of an all_reduce between hosts over ours."""
+"""Target, at least: a peer's time of an all_reduce between hosts over ours."""
 
 DAEMON_LATENCY_RATIO = 1.15
-"""Aim, at most: a latency with the proxies in the node daemon, over the same with the proxies in the ranks."""
+"""Target, at most: a latency with the proxies in the node daemon, over the same with the proxies in the ranks."""
 DAEMON_RATE_RATIO = 0.9
-"""Aim, at least: a ring's rate with the proxies in the node daemon, over the same with the proxies in the ranks."""
+"""Target, at least: a ring's rate with the proxies in the node daemon, over the same with the proxies in the ranks."""
 TRACED_RATE = 0.9
-"""Aim, at least: triggers a second of a traced proxy, over the same without an observer."""
+"""Target, at least: triggers a second of a traced proxy, over the same without an observer."""
 
 ISSUE_US = 5.0
-"""Aim: CPU time to issue a prepared collective, in µs, on a machine where torch's elementwise add takes 4.9."""
+"""Target: CPU time to issue a prepared collective, in µs, on a machine where torch's elementwise add takes 4.9."""
 
 
 _EXPERT_PARALLEL_US = {
     128: {"dispatch": 27.2, "combine": 26.8, "both": 42.4},
     4096: {"dispatch": 483.0, "combine": 494.0},
 }
-"""Aim with 24 SMs, in µs: the time of FlashInfer's one-sided calls on 4 GPUs, which use the whole GPU and leave rows
+"""Target with 24 SMs, in µs: the time of FlashInfer's one-sided calls on 4 GPUs, which use the whole GPU and leave rows
 ordered by rank.
 """
 
@@ -106,13 +107,13 @@ _WRITTEN_ONCE_US: dict[int, dict[str, float]] = {
     128: {"dispatch": 18.0, "combine": 18.0, "both": 36.0},
     4096: {"dispatch": 200.0, "combine": 215.0},
 }
-"""Aim with 24 SMs on 2 H200, in µs, with a row for each rank that is written once: 1.27 and 1.36 of what the link alone
-takes for 4096 tokens.
+"""Target with 24 SMs on 2 H200, in µs, if each row is written once for each destination rank: for 4096 tokens 1.27 and
+1.36 times the link's own time.
 """
 
 
 def expert_parallel_us(ranks: int, tokens: int, call: str) -> float | None:
-    """Returns the target in µs for the call that the name begins with ("dispatch", "combine" or "both"), or None."""
+    """Returns the target in µs of a call, by its name ("dispatch…", "combine…" or "both…"); None if it has none."""
     name = call.split(",", maxsplit=1)[0]
     if ranks == 2 and call.endswith("written once"):
         return _WRITTEN_ONCE_US.get(tokens, {}).get(name)
@@ -120,14 +121,14 @@ def expert_parallel_us(ranks: int, tokens: int, call: str) -> float | None:
 
 
 def all_reduce_us(ranks: int, nbytes: int) -> float | None:
-    """Returns the time in µs of the best peer, MSCCL++ included; None if no peer was measured at this size."""
+    """Returns the time in µs of the fastest other library; None if none was measured at this size."""
     times = _ALL_REDUCE_US.get(ranks)
     return times[ALL_REDUCE_SIZES.index(nbytes)] if times and nbytes in ALL_REDUCE_SIZES else None
 
 
 FIRST_RESULT_OVER_NCCL = 0.5
-"""Aim, at most: the time from the start of a rank's process to its first all_reduce on GPUs, over that by torch and
+"""Target, at most: the time from the start of a rank's process to its first all_reduce on GPUs, over that by torch and
 NCCL.
 """
 FIRST_PROXIED_CALL_SECONDS = 0.1
-"""Aim, at most, for the first proxied call on GPUs when the communicator is 2 s old."""
+"""Target, at most, for the first proxied call on GPUs when the communicator is 2 s old."""

@@ -1,7 +1,7 @@
-"""All-gather beside NCCL's and its copy engines': mpiexec -n 4 python -m mpi4py all_gather.py
+"""all_gather compared with NCCL's kernels and copy engines: mpiexec -n 4 python -m mpi4py all_gather.py
 
 The contenders `auto` and `proxy` use arrays that are not registered; `registered_kernels` and `registered_proxy` use
-symmetric memory. moves.py says what is called, gpu_job.py how times are measured.
+symmetric memory. moves.py describes the calls, and gpu_job.py how times are measured.
 """
 
 from __future__ import annotations

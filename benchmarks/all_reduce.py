@@ -1,10 +1,9 @@
-"""All-reduce by algorithm, beside NCCL's and torch symmetric memory's: mpiexec -n 4 python -m mpi4py all_reduce.py
+"""all_reduce by each algorithm, by NCCL and by torch symmetric memory: mpiexec -n 4 python -m mpi4py all_reduce.py
 
-All sums are in place, except torch's one-shot, which always writes to another tensor; that tensor is made once. The
-buffers of torch symmetric memory, of `NCCL, symmetric`, and of our `registered` (the library's choice for symmetric
-memory) and `registered_proxy` are allocated and registered beforehand. The other contenders use tensors that are not
-registered. `bare copies` is not a peer, but the link's limit: copies of as many bytes as an all-reduce must send, in
-both directions concurrently. gpu_job.py says how times are measured.
+All sums are in place, except those of torch's one-shot, which always writes to another tensor. The contenders of torch
+symmetric memory, `NCCL, symmetric`, `registered` and `registered_proxy` use registered buffers; the other contenders do
+not. `bare copies` shows the link's limit: it only copies the bytes that an all-reduce must send, in both directions
+concurrently. gpu_job.py says how times are measured.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from proxyccl.tools.results import Fields
 from proxyccl.tools.tables import Column, Table
 
 _QUICK_SIZES = (1 * aims.KIB, 64 * aims.KIB, 1 * aims.MIB, 16 * aims.MIB)
-_LARGEST_BY_PACKETS = 4 * aims.MIB  # for larger messages, all one-shot algorithms are far from the best
+_LARGEST_BY_PACKETS = 4 * aims.MIB  # one-shot algorithms are slow for larger messages
 _AUTO = "auto"
 REGISTERED = "registered"
 _ALGORITHMS: dict[str, str | None] = {_AUTO: None, REGISTERED: None, PROXIED: "proxy"}
@@ -51,12 +50,12 @@ _ALGORITHMS: dict[str, str | None] = {_AUTO: None, REGISTERED: None, PROXIED: "p
 
 
 class Buffers:
-    """The arrays of one size: this rank's input, the expected sum, and what the calls work on.
+    """This rank's input of one size, the expected sum, and the arrays that the calls reduce.
 
     Args:
         job: the ranks.
-        count: elements.
-        dtype: name of their type.
+        count: number of elements.
+        dtype: name of the element type.
         own: registered memory of at least `count` elements.
         peers: the result of `Job.peers`.
     """
@@ -69,16 +68,15 @@ class Buffers:
         self._peers = peers
         total: Any = 0
         for rank, given in enumerate(random_inputs(job, count, dtype, fresh_seed(job))):
-            total = total + given  # every element type holds these sums exactly
+            total = total + given  # an exact sum of small whole numbers
             if rank == job.rank:
                 self.source = given
         self.expected = total
 
     def wrong_after(self, x: Any, calls: int) -> int:
-        """Returns the number of wrong elements of an array that was reduced in place `calls` times.
-
-        Each call after the first multiplies by the number of ranks, which is exact only if that is a power of two.
-        Otherwise only the first call can be checked.
+        """Returns the number of wrong elements of an array that was reduced in place `calls` times. Each call after the
+        first multiplies the elements by the number of ranks. If the number of ranks is not a power of two, rounding
+        prevents the check.
         """
         if calls > 1 and self.job.ranks & (self.job.ranks - 1):
             return 0
@@ -101,8 +99,8 @@ class Buffers:
         return Contender(name, ours, call, refill, lambda calls: self.wrong_after(x, calls), also_wrong)
 
     def ours(self, name: str) -> Contender:
-        """Returns the contender for one of our algorithms. Its check also makes a call out of place, into poisoned
-        memory.
+        """Returns the contender for one of our algorithms. The contender's check also calls it out of place, into
+        poisoned memory.
         """
         comm, stream = self.job.comm, self.job.handle
         algorithm = _ALGORITHMS.get(name, name)
@@ -124,7 +122,7 @@ class Buffers:
         )
 
     def peers(self) -> list[Contender]:
-        """Returns the peers, without torch's one-shot at sizes at which it is far from the best."""
+        """Returns the other libraries' contenders, without torch's one-shot at sizes for which it is slow."""
         return [
             self._peer(peer)
             for peer in self._peers
@@ -147,7 +145,7 @@ class Buffers:
 
 
 def compare(case: Case, timings: list[Timing], ranks: int) -> Fields | None:
-    """Returns our best time and the best peer's at one size; None if either time is missing."""
+    """Returns our best time and the best time of another library at one size; None if either is missing."""
     mine = [t for t in timings if t.ours and t.time_us]
     peers = [t for t in timings if not t.ours and t.time_us and t.name != BARE_COPIES]
     if not mine or not peers:
@@ -196,7 +194,7 @@ _SUMMARY = (
 
 
 def summarise(comparisons: list[Fields]) -> dict[str, dict[str, float]]:
-    """Prints our times beside the best peers'. Returns the geometric means of the ratios by element type."""
+    """Prints our times and the best other library's. Returns the geometric mean of their ratios by element type."""
     print("#\n# ours beside the best peer of this run; aim: the best peer's time when the aims were set")
     table = Table(_SUMMARY)
     table.header()

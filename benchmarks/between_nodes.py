@@ -1,9 +1,9 @@
 """Collectives and experts between rehearsed nodes: mpiexec -n 4 python -m mpi4py between_nodes.py
 
-The ranks of one machine count as `--nodes` hosts. Between these, ours stages data in pinned memory and writes it
-through libfabric over the loopback's TCP. NCCL takes them for hosts too, and uses its sockets; on the host runtime the
-peer is gloo, where torch is installed. Limits come first: The program also measures the limits: TCP's rate by the
-number of streams, and the rate of copies to and from pinned memory. Sizes are those of all_reduce.py and moves.py.
+Rehearsed nodes are groups of ranks on one machine that communicate as if they were on different hosts. Between these
+nodes, ProxyCCL stages data in pinned memory and sends it through libfabric over the loopback's TCP, and NCCL uses its
+sockets. On the host runtime ProxyCCL is compared with gloo. The program also measures TCP's rate by the number of
+streams, and the rate of copies to and from pinned memory. Sizes are those of all_reduce.py and moves.py.
 """
 
 from __future__ import annotations
@@ -39,32 +39,32 @@ _EXPERTS_CALLS = "experts"
 
 
 class Reductions:
-    """Makes the contenders of an all_reduce of any size, on memory that is allocated once."""
+    """Makes the contenders of an all_reduce of any size, all on the same memory."""
 
     def __init__(self, job: Job, count: int, dtype: str, names: list[str] | None) -> None:
         self._job, self._dtype, self._names = job, dtype, names or list(_REDUCTIONS)
         self._own, self._peers = job.registered(count, dtype), job.peers("all_reduce", count, dtype)
 
     def contenders(self, count: int) -> list[Contender]:
-        """Returns our contenders, then the peers."""
+        """Returns our contenders, then those of NCCL or gloo."""
         buffers = all_reduce.Buffers(self._job, count, self._dtype, self._own, self._peers)
         return [*map(buffers.ours, self._names), *buffers.peers()]
 
 
 class Moves:
-    """Makes the contenders of an all_gather or all_to_all of any size, on memory that is allocated once."""
+    """Makes the contenders of an all_gather or all_to_all of any size, all on the same memory."""
 
     def __init__(self, job: Job, collective: str, count: int, dtype: str) -> None:
         self._buffers = moves.Buffers(job, collective, count, dtype)
 
     def contenders(self, count: int) -> list[Contender]:
-        """Returns our contenders, then the peers."""
+        """Returns our contenders, then those of NCCL or gloo."""
         return self._buffers.contenders(count, list(_MOVES))
 
 
 def experts(job: Job, table: Table, dtype: str, tokens: int, repeats: int) -> list[Fields]:
-    """Measures dispatch and combine in the layout "rank", and the peer's calls that move the same bytes. Returns their
-    rows.
+    """Measures dispatch and combine in the layout "rank", and the all_to_all of NCCL or gloo that moves the same bytes.
+    Returns their rows.
     """
     import expert_parallel  # imported here, because the module needs torch
 
@@ -100,7 +100,7 @@ def experts(job: Job, table: Table, dtype: str, tokens: int, repeats: int) -> li
 
 
 def compare(collective: str, case: Case, timings: list[Timing]) -> Fields | None:
-    """Returns our best time and the peer's at one size; None if either time is missing."""
+    """Returns our best time and that of NCCL or gloo at one size; None if either is missing."""
     mine = [t for t in timings if t.ours and t.time_us]
     peers = [t for t in timings if not t.ours and t.time_us]
     if not mine or not peers:
@@ -131,7 +131,7 @@ _SUMMARY = (
 
 
 def summarise(comparisons: list[Fields]) -> None:
-    """Prints our times beside the peer's."""
+    """Prints our times beside those of NCCL or gloo."""
     print("#")
     table = Table(_SUMMARY)
     table.header()

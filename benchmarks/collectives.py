@@ -1,12 +1,12 @@
-"""A table like nccl-tests', with MPI's time for the same call: mpiexec -n 4 python -m mpi4py collectives.py all_reduce
+"""Prints a table like nccl-tests, with MPI's times: mpiexec -n 4 python -m mpi4py collectives.py all_reduce
 
-Method: results are checked in the same run, on fresh random data with poisoned outputs. Calls of ProxyCCL and MPI
-alternate, each after a barrier. ProxyCCL and MPI use the same buffers, except that on a GPU MPI's are in host memory.
-The time is the median over iterations of the maximum over ranks. If calls are slow, as with more busy ranks than cores,
-fewer calls are timed than were requested, so that the run takes about its time limit.
+The same run checks the results, on fresh random data with poisoned outputs. Calls of ProxyCCL and MPI alternate, each
+after a barrier. ProxyCCL and MPI use the same buffers, except that on a GPU MPI's are in host memory. A time is the
+median over iterations of the slowest rank's time. If calls are slow, the program times fewer calls than requested, to
+keep its time limit.
 
-The formulas are those of nccl-tests' doc/PERFORMANCE.md: the algorithm bandwidth is size / time, and the bus bandwidth
-is that times a factor that makes it comparable with the speed of the links for any number of ranks n: 2 (n - 1) / n for
+The formulas are those of nccl-tests' doc/PERFORMANCE.md. The algorithm bandwidth is size / time. The bus bandwidth,
+which can be compared with the links' speed, is the algorithm bandwidth times a factor, for n ranks 2 (n - 1) / n for
 all_reduce; (n - 1) / n for all_gather, reduce_scatter and all_to_all; 1 for broadcast. The size is the number of bytes
 of one rank's input or output, whichever is larger.
 """
@@ -96,7 +96,7 @@ def bus_factor(collective: str, ranks: int) -> float:
 
 
 def _random(rng: np.random.Generator, count: int, dtype: np.dtype[Any], op: str) -> Data:
-    """Returns values whose reductions are exact in every element type, so that results can be compared bit for bit."""
+    """Returns values whose reductions are exact in every element type."""
     if op == "prod":
         return rng.choice(np.array([-1, 1, 2]), count, p=[0.45, 0.45, 0.1]).astype(dtype)
     return rng.integers(-8, 9, count).astype(dtype)
@@ -112,7 +112,7 @@ class _Case:
         self._element = as_dtype(parsed.dtype)
         self.dtype = self._element.numpy()
         ranks = communicator.world_size
-        # Rounded down to whole shares, but at least one element per rank.
+        # Rounds down to a multiple of the number of ranks, but to at least one element per rank.
         self.count = max(ranks, size // self._element.itemsize // ranks * ranks)
         self.nbytes = self.count * self._element.itemsize
         share = self.count // ranks
@@ -151,7 +151,6 @@ class _Case:
         return np.trunc(mean) if np.issubdtype(self.dtype, np.integer) else mean
 
     def run(self, algorithm: str | None) -> None:
-        """Makes ProxyCCL's call, which is measured, and waits until it is done."""
         comm, op = self._comm, self._parsed.op
         x, out = self._on_device or (self._input, self._output)
         match self._parsed.collective:
@@ -188,13 +187,12 @@ class _Case:
         return lambda: comm.Bcast(send if self._comm.rank == 0 else receive, root=0)
 
     def poison(self) -> None:
-        """Fills the output with a pattern that no result has."""
         self._output.view(np.uint8).fill(_POISON)
         if self._on_device is not None:
             self._on_device[1].upload(self._output)
 
     def wrong(self) -> int:
-        """Returns the number of wrong elements in the output. A mean may differ in the last place, by its rounding."""
+        """Returns the number of wrong elements in the output. A mean may differ in the last bit because of rounding."""
         output = self._output if self._on_device is None else self._on_device[1].numpy()
         if self._parsed.op == "avg" and self._parsed.collective in REDUCTIONS:
             got, expected = output.astype(np.float64), self._expected.astype(np.float64)
@@ -213,7 +211,7 @@ def _timed(communicator: Communicator, call: Callable[[], None]) -> float:
 
 
 def _affordable(communicator: Communicator, parsed: argparse.Namespace, warm_up_seconds: float, seconds: float) -> int:
-    """Returns the number of calls to time, given the warm-up time of the slowest rank; the same on all ranks."""
+    """Returns the number of calls to time, the same on all ranks, from the slowest rank's warm-up time."""
     if parsed.warm_up == 0:
         return parsed.iterations
     slowest = max(
@@ -226,7 +224,7 @@ def _affordable(communicator: Communicator, parsed: argparse.Namespace, warm_up_
 def _measure(
     communicator: Communicator, case: _Case, algorithm: str | None, parsed: argparse.Namespace, seconds: float
 ) -> Fields:
-    """Measures one row in about `seconds` seconds. Returns the row, the same on all ranks."""
+    """Measures one row of the table in about `seconds` seconds. Returns the same row on all ranks."""
     mpi_call = case.mpi_call()
     case.poison()
     case.run(algorithm)

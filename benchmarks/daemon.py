@@ -1,14 +1,15 @@
-"""The node daemon beside proxies in the ranks: mpiexec -n 4 python -m mpi4py daemon.py
+"""The node daemon compared with proxies in the ranks: mpiexec -n 4 python -m mpi4py daemon.py
 
-A run starts a daemon and opens communicators of both kinds in turn, several times.
+A run starts a daemon. Several times, the program opens a communicator whose proxies are in the daemon, and one whose
+proxies are in the ranks.
 
 - Latency is half of a ping-pong's round trip between the first two ranks. Each rank runs a kernel of one thread, which
-  times each round. On the host runtime this needs a core for each kernel and each proxy. A second measurement of
-  latency needs only two cores: a CPU thread pushes a put with its signal and polls the peer's semaphore word.
+  times each round. On the host runtime each kernel and each proxy needs a core. A second measurement of latency needs
+  only two cores: a CPU thread pushes a put and its signal, and polls the peer's semaphore word.
 - A rate is the number of triggers per second through one ring, from the first push until the proxy has taken the last
-trigger. A kernel of one warp pushes, or a CPU thread.
-- CPU time is that of the threads that run proxies, or of the whole daemon: while idle, and while each rank pushes some
-  puts of 8 bytes with their signals each millisecond.
+  trigger. Either a kernel of one warp or a CPU thread pushes.
+- CPU time is that of the threads that run proxies, or of the whole daemon. CPU time is measured while all ranks are
+  idle, and while each rank pushes a few 8-byte puts with signals in each millisecond.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from proxyccl.proxy.processes import stat_of
 from proxyccl.tools.results import Fields, write_json
 from proxyccl.tools.tables import Column, Table
 
-_TIMEOUT = 20.0  # longest wait, in seconds
+_TIMEOUT = 20.0  # seconds
 _ROUNDS = 300
 _KERNEL_PUSHES = 200_000
 _CPU_PUSHES = 1_000_000
 _CPU_ROUNDS = 2000
 _CPU_LATENCY = "put + signal of the CPU"
-_BURST = 16  # pushes of each rank in a millisecond
+_BURST = 16  # pushes per rank and millisecond
 _WHERE = ("thread", "daemon")
 
 _SOURCE = r"""
@@ -95,7 +96,7 @@ class Pusher:
         self._fifo = comm.proxy.fifo_for(channel.id)
         self._channel = channel.id
         self._memories = memory.source_id(channel.peer), memory.peer_id(channel.peer)
-        self._pushed = comm.proxy.counters(channel.id).triggers  # by a kernel, and all of them taken
+        self._pushed = comm.proxy.counters(channel.id).triggers  # pushed by a kernel, and taken by the proxy
 
     def push(self, operation: Operation, nbytes: int, count: int) -> None:
         """Pushes `count` triggers of `nbytes` bytes. Waits for room in the ring."""
@@ -124,7 +125,7 @@ class Pusher:
 
 
 def latencies(comm: Communicator, channel: ProxyChannel, kernels: Any) -> dict[str, list[float]]:
-    """Measures ping-pongs. Returns the one-way time of each round in µs, without warm-up rounds, by what is sent."""
+    """Measures ping-pongs. Returns for each kind of message the one-way times in µs of all rounds after the warm-up."""
     found = {}
     ns = comm.empty(_ROUNDS, "int64")
     for name, nbytes in (("signal", 0), ("put of 8 bytes + signal", 8), ("put of 1 KiB + signal", 1024)):
@@ -137,9 +138,8 @@ def latencies(comm: Communicator, channel: ProxyChannel, kernels: Any) -> dict[s
 def rates(
     comm: Communicator, channel: ProxyChannel, memory: RegisteredMemory, kernels: Any
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Measures triggers per second, and the latencies of pushes by the CPU. Returns nothing on the second rank.
-
-    The CPU pushes last, because kernels don't know which places of the ring the CPU has filled.
+    """Measures triggers per second, and the latencies of pushes by the CPU. Returns an empty result on the second rank.
+    The CPU pushes last, because kernels don't know which slots of the ring the CPU has filled.
     """
     if comm.rank:
         return {}, {}
@@ -236,7 +236,9 @@ def start_daemon(path: Path, threads: int) -> subprocess.Popen[bytes]:
 
 
 def compared(rows: dict[str, dict[str, list[float]]], *, higher_is_better: bool) -> list[Fields]:
-    """Returns the medians of both kinds, and the ratio of the daemon's median to the ranks' median."""
+    """Returns the medians with proxies in the daemon and in the ranks, and the ratio of the daemon's median to the
+    ranks' median.
+    """
     found = []
     for name, values in rows.items():
         thread, daemon = (statistics.median(values[where]) for where in _WHERE)

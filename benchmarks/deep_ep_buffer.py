@@ -1,17 +1,17 @@
-"""DeepEP's normal mode beside NCCL's all_to_all_single: mpiexec -n 2 python -m mpi4py deep_ep_buffer.py
+"""DeepEP's normal mode compared with NCCL's all_to_all_single: mpiexec -n 2 python -m mpi4py deep_ep_buffer.py
 
 Every token chooses `--topk` different experts at random. A pair is a dispatch and its combine. The combine's input is a
 tensor that the caller allocated, as an expert's result would be. Contenders:
 
-- Buffer: that of `proxyccl.deep_ep`, with outputs of the exact size: the CPU waits for each dispatch's number of rows
-- Buffer, num_worst_tokens: outputs of a fixed size, so the CPU does not wait
-- new outputs: the same with fixed sizes, but rows pass through other memory of the layer on their way to new tensors
-- NCCL: moves as many bytes there and back, packed for it beforehand and not unpacked
+- Buffer: `proxyccl.deep_ep.Buffer` with outputs of the exact size, so the CPU waits for each dispatch's number of rows
+- Buffer, num_worst_tokens: the same class with outputs of a fixed size, so the CPU does not wait
+- new outputs: fixed sizes too, but rows are first received in the layer's memory and then copied to new tensors
+- NCCL: all_to_all_single there and back of as many bytes, without the time to pack and unpack rows
 
-A burst is ten pairs on one stream. Before them, where possible, a kernel holds the stream until the CPU has issued the
-calls. Events around the calls measure the GPU's time; the time of a dispatch for which the CPU waits includes that
-wait. The issuing thread's time is the wall-clock time of the burst's calls. Every result is the median over bursts of
-the slowest rank's mean. Outputs are checked before and after the measurement.
+A burst is ten pairs on one stream. If the CPU need not wait, a kernel blocks the stream until the CPU has issued the
+burst's calls. Events around the calls measure the GPU's time. A dispatch for which the CPU waits has this wait in its
+time. The issuing thread's time is the wall-clock time of the burst's calls. A result is the slowest rank's mean of a
+burst; the table shows the median over bursts. Outputs are checked before and after the measurement.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Tokens:
 
     @staticmethod
     def random(job: GpuJob, count: int, hidden: int, topk: int, experts: int) -> Tokens:
-        """Returns tokens of whole numbers, whose sums are exact."""
+        """Returns random tokens of whole numbers, so that sums are exact."""
         x = job.random(count * hidden, "bfloat16", job.rank).view(count, hidden)
         ids = torch.rand(count, experts, device=job.device).topk(topk, dim=1).indices
         visited = torch.stack([(ids // (experts // job.ranks) == rank).any(1) for rank in range(job.ranks)], 1)
@@ -66,7 +66,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Contender:
-    """Makes a pair of calls: `there` returns rows and what `back` needs besides them.
+    """Makes a dispatch (`there`) and its combine (`back`). `there` returns the rows and a state for `back`.
 
     Attributes:
         waits: whether `there` waits for the GPU.
@@ -125,7 +125,9 @@ def contenders(job: GpuJob, buffer: Buffer, layer: EPAll2AllLayer, tokens: Token
 
 
 def wrong(contender: Contender, tokens: Tokens) -> int:
-    """Makes a pair whose experts double their rows. Returns the number of wrong elements."""
+    """Makes a dispatch, doubles the rows as the experts' result, and makes the combine. Returns the number of wrong
+    elements.
+    """
     rows, handle = contender.there()
     back = contender.back(2 * rows, handle)
     expected = 2 * tokens.x.float() * tokens.visits.sum(1, keepdim=True)
@@ -133,7 +135,7 @@ def wrong(contender: Contender, tokens: Tokens) -> int:
 
 
 def burst(job: GpuJob, contender: Contender, results: torch.Tensor) -> tuple[float, float, float]:
-    """Returns the microseconds of a dispatch, of a combine and of issuing both. `results` is the experts' results."""
+    """Returns the microseconds of a dispatch, of a combine and of issuing both. `results` are the experts' results."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * _PAIRS + 1)]
     torch.cuda.synchronize()
     job.world.Barrier()
@@ -154,11 +156,11 @@ def burst(job: GpuJob, contender: Contender, results: torch.Tensor) -> tuple[flo
 
 
 def measure(job: GpuJob, made: list[Contender], tokens: Tokens, bursts: int) -> list[Fields]:
-    """Measures each contender. Returns their rows, the same on all ranks."""
+    """Measures each contender. Returns the rows, the same on all ranks."""
     found = [wrong(contender, tokens) for contender in made]
     results = torch.zeros(job.ranks * len(tokens.x), tokens.x.shape[1], dtype=tokens.x.dtype, device=job.device)
     times = np.zeros((bursts, len(made), 3))
-    for turn in range(-2, bursts):  # the first two warm up
+    for turn in range(-2, bursts):  # the first two are warm-ups
         for which, contender in enumerate(made):
             measured = burst(job, contender, results)
             if turn >= 0:

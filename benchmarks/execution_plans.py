@@ -1,11 +1,13 @@
-"""Execution plans beside the shipped all_reduce: mpiexec -n 2 python -m mpi4py benchmarks/execution_plans.py
+"""Execution plans compared with our all_reduce: mpiexec -n 2 python -m mpi4py benchmarks/execution_plans.py
 
-Contenders, each an all-reduction from one registered array to another:
+The contenders reduce from one registered array to another:
+
 - two_shot, the shipped kernel;
 - a plan in which each rank writes each share of its input to the scratch memory of the share's owner; the owner sums
-and writes the result to all outputs;
+  and writes the result to all outputs;
 - a plan in which each rank reads its own share from all inputs, and writes the sums to all outputs;
-- a plan in which shares go to their owners and back as packets, up to 4 MiB.
+- up to 4 MiB, a plan in which each rank sends shares to their owners and gets the sums back as packets.
+
 A plan has as many threadblocks as two_shot has blocks. gpu_job.py says how times are measured.
 """
 
@@ -42,7 +44,7 @@ _SIZES = tuple(aims.KIB << shift for shift in (6, 8, 10, 12, 14, 16, 18))
 _QUICK_SIZES = (64 * aims.KIB, 1 * aims.MIB, 64 * aims.MIB)
 _HOST_SIZES = (4 * aims.KIB, 256 * aims.KIB)
 _LONGEST_PACKETS = 4 * aims.MIB
-_MOST_THREADBLOCKS = 128  # limited, because all threadblocks must be resident together
+_MOST_THREADBLOCKS = 128  # limits the threadblocks, because all must be resident together
 _TWO_SHOT = "two_shot"
 
 Block = list[dict[str, Any]]
@@ -51,9 +53,10 @@ Block = list[dict[str, Any]]
 def plan(
     ranks: int, name: str, blocks: Callable[[int, list[int]], list[Block]], scratch: int, *, channels: int = 1
 ) -> ExecutionPlan:
-    """Builds a plan of all_reduce. `blocks` returns the operations of each threadblock, given a rank and its peers.
+    """Builds an execution plan of all_reduce. `blocks` takes a rank and its peers, and returns the operations of each
+    threadblock.
 
-    Two ranks have `channels` channels between them; threadblock i uses number i % `channels`.
+    There are `channels` channels between two ranks; threadblock i uses the channel i % `channels`.
     """
     gpus = []
     for rank in range(ranks):
@@ -105,15 +108,15 @@ def own(kind: str, index: int) -> dict[str, Any]:
 
 
 def meeting(peers: list[int], order: str = "") -> Block:
-    """Returns the operations of a barrier of the threadblocks that have the same number on all ranks. After it, each
-    sees what the others wrote before the barrier; with the order "rlx", only what earlier kernels wrote.
+    """Returns the operations of a barrier of all ranks' threadblocks with the same number. After the barrier, each
+    threadblock sees what the other threadblocks wrote before it; with the order "rlx", only what earlier kernels wrote.
     """
     channels = {"channel_ids": list(range(len(peers))), "channel_type": "memory"}
     return [{"name": f"{order}signal", **channels}, {"name": f"{order}wait", **channels}]
 
 
 def writes(ranks: int, count: int) -> ExecutionPlan:
-    """A plan with `count` threadblocks, each of which waits only for the threadblocks with its own number."""
+    """Builds a plan with `count` threadblocks, which wait only for threadblocks of the same number on other ranks."""
 
     def blocks(rank: int, peers: list[int]) -> list[Block]:
         found: list[Block] = []
@@ -136,7 +139,7 @@ def writes(ranks: int, count: int) -> ExecutionPlan:
 
 
 def reads_and_writes(ranks: int, count: int) -> ExecutionPlan:
-    """A plan with `count` threadblocks, each of which waits only for the threadblocks with its own number."""
+    """Builds a plan with `count` threadblocks, which wait only for threadblocks of the same number on other ranks."""
 
     def blocks(rank: int, peers: list[int]) -> list[Block]:
         reduce = {
@@ -152,7 +155,7 @@ def reads_and_writes(ranks: int, count: int) -> ExecutionPlan:
 
 
 def by_packets(ranks: int, count: int) -> ExecutionPlan:
-    """Builds a plan with `count` threadblocks for each chunk that is sent, and `count` threadblocks that reduce."""
+    """Builds a plan in which `count` threadblocks send each chunk, and `count` other threadblocks reduce."""
 
     def blocks(rank: int, peers: list[int]) -> list[Block]:
         found: list[Block] = []
@@ -185,8 +188,8 @@ class Arrays:
     Args:
         job: the ranks.
         own: registered memory, as long as the longest input and output.
-        count: elements.
-        dtype: name of their type.
+        count: number of elements.
+        dtype: name of the element type.
     """
 
     def __init__(self, job: Job, own: tuple[Any, Any], count: int, dtype: str) -> None:
@@ -195,7 +198,7 @@ class Arrays:
         self._registered: tuple[RegisteredMemory, ...] = tuple(self._comm.register(each) for each in (self.x, self.out))
         total: Any = 0
         for rank, given in enumerate(random_inputs(job, count, dtype, fresh_seed(job))):
-            total = total + given  # every element type holds these sums exactly
+            total = total + given  # an exact sum of small whole numbers
             if rank == job.rank:
                 self._given = given
         self._expected = total
@@ -287,7 +290,7 @@ def main() -> int:
         skipped = []
         for dtype in job.element_types(parsed.dtypes):
             itemsize = job.empty(0, dtype).itemsize
-            unit = 16 // itemsize * job.ranks  # each rank has a chunk, of a multiple of 16 bytes
+            unit = 16 // itemsize * job.ranks  # each rank's chunk must be a multiple of 16 bytes
             longest = max(unit, max(parsed.sizes) // itemsize)
             own = job.registered(longest, dtype), job.registered(longest, dtype)
             for size in parsed.sizes:

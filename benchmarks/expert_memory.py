@@ -1,13 +1,12 @@
-"""Memory of an expert-parallel layer on each rank, beside what DeepEP's own formulas say: python expert_memory.py
+"""Memory per rank of an expert-parallel layer, compared with DeepEP's formulas: python expert_memory.py
 
-Nothing is allocated and no GPU is needed: both are computed from the same numbers. Ours is the workspace that peers
-reach (`Geometry`), for the layouts that the modes of `proxyccl.deep_ep` use, with the outputs that lie in it. DeepEP's
-are the sizes that its callers pass to its buffers, by the formulas of its sources, with the chunks that it recommends
-for that number of ranks:
+The program needs no GPU, because it only computes sizes. For ProxyCCL it computes the workspace that peers reach
+(`Geometry`), including the outputs in it, for each mode of `proxyccl.deep_ep`. For DeepEP it computes the sizes that
+callers pass to DeepEP's buffers, by the formulas of DeepEP's sources with the recommended chunk sizes:
 
-- normal mode, DeepEP 1.2.1: `Config.get_nvl_buffer_size_hint` plus `get_rdma_buffer_size_hint` (csrc/config.hpp), the
-  larger of its dispatch and combine configurations. DeepEP sends in chunks there, so the size does not depend on the
-  number of tokens.
+- normal mode, DeepEP 1.2.1: `Config.get_nvl_buffer_size_hint` plus `get_rdma_buffer_size_hint` (csrc/config.hpp), for
+  the dispatch or the combine configuration, whichever is larger. DeepEP sends chunks in this mode, so the size does not
+  depend on the number of tokens.
 - low-latency mode, DeepEP 1.2.1: `get_low_latency_rdma_size_hint` (csrc/config.hpp).
 - elastic, DeepEP 2.1.0: `ElasticBuffer.get_buffer_size_hint` (csrc/elastic/buffer.hpp), in bfloat16, without its
   workspace of fixed size.
@@ -40,7 +39,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class World:
-    """The number of ranks, and the most tokens of each rank."""
+    """A number of ranks, and the largest number of tokens per rank."""
 
     nodes: int
     local_size: int
@@ -53,7 +52,7 @@ class World:
 
     @property
     def name(self) -> str:
-        """The ranks, as the table shows them."""
+        """The table's text for the number of ranks."""
         return f"{self.nodes} x {self.local_size}" if self.nodes > 1 else str(self.local_size)
 
 
@@ -83,7 +82,7 @@ def workspace(world: World, layout: str) -> int:
 
 # -- DeepEP's ---
 
-_CHUNKS = {  # (received by NVLink, sent by RDMA, received by RDMA) of a dispatch and of a combine
+_CHUNKS = {  # chunk sizes of a dispatch and of a combine: (received by NVLink, sent by RDMA, received by RDMA)
     2: ((256, 6, 128), (256, 6, 128)),
     4: ((256, 6, 128), (256, 6, 128)),
     8: ((256, 6, 128), (256, 6, 128)),
@@ -109,7 +108,7 @@ def _of_chunks(ranks: int, by_nvlink: int, sent_by_rdma: int, remote: int) -> in
 
 
 def deep_ep_low_latency(world: World) -> int:
-    """Returns the bytes that DeepEP's low-latency mode needs for RDMA; NVLink uses the same memory."""
+    """Returns the bytes that DeepEP's low-latency mode needs for RDMA and NVLink, which share this memory."""
     scales = HIDDEN // 128
     dispatched = 16 + max(HIDDEN * _BFLOAT16, HIDDEN + scales * 4)
     combined = scales * 4 + HIDDEN * _BFLOAT16

@@ -1,9 +1,9 @@
-"""MoE dispatch and combine beside NCCL's all_to_all_single: mpiexec -n 4 python -m mpi4py expert_parallel.py
+"""MoE dispatch and combine compared with NCCL's all_to_all_single: mpiexec -n 4 python -m mpi4py expert_parallel.py
 
-Every token chooses `--topk` different experts at random. A size is the number of bytes that one rank sends to others:
-each token once to each rank that has one of its experts. NCCL moves as many bytes, which are packed for it beforehand
-and not unpacked. Our times include the counting and a compact output ordered by expert. Outputs have room for the rows
-of the rank that receives most, so the CPU need not wait for the number of rows. gpu_job.py says how times are measured.
+Every token chooses `--topk` different experts at random. A size is the number of bytes that one rank sends to others,
+if it sends each token once to each rank that has one of its experts. NCCL moves as many bytes, without the time to pack
+and unpack them. Our times include counting rows and ordering the output by expert. Outputs have room for as many rows
+as any rank receives, so the CPU need not wait for the number of rows. gpu_job.py says how times are measured.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from proxyccl.tools.tables import Table
 
 @dataclass(frozen=True)
 class Routing:
-    """One rank's tokens and the expected result of a dispatch.
+    """A rank's tokens, and the expected result of their dispatch.
 
     Attributes:
         tokens: this rank's tokens, [count, hidden].
         expert_ids: the experts of each of this rank's tokens, [count, topk].
         rows: for each layout, the rows that this rank receives, [R, hidden].
         most_rows: for each layout, the largest number of rows that any rank receives.
-        visits: for each own token, the number of ranks that have one of its experts, [count, 1].
+        visits: for each of this rank's tokens, the number of ranks that have one of its experts, [count, 1].
         crossing: for each rank, the number of tokens that this rank sends to that rank; 0 for itself.
         arriving: for each rank, the number of tokens that this rank receives from that rank.
     """
@@ -57,7 +57,7 @@ class Routing:
             scores = torch.rand(count, experts, generator=generator, device=job.device)
             ids.append(scores.topk(topk, dim=1).indices.to(torch.int32))
         every = torch.stack(ids)  # [ranks, count, topk]
-        of_slots = every // per_rank  # ranks
+        of_slots = every // per_rank
         comes = torch.stack([(of_slots == rank).any(2) for rank in range(job.ranks)])  # [ranks, ranks, count]
         here = of_slots == job.rank
         order = torch.argsort(every[here], stable=True)
@@ -77,12 +77,13 @@ class Routing:
 
 
 def contenders(job: Job, routing: Routing, layers: dict[str, EPAll2AllLayer], peer: str = "NCCL") -> list[Contender]:
-    """Returns our contenders (for each layer a dispatch, a combine and both), then the peer's, in which torch's default
-    group moves the same bytes there and back.
+    """Returns our contenders (for each layer a dispatch, a combine and both), then those of torch's default group,
+    which moves the same bytes there and back.
     """
     stream, topk = job.handle, routing.expert_ids.shape[1]
     hidden, dtype = routing.tokens.shape[1], routing.tokens.dtype
-    # Each expert returns its rows unchanged. With a row for each rank a token comes back from each of its ranks.
+    # Each expert returns its rows unchanged. With one row per rank, each rank that has an expert of a token returns the
+    # token.
     sums = {"expert": routing.tokens * topk, "rank": routing.tokens * routing.visits}
     found: list[Contender] = []
 
@@ -107,7 +108,7 @@ def contenders(job: Job, routing: Routing, layers: dict[str, EPAll2AllLayer], pe
         def prepare_combine() -> None:
             if "given" not in state:
                 rows, _, kept = layer.dispatch(routing.tokens, routing.expert_ids, stream=stream)
-                job.synchronize()  # waits, because the copy of a CPU tensor does not follow the stream
+                job.synchronize()  # waits, because a copy to the CPU is not ordered by the stream
                 state.update(given=layer.combine_input(kept).copy_(rows), kept=kept)
             poison(combined)
 

@@ -34,15 +34,15 @@ from proxyccl.proxy.fabric.library import FabricOffer, choose_offer, fabric_offe
 from proxyccl.proxy.registrations import Registration
 from proxyccl.tools.results import Fields, machine, versions, write_json
 
-_LOOK = 0.002  # seconds between two reads of the flush word
-_FIFO_SIZE = 1 << 18  # has room for a turn's writes, else the pushing thread would spin
+_LOOK = 0.002  # Seconds between two reads of the flush word.
+_FIFO_SIZE = 1 << 18  # Has room for all writes of a run, so that the pushing thread never spins.
 _CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 _BYTES = 1 << 20
 _SHORT, _LONG = 8, _BYTES
 _AIMS = {_SHORT: aims.FABRIC_RATE_RATIO, _LONG: aims.FABRIC_BANDWIDTH_RATIO}
 _RUN_SECONDS = 0.5
 _CALIBRATION = {_SHORT: 5000, _LONG: 20}
-_RUNS_OF_A_WINDOW = 4  # completions requested in a window, as by the engine
+_RUNS_OF_A_WINDOW = 4  # completions requested in a window, as many as the engine requests
 
 
 def _endpoint(options: FabricOptions, memory: np.ndarray) -> tuple[FabricEndpoint, Registration]:
@@ -66,7 +66,7 @@ def serve(pipe: Connection, options: FabricOptions) -> None:
 
 
 class Bare:
-    """The contender that runs the bare loop on an endpoint."""
+    """Runs the bare loop on an endpoint."""
 
     def __init__(self, to: Any, local: int, remote: int, key: int) -> None:
         self._options: dict[str, Any] = {
@@ -108,7 +108,9 @@ def compare(nbytes: int, rounds: int, bare: Callable[[int, int], float], ours: C
 
 
 def beside(offer: FabricOffer, peers: NetworkPeers) -> Fields:
-    """Measures the rates of other programs on an offer's interface. Programs that are not installed have no entry."""
+    """Measures the rates of iperf3 and fi_pingpong on an offer's network interface. Programs that are not installed
+    have no entry.
+    """
     found: Fields = {}
     for program in peers.missing:
         print(f"# not measured: {program}, which is not installed")

@@ -1,15 +1,15 @@
-"""From `python` to the first result: python benchmarks/first_result.py (on GPUs), or with PROXYCCL_RUNTIME=host.
+"""Time from the start of Python to the first result, on GPUs or on the host runtime: python first_result.py
 
-Each measurement starts a job of new processes. A rank notes the seconds from the start of its own process (which the
-system gives in steps of 10 ms) to each stage: the interpreter, the imports, the communicator, and the first all_reduce
-of 1 KiB with its result on the CPU. So no time includes the launcher's. The first proxied all_reduce is timed
-separately: immediately after the first all_reduce, and on a communicator that is 2 s old. A row has the slowest rank's
-times, the median of all jobs. The contenders take turns; the first job of each, which fills caches, is not counted (it
-is with --quick).
+Each measurement starts a job of new processes. Each rank records the seconds from the start of its own process, which
+the system reports in steps of 10 ms, to the end of each stage: the interpreter, the imports, the communicator, and the
+first all_reduce of 1 KiB with its result on the CPU. Times therefore exclude the launcher. The first proxied all_reduce
+is timed separately: immediately after the first all_reduce, and on a communicator that is 2 s old. A row has the
+slowest rank's times, as medians over all jobs. The contenders take turns. Without --quick, the first job of each
+contender is not counted, because it fills caches.
 
-On GPUs NCCL is called through torch, whose ranks torchrun starts; MPI uses arrays of the CPU. The GPU memory that the
-job's own daemon takes is measured as the difference in free memory, 2 s after the start, between a job with its proxies
-in that process and a job with its proxies in threads of the ranks.
+On GPUs torch calls NCCL, in ranks that torchrun starts; MPI uses host memory. To find the GPU memory that a separate
+process of proxies takes, the program compares the free memory of two jobs 2 s after their start: one with that process,
+and one whose proxies run in threads of the ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# This program is not a rank of MPI; the processes that it starts are. mpi4py reads this setting when it is imported.
+# This program is not an MPI rank, but starts MPI ranks. mpi4py reads this setting at its import.
 os.environ["MPI4PY_RC_INITIALIZE"] = "false"
 
 import aims
@@ -48,13 +48,13 @@ _PROCESS, _THREAD = "ProxyCCL, 2 s old, proxy in a process", "ProxyCCL, 2 s old,
 
 @dataclass(frozen=True)
 class Contender:
-    """A job to start.
+    """A kind of job that the program starts.
 
     Attributes:
         title: the job's name in tables.
         argument: a key of `first_result_rank.CONTENDERS`.
         environment: environment variables that the job's ranks get.
-        by_torchrun: whether torchrun starts it; otherwise mpiexec does.
+        by_torchrun: whether torchrun starts the job instead of mpiexec.
     """
 
     title: str
@@ -64,13 +64,13 @@ class Contender:
 
 
 def contenders(runtime: str) -> list[Contender]:
-    """Returns the jobs to start on a runtime: those whose libraries are installed."""
+    """Returns the jobs that can run on a runtime with the installed libraries."""
     ours = {"PROXYCCL_RUNTIME": runtime}
     found = [
         Contender("ProxyCCL, proxied call at once", "proxyccl", ours),
         Contender(_PROCESS, "proxyccl-later", {**ours, "PROXYCCL_PROXY": "process"}),
-        # Kernels are loaded lazily, as in the other jobs, so that memory can be compared. That is safe, because no
-        # other library launches kernels in this job.
+        # Loads kernels lazily, like the other jobs, so that the jobs' memory can be compared. Lazy loading is safe,
+        # because no other library launches kernels in this job.
         Contender(_THREAD, "proxyccl-later", {**ours, "PROXYCCL_PROXY": "thread"}),
         Contender("MPI, arrays of the CPU", "mpi"),
     ]
@@ -133,7 +133,7 @@ def show(rows: dict[str, Fields]) -> None:
 
 
 def conclusions(rows: dict[str, Fields]) -> Fields:
-    """Prints and returns the comparisons that have a target, and the memory of the job's own daemon."""
+    """Prints and returns the comparisons that have a target, and the GPU memory that the process of proxies takes."""
     found: Fields = {}
     ours = next(iter(rows.values()))["first result"]
     if "torch, NCCL" in rows:
@@ -178,7 +178,7 @@ def main() -> int:
     show(rows)
     print()
     results = {"benchmark": "first_result", **facts, "stages_s": rows, **conclusions(rows)}
-    results["device"] = open_runtime(runtime).describe()  # last, because opening a runtime takes GPU memory
+    results["device"] = open_runtime(runtime).describe()  # done last, because opening a runtime takes GPU memory
     if parsed.json is not None:
         write_json(parsed.json, {**results, "samples_s": samples})
     return 0

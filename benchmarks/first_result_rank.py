@@ -1,7 +1,7 @@
-"""A rank of `first_result.py`, which starts it: first_result_rank.py CONTENDER FOLDER.
+"""A rank of a job of `first_result.py`: first_result_rank.py CONTENDER FOLDER.
 
-It writes to FOLDER/RANK.json the seconds from the start of its process to each stage. Each contender is called as a
-program would call it, and imports only what that program would.
+Writes the seconds from the start of its process to each stage into FOLDER/RANK.json. Each contender imports only the
+modules that a user's program would import.
 """
 
 import json
@@ -32,18 +32,19 @@ stages: dict[str, float] = {}
 
 
 def reached(stage: str) -> None:
-    """Notes the time of a stage."""
+    """Records the time at which a stage ends."""
     stages[stage] = _since_boot() - STARTED
 
 
 def require(value: float, expected: float) -> None:
-    """Ends the program if a result is wrong."""
     if value != expected:
         raise SystemExit(f"a sum is {value}, not {expected}")
 
 
 def proxyccl(when: str) -> int:
-    """Makes a communicator, an all_reduce, and a proxied all_reduce `when`: "at once" or "later". Returns the rank."""
+    """Makes a communicator, an all_reduce, and a proxied all_reduce, which follows immediately if `when` is "at once"
+    or after 2 s if it is "later". Returns the rank.
+    """
     from proxyccl import Communicator
 
     reached("imports")
@@ -60,9 +61,9 @@ def proxyccl(when: str) -> int:
         time.sleep(max(0.0, made + _AGE - time.monotonic()))
         if comm.runtime.name == "cuda":
             stages["free_bytes"] = _free_bytes(comm.runtime)
-        comm.all_gather_bytes(b"")  # all ranks call this together
+        comm.all_gather_bytes(b"")  # a barrier of all ranks
     before = _since_boot()
-    comm.proxy  # noqa: B018  the first use opens it
+    comm.proxy  # noqa: B018  the first use opens the proxy
     stages["of it the proxy"] = _since_boot() - before
     comm.all_reduce(array, algorithm="proxy")
     comm.synchronize()
@@ -78,7 +79,7 @@ def proxyccl(when: str) -> int:
 
 
 def _free_bytes(runtime: Any) -> int:
-    """Returns the free memory of the rank's GPU. The difference between two runs shows what one process takes."""
+    """Returns the free memory of the rank's GPU."""
     from cuda.bindings import driver
 
     with runtime.current():
@@ -113,7 +114,7 @@ def torch_group(backend: str) -> int:
     device = torch.device("cuda", local) if backend == "nccl" else torch.device("cpu")
     if backend == "nccl":
         torch.cuda.set_device(device)
-        dist.init_process_group(backend, device_id=device)  # makes NCCL's communicator, else call 1 does
+        dist.init_process_group(backend, device_id=device)  # makes NCCL's communicator before the first call
     else:
         dist.init_process_group(backend)
     reached("communicator")

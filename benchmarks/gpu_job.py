@@ -1,9 +1,9 @@
-"""The `Job` on GPUs: arrays are torch's tensors, CUDA graphs are timed by the GPU's events, and torch provides the
-peers.
+"""The `Job` on GPUs: arrays are torch's tensors, the GPU's events time CUDA graphs, and torch provides the other
+libraries.
 
-A contender's calls are captured into a CUDA graph. Events time its replay, and the result is divided by the number of
-calls, so that it contains no launch cost of Python. Before the first event, each rank's stream sleeps until the replay
-is queued too, and the ranks meet in a barrier. So no rank starts late because its CPU did.
+A contender's calls are captured into a CUDA graph. Events time the graph's replay, so that no launch cost of Python is
+included. Each rank's stream first sleeps until its CPU has queued the replay, and then joins a barrier of all ranks. So
+a slow CPU does not make a rank start late.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
-# NVLink multicast must not be used. torch and NCCL read these variables when they are loaded.
+# Disables NVLink multicast. torch and NCCL read these variables at their import.
 os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NVSHMEM_DISABLE_NVLS="1")
 
 import nccl_registered
@@ -37,19 +37,19 @@ _SLEEP_CYCLES = 600_000  # about 300 µs: longer than queueing a barrier and a r
 
 
 class GraphBurst(Burst):
-    """Calls in a CUDA graph, which is replayed on the stream that it was captured on.
+    """Calls in a CUDA graph. The graph is captured and replayed on the same stream.
 
     Args:
         call: queues a call on torch's current stream.
         calls: the number of calls to capture.
         stream: the stream.
-        counted: whether to find out from the graph how many multiprocessors its kernels can occupy.
+        counted: whether to read from the graph how many multiprocessors its kernels can occupy.
     """
 
     def __init__(self, call: Callable[[], object], calls: int, stream: torch.cuda.Stream, *, counted: bool) -> None:
         self.calls, self.stream = calls, stream
-        self._call = call  # keeps the arrays alive, whose addresses the graph has
-        counted = counted and hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph")  # `raw_cuda_graph` exists since torch 2.8
+        self._call = call  # keeps alive the arrays whose addresses are in the graph
+        counted = counted and hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph")
         self._graph: Any = torch.cuda.CUDAGraph(keep_graph=True) if counted else torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
             # NCCL's watchdog thread queries events during the capture, which only the mode "thread_local" allows.
@@ -65,18 +65,16 @@ class GraphBurst(Burst):
             self._graph.instantiate()
 
     def queue(self) -> None:
-        """Replays the graph."""
         with torch.cuda.stream(self.stream):
             self._graph.replay()
 
     def close(self) -> None:
-        """Frees the graph."""
         self._graph.reset()
 
 
 class IssuedBurst(Burst):
-    """Calls that are issued one after another, without a graph: in a graph, NCCL starts the network's part of a call by
-    a host function, whose delay a program without graphs would not have.
+    """Calls that are issued one after another, without a graph. In a graph NCCL starts a call's network transfers by a
+    host function, which would add a delay.
 
     Args:
         call: queues a call on torch's current stream.
@@ -88,7 +86,6 @@ class IssuedBurst(Burst):
         self.calls, self.stream, self._call = calls, stream, call
 
     def queue(self) -> None:
-        """Makes the calls."""
         with torch.cuda.stream(self.stream):
             for _ in range(self.calls):
                 self._call()
@@ -98,16 +95,18 @@ class IssuedBurst(Burst):
 
 
 def nccl_between_nodes(node: int, ranks_of_node: int) -> dict[str, str]:
-    """Returns environment variables with which NCCL treats nodes as different hosts, and connects them by sockets."""
+    """Returns environment variables that make NCCL treat rehearsed nodes as different hosts, and connect them by
+    sockets.
+    """
     sockets = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_MNNVL_ENABLE": "0", "NCCL_HOSTID": f"node{node}"}
     return sockets if ranks_of_node > 1 else {**sockets, "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 
 
 class GpuJob(Job):
-    """A `Job` on GPUs. The ranks also are torch.distributed's default group, with NCCL.
+    """A `Job` on GPUs. torch.distributed's default group contains the same ranks, with NCCL.
 
     Attributes:
-        device: this rank's.
+        device: this rank's device.
         group_name: the name of torch's process group of all ranks.
         stream: the stream of `handle`.
     """
@@ -169,13 +168,10 @@ class GpuJob(Job):
         return values.to(getattr(torch, dtype))
 
     def poison(self, x: Any) -> None:
-        """Fills an array as `poison` does."""
         poison(x)
 
     def peers(self, collective: str, count: int, dtype: str) -> list[Peer]:
-        """Returns NCCL as it is, NCCL with registered memory, and torch symmetric memory; between rehearsed nodes only
-        NCCL as it is.
-        """
+        """Returns NCCL, NCCL with registered memory, and torch symmetric memory; between rehearsed nodes only NCCL."""
         if self.nodes is not None:
             return [torch_peer("NCCL", collective)]
         if collective == "all_reduce":
@@ -194,7 +190,6 @@ class GpuJob(Job):
     def _registered_nccl(
         self, name: str, cta_policy: int, count: int, dtype: str, call: Callable[[Any, Any, Any], object]
     ) -> Peer:
-        """Returns NCCL on registered memory. Asking for the largest arrays first avoids a second registration."""
         element = getattr(torch, dtype)
         nbytes = count * element.itemsize
         missing = self.everywhere(nccl_registered.why_missing())
@@ -211,7 +206,6 @@ class GpuJob(Job):
         return Peer(name, lambda out, x: call(out, x, made.group), lambda some: made.arrays(some, element))
 
     def _symmetric_memory_peers(self, count: int, dtype: str) -> list[Peer]:
-        """Returns the algorithms of torch symmetric memory."""
         tensor, missing = symmetric_memory(self, count, getattr(torch, dtype))
         if tensor is None:
             return [Peer(name, missing=missing) for name in ("torch one-shot", "torch two-shot")]
@@ -263,7 +257,7 @@ class GpuJob(Job):
         return float(start.elapsed_time(end)) * 1e3 / calls
 
     def burst(self, call: Callable[[], object], calls: int) -> Burst:
-        """Returns a graph of the calls; between rehearsed nodes, the calls themselves."""
+        """Returns a CUDA graph of the calls, or between rehearsed nodes a burst without a graph."""
         if self.nodes is not None:
             return IssuedBurst(call, calls, self.stream)
         return GraphBurst(call, calls, self.stream, counted=self.comm.runtime.name == "cuda")
@@ -303,7 +297,7 @@ class GpuJob(Job):
             torch.mm(a, b, out=out)
 
         with torch.cuda.stream(stream):
-            multiply()  # loads the library's kernel, which is not possible in a capture
+            multiply()  # loads the library's kernel, because a capture can't load it
             stream.synchronize()
         return GraphBurst(multiply, calls, stream, counted=False)
 

@@ -1,5 +1,5 @@
-"""Finds out how many multiprocessors the calls in a CUDA graph can occupy. It reads the graph's nodes, so the kernels
-may be any library's.
+"""Finds out how many multiprocessors the calls in a CUDA graph can occupy. It reads the graph's nodes, so it works for
+kernels of any library.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ def _ask(driver: Any, name: str, *arguments: Any) -> Any:
 
 
 def _grids(driver: Any, graph: Any) -> Iterator[int]:
-    """Yields the number of blocks of each kernel of a graph."""
     _, count = _ask(driver, "cuGraphGetNodes", graph, 0)
     nodes, _ = _ask(driver, "cuGraphGetNodes", graph, count) if count else ([], 0)
     for node in nodes:
@@ -32,7 +31,7 @@ def multiprocessors_used(driver: Any, graph: int, available: int) -> int:
     """Returns the number of blocks of the largest kernel in a graph, but at most the device's number of
     multiprocessors.
 
-    The result is 0 for a graph without kernels. Copies between devices are not counted: copy engines make them.
+    The result is 0 for a graph without kernels. Copies between devices are not counted, because copy engines make them.
 
     Args:
         driver: `cuda.bindings.driver`.
@@ -40,6 +39,6 @@ def multiprocessors_used(driver: Any, graph: int, available: int) -> int:
         available: the number of the device's multiprocessors.
 
     Raises:
-        RuntimeError: a call of the driver about the graph failed.
+        RuntimeError: a call of the driver failed.
     """
     return min(available, max(_grids(driver, driver.CUgraph(graph)), default=0))

@@ -1,12 +1,12 @@
-"""Collectives of the host runtime beside MPI's: mpiexec -n 4 python -m mpi4py host_collectives.py
+"""Collectives of the host runtime compared with MPI's: mpiexec -n 4 python -m mpi4py host_collectives.py
 
 Our contender `registered` uses arrays of `Communicator.empty`, and our `private` uses numpy arrays, as MPI does. With
-`--gloo`, torch's gloo is a contender too: it copies its input, and reduces the copy in place. It finds the first rank
-by ``MASTER_ADDR`` and ``MASTER_PORT``. Calls without a stream return when they are done, as MPI's do. Contenders
-alternate in bursts of equally many calls. The ranks meet before each burst, over sockets that no contender uses: ranks
-that wait in MPI's barrier spin on cores that others still need, and leave MPI's connections warm. A time is that of a
-burst on the slowest rank, divided by the number of calls; tables show the median over bursts. Outputs are checked
-before and after.
+`--gloo`, torch's gloo is measured too: it copies its input, and reduces the copy in place. gloo finds the first rank by
+``MASTER_ADDR`` and ``MASTER_PORT``. Our calls have no stream, so they return when they are complete, like MPI's.
+Contenders alternate in bursts of equally many calls. Before each burst the ranks wait for each other over separate
+sockets, because MPI's barrier would spin on cores and keep MPI's connections warm. A time is that of a burst on the
+slowest rank, divided by the number of calls; tables show the median over bursts. Outputs are checked before and after
+the measurement.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _OF_MPI = {
     "all_to_all": "Alltoall",
     "reduce_scatter": "Reduce_scatter_block",
 }
-_TIMEOUT = 20.0  # longest wait, in seconds
-_BURST_US = 4000.0  # time that a burst of the fastest contender should take
+_TIMEOUT = 20.0
+_BURST_US = 4000.0  # target time of a burst of the fastest contender
 _MOST_CALLS = 20
 
 Floats = NDArray[np.float32]
@@ -51,7 +51,7 @@ _OURS = ("registered", "private")
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to make a call.
+    """A library's call of one collective.
 
     Attributes:
         name: "registered", "private", "MPI" or "gloo".
@@ -65,7 +65,9 @@ class Contender:
 
 
 def expected_output(collective: str, given: Floats, rank: int) -> Floats:
-    """Returns a rank's result if rank i's input is `given[i]`, or for all_gather the first share of `given[i]`."""
+    """Returns the expected result of a rank. The input of rank i is `given[i]`, or for all_gather the first share of
+    `given[i]`.
+    """
     ranks, count = given.shape
     shares = given.reshape(ranks, ranks, count // ranks)
     if collective == "all_reduce":
@@ -96,11 +98,9 @@ def reduced_by_gloo(source: Floats) -> Contender:
 def contenders(
     comm: Communicator, collective: str, count: int, *, gloo: bool = False
 ) -> tuple[list[Contender], Floats]:
-    """Returns the contenders for a call whose longer array has `count` elements, and the output that each must
-    write.
-    """
+    """Returns the contenders for a call whose longer array has `count` elements, and the expected output."""
     world, ranks = MPI.COMM_WORLD, comm.world_size
-    given = np.arange(ranks * count, dtype=np.float32).reshape(ranks, count) % 251  # sums of these are exact
+    given = np.arange(ranks * count, dtype=np.float32).reshape(ranks, count) % 251  # values whose sums are exact
     source = given[comm.rank] if collective != "all_gather" else given[comm.rank, : count // ranks]
     expected = expected_output(collective, given, comm.rank)
 
@@ -144,8 +144,7 @@ def measure(comm: Communicator, collective: str, nbytes: int, bursts: int, *, gl
     warm = [min(world.allreduce(burst(comm, contender, 2), MPI.MAX) for _ in range(3)) for contender in made]
     calls = max(1, min(_MOST_CALLS, int(_BURST_US / min(warm))))
     times = np.zeros((bursts, len(made)))
-    # Contenders run in all orders, so that each follows every other one equally often: the previous contender leaves
-    # threads awake.
+    # The contenders run in all orders, because threads that one contender leaves awake affect the next one.
     orders = np.random.default_rng(nbytes).permutation(list(itertools.permutations(range(len(made)))))
     for turn in range(bursts):
         for which in orders[turn % len(orders)]:
@@ -186,7 +185,7 @@ def main() -> int:
     parser.add_argument("--gloo", action="store_true", help="also torch's gloo, for all_reduce alone")
     parsed = parser.parse_args()
     sizes = parsed.sizes or (_QUICK_SIZES if parsed.quick else _SIZES)
-    bursts = parsed.repeats or (12 if parsed.quick else 48)  # total over all orders
+    bursts = parsed.repeats or (12 if parsed.quick else 48)  # bursts of each contender, over all orders
     if parsed.gloo and parsed.collectives != ["all_reduce"]:
         parser.error("--gloo is for --collectives all_reduce")
     end_if_it_hangs(parsed.seconds)

@@ -1,8 +1,5 @@
-"""The `Job` on the host runtime: arrays are numpy's, and the CPU's clock times bursts of calls. The host runtime has no
-peers.
-
-It lets the programs be tried without a GPU. The calls of a burst are issued one after another, so the times include the
-time to issue them.
+"""The `Job` on the host runtime, for trying the programs without a GPU. Arrays are numpy's, and there is no other
+library to compare with. The CPU's clock times bursts of calls, including the time to issue them.
 """
 
 from __future__ import annotations
@@ -29,13 +26,13 @@ _PEERS = {
 
 
 class Calls(Burst):
-    """Calls that are made one after another."""
+    """A burst of calls that are made one after another."""
 
     def __init__(self, call: Callable[[], object], calls: int) -> None:
         self.call, self.calls = call, calls
 
     def queue(self) -> None:
-        """Queues the calls on the stream that `call` names."""
+        """Makes the calls."""
         for _ in range(self.calls):
             self.call()
 
@@ -44,7 +41,7 @@ class Calls(Burst):
 
 
 class Products(Burst):
-    """Products of two matrices, which numpy computes in a thread."""
+    """A burst of matrix products, which numpy computes in a thread."""
 
     def __init__(self, size: int, calls: int) -> None:
         self.calls, self._ended = calls, 0.0
@@ -70,12 +67,12 @@ class Products(Burst):
         self._start()
 
     def keep_on(self) -> None:
-        """Starts a thread that makes products until it is waited for."""
+        """Starts a thread that makes products until `wait` is called."""
         self._enough.clear()
         self._start()
 
     def wait(self) -> float:
-        """Waits for the thread. Returns the time at which it finished its last product."""
+        """Waits for the thread. Returns the time at which the last product was finished."""
         assert self._thread is not None
         self._enough.set()
         self._thread.join()
@@ -112,12 +109,11 @@ class HostJob(Job):
         return np.random.default_rng(seed).integers(-8, 9, count, np.int8).astype(dtype)
 
     def poison(self, x: Any) -> None:
-        """Fills all bytes."""
         x.view(np.uint8)[:] = 0xA5
 
     def peers(self, collective: str, count: int, dtype: str) -> list[Peer]:
-        """Returns no peers, but each peer's name with the reason. Between rehearsed nodes returns gloo, if torch is
-        installed.
+        """Returns each library's name with the reason why it can't be used. Between rehearsed nodes returns gloo, if
+        torch is installed.
         """
         if self.nodes is not None and importlib.util.find_spec("torch") is not None:
             from torch_peer import join_gloo, torch_peer
@@ -127,7 +123,7 @@ class HostJob(Job):
         return [Peer(name, missing=_NO_PEER) for name in _PEERS[collective]]
 
     def peer_versions(self) -> Fields:
-        """Returns no versions, because there are no peers."""
+        """Returns no versions, because no other library is measured."""
         return {}
 
     def current(self) -> AbstractContextManager[object]:
@@ -135,7 +131,6 @@ class HostJob(Job):
         return nullcontext()
 
     def synchronize(self) -> None:
-        """Waits for the stream. Raises the error of a call that failed on it."""
         self.handle.synchronize()
         self.comm.check()
 
@@ -144,12 +139,12 @@ class HostJob(Job):
         return self.time_burst(Calls(call, calls))[0]
 
     def burst(self, call: Callable[[], object], calls: int) -> Burst:
-        """Returns the calls, to be made one after another."""
+        """Returns a burst of the calls."""
         return Calls(call, calls)
 
     def time_burst(self, timed: Burst, *, beside: Burst | None = None, beside_bursts: int = 0) -> tuple[float, bool]:
-        """Times the burst by the CPU's clock, after a barrier of the ranks. Products beside it run until the burst
-        ends.
+        """Times the burst by the CPU's clock, after a barrier of the ranks. Concurrent matrix products run until the
+        burst ends.
         """
         self.synchronize()
         self.world.Barrier()

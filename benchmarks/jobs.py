@@ -1,4 +1,4 @@
-"""Picks the kind of job for the runtime: GPUs need torch, the host runtime needs nothing."""
+"""Picks the kind of job for the runtime. Jobs on GPUs need torch; jobs on the host runtime don't."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from proxyccl.device.runtimes import find_runtime
 
 
 def open_job(seconds: float, *, nodes: int | None = None) -> Job:
-    """Opens the job on the runtime that `PROXYCCL_RUNTIME` names, or else on the runtime that this machine has.
-    `nodes`: see `Job`.
+    """Opens a job on the runtime that `PROXYCCL_RUNTIME` names, by default on this machine's GPU runtime if there is
+    one. `nodes`: see `Job`.
 
     Raises:
-        SystemExit: the runtime is a GPU's, and torch is missing.
+        SystemExit: torch is missing, which a job on GPUs needs.
     """
     runtime = os.environ.get("PROXYCCL_RUNTIME") or find_runtime()
     if runtime == "host":

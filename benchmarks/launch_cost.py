@@ -1,10 +1,11 @@
 """CPU time to issue a prepared collective: mpiexec -n 2 python -m mpi4py launch_cost.py
 
-The peers are torch's elementwise add, NCCL's all_reduce through torch, and the one-shot of torch symmetric memory.
+The collective is compared with torch's elementwise add, NCCL's all_reduce through torch, and the one-shot of torch
+symmetric memory.
 
-Calls are issued in bursts that fit a stream's queue, so no call waits for the GPU. The stream is empty before each
-burst. A time is the wall-clock time in which the slowest rank's thread issues one burst, divided by the number of
-calls. Tables show the median over bursts. Contenders alternate.
+Calls are issued in bursts that fit an empty stream's queue, so no call waits for the GPU. A time is the wall-clock time
+in which the slowest rank's thread issues one burst, divided by the number of calls. Tables show the median over bursts.
+Contenders alternate.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from proxyccl.tools.tables import Column, Table
 _COUNT = 256  # elements: few, so that the kernels are as short as possible
 _BURST = 100
 _BURSTS = 60
-_MANY = 4000  # more tensors than the library caches, so each call acts as if its tensor were new
+_MANY = 4000  # more tensors than the library caches, so each tensor is new to the library
 
 OURS_TORCH = "all_reduce, torch tensor"
 PEERS = ("torch.add, out given", "NCCL all_reduce", "torch symmetric memory one-shot")
@@ -42,7 +43,7 @@ _COLUMNS = (
 
 
 def calls(job: GpuJob) -> dict[str, Callable[[], object]]:
-    """Returns the calls to issue, by name: ours, the peers, then parts of ours."""
+    """Returns the calls to issue, by name: ours, other libraries', then parts of our call."""
     x, y, out = (torch.zeros(_COUNT, device=job.device) for _ in range(3))
     array = job.comm.empty(_COUNT, "float32").fill(0)
     comm, handle, group = job.comm, job.stream.cuda_stream, job.group_name
@@ -72,7 +73,7 @@ def measure(job: GpuJob, what: dict[str, Callable[[], object]], bursts: int) -> 
     """Measures each call. Returns their rows, the same on all ranks."""
     times = np.zeros((len(what), bursts))
     with torch.cuda.stream(job.stream):
-        for burst in range(-2, bursts):  # the first two warm up
+        for burst in range(-2, bursts):  # the first two are warm-ups
             for i, call in enumerate(what.values()):
                 torch.cuda.synchronize()
                 job.world.Barrier()

@@ -1,7 +1,7 @@
-"""The collectives that only move bytes, all_gather and all_to_all, beside NCCL's kernels and its copy engines.
+"""Compares the collectives that only move bytes, all_gather and all_to_all, with NCCL's kernels and copy engines.
 
-NCCL has kernels for any arrays and kernels for arrays registered as symmetric; NCCL's time is that of the faster ones.
-A size is the number of bytes of a rank's input or output, whichever is larger; in an all_gather that is the output. An
+NCCL has kernels for any arrays, and others for arrays that are registered as symmetric; NCCL's time is that of the
+faster kernels. A size is the number of bytes of an all_gather's output, or of an all_to_all's input on one rank. An
 all_gather is in place: each rank's input is its share of the output. An all_to_all is out of place.
 """
 
@@ -44,14 +44,14 @@ _QUICK_SIZES = (4 * aims.KIB, 1 * aims.MIB, 64 * aims.MIB)
 
 
 class Buffers:
-    """Input and output arrays of one element type and the largest size. Calls of smaller sizes use the beginning of the
+    """Input and output arrays of the largest size, of one element type. Calls of smaller sizes use the beginning of the
     arrays.
 
     Args:
         job: the ranks.
         collective: "all_gather" or "all_to_all".
         count: elements of the largest size.
-        dtype: name of their type.
+        dtype: name of the element type.
     """
 
     def __init__(self, job: Job, collective: str, count: int, dtype: str) -> None:
@@ -61,8 +61,8 @@ class Buffers:
         self.peers = job.peers(collective, count, dtype)
 
     def contenders(self, count: int, names: list[str]) -> list[Contender]:
-        """Returns our contenders of these names, then the peers, for a call of `count` elements with fresh random
-        inputs.
+        """Returns our contenders of these names, then the other libraries', for a call of `count` elements with fresh
+        random inputs.
         """
         size = _OneSize(self.job, self.collective, count, self.dtype)
         return [*(self._ours(size, name) for name in names), *(self._peer(size, peer) for peer in self.peers)]
@@ -86,7 +86,7 @@ class Buffers:
 
 
 class _OneSize:
-    """Returns this rank's random input of `count` elements, and the output that the call must write."""
+    """Makes this rank's random input of `count` elements, and the expected output."""
 
     def __init__(self, job: Job, collective: str, count: int, dtype: str) -> None:
         self._job, self.count = job, count
@@ -103,7 +103,6 @@ class _OneSize:
     def contender(
         self, name: str, source: Any, out: Any, call: Callable[[Any, Any], object], *, ours: bool = False
     ) -> Contender:
-        """Returns a contender that uses the beginning of two arrays."""
         out = out[: self.count]
         x = out[self._mine] if self._gathers else source[: self.count]
 
@@ -120,7 +119,7 @@ def _fastest_kernels(times: Mapping[str, float | None]) -> float | None:
 
 
 def compare(case: Case, timings: list[Timing]) -> Fields:
-    """Returns the ratios of NCCL's times to ours with registered arrays, at one size; None where a time is missing."""
+    """Returns NCCL's times divided by ours with registered arrays, at one size; None for a ratio without both times."""
     times = {timing.name: timing.time_us for timing in timings}
     nccl, engines = _fastest_kernels(times), times.get(COPY_ENGINES)
     kernels, proxied = (times.get(name) for name in REGISTERED)

@@ -1,6 +1,6 @@
-"""NCCL's communicators by its C API, for `regroup.py`: made, shrunk, aborted, with an all_reduce. Needs no torch.
+"""Makes, shrinks and aborts communicators by NCCL's C API, for `regroup.py`. Needs no torch.
 
-Signatures and constants are those of nccl.h. ncclCommShrink is there from NCCL 2.27 on.
+Signatures and constants are those of nccl.h. ncclCommShrink needs NCCL 2.27.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-# NVLink multicast must not be used. NCCL reads this when it makes its first communicator.
+# Disables NVLink multicast. NCCL reads this variable when it makes its first communicator.
 os.environ["NCCL_NVLS_ENABLE"] = "0"
 
 from mpi4py import MPI
@@ -40,7 +40,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 class NcclError(Exception):
-    """A call of NCCL failed; the message names it."""
+    """A call of NCCL failed; the message names the call."""
 
 
 class Nccl:
@@ -50,7 +50,7 @@ class Nccl:
         version: the version of NCCL, such as "2.28.9".
 
     Raises:
-        OSError: NCCL is not installed; the message says where it was looked for.
+        OSError: NCCL is not installed.
         NcclError: this version of NCCL has no ncclCommShrink.
     """
 
@@ -86,19 +86,19 @@ class NcclCommunicator:
 
     Args:
         nccl: the library.
-        handle: the communicator's.
+        handle: the communicator's ncclComm_t.
     """
 
     def __init__(self, nccl: Nccl, handle: ctypes.c_void_p) -> None:
         self._nccl, self._handle = nccl, handle
 
     def all_reduce(self, pointer: int, count: int, stream: int) -> None:
-        """Queues a sum of float32 in place."""
+        """Queues an in-place sum of float32 elements."""
         self._nccl.call("ncclAllReduce", pointer, pointer, count, _FLOAT32, _SUM, self._handle, stream)
 
     def shrink(self, exclude: Sequence[int], *, abort: bool) -> Self:
-        """Returns a communicator without some ranks. Only the remaining ranks call this. With `abort`, running calls
-        are ended first.
+        """Returns a communicator without some ranks. Only the remaining ranks call this. `abort` first aborts running
+        calls.
         """
         made = _pointer()
         ranks = (_int * len(exclude))(*exclude)
@@ -107,18 +107,16 @@ class NcclCommunicator:
         return type(self)(self._nccl, made)
 
     def close(self) -> None:
-        """Waits until the communicator's calls have ended, then frees it."""
+        """Waits for the communicator's calls, then frees the communicator."""
         self._nccl.call("ncclCommDestroy", self._handle)
 
     def abort(self) -> None:
-        """Ends the communicator's calls, and frees it."""
+        """Aborts the communicator's calls, and frees the communicator."""
         self._nccl.call("ncclCommAbort", self._handle)
 
 
 def _path() -> str:
-    """Returns the path of NCCL: of the package nvidia-nccl, whose library torch may have loaded, or else the library
-    that the linker finds.
-    """
+    """Returns the path of the library in the package nvidia-nccl, or of the library that the linker finds."""
     package = importlib.util.find_spec("nvidia")
     for place in package.submodule_search_locations or () if package else ():
         for library in Path(place).glob("nccl/lib/libnccl.so.2"):

@@ -1,8 +1,6 @@
-"""NCCL's collectives on memory that is registered with it as symmetric.
-
-For such memory NCCL uses its kernels for symmetric memory, where it has them; under its zero-CTA policy, copy engines
-make all_gather and all_to_all. NCCL has registration and policy from 2.28 on (`ncclCommWindowRegister`,
-`NCCL_CTA_POLICY_ZERO`), and torch's process group passes them on.
+"""NCCL's collectives on memory that is registered with NCCL as symmetric. On such memory NCCL runs special kernels, or
+under its zero-CTA policy uses copy engines for all_gather and all_to_all. Registration and policy need NCCL 2.28
+(`ncclCommWindowRegister`, `NCCL_CTA_POLICY_ZERO`), and are set through torch's process group.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ CTA_POLICY_DEFAULT, CTA_POLICY_ZERO = 0, 2
 
 
 def why_missing() -> str:
-    """Returns why this installation can't register memory with NCCL as symmetric; "" if it can."""
+    """Returns the reason why this installation can't register memory with NCCL as symmetric, or ""."""
     version = torch.cuda.nccl.version()
     if version < _FIRST_VERSION:
         return f"it needs NCCL {'.'.join(map(str, _FIRST_VERSION))}, and torch has {'.'.join(map(str, version))}"
@@ -32,10 +30,10 @@ def why_missing() -> str:
 
 
 class RegisteredNccl:
-    """A separate process group of NCCL, with two registered arrays. All ranks make it together.
+    """A separate process group of NCCL, with two registered arrays. All ranks make the group together.
 
     Args:
-        device: this rank's.
+        device: this rank's device.
         nbytes: size of each array.
         cta_policy: NCCL's.
 
@@ -61,7 +59,7 @@ class RegisteredNccl:
         backend.register_mem_pool(self._pool, symm=True)
 
     def arrays(self, count: int, dtype: torch.dtype) -> tuple[Any, Any]:
-        """Returns an input and an output of `count` elements, which lie in the same memory at each call."""
+        """Returns an input and an output of `count` elements. Every call returns the same memory."""
         nbytes = count * dtype.itemsize
         source, out = (array[:nbytes].view(dtype) for array in self._arrays)
         return source, out

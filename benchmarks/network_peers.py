@@ -1,7 +1,6 @@
 """Measures a network's rate by other programs: iperf3, with one stream of TCP, and libfabric's own fi_pingpong.
 
-The programs come from Debian's packages (iperf3, libfabric-bin), installed or unpacked into a directory. A server runs
-beside its client, on the interface of an address.
+Debian's packages iperf3 and libfabric-bin contain the programs. Server and client both run on this machine.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ _PORT = 47592  # the port of both programs, which run one after the other
 _SECONDS = 2
 _MESSAGES, _MOST_BYTES = 2000, 256 << 20  # messages in each direction
 _LIMIT = 60.0
-_TRIES = 50  # how often a client tries to reach the server
+_TRIES = 50  # attempts of a client to reach the server
 
 
 class NetworkPeers:
-    """Runs the two programs.
+    """Runs iperf3 and fi_pingpong.
 
     Args:
         unpacked: a directory into which the packages were unpacked; None if they are installed.
@@ -43,14 +42,14 @@ class NetworkPeers:
         self.missing = [program for program in ("iperf3", "fi_pingpong") if shutil.which(program, path=path) is None]
 
     def iperf3_bytes_per_second(self, address: str) -> float:
-        """Returns the bytes per second that the receiver of one TCP stream of iperf3 gets."""
+        """Returns iperf3's rate of one TCP stream at the receiver, in bytes per second."""
         common = ("-p", str(_PORT))
         with self._server("iperf3", "-s", "-B", address, *common):
             told = json.loads(self._client("sum_received", "iperf3", "-c", address, *common, "-t", str(_SECONDS), "-J"))
         return float(told["end"]["sum_received"]["bits_per_second"]) / 8
 
     def pingpong_seconds(self, address: str, provider: str, nbytes: int) -> float:
-        """Returns the seconds that fi_pingpong's message takes one way: half a round trip."""
+        """Returns half of fi_pingpong's round trip, in seconds."""
         messages = min(_MESSAGES, _MOST_BYTES // nbytes)
         common = ("-p", provider, "-e", "rdm", "-S", str(nbytes), "-I", str(messages))
         with self._server("fi_pingpong", *common, "-B", str(_PORT)):
@@ -69,7 +68,7 @@ class NetworkPeers:
             server.wait()
 
     def _client(self, result: str, *command: str) -> str:
-        """Runs a client again until its output contains a text: until then, the server does not listen. Returns the
+        """Runs a client repeatedly until its output contains a text, because the server may not listen yet. Returns the
         output.
         """
         for _ in range(_TRIES):

@@ -1,12 +1,12 @@
-"""The cost of observation for a proxy: python benchmarks/observing.py
+"""The cost of observing a proxy: python benchmarks/observing.py
 
-The channel of the measured proxy leads back to its own memory. The proxy is measured in three modes, in turns: without
-an observer ("nobody looks"); while another process reads all of its counters every 10 ms, a hundred times as often as
-`proxyccl top` ("looked at"); and while that process traces it ("traced"). Two things are measured:
+The proxy has one channel, whose destination is the rank's own memory. The proxy is measured in three modes, in turns:
+without an observer ("nobody looks"); while another process reads all counters every 10 ms, a hundred times as often as
+`proxyccl top` does ("looked at"); and while another process traces the proxy ("traced"). Two things are measured:
 
 - The engine alone, by the CPU time of its thread. One thread fills a ring and then drains it. No other core takes part,
-so every additional instruction shows, and other load on the machine matters little.
-- The rate at which a kernel of the runtime pushes while the proxy's thread drains.
+  so other load on the machine matters little.
+- The rate at which a kernel pushes while the proxy's thread drains the ring.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from proxyccl.tools.tables import Column, Table
 ffi, lib = _engine.ffi, _engine.lib
 
 NOBODY, LOOKED_AT, TRACED = MODES = ("nobody looks", "looked at", "traced")
-JOB = f"observing-{os.getpid()}"  # unique to this run
-_TIMEOUT = 30.0  # longest wait, in seconds
-_SLOTS = 1 << 14  # a ring that fits a core's cache, filled once for each timed run
+JOB = f"observing-{os.getpid()}"
+_TIMEOUT = 30.0
+_SLOTS = 1 << 14  # slots of a ring that fits a core's cache; each timed run fills it once
 _KINDS = {
     "put of 0 bytes": (Operation.DATA, 0),
     "signal": (Operation.SIGNAL, 0),
@@ -66,7 +66,7 @@ extern "C" __global__ void push(Fifo ring, ProxycclTrigger trigger, ProxycclCont
 
 
 def observe(job: str) -> None:
-    """Runs in the observing process: observes the only proxy of a job. Each line of input sets the mode."""
+    """Observes the only proxy of a job, in a separate process. Each line of its standard input sets the mode."""
     while mode := sys.stdin.readline().strip():
         if mode == NOBODY:
             print(mode, flush=True)
@@ -98,7 +98,6 @@ class Other:
         self._process.communicate()
 
     def does(self, mode: str) -> None:
-        """Sets the observing process's mode, and returns once the process is in that mode."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{mode}\n")
@@ -108,7 +107,7 @@ class Other:
 
 
 class Alone:
-    """An engine without a thread of its own: the caller of `nanoseconds` runs it."""
+    """An engine without a thread; the caller of `nanoseconds` runs it."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._segment = create_segment(runtime, 0, _TIMEOUT)
@@ -174,8 +173,8 @@ class Alone:
 
 
 def _summary(of_mode: dict[str, list[float]], *, rates: bool) -> Fields:
-    """Returns a summary for each mode. Rates are compared by the median, and CPU times by the least, because
-    disturbances only add to them.
+    """Returns a summary for each mode. Uses the median of rates, and the minimum of CPU times, because other load can
+    only increase these.
     """
     counts = {mode: statistics.median(values) if rates else min(values) for mode, values in of_mode.items()}
     base = counts[NOBODY]

@@ -1,6 +1,6 @@
-"""Other people's programs that `programs.py` runs, by family, and the contenders. Needs no torch.
+"""The contenders, and the other people's programs that `programs.py` runs, by family. Needs no torch.
 
-Each contender runs a program with torch's default group of its backend, without a change to the program.
+The programs are unchanged; a contender sets the backend of torch's default group.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Program:
         needs: modules that the program imports.
         ranks: the least number of ranks with which the program can run.
         needs_gpu: whether the program can't run on CPUs.
-        rounding: the largest allowed difference between the outputs of two contenders, relative to the largest output.
-        variants: whether ProxyCCL also runs the program with other settings than the defaults.
+        rounding: the allowed difference between the outputs of two contenders, relative to the largest output.
+        variants: whether the program also runs with other settings of ProxyCCL than the defaults.
         seconds: the time after which the program is ended.
     """
 

@@ -1,8 +1,5 @@
-"""Programs with Accelerate, Lightning and transformers, for others_rank.py. They are written as users write them, and
-don't mention ProxyCCL.
-
-Models come from configurations, with random weights. Each program takes a `World`, like the programs of
-others_torch.py.
+"""Programs with Accelerate, Lightning and transformers, for others_rank.py. The programs don't mention ProxyCCL. Models
+have random weights. Each program takes a `World`.
 """
 
 from __future__ import annotations
@@ -10,7 +7,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # read at the import
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
 
 import torch
 import torch.distributed as dist
@@ -45,7 +42,7 @@ def tokens_for(world: World, model: Any, seed: int) -> Tensor:
 
 
 def accelerate_llama(world: World, *, sharded: bool) -> None:
-    """Trains a Llama by Accelerate, with its FSDP2 or DDP."""
+    """Trains a Llama by Accelerate's FSDP2 or DDP."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState
 
@@ -72,9 +69,7 @@ def accelerate_llama(world: World, *, sharded: bool) -> None:
 
 
 def lightning_ddp(world: World) -> None:
-    """Trains a small convolution net by Lightning's DDP for 64 steps, with SyncBatchNorm, and logs all ranks' mean
-    loss.
-    """
+    """Trains a small convolution net for 64 steps by Lightning's DDP with SyncBatchNorm. Logs the mean loss."""
     import pytorch_lightning as lightning
 
     class Net(lightning.LightningModule):  # type: ignore[misc,unused-ignore]  # the package may be missing

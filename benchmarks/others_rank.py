@@ -1,8 +1,9 @@
 """A rank of other people's programs: others_rank.py --by nccl FSDP2 "FSDP2, CPU offload" …, with torchrun's variables
 
-The programs are listed in others.py. A job has one contender, as torch's default group; each family of programs has a
-group of its own. The first rank prints a row for each program, with the outputs of all ranks, which `programs.py`
-compares. A program that fails ends the job, and `programs.py` starts another for the programs after it.
+others.py lists the programs. A job has one contender, the backend of torch's default group, and makes a new group for
+each family of programs. For each program the first rank prints a row with the outputs of all ranks; `programs.py`
+compares these outputs between contenders. If a program fails, its job ends, and `programs.py` starts another job for
+the remaining programs.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from proxyccl.proxy.observe.publications import find
 from proxyccl.proxy.processes import stat_of
 
 _SAMPLES = 16
-_AIMED_STEPS = 10  # steps 2 to this one must not be slow (`late`)
-_UNCOUNTED_STEPS = 3  # CPU time is not counted in these steps, which create caches
+_AIMED_STEPS = 10  # `late` covers the steps from 2 to this one.
+_UNCOUNTED_STEPS = 3  # CPU time is not counted in these first steps, which fill caches
 
 
 class World:
-    """This rank among the others, and the steps of the program that runs.
+    """This rank's environment, and the steps of the running program.
 
     Attributes:
         rank, size: this rank's number, and the number of ranks.
@@ -47,7 +48,7 @@ class World:
         device: this rank's device.
         dtype: the element type of models.
         folder: a directory for files, the same for all ranks and contenders.
-        seconds: for each step, the time until the device had finished it, and the time until it was issued.
+        seconds: for each step, the time until the device had finished the step, and the time until the step was issued.
         outputs: the elements that the program passed to `keep`.
     """
 
@@ -100,26 +101,26 @@ class World:
         self.outputs.append(whole[:: -(-whole.numel() // _SAMPLES)].clone())
 
     def of_all(self, own: Any) -> list[Any]:
-        """Returns the objects of all ranks. They travel through a store, so that the contender's backend gets no calls
-        except the program's.
+        """Returns the objects of all ranks. A store transfers the objects, so that the contender's backend gets only
+        the program's calls.
         """
         self._met += 1
         self.store.set(f"met/{self._met}/{self.rank}", json.dumps(own))
         return [json.loads(self.store.get(f"met/{self._met}/{rank}")) for rank in range(self.size)]
 
     def meet(self) -> None:
-        """Waits until all ranks have come, with nothing queued."""
+        """Waits for the device and for all ranks."""
         if self.on_gpus:
             torch.cuda.synchronize()
         self.of_all(None)
 
     def _proxies(self) -> set[int]:
-        """Returns the ids of the processes that run proxies for these ranks, without the ranks' own processes."""
+        """Returns the ids of the separate processes that run proxies for these ranks."""
         program = Path(sys.argv[0]).name
         return {found.pid for _, found in find() if found.description.program == program} - self._pids
 
     def _cpu_seconds(self, proxies: set[int]) -> float:
-        """Returns the CPU time of all threads of this process plus a rank's share of that of the proxies' processes."""
+        """Returns this process's CPU time plus a rank's share of the proxy processes' CPU time."""
         ticks = sum(int(field) for pid in proxies for field in stat_of(Path(f"/proc/{pid}/stat"))[11:13])
         return time.process_time() + ticks / os.sysconf("SC_CLK_TCK") / self.size
 
@@ -137,7 +138,7 @@ class World:
 
 
 def why_not(program: Program, world: World) -> str:
-    """Returns why a program can't run in this job; "" if it can."""
+    """Returns the reason why a program can't run in this job, or ""."""
     if missing := [module for module in program.needs if find_spec(module) is None]:
         return f"no module named {missing[0]}"
     if world.size < program.ranks:

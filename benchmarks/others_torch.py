@@ -1,4 +1,4 @@
-"""Programs that use only torch, for others_rank.py. They are written as users write them, and don't mention ProxyCCL.
+"""Programs that use only torch, for others_rank.py. The programs don't mention ProxyCCL.
 
 Each program takes a `World`, iterates over its `steps`, and passes its outputs to `keep`.
 """
@@ -51,7 +51,7 @@ class Block(nn.Module):
 
 
 def blocks(world: World, layers: int, width: int) -> nn.Sequential:
-    """Layers with the same weights on all ranks, narrow on CPUs."""
+    """Returns layers with the same weights on all ranks; on CPUs the layers are narrow."""
     torch.manual_seed(1)
     width = width if world.on_gpus else 64
     with world.device:
@@ -77,8 +77,8 @@ def train(world: World, model: nn.Module, x: Tensor) -> None:
 
 
 def tensor_parallel(world: World, copies: int) -> None:
-    """Trains with sequence-parallel norms and sharded linear layers by DTensor, and with FSDP2 if there are several
-    copies of the model.
+    """Trains with DTensor: norms are sequence-parallel, and linear layers are sharded. FSDP2 is added if there are
+    several copies of the model.
     """
     mesh = init_device_mesh(world.device.type, (copies, world.size // copies), mesh_dim_names=("dp", "tp"))
     model = blocks(world, 6, 4096)
@@ -111,7 +111,7 @@ def fsdp2(world: World, *, offload: bool) -> None:
 
 
 def functional(world: World, *, compiled: bool) -> None:
-    """Makes an all_gather of 64 MiB, two products and a reduce_scatter, by functional collectives."""
+    """Runs an all_gather of 64 MiB, two matrix products and a reduce_scatter, by functional collectives."""
     width = 4096 if world.on_gpus else 64
     rows = (64 << 20) // 2 // width if world.on_gpus else 64
     group = dist.group.WORLD
@@ -167,7 +167,7 @@ def new_tensors(world: World, *, call: str, nbytes: int) -> None:
 
 
 def decoder(world: World, *, batch: int, graph: bool) -> None:
-    """Computes a token in each step, by a decoder whose layers have two all_reduces each; with `graph`, in a CUDA
+    """Computes one token per step with a decoder, whose layers have two all_reduces each; with `graph`, in a CUDA
     graph.
     """
     layers, width = (32, 4096) if world.on_gpus else (2, 64)
@@ -192,7 +192,7 @@ def decoder(world: World, *, batch: int, graph: bool) -> None:
     call: Callable[[], Any] = token
     y = None
     for step in world.steps(40):
-        if graph and step == 1:  # the first one warms up
+        if graph and step == 1:  # the first step is a warm-up
             captured = torch.cuda.CUDAGraph()
             with torch.cuda.graph(captured):
                 y = token()

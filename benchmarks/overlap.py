@@ -1,9 +1,9 @@
-"""Collectives beside a matrix product that uses the whole GPU: mpiexec -n 2 python -m mpi4py overlap.py
+"""Collectives during a matrix product that uses the whole GPU: mpiexec -n 2 python -m mpi4py overlap.py
 
-Each contender is measured in three ways: alone; while products run on another stream; and as the load beside products
-that are timed. The load is queued often enough to outlast the timed work; if it does not, the measurement is repeated
-with twice as much load. All our contenders use registered arrays. Results are checked after every burst beside
-products. A time is the median over repeats of the maximum over ranks. gpu_job.py says how times are measured.
+Each contender is measured in three settings: alone; while products run on another stream as a load; and as the load
+while products are timed. The load must outlast the timed work; if it does not, the measurement is repeated with twice
+as much load. All our contenders use registered arrays. Results are checked after every burst that overlaps with
+products. A time is the median over repeats of the slowest rank's time. gpu_job.py says how times are measured.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _DTYPE = "float32"
 _SIZES = (64 * aims.KIB, 1 * aims.MIB, 16 * aims.MIB, 256 * aims.MIB)
 _QUICK_SIZES = (1 * aims.MIB, 64 * aims.MIB)
 _COLLECTIVES = ("all_gather", "all_to_all", "all_reduce")
-_ROWS = 8192  # rows of the matrices, so that a product takes all multiprocessors
+_ROWS = 8192  # rows of the matrices; a product then occupies all multiprocessors
 _ROWS_ON_HOST = 256
-_PRODUCTS = 4  # products in a burst
-_MOST_BURSTS = 4096  # most bursts that may be queued beside the timed calls
+_PRODUCTS = 4  # Matrix products in a burst.
+_MOST_BURSTS = 4096  # The maximum number of bursts of load.
 
 _COLUMNS = (
     Column("collective", "", 10, left=True),
@@ -52,7 +52,7 @@ _COLUMNS = (
 
 
 def of_all_reduce(job: Job, largest: int) -> Callable[[int], list[Contender]]:
-    """Returns a function of a number of elements, at most `largest`, that makes the contenders of an all_reduce."""
+    """Returns a function that makes the contenders of an all_reduce, given a number of elements up to `largest`."""
     own, peers = job.registered(largest, _DTYPE), job.peers("all_reduce", largest, _DTYPE)
 
     def contenders(count: int) -> list[Contender]:
@@ -63,7 +63,7 @@ def of_all_reduce(job: Job, largest: int) -> Callable[[int], list[Contender]]:
 
 
 def of_move(job: Job, collective: str, largest: int) -> Callable[[int], list[Contender]]:
-    """Returns a function of a number of elements, at most `largest`, that makes the contenders of a collective."""
+    """Returns a function that makes the contenders of a collective, given a number of elements up to `largest`."""
     buffers = moves.Buffers(job, collective, largest, _DTYPE)
     return lambda count: buffers.contenders(count, list(moves.REGISTERED))
 
@@ -87,11 +87,11 @@ class Figures:
 
 
 class Together:
-    """Measures collectives and products, alone and together. All ranks make the same calls.
+    """Measures collectives and matrix products, alone and concurrently. All ranks make the same calls.
 
     Args:
         job: the ranks.
-        product: the burst of products that runs beside the collectives.
+        product: the burst of matrix products that overlaps with the collectives.
     """
 
     def __init__(self, job: Job, product: Burst) -> None:
@@ -123,7 +123,7 @@ class Together:
         return found
 
     def repeat(self, found: list[Figures]) -> None:
-        """Measures the products alone, then each contender in the three ways."""
+        """Measures the products alone, then each contender in all three settings."""
         self.product_alone.append(self._job.time_burst(self._product)[0])
         for each in found:
             burst, contender = each.burst, each.contender
@@ -146,7 +146,7 @@ class Together:
             each.product_beside.append(product_beside)
 
     def median(self, times: list[float]) -> float | None:
-        """Returns the median over repeats of the maximum over ranks; None if there is no time."""
+        """Returns the median over repeats of the slowest rank's time; None without times."""
         slowest = np.array(times)
         self._job.world.Allreduce(MPI.IN_PLACE, slowest, MPI.MAX)
         return statistics.median(slowest.tolist()) if times else None
@@ -154,7 +154,7 @@ class Together:
 
 def measure(job: Job, product: Burst, contenders: list[Contender], repeats: int) -> list[Fields]:
     """Measures each contender. Returns the table's rows, the same on all ranks."""
-    job.synchronize()  # the inputs were made on another stream
+    job.synchronize()  # waits, because the inputs were made on another stream
     with job.current():
         together = Together(job, product)
         found = [together.start(contender) for contender in contenders]
@@ -185,9 +185,9 @@ def measure(job: Job, product: Burst, contenders: list[Contender], repeats: int)
 
 
 def compare(rows: list[Fields]) -> Fields:
-    """Returns two ratios for our call by proxy at one size: its time beside products divided by its time alone, and the
-    products' time beside this call divided by their time beside NCCL's copy engines. None stands for a ratio whose
-    times are missing.
+    """Returns two ratios for our call by proxy at one size: the call's time during products divided by its time alone,
+    and the products' time during this call divided by their time during a call by NCCL's copy engines. A ratio is None
+    if a time is missing.
     """
     by_name = {row["name"]: row for row in rows}
     ours, engines = by_name[PROXIED], by_name.get(moves.COPY_ENGINES, {})

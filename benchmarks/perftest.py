@@ -8,7 +8,7 @@ from pathlib import Path
 
 from proxyccl.device.errors import ProxyCCLError
 
-_TIMEOUT = 60.0  # longest wait, in seconds
+_TIMEOUT = 60.0
 _PORT = 18515  # TCP port of the server
 
 
@@ -16,7 +16,7 @@ def bandwidth_of(output: str) -> float:
     """Returns the average bandwidth in bytes per second, from the output of ib_write_bw.
 
     Raises:
-        ValueError: the output is not that of a run with one message size.
+        ValueError: the output does not show one message size.
     """
     lines = [line.split() for line in output.splitlines()]
     titles = next((i for i, words in enumerate(lines) if words[:1] == ["#bytes"]), len(lines))
@@ -28,13 +28,13 @@ def bandwidth_of(output: str) -> float:
 
 
 class Perftest:
-    """Runs ib_write_bw between two devices, as two processes. The process on the first device writes.
+    """Runs ib_write_bw as two processes, one for each device. The process on the first device writes.
 
     Args:
         program: path of ib_write_bw.
         names: the two devices.
         gid_index: index of the GID to use, on both devices.
-        depth: the most outstanding work requests.
+        depth: the maximum number of outstanding work requests.
     """
 
     def __init__(self, program: str, names: tuple[str, str], gid_index: int, depth: int) -> None:
@@ -58,9 +58,6 @@ class Perftest:
         return nbytes * count / bandwidth_of(done.stdout)
 
     def _wait_for(self, server: subprocess.Popen[str]) -> None:
-        """Waits until the server listens. Raises ProxyCCLError if the server ends, or does not listen within the
-        time-out.
-        """
         deadline = time.monotonic() + _TIMEOUT
         listening = f":{_PORT:04X} 00000000:0000 0A"
         while listening not in Path("/proc/net/tcp").read_text():

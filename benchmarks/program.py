@@ -1,6 +1,4 @@
-"""Provides what all benchmark programs share: options, the bound on their time, and the machine's description. Needs no
-torch.
-"""
+"""Options, time limit and description of the machine, which all benchmark programs share. Needs no torch."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ def common_arguments(description: str) -> argparse.ArgumentParser:
 
 
 def end_if_it_hangs(seconds: float) -> None:
-    """Ends the process, with a traceback of all threads, if it still runs some time after that many seconds."""
+    """Ends the process with a traceback of all threads if it far exceeds this time."""
     faulthandler.dump_traceback_later(2 * seconds + 60, exit=True)
 
 
@@ -52,7 +50,7 @@ def describe(comm: Communicator) -> Fields:
 
 
 def heading(comm: Communicator, title: str, *notes: str) -> None:
-    """Prints on the first rank what is measured, and on what machine."""
+    """Prints the title and the machine on the first rank."""
     if comm.rank:
         return
     facts = machine()

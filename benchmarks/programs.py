@@ -1,20 +1,19 @@
-"""Programs as users write them, ours beside NCCL's: python programs.py --ranks 2 --json FILE
+"""Programs as users write them, with ProxyCCL and with NCCL: python programs.py --ranks 2 --json FILE
 
 The parts are trainings by FSDP2 and DDP, a mixture of experts, the time to issue calls, and calls by proxy after a
 rest. Each part is a separate job with its own time-out, in which the contenders take turns. The results are written
-after each row, so a part that fails or is ended costs only its own rows; the file names that part and the reason. A
-time is that of the slowest rank.
+after each row, so a part that fails loses only its own rows; the file names the part and the reason. Times are those of
+the slowest rank.
 
-Then other people's programs run (others.py). Each contender (ProxyCCL with the defaults, the peer, and ProxyCCL with
-other settings) runs in separate jobs, in turns. Only the faster job of a contender counts, because on shared machines
-the CPU's speed changes from job to job by up to 40 %. The rows of these programs also have the time of the first step,
-the slowest of the steps 2 to 10 divided by the median ("late"), and the CPU time of a step, including the proxies'.
+Then other people's programs run (others.py). Each contender (ProxyCCL with the defaults, ProxyCCL with other settings,
+and NCCL or gloo) runs in several separate jobs. Only its faster job is shown, because on shared machines the CPU's
+speed changes from job to job by up to 40 %. A row of these programs also has the time of the first step, the time of
+the slowest step from 2 to 10 divided by the median ("late"), and a step's CPU time, including the proxies'.
 
-The CPU's share is the part of the measured time in which the CPU issued the work: at a share near 1, a faster GPU would
-not help. For calls after a rest it is the share of a core that an idle proxy takes.
+The CPU's share is the part of the measured time in which the CPU issued the work. If this share is near 1, a faster GPU
+would not help. In the rows of calls after a rest, the CPU's share is the share of a core that an idle proxy takes.
 
-Without a GPU for each rank, the program runs tiny cases on the host runtime, beside gloo, which only shows that the
-programs work.
+Without a GPU for each rank, the program runs tiny cases on the host runtime and with gloo, only to show that they work.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from proxyccl.tools.tables import Column, Table
 _HERE = Path(__file__).parent
 _RANK = _HERE / "programs_rank.py"
 _OTHERS = _HERE / "others_rank.py"
-_START_SECONDS = 60.0  # for imports and the start of communicators
+_START_SECONDS = 60.0  # seconds for imports and the start of communicators
 _MIXTURE = _HERE.parent / "examples" / "moe_training.py"
 _WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 _GRACE_SECONDS = 3.0
@@ -70,7 +69,7 @@ Rows = Callable[[Fields], list[Fields]]
 
 
 def figure(name: str, value: float | None, cpu_share: float | None = None, *, ours: bool = True) -> Fields:
-    """Returns one contender's value, as a row has it."""
+    """Returns the entry of one contender in a row."""
     return {"name": name, "ours": ours, "value": value, "cpu_share": cpu_share}
 
 
@@ -80,8 +79,8 @@ def row(program: str, what: str, unit: str, values: list[Fields], **more: Any) -
 
 
 def of_a_mixture(result: Fields) -> Fields:
-    """Makes a row from the output of `moe_training.py` for one way of exchanging tokens. `Collected.add` joins the rows
-    of both ways.
+    """Makes a row from the output of `moe_training.py` for ProxyCCL or for torch's own backend. `Collected.add` joins
+    the two rows.
     """
     how = "captured" if result["captured"] else "eager"
     name = result["name"]
@@ -90,9 +89,7 @@ def of_a_mixture(result: Fields) -> Fields:
 
 
 def of_rests(results: Fields) -> list[Fields]:
-    """Makes rows of calls after rests: by proxy in its default place and with its default policy, by kernels, and by
-    NCCL.
-    """
+    """Makes rows of calls after rests: by a proxy with its default process and policy, by kernels, and by NCCL."""
     rows = [each for each in results["rows"] if each["issued"] == "call"]
     rests = [key for key in rows[0] if key.startswith("after_")]
     shown = []
@@ -114,9 +111,7 @@ def of_rests(results: Fields) -> list[Fields]:
 
 
 def of_values(results: Fields) -> list[Fields]:
-    """Makes a row for each operation that carries a value in its trigger, with the time of a put of 8 bytes
-    beside it.
-    """
+    """Makes a row for each operation whose trigger carries a value. The row also has the time of an 8-byte put."""
     times = {each["operation"]: each["one_way_us"] for each in results["value_latency"]}
     beside = "putWithSignal, 8 B"
     return [
@@ -150,9 +145,9 @@ class Part:
     Attributes:
         arguments: the program that the job runs, and its options.
         seconds: the time after which the job is ended.
-        of_file: makes rows from the JSON file that the program writes; mpiexec starts such a program. None if the
-            program prints its rows; such a program is started with torchrun's variables.
-        ranks: the only number of ranks with which the program runs; None for any number.
+        of_file: makes rows from the JSON file that the program writes if mpiexec starts it. None for a program that
+            prints its rows and is started with torchrun's variables.
+        ranks: the number of ranks that the program requires; None for any number.
         needs_gpus: whether the program can't run on CPUs.
         quick: options with which the program measures less.
     """
@@ -183,7 +178,7 @@ PARTS: dict[str, Part] = {
 
 
 class Job:
-    """The processes of a part. `lines` returns when the processes have ended; it ends them when the time is up.
+    """The processes of a part. `lines` returns when the processes have ended. After the time-out it kills them.
 
     Args:
         commands: for each process, its command and environment variables. `lines` reads the first process's output.
@@ -208,7 +203,7 @@ class Job:
         self._timer.start()
 
     def lines(self) -> Iterator[str]:
-        """Yields the lines of the first process, as they come."""
+        """Yields the lines that the first process prints."""
         output = self._processes[0].stdout
         assert output is not None
         yield from output
@@ -220,7 +215,7 @@ class Job:
         return next((status for status in statuses if status), 0)
 
     def close(self) -> None:
-        """Ends the processes that still run."""
+        """Kills the processes that still run."""
         self._timer.cancel()
         self._kill()
 
@@ -229,7 +224,6 @@ class Job:
         self._kill()
 
     def _kill(self) -> None:
-        """Sends SIGTERM first, so that a launcher ends its ranks."""
         for process in self._processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
@@ -273,7 +267,7 @@ class Collected:
         self._table.header()
 
     def add(self, new: Fields) -> None:
-        """Adds a row, or joins its values to an earlier row of the same figure. For other people's programs, whose
+        """Adds a row, or adds its values to an earlier row of the same measurement. Of other people's programs, whose
         values have "late", keeps only the faster job of each contender.
         """
         same = [row for row in self.rows if all(row[key] == new[key] for key in ("program", "figure", "unit"))]
@@ -332,7 +326,7 @@ def run(name: str, part: Part, parsed: Any, more: list[str], collected: Collecte
 def run_others(
     families: list[str], contender: str, parsed: Any, end: float, collected: Collected, folder: Path
 ) -> None:
-    """Runs other people's programs by a contender. If a job ends early, another job runs the programs that are left."""
+    """Runs other people's programs by a contender. If a job ends early, another job runs the remaining programs."""
     peer = "gloo" if os.environ["PROXYCCL_RUNTIME"] == "host" else "nccl"
     by = peer if contender == "peer" else contender
     log, default = folder / "others.log", contender in (OURS, "peer")
@@ -354,7 +348,7 @@ def run_others(
             str(folder),
             *(("--quick",) if parsed.quick else ()),
         ]
-        own = {**CONTENDERS[contender], "TORCHELASTIC_RUN_ID": "programs"}  # Lightning reads it, as from torchrun
+        own = {**CONTENDERS[contender], "TORCHELASTIC_RUN_ID": "programs"}  # for Lightning
         commands = [(each, {**given, **own}) for each, given in ranks_of(command, parsed.ranks)]
         output: list[str] = []
         running = ""
@@ -384,8 +378,8 @@ def run_others(
 
 
 def compare(collected: Collected, title: str, by: str, peer: str) -> None:
-    """Records a failure if a program's outputs differ from the peer's by more than rounding. Compares once both are
-    known.
+    """Records a failure if a program's outputs differ from NCCL's or gloo's by more than rounding. Does nothing until
+    both outputs are known.
     """
     ((_, program),) = named([title]).values()
     theirs = collected.outputs.get((title, peer))
@@ -395,8 +389,8 @@ def compare(collected: Collected, title: str, by: str, peer: str) -> None:
 
 
 def difference(outputs: list[list[float]], right: list[list[float]]) -> float:
-    """Returns the largest difference between two contenders' outputs, relative to the largest output; infinity if they
-    have different numbers of outputs, or if any output is not finite.
+    """Returns the largest difference between two contenders' outputs, relative to the largest output. Returns infinity
+    if the numbers of outputs differ, or if an output is not finite.
     """
     if [len(each) for each in outputs] != [len(each) for each in right]:
         return float("inf")

@@ -1,5 +1,4 @@
-"""Measures single calls for `programs.py`, as programs make them: the CPU's time to issue them, and small graphs of
-calls by proxy.
+"""Measures single calls for `programs.py`: the CPU's time to issue them, and CUDA graphs of a few calls by proxy.
 
 Each function measures a part with `Ranks` and reports its rows. The CPU's share is the time to issue a call, divided by
 the time until the device has finished.
@@ -20,17 +19,17 @@ from proxyccl import EPAll2AllLayer
 from proxyccl.deep_ep import Buffer
 from proxyccl.tools.options import show_size
 
-_COUNT = 256  # elements: few, so that the kernels are short
-_BURST, _BURSTS = 50, 10  # a burst fits a stream's queue
+_COUNT = 256  # Few elements, so that kernels are short.
+_BURST, _BURSTS = 50, 10  # A burst fits a stream's queue.
 _PAIR_BURST = 20
 _GRAPH_CALLS, _REPLAYS = 4, 30
 _GRAPH_BYTES = (8 << 10, 16 << 10, 32 << 10)
 
 
 def issue_and_whole(ranks: Ranks, calls: dict[str, Callable[[], object]], burst: int, bursts: int) -> dict[str, Figure]:
-    """Measures the slowest rank's time to issue a call, in µs; contenders take turns."""
+    """Returns the slowest rank's time to issue a call, in µs, for each contender."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
-    for turn in range(-2, bursts):  # the first two warm up
+    for turn in range(-2, bursts):  # the first two are warm-ups
         for name, call in calls.items():
             ranks.meet()
             start = time.perf_counter()
@@ -48,9 +47,7 @@ def issue_and_whole(ranks: Ranks, calls: dict[str, Callable[[], object]], burst:
 
 
 def measure_issue(ranks: Ranks, *, quick: bool) -> None:
-    """Measures the issue of torch's calls, of the calls of a group that does nothing, and of
-    `Communicator.all_reduce`.
-    """
+    """Measures the time to issue torch's calls, calls of a group that does nothing, and `Communicator.all_reduce`."""
     bursts = 2 if quick else _BURSTS
     groups = {OURS: ranks.group_of_ours(Variant(OURS)), ranks.peer: dist.group.WORLD, "nothing": nothing_group()}
     calls = {name: issue_calls(group, ranks.device) for name, group in groups.items() if group is not None}
@@ -64,8 +61,8 @@ def measure_issue(ranks: Ranks, *, quick: bool) -> None:
 
 
 def measure_experts(ranks: Ranks, *, quick: bool) -> None:
-    """Measures pairs of dispatch and combine outside of graphs, and in a graph, where only the kernels limit
-    the speed.
+    """Measures pairs of dispatch and combine without a graph, and in a CUDA graph, where the CPU does not limit the
+    speed.
     """
     tokens, hidden, topk, experts = (128, 7168, 8, 256) if ranks.on_gpus else (8, 128, 2, 4)
     buffer = Buffer(dist.group.WORLD, low_latency_mode=True, explicitly_destroy=True)
@@ -74,7 +71,7 @@ def measure_experts(ranks: Ranks, *, quick: bool) -> None:
     x = ranks.ones(tokens * hidden, torch.bfloat16).view(tokens, hidden)
     ids = torch.rand(tokens, experts, device=ranks.device).topk(topk, dim=1).indices
     weights = ranks.ones(tokens * topk).view(tokens, topk)
-    results = x.new_ones(experts // ranks.size, ranks.size * tokens, hidden)  # the experts' results for float8 rows
+    results = x.new_ones(experts // ranks.size, ranks.size * tokens, hidden)  # the experts' results
 
     def low_latency() -> torch.Tensor:
         rows, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, tokens, experts, use_fp8=False)
@@ -116,15 +113,13 @@ def _measure_pair(ranks: Ranks, program: str, pair: Callable[[], object], bursts
 
 
 def _whole(issue: Figure, pairs: int) -> Figure:
-    """Returns the time of one of several pairs that were issued together, until the device has finished."""
+    """Returns the time of one pair, from several that are issued together, until the device has finished."""
     assert issue.cpu_share is not None
     return Figure(issue.value / issue.cpu_share / pairs, issue.cpu_share)
 
 
 def measure_proxied_graphs(ranks: Ranks, *, quick: bool) -> None:
-    """Measures an all_reduce by proxy in a graph of a few calls; on CPUs, which have no graphs, the calls
-    themselves.
-    """
+    """Measures an all_reduce by proxy in a graph of a few calls; on CPUs without a graph."""
     with ranks.communicator() as comm:
         for nbytes in _GRAPH_BYTES:
             array = comm.empty(nbytes // 4, "float32").fill(1)
@@ -140,7 +135,7 @@ def measure_proxied_graphs(ranks: Ranks, *, quick: bool) -> None:
 
 
 def _per_call(ranks: Ranks, call: Callable[[], object], replays: int) -> float:
-    """Returns the microseconds of a call: the median over replays, on the slowest rank."""
+    """Returns the slowest rank's median time of a call over replays, in microseconds."""
     queue: Callable[[], object] = lambda: [call() for _ in range(_GRAPH_CALLS)]  # noqa: E731
     if ranks.on_gpus:
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -151,7 +146,7 @@ def _per_call(ranks: Ranks, call: Callable[[], object], replays: int) -> float:
             queue()
         queue = graph.replay
     times = []
-    for replay in range(-2, replays):  # the first two warm up
+    for replay in range(-2, replays):  # the first two are warm-ups
         ranks.meet()
         start = time.perf_counter()
         queue()

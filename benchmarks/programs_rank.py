@@ -1,6 +1,6 @@
 """A rank of `programs.py`: torchrun --nproc-per-node 2 programs_rank.py fsdp-bf16 issue …
 
-It prints a line for each row that it has measured.
+The rank prints each measured row on a line.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""The ranks of a job that `programs.py` starts with torchrun's variables: their groups, and the rows that they report.
-
-The default group is NCCL's, or gloo's where there is not a GPU for each rank. Our groups have the same ranks.
+"""The process groups of a job that `programs.py` starts with torchrun's variables, and the rows that its ranks report.
+The default group uses NCCL, or gloo if there is not a GPU for each rank. The groups with ProxyCCL have the same ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-# NVLink multicast must not be used. NCCL reads this when it makes its first communicator.
+# Disables NVLink multicast. NCCL reads this variable when it makes its first communicator.
 os.environ["NCCL_NVLS_ENABLE"] = "0"
 
 import torch
@@ -45,10 +44,10 @@ class Figure:
 
 @dataclass(frozen=True)
 class Variant:
-    """Settings of our collectives, given by words joined by +. A number is the largest number of blocks of a kernel.
-    With `proxy` the proxies move all data; with `gather-by-proxy` only that of long all_gathers, with
-    `scatter-by-proxy` that of long reduce_scatters. With `unlent` peers don't map memory of torch. With `registered`
-    FSDP2 gathers into registered memory. `default` changes nothing.
+    """Settings of our collectives, given by words joined by +. A number limits the blocks of a kernel. With `proxy` the
+    proxies move all data, with `gather-by-proxy` only the data of long all_gathers, and with `scatter-by-proxy` only
+    that of long reduce_scatters. With `unlent` peers don't map torch's memory. With `registered` FSDP2 gathers into
+    registered memory. `default` changes nothing.
     """
 
     name: str
@@ -88,7 +87,7 @@ def communicator_of(group: Any, device: torch.device) -> Communicator:
 
 
 class Ranks:
-    """This rank among the others.
+    """This rank and its process groups.
 
     Attributes:
         rank, size: this rank's number, and the number of ranks.
@@ -110,7 +109,7 @@ class Ranks:
         self.first = self.rank == 0
 
     def group_of_ours(self, variant: Variant) -> Any:
-        """Makes a process group of all ranks with a separate communicator. All ranks call this together."""
+        """Makes a process group of all ranks, with a new communicator. All ranks call this together."""
         group = dist.new_group(backend=OURS)
         comm = communicator_of(group, self.device)
         defaults = comm.runtime.launch_defaults
@@ -121,7 +120,7 @@ class Ranks:
             comm.collectives.selector = comm.collectives.selector.with_table(collective, table)
         if not variant.lends:
             comm.collectives.lent_memory.limit = 0
-        # This call makes the kernels' team, which then keeps this number of blocks.
+        # The first call fixes the number of blocks of the group's kernels.
         dist.reduce_scatter_tensor(self.ones(1), self.ones(self.size), group=group)
         comm.runtime.launch_defaults = defaults
         return group
@@ -143,13 +142,13 @@ class Ranks:
             torch.cuda.synchronize()
 
     def meet(self) -> None:
-        """Waits until all ranks have come, with nothing queued."""
+        """Waits for the device and for all ranks."""
         self.synchronize()
         dist.barrier()
         self.synchronize()
 
     def slowest(self, *values: float) -> list[float]:
-        """Returns for each value the largest value of any rank."""
+        """Returns the maximum over ranks of each value."""
         most = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         found: list[float] = most.tolist()
@@ -166,7 +165,7 @@ class Ranks:
             print(RESULT + json.dumps(row), flush=True)
 
     def report_facts(self) -> None:
-        """Prints on the first rank what the ranks run on."""
+        """Prints the ranks' devices on the first rank."""
         with self.communicator() as comm:
             facts: Fields = {"device": comm.runtime.describe(), "runtime": comm.runtime.name}
         facts |= {"nvidia_driver": nvidia_driver(), "peers": {"torch": torch.__version__}}

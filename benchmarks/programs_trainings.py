@@ -1,10 +1,9 @@
 """Measures steps of FSDP2 and DDP with our backend and with torch's own, for `programs.py`.
 
-The backends take turns with the same model and data. A step's time begins after a barrier of all ranks and ends when
-the device has finished the step; the CPU's share is the part until everything was issued. With `together` the steps of
-a turn follow one another without a barrier, as in a training ("a step among others"), so a CPU that issues faster than
-the device works runs ahead. Where Python can make a group that does nothing (torch_calls.py), steps with that group
-show the shortest time that any backend could reach.
+The backends take turns with the same model and data. A step is timed from a barrier of all ranks until the device has
+finished the step; the CPU's share is the part until the CPU has issued the step. With `together` steps follow one
+another without a barrier, as in a training, so a CPU that issues faster than the device works runs ahead. Before torch
+2.15, steps are also measured with a group that does nothing (torch_calls.py), which no backend can beat.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from torch_calls import nothing_group
 from proxyccl.channels.collectives.table import COLLECTIVES
 
 _PROFILED_STEPS = 3
-_LOSSES_DIFFER = 0.05  # relative to the loss; bfloat16's rounding is less
+_LOSSES_DIFFER = 0.05  # relative to the loss; bfloat16's rounding error is smaller
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,8 @@ CASES = {
     "fsdp-bf16": Case("FSDP2 step, bfloat16, 8192 tokens", True, torch.bfloat16, 8192, 2048, 8),
     "fsdp-f32": Case("FSDP2 step, float32, 512 rows", True, torch.float32, 512, 2048, 8),
     "ddp-f32": Case("DDP step, float32, 512 rows", False, torch.float32, 512, 2048, 8),
-    # A case with 2.1 billion parameters; communication by NCCL takes about as long as the products of 1024 tokens.
+    # This case has 2.1 billion parameters; NCCL's communication takes about as long as the matrix products of 1024
+    # tokens.
     "fsdp-half": Case("FSDP2 step, bfloat16, 1024 tokens of 8192 values", True, torch.bfloat16, 1024, 8192, 4),
 }
 
@@ -75,11 +75,11 @@ class _Block(nn.Module):
 
 @dataclass
 class Way:
-    """One way to train.
+    """One training: the model with one backend or variant.
 
     Attributes:
         name: the name of the backend or variant.
-        seconds: for each step, the time until the device had finished it, and the time until it was issued.
+        seconds: for each step, the time until the device had finished the step, and the time until the step was issued.
         losses: the loss of each step.
     """
 
@@ -106,8 +106,7 @@ class Way:
                     module.set_allocate_memory_from_process_group_for_comm(True)
         else:
             devices = [ranks.device.index] if ranks.on_gpus else None
-            # No check at the start: the seed gives all ranks the same weights, and a group that does nothing can't
-            # compare them.
+            # Does not compare weights at the start, because a group that does nothing can't; the seed makes them equal.
             model = DistributedDataParallel(model, device_ids=devices, process_group=group, init_sync=False)
         return cls(name, model, torch.optim.SGD(model.parameters(), 1e-2))
 
@@ -133,7 +132,7 @@ class Way:
 
 
 def communication_ms(ranks: Ranks, way: Way, batch: tuple[Tensor, Tensor]) -> float:
-    """Measures the GPU time, in ms, of a step's communication kernels, including their waits for other ranks."""
+    """Returns the GPU time in ms of a step's communication kernels, including their waits for other ranks."""
     from torch.profiler import ProfilerActivity, profile
 
     ours = {kernel.name for kernels in COLLECTIVES.values() for kernel in kernels}

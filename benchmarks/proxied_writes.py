@@ -1,4 +1,4 @@
-"""A proxy with one channel that writes into memory by RDMA; `rdma_writes.py` and `fabric_writes.py` time it."""
+"""A proxy that writes into memory by RDMA, for `rdma_writes.py` and `fabric_writes.py`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FIFO_SIZE = 8192
 
 @dataclass(frozen=True)
 class Place:
-    """Memory at one end of the writes: its address as the transport names it, its size and its key."""
+    """Source or destination of the writes: the address that the transport uses, the size and the key."""
 
     address: int
     nbytes: int
@@ -35,14 +35,14 @@ class Place:
 
 
 class ProxiedWrites:
-    """A proxy with a channel that leads through a transport to the destination memory. There is no second rank.
+    """A proxy with one channel, which writes through a transport to the destination memory. There is no second rank.
 
     Args:
         runtime: the runtime of the proxy.
         transport: the transport's name.
         options: the transport's options.
         source: the memory to read.
-        destination: the memory to write. A signal would write its first word.
+        destination: the memory to write.
         look: seconds between two reads of the flush word.
         fifo_size: slots of the ring.
     """

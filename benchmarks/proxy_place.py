@@ -1,10 +1,10 @@
-"""Proxies in a daemon of the job's own, beside proxies in the ranks: mpiexec -n 2 python -m mpi4py proxy_place.py
+"""Proxies in a separate process compared with proxies in threads: mpiexec -n 2 python -m mpi4py proxy_place.py
 
-A run opens communicators of both kinds in turn, several times. Latencies and rates are those of daemon.py, between the
+The program several times opens a communicator of each kind. Latencies and rates are those of daemon.py, between the
 first two ranks. The cost to issue is the wall-clock time in which the slowest rank's thread issues one proxied
-all_reduce of 1 KiB. Calls are issued in bursts, each on an empty stream. The time to start is that of the first use of
-a proxy, on the slowest rank, immediately after the communicator was made. It includes the start of the thread, or of
-the process with its device contexts.
+all_reduce of 1 KiB. Calls are issued in bursts, each on an empty stream. The time to start is the slowest rank's time
+of the first use of a proxy, immediately after the communicator was made. This time includes the start of the proxy's
+thread, or of its process with its device contexts.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from proxyccl import Communicator
 from proxyccl.tools.results import Fields, write_json
 from proxyccl.tools.tables import Column, Table
 
-_TIMEOUT = 20.0  # longest wait, in seconds
+_TIMEOUT = 20.0  # seconds
 _WHERE = ("thread", "process")
 _COUNT = 256  # elements of 4 bytes
 _BURST = 50
 _BURSTS = 40
-_GONE_SECONDS = 1.5  # seconds after which an unused process has ended, so that the next communicator starts it
+_GONE_SECONDS = 1.5  # seconds after which an unused process has ended, so that the next communicator starts a new one
 
 Samples = dict[str, dict[str, list[float]]]
 """The measurements, by name and by where the proxies ran."""
 
 
 def slowest(seconds: float, scale: float) -> float:
-    """Returns the longest of all ranks' times, in seconds times `scale`."""
+    """Returns the maximum of all ranks' times in seconds, multiplied by `scale`."""
     return float(MPI.COMM_WORLD.allreduce(seconds * scale, MPI.MAX))
 
 
 def of_all(where: str) -> dict[str, float]:
-    """Measures the time to start in ms and the cost to issue in µs, with the proxies of all ranks in one place."""
+    """Measures the time to start in ms and the cost to issue in µs, with proxies in threads or in a process."""
     quiet_barrier()
     time.sleep(_GONE_SECONDS)
     with Communicator.from_mpi(timeout=_TIMEOUT, proxy=where) as comm:
@@ -57,13 +57,13 @@ def of_all(where: str) -> dict[str, float]:
             issued = slowest(time.perf_counter() - start, 1e6 / _BURST)
             stream.synchronize()
             comm.check()
-            if burst >= 2:  # the first two warm up
+            if burst >= 2:  # the first two are warm-ups
                 bursts.append(issued)
     return {"start": started, "issue": statistics.median(bursts)}
 
 
 def ratios(samples: Samples, *, higher_is_better: bool) -> list[Fields]:
-    """Returns a row for each measurement: the medians in both places, and the process's divided by the thread's."""
+    """Returns a row for each measurement: the medians with threads and with the process, and their ratio."""
     rows = []
     for name, values in samples.items():
         thread, process = (statistics.median(values[where]) for where in _WHERE)

@@ -1,14 +1,12 @@
 """Puts, gets and signals between two GPUs, by proxy and by the kernel: mpiexec -n 2 python -m mpi4py put_signal.py
 
 - Latency is half of a ping-pong's round trip between two kernels of one thread, one on each rank. The kernel of rank 0
-  times each round; the result is the median over rounds, without the warm-up rounds. Timed rounds put data that doesn't
-  change. A separate run of the same kernel, which is not timed, writes and compares data, to check that each put
-  arrives before its signal.
-- One thread of rank 0 measures the time of a put or get until it is complete: the thread pushes, then waits by a flush
-or by the ticket. The result is the median over rounds.
-- The bandwidth of puts or gets is measured over many of them, from the first push to the return of the flush after the
-last.
-- The bandwidth of an SmChannel is that of a kernel with a given number of blocks, timed by two events.
+  times each round; the result is the median over rounds, without the warm-up rounds. Another run of the same kernel,
+  which is not timed, checks that each put's data arrives before its signal.
+- The time to complete a put or get is measured by one thread of rank 0, which pushes the trigger, then waits for a
+  flush or for the ticket. The result is the median over rounds.
+- The bandwidth of puts or gets is measured over many transfers, from the first push until a final flush returns.
+- The bandwidth of an SmChannel is that of a kernel's stores, for several numbers of blocks, timed by two events.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from proxyccl.tools.options import show_size
 from proxyccl.tools.results import Fields, write_json
 from proxyccl.tools.tables import Column, Table
 
-_TIMEOUT = 20.0  # longest wait, in seconds
+_TIMEOUT = 20.0  # seconds
 
 _SOURCE = r"""
 #include "proxyccl/proxyccl.h"
@@ -178,13 +176,12 @@ _VALUES = (
 
 
 class Bench:
-    """Both ranks' memory, channels and kernels.
-
-    A rank sends from the first half of the memory. The peer's data arrives in the second half.
+    """This rank's memory, channels and kernels. A rank sends from the first half of its memory, and receives in the
+    second half.
 
     Args:
         comm: a communicator of two ranks.
-        largest: bytes of one half.
+        largest: bytes of each half of the memory.
         rounds: rounds of a ping-pong.
         threads: threads in a block of the kernel that copies over an SmChannel.
     """
@@ -195,14 +192,14 @@ class Bench:
         self.peer = 1 - comm.rank
         self.first = comm.rank == 0
         self.memory = comm.empty(2 * largest, "uint8")
-        # Kept, because the channels own the semaphores.
+        # Keeps the channels alive, because they own the semaphores.
         self._channel_sets = (
             comm.proxy_channels(self.memory),
             comm.sm_channels(self.memory),
             comm.proxy_channels(self.memory),
         )
         self.proxied, self.mapped, self.valued = (channels.to(self.peer) for channels in self._channel_sets)
-        self._signals = comm.empty(1, "int64").fill(0)  # signals sent on `valued` in each direction
+        self._signals = comm.empty(1, "int64").fill(0)  # signals that each rank has sent on `valued`
         self.kernels = comm.compile(_SOURCE)
         self.stream = comm.runtime.create_stream()
         self.ns = comm.empty(rounds, "int64")
@@ -210,7 +207,7 @@ class Bench:
         self.rng = np.random.default_rng(int.from_bytes(os.urandom(8), "little"))
 
     def launch(self, name: str, blocks: int, threads: int, *args: Any, alone: bool = False) -> float:
-        """Runs a kernel after a barrier, on both ranks or on the first alone. Returns its time in milliseconds."""
+        """Runs a kernel after a barrier, on both ranks or only on rank 0. Returns its time in milliseconds."""
         start, end = self.comm.runtime.create_event(), self.comm.runtime.create_event()
         self.comm.barrier(stream=self.stream)
         start.record(self.stream)
@@ -221,7 +218,7 @@ class Bench:
         return end.elapsed(start)
 
     def clock_step(self) -> int:
-        """Returns the step of the kernels' clock in nanoseconds."""
+        """Returns the resolution of the kernels' clock in nanoseconds."""
         self.launch("clock_step", 1, 1, self.ns)
         return int(self.ns.numpy()[0])
 
@@ -274,9 +271,7 @@ class Bench:
         return {"bytes": nbytes, **timing, "limit_us": limit, "aim_us": aim}
 
     def value_latency(self, kind: int) -> Fields:
-        """Measures the latency of values and signals that a trigger carries, and of a signal and a put of as many bytes
-        from memory.
-        """
+        """Measures the latency of values and signals that triggers carry, and of a put of 8 bytes from memory."""
         wrong = self.comm.empty(1, "int32").fill(0)
         given = (self.valued, self.memory, self.largest, kind, wrong, self._signals)
         timing = self.one_way("value_ping_pong", *given)
@@ -284,9 +279,7 @@ class Bench:
         return {"operation": _VALUES[kind], **timing}
 
     def completion(self, nbytes: int, *, get: bool) -> Fields:
-        """Measures how long a put or get of rank 0 takes until a flush, and until its ticket, shows that it is
-        complete.
-        """
+        """Measures the time of a put or get of rank 0 until a flush returns, and until its ticket is complete."""
         _, theirs = self.fresh(nbytes)
         medians = []
         for by_ticket in (0, 1):
@@ -305,9 +298,7 @@ class Bench:
         }
 
     def _count_wrong_of_first(self, nbytes: int, theirs: np.ndarray, *, get: bool) -> None:
-        """Counts the wrong bytes after transfers that only rank 0 made: on rank 0 after gets, on the peer after
-        puts.
-        """
+        """Counts the wrong bytes after transfers of rank 0: after gets on rank 0, after puts on rank 1."""
         if self.first == get:
             self.count_wrong(nbytes, theirs)
         else:
@@ -319,8 +310,8 @@ class Bench:
         return {"signal": "relaxedSignal" if relaxed else "signal", **timing, "limit_us": aims.SM_SIGNAL_US}
 
     def put_bandwidth(self, nbytes: int, total: int, *, both: bool) -> Fields:
-        """Measures the bandwidth of puts of `nbytes` bytes that move about `total` bytes, one way or both ways
-        concurrently.
+        """Measures the bandwidth of puts of `nbytes` bytes, about `total` bytes altogether, in one direction or in
+        both.
         """
         puts = max(4, min(400, total // nbytes))
         _, theirs = self.fresh(nbytes)
@@ -359,12 +350,12 @@ class Bench:
         return {"bytes": nbytes, "transfers": transfers, "put_gbs": rates[0], "get_gbs": rates[1]}
 
     def _slowest(self, times: list[float], *, both: bool) -> list[float]:
-        """Returns the slower rank's times, or the first rank's if only that rank worked; the same on both ranks."""
+        """Returns, on both ranks, the slower rank's times, or rank 0's if only rank 0 measured."""
         everyone = [np.frombuffer(data) for data in self.comm.all_gather_bytes(np.array(times).tobytes())]
         return (np.maximum(*everyone) if both else everyone[0]).tolist()
 
     def sm_bandwidth(self, blocks: int, *, get: bool) -> Fields:
-        """Measures the bandwidth at which `blocks` blocks of rank 0 copy a whole half of the memory."""
+        """Measures the bandwidth at which `blocks` blocks of rank 0 copy half of the memory."""
         own, theirs = self.fresh(self.largest)
         args = (self.mapped, self.largest, self.largest, int(get))
 
@@ -442,7 +433,6 @@ def main() -> int:
         skipped: list[str] = []
 
         def collect(name: str, columns: tuple[Column, ...], makers: list[Callable[[], Fields]]) -> list[Fields]:
-            """Measures and prints the rows of one table until the time is up."""
             table = Table(columns)
             if first:
                 print(f"\n{name}")

@@ -1,13 +1,12 @@
-"""Proxied RDMA writes between two devices of this machine, beside bare verbs and perftest: make bench-rdma
+"""Proxied RDMA writes between two devices of this machine, compared with bare verbs and perftest: make bench-rdma
 
-Writes of 8 bytes give a rate, beside a C loop of nothing but ibv_post_send and ibv_poll_cq. Writes of 64 KiB give a
-bandwidth, beside perftest's ib_write_bw.
+The rate of 8-byte writes is compared with a C loop that only calls ibv_post_send and ibv_poll_cq. The bandwidth of 64
+KiB writes is compared with perftest's ib_write_bw.
 
 One thread pushes triggers into a ring, and a ProxyService drains it onto a queue pair. Our time runs from the first
-push until this thread sees the flush word after the last write. The thread may see the word up to 20 ms late; only our
-times include that delay. The bare loop and the engine have queue pairs with the same options on the same devices.
-ib_write_bw gets the same depth and number of messages. All alternate in one run. A ratio is the median of the ratios of
-the rounds.
+push until the pushing thread sees the flush word after the last write. The thread may see this word up to 20 ms late.
+The bare loop and the engine use queue pairs with the same options on the same devices. ib_write_bw gets the same depth
+and number of messages. The contenders alternate in rounds; a ratio is the median over rounds.
 """
 
 from __future__ import annotations
@@ -45,23 +44,23 @@ from proxyccl.tools.tables import Column, Table
 
 ffi, lib = _engine.ffi, _engine.lib
 
-_LOOK = 0.02  # seconds between two reads of the flush word; more reads would disturb a CPU that does the device's work
+_LOOK = 0.02  # seconds between reads of the flush word; frequent reads would disturb a CPU that emulates the device
 _SHORT, _LONG = 8, 64 << 10
-_SMALL_FIFO_SIZE = 256  # small, so that the producer spins while it waits for room
-_CALIBRATION = 200  # writes in a calibration run
-_MOST_WRITES = 1_000_000  # most writes in a run
+_SMALL_FIFO_SIZE = 256  # Small, so that the producer often waits for room and spins.
+_CALIBRATION = 200  # Writes in a calibration run.
+_MOST_WRITES = 1_000_000  # The most writes in a run.
 _LETTERS = "abcdefgh"
 _SOFT_ROCE = "Soft-RoCE on an emulated CPU, which also does the device's work: ratios are meaningful, rates are not"
 
 
 class Pair:
-    """Two devices with memory on each. The first device writes its memory's content into the second's.
+    """Two devices, each with registered memory. The first device writes from its memory to the second device's memory.
 
     Args:
         runtime: allocates the memory.
         names: names of the devices.
         gid_index: index of the GID, on both devices; None for ProxyCCL's choice.
-        depth: work requests that a send queue takes.
+        depth: the capacity of a send queue, in work requests.
     """
 
     def __init__(self, runtime: Runtime, names: tuple[str, str], gid_index: int | None, depth: int) -> None:
@@ -83,7 +82,7 @@ class Pair:
 
     @property
     def gid_index(self) -> int:
-        """Index of the first device's GID."""
+        """The index of the first device's GID."""
         return self._devices[0].choice.gid_index
 
     def connect(self) -> Endpoint:
@@ -94,7 +93,7 @@ class Pair:
         return near
 
     def refill(self, nbytes: int) -> None:
-        """Writes fresh bytes to the source, and their complements to the destination."""
+        """Fills the source with new bytes, and the destination with their complements."""
         sent = secrets.token_bytes(nbytes)
         for memory, data in zip(self.memories, (sent, bytes(byte ^ 0xFF for byte in sent)), strict=True):
             ffi.memmove(ffi.cast("char *", memory.ptr), data, nbytes)
@@ -105,7 +104,7 @@ class Pair:
         return sum(a != b for a, b in zip(sent, received, strict=True)) if sent != received else 0
 
     def close(self) -> None:
-        """Closes devices and memory. Everything that uses them must be closed before."""
+        """Closes devices and memory. Everything that uses the devices or the memory must be closed before."""
         for device in self._devices:
             device.close()
         for memory in self.memories:
@@ -113,13 +112,13 @@ class Pair:
 
 
 class Bare:
-    """The bare loop in C, on a queue pair of its own.
+    """The bare loop in C, on its own queue pair.
 
     Args:
         pair: the devices and their memory.
         depth: the most outstanding writes.
         chain: writes posted with one call.
-        signal_every: one of this many writes is signalled.
+        signal_every: every n-th write is signalled.
     """
 
     def __init__(self, pair: Pair, depth: int, chain: int, signal_every: int) -> None:
@@ -151,7 +150,7 @@ class Bare:
 
 
 def proxied_writes(pair: Pair, fifo_size: int) -> ProxiedWrites:
-    """Makes a proxy whose channel leads through the first device to the second's memory.
+    """Makes a proxy whose channel writes through the first device into the second device's memory.
 
     Args:
         pair: the devices and their memory.
@@ -171,14 +170,14 @@ def proxied_writes(pair: Pair, fifo_size: int) -> ProxiedWrites:
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to make the writes.
+    """A contender: a function that makes the writes.
 
     Attributes:
         name: the contender's name in tables.
         ours: whether it is ProxyCCL's.
         seconds: given the bytes of a write and a number of writes, makes the writes and returns the seconds that they
             take.
-        checked: whether it writes the memory of the `Pair`, which is then checked.
+        checked: whether the contender writes the memory of the `Pair`, so that the result can be checked.
     """
 
     name: str
@@ -188,12 +187,12 @@ class Contender:
 
 
 class Comparison:
-    """Contenders that take turns.
+    """Measures contenders in turns.
 
     Args:
         pair: the devices and their memory.
         nbytes: bytes of a write.
-        contenders: the contenders; the first is the peer that our target compares with.
+        contenders: the contenders; our target is relative to the first.
 
     Attributes:
         wrong: the total number of wrong bytes after the runs.
@@ -215,13 +214,12 @@ class Comparison:
         return seconds
 
     def measure(self, rounds: int, seconds: float) -> None:
-        """Measures `rounds` rounds, or fewer if the time is up, but at least one.
-
-        Before that, a short run of each contender warms up and determines the number of writes.
+        """A short run of each contender determines the number of writes. Then measures `rounds` rounds, or fewer if the
+        time is up, but at least one.
         """
         start = time.monotonic()
         rate = _CALIBRATION / min(self._run(contender, _CALIBRATION) for contender in self._contenders)
-        share = seconds / (2 * (rounds + 1) * len(self._contenders))  # half of the time is for work between runs
+        share = seconds / (2 * (rounds + 1) * len(self._contenders))  # half of the time is for other work
         self._count = max(_CALIBRATION, min(_MOST_WRITES, int(rate * share)))
         while self.rounds < rounds and (self.rounds == 0 or time.monotonic() - start < seconds):
             for contender in self._contenders:
@@ -229,8 +227,8 @@ class Comparison:
             self.rounds += 1
 
     def rows(self) -> list[Fields]:
-        """Returns a row for each contender; `over` in it holds the median ratios of this contender's rate to every
-        contender's.
+        """Returns a row for each contender. A row's field `over` holds the median ratios of the contender's rate to
+        every contender's.
         """
         found = []
         for contender in self._contenders:

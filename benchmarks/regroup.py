@@ -1,16 +1,18 @@
-"""Time to a communicator of fewer ranks: mpiexec -n 4 python -m mpi4py benchmarks/regroup.py
+"""Time to make a communicator of fewer ranks: mpiexec -n 4 python -m mpi4py benchmarks/regroup.py
 
-Contenders, each making a communicator of all ranks but the last:
+Each contender makes a communicator of all ranks except the last:
+
 - `Communicator` over MPI;
 - `split`, whose result ends when the communicator of all ranks ends;
-- `shrink`, whose result outlives that communicator, and which works after ranks were lost;
-- on NVIDIA GPUs NCCL's ncclCommInitRank, whose unique id MPI passes on, and its ncclCommShrink.
-They are measured while no call is running, and during an all_reduce that the last rank does not join, as if it were
-lost. In the second case the communicator of all ranks is given up: ours by `abort`, NCCL's by ncclCommAbort, or by
-ncclCommShrink's flag NCCL_SHRINK_ABORT.
+- `shrink`, whose result outlives the communicator of all ranks, and which also works after ranks were lost;
+- on NVIDIA GPUs NCCL's ncclCommInitRank and ncclCommShrink.
 
-Two times of the slowest rank are measured, both from a barrier: until the call returns, and until the new
-communicator's first all_reduce of 1 KiB has ended. The contenders take turns; the table shows medians. Results are
+Contenders are measured while no call is running, and during an all_reduce that the last rank does not join, as if that
+rank were lost. In the second case the communicator of all ranks is aborted: ours by `abort`, NCCL's by ncclCommAbort or
+by ncclCommShrink's flag NCCL_SHRINK_ABORT.
+
+Two times of the slowest rank are measured: from a barrier until the call returns, and from the barrier until the new
+communicator's first all_reduce of 1 KiB is complete. The contenders take turns; the table shows medians. Results are
 checked.
 """
 
@@ -44,7 +46,7 @@ RANK, LAST = WORLD.Get_rank(), WORLD.Get_size() - 1
 
 
 class Contender(ABC):
-    """One way to a communicator of fewer ranks.
+    """Makes a communicator of fewer ranks.
 
     Args:
         name: the contender's name in the table.
@@ -56,10 +58,10 @@ class Contender(ABC):
 
     @abstractmethod
     def open(self, home: Communicator) -> None:
-        """Makes the communicator of all ranks, and makes a first call.
+        """Makes the communicator of all ranks, and its first call.
 
         Args:
-            home: a communicator whose device and memory the contender may use.
+            home: a communicator that provides device and memory.
         """
 
     @abstractmethod
@@ -76,12 +78,12 @@ class Contender(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Frees everything. The last rank also calls this, although it has not called `regroup`."""
+        """Frees everything. All ranks call this, also the last rank, which does not call `regroup`."""
 
 
 class Ours(Contender):
-    """A `Contender` of ours. `how` makes the new communicator, given the one of all ranks and MPI's for the new
-    ranks.
+    """A `Contender` of ours. `how` takes the communicator of all ranks and an MPI communicator of the new ranks, and
+    makes the new communicator.
     """
 
     def __init__(self, name: str, how: Callable[[Communicator, MPI.Intracomm], Communicator], *, stuck: bool) -> None:

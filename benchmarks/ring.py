@@ -1,20 +1,19 @@
-"""How fast the engine drains a ring, and how fast a bare loop does, in one process: python ring.py
+"""Compares how fast the engine and a bare loop drain a ring, in one process: python ring.py
 
 It measures:
 
-- The drain rate. One CPU thread produces triggers. The consumer is a proxy worker, or a C loop that only takes triggers
-out of the ring
-  (`bare_loops.drain`), over a ring of the same size and kind; the two alternate. The engine decodes each trigger,
-  checks it against its tables, executes and counts it. A put of 0 bytes shows the engine's own work. A signal and a
-  flush add a call of the transport and the runtime, with a store of 8 bytes. A put of 8 bytes adds a copy.
-- The rate at which kernels push, by the layout of the producing threads and the size of the ring. The engine or the
-  bare loop drains.
-- The round trip of push and sync, and its lower bound: a kernel that only stores a trigger, without ordering, and polls
-the word by which the bare loop answers.
+- The drain rate. One CPU thread produces triggers. The consumer is alternately a proxy worker and the bare loop, a C
+  loop that only takes triggers out of an equal ring (`bare_loops.drain`). The engine decodes, checks, executes and
+  counts each trigger. A put of 0 bytes shows the cost of this work alone. A signal and a flush also store 8 bytes by a
+  call of the transport and the runtime. A put of 8 bytes also copies.
+- The rate at which kernels push, by the layout of the producing threads and the size of the ring. The consumer is again
+  the engine or the bare loop.
+- The round trip of push and sync, and its lower bound. For the bound, a kernel stores a trigger without ordering and
+  polls the word by which the bare loop answers.
 - Idling: the time to wake an idle worker, and the CPU time that an idle worker uses.
 
-A short run decides how many triggers a timed run takes: some kinds are a hundred times slower than others, because each
-signal calls the driver.
+A short run determines the number of triggers of a timed run, because some kinds of triggers are a hundred times slower
+than others.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from proxyccl.tools import options
 from proxyccl.tools.results import Fields, machine, versions, write_json
 from proxyccl.tools.tables import Column, Table
 
-_TIMEOUT = 30.0  # bound of each wait, in seconds
+_TIMEOUT = 30.0  # time-out of each wait, in seconds
 _PUT_BYTES = 8
 
 BARE = "bare loop"
@@ -71,8 +70,8 @@ _LAYOUTS = {
     "64 blocks of 1": (64, 1),
     "512 blocks of 1": (512, 1),
 }
-_GPU_FIFO_SIZES = (256, 8192)  # ring sizes besides the requested size
-_MOST_HOST_BLOCKS = 64  # each block is a thread of the CPU
+_GPU_FIFO_SIZES = (256, 8192)  # Ring sizes besides the requested size.
+_MOST_HOST_BLOCKS = 64  # Each block is a thread of the CPU.
 
 _SOURCE = r"""
 #include "proxyccl/proxyccl.h"
@@ -108,10 +107,10 @@ extern "C" __global__ void bare_round_trips(Fifo ring, ProxycclTrigger trigger, 
   }
 }
 """
-_ROUND_TRIPS = 500  # round trips in a launch; the first tenth warms up
-_CALIBRATION = 2000  # triggers in a calibration run
-_MOST_TRIGGERS = 400_000  # the most that a CPU thread produces in a timed run
-_MOST_PUSHES = 50_000_000  # the most that a kernel makes in a timed run
+_ROUND_TRIPS = 500  # Round trips in a launch; the first tenth is a warm-up.
+_CALIBRATION = 2000  # Triggers in a calibration run.
+_MOST_TRIGGERS = 400_000  # The most triggers that a CPU thread pushes in a timed run.
+_MOST_PUSHES = 50_000_000  # The most triggers that a kernel pushes in a timed run.
 
 
 class Loopback:
@@ -121,7 +120,7 @@ class Loopback:
         runtime: provides the ring and the copies.
         fifo_size: slots in the ring, a power of two.
         idle: the policy of an idle worker.
-        description: describes the rank to observers; None hides the proxy from them.
+        description: describes the rank to observers; None hides the proxy from observers.
     """
 
     def __init__(
@@ -163,9 +162,7 @@ class Loopback:
 
     @property
     def taken(self) -> int:
-        """The number of triggers that the worker has taken out of the ring; if the ring is empty, the next trigger's
-        ticket.
-        """
+        """The number of triggers that the worker has taken out of the ring."""
         return self.fifo.taken
 
     def trigger(self, operation: Operation, size: int) -> tuple[int, int]:
@@ -179,12 +176,14 @@ class Loopback:
 
 
 def as_parameter(trigger: tuple[int, int]) -> bytes:
-    """Returns a trigger's words as the bytes of a ProxycclTrigger, which a kernel takes by value."""
+    """Returns a trigger as the bytes of a ProxycclTrigger, a kernel's parameter."""
     return struct.pack("=QQ", *trigger)
 
 
 def _produce(fifo: Fifo, first: int, trigger: tuple[int, int], count: int) -> float:
-    """Pushes from this thread, waits until all are taken, and returns the seconds since the first push."""
+    """Pushes triggers from this thread. Returns the seconds from the first push until the consumer has taken all
+    triggers.
+    """
     tail = fifo.tail
     start = time.perf_counter()
     pushed = bare_loops.produce(fifo, first, trigger, count, _TIMEOUT)
@@ -208,16 +207,14 @@ def _bare_drain(runtime: Runtime, fifo_size: int, count: int) -> Iterator[Fifo]:
 
 
 def _bare_rate(runtime: Runtime, fifo_size: int, trigger: tuple[int, int], count: int) -> float:
-    """Measures triggers per second through a fresh ring and the bare loop, after equally many to warm both
-    threads up.
-    """
+    """Measures triggers per second through a new ring and the bare loop, after a warm-up of equally many triggers."""
     with _bare_drain(runtime, fifo_size, 2 * count) as fifo:
         _produce(fifo, 0, trigger, count)
         return count / _produce(fifo, count, trigger, count)
 
 
 def _engine_rate(proxy: Loopback, trigger: tuple[int, int], count: int) -> float:
-    """Measures triggers per second through the proxy's ring and worker, after equally many to warm both threads up."""
+    """Measures triggers per second through the proxy's ring and worker, after a warm-up of equally many triggers."""
     _produce(proxy.fifo, proxy.taken, trigger, count)
     seconds = _produce(proxy.fifo, proxy.taken, trigger, count)
     proxy.check()
@@ -225,8 +222,8 @@ def _engine_rate(proxy: Loopback, trigger: tuple[int, int], count: int) -> float
 
 
 def _rates(rate: Callable[[int], float], repeats: int, seconds: float, triggers: int | None, most: int) -> list[float]:
-    """Returns the results of `repeats` calls of rate(count). The count is `triggers`; if that is None, the count with
-    which all calls take about `seconds`.
+    """Returns the results of `repeats` calls of rate(count). The count is `triggers`, or if that is None, a count for
+    which all calls together take about `seconds`.
     """
     rate(_CALIBRATION)  # a kernel's first launch also loads it
     count = triggers or max(_CALIBRATION, min(most, int(rate(_CALIBRATION) * seconds / repeats)))
@@ -247,7 +244,7 @@ def drain_rates(
         repeats: the number of timed runs of each.
         fifo_size: slots in the ring.
         seconds: about the time to spend.
-        triggers: the number of triggers in each timed run; None for as many as fit in the time.
+        triggers: the number of triggers in each timed run; None for as many as fit in `seconds`.
     """
     each = seconds / (2 * (1 + len(_KINDS)))  # the first half of each run is a warm-up
     with Loopback(runtime, fifo_size) as proxy:
@@ -263,7 +260,7 @@ def drain_rates(
         for name in rates:
             affordable = int(rate(name, _CALIBRATION) * each / repeats)
             counts[name] = triggers or max(_CALIBRATION, min(_MOST_TRIGGERS, affordable))
-        for _ in range(repeats):  # in turns, so that other load on the machine affects all kinds equally
+        for _ in range(repeats):  # alternates, so that other load affects all kinds equally
             for name, values in rates.items():
                 values.append(rate(name, counts[name]))
     bare = statistics.median(rates[BARE])
@@ -278,11 +275,11 @@ def _kernels(runtime: Runtime) -> Module:
 
 
 class _Pushes:
-    """Launches the kernel that pushes, over rings of one size.
+    """Measures kernels that push to rings of one size.
 
     Args:
         kernels: the compiled kernels of `_SOURCE`.
-        proxy: provides triggers and control block, and its worker may be the consumer.
+        proxy: provides the triggers, the control block and the worker.
         fifo_size: slots in the ring.
         shape: the number of blocks, and of threads in a block.
     """
@@ -309,12 +306,11 @@ class _Pushes:
         return each * self._producers / (time.perf_counter() - start)
 
     def engine(self, count: int) -> float:
-        """Measures triggers per second with the engine as the consumer. Pushes about `count` triggers."""
+        """Returns triggers per second with the engine as the consumer, over about `count` triggers."""
         each = self._each(count)
         return self._timed(self._proxy.fifo, self._proxy.taken + each * self._producers, each)
 
     def bare(self, count: int) -> float:
-        """Measures triggers per second with the bare loop as the consumer of a fresh ring."""
         each = self._each(count)
         total = each * self._producers
         with _bare_drain(self._proxy.runtime, self._fifo_size, total) as fifo:
@@ -324,9 +320,8 @@ class _Pushes:
 def kernel_rates(
     runtime: Runtime, kernels: Module, repeats: int, fifo_size: int, seconds: float, triggers: int | None = None
 ) -> list[Fields]:
-    """Measures how many triggers per second kernels push, by ring size, layout of the producers, and consumer.
-
-    Arguments as for `drain_rates`. On a GPU, rings of other sizes than `fifo_size` are also measured.
+    """Measures how many triggers per second kernels push, by ring size, layout of the producers, and consumer. On a
+    GPU, rings of other sizes than `fifo_size` are also measured. The arguments are those of `drain_rates`.
     """
     gpu = runtime.name != "host"
     sizes = sorted({fifo_size, *(_GPU_FIFO_SIZES if gpu else ())})
@@ -353,7 +348,7 @@ def kernel_rates(
 
 
 def round_trip(runtime: Runtime, kernels: Module, repeats: int, fifo_size: int) -> Fields:
-    """Measures the nanoseconds from a push to the return of its sync, in a kernel of one thread, and the bare round
+    """Measures in a kernel of one thread the nanoseconds from a push until its sync returns, and the bare loop's round
     trip.
     """
     times: dict[str, list[int]] = {"engine": [], BARE: []}
@@ -384,9 +379,8 @@ def round_trip(runtime: Runtime, kernels: Module, repeats: int, fifo_size: int) 
 
 
 def idling(runtime: Runtime, policy: IdlePolicy, pauses: int, fifo_size: int) -> Fields:
-    """Measures the cost of an idle worker: CPU seconds per second, and the time from a push to the release of the tail.
-
-    A CPU thread pushes after a pause of 1 ms, and after a pause of 20 ms.
+    """Measures an idle worker's CPU seconds per second, and the time from a push until the worker stores the tail. A
+    CPU thread pushes after pauses of 1 ms and of 20 ms.
     """
     results: Fields = {"policy": asdict(policy)}
     with Loopback(runtime, fifo_size, policy) as proxy:

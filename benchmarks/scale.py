@@ -1,20 +1,21 @@
 """Costs that grow with the number of ranks: python benchmarks/scale.py -n 8 16 32
 
-The program starts jobs of more and more ranks on the host runtime, with a process for each rank, in nodes of 8. The
-nodes are rehearsed: they are groups of ranks on one machine that share its memory, or, with --hosts, don't. It measures
-for each rank:
+The program starts jobs with increasing numbers of ranks on the host runtime. Each rank is a process, and a node has 8
+ranks. The nodes are rehearsed, that is, groups of ranks on one machine. With --hosts, different nodes share no memory.
+The program measures for each rank:
 
 - descriptors, mappings, sockets, threads and memory;
 - the connections, channels and memory ids of the rank's proxy;
 - the time to make the communicator, by phase;
-- the time of a round of the exchange, of a barrier, of an all_reduce of 1 KiB, and of splits;
+- the times of an exchange of the bootstrap, a barrier, an all_reduce of 1 KiB, and splits;
 - the share of a core that the rank takes at rest.
 
-The table shows the median over the ranks of a job, and for times the maximum.
+The table shows the maximum over ranks for times, and the median over ranks for other quantities.
 
-The program fits a formula to each quantity, by least squares of the relative errors: for times a + b n + c n², because
-all ranks share the machine's cores; for other quantities a + b n, or with several sizes of nodes a + b n + c (number of
-nodes). It shows what the formula gives for 1,024 and 16,384 ranks.
+The program fits a formula of the number of ranks n to each quantity, by least squares of the relative errors. For times
+the formula is a + b n + c n², because all ranks share the machine's cores. For other quantities the formula is a + b n,
+or a + b n + c (number of nodes) if nodes of several sizes were measured. The program prints the formula's values for
+1,024 and 16,384 ranks.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ _UNITS = {"kib": (1 / 1024, "MiB"), "s": (1e3, "ms"), "cores": (1e3, "‰ of a c
 
 
 def run(ranks: int, node: int, seconds: int, kind: str) -> list[Fields]:
-    """Runs one job. Returns its ranks' results. Raises RuntimeError if a rank fails or is late."""
+    """Runs one job. Returns the results of all ranks. Raises RuntimeError if a rank fails or exceeds the time."""
     with tempfile.TemporaryDirectory(prefix="scale-") as place, contextlib.ExitStack() as running:
         deadline = time.monotonic() + seconds
         processes = []
         log = running.enter_context((Path(place) / "log").open("w+"))
         for rank in range(ranks):
             command = [sys.executable, str(_RANK), place, *map(str, (rank, ranks, node, seconds)), kind]
-            env = {**environment(), "OPENBLAS_NUM_THREADS": "1"}  # keeps numpy's threads out of the counts
+            env = {**environment(), "OPENBLAS_NUM_THREADS": "1"}  # disables numpy's threads
             process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
             running.callback(process.wait)
             running.callback(process.kill)
@@ -68,7 +69,7 @@ def run(ranks: int, node: int, seconds: int, kind: str) -> list[Fields]:
 
 
 def summary(found: list[Fields]) -> Fields:
-    """Returns one value for each quantity of a job: of times the maximum over ranks, of all others the median."""
+    """Returns one value for each quantity of a job: the maximum over ranks for times, the median otherwise."""
     values: Fields = {}
     for name, first in found[0].items():
         each = [rank[name] for rank in found]
@@ -81,8 +82,8 @@ def summary(found: list[Fields]) -> Fields:
 
 
 def fit(rows: list[Fields], name: str) -> Fields:
-    """Fits a formula to a quantity over the jobs. Returns coefficients, the largest relative error, and values for more
-    ranks.
+    """Fits a formula to a quantity over the jobs. Returns the coefficients, the largest relative error, and the
+    formula's values for more ranks.
     """
     terms: dict[str, Callable[[float, float], float]] = {"1": lambda *_: 1.0, "n": lambda ranks, _: ranks}
     if name.endswith("_s"):

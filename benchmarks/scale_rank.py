@@ -1,8 +1,8 @@
 """One rank of `scale.py`: python scale_rank.py DIRECTORY RANK RANKS NODE SECONDS KIND
 
-KIND: "nodes" of one host, or "hosts", which share no memory and are reached through libfabric.
+KIND is "nodes" for nodes of one host, or "hosts" for nodes that share no memory and communicate through libfabric.
 
-The rank joins the others, and writes the resources that it holds and the time of each step to a file in the directory.
+The rank joins the job, and writes its resources and the time of each step to a file in the directory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _COUNT, _TURNS, _REST_SECONDS = 256, 5, 1.0
 
 
 class Timed:
-    """A bootstrap that records when each of its exchanges begins and ends, and how many bytes it received."""
+    """A bootstrap that records the begin, the end and the received bytes of each exchange."""
 
     def __init__(self, bootstrap: FileBootstrap) -> None:
         self._bootstrap = bootstrap
@@ -61,12 +61,12 @@ class Timed:
 
 
 def held() -> Fields:
-    """Returns how many resources of each kind this process holds, and its memory in KiB."""
+    """Returns the number of this process's resources of each kind, and its memory in KiB."""
     descriptors = sockets = 0
     for name in os.listdir("/proc/self/fd"):
         try:
             mode = os.stat(f"/proc/self/fd/{name}").st_mode
-        except OSError:  # the descriptor by which the directory is listed
+        except OSError:  # skips the descriptor that lists the directory
             continue
         descriptors += 1
         sockets += stat.S_ISSOCK(mode)
@@ -96,7 +96,7 @@ def phases_of(rounds: list[tuple[str, float, float, int]], began: float, ended: 
     found = dict.fromkeys(("bootstrap_s", "exchange_s", "segment_s", "connect_s"), 0.0)
     at = began
     for purpose, start, end, _ in rounds:
-        # Between "control segments" and "job" the segments are mapped.
+        # The segments are mapped between the exchanges "control segments" and "job".
         found["segment_s" if purpose == "job" else "connect_s" if purpose not in _PHASES else "exchange_s"] += (
             start - at
         )
@@ -107,7 +107,7 @@ def phases_of(rounds: list[tuple[str, float, float, int]], began: float, ended: 
 
 
 def timed(call: Callable[[], object], turns: int = _TURNS) -> list[float]:
-    """Makes some calls. Returns the seconds of each."""
+    """Makes a call several times. Returns the seconds of each call."""
     times = []
     for _ in range(turns):
         began = time.perf_counter()
@@ -123,7 +123,7 @@ def main() -> None:
         platform.node = lambda: f"host{rank // node}"
     result: dict[str, object] = {"rank": rank, "before": held(), "imports_processor_s": _processor()}
     bootstrap = Timed(FileBootstrap(place / "meeting", rank, ranks))
-    bootstrap.all_gather(b"start", seconds, lambda: None)  # so that no phase waits for a process to start
+    bootstrap.all_gather(b"start", seconds, lambda: None)  # waits until all processes have started
     bootstrap.rounds.clear()
     began, before = time.perf_counter(), _processor()
     comm = Communicator(bootstrap, "host", local_world_size=node, timeout=seconds)
@@ -180,7 +180,7 @@ def main() -> None:
 
 
 def proxy_of(comm: Communicator) -> Fields:
-    """Returns the numbers of connections, channels and memory ids of this rank's proxy; nothing if the proxy was never
+    """Returns the numbers of connections, channels and memory ids of this rank's proxy; empty if the proxy was never
     used.
     """
     found = find(comm.job, [comm.rank], os.getpid())

@@ -1,11 +1,10 @@
-"""Compares ProxyCCL's calls with its peers' in one process group. Programs for any runtime share this module. Needs no
+"""Compares ProxyCCL's calls with those of other libraries, its peers, in the same ranks. Works on any runtime. Needs no
 torch.
 
-The programs that use this module choose the calls; this module works for any. `Job` checks and times calls that take
-turns; jobs.py picks the kind of job that the runtime needs.
+The programs choose the calls. `Job` checks and times the calls in turns; jobs.py picks the runtime's kind of job.
 
-Contenders alternate. A time is the median over repeats of the maximum over ranks. Calls are timed in bursts, so that on
-GPUs no time contains the CPU's work to issue a call; gpu_job.py and host_job.py say how.
+Contenders alternate. A time is the median over repeats of the slowest rank's time. Calls are timed in bursts, so that
+on GPUs times do not include the issue of calls; gpu_job.py and host_job.py describe this.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def arguments(description: str, default_sizes: Sequence[int], quick_sizes: Seque
 
 
 def resolve(parsed: argparse.Namespace) -> argparse.Namespace:
-    """Fills in the options of `arguments` that the user did not give; their defaults depend on `--quick`."""
+    """Sets the options of `arguments` that the user did not give. The defaults depend on `--quick`."""
     parsed.sizes = parsed.sizes or (parsed.quick_sizes if parsed.quick else parsed.default_sizes)
     parsed.dtypes = parsed.dtypes or list(DTYPES[:1] if parsed.quick else DTYPES[:2])
     parsed.repeats = parsed.repeats or (5 if parsed.quick else 15)
@@ -67,7 +66,7 @@ def resolve(parsed: argparse.Namespace) -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to make the call.
+    """A library's or an algorithm's call.
 
     Attributes:
         name: name of an algorithm or of a peer.
@@ -100,7 +99,7 @@ class Peer:
     Attributes:
         name: the peer's name in the tables.
         call: queues the call on the job's stream, given output and input.
-        arrays: makes an input and an output of a number of elements; None if the peer takes any arrays.
+        arrays: makes an input and an output with a number of elements; None if the peer takes any arrays.
         in_place: whether an all_reduce replaces its input.
         missing: why this machine can't make the call, or "". If there is a reason, `call` is None.
     """
@@ -113,11 +112,11 @@ class Peer:
 
 
 class Burst(ABC):
-    """Calls that are queued together.
+    """A number of calls that are queued together.
 
     Attributes:
         calls: the number of calls.
-        multiprocessors: how many of the GPU's multiprocessors the calls' kernels can occupy at a time; None if unknown.
+        multiprocessors: the number of multiprocessors that the calls' kernels can occupy at a time; None if unknown.
     """
 
     calls: int
@@ -150,19 +149,20 @@ class Timing:
 
 
 class Job(ABC):
-    """The ranks, which MPI started, with a Communicator.
+    """The ranks that MPI started, with a Communicator.
 
     Args:
-        seconds: the time to spend. `in_time` tells whether time is left. A job that hangs is ended some time later.
-        growth_limit: limits the number of calls in a burst, so that world_size ** calls stays below 10 ** growth_limit.
-        nodes: the number of rehearsed nodes, each with the same number of ranks. Between nodes, data is staged and
-            crosses the loopback by TCP, as the peers' data does. None for one real node.
+        seconds: the time to spend. `in_time` tells whether time is left. A process that hangs is killed later.
+        growth_limit: limits the number of calls in a burst so that world_size ** calls < 10 ** growth_limit, because
+            repeated sums grow.
+        nodes: the number of rehearsed nodes, each with the same number of ranks. Between nodes, our data is staged and
+            sent by TCP over the loopback, as other libraries' data is. None if the ranks are one node.
 
     Attributes:
         nodes: the argument `nodes`.
         dtypes: names of the element types that arrays can have.
         device: the device of torch's tensors.
-        handle: the stream on which calls are queued, as `stream=` of our calls takes it.
+        handle: the stream on which calls are queued, in the form of the argument `stream=` of our calls.
         timing: how times are measured, for headings and results.
     """
 
@@ -183,7 +183,7 @@ class Job(ABC):
         self.nodes = nodes
 
     def placement(self) -> Fields:
-        """Returns the communicator's options that make the rehearsed nodes."""
+        """Returns the options of a communicator with rehearsed nodes."""
         if self.nodes is None:
             return {}
         each = self.ranks // self.nodes
@@ -223,7 +223,7 @@ class Job(ABC):
 
     @abstractmethod
     def random(self, count: int, dtype: str, seed: int) -> Any:
-        """Returns small whole numbers, whose sums every element type holds exactly."""
+        """Returns small whole numbers, so that sums are exact in every element type."""
 
     @abstractmethod
     def poison(self, x: Any) -> None:
@@ -231,9 +231,8 @@ class Job(ABC):
 
     @abstractmethod
     def peers(self, collective: str, count: int, dtype: str) -> list[Peer]:
-        """Returns the other libraries' calls of a collective, for arrays of at most `count` elements.
-
-        All ranks call this together and get the same peers. A peer that can't be used has a `missing` reason.
+        """Returns other libraries' calls of a collective, for arrays of at most `count` elements. All ranks call this
+        together and get the same result. The `missing` field of a library that can't be used says why.
         """
 
     @abstractmethod
@@ -242,7 +241,7 @@ class Job(ABC):
 
     @abstractmethod
     def current(self) -> AbstractContextManager[object]:
-        """Returns a context in which the job's stream is the current stream of libraries that have one."""
+        """Returns a context in which the job's stream is the current stream of torch, if torch is used."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -262,16 +261,18 @@ class Job(ABC):
 
         Args:
             timed: the burst that is timed.
-            beside: a burst that runs on another stream at the same time; it is queued first.
+            beside: a burst that runs concurrently on another stream, and is queued before `timed`.
             beside_bursts: how often `beside` is queued.
 
         Returns:
-            Microseconds of one timed call on this rank, and whether `beside` ran until the end of `timed`.
+            Microseconds of one timed call on this rank, and whether `beside` ran at least until the end of `timed`.
         """
 
     @abstractmethod
     def product(self, size: int, calls: int) -> Burst:
-        """Returns a burst of products of two square matrices of this many rows, on another stream than the job's."""
+        """Returns a burst of matrix products, on another stream than the job's. The matrices are square, with this many
+        rows.
+        """
 
     def describe(self) -> Fields:
         """Returns the fields of results that describe the devices and the peers."""
@@ -289,7 +290,7 @@ class Job(ABC):
         self._said.add(line)
 
     def element_types(self, wanted: Sequence[str]) -> list[str]:
-        """Returns the element types that arrays can have, and prints which others are left out."""
+        """Returns those of the element types that arrays can have, and prints the other ones."""
         for name in wanted:
             if name not in self.dtypes:
                 self.say_once(f"# {name} is not measured: arrays on the {self.comm.runtime.name} runtime can't have it")
@@ -325,7 +326,7 @@ class Job(ABC):
         if contender.missing:
             return 0, contender.missing
         reason, wrong = "", 0
-        # These errors refuse the arguments before anything starts. Any other error ends the run.
+        # These errors are raised before the call starts, so the program can go on.
         refusal = ArgumentError if contender.ours else RuntimeError
         try:
             contender.refill()
@@ -339,11 +340,11 @@ class Job(ABC):
         return wrong, reason
 
     def prepare(self, contender: Contender) -> tuple[Burst, int]:
-        """Prepares a burst of a contender's calls that takes a few milliseconds, and runs it once. Returns the burst,
-        and the number of elements that are wrong afterwards on this rank.
+        """Prepares a burst of a contender's calls that takes a few milliseconds, and runs the burst once. Returns the
+        burst, and the number of wrong elements on this rank.
         """
         contender.refill()
-        self.time_now(contender.call, 1)  # not used: ranks end the checks at different times
+        self.time_now(contender.call, 1)  # discarded, because ranks end the checks at different times
         slowest = self.slowest(self.time_now(contender.call, 3))
         calls = max(1, min(self._most_calls, int(_BURST_US / slowest)))
         contender.refill()
@@ -358,7 +359,7 @@ class Job(ABC):
         wrong, reasons = [0] * len(contenders), [""] * len(contenders)
         bursts: dict[int, Burst] = {}
         times = np.full((len(contenders), repeats), np.nan)
-        self.synchronize()  # the inputs were made on another stream
+        self.synchronize()  # waits, because the inputs were made on another stream
         with self.current():
             for i, contender in enumerate(contenders):
                 wrong[i], reasons[i] = self.first_call(contender)
@@ -390,8 +391,8 @@ class Job(ABC):
 
 
 def bare_copies(job: Job, count: int) -> Contender:
-    """Returns the contender that shows the link's limit: copy engines of all ranks concurrently copy the bytes that an
-    all-reduce of `count` bytes must send.
+    """Returns a contender that shows the link's limit. The copy engines of all ranks concurrently copy the bytes that
+    an all-reduce of `count` bytes must send.
     """
     comm, share = job.comm, count // job.ranks
     array = comm.empty(max(share, 1), "uint8")
@@ -406,7 +407,9 @@ def bare_copies(job: Job, count: int) -> Contender:
 
 
 def random_inputs(job: Job, count: int, dtype: str, seed: int) -> Iterable[Any]:
-    """Yields the ranks' inputs in order: small whole numbers, whose sums every element type holds exactly."""
+    """Yields the input of each rank, in order. Inputs are small whole numbers, so that sums are exact in every element
+    type.
+    """
     for rank in range(job.ranks):
         yield job.random(count, dtype, seed + rank)
 
@@ -459,7 +462,7 @@ class Case:
 def show(job: Job, table: Table, case: Case, timings: Sequence[Timing]) -> list[Fields]:
     """Prints a row for each timing on the first rank, and returns the rows.
 
-    Other ranks return only the fields that `Job.finish` needs.
+    On other ranks, rows have only the fields that `Job.finish` needs.
     """
     if not job.first:
         return [{"wrong": timing.wrong} for timing in timings]

@@ -1,12 +1,12 @@
 """Time to start: imports, the commands, and a program's first result: python start_up.py
 
-Every call is a process of its own, run on the host runtime with the modules' bytecode cached. Times are wall-clock
-times of the whole process, from fork to exit, and processor times include the process's children. Calls alternate, so
-the load of the machine is the same for all. For comparison, the table also has the times of Python alone and numpy
-alone.
+Each measurement runs a new process on the host runtime, with the modules' bytecode cached. The table shows the
+process's wall-clock time from fork to exit, and the CPU time of the process and its children. The measured programs
+alternate, so that other load affects all equally. For comparison, the table also has the times of Python alone and
+numpy alone.
 
-Below the table are the modules that took the longest to import, not counting the modules that these import in turn, as
-`python -X importtime` shows it.
+Below the table the program lists the modules with the longest import times of their own, as `python -X importtime`
+shows them.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Start(NamedTuple):
 
 
 def environment() -> dict[str, str]:
-    """Returns the processes' environment: this process's variables, with bytecode caching turned on."""
+    """Returns this process's environment variables, with bytecode caching turned on."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
@@ -90,8 +90,8 @@ def start(arguments: Sequence[str]) -> Start:
 
 
 def measure(repeats: int, seconds: float) -> list[Fields]:
-    """Runs each program once to fill caches, then `repeats` times, or fewer if the time is up. Returns a row
-    for each.
+    """Runs each program once to fill caches, then `repeats` times, or fewer if the time is up. Returns a row for each
+    program.
     """
     for arguments in PROGRAMS.values():
         start(arguments)
@@ -115,7 +115,7 @@ def measure(repeats: int, seconds: float) -> list[Fields]:
 
 
 def slowest_imports(program: str, repeats: int) -> list[Fields]:
-    """Returns the modules that took the longest to import, each by its best time in several runs of a program."""
+    """Returns the modules with the longest import times. A module's time is its best in several runs of a program."""
     best: dict[str, int] = {}
     for _ in range(repeats):
         done = subprocess.run(

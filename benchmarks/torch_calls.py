@@ -1,7 +1,5 @@
-"""torch's calls whose issue `programs.py` times, and a process group that does nothing.
-
-Like our backend, that group is written in Python. So its calls show the time that torch itself takes for a call, and a
-training step with it shows the time that remains without communication.
+"""torch's calls whose time to issue `programs.py` measures, and a process group in Python whose calls do nothing. Calls
+of this group show how long torch itself takes, and a training step with it shows the time without communication.
 """
 
 from __future__ import annotations
@@ -21,8 +19,8 @@ _COUNT = 256  # elements: few, so that the kernels are short
 
 
 class NothingGroup(WholeGroup, dist.ProcessGroup):  # type: ignore[misc]  # torch's class has no types
-    """A process group in Python whose calls do nothing. It is for torch before 2.15, where our backend is such
-    a group.
+    """A process group in Python whose calls do nothing. Before torch 2.15 our backend is a Python class too, so the two
+    groups can be compared.
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
@@ -31,15 +29,12 @@ class NothingGroup(WholeGroup, dist.ProcessGroup):  # type: ignore[misc]  # torc
         self._work, self.calls = _DoneWork(), SimpleNamespace(group_name="", group_desc="")
 
     def rank(self) -> int:
-        """Returns this rank's number in the group."""
         return self._rank
 
     def size(self) -> int:
-        """Returns the number of ranks."""
         return self._size
 
     def getBackendName(self) -> str:  # noqa: N802  torch's name
-        """Returns the backend's name."""
         return "nothing"
 
     def _set_sequence_number_for_group(self) -> None:
@@ -49,7 +44,7 @@ class NothingGroup(WholeGroup, dist.ProcessGroup):  # type: ignore[misc]  # torc
         return self._work if getattr(arguments[-1], "asyncOp", True) else None
 
     def allreduce(self, tensors: Any, options: Any = None) -> Any:
-        """Does nothing. DDP calls it and waits for its result."""
+        """Does nothing. DDP calls this method and waits for the result."""
         return self._call(options) and _DoneWork(tensors)
 
     allreduce_coalesced = reduce = broadcast = allgather = all_to_all_single = alltoall_base = _call
@@ -62,11 +57,9 @@ class _DoneWork(dist.Work):
         self._result = result
 
     def wait(self, timeout: Any = None) -> bool:
-        """Returns immediately, because there is no work to wait for."""
         return True
 
     def get_future(self) -> Any:
-        """Returns a future that has the result."""
         devices = {each.device for each in self._result if each.is_cuda}
         found: Any = torch.futures.Future(devices=list(devices))
         found.set_result(self._result)

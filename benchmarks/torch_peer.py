@@ -1,4 +1,4 @@
-"""torch.distributed's default group as a peer: NCCL on GPUs, gloo on the host runtime. Arrays may be numpy's."""
+"""torch.distributed's default group as a contender: NCCL on GPUs, gloo on the host runtime."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CALLS = {
 
 
 def torch_peer(name: str, collective: str) -> Peer:
-    """Returns the default group's collective as a peer; an all_reduce is in place."""
+    """Returns a collective of torch's default group as a `Peer`. An all_reduce is in place."""
     call = _CALLS[collective]
     return Peer(name, lambda out, x: call(torch.as_tensor(out), torch.as_tensor(x)))
 

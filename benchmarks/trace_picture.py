@@ -1,8 +1,8 @@
 """Draws a part of a file of `proxyccl trace` as SVG: python benchmarks/trace_picture.py TRACE.json PICTURE.svg
 
-The part is one burst of triggers or sends, such as a collective makes, between two pauses of all proxies. The burst has
-the median length among the bursts with the most frequent number of triggers. Use Perfetto to see the whole file; these
-pictures are for pages.
+The picture shows one burst of triggers or sends, such as those of a collective, between two pauses of all proxies.
+Among the bursts with the most frequent number of triggers, it is the one of median length. Use Perfetto to see the
+whole file; the pictures are for documentation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TICKS = 6
 
 
 def bursts(spans: list[Event], pause_us: float) -> Iterator[list[Event]]:
-    """Yields for each burst the list of its spans; pauses of at least `pause_us` µs separate bursts."""
+    """Yields a list of spans for each burst. Pauses of at least `pause_us` µs separate bursts."""
     burst: list[Event] = []
     end = 0.0
     for span in sorted(spans, key=lambda span: float(span["ts"])):
@@ -54,7 +54,6 @@ def usual(of: list[list[Event]]) -> list[Event]:
 
 
 def _step(length: float) -> float:
-    """Returns a round distance between ticks, in µs."""
     factor = 1.0
     while factor * 10 * _TICKS < length:
         factor *= 10

@@ -70,15 +70,15 @@ class Side:
         from nixl._api import nixl_agent
 
         self.agent = nixl_agent(name)
-        # The memory starts at a huge page: the small pages at the start of a mapping, whose number differs from run to
-        # run, take twice as long to copy.
+        # The memory starts at a huge page, because small pages, whose number would differ from run to run, take twice
+        # as long to copy.
         memory = np.ones(MOST_BYTES + HUGE_PAGE, np.uint8)
         self._memory: list[Any] = [memory[-memory.ctypes.data % HUGE_PAGE :][:MOST_BYTES]]
         self.kinds = {"DRAM": (int(self._memory[0].ctypes.data), 0)}
         self.agent.register_memory([(self.kinds["DRAM"][0], MOST_BYTES, 0, "")], "DRAM")
         if devices:
             runtime = open_runtime(local_rank=number)
-            runtime.activate()  # NIXL registers memory of the thread's current device
+            runtime.activate()  # because NIXL registers memory of the thread's current device
             self._memory += [runtime, runtime.allocate(MOST_DEVICE_BYTES)]
             self.kinds["VRAM"] = (self._memory[-1].ptr, runtime.device)
             self.agent.register_memory([(self._memory[-1].ptr, MOST_DEVICE_BYTES, runtime.device, "")], "VRAM")
@@ -154,7 +154,7 @@ def end_of(times: list[tuple[float, float, float]]) -> bool:
 
 
 def run(path: str, flags: list[str], *, tcp: bool) -> dict[str, dict[str, float]]:
-    """Runs one pair of processes with the `nixl` at a path. Returns the initiator's results."""
+    """Runs a pair of processes that import `nixl` from a path. Returns the initiator's results."""
     paths = os.pathsep.join((path, os.environ.get("PYTHONPATH", "")))
     env = {**os.environ, "PYTHONPATH": paths, "NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal"}
     if tcp:

@@ -1,16 +1,16 @@
-"""Kernels in Triton beside C++ and NCCL: mpiexec -n 2 python -m mpi4py triton_kernels.py
+"""Kernels in Triton compared with C++ and NCCL: mpiexec -n 2 python -m mpi4py triton_kernels.py
 
-- put + signal: half of a ping-pong's round trip; each rank runs one kernel, of one program in Triton or one thread in
-C++.
-- diffusion: a step of `examples/triton_diffusion.py` and of `examples/custom_kernel.py`.
-- all_reduce: one-shot, of 64 KiB, by `examples/triton_all_reduce.py`; ours in C++ is ``algorithm="one_shot"``.
-- all_to_all: `examples/triton_all_to_all.py` and `examples/all_to_all.py`, 64 KiB to each peer.
-- GEMM + all_reduce, all_gather + GEMM: `examples/triton_overlapped_gemm.py` in float16 beside ``torch.matmul`` and
-  NCCL, one after the other. The times of the products alone, by cuBLAS and by the same tiles in Triton, show how much
-  the overlap gains and how much Triton's product loses against cuBLAS's.
+- put + signal: half of a ping-pong's round trip. Each rank runs a kernel of one program in Triton, or of one thread in
+  C++.
+- diffusion: a step of `examples/triton_diffusion.py`, compared with `examples/custom_kernel.py`.
+- all_reduce: 64 KiB by `examples/triton_all_reduce.py`, compared with our C++ kernel ``algorithm="one_shot"``.
+- all_to_all: 64 KiB to each peer by `examples/triton_all_to_all.py`, compared with `examples/all_to_all.py`.
+- GEMM + all_reduce, all_gather + GEMM: `examples/triton_overlapped_gemm.py` in float16, compared with ``torch.matmul``
+  followed or preceded by NCCL's call. The products are also measured alone, by cuBLAS and by the same Triton tiles, to
+  show the gain by overlap and the loss against cuBLAS.
 
-side_by_side.py says how contenders take turns and how results are checked, gpu_job.py how times are measured. On the
-host runtime kernels run in Triton's interpreter, which shows that the program works, and says nothing about speed.
+side_by_side.py describes how results are checked, and gpu_job.py how times are measured. On the host runtime kernels
+run in Triton's interpreter, whose times say nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 if os.environ.get("PROXYCCL_RUNTIME") == "host":
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads this when it is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads this variable at its import
 
 import numpy as np
 import triton
@@ -46,7 +46,7 @@ from triton_diffusion import diffuse
 from triton_overlapped_gemm import all_gather_gemm, gemm_all_reduce, multiply_tile
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-_SECONDS = 60  # no section begins later; a program that hangs is ended after three minutes
+_SECONDS = 60  # no section begins later; a program that hangs is killed after three minutes
 _CPP, _TRITON = "C++", "Triton"
 _OVERLAPPED = "Triton, overlapped"
 _AIMS = {"put + signal": 1.05, "all_reduce": 1.15}
@@ -109,7 +109,7 @@ class Report:
             self._table.header()
 
     def measure(self, what: str, contenders: Sequence[Contender], units: int = 1) -> None:
-        """Checks and times contenders, and prints the time of one unit of work; a call has `units` of them."""
+        """Checks and times contenders. Prints the time of one unit of work; a call has `units` units."""
         timings = self._job.measure(contenders, self._repeats)
         reference = next((timing.time_us for timing in timings if timing.time_us), None)
         for timing in timings:
@@ -125,9 +125,7 @@ class Report:
 
 
 def together(job: Job, write: Callable[[], object]) -> Callable[[], None]:
-    """Returns a refill with barriers: no rank writes while a peer's kernel puts, and no kernel puts while a rank
-    writes.
-    """
+    """Returns a refill with a barrier before and after it, so that no rank refills while a peer's kernel puts."""
 
     def refill() -> None:
         for step in (lambda: None, write):
@@ -139,7 +137,7 @@ def together(job: Job, write: Callable[[], object]) -> Callable[[], None]:
 
 
 def on_gpus(job: Job) -> bool:
-    """Returns whether the job runs on GPUs, where torch and NCCL are peers."""
+    """Returns whether the job runs on GPUs, where torch and NCCL are measured too."""
     return job.comm.runtime.name != "host"
 
 
@@ -178,9 +176,7 @@ def measure_put_signal(job: Job, report: Report, rounds: int) -> None:
 
 
 def measure_diffusion(job: Job, report: Report, steps: int) -> None:
-    """Measures diffusion, with an even number of steps, so that the result is in the array that had the start
-    values.
-    """
+    """Measures diffusion. The number of steps is even, so that the result is in the array of the start values."""
     comm, rank, ranks, n, seed = job.comm, job.rank, job.ranks, _CELLS, fresh_seed(job)
     starts = [job.random(n, "float32", seed + each) for each in range(ranks)]
     heat = np.concatenate([on_cpu(start) for start in starts]).astype(np.float64)
@@ -199,7 +195,7 @@ def measure_diffusion(job: Job, report: Report, steps: int) -> None:
 
     def wrong(calls: int) -> int:
         found = on_cpu(u[1 : n + 1])
-        if calls > 1:  # a later call began with the result of the one before
+        if calls > 1:  # each later call starts from the result of the previous call
             return 0
         results.append(found)
         return int((~(np.abs(found - expected) <= 1e-4)).sum())
@@ -218,8 +214,8 @@ def measure_diffusion(job: Job, report: Report, steps: int) -> None:
 
 
 def measure_all_reduce(job: Job, report: Report) -> None:
-    """Measures all_reduce in place. n calls multiply the sum by world_size ** (n - 1), which is exact for a power of
-    two.
+    """Measures all_reduce in place. After n calls the elements are the sum times world_size ** (n - 1), which is exact
+    for powers of two.
     """
     comm, ranks, seed = job.comm, job.ranks, fresh_seed(job)
     n, block, warps = (16 * 1024, 256, 8) if on_gpus(job) else (2 * 1024, 1024, 4)
@@ -252,7 +248,7 @@ def measure_all_reduce(job: Job, report: Report) -> None:
 
 
 def measure_all_to_all(job: Job, report: Report) -> None:
-    """Measures an all_to_all of 64 KiB from each rank to each other; a rank's part for itself is not copied."""
+    """Measures an all_to_all of 64 KiB from each rank to each other rank. A rank's part for itself is not copied."""
     comm, rank, ranks, count, seed = job.comm, job.rank, job.ranks, 16 * 1024, fresh_seed(job)
     given = [job.random(ranks * count, "float32", seed + each) for each in range(ranks)]
     send, receive = (job.registered(ranks * count, "float32") for _ in range(2))
@@ -277,7 +273,7 @@ def measure_all_to_all(job: Job, report: Report) -> None:
 
 
 class Products:
-    """The part that both overlapped products share: tiles, grid, random matrices, and the count of wrong elements.
+    """The common part of both overlapped products: tiles, grid, random matrices, and the check.
 
     Args:
         job: the ranks.
@@ -297,8 +293,8 @@ class Products:
         return pt.compile(self.job.comm, function, grid=self.programs, configs=self._configs)
 
     def matrix(self, rows: int, columns: int, seed: int) -> Any:
-        """Returns a random matrix in float16. Its numbers have full mantissas, because with whole numbers, which have
-        few bits, the GPU would take less power.
+        """Returns a random matrix in float16. Its numbers use all mantissa bits, because the GPU would take less power
+        with whole numbers.
         """
         return self.job.random(rows * columns, "float16", seed).reshape(rows, columns) * 0.037
 
@@ -312,7 +308,7 @@ class Products:
         return int((~(difference <= _GEMM_ERROR * abs(expected).max())).sum())
 
     def alone(self, a: Any, b: Any, out: Any) -> list[Contender]:
-        """Returns contenders for the product of two matrices without communication, by cuBLAS and by Triton."""
+        """Returns contenders for the matrix product alone, by cuBLAS and by Triton."""
         (m, k), n = a.shape, b.shape[1]
         kernel, expected = self.kernel(multiply), self.product(a, b)
         ours = Contender(
@@ -330,7 +326,7 @@ class Products:
 
 
 def measure_gemm_all_reduce(products: Products, report: Report, size: int) -> None:
-    """Measures a product with an all_reduce: the sum over ranks of [size, size / ranks] * [size / ranks, size]."""
+    """Measures a product with an all_reduce, the sum over ranks of [size, size / ranks] * [size / ranks, size]."""
     job, m, n, k = products.job, size, size, size // products.job.ranks
     comm, rank, ranks, seed = job.comm, job.rank, job.ranks, fresh_seed(job)
     pairs = [(products.matrix(m, k, seed + 2 * r), products.matrix(k, n, seed + 2 * r + 1)) for r in range(ranks)]
@@ -370,8 +366,8 @@ def measure_gemm_all_reduce(products: Products, report: Report, size: int) -> No
 
 
 def measure_all_gather_gemm(products: Products, report: Report, size: int) -> None:
-    """Measures an all_gather with a product: [size, size], of which each rank has a share of the rows, times [size,
-    size / ranks].
+    """Measures an all_gather with a product, [size, size] * [size, size / ranks]. Each rank has a share of the first
+    matrix's rows.
     """
     job, m, n, k = products.job, size, size // products.job.ranks, size
     comm, rank, ranks, seed = job.comm, job.rank, job.ranks, fresh_seed(job)
@@ -417,7 +413,7 @@ def measure_all_gather_gemm(products: Products, report: Report, size: int) -> No
 
 
 def tell_configurations(job: Job, kernel: Any) -> None:
-    """Prints which tiles were chosen for the kernel that was measured."""
+    """Prints the tiles that were chosen for a kernel."""
     for config in kernel.chosen.values():
         job.say_once(f"#   {kernel.name}: {config.kwargs}, {config.num_warps} warps, {config.num_stages} stages")
 

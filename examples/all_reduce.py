@@ -1,4 +1,4 @@
-"""All-reduce: in place, out of place, asynchronously on a stream, and by every algorithm.
+"""Runs all_reduce in place, out of place, asynchronously on a stream, and by every algorithm.
 
 Rank 0 prints each algorithm's time on this machine.
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from proxyccl import Communicator
 
-COUNT = 100_003  # a prime, so that no algorithm can cut it evenly
+COUNT = 100_003  # a prime, so that no algorithm can divide the array evenly
 REPEATS = 20
 
 
@@ -27,7 +27,7 @@ def main() -> None:
         comm.all_reduce(x)
         assert np.array_equal(x.numpy(), expected)
 
-        # Out of place and queued on a stream, as in a training step. The stream keeps the calls in order.
+        # Calls out of place, queued on a stream, which keeps the calls in order.
         x.upload(own)
         largest, average = comm.empty(COUNT, "float32"), comm.empty(COUNT, "float32")
         stream = comm.runtime.create_stream()
@@ -41,7 +41,7 @@ def main() -> None:
         if comm.rank == 0:
             print(f"{comm.world_size} ranks on the {comm.runtime.name} runtime, {x.nbytes} bytes of float32")
         algorithms = ["two_shot", "ring", "proxy"]
-        if comm.topology.all_accessible():  # packet algorithms need mapped peers
+        if comm.topology.all_accessible():  # packet algorithms need peers whose memory is mapped
             algorithms += ["one_shot", "recursive_doubling", "two_shot_packets"]
         for algorithm in algorithms:
             comm.all_reduce(x.upload(own), algorithm=algorithm)

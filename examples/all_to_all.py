@@ -1,7 +1,7 @@
-"""A custom all-to-all: the kernel of MSCCL++'s design document, ported by a namespace alias.
+"""A custom all-to-all kernel, copied from MSCCL++'s design document with a namespace alias.
 
-Each block of rank r talks to one peer. In step i, rank r sends to rank r + i and receives from rank r - i. So each
-rank's link carries one message in and one message out at a time.
+Each block exchanges data with one peer. In step i, rank r sends to rank r + i and receives from rank r - i. So each
+rank sends one message and receives one message at a time.
 
     mpiexec -n 4 python -m mpi4py examples/all_to_all.py
 """
@@ -42,7 +42,7 @@ extern "C" __global__ void alltoall(DeviceHandle<mscclpp::ProxyChannel>* proxyCh
   localAlltoall(proxyChans, rank, nRanks, nElements);
 }
 """
-COUNT = 10_000  # integers from each rank to each other rank
+COUNT = 10_000  # integers that each rank sends to each other rank
 
 
 def main() -> None:
@@ -64,7 +64,7 @@ def main() -> None:
         received = receive.numpy()
         for peer in channels.peers:
             assert np.array_equal(received[peer], message(peer, rank)), f"wrong data from rank {peer}"
-        assert np.all(received[rank] == -1)  # the kernel does not copy a rank's message to itself
+        assert np.all(received[rank] == -1)  # The kernel does not copy a rank's message to itself.
         # Each put was flushed, so the proxy has counted all of them.
         counters = [channel.counters for channel in channels]
         assert [c.bytes for c in counters] == [COUNT * 4] * (ranks - 1)

@@ -1,10 +1,10 @@
-"""Training that continues when a rank is lost: the others shrink the communicator and share its work.
+"""Training that continues after the loss of a rank: the other ranks shrink the communicator and do all work.
 
-The training is digits_data_parallel.py's. One rank is killed in the middle. A collective needs every rank, so at that
-moment no remaining rank is more than one step ahead. A rank that is ahead undoes its last step, and all ranks repeat
-that step. So every step is done exactly once. The example checks that: the weights must be bitwise equal to those of a
-training that shrinks its communicator in the middle on purpose, and agree within 1e-5 with those of one process that
-trains alone.
+The training is that of digits_data_parallel.py. One rank is killed in the middle. A collective needs every rank, so no
+remaining rank is then more than one step ahead of another. A rank that is ahead undoes its last step, and all ranks
+repeat that step, so every step takes effect exactly once. The example checks this: the weights must be bitwise equal to
+those of a training that shrinks its communicator on purpose at the same step, and agree within 1e-5 with those of a
+training in one process.
 
     python examples/digits_after_a_loss.py
     python examples/digits_after_a_loss.py --ranks 5 --lose 0
@@ -31,17 +31,17 @@ BATCH = 64
 
 
 def agree(comm: Communicator, step: int) -> int:
-    """Returns the first step that some rank has not done. All ranks call this together."""
+    """Returns the earliest step that some rank has not completed. All ranks call this together."""
     return min(int.from_bytes(theirs, "little") for theirs in comm.all_gather_bytes(step.to_bytes(4, "little")))
 
 
 def train_on(
     comm: Communicator, model: Perceptron, training: Digits, epochs: int, lost: int, *, planned: bool
 ) -> Communicator:
-    """Trains, and continues if a rank is lost during the training. Returns the communicator of the remaining ranks.
+    """Trains, and continues after the loss of a rank. Returns the communicator of the remaining ranks.
 
-    In the middle of the training, rank `lost` is killed; in the planned variant, that rank returns instead. The others
-    continue without it.
+    In the middle of the training, rank `lost` is killed; in the planned variant, this rank returns instead. The other
+    ranks continue.
     """
     steps = [chosen for epoch in range(epochs) for chosen in batches(len(training), BATCH, seed=epoch)]
     first_rank = comm.rank

@@ -1,14 +1,13 @@
 """Data-parallel training of a classifier on scikit-learn's digits; the gradients are summed by `all_reduce`.
 
-Every rank holds all weights and takes its share of each batch. Only sums of gradients travel, so the training gives the
-same weights on any number of ranks, up to rounding. The example checks that: rank 0 trains once more alone, and the
-final weights must agree within 1e-5.
+Every rank holds all weights and takes its share of each batch. The ranks exchange only sums of gradients, so the
+weights do not depend on the number of ranks, up to rounding. As a check, rank 0 repeats the training alone; the final
+weights must agree within 1e-5.
 
     mpiexec -n 4 python -m mpi4py examples/digits_data_parallel.py
     mpiexec -n 4 python -m mpi4py examples/digits_data_parallel.py --algorithm proxy
 
-Both runs keep the weights in float64 and round the gradients to float32. The runs differ only in the order of
-summation.
+Both runs keep the weights in float64 and round the gradients to float32, so they differ only in the order of summation.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from proxyccl import Communicator
 LAYERS = (64, 48, 10)
 LEARNING_RATE = 0.2
 TOLERANCE = 1e-5
-SAMPLES, TEST_SAMPLES = 1797, 360  # all of scikit-learn's digits; those kept for the test
+SAMPLES, TEST_SAMPLES = 1797, 360  # the number of scikit-learn's digits, and of those kept for the test
 
 Floats = NDArray[np.float64]
 Labels = NDArray[np.int64]
@@ -47,7 +46,7 @@ class Digits:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a run. Sizes and counts are sums over all ranks unless they say otherwise.
+    """The result of a run. Sizes and counts are sums over all ranks unless stated otherwise.
 
     Attributes:
         channel: the channel that moved the gradients: "SmChannel", "ProxyChannel", both, or "none" for one rank.
@@ -103,7 +102,7 @@ class Perceptron:
         return hidden, odds / odds.sum(axis=1, keepdims=True)
 
     def gradient(self, samples: Digits) -> Floats:
-        """Returns the gradient of the summed cross-entropy; zeros if there are no samples."""
+        """Returns the gradient of the summed cross-entropy; zeros without samples."""
         hidden, error = self.forward(samples.images)
         error[np.arange(len(samples)), samples.labels] -= 1.0
         hidden_error = (error @ self.layer2.T) * (1.0 - hidden**2)
@@ -116,10 +115,10 @@ class Perceptron:
 
 
 def load(comm: Communicator) -> tuple[Digits, Digits]:
-    """Returns training and test samples, shuffled. Rank 0 reads and broadcasts them. All ranks call this together."""
+    """Returns training and test samples, shuffled. Rank 0 reads them for all ranks, which call this together."""
     table = comm.empty((SAMPLES, LAYERS[0] + 1), "float64")
     if comm.rank == 0:
-        from sklearn.datasets import load_digits  # takes seconds, so only one rank does it
+        from sklearn.datasets import load_digits  # only rank 0 reads them, because this takes seconds
 
         images, labels = load_digits(return_X_y=True)
         order = np.random.default_rng(0).permutation(SAMPLES)
@@ -130,7 +129,7 @@ def load(comm: Communicator) -> tuple[Digits, Digits]:
 
 
 def batches(samples: int, batch: int, seed: int) -> Iterator[NDArray[np.int64]]:
-    """Yields for each batch of an epoch the numbers of its samples; the last batch may be short."""
+    """Yields the sample numbers of each batch of an epoch. The last batch may be shorter."""
     order = np.random.default_rng(seed).permutation(samples)
     return (order[start : start + batch] for start in range(0, samples, batch))
 
@@ -146,9 +145,8 @@ def train(
     sum_over_ranks: Callable[[NDArray[np.float32]], NDArray[np.float32]] = lambda gradient: gradient,
     after_epoch: Callable[[int], None] = lambda epoch: None,
 ) -> None:
-    """Trains by plain stochastic gradient descent on this rank's share of each batch.
-
-    The shares of two ranks differ by at most one sample. A share may be empty.
+    """Trains by stochastic gradient descent on this rank's share of each batch. The ranks' shares differ by at most one
+    sample, and may be empty.
 
     Args:
         model: the model to train; its weights are changed in place.
@@ -181,10 +179,10 @@ def run(comm: Communicator, *, epochs: int = 20, batch: int = 64, algorithm: str
         The result; `reference_accuracy` and `difference` are 0 except on rank 0.
 
     Raises:
-        AssertionError: the weights differ by more than 1e-5 from those of the one-process run, or at all from rank 0's.
+        AssertionError: the weights differ from rank 0's, or by more than 1e-5 from those of the one-process run.
     """
     training, test = load(comm)
-    # Each rank starts with other random weights and then takes rank 0's.
+    # Each rank starts with different random weights, which rank 0's weights replace.
     model = Perceptron.random(seed=comm.rank)
     weights = comm.empty(model.weights.size, "float64").upload(model.weights)
     comm.broadcast(weights, root=0)
@@ -223,7 +221,7 @@ def run(comm: Communicator, *, epochs: int = 20, batch: int = 64, algorithm: str
     seconds = time.perf_counter() - began
     moved = proxy_traffic(comm) - before
 
-    # All ranks have the same sums, so their weights are the same to the bit.
+    # All ranks have the same sums, so their weights are bitwise equal.
     weights.upload(model.weights)
     comm.broadcast(weights, root=0)
     assert np.array_equal(weights.numpy(), model.weights), f"the weights of rank {comm.rank} differ from rank 0's"

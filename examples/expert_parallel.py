@@ -1,11 +1,11 @@
-"""How to use EPAll2AllLayer: it sends tokens to the ranks of their experts, and the experts' results back.
+"""Sends tokens to the ranks of their experts with EPAll2AllLayer, and the experts' results back.
 
     mpiexec -n 4 python -m mpi4py examples/expert_parallel.py              # numpy arrays, on the CPU
     mpiexec -n 4 python -m mpi4py examples/expert_parallel.py --torch      # torch tensors, on GPUs if there are any
     torchrun --nproc-per-node 8 examples/expert_parallel.py --torch
 
-Every expert here sets negative values to zero. So each token must come back as topk times the same row, which every
-rank checks.
+Every expert sets negative values to zero. So each token must come back as topk times the result of one expert, which
+every rank checks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from proxyccl import Communicator, EPAll2AllLayer
 
 
 def your_expert_ffn(rows: Any) -> Any:
-    """Computes in place of this rank's experts: sets negative values to zero."""
+    """Sets negative values to zero, as a stand-in for this rank's experts."""
     return rows.clip(0)
 
 
@@ -105,12 +105,12 @@ def initialize_distributed() -> tuple[int, int, int]:
         node.Free()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    dist.init_process_group("gloo")  # for the bootstrap only; tokens do not use it
+    dist.init_process_group("gloo")  # only for the bootstrap, not for tokens
     return dist.get_rank(), dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
 
 
 def with_numpy(options: argparse.Namespace) -> str:
-    """Runs the example with numpy arrays, which need the host runtime, and with a communicator as the group."""
+    """Runs the example with numpy arrays, which need the host runtime. The group is a communicator."""
     with Communicator(runtime="host") as ep_group:
         experts = options.experts_per_rank * ep_group.world_size
         ep_layer = EPAll2AllLayer(

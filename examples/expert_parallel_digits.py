@@ -1,9 +1,9 @@
 """A mixture of experts on scikit-learn's digits: router, experts on different ranks, combine.
 
 The router sends each image to 2 experts. Every rank has a share of the images and a few of the experts. Training images
-go to their experts together with their labels, and each expert fits a ridge regression to the rows that it received.
-Test images go the same way, and come back as the weighted sum of their experts' scores. Every rank's result must
-equal that of one process with all experts in plain numpy.
+are sent to their experts together with their labels, and each expert fits a ridge regression to its rows. Test images
+are sent to their experts too, and return as the weighted sum of the experts' scores. Every rank's result must equal
+that of one process with all experts in plain numpy.
 
     mpiexec -n 4 python -m mpi4py examples/expert_parallel_digits.py
 """
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from proxyccl import Communicator, EPAll2AllLayer
 
 PIXELS, CLASSES = 64, 10
-HIDDEN = PIXELS + CLASSES  # a row is an image followed by its class, one-hot, or by zeros if that is unknown
+HIDDEN = PIXELS + CLASSES  # a row is an image followed by its one-hot class, or by zeros if the class is unknown
 EXPERTS, TOPK = 8, 2
 TOLERANCE = 1e-9
 
@@ -28,12 +28,12 @@ class Expert:
     """A ridge regression from images to scores of the classes."""
 
     def fit(self, rows: Floats) -> None:
-        """Learns from rows with known classes."""
+        """Fits the expert to rows with known classes."""
         x, known = self._with_one(rows), rows[:, PIXELS:]
         self._weights = np.linalg.solve(x.T @ x + np.eye(PIXELS + 1), x.T @ known)
 
     def forward(self, rows: Floats) -> Floats:
-        """Returns the rows with scores in place of the classes."""
+        """Returns the rows, with the classes replaced by scores."""
         return np.concatenate([np.zeros_like(rows[:, :PIXELS]), self._with_one(rows) @ self._weights], axis=1)
 
     @staticmethod
@@ -56,13 +56,13 @@ class Router:
 
 
 def as_rows(samples: Digits, *, known: bool) -> Floats:
-    """Returns rows of images, each followed by the image's class, one-hot, or by zeros."""
+    """Returns rows, each an image followed by its one-hot class, or by zeros."""
     classes = np.eye(CLASSES)[samples.labels] if known else np.zeros((len(samples), CLASSES))
     return np.concatenate([samples.images, classes], axis=1)
 
 
 def alone(training: Digits, test: Digits, router: Router, num_experts: int) -> Floats:
-    """Computes the test images' scores in this process alone, with all experts."""
+    """Computes the test images' scores in one process that has all experts."""
     experts = [Expert() for _ in range(num_experts)]
     ids, _ = router(training.images)
     for number, expert in enumerate(experts):
@@ -75,7 +75,7 @@ def alone(training: Digits, test: Digits, router: Router, num_experts: int) -> F
 
 
 class DistributedExperts:
-    """This rank's experts, and the layer that sends them the rows of all ranks."""
+    """This rank's experts, and the layer that sends rows to experts."""
 
     def __init__(self, comm: Communicator, layer: EPAll2AllLayer) -> None:
         self._comm, self._layer = comm, layer

@@ -1,8 +1,8 @@
 """Sends tokens to their experts and back by `dist.all_to_all_single`; `moe_training.py` compares ProxyCCL with it.
 
 Each rank sorts its slots (the choices of an expert by a token) by expert, sends a row for each slot, and sorts the rows
-that it receives by expert. If the number of rows is not fixed, the ranks first exchange the numbers of rows that they
-send, and the CPU waits for these numbers. With a fixed number, slots that don't fit are dropped.
+that it receives by expert. Without a fixed number of rows, the ranks first exchange the numbers of rows that they send,
+for which the CPU waits. With a fixed number of rows, slots that don't fit are dropped.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ def aligned(counts: Tensor, alignment: int) -> Tensor:
 
 
 class _Moved(torch.autograd.Function):
-    """Sends rows from rank to rank; the backward pass sends the gradients back."""
-
     @staticmethod
     def forward(ctx: Any, rows: Tensor, come: Splits, go: Splits, group: Any) -> Tensor:
         ctx.way = go, come, group
@@ -43,9 +41,9 @@ class AllToAll:
     Args:
         group: the ranks.
         experts: the number of experts of all ranks together; each rank has the same number.
-        alignment: the number of which each expert's first row is a multiple.
-        rows_for_each_rank: the fixed number of rows that each rank sends to each rank; None to send exactly the chosen
-            rows.
+        alignment: each expert's first row is a multiple of this number.
+        rows_for_each_rank: the fixed number of rows that each rank sends to each rank; None to send as many as there
+            are.
     """
 
     def __init__(self, group: Any, experts: int, alignment: int, *, rows_for_each_rank: int | None) -> None:
@@ -62,7 +60,7 @@ class AllToAll:
             place, room, come, go = torch.arange(len(slots), device=x.device), len(slots), *self._splits(sorted_ids)
         else:
             place, room, come, go = self._places(sorted_ids), self._ranks * self._fixed, None, None
-        # The last row takes the slots that don't fit, and is not sent.
+        # Slots that don't fit write to the last row, which is not sent.
         rows = x.new_zeros(room + 1, x.shape[1]).index_copy(0, place, x[order // ids.shape[1]])
         experts = torch.full_like(place.new_empty(room + 1), self._local).index_copy(0, place, sorted_ids % self._local)
         came = _Moved.apply(rows[:room], come, go, self._group)
@@ -71,7 +69,7 @@ class AllToAll:
         by_expert = came_experts.argsort(stable=True)
         bounds = torch.searchsorted(came_experts[by_expert], torch.arange(self._local + 1, device=x.device))
         ends = aligned(bounds.diff(), self._alignment).cumsum(0)
-        shifts = torch.cat([ends.new_zeros(1), ends]) - bounds  # for each expert; last: for rows not sent
+        shifts = torch.cat([ends.new_zeros(1), ends]) - bounds  # the last entry is for unsent rows
         target = torch.empty_like(by_expert)
         target[by_expert] = torch.arange(len(by_expert), device=x.device) + shifts[came_experts[by_expert]]
         grouped = x.new_zeros(len(came) + self._local * self._alignment, x.shape[1]).index_copy(0, target, came)
@@ -88,7 +86,6 @@ class AllToAll:
         return torch.bmm(weights.to(rows.dtype).unsqueeze(1), of_token).squeeze(1)
 
     def _splits(self, sorted_ids: Tensor) -> tuple[list[int], list[int]]:
-        """Returns the numbers of rows that come from each rank and go to each rank. Waits for the device."""
         bounds = torch.searchsorted(sorted_ids, torch.arange(self._ranks + 1, device=sorted_ids.device) * self._local)
         counts = bounds.diff()
         come = torch.empty_like(counts)
@@ -96,7 +93,7 @@ class AllToAll:
         return come.tolist(), counts.tolist()
 
     def _places(self, sorted_ids: Tensor) -> Tensor:
-        """Returns the row of each slot, if each rank has a fixed number of rows."""
+        """Returns the row of each slot, for a fixed number of rows per rank."""
         assert self._fixed is not None
         ranks = sorted_ids // self._local
         first = torch.searchsorted(ranks, torch.arange(self._ranks, device=ranks.device))

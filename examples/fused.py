@@ -1,9 +1,9 @@
 """Fusion of computation and communication: a matrix product whose tiles travel as soon as they are ready.
 
 The product A @ B is split along its inner dimension, as in a tensor-parallel layer. Each rank has some columns of A and
-the matching rows of B, so it computes a summand of the whole product. Rank r gets the sum of the r-th strip of rows.
-One kernel does all of it. Block p computes the tiles of rank p's strip and puts each one through the proxy. The block
-of this rank's own strip adds up the tiles that arrive, while the other blocks still compute.
+the matching rows of B, and computes a partial product. Rank r receives the r-th strip of rows of all partial products
+and sums them. All of this is one kernel. Block p computes the tiles of rank p's strip and puts each tile through the
+proxy. Meanwhile the block for this rank's own strip adds up the tiles that arrive.
 
     mpiexec -n 2 python -m mpi4py examples/fused.py
 """
@@ -65,7 +65,7 @@ def main() -> None:
         rank, ranks = comm.rank, comm.world_size
         if ranks < 2:
             raise SystemExit("fused.py needs at least 2 ranks: mpiexec -n 2 python -m mpi4py ...")
-        rng = np.random.default_rng(0)  # every rank makes the whole matrices, for the check, and uses its part
+        rng = np.random.default_rng(0)  # every rank makes the whole matrices for the check, but uses its part
         whole_a = rng.random((ranks * ROWS, ranks * DEPTH), np.float32)
         whole_b = rng.random((ranks * DEPTH, COLUMNS), np.float32)
         part = slice(rank * DEPTH, (rank + 1) * DEPTH)

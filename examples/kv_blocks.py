@@ -1,11 +1,11 @@
-"""Moves KV blocks from a prefill process to a decode process. Both are agents, without ranks; they need not be started
-together.
+"""Moves KV blocks from a prefill process to a decode process. Each process is an agent without a rank, and may start at
+any time.
 
 python examples/kv_blocks.py
 
 The prefill process fills pages of its cache for each request and tells the decode process which pages hold it. The
-decode process reads them into free pages of its own cache, layer by layer, and its transfer's message lets the prefill
-process free its pages. In this example metadata travels through a pipe; a program may use any other transport.
+decode process reads these pages into free pages of its own cache, layer by layer. A message of the transfer tells the
+prefill process to free its pages. This example sends the agents' metadata through a pipe; any other transport would do.
 """
 
 from __future__ import annotations

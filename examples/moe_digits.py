@@ -3,15 +3,15 @@
 An encoder turns each image into a token, a router sends the token to 2 experts, and a classifier reads the weighted sum
 of their results. Every rank holds the encoder, the router, the classifier and a few of the experts, and takes its share
 of each batch. Tokens travel to their experts by dispatch and come back by combine. Gradients also travel by dispatch
-and combine, because these two are each other's adjoint. The example checks the result: rank 0 trains once more alone,
-with all experts in plain numpy, and the final weights must agree within 1e-5.
+and combine, because combine is the adjoint of dispatch. As a check, rank 0 repeats the training alone, with all experts
+in plain numpy; the final weights must agree within 1e-5.
 
     mpiexec -n 4 python -m mpi4py examples/moe_digits.py
     mpiexec -n 4 python -m mpi4py examples/moe_digits.py --proxied
 
 Everything is float64, except the routing weights, which are float32 in both runs. An expert gets its tokens in the same
-order in both runs. So the two runs differ only in the order in which the other weights' gradients are summed over
-ranks.
+order in both runs. So the two runs differ only in the order in which the gradients of encoder, router and classifier
+are summed over ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Weights = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a run. Sizes and counts are sums over all ranks unless they say otherwise.
+    """The result of a run. Sizes and counts are sums over all ranks unless stated otherwise.
 
     Attributes:
         channel: the channel that moved the data: "SmChannel", "ProxyChannel", both, or "none" for one rank.
@@ -93,7 +93,7 @@ class Expert:
         return self._inner @ self.down
 
     def backward(self, error: Floats, rate: float) -> Floats:
-        """Returns the gradient of the rows that forward() got, and takes a step down the gradient of the weights."""
+        """Updates the weights by gradient descent, and returns the gradient of the rows that forward() got."""
         inner_error = (error @ self.down.T) * (1.0 - self._inner**2)
         rows_error = inner_error @ self.up.T
         self.down -= rate * (self._inner.T @ error)
@@ -109,9 +109,7 @@ class Layer(Protocol):
         ...
 
     def backward(self, error: Floats, rate: float) -> tuple[Floats, Floats]:
-        """Returns the gradients of tokens and weights. The experts update their weights by a step down their own
-        gradients.
-        """
+        """Returns the gradients of tokens and weights. The experts update their weights by gradient descent."""
         ...
 
 
@@ -153,7 +151,7 @@ class Tally:
     seconds: float = 0.0
 
     def timed(self, call: Callable[[], Any]) -> Any:
-        """Makes the call, adds up its time, and returns its result."""
+        """Makes a call, adds its time to the total, and returns its result."""
         began = time.perf_counter()
         result = call()
         self.seconds += time.perf_counter() - began
@@ -188,8 +186,8 @@ class DistributedExperts:
         self.tally.tokens += len(tokens)
 
     def _dispatch(self, values: Floats | None, *, weighted: bool) -> list[Floats]:
-        """Dispatches the prepared tokens, or other values for them. Returns a list with the rows of each of this rank's
-        experts.
+        """Dispatches the prepared tokens, or other values with the same routing. Returns a list with the rows of each
+        of this rank's experts.
         """
         x = None if values is None else self._upload(values)
         rows: Floats = self._moe.dispatch(x, weighted=weighted)[0].numpy()
@@ -217,13 +215,13 @@ class DistributedExperts:
     def backward(self, error: Floats, rate: float) -> tuple[Floats, Floats]:
         """See `Layer`.
 
-        Dispatch and combine are adjoint: the gradient, scaled by the weights, is dispatched to the experts like the
-        tokens, and the experts' gradients are combined like the results.
+        Combine is the adjoint of dispatch, so the gradient, scaled by the weights, is dispatched to the experts, and
+        the experts' gradients are combined.
         """
         errors = self.tally.timed(lambda: self._dispatch(error, weighted=True))
         back = [expert.backward(part, rate) for expert, part in zip(self.experts, errors, strict=True)]
         tokens_error: Floats = self.tally.timed(lambda: self._combine(back, weighted=False))
-        # The gradient of a weight needs the expert's result, so it is computed on the rank that has the result.
+        # The gradient of a routing weight needs the expert's result, so the expert's rank computes the gradient.
         plain = self.tally.timed(lambda: self._dispatch(error, weighted=False))
         dots = np.concatenate([(a * b).sum(axis=1) for a, b in zip(self._results, plain, strict=True)])
         weights_error: Floats = self.tally.timed(lambda: self._moe.collect(self._upload(dots)).numpy())
@@ -239,7 +237,7 @@ def softmax(scores: Floats) -> Floats:
 
 @dataclass(frozen=True)
 class Forward:
-    """The parts of a forward pass that the gradient needs."""
+    """Intermediate results of a forward pass, from which the gradient is computed."""
 
     tokens: Floats
     expert_ids: Ids
@@ -249,7 +247,7 @@ class Forward:
 
 
 class Model:
-    """Encoder, router and classifier around a mixture of experts. All their weights are in one vector."""
+    """Encoder, router and classifier around a mixture of experts. One vector holds the weights of these three."""
 
     def __init__(self, layer: Layer, num_experts: int) -> None:
         rng = np.random.default_rng(0)
@@ -274,8 +272,7 @@ class Model:
     def gradient(self, samples: Digits, rate: float) -> Floats:
         """Returns the gradient of the summed cross-entropy for this process's samples.
 
-        The experts get the samples of all processes; this call already updates the experts' weights, by a step of this
-        rate.
+        The experts get the samples of all processes, and update their weights in this call, with this learning rate.
         """
         seen = self.forward(samples.images)
         error = seen.probabilities
@@ -297,9 +294,7 @@ class Model:
 
 
 def share_of(samples: Digits, chosen: NDArray[np.int64], rank: int, world_size: int) -> Digits:
-    """Returns a rank's share of the chosen samples. The sizes of two shares differ by at most one; a share may be
-    empty.
-    """
+    """Returns a rank's share of the chosen samples. Shares differ by at most one sample, and may be empty."""
     own = chosen[len(chosen) * rank // world_size : len(chosen) * (rank + 1) // world_size]
     return Digits(samples.images[own], samples.labels[own])
 
@@ -315,7 +310,7 @@ def train(
     sum_over_ranks: Callable[[Floats], Floats] = lambda gradient: gradient,
     after_epoch: Callable[[int], None] = lambda epoch: None,
 ) -> None:
-    """Trains by plain stochastic gradient descent on this rank's share of each batch."""
+    """Trains by stochastic gradient descent on this rank's share of each batch."""
     for epoch in range(epochs):
         for chosen in batches(len(samples), batch, seed=epoch):
             rate = LEARNING_RATE / len(chosen)
@@ -337,11 +332,11 @@ def run(comm: Communicator, *, epochs: int = 20, batch: int = 128, proxied: bool
         The result; `reference_accuracy` and `difference` are 0 except on rank 0.
 
     Raises:
-        AssertionError: the weights are further than 1e-5 from those of the one-process run, or from rank 0's.
+        AssertionError: a weight differs by more than 1e-5 from the one-process run's, or from rank 0's.
     """
     training, test = load(comm)
     algorithm = "proxy" if proxied else None
-    share = -(-max(batch, len(test)) // comm.world_size)  # the most tokens of one rank, in training or in the test
+    share = -(-max(batch, len(test)) // comm.world_size)  # the largest number of tokens of a rank
     layer = DistributedExperts(comm, share, algorithm)
     model = Model(layer, layer.num_experts)
     tally = layer.tally
@@ -383,7 +378,7 @@ def run(comm: Communicator, *, epochs: int = 20, batch: int = 128, proxied: bool
     tokens, rows, rows_between_ranks, all_reduce_bytes = (int(n) for n in comm.all_reduce(totals).numpy())
     calls, exchange_seconds, reached = tally.calls, tally.seconds, accuracy()
 
-    # All ranks have the same sums, so their weights are the same to the bit. Only the experts differ.
+    # All ranks have the same sums, so their weights, except the experts', are bitwise equal.
     weights = comm.empty(model.weights.size, "float64").upload(model.weights)
     comm.broadcast(weights, root=0)
     assert np.array_equal(weights.numpy(), model.weights), f"the weights of rank {comm.rank} differ from rank 0's"

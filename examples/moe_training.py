@@ -1,4 +1,4 @@
-"""Trains a transformer with a mixture of experts in each of 8 layers, its experts on different ranks, with PyTorch.
+"""Trains a transformer of 8 layers with PyTorch. Each layer has a mixture of experts, which are on different ranks.
 
     torchrun --nproc-per-node 4 examples/moe_training.py                # dense parts by DistributedDataParallel
     torchrun --nproc-per-node 4 examples/moe_training.py --dense fsdp   # or by FSDP2
@@ -6,13 +6,12 @@
 
 The model is trained twice, with the same weights and data. In one training, `EPAll2AllLayer` sends tokens to their
 experts, and the backend `proxyccl` reduces the dense parts' gradients; in the other, torch's own backend does both
-(`experts_by_all_to_all.py`). The two take turns, always with the same batch. Losses must agree and fall, and all ranks
-must end with the same dense weights. If there is a GPU for each rank, the training runs on GPUs in bfloat16; otherwise
-a small model is trained on CPUs in float32.
+(`experts_by_all_to_all.py`). The two trainings alternate, always with the same batch. Their losses must agree and fall,
+and all ranks must end with the same dense weights. If there is a GPU for each rank, the training runs on GPUs in
+bfloat16; otherwise a small model is trained on CPUs in float32.
 
-Each rank has a share of the experts, which see tokens of all ranks. So the experts' gradients are sums over ranks,
-whereas the dense parts' gradients are averages; the optimizer therefore divides the experts' gradients by the number of
-ranks.
+An expert gets tokens of all ranks, so its gradient is a sum over ranks, whereas the dense parts' gradients are averages
+over ranks. The optimizer therefore divides the experts' gradients by the number of ranks.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ from torch.nn.parallel import DistributedDataParallel
 import proxyccl.torch  # noqa: F401  torch 2.15 and later find the backend without this line
 from proxyccl import EPAll2AllLayer
 
-grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm  # older versions of torch have this name
+grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm  # the name in older versions of torch
 
 LAYERS, VOCABULARY = 8, 256
-WARM_UP = 11  # steps before a capture, as torch asks of DistributedDataParallel
-ALIGNMENT = 8  # rows; alignment of an expert's first row: grouped_mm needs 16 bytes
-ROOM = 2  # captured steps reserve this many times the rows of an even routing
+WARM_UP = 11  # Warm-up steps that DistributedDataParallel needs before a capture.
+ALIGNMENT = 8  # Alignment of an expert's first row, in rows; grouped_mm needs 16 bytes.
+ROOM = 2  # Captured steps have room for this multiple of the rows of an even routing.
 MOMENTUM = 0.9
-TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # for the losses' difference, relative to the first loss
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # allowed difference of the losses, relative to the first loss
 
 
 @dataclass(frozen=True)
@@ -54,13 +53,13 @@ class Sizes:
 
     Attributes:
         hidden: number of elements of a token.
-        inner: number of elements between an expert's two matrices.
+        inner: number of hidden elements of an expert, between its two matrices.
         heads: number of the attention's heads.
         experts: number of experts in each layer, of all ranks together.
         topk: number of experts that a token chooses.
         sequences, length: number and length of the sequences in a rank's batch.
         steps: number of steps that are timed together.
-        turns: how often each of the two trainings is timed.
+        turns: number of times that each of the two trainings is timed.
     """
 
     hidden: int
@@ -95,8 +94,8 @@ class Exchange(Protocol):
             weights: the experts' weights, float32 [T, topk].
 
         Returns:
-            The rows of this rank's experts, one expert after the other; for each of these experts, the end of its rows,
-            int32; and the state that `combine` needs.
+            The rows of this rank's experts, ordered by expert; the end of each expert's rows, int32; and a state for
+            `combine`.
         """
         ...
 
@@ -105,23 +104,24 @@ class Exchange(Protocol):
         ...
 
     def check(self) -> None:
-        """Raises an error if the number of rows is fixed and some rows did not fit."""
+        """Raises an error if some rows did not fit into a fixed number of rows."""
         ...
 
     def close(self) -> None:
-        """Frees its memory. All ranks call it together."""
+        """Frees its memory. All ranks call this together."""
         ...
 
 
 class ByProxyCCL:
-    """See `Exchange`. One layer serves the whole model: any number of dispatches can wait for their combine.
+    """See `Exchange`. All layers of the model share one `EPAll2AllLayer`, because any number of dispatches can precede
+    their combines.
 
     Args:
         group: the ranks.
         sizes: the model's sizes.
         dtype: the element type of tokens.
-        captured: whether calls are captured in a graph. Then the CPU does not wait, and outputs have a fixed number of
-            rows.
+        captured: whether calls are captured in a graph. If so, outputs have a fixed number of rows, and the CPU does
+            not wait.
     """
 
     def __init__(self, group: Any, sizes: Sizes, dtype: torch.dtype, *, captured: bool) -> None:
@@ -129,7 +129,7 @@ class ByProxyCCL:
         local = sizes.experts // ranks
         self._own = slice(rank * local, (rank + 1) * local)
         self._layer = EPAll2AllLayer(
-            group,  # the layer's ranks meet over it; tokens do not use it
+            group,  # only connects the layer's ranks; tokens do not use it
             sizes.tokens,
             sizes.hidden,
             sizes.topk,
@@ -164,7 +164,7 @@ class ByProxyCCL:
 
 
 class Experts(nn.Module):
-    """A rank's experts of one layer, each of two matrices. Every rank passes a different seed."""
+    """A rank's experts of one layer. Each expert has two matrices. Every rank passes a different seed."""
 
     def __init__(self, experts: int, hidden: int, inner: int, seed: int) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Router, experts on all ranks, and the weighted sum of their results."""
+    """A mixture of experts: router, experts on all ranks, and the weighted sum of the experts' results."""
 
     def __init__(self, sizes: Sizes, local_experts: int, exchange: Exchange, seed: int) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Predicts each token's successor. Ranks have the same dense weights, and experts of their own."""
+    """Predicts each token's successor. All ranks have the same dense weights, but different experts."""
 
     def __init__(self, sizes: Sizes, rank: int, ranks: int, exchange: Exchange) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ class Where:
     Attributes:
         device: this rank's device.
         dtype: the element type of all weights.
-        dense: what wraps the dense parts: "ddp" or "fsdp".
+        dense: the wrapper of the dense parts: "ddp" or "fsdp".
     """
 
     device: torch.device
@@ -247,7 +247,7 @@ class Where:
 
 
 class Training:
-    """One training of the model, with one backend.
+    """A training of the model with one backend.
 
     Args:
         name: the backend's name.
@@ -297,15 +297,15 @@ class Training:
         return loss.detach()
 
     def capture(self, ids: Tensor, stream: Any) -> None:
-        """Captures a step in a graph, which later steps replay. They must take the same tensor of ids. The stream must
-        be the one on which the training was made.
+        """Captures a step in a graph, which later steps replay. The later steps must use the same tensor of ids. The
+        current stream must be the stream on which the training was made.
         """
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP):
                 self._step(ids)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Threads of the process groups call the driver during the capture, which only this mode allows.
+        # Threads of the process groups call the driver during the capture, so the mode must be "thread_local".
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             self._loss = self._step(ids)
         self._graph = graph
@@ -333,7 +333,7 @@ class Training:
         for parameter in self._dense:
             own = parameter.detach()
             if isinstance(own, DTensor):
-                continue  # each weight is on one rank only
+                continue  # skipped, because each weight is on one rank only
             first = own.clone()
             dist.broadcast(first, 0)
             wrong += int((first != own).sum())
@@ -347,11 +347,11 @@ class Training:
 
 @dataclass(frozen=True)
 class Result:
-    """The measurements of one training: medians over turns of the slowest rank's values.
+    """The measurements of one training. Each value is the slowest rank's, as the median over turns.
 
     Attributes:
         tokens_per_second: tokens per second of all ranks together.
-        cpu_share: part of the step's time in which the CPU issued it; without GPUs that is the whole step.
+        cpu_share: part of a step's time in which the CPU issued the step; 1 without GPUs.
         losses: for each step, the mean loss of all ranks.
     """
 
@@ -365,7 +365,7 @@ class Result:
 
 def result_of(training: Training, sizes: Sizes, *, captured: bool) -> Result:
     """Returns the result of a training. All ranks call this together."""
-    figures = torch.tensor(training.seconds[1:], dtype=torch.float64)  # the first turn warms up
+    figures = torch.tensor(training.seconds[1:], dtype=torch.float64)  # the first turn is a warm-up
     losses = torch.stack(training.losses).double().cpu()
     everyones = [torch.zeros_like(figures) for _ in range(dist.get_world_size())]
     _gather(everyones, figures)
@@ -379,7 +379,6 @@ def result_of(training: Training, sizes: Sizes, *, captured: bool) -> Result:
 
 
 def _gather(outputs: list[Tensor], x: Tensor) -> None:
-    """Gathers tensors of the CPU by the default group, through the GPU if the group needs that."""
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     moved = [each.to(device) for each in outputs]
     dist.all_gather(moved, x.to(device))
@@ -393,7 +392,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def batch_of(sizes: Sizes, rank: int, device: torch.device) -> Tensor:
-    """Returns a rank's sequences, [sequences, length + 1], in which each id is a function of the previous id."""
+    """Returns a rank's sequences, [sequences, length + 1]. In a sequence, each id is a function of the previous id."""
     ids = torch.randint(VOCABULARY, (sizes.sequences, 1), generator=torch.Generator().manual_seed(rank))
     for _ in range(sizes.length):
         ids = torch.cat([ids, (5 * ids[:, -1:] + 7) % VOCABULARY], dim=1)

@@ -10,14 +10,14 @@ import proxyccl.numba as pn
 from proxyccl import Communicator
 
 
-# u has one row of n + 2 cells for even steps and one for odd steps. The first and the last cell of a row are copies of
-# the neighbours' cells.
+# u has a row of n + 2 cells for even steps, and another for odd steps. The first and the last cell of a row are copies
+# of the neighbours' cells.
 @cuda.jit
 def diffuse(left, right, u, n, steps):
     for step in range(steps):
         now = step % 2 * (n + 2)
         then = n + 2 - now
-        if cuda.threadIdx.x == 0:  # one thread pushes two triggers; the proxy moves the cells
+        if cuda.threadIdx.x == 0:  # one thread pushes both triggers; then the proxy moves the cells
             pn.put_with_signal(left, (now + n + 1) * 4, (now + 1) * 4, 4)
             pn.put_with_signal(right, now * 4, (now + n) * 4, 4)
             pn.wait(left)

@@ -1,8 +1,8 @@
 """Overlap: one kernel starts a transfer and keeps computing while the proxy moves the data.
 
-One thread pushes a trigger, which sends a vector to the next rank. All threads then multiply two matrices, tile by
-tile. Between tiles, that thread checks whether the previous rank's vector has arrived. The kernel logs the time of each
-event, and rank 0 prints its log.
+The first thread pushes a trigger, which sends a vector to the next rank. All threads then multiply two matrices, tile
+by tile. Between tiles, the first thread checks whether the previous rank's vector has arrived. The kernel logs the time
+of each event, and rank 0 prints its own log.
 
     mpiexec -n 2 python -m mpi4py examples/overlap.py
 """
@@ -64,8 +64,8 @@ extern "C" __global__ void put_and_multiply(DeviceHandle<ProxyChannel> next, Dev
 }
 """
 PUSHED, FIRST_TILE, ARRIVED, LAST_TILE, TILES_BEFORE_ARRIVAL, EVENTS = range(6)
-COUNT = 1024 * 1024  # floats that travel
-N = 192  # rows and columns of the matrices
+COUNT = 1024 * 1024  # Floats of the vector that is sent.
+N = 192  # Rows and columns of the matrices.
 TILE = 16
 BLOCKS = 2
 
@@ -86,7 +86,7 @@ def main() -> None:
         events = comm.empty(EVENTS, "int64").fill(0)
         channels = comm.proxy_channels(receive, send)
         kernel = comm.compile(KERNEL, "put_and_multiply")
-        comm.barrier()  # without this barrier, the log would show how far apart the ranks started
+        comm.barrier()  # without this barrier, the log would include the time between the ranks' starts
         kernel(BLOCKS, TILE * TILE, channels.to(after), channels.to(before), send.nbytes, a, b, c, N, events)
         comm.synchronize()
 

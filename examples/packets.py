@@ -1,8 +1,8 @@
 """Packets: data that carries its own flag, so that no signal has to follow the message.
 
 All ranks gather each other's numbers through putPackets and getPackets: once with 16-byte packets (two words of data
-and two flags), once with 8-byte packets (one word and one flag). Every iteration has its own flag, the same on both
-sides. A packet has arrived when it shows that flag.
+and two flags), once with 8-byte packets (one word and one flag). Every iteration has a new flag, which sender and
+receiver know. A packet has arrived when it contains this flag.
 
 Packets are stored directly into the peer's memory, so all ranks must be on one node.
 
@@ -41,7 +41,7 @@ extern "C" __global__ void gather_ll8(DeviceHandle<SmChannel>* channels, int ran
   gather<LL8Packet>(channels, rank, ranks, bytes, flag);
 }
 """
-COUNT = 256  # numbers of each rank
+COUNT = 256  # numbers per rank
 ITERATIONS = 100
 
 
@@ -55,7 +55,7 @@ def main() -> None:
         channels = comm.sm_channels(packets, data)
         module = comm.compile(KERNEL)
 
-        flag = 0  # the first one used is 1: flag 0 is refused, because fresh memory holds 0
+        flag = 0  # the first flag is 1, because new memory holds 0
         for kernel in (module.gather_ll16, module.gather_ll8):
             began = time.perf_counter()
             for _ in range(ITERATIONS):

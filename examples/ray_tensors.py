@@ -3,7 +3,7 @@
     python examples/ray_tensors.py
 
 A trainer makes weights, and samplers get references to them. Each sampler reads the weights out of the trainer's
-memory, without any work by the trainer's process. One sampler reads into tensors that it already has.
+memory; the trainer's process does nothing. One sampler reads into tensors that it already has.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ray.experimental import set_target_for_ref
 import proxyccl.ray
 
 LAYERS, WIDTH = 4, 512
-proxyccl.ray.register()  # before the classes that use it
+proxyccl.ray.register()  # must precede the classes that use the transport
 
 
 def weights_of(step: int) -> list[torch.Tensor]:
@@ -34,13 +34,13 @@ class Trainer:
 
 @ray.remote(enable_tensor_transport=True)
 class Sampler:
-    """Takes weights. Both methods return the number of bytes."""
+    """Receives weights. The methods return the number of bytes."""
 
     def __init__(self) -> None:
         self.buffers = [torch.zeros(WIDTH, WIDTH) for _ in range(LAYERS)]
 
     def check(self, step: int, weights: list[torch.Tensor]) -> int:
-        """Checks weights, which Ray has fetched."""
+        """Checks weights that Ray has fetched."""
         expected = weights_of(step)
         assert len(weights) == LAYERS
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(weights, expected, strict=True))

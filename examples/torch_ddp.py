@@ -1,4 +1,4 @@
-"""Data-parallel training by PyTorch over ProxyCCL: torchrun --nproc-per-node 4 examples/torch_ddp.py
+"""Data-parallel training with PyTorch's DDP over ProxyCCL: torchrun --nproc-per-node 4 examples/torch_ddp.py
 
 The example trains on GPUs if there is one for each rank, otherwise on the CPU, and checks that all ranks end with the
 same weights.
@@ -22,7 +22,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("proxyccl")
 
-    torch.manual_seed(rank)  # ranks begin with different weights; DDP gives all of them rank 0's
+    torch.manual_seed(rank)  # ranks begin with different weights, which DDP replaces by rank 0's
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1)).to(device)
     parallel = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(parallel.parameters(), lr=1e-2)

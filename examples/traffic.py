@@ -1,4 +1,4 @@
-"""Finds out which channel moved a communicator's data, and how much the proxies moved, for two of the examples."""
+"""Finds out for two of the examples which channel moved a communicator's data, and how many bytes the proxies moved."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from proxyccl.proxy.trigger import MAX_CHANNELS
 
 @dataclass(frozen=True)
 class ProxyTraffic:
-    """The traffic of all ranks' proxies, for triggers that kernels pushed and for collectives that streams started.
+    """The traffic of all ranks' proxies, caused by triggers of kernels and by collectives that streams started.
 
     Attributes:
         triggers: triggers that kernels pushed.
-        puts: transfers of data, for triggers and for collectives.
+        puts: transfers of data.
         bytes: bytes that the puts moved.
     """
 
@@ -31,7 +31,7 @@ class ProxyTraffic:
 def proxy_traffic(comm: Communicator) -> ProxyTraffic:
     """Returns the sum over all channels of all ranks. All ranks call this together."""
     comm.barrier()
-    comm.synchronize()  # no rank waits for a proxy, so the counters are complete
+    comm.synchronize()  # no transfer is pending, so the counters are complete
     own = np.zeros(3, np.int64)
     proxy = comm.proxy_if_started
     if proxy is not None:
@@ -44,7 +44,7 @@ def proxy_traffic(comm: Communicator) -> ProxyTraffic:
 
 
 def channels_used(comm: Communicator, *, proxied: bool) -> str:
-    """Returns the kind of channel that carries a collective's data from this rank to its peers.
+    """Returns the kind of channel through which this rank sends a collective's data.
 
     Args:
         comm: the ranks.

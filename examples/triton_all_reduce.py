@@ -1,8 +1,8 @@
-"""An all-reduce in one step over SmChannels, in Triton: every rank sends its values to all, and each sums them.
+"""A one-shot all-reduce over SmChannels in Triton: every rank sends its values to all ranks, and sums all values.
 
-Values travel as packets, which need no signal. Two halves of the packet buffer take turns, because a rank may begin the
-next call while a peer still reads. The flag is the number of the call, which each program counts in device memory, so
-that a captured graph can be replayed.
+Values are sent as packets, which need no signal. Calls alternate between two halves of the packet buffer, because a
+rank may begin the next call while a peer still reads. The packets' flag is the number of the call. Each program counts
+calls in device memory, so that a captured graph can be replayed.
 
     mpiexec -n 4 python -m mpi4py examples/triton_all_reduce.py
 
@@ -29,7 +29,7 @@ def one_shot(x, channels, calls, rank, ranks, n, BLOCK: tl.constexpr):
         offset = ((half + rank) * n + start) * 8
         pt.put_packets(pt.channel(channels, peer), offset, own, call, count=count)
     total = tl.zeros([BLOCK], tl.float32)
-    for sender in range(ranks):  # in the order of ranks, so that all get the same bits
+    for sender in range(ranks):  # sums in the order of ranks, so that all ranks get the same bits
         if sender == rank:
             total += own
         else:

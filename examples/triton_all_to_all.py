@@ -1,4 +1,4 @@
-"""all_to_all.py in Triton: each program of rank r talks to one peer, over a channel that it chooses among all.
+"""all_to_all.py in Triton: each program exchanges data with one peer, over a channel that it picks from an array.
 
 In step i, rank r sends to rank r + i and receives from rank r - i; a grid barrier ends the step.
 
@@ -28,7 +28,7 @@ def all_to_all(channels, barrier, rank, ranks, nbytes):
         pt.sync_grid(barrier)
 
 
-COUNT = 10_000  # integers from each rank to each other rank
+COUNT = 10_000  # integers that each rank sends to each other rank
 
 
 def main() -> None:

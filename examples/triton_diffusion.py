@@ -13,8 +13,8 @@ import proxyccl.triton as pt
 from proxyccl import Communicator
 
 
-# u has one row of n + 2 cells for even steps and one for odd steps. The first and the last cell of a row are copies of
-# the neighbours' cells.
+# u has a row of n + 2 cells for even steps, and another for odd steps. The first and the last cell of a row are copies
+# of the neighbours' cells.
 @triton.jit
 def diffuse(left, right, u, n, steps, BLOCK: tl.constexpr):
     for step in range(steps):

@@ -1,9 +1,10 @@
 """Matrix products that overlap with communication, in Triton: the proxy moves data while the kernel multiplies.
 
 - GEMM + all-reduce: each rank has a share of the inner dimension, and C is the sum of the ranks' products. Rank r owns
-  the r-th share of C's rows. Rows that others own are multiplied first, and travel as soon as they are complete.
-- All-gather + GEMM: each rank has a share of A's rows, and all need A * B of all rows. A kernel starts sending its own
-  rows, multiplies its own rows while they travel, and then the other ranks' rows as these arrive.
+  the r-th share of C's rows. A rank first computes the rows that other ranks own, and sends them as soon as they are
+  complete.
+- All-gather + GEMM: each rank has a share of A's rows, and needs all rows of A * B. A kernel starts to send its own
+  rows and multiplies them meanwhile, and then multiplies the other ranks' rows as these arrive.
 
     mpiexec -n 2 python -m mpi4py examples/triton_overlapped_gemm.py
 
@@ -36,8 +37,8 @@ def multiply_tile(a, b, c, row, column, N, K, BM: tl.constexpr, BN: tl.constexpr
 def gemm_all_reduce(
     a, b, memory, done, channels, barrier, rank, ranks, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
 ):
-    """`memory` holds this rank's products [M, N], the summands of this rank's rows that other ranks send [ranks, M /
-    ranks, N], and the sum [M, N].
+    """`memory` holds this rank's products [M, N], the partial products that other ranks send [ranks, M / ranks, N], and
+    the sum [M, N].
 
     `done` counts the complete tiles of each share, and must start at 0.
     """
@@ -54,8 +55,8 @@ def gemm_all_reduce(
         row = owner * share + within // (N // BN) * BM
         multiply_tile(a, b, memory, row, within % (N // BN) * BN, N, K, BM, BN, BK)
         pt.sync_threads_system()
-        if tl.atomic_add(done + owner, 1, sem="acq_rel", scope="gpu") == tiles - 1:  # the share is complete
-            tl.store(done + owner, 0)  # for the next launch
+        if tl.atomic_add(done + owner, 1, sem="acq_rel", scope="gpu") == tiles - 1:  # The share is complete.
+            tl.store(done + owner, 0)  # Resets the count for the next launch.
             if owner != rank:
                 channel = pt.channel(channels, owner - (owner > rank).to(tl.int32))
                 pt.put_with_signal(channel, (M * N + rank * elements) * 2, owner * elements * 2, elements * 2)
@@ -78,14 +79,14 @@ def gemm_all_reduce(
             pt.put_with_signal(pt.channel(channels, i), mine, mine, elements * 2)
         for i in range(ranks - 1):
             pt.wait(pt.channel(channels, i))
-            pt.flush(pt.channel(channels, i))  # the next launch may write the products again
+            pt.flush(pt.channel(channels, i))  # afterwards the next launch may overwrite the products
 
 
 @triton.jit
 def all_gather_gemm(
     a, b, c, channels, barrier, rank, ranks, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
 ):
-    """`a` is [M, K]; this rank's share of rows is filled before the launch, and the other ranks' shares arrive.
+    """`a` is [M, K]. This rank's share of its rows is filled before the launch; the kernel receives the other shares.
 
     All ranks must synchronize before the next launch sends new rows, because a rank may still multiply the old rows.
     """
@@ -107,7 +108,7 @@ def all_gather_gemm(
             multiply_tile(a, b, c, row, tile % (N // BN) * BN, N, K, BM, BN, BK)
     if program == 0:
         for i in range(ranks - 1):
-            pt.flush(pt.channel(channels, i))  # own rows may be written again
+            pt.flush(pt.channel(channels, i))  # afterwards this rank's rows may be overwritten
 
 
 TILES = {"BM": 16, "BN": 16, "BK": 16}

@@ -1,12 +1,12 @@
-"""Moves weights from a trainer, sharded by FSDP, to tensor-parallel samplers, with torch, on CPUs or GPUs.
+"""Moves weights from a trainer with FSDP to tensor-parallel samplers, by torch, on CPUs or GPUs.
 
 python examples/weights.py
 python examples/weights.py --hidden 4096 --layers 8        larger
 
-The processes of a trainer and of samplers are agents. Each trainer's rank offers its shards after each step, and each
-sampler's rank reads the slices that it needs into fused arrays. The samplers start after the trainer's first step, and
-one of them ends and is started again. In this example cards travel through a directory; a program may use any other
-transport.
+Every process of the trainer and of the samplers is an agent. After each step, each rank of the trainer offers its
+shards, and each rank of a sampler reads the slices that it needs into fused arrays. The samplers start after the
+trainer's first step, and one sampler ends and is restarted. This example exchanges the weights' descriptions (cards)
+through a directory; any other transport would do.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from torch.distributed.fsdp import fully_shard
 from proxyccl.transfer import Agent, DisconnectedError
 from proxyccl.weights import WeightSource, WeightTarget
 
-RANKS = 2  # of the trainer, and of the samplers
+RANKS = 2  # ranks of the trainer, and of the samplers
 STEPS = 5
-ENDS_AFTER = 3  # the step after which the last sampler ends, and another one of its name starts
+ENDS_AFTER = 3  # the step after which the last sampler ends, and a new one of the same name starts
 GPUS = torch.cuda.device_count()
 
 
 class Layer(nn.Module):
-    """A layer with the parameters of a transformer's layer, but with less arithmetic."""
+    """A layer that has the parameters of a transformer's layer, but computes less."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -81,11 +81,11 @@ def train(rank: int, place: Path, hidden: int, layers: int) -> None:
             optimizer.zero_grad()
             expected = {name: parameter.full_tensor().cpu() for name, parameter in model.named_parameters()}
             if rank == 0:
-                torch.save(expected, place / f"step{step}.pt")  # for the samplers' check
+                torch.save(expected, place / f"step{step}.pt")  # the samplers compare with this file
             if GPUS:
                 torch.cuda.synchronize()
             dist.barrier()
-            targets = RANKS if step > 1 else 0  # the samplers have not been started before
+            targets = RANKS if step > 1 else 0  # the samplers start after step 1
             try:
                 source.offer(step, targets=targets)
             except DisconnectedError as error:
@@ -95,16 +95,18 @@ def train(rank: int, place: Path, hidden: int, layers: int) -> None:
 
 
 def sample(rank: int, place: Path, hidden: int, layers: int, last_step: int) -> None:
-    """Receives versions until the last step, and compares each with the trainer's."""
+    """Receives weights until the last step, and compares them with the trainer's."""
     device = device_of(rank)
     columns, rows = slice(rank * hidden // RANKS, (rank + 1) * hidden // RANKS), hidden // RANKS
-    parts: list[tuple[str, torch.Tensor, slice, tuple[slice, ...]]] = []  # name, array, its rows, the tensor's slices
+    parts: list[
+        tuple[str, torch.Tensor, slice, tuple[slice, ...]]
+    ] = []  # name, array, rows of the array, slices of the tensor
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.bfloat16, device=device)
 
     for layer in range(layers):
-        own = (slice(rank * rows, (rank + 1) * rows), slice(None))  # of a column-parallel layer
+        own = (slice(rank * rows, (rank + 1) * rows), slice(None))  # slices of a column-parallel layer
         qkv = empty(3 * rows, hidden)
         for index, name in enumerate("qkv"):
             parts.append((f"{layer}.{name}.weight", qkv, slice(index * rows, (index + 1) * rows), own))
@@ -112,7 +114,7 @@ def sample(rank: int, place: Path, hidden: int, layers: int, last_step: int) -> 
         gate_up = empty(2 * 3 * rows, hidden)
         for index, name in enumerate(("gate", "up")):
             parts.append((f"{layer}.{name}.weight", gate_up, slice(index * 3 * rows, (index + 1) * 3 * rows), wide))
-        # A row-parallel layer holds some columns of each of the trainer's rows; the norm is replicated.
+        # A row-parallel layer holds some columns of all rows of a weight; the norm is replicated.
         parts.append((f"{layer}.o.weight", empty(hidden, rows), slice(None), (slice(None), columns)))
         deep = slice(columns.start * 3, columns.stop * 3)
         parts.append((f"{layer}.down.weight", empty(hidden, 3 * rows), slice(None), (slice(None), deep)))
@@ -139,7 +141,7 @@ def sample(rank: int, place: Path, hidden: int, layers: int, last_step: int) -> 
             for name, array, within, slices in parts:
                 assert torch.equal(array[within].cpu(), expected[name][slices]), (version, name)
             print(f"sampler {rank}, step {version}: {received.nbytes} bytes, {rate:.2f} GB/s, bit for bit", flush=True)
-    # The sampler ends without `target.close()`, as if it had crashed; the trainer notices that.
+    # The sampler ends without `target.close()`, as if it had crashed. The trainer must notice this.
 
 
 def publish(path: Path, data: bytes) -> None:

@@ -1,6 +1,5 @@
-"""C loops that only write to a queue pair of verbs or an endpoint of libfabric, or only drain or fill a ring.
-
-Benchmarks compare the engine with them; tests fill rings. `make bare-loops` builds them.
+"""C loops without the engine: they write through verbs or libfabric, or drain or fill a ring. Benchmarks compare the
+engine with these loops. `make bare-loops` builds them.
 """
 
 from __future__ import annotations
@@ -28,26 +27,26 @@ def _library() -> tuple[Any, Any]:
 
 
 def verbs_write(**options: int) -> int:
-    """Posts RDMA writes on a queue pair, keeping a window of them outstanding, until all are complete.
+    """Posts RDMA writes on a queue pair, with a limited number outstanding, until all are complete.
 
     Args:
         options: the fields of ProxycclVerbsBareWrites (verbs_loop.h).
 
     Returns:
-        Nanoseconds from the first post to the last completion; or a status of the transport `verbs`, negative.
+        Nanoseconds from the first post to the last completion, or a negative status of the transport `verbs`.
     """
     ffi, lib = _library()
     return int(lib.proxyccl_verbs_bare_writes(ffi.new("ProxycclVerbsBareWrites *", options)))
 
 
 def fabric_write(**options: int) -> int:
-    """Posts writes on an endpoint of libfabric, keeping a window of them outstanding, until all are complete.
+    """Posts writes on an endpoint of libfabric, with a limited number outstanding, until all are complete.
 
     Args:
         options: the fields of ProxycclFabricBareWrites (fabric_loop.h).
 
     Returns:
-        Nanoseconds from the first write to the last completion; or the number of libfabric's error, negative.
+        Nanoseconds from the first write to the last completion, or a negative libfabric error.
     """
     ffi, lib = _library()
     return int(lib.proxyccl_fabric_bare_writes(ffi.new("ProxycclFabricBareWrites *", options)))
@@ -55,7 +54,7 @@ def fabric_write(**options: int) -> int:
 
 def fabric_serve(queue: int, seconds: float) -> int:
     """Polls a completion queue of libfabric for a time, because the provider receives writes only while it is polled.
-    Returns 0 or the number of libfabric's error.
+    Returns 0 or a libfabric error.
     """
     return int(_library()[1].proxyccl_fabric_bare_serve(queue, int(seconds * 1e9)))
 
@@ -69,10 +68,10 @@ def produce(ring: Ring, first: int, words: tuple[int, int], count: int, timeout:
         first: ticket of the first copy.
         words: the trigger's words (`Trigger.encode`).
         count: number of copies.
-        timeout: in seconds, for all of them.
+        timeout: of the whole call, in seconds.
 
     Returns:
-        The number of copies that found room.
+        The number of copies pushed before the time-out.
     """
     place = ring.slots_host, ring.tail_host, ring.size_log2
     return int(_library()[1].proxyccl_bare_produce(*place, first, count, *words, int(timeout * 1e9)))
@@ -84,7 +83,7 @@ def drain(ring: Ring, count: int, timeout: float) -> int:
     Args:
         ring: the ring.
         count: number of triggers to take.
-        timeout: in seconds, for all of them.
+        timeout: of the whole call, in seconds.
 
     Returns:
         The number of triggers taken.

@@ -1,4 +1,4 @@
-/* Keeps a window of writes outstanding. See fabric_loop.h. */
+/* Keeps up to `depth` writes outstanding. See fabric_loop.h. */
 #include "fabric_loop.h"
 
 #include <errno.h>
@@ -27,7 +27,7 @@ static int possible(const ProxycclFabricBareWrites* options) {
          options->complete_every <= options->depth;
 }
 
-/* Posts write number `number`. Returns 0, -FI_EAGAIN, or another negative error. */
+/* Posts the write with this number. Returns 0, -FI_EAGAIN, or another negative error. */
 static ssize_t make(const ProxycclFabricBareWrites* options, Place* places, uint64_t number) {
   const int awaited = number % options->complete_every == 0 || number == options->count;
   const struct iovec part = {(void*)(uintptr_t)options->local, options->bytes};

@@ -1,4 +1,4 @@
-/* Keeps a window of writes outstanding. See verbs_loop.h. */
+/* Keeps up to `depth` writes outstanding. See verbs_loop.h. */
 #include "verbs_loop.h"
 
 #include <errno.h>
@@ -18,7 +18,7 @@ static int possible(const ProxycclVerbsBareWrites* options) {
          (uint64_t)options->chain + options->signal_every <= (uint64_t)options->depth + 1;
 }
 
-/* Posts the writes after number `posted`, with one call. Returns 0 or the errno. */
+/* Posts the writes that follow write number `posted`, in one call. Returns 0 or the errno. */
 static int post(const ProxycclVerbsBareWrites* options, struct ibv_send_wr* requests, uint64_t posted, uint64_t count) {
   struct ibv_send_wr* refused;
   int status;

@@ -1,5 +1,4 @@
-/* A loop that only posts RDMA writes on a queue pair: the limit of verbs, with which benchmarks compare the transport.
- */
+/* Posts only RDMA writes. This loop shows the limit of verbs, with which benchmarks compare the transport. */
 #ifndef PROXYCCL_VERBS_LOOP_H
 #define PROXYCCL_VERBS_LOOP_H
 
@@ -8,21 +7,21 @@
 enum { PROXYCCL_VERBS_BARE_CHAIN = 64 };
 
 typedef struct ProxycclVerbsBareWrites {
-  uintptr_t qp, cq; /* ibv_qp *, and the ibv_cq * of its send completions; no work request is outstanding on them */
+  uintptr_t qp, cq; /* ibv_qp *, and the ibv_cq * of its send completions, without outstanding work requests */
   uint64_t local;   /* address that each write reads */
   uint64_t remote;  /* address that each write goes to */
   uint32_t lkey, rkey;
   uint32_t bytes;        /* bytes of each write */
-  uint32_t depth;        /* most writes outstanding; the send queue takes them */
+  uint32_t depth;        /* most outstanding writes; the send queue must hold them */
   uint32_t chain;        /* writes posted with one call: from 1 to PROXYCCL_VERBS_BARE_CHAIN */
-  uint32_t signal_every; /* one write in this number is signalled, and so is the last write. At most depth + 1 - chain:
-                            with more, the writes before the next signalled one would leave no room for a chain. */
+  uint32_t signal_every; /* every n-th write and the last write are signalled. n is at most depth + 1 - chain,
+                            so that unsignalled writes leave room for a chain. */
   uint64_t count;        /* number of writes */
   uint64_t timeout_ns;   /* time-out of all writes together */
 } ProxycclVerbsBareWrites;
 
-/* Nanoseconds from the first post to the last completion; or a status of the verbs transport, negative: -EINVAL for
- * options that are out of range, -ETIMEDOUT, -ENOSYS in a build without verbs. */
+/* Returns the nanoseconds from the first post to the last completion, or a negative status: -EINVAL for options that
+ * are out of range, -ETIMEDOUT, or -ENOSYS in a build without verbs. */
 int64_t proxyccl_verbs_bare_writes(const ProxycclVerbsBareWrites* options);
 
 #endif
