@@ -124,6 +124,7 @@ def test_scales_that_take_more_room_than_the_tokens_type(local_world_size: int) 
     run_ranks(2, body, make_runtime=runtime_with_blocks, local_world_size=local_world_size)
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float4_e2m1fn_x2"])
 @pytest.mark.parametrize("num_scales", [None, 7])
 @pytest.mark.parametrize(
     "options",
@@ -131,17 +132,23 @@ def test_scales_that_take_more_room_than_the_tokens_type(local_world_size: int) 
     ids=repr,
 )
 @pytest.mark.parametrize("local_world_size", [2, 1])
-def test_any_number_of_scales(num_scales: int | None, options: dict[str, Any], local_world_size: int) -> None:
-    """A row of 208 elements needs two scales, one of them for a short block. Callers may also pad the scales."""
-    hidden, scales = 208, num_scales or 2
+def test_any_number_of_scales(
+    num_scales: int | None, options: dict[str, Any], local_world_size: int, dtype: str
+) -> None:
+    """A row of 208 elements needs two scales, one of them for a short block. Callers may also pad the scales. Rows in
+    float4 are arrays of bytes.
+    """
+    width, element = 208, FLOAT8 if dtype == "float8_e4m3fn" else np.dtype(np.uint8)
+    hidden = width if element is FLOAT8 else 2 * width
+    scales = num_scales or -(-hidden // 128)
 
     def body(comm: Communicator) -> None:
         sizes = (4, hidden, 1, comm.rank, 2, local_world_size, 2)
-        layer = EPAll2AllLayer(comm, *sizes, dispatch_dtype="float8_e4m3fn", num_scales=num_scales, **options)
+        layer = EPAll2AllLayer(comm, *sizes, dispatch_dtype=dtype, num_scales=num_scales, **options)
         rng = np.random.default_rng(comm.rank)
         pairs = [
             (
-                on_device(comm, rng.random((4, hidden)).astype(FLOAT8)),
+                on_device(comm, (rng.random((4, width)) * 256).astype(element)),
                 on_device(comm, rng.random((4, scales), np.float32)),
             )
             for _ in range(2)
@@ -203,6 +210,7 @@ def test_what_is_refused() -> None:
         refused("hidden", lambda: make(200, "float8_e4m3fn"))
         short = make(192, "float8_e4m3fn")
         refused("dispatch_dtype", lambda: make(256, "float8_e5m2"))
+        refused("hidden", lambda: make(16, "float4_e2m1fn_x2"))
         ids = on_device(comm, np.zeros((2, 1), np.int32))
         rows, scales = (on_device(comm, x) for x in quantized(np.ones((2, HIDDEN), np.float32)))
         refused("input", lambda: short.dispatch(on_device(comm, np.ones((2, 192), np.float32)), ids))
