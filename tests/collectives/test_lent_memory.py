@@ -404,7 +404,9 @@ def test_gathers_go_by_proxy_once_peers_proxies_have_the_output() -> None:
         found = []
 
         def turn(*, beside: bool) -> None:
-            policy = calls.choose_policy("all_gather", target.nbytes, beside=beside, output=lambda: target.ptr)
+            policy = calls.choose_policy(
+                "all_gather", target.nbytes, beside=beside, late=beside, output=lambda: target.ptr
+            )
             found.append(policy == "zero")
             gather(comm, len(found), source, target, "proxy" if found[-1] else None, call)
 
@@ -424,7 +426,10 @@ def test_gathers_go_by_proxy_once_peers_proxies_have_the_output() -> None:
         everyone = [list(each) for each in comm.all_gather_bytes(bytes(found))]
         assert everyone == [everyone[0]] * comm.world_size
         withdrawn(comm, memory)
-        assert calls.choose_policy("all_gather", memory.nbytes, beside=True, output=lambda: memory.ptr) == "efficiency"
+        assert (
+            calls.choose_policy("all_gather", memory.nbytes, beside=True, late=True, output=lambda: memory.ptr)
+            == "efficiency"
+        )
 
     with Ranks(2) as ranks:
         ranks.run(body)
