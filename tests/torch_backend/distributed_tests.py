@@ -61,8 +61,6 @@ if torch.cuda.is_available():
     _name = "it asserts that the backend is NCCL, or how its events are named"
     EXCEPTED |= {"ddp_profiling_execution_trace": _name, "ddp_profiling_torch_profiler": _name}
 if hasattr(torch._C._distributed_c10d.Backend, "split"):
-    _holder = "torch 2.15 wraps a Python backend's Work in one of C++, whose is_completed() stays False (PyWorkHolder)"
-    EXCEPTED |= {"test_isend": _holder, "test_irecv": _holder}
     EXCEPTED["ddp_logging_data_cpu"] = "torch 2.15 logs every backend that it does not ship as 'custom'"
 else:
     EXCEPTED["monitored_barrier"] = "torch before 2.15 offers monitored_barrier for gloo alone"

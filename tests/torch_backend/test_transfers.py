@@ -8,6 +8,7 @@ import functools
 import gc
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -101,6 +102,54 @@ def test_first_uses_in_opposite_orders(on: Ranks) -> None:
             assert on.holds(out, peer)
 
     on.run(ranks, body)
+
+
+def test_a_work_that_torch_wraps_knows_when_its_call_ends(on: Ranks) -> None:
+    """torch's C++ returns a Work of its own, which has the backend's Work in it."""
+    may_come = threading.Event()
+
+    def body(group: Any) -> None:
+        base = next(base for base in type(group).__mro__ if base.__module__.startswith("torch."))
+        if group.rank() == 1:
+            assert may_come.wait(60)
+            irecv(group, on.tensor(1, -1.0), 0).wait()
+            return
+        work = base.send(group, [on.tensor(0, 7.0)], 1, 0)
+        assert type(work) is dist.Work
+        assert not work.is_completed()
+        may_come.set()
+        work.wait()
+        deadline = time.monotonic() + 60
+        while not work.is_completed():  # `wait` on a GPU does not block the host
+            assert time.monotonic() < deadline
+        if on.kind == "cpu":
+            assert torch.futures.wait_all([work.get_future()])
+
+    on.run(2, body)
+
+
+def test_a_failed_work_that_torch_wraps_has_ended(on: Ranks) -> None:
+    def body(group: Any) -> None:
+        base = next(base for base in type(group).__mro__ if base.__module__.startswith("torch."))
+        if group.rank() == 0:
+            work = base.send(group, [on.tensor(0, 7.0)], 1, 0)
+            with pytest.raises(dist.DistBackendError):
+                work.wait()
+            assert work.is_completed()
+
+    on.run(2, body, timeout=timedelta(seconds=2))
+
+
+def test_works_of_other_backends_are_asked_as_before() -> None:
+    class Own(dist.Work):
+        pass
+
+    own = Own()
+    assert not dist.Work.is_completed(own)  # it has no future
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+    work = group.allreduce([torch.ones(1)])
+    work.wait()
+    assert work.is_completed()
 
 
 def test_a_transfer_returns_before_its_peer_comes(on: Ranks) -> None:
