@@ -116,6 +116,23 @@ def test_a_residual_and_a_weight_may_be_missing(ranks: Ranks) -> None:
     ranks.run(body)
 
 
+def test_a_bias_is_added_to_the_weights(ranks: Ranks) -> None:
+    shape = (3, 200)
+
+    def body(comm: Communicator) -> None:
+        x, residual, weight = (on_device(comm, each) for each in inputs(comm.rank, shape, "bfloat16"))
+        for algorithm in ALGORITHMS:
+            for bias in (1, -0.25, 0):
+                got = comm.all_reduce_rms_norm(x, residual, weight, EPS, weight_bias=bias, algorithm=algorithm)
+                barrier(comm)
+                require_normed(on_host(got.out), on_host(got.residual), on_host(weight).astype(np.float32) + bias)
+        for bad in ("one", float("nan"), 1e39, [1]):
+            with pytest.raises(ArgumentError, match="weight_bias: must be a number that a float32 can hold"):
+                comm.all_reduce_rms_norm(x, residual, weight, EPS, weight_bias=bad)
+
+    ranks.run(body)
+
+
 def test_rows_are_quantized_by_their_own_scale_or_by_a_given_one(ranks: Ranks) -> None:
     shape, given = (5, 130), 0.0625
 
