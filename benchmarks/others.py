@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 TURN, PROBLEM, GO = "TURN", "PROBLEM ", "GO"
-"""What a job's first rank prints when the ranks have come to a turn, the beginning of its line with the reason why a
-program was not run, and what `programs.py` writes to each rank's input to let it begin a turn.
+"""The line that a job's first rank prints when the ranks have come to a turn, the beginning of its line with the reason
+why a program was not run, and the line by which `programs.py` lets the ranks begin a turn.
 """
 
 OURS = "proxyccl"
