@@ -29,7 +29,7 @@ _MAP_FIXED = 0x10
 
 
 def force_path(agent: Agent, path: str) -> None:
-    """Makes the links that an agent opens from now on use the named path, even if a faster path is available."""
+    """Makes the links that an agent opens after this call use `path`, even if a faster path is available."""
     agent._preparer.paths = frozenset([path])
 
 
@@ -73,7 +73,7 @@ def pair() -> Iterator[Pair]:
 
 
 class Mapped:
-    """Host memory in a mapping of its own.
+    """Host memory that is allocated by a separate mmap.
 
     Attributes:
         address: the address of its first byte.
@@ -193,4 +193,4 @@ def serve_memory(connection: socket.socket, nbytes: int = 4 << 20, value: int = 
             connection.recv(1)  # blocks until the test ends
             os._exit(0)
         connection.send(b"done")
-    os._exit(0)  # frees agent and memory at once: without its memory the agent would report a bad address
+    os._exit(0)  # without clean-up: an agent whose memory is freed first would report a bad address

@@ -89,7 +89,7 @@ class Forks:
                     continue
             if (remaining := deadline - time.monotonic()) <= 0:
                 return None
-            select.select([self._connected()], [], [], min(remaining, 0.1))  # another thread may receive the status
+            select.select([self._connected()], [], [], min(remaining, 0.1))  # polls: any thread may receive the status
 
     def _note(self, pid: int, status: int, seconds: float) -> None:
         self._ended[pid] = status

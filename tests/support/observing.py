@@ -62,7 +62,7 @@ def channels_of(comm: Communicator, nbytes: int = 1024) -> ChannelSet[ProxyChann
 
 
 def look(comm: Communicator) -> ServiceView:
-    """Returns a snapshot of this rank's proxy, read from its published counters as by another process."""
+    """Returns a snapshot of this rank's proxy, read from the counters that the proxy publishes for other processes."""
     ((_, publication),) = publications.find(comm.job, {comm.rank})
     with Observer(publication) as observer:
         return observer.snapshot()

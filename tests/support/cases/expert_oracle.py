@@ -167,7 +167,8 @@ class Routing:
     ) -> list[Values]:
         """Returns combine's outputs, one [T, H] per rank, for rows [R, H] and weights [R] of all ranks.
 
-        Adds the slots of each node, or with `local_combine` of each rank, to partial sums, which are rounded.
+        For each token, adds up its slots on each node (with `local_combine`, on each rank), rounds these partial sums,
+        and adds them up.
         """
         dtype = rows[0].dtype
         wide = np.dtype(np.float64 if dtype == np.float64 else np.float32)

@@ -21,7 +21,7 @@ def allocate(nbytes: int, device: int) -> int:
 
 
 def free(ptr: int, nbytes: int, device: int) -> None:
-    """Frees memory of `allocate`."""
+    """Frees memory that `allocate` returned."""
     _allocator.free(ptr, nbytes, device, None)
 
 
@@ -46,7 +46,7 @@ class ForeignMemory:
         return Array(self._runtime, self, (self.nbytes // element.itemsize,), element)
 
     def replaced(self) -> ForeignMemory:
-        """Returns new memory at the same address. This memory must have been freed."""
+        """Returns new memory at the address of this memory, which must already be freed."""
         assert self.closed
         if self._runtime.name == "cuda":
             return self._replaced_by_driver()
@@ -78,7 +78,7 @@ class ForeignMemory:
 
 
 def _take_places_before(ptr: int, nbytes: int) -> list[mmap.mmap]:
-    """Maps every free range that mmap would choose before `ptr` for a mapping of this size. Returns the mappings."""
+    """Maps all free ranges that mmap would prefer to `ptr` for a mapping of this size. Returns the mappings."""
     whole = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     wanted, taken = whole, []
     for _ in range(10_000):
@@ -87,7 +87,7 @@ def _take_places_before(ptr: int, nbytes: int) -> list[mmap.mmap]:
         if (at, wanted) == (ptr, whole):
             place.close()
             return taken
-        if wanted == whole and ptr < at < ptr + whole:  # map the free bytes after ptr + whole first
+        if wanted == whole and ptr < at < ptr + whole:  # first map the free range that begins at ptr + whole
             place.close()
             wanted = at - ptr
             continue

@@ -33,7 +33,7 @@ class FakeNetwork:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._lock = threading.Lock()
         self._keys = itertools.count(1)
-        self._memories: dict[int, tuple[int, int]] = {}  # by key: address and size
+        self._memories: dict[int, tuple[int, int]] = {}  # key: (address, size)
         self._devices: list[FakeDevice] = []
         functions = RemoteFunctions(
             missing=lambda: "",

@@ -275,7 +275,7 @@ class Loop:
         assert not self.failures, self.failures[0]
 
     def let_poll(self, peer: int) -> None:
-        """Waits until the worker has polled a peer's device a few more times, and so has drained its rings."""
+        """Waits until the worker has polled a peer's device a few more times, and so has emptied the trigger rings."""
         device = self.peers[peer].device
         polls = device.counts.polls
         self.wait(lambda: device.counts.polls >= polls + 5, "polls")

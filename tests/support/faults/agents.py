@@ -307,8 +307,8 @@ def token_of(data: bytes) -> bytes:
 
 
 def _serve_slots(number: int) -> Callable[[socket.socket], None]:
-    """Returns the body of an incarnation's process, which answers b"look" with the values in its memory, and renews a
-    slot on a message of four bytes (`Lives._renew`).
+    """Returns the body of an incarnation's process, which answers b"look" with the values in its memory, and
+    answers a message of four bytes (`Lives._renew`) by renewing a slot.
     """
 
     def serve(connection: socket.socket) -> None:
