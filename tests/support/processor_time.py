@@ -33,7 +33,7 @@ class ProcessorTime:
     def __init__(self) -> None:
         self._used = processor_seconds()
         self._of_fixtures: dict[str, float] = {}
-        self._ending: dict[str, float] = {}  # by fixture: the processor seconds at the start of its teardown
+        self._ending: dict[str, float] = {}  # fixture: processor seconds at the start of its teardown
         self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
 
     def _since(self) -> float:
@@ -75,7 +75,7 @@ class ProcessorTime:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         rows = {report.nodeid: getattr(report, "processor_seconds", 0.0), **getattr(report, "of_fixtures", {})}
-        for name, used in rows.items():  # a crashed worker sends no times
+        for name, used in rows.items():  # a report of a crashed worker has no times
             self._sums[name][0] += used
         self._sums[report.nodeid][1] += report.duration
 

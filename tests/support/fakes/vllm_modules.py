@@ -61,7 +61,7 @@ class TrainerInitInfo:
 
     @property
     def is_sender(self) -> bool:
-        """Whether this rank of the trainer calls the client."""
+        """Whether the trainer's engine on this rank calls its client."""
         return self.rank == 0
 
 

@@ -30,7 +30,7 @@ UNAVAILABLE = 2
 
 
 class UnavailableError(Exception):
-    """A requirement of a test is not available on this machine. The message says why."""
+    """A requirement of a test is not available on this machine, for the reason in the message."""
 
 
 def require_x86_64(what: str) -> None:
@@ -93,7 +93,7 @@ class Apt:
     def __init__(self, directory: Path, suite: str, installed: Path | None = None) -> None:
         for folder in ("state", "cache/archives/partial"):
             (directory / folder).mkdir(parents=True)
-        # A copy, because apt locks the list's directory, and only root may lock the system's directory.
+        # apt reads a copy of the list, because it locks the list's directory, and only root may lock the system's.
         status = directory / "state/status"
         status.write_bytes(installed.read_bytes() if installed is not None else b"")
         available = LISTS / suite
@@ -187,7 +187,7 @@ def fill_once(directory: Path, contents: str, fill: Callable[[Path], None]) -> N
         if marker.exists() and marker.read_text() == contents:
             return
         partial = directory.with_name(f"{directory.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)  # of a killed process
+        shutil.rmtree(partial, ignore_errors=True)  # a killed process may have left it
         partial.mkdir()
         fill(partial)
         (partial / COMPLETE).write_text(contents)

@@ -1,6 +1,6 @@
 """Downloads the headers for building a transport into a directory, unless the C compiler finds installed headers.
 
-python fetch_headers.py DIRECTORY PACKAGE     exits with 0, or with 2 and the reason why they are not available
+python fetch_headers.py DIRECTORY PACKAGE     exits with 0, or with 2 and the reason why the headers are not available
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def mpi_groups() -> list[tuple[Any, int, int]]:
 
 
 def torch_groups() -> list[tuple[Any, int, int]]:
-    """Returns such tuples as `mpi_groups` for torch's groups."""
+    """Returns for each torch group that this process is in: the group, this process's rank in it, and its size."""
     import torch.distributed as dist
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
