@@ -76,7 +76,7 @@ class Mapped:
     """Host memory that is allocated by a separate mmap.
 
     Attributes:
-        address: the address of its first byte.
+        address: the address of the memory's first byte.
 
     Args:
         nbytes: size in bytes.
@@ -91,7 +91,7 @@ class Mapped:
         self.address = int(self._libc.mmap(place, ctypes.c_size_t(self._nbytes), *arguments))
 
     def free(self, start: int = 0) -> None:
-        """Unmaps all bytes after the first `start`."""
+        """Unmaps all bytes from offset `start` on."""
         if self._left > start:
             at, nbytes = ctypes.c_void_p(self.address + start), ctypes.c_size_t(self._left - start)
             assert self._libc.munmap(at, nbytes) == 0
@@ -127,7 +127,7 @@ class Child:
 
     Attributes:
         pid: the process's number.
-        connection: a socket to the function.
+        connection: a socket that is connected to the function.
     """
 
     def __init__(self, pid: int, connection: socket.socket) -> None:

@@ -27,7 +27,7 @@ def processor_seconds() -> float:
 
 class ProcessorTime:
     """Measures processor time in each process that runs tests, such as a pytest-xdist worker, and adds the times up in
-    the main process. A fixture that tests share has a separate row, so that its time does not count for the first test.
+    the main process. A fixture that tests share has a separate row, so that no test's row contains its time.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,6 @@ class ProcessorTime:
         self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
 
     def _since(self) -> float:
-        """Returns the processor seconds since the previous call."""
         before, self._used = self._used, processor_seconds()
         return self._used - before
 

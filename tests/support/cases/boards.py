@@ -1,4 +1,4 @@
-"""Checks for all implementations of `Board` (survivors.py)."""
+"""Checks that every implementation of `Board` (survivors.py) must pass."""
 
 from __future__ import annotations
 

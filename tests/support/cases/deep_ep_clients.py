@@ -420,9 +420,7 @@ def vllm_elastic(group: Any, mixture: Mixture, *, float8: bool, decoding: bool) 
 
 
 def sglang_elastic(group: Any, mixture: Mixture) -> Tensor:
-    """Makes the calls of SGLang's path for DeepEP 2: asynchronous, with scales in DeepGEMM's layout. Returns the
-    output.
-    """
+    """Makes the asynchronous calls of SGLang's path for DeepEP 2, with scales in DeepGEMM's layout. Returns the output."""
     sizes = {"num_topk": mixture.ids.shape[1], "use_fp8_dispatch": True, "allow_hybrid_mode": True}
     hidden = mixture.tokens.shape[1]
     hint = deep_ep.ElasticBuffer.get_buffer_size_hint(group, mixture.most_tokens, hidden, **sizes)
@@ -497,7 +495,7 @@ class _NemoCombine(torch.autograd.Function):
 
 
 def nemo(group: Any, mixture: Mixture) -> tuple[Tensor, Tensor, Tensor]:
-    """Makes the calls of NeMo's dispatch and combine, which do not wait on the CPU, and of their backward passes.
+    """Makes the calls of NeMo's dispatch and combine, which do not make the CPU wait, and of their backward passes.
     Returns the same values as `megatron`.
     """
     buffer = deep_ep.ElasticBuffer(

@@ -1,4 +1,4 @@
-"""CUDA graphs through the driver, and collective calls that are captured once and replayed on new values."""
+"""CUDA graphs that the driver launches, and collective calls that are captured once and replayed on new values."""
 
 from __future__ import annotations
 

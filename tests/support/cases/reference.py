@@ -290,8 +290,8 @@ def ops_of(dtype: str) -> tuple[str, ...]:
 
 
 def operations_of(dtype: str, algorithm: str | None) -> tuple[str, ...]:
-    """Returns the reduction operators of a type that `make test` runs with this algorithm. Each algorithm runs every
-    operator and every type, but only --full runs every combination.
+    """Returns the reduction operators that `make test` combines with this type and this algorithm. Each algorithm runs
+    every operator and every type, but only --full runs every combination.
     """
     first = (DTYPES.index(dtype) + CHOICES.index(algorithm)) % len(CHOICES)
     return ops_of(dtype)[first :: len(CHOICES)] or ("sum",)

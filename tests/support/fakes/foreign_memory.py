@@ -57,9 +57,7 @@ class ForeignMemory:
         return made
 
     def _replaced_by_driver(self) -> ForeignMemory:
-        """Allocates until the driver returns the same address. The driver mostly gives out low addresses first, so
-        large allocations fill large gaps below the address.
-        """
+        # The driver mostly gives out low addresses first, so large allocations fill large gaps below the address.
         elsewhere: list[ForeignMemory] = []
         try:
             for nbytes in (self.nbytes, 1 << 30, 1 << 28, 1 << 26, 1 << 24, self.nbytes):

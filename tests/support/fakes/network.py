@@ -108,8 +108,6 @@ class _Opened(RemoteDevice):
 
 
 class _Endpoint:
-    """See `TransportEndpoint`."""
-
     def __init__(self, opened: _Opened) -> None:
         self._network, self._device = opened.network, opened.network.device()
         self.info = EndpointInfo(b"", opened.segment, opened.key)

@@ -98,7 +98,7 @@ class Producer:
 
 
 class OwnTriggers:
-    """Makes triggers for a service's channels to one peer, which transfer between a source and a destination memory.
+    """Makes triggers of transfers between a source and a destination memory, for a service's channels to one peer.
 
     Attributes:
         service: the service that has the channels.
