@@ -420,7 +420,7 @@ def vllm_elastic(group: Any, mixture: Mixture, *, float8: bool, decoding: bool) 
 
 
 def sglang_elastic(group: Any, mixture: Mixture) -> Tensor:
-    """Makes the asynchronous calls of SGLang's path for DeepEP 2, with scales in DeepGEMM's layout. Returns the output."""
+    """Makes SGLang's asynchronous calls for DeepEP 2, with scales in DeepGEMM's layout. Returns the output."""
     sizes = {"num_topk": mixture.ids.shape[1], "use_fp8_dispatch": True, "allow_hybrid_mode": True}
     hidden = mixture.tokens.shape[1]
     hint = deep_ep.ElasticBuffer.get_buffer_size_hint(group, mixture.most_tokens, hidden, **sizes)

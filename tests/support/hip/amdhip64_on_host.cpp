@@ -161,7 +161,7 @@ struct ThreadStreams {
 thread_local ThreadStreams thread_streams;
 
 // Returns the current device's legacy default stream, and makes it wait for the work queued on per-thread default
-// streams. Per-thread default streams do not wait for this stream.
+// streams. Per-thread default streams do not wait for the legacy stream.
 void* legacyStream() {
   static auto& by_device = *new std::map<int, Stream*>();
   std::vector<std::shared_ptr<Stream>> earlier;

@@ -213,7 +213,7 @@ def expert_layouts() -> None:
     def body(comm: Communicator) -> None:
         experts, node = 2 * comm.world_size, (comm.local_world_size, comm.world_size)
         layouts: list[tuple[str, int, int | None]] = [("rank", 40, None), ("rank", 8, None), ("padded", 8, None)]
-        layouts.append(("padded", 100, None))  # announces counts of ids, because there are so many
+        layouts.append(("padded", 100, None))  # announces counts, because there are too many ids
         for layout, most, alignment in (*layouts, ("expert", 40, 4), ("expert", 8, 4)):
             sizes = (most, 33, 3, comm.rank, experts, *node)
             options = {"dtype": "float32", "num_sm": 3, "layout": layout, "expert_alignment": alignment}
