@@ -193,4 +193,4 @@ def serve_memory(connection: socket.socket, nbytes: int = 4 << 20, value: int = 
             connection.recv(1)  # blocks until the test ends
             os._exit(0)
         connection.send(b"done")
-    os._exit(0)  # without clean-up: an agent whose memory is freed first would report a bad address
+    os._exit(0)  # skips clean-up, because an agent whose memory is freed first would report a bad address

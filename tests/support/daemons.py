@@ -55,8 +55,8 @@ class RunningDaemon:
         return self.descriptors(), self.mappings(), self.threads()
 
     def settles(self, resources: tuple[int, int, int]) -> bool:
-        """Waits until the daemon holds at most `resources`, because it frees a client's resources late. Returns False
-        after a time-out.
+        """Waits until the daemon holds at most `resources`, because it frees a client's resources some time after the
+        client's end. Returns False after a time-out.
         """
         deadline = time.monotonic() + _END_SECONDS
         while time.monotonic() < deadline:

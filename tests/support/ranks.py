@@ -120,8 +120,8 @@ _COLLECTING = threading.Lock()
 
 def collect_garbage() -> None:
     """Collects garbage until there is none, because finalizers make further objects garbage. `gc.collect` does nothing
-    while another thread collects; a `_Cycle` shows whether it worked. The lock prevents threads from collecting each
-    other's `_Cycle` and starting again forever.
+    while another thread collects, so its effect is checked on a `_Cycle`. The lock prevents threads from collecting
+    each other's `_Cycle` and starting again forever.
     """
     with _COLLECTING:
         while True:

@@ -28,7 +28,7 @@ DTYPES = tuple(reduction_dtypes())
 SOME_DTYPES = ("float32", "bfloat16", "int8")  # one element type for each accumulator type
 OPS = ("sum", "prod", "min", "max", "avg")
 BITWISE_OPS = ("band", "bor", "bxor")
-_GUARD = 5  # elements before and after each array that no call may touch
+_GUARD = 5  # guard elements, which no call may touch, on each side of an array
 
 P = ParamSpec("P")
 T = TypeVar("T")

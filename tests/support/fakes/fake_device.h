@@ -49,7 +49,7 @@ void fake_fail_polls(FakeDevice *device);
 /* Returns a description of the first violation of a limit, or NULL. */
 const char *fake_breach(FakeDevice *device);
 void fake_counts(FakeDevice *device, FakeCounts *counts);
-/* Stores executed signal number `index`, from 0, in `signal`. Returns 0 if there were fewer signals. */
+/* Describes the executed signal with this index, counted from 0, in `signal`. Returns 0 if there were fewer signals. */
 int fake_signal(FakeDevice *device, uint64_t index, FakeSignal *signal);
 /* Returns the name of an ibv_wc_status in verbs.h, or NULL. */
 const char *fake_status_name(int status);

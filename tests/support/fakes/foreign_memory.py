@@ -16,7 +16,7 @@ _allocator = PluggableAllocator(memory_pool.library(), memory_pool.ALLOCATE, mem
 
 
 def allocate(nbytes: int, device: int) -> int:
-    """Allocates device memory. Returns the address, or 0 if there is not enough memory."""
+    """Allocates device memory. Returns the memory's address, or 0 if there is not enough memory."""
     return _allocator.allocate(nbytes, device, None) or 0
 
 

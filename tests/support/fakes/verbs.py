@@ -84,7 +84,7 @@ class Producer:
         self._tickets: dict[Fifo, int] = {}
 
     def push(self, trigger: Trigger, count: int = 1) -> int:
-        """Pushes copies of a trigger as the ring has room. Returns the last copy's ticket."""
+        """Pushes copies of a trigger whenever the ring has room. Returns the last copy's ticket."""
         ring = self._service.fifo_for(trigger.channel)
         first = self._tickets.get(ring, 0)
         pushed = produce(ring, first, trigger.encode(), count, TIMEOUT)

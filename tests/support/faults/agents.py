@@ -10,7 +10,7 @@ are not closed.
 In the second part, each peer restarts repeatedly under the same name, with memory at the same addresses, which it
 registers, deregisters and frees. The agent keeps the transfers and metadata of all registrations, and uses them even
 after the registration has ended. Each incarnation of a peer verifies its own memory. Further findings are transfers
-that complete although their registration has ended, accepted metadata of an ended agent, bytes read from another
+that complete although their memory is deregistered, accepted metadata of an ended agent, bytes read from another
 incarnation, and bytes written to memory that was not registered for the transfer.
 """
 

@@ -143,7 +143,7 @@ class Campaign:
                 running = set(self._running)
             if not running:
                 return
-            for mark in running:  # again until no case runs, because a rank may be about to start
+            for mark in running:  # repeats until no case runs: a rank may be about to start
                 kill_all(mark)
             time.sleep(0.05)
 

@@ -122,8 +122,8 @@ class Case:
 
     @property
     def bound(self) -> float:
-        """Seconds within which every process must have ended. They cover a wait, two shrinks and the program's end,
-        each with its time-out, and the start of processes on busy cores.
+        """Seconds within which every process must have ended. The bound covers a wait, two shrinks and the program's
+        end, each with its time-out, and the start of processes on busy cores.
         """
         return 90 + 8 * self.timeout + (_DAEMON_STARTS_SECONDS if self.place == "process" else 0)
 

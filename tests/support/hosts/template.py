@@ -1,4 +1,4 @@
-"""Runs an emulated host's template process (forked.py), which has also imported the fabric transport.
+"""Runs an emulated host's template process (forked.py), which has imported the fabric transport.
 
     python template.py DESCRIPTOR
 

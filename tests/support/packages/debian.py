@@ -54,7 +54,7 @@ def debian_mirror() -> str:
     if not KEYRING.exists():
         raise UnavailableError(f"Debian's keys ({KEYRING}) are missing: apt install debian-archive-keyring")
     targets = run(["apt-get", "indextargets", "--format", "$(REPO_URI)|$(ORIGIN)|$(LABEL)", "Created-By: Packages"], 60)
-    # The origins are unknown until the machine's own lists have been fetched, as in a fresh container.
+    # apt does not know the archives' origins until it has fetched their lists, for example in a fresh container.
     for line in targets.splitlines():
         uri, origin, label = line.split("|")
         if label == "Debian" or (origin in {"", "Debian"} and re.search(r"/debian/?$", uri)):
@@ -113,7 +113,7 @@ class Apt:
             "Acquire::Retries": "2",
             "Acquire::http::Timeout": "20",
             "Acquire::Languages": "none",
-            # As root, apt would download as another user, who may not write to this directory.
+            # If root runs apt, it would download as another user, who may not write to this directory.
             "APT::Sandbox::User": "",
         }
         self._directory = directory

@@ -2,7 +2,7 @@
 
     expert_group.py mpi | torch
 
-In MPI's partial group the ranks are in reverse order.
+In the MPI group of some ranks, the ranks are in reverse order.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def call_everything() -> None:
         lambda: setattr(comm, "timeout", 0.001),
         lambda: comm.group.exchange.barrier("by a child"),
         lambda: proxy.drain(1.0),
-        lambda: proxy.add_schedule(None),  # type: ignore[arg-type]  # refused before the argument is used
+        lambda: proxy.add_schedule(None),  # type: ignore[arg-type]  # raises before it uses None
         comm.runtime.synchronize,
         stream.synchronize,
     ]

@@ -317,8 +317,8 @@ extern "C" __global__ void reuse_pinned(DeviceHandle<ProxyChannel>* channels, ui
 
 
 def _pinned(comm: Communicator, nbytes: int) -> tuple[list[int], Any, Any]:
-    """Allocates pinned memory. Returns a list of the ids of this rank's outbox and the next rank's inbox, this rank's
-    outbox, and this rank's inbox.
+    """Allocates pinned memory. Returns the ids of two memories (this rank's outbox and the next rank's inbox) in a
+    list, and this rank's outbox and inbox.
     """
     outbox, inbox = (comm.runtime.allocate_pinned(nbytes) for _ in range(2))
     theirs = comm.runtime.open_pinned(comm.all_gather_bytes(inbox.handle)[(comm.rank + 1) % comm.world_size])
