@@ -68,7 +68,7 @@ class Forks:
         self._connect(connection, lambda: os.waitpid(pid, 0))
 
     def start(self, command: Sequence[str], env: dict[str, str], stdout: IO[str], stderr: IO[str]) -> int:
-        """Starts a program with its arguments. Returns its process id."""
+        """Starts a program with its arguments. Returns the program's process id."""
         with self._lock:
             connection = self._connected()
             request = pickle.dumps((list(command), env, os.getcwd()))

@@ -17,7 +17,7 @@ typedef struct FakeCounts {
   uint64_t longest_chain;    /* largest number of requests in one post */
   uint64_t most_outstanding; /* largest number of requests in the send queue */
   uint64_t reads;            /* executed */
-  uint64_t fenced;           /* requests with a fence */
+  uint64_t fenced;           /* posted requests with a fence */
   uint64_t signals;          /* executed atomics and inline writes of 8 bytes */
 } FakeCounts;
 

@@ -22,7 +22,7 @@ PACKAGES = FetchedPackages("fabric", "fetch_fabric.py")
 
 @functools.cache
 def unavailable_reason() -> str:
-    """Fetches libfabric if it is not installed. Returns why this failed, or ""."""
+    """Fetches libfabric if it is not installed. Returns why the fetch failed, or ""."""
     if not _is_installed():
         try:
             PACKAGES.fetch()
