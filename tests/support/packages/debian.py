@@ -63,7 +63,7 @@ def debian_mirror() -> str:
 
 
 def run(command: list[str], timeout: float, *, cwd: Path | None = None, stdin: IO[bytes] | None = None) -> str:
-    """Runs a command for at most `timeout` seconds. Returns its stdout. Raises UnavailableError if the command fails."""
+    """Runs a command for at most `timeout` seconds. Returns its stdout, or raises UnavailableError if it fails."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=timeout, cwd=cwd, stdin=stdin

@@ -102,7 +102,7 @@ def leave_with() -> None:
 
 
 def collect() -> None:
-    global comm, part, registered, stream, channels, proxy  # noqa: PLW0603  (rebinding frees the parent's objects)
+    global comm, part, registered, stream, channels, proxy  # noqa: PLW0603  (del frees the parent's objects)
     del comm, part, registered, stream, channels, proxy
     gc.collect()
     os._exit(0)
