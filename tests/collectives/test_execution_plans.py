@@ -64,7 +64,9 @@ def values(rank: int, count: int, dtype: str = "float32", seed: int = 0) -> np.n
 def executed(
     group: Ranks, plan: dict[str, Any], count: int, out_count: int, *, dtype: str = "float32", times: int = 3
 ) -> list[list[np.ndarray]]:
-    """Executes a plan `times` times, each time with new inputs. Returns the outputs, by execution and rank."""
+    """Executes a plan `times` times, each time with new inputs. Returns an output per execution and
+    rank.
+    """
     loaded = ExecutionPlan.load(plan)
 
     def body(communicator: Communicator) -> list[np.ndarray]:
@@ -193,7 +195,7 @@ def test_calls_of_two_sizes_take_turns_and_scratch_memory_grows_meanwhile(ranks:
 
 
 def test_a_call_whose_form_is_kept_uses_the_memory_that_scratch_memory_has_grown_to(ranks: Ranks) -> None:
-    """In the last call, rank 0 passes an earlier array and reuses a prepared call; the other ranks prepare one."""
+    """In the last call, rank 0 passes an earlier array and reuses a prepared call; the other ranks pass new arrays."""
     plan = ExecutionPlan.load(all_reduce_by_packets(RANKS))
     short, long = RANKS * 4, RANKS * 4096
 
@@ -239,7 +241,7 @@ def read_reductions(view: RankView) -> list[Ops]:
 
 
 def packets(view: RankView) -> list[Ops]:
-    """Sends chunk 0 in packets, copies the peer's packets to the peer and to an output, and sums them."""
+    """Sends chunk 0 in packets and the peer's packets back. Adds packets, and unpacks those that came back."""
     _, peer = exchanged(view)
     return [
         [
@@ -254,7 +256,7 @@ def packets(view: RankView) -> list[Ops]:
 
 
 def copied_packets(view: RankView) -> list[Ops]:
-    """Keeps a sum in packets on this rank, and sends it to the peer in packets."""
+    """Stores a sum as packets on this rank, and sends the sum to the peer in packets."""
     _, peer = exchanged(view)
     sources = [own("i", 0), own("s", 0)]
     return [
