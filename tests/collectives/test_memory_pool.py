@@ -159,7 +159,7 @@ def test_a_freed_segment_stays_while_it_is_registered(ranks: Ranks) -> None:
 
 
 def test_two_communicators_use_one_pool() -> None:
-    """A segment is freed when both communicators have withdrawn it; closing one leaves the other's arrays usable."""
+    """A segment is freed when both communicators have withdrawn it. Closing one does not affect the other one."""
     call, size = Call("all_gather", count=LONG // 4, in_place=False), max(world_sizes(2, 3), default=2)
 
     with on_own_devices(size) as first:
@@ -192,7 +192,7 @@ def test_two_communicators_use_one_pool() -> None:
 
 
 def freed(comm: Communicator) -> list[int]:
-    """Returns the numbers of segments that were freed and still exist."""
+    """Returns the ids of segments that the allocator has freed but whose memory is still allocated."""
     comm.group.symmetric.update()
     return [segment.number for segment in MemoryPool(comm.runtime).segments() if segment.freed]
 
@@ -223,7 +223,7 @@ def test_the_proxies_reach_segments(ranks: Ranks) -> None:
 @pytest.mark.slow
 @pytest.mark.hip_full
 def test_ranks_as_processes() -> None:
-    """Peers map segments in other processes, including those of registered arrays that were freed."""
+    """Peers map segments in other processes, also segments whose registered arrays were freed."""
     size = processes(3)
     done = run_mpi(size, PROGRAMS / "memory_pool.py")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,5 +1,5 @@
-"""Arrays with the same number of elements but other shapes: refused if ranks share rows, accepted if only elements
-count.
+"""Ranks pass arrays of the same size but different shapes. Calls that distribute rows refuse such arrays; other calls
+accept them.
 """
 
 from __future__ import annotations

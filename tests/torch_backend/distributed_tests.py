@@ -47,7 +47,7 @@ with (
     import torch.testing._internal.common_device_type
 
 if BACKEND == "proxyccl":
-    import proxyccl.torch  # noqa: F401  torch before 2.15 does not find the backend by itself
+    import proxyccl.torch  # noqa: F401  the import registers the backend, as torch before 2.15 needs
 
     DistTestCases.skip_collective["sendrecv anysource"].add(BACKEND)
     for feature in ("ddp", "subgroup", "gpu", "cuda", "plugin"):

@@ -96,7 +96,7 @@ class Client:
 
 
 class Job:
-    """The workers' engines, and what `trainers` needs to make the trainers' engines."""
+    """The workers' engines, and the values from which `trainers` makes the trainers' engines."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         found = vllm_modules.install(monkeypatch)

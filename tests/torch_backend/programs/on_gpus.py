@@ -69,7 +69,7 @@ def again(device: torch.device) -> None:
         assert (y == value).all()
     for size in (COUNT, COUNT // 2, COUNT):
         del x
-        x = torch.ones(size, device=device)  # probably at the previous tensor's address
+        x = torch.ones(size, device=device)  # probably gets the previous tensor's address
         for _ in range(2):
             x.fill_(1)
             dist.all_reduce(x)
@@ -129,9 +129,7 @@ def priority(device: torch.device) -> None:
 
 
 def overlapped(device: torch.device) -> None:
-    """Checks that long reductions go by proxy after calls during which the program computed, and otherwise by
-    kernels.
-    """
+    """Checks that long reductions go by proxy if the program computed during earlier reductions, else by kernels."""
     x = torch.empty(COUNT, device=device)
 
     def kernels(*, beside: bool) -> set[str]:
@@ -234,9 +232,7 @@ def ring(device: torch.device) -> None:
 
 
 def memory(device: torch.device) -> None:
-    """Checks that calls treat memory that the backend allocates, and memory in a pool of its allocator, as
-    registered.
-    """
+    """Checks that calls treat memory from the backend's allocator as registered, also if it is in a torch pool."""
     backend = dist.group.WORLD._get_backend(device)
     dist.all_reduce(torch.ones(1, device=device))
     assert backend.supports_tensor_alloc(device)
@@ -255,8 +251,8 @@ def memory(device: torch.device) -> None:
 
 
 def lent(device: torch.device) -> None:
-    """Checks memory of torch's to which peers get access because calls use it often. When torch frees the memory, the
-    device must get it back, and the backend must not take other memory at the same address for it.
+    """Checks that peers get access to torch's memory that calls use often. When torch frees this memory, the device
+    must get the memory back, and the backend must not mistake other memory at the same address for it.
     """
     for turn in range(3):
         nbytes, before = gather_into_lent(device, turn)
