@@ -212,7 +212,9 @@ def collected(ref: Callable[[], object]) -> bool:
 
 
 def use_and_fail(comm: Communicator, what: str) -> Callable[[], object]:
-    """Makes a communicator fail, closes it and drops its objects. Returns a weak reference to the object `what`."""
+    """Makes a communicator fail, closes it and drops its objects. Returns a weak
+    reference to what `what` names: an array, its memory or semaphore words.
+    """
     x = comm.empty(1024, "uint8")
     registered, channels = comm.register(x), comm.sm_channels(x)
     announced = comm.group.symmetric.find(x.ptr, x.nbytes)
@@ -261,8 +263,8 @@ def test_a_failed_rank_keeps_what_a_peers_kernel_may_still_reach(what: str) -> N
 
 
 def test_ranks_that_shrink_say_that_their_kernels_have_ended() -> None:
-    """After rank 2 has aborted, ranks 0 and 1 shrink. They announce the end of their kernels only when the new
-    communicator is ready.
+    """After rank 2 has aborted, ranks 0 and 1 shrink. Ranks that shrink announce the end of their kernels only when
+    the new communicator is ready.
     """
     closed, shrunk = threading.Event(), threading.Barrier(2)
 

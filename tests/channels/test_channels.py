@@ -243,7 +243,7 @@ def test_get_reads_the_peers_memory_into_the_own(ranks: Ranks) -> None:
         channels = comm.sm_channels(remote, own)
         barrier(comm)
         kernels = comm.compile(KERNELS)
-        kernels.sm_get(1, 64, channels, 7, 100, 30_001)  # from offset 100 of the source to offset 7
+        kernels.sm_get(1, 64, channels, 7, 100, 30_001)  # copies 30001 bytes from offset 100 to offset 7
         kernels.sm_get_same(1, 64, channels, 50_000, 100)
         comm.synchronize()
         expected = np.zeros(SIZE, np.uint8)

@@ -1,4 +1,4 @@
-"""A kernel that waits without naming a control block uses that of the communicator that compiled the kernel."""
+"""A wait without a control block uses the control block of the communicator that compiled the waiting kernel."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def ones(comm: Communicator) -> Any:
 
 
 def meet(comm: Communicator) -> None:
-    """Waits until all ranks are ready, so that no rank fails earlier."""
+    """Waits until all ranks are ready, so that no rank fails before another one is ready."""
     comm.all_gather_bytes(b"")
 
 
@@ -643,7 +643,7 @@ def test_a_failure_ends_what_streams_wait_for_where_no_thread_can_be_started(
             return caught(lambda: comm.synchronize(stream))
         assert queued.wait(TIMEOUT)
         exhausted.set()
-        # Only now, because on a busy machine the threads above may need longer to begin.
+        # This limit is set only now, because on a busy machine the threads above may need longer to begin.
         monkeypatch.setattr(threads, "_BEGIN_SECONDS", 0.1)
         comm.abort("of the test")
         return caught(comm.synchronize)

@@ -339,7 +339,7 @@ def test_memory_that_was_not_allocated_here_is_not_exported(exported: Exported) 
 
 @pytest.mark.skipif(ON_HOST, reason="the host runtime pins nothing")
 def test_a_forgotten_pin_makes_way_for_one_that_overlaps_it(exported: Exported) -> None:
-    """If the caller drops a pin without closing it, a new pin may overlap the old one, whose array may be freed."""
+    """If the caller drops a pin without closing it, a new pin may overlap the dropped pin."""
     array = np.zeros(1 << 16, np.uint8)
     exported.runtime.pin(array.ctypes.data, array.nbytes)
     overlapping = exported.runtime.pin(array.ctypes.data + 5000, 5000)

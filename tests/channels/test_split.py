@@ -1,4 +1,4 @@
-"""`split`: a part's members, what a part shares with the whole communicator, and how closing either affects both."""
+"""`split`: a part's members, what a part shares with the whole communicator, and the order of closing them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_parts_are_made_at_once_and_of_parts() -> None:
         alone = half.split([half.rank])
         pair = half.split([1, 0], timeout=7)
         assert pair.timeout == 7
-        assert alone.group.links.host_ranks == 4  # the host's ranks, not only those of the part
+        assert alone.group.links.host_ranks == 4  # the number of ranks of the host, not of the part
         assert (total(alone, 3), total(pair, comm.rank), total(again, 1)) == (3, 1 if comm.rank < 2 else 5, 2)
         array = half.empty(4).fill(1)
         half.register(array)
@@ -220,7 +220,7 @@ def test_an_abort_ends_the_parts_by_the_same_exception() -> None:
 
 
 def test_closing_closes_the_parts_in_any_order() -> None:
-    """Both ranks close the whole communicator; rank 1 closes two parts before."""
+    """Both ranks close the whole communicator; rank 1 first closes two of its parts."""
 
     def body(comm: Communicator) -> None:
         parts = [comm.split([0, 1]) for _ in range(3)]

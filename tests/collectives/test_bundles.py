@@ -34,7 +34,7 @@ class CopyMany:
     """A driver call that makes several copies and counts them.
 
     Attributes:
-        functions: the host runtime's driver calls, with this one added.
+        functions: the host runtime's driver calls, with this call added.
         counts: the number of copies in each call.
         status: 0 to copy, or a status to return instead of copying.
         awaits_data: whether short reductions' kernels are launched before the peers' data arrives, and wait for it.

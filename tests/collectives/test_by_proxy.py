@@ -111,14 +111,14 @@ def test_little_goes_through_pinned_memory(kinds: tuple[Kind, Kind]) -> None:
 @pytest.mark.parametrize(
     ("in_place", "kind"),
     [
-        # Without --full, each kind of memory is tested once, either in place or not.
+        # Without --full, each kind of memory is tested once, either in place or out of place.
         pytest.param(in_place, kind, marks=pytest.mark.full if in_place != (kind == "private") else [])
         for in_place in (False, True)
         for kind in KINDS
     ],
 )
 def test_reduces_in_pieces_and_rounds(kind: Kind, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reduces arrays shorter and longer than a piece, a round and one crossing."""
+    """Reduces arrays of lengths below and above the limits that the test sets."""
     monkeypatch.setattr(reduce_schedules, "_SHORTEST_PIECE", 1024)
     counts = (1, 3, 500, 1031, 4096, 10_007)
 
@@ -408,7 +408,7 @@ def test_a_stream_works_between_the_stages_of_a_schedule() -> None:
 
 
 def test_what_a_schedule_waits_for_is_shown_in_the_order_of_its_steps() -> None:
-    """The schedule waits for a receive that a stage counts, then for a gate, then for a receive without a stage."""
+    """A schedule waits for a receive with a stage (a counter), then for a gate, then for a receive without a stage."""
 
     def body(comm: Communicator) -> None:
         proxy, words, channel = comm.proxy, comm.proxy.schedule_pointers, channel_to_itself(comm)

@@ -62,7 +62,7 @@ def last_algorithm(comm: Communicator) -> str:
 
 
 def reduced(comm: Communicator, count: int, dtype: str = "float32", **options: Any) -> str:
-    """Makes an all_reduce in place and checks its result. Returns the algorithm that it used."""
+    """Makes an all_reduce in place and checks its result. Returns the algorithm of the call."""
     values = np.arange(count) % 5 + 1
     x = on_device(comm, (values * (comm.rank + 1)).astype(dtype))
     assert comm.all_reduce(x, **options) is x

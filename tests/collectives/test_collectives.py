@@ -49,8 +49,8 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 
 def types_of(algorithm: str | None, config: pytest.Config) -> tuple[str, ...]:
-    """Returns the types that a test reduces with an algorithm: all types with --full, else every third type. This
-    suffices, because all algorithms combine two elements of a type with the same function.
+    """Returns the types that a test reduces with an algorithm: all types with --full, else every third type, because
+    all algorithms combine two elements of a type with the same function.
     """
     return DTYPES if config.getoption("--full") else DTYPES[CHOICES.index(algorithm) % 3 :: 3]
 

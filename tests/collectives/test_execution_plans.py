@@ -241,7 +241,7 @@ def read_reductions(view: RankView) -> list[Ops]:
 
 
 def packets(view: RankView) -> list[Ops]:
-    """Sends chunk 0 in packets and the peer's packets back. Adds packets, and unpacks those that came back."""
+    """Sends chunk 0 in packets, sends the peer's packets back, adds packets, and unpacks the returned packets."""
     _, peer = exchanged(view)
     return [
         [

@@ -1,4 +1,4 @@
-"""If a registered array is freed, the library must not mistake a new array at the same address for it.
+"""If a registered array is freed, the library must not mistake a new array at the same address for the freed array.
 
 The tests' arrays are not in a memory pool that delays the freeing of memory.
 """
@@ -114,8 +114,8 @@ def test_it_may_be_registered_itself(ranks: Ranks) -> None:
 def test_other_memory_is_not_taken_for_an_array_that_may_have_been_freed(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a thread has no context, the driver may be unable to say whether memory was freed. The call then copies the
-    array through scratch memory, as it copies memory that is not registered.
+    """If a thread has no context, the driver may be unable to say whether memory was freed. Then calls copy the
+    array through scratch memory, as if the array were not registered.
     """
     unknown = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda _: 0)
     address = ctypes.cast(unknown, ctypes.c_void_p).value
@@ -153,7 +153,7 @@ def test_channels_refuse_what_was_freed(ranks: Ranks) -> None:
 
 
 def test_empty_memory_stays_while_it_is_registered(ranks: Ranks) -> None:
-    """If an array is freed before it is deregistered, its memory stays until the registration ends."""
+    """If a registered array is freed, its memory stays allocated until the array is deregistered."""
 
     def body(comm: Communicator) -> None:
         array = comm.empty(1000)

@@ -1,4 +1,4 @@
-"""With `invariant=True` a sum's bits depend only on the ranks' values of the element, not on its place in the array."""
+"""With `invariant=True` a sum's bits depend only on the ranks' values of an element, not on the element's index."""
 
 from __future__ import annotations
 

@@ -100,8 +100,8 @@ def test_calls_with_new_arrays_are_right_and_prepared_once(
 
 
 def test_calls_that_are_queued_have_arrays_of_their_own(ranks: Ranks) -> None:
-    """Queued calls share one prepared call. Each must use its own arrays, although the prepared call holds only the
-    addresses of the latest arrays.
+    """Queued calls share one prepared call. Each queued call must use its own arrays, although the prepared call holds
+    only the addresses of the latest arrays.
     """
 
     def body(comm: Communicator) -> None:

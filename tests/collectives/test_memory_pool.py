@@ -34,7 +34,7 @@ CALLS = [
 
 
 def on_own_devices(world_size: int) -> Ranks:
-    """Opens ranks on different devices. A pool belongs to a device, so each rank has its own."""
+    """Opens ranks on different devices. A pool belongs to a device, so each rank needs a device of its own."""
     return Ranks(world_size, make_runtime=lambda rank: open_runtime(RUNTIME, rank))
 
 
@@ -115,7 +115,7 @@ def test_an_array_that_is_not_in_the_pool_has_all_ranks_stage(ranks: Ranks) -> N
 
 
 def test_segments_that_come_and_go(ranks: Ranks) -> None:
-    """A segment is freed when no peer maps it. Peers do not take a new segment at the same address for the old one."""
+    """A segment is freed when no peer maps it. Peers do not mistake a new segment at the same address for it."""
     call = Call("all_gather", count=LONG // 4, in_place=False)
 
     def body(comm: Communicator) -> None:
@@ -159,7 +159,7 @@ def test_a_freed_segment_stays_while_it_is_registered(ranks: Ranks) -> None:
 
 
 def test_two_communicators_use_one_pool() -> None:
-    """A segment is freed when both communicators have withdrawn it. Closing one does not affect the other one."""
+    """A segment is freed when both communicators have withdrawn it, and stays usable if one communicator is closed."""
     call, size = Call("all_gather", count=LONG // 4, in_place=False), max(world_sizes(2, 3), default=2)
 
     with on_own_devices(size) as first:

@@ -56,7 +56,7 @@ def normed(rows: NDArray[Any], weight: NDArray[Any]) -> NDArray[Any]:
 
 
 def require_normed(got: NDArray[Any], rows: NDArray[Any], weight: NDArray[Any]) -> None:
-    """Asserts that rows are normalized within one rounding of their type, and a few roundings of float32."""
+    """Asserts that the rows' errors are at most one rounding to their type and a few roundings to float32."""
     want = normed(rows, weight)
     spacing = 2.0 ** -(8 if got.dtype == numpy_dtype("bfloat16") else 11)
     assert (np.abs(got.astype(np.float64) - want) <= (spacing + 1e-6) * np.abs(want) + 1e-6).all()

@@ -34,7 +34,7 @@ ROUTINGS = ("uniform", "one expert", "one rank", "mostly dropped", "all dropped"
 
 @dataclass(frozen=True)
 class Case:
-    """A layer's configuration. All ranks derive the same values from its seed.
+    """A layer's configuration, and a seed from which all ranks derive the same values.
 
     Attributes:
         tokens: number of tokens of each rank.
@@ -452,7 +452,7 @@ def test_triggers_move_the_data_only_where_the_proxy_is_asked_to() -> None:
 
 
 def test_a_token_crosses_once_for_all_its_experts() -> None:
-    case = Case((8, 8), hidden=3584, topk=4)  # a row fills the shortest message
+    case = Case((8, 8), hidden=3584, topk=4)  # one row is long enough to be a message
     wider = replace(case, hidden=7168)
     crossing = [
         int((case.expert_ids(rank) // case.experts_per_rank == 1 - rank).any(axis=1).sum()) for rank in range(2)

@@ -171,7 +171,7 @@ def test_on_the_stream_where_torch_works_c_alone_issues_them(
         pytest.skip("pretends that the host runtime's stream is torch's")
 
     def common(call: CallForm, *launches: Any) -> tuple[Any, ...]:
-        """Makes calls without a stream queue their work on the default stream, as they do on a GPU."""
+        """Lets calls without a stream use the default stream, as on a GPU."""
         calls, _, _, kind, stream_of, queue, _, *others = given(call, *launches)
         handle = call._group.launches.default_stream.handle
 

@@ -1,4 +1,4 @@
-"""A dispatch that times out leaves its tables unfilled. Calls queued after it must not use these tables."""
+"""A dispatch that times out leaves its tables unfilled, so calls queued after the dispatch must not use the tables."""
 
 from __future__ import annotations
 

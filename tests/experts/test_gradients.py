@@ -64,7 +64,7 @@ class Mixture:
         return [torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True) for shape in shapes]
 
     def run(self, block: Block, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Returns all ranks' outputs for all ranks' inputs. Autograd sees one function."""
+        """Returns all ranks' outputs for all ranks' inputs, as one function of autograd."""
         outputs: tuple[Tensor, ...] = OnRanks.apply(self, block, *inputs)
         return outputs
 

@@ -51,8 +51,8 @@ from support.running import run_mpi
 WORLDS: list[WorldOptions] = [(size, {}) for size in (1, 2, 3, 5, 8)]
 WORLDS += [(2, {"local_world_size": 1}), (4, {"local_world_size": 1}), (6, {"local_world_size": 2})]
 WORLDS += [(4, {"local_world_size": 2, "fifos": 2, "proxy_threads": 2, "fifo_size": 4, "batch_tokens": 3})]
-WORLDS += [(3, {"announced_slots": 0})]  # With this option, ranks of one node always send each other counts.
-WORLDS += [(4, {"few_tokens": 0})]  # With this option, some blocks only send.
+WORLDS += [(3, {"announced_slots": 0})]  # With announced_slots=0, ranks of a node send each other counts.
+WORLDS += [(4, {"few_tokens": 0})]  # With few_tokens=0, some blocks only send.
 # These run only with --full: other entries have one node of 5 ranks, and two nodes of one rank each.
 REPRESENTED = [(8, {}), (4, {"local_world_size": 1})]
 

@@ -440,7 +440,7 @@ def test_an_output_stays_until_its_buffer_is_taken_again(announced: bool, monkey
 def test_one_rank_alone_may_record_its_dispatches(
     announced: bool, max_recv_tokens: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If only one rank's tokens require a gradient, only that rank's outputs stay valid; other ranks' reuse buffers."""
+    """If only one rank's tokens require a gradient, that rank's outputs stay valid; other ranks reuse buffers."""
     if not announced:
         monkeypatch.setattr(geometry, "ANNOUNCED_SLOTS", 0)
 

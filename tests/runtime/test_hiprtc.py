@@ -55,7 +55,7 @@ EXAMPLE = [pytest.param(each, marks=[] if each == "gfx942" else pytest.mark.full
 class Hiprtc:
     """The compiler, in a separate process that runs under its own C library.
 
-    With `as_for_users`, `compile` uses the options for users; without, -O1, which saves a third of the time.
+    With `as_for_users`, `compile` uses the options for users; otherwise it uses -O1, which saves a third of the time.
     `instructions` always uses the options for users.
     """
 
@@ -131,8 +131,8 @@ def exports(code: bytes, name: str) -> bool:
 
 
 def test_every_header_compiles(hiprtc: Hiprtc) -> None:
-    # One architecture suffices, because unused templates and inline functions become no instructions. NVRTC checks
-    # that each header compiles alone, which takes a fifth of the time there.
+    # One architecture suffices, because unused templates and inline functions become no instructions.
+    # test_nvrtc.py checks that each header compiles alone, because NVRTC takes only a fifth of the time.
     hiprtc.compile("".join(f'#include "{header}"\n' for header in headers("hip")), "gfx942")
 
 

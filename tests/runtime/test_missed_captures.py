@@ -1,5 +1,5 @@
-"""While a thread captures a stream into a graph, the thread's calls on other streams are refused. The graph would miss
-them.
+"""While a thread captures a stream into a graph, the thread's calls on other streams are refused, because the graph
+would miss these calls.
 
 The captures are fakes (support/fakes/captures.py); tests/gpu/test_gpu.py uses graphs of torch and cupy.
 """
@@ -93,7 +93,7 @@ class Calls:
 
 @pytest.mark.parametrize("current_of", ["torch", "cupy"])
 def test_a_call_that_a_capture_would_miss_is_refused(monkeypatch: pytest.MonkeyPatch, current_of: str) -> None:
-    """Rank 0 refuses these calls before ranks compare calls, so later calls match although rank 1 made none."""
+    """Rank 0 refuses calls before ranks compare calls, so later calls match although rank 1 omits the refused calls."""
 
     def body(comm: Communicator) -> None:
         calls, other = Calls(comm), comm.runtime.create_stream()

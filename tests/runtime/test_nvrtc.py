@@ -51,7 +51,7 @@ def test_every_header_compiles_alone(nvrtc: Nvrtc, of_users: bool) -> None:
 
 
 # Under NVRTC, libcu++ declares these types, and so does every CUDA header that includes libcu++, such as
-# <cooperative_groups.h>. The test declares them itself, because NVRTC's package contains no such headers.
+# <cooperative_groups.h>. The tests declare these types, because NVRTC's package contains no such headers.
 LIBCUXX_TYPES = """
 using int8_t = signed char;
 using int16_t = signed short;
@@ -196,7 +196,7 @@ def test_an_image_tells_which_kernels_it_has(nvrtc: Nvrtc, arch: str) -> None:
 
 # For each kernel in ACCESSES, its accesses that have a memory order or are volatile. Plain accesses are omitted.
 STRAIGHT = {
-    # The fence and the 16-byte store, which cannot tear, release the trigger. engine/ring.h acquires its second word.
+    # The fence and the 16-byte store, which cannot tear, release the trigger. engine/ring.h acquires the second word.
     "store_trigger": ["fence.acq_rel.sys", "st.relaxed.sys.global.b128"],
     # One access of 16 bytes at system scope, because volatile means relaxed.sys in PTX.
     "write_ll16": ["st.volatile.global.v2.u64"],

@@ -28,7 +28,7 @@ pytestmark = [
 ]
 
 PROGRAM = PROGRAMS / "under_tsan.py"
-SANITIZE = ("-fsanitize=thread", "-g1")  # -g1 gives reports functions and lines.
+SANITIZE = ("-fsanitize=thread", "-g1")  # -g1 adds functions and lines to reports.
 ENGINE, KERNELS = (*SANITIZE, "-O1"), (*SANITIZE, "-O0")  # Optimising kernels would take longer than running them.
 SCRIPTS = ("device/build_native.py", "proxy/build_engine.py", "proxy/build_transfers.py")
 EXIT_CODE = 66
@@ -49,8 +49,8 @@ def run(directory: Path, *scenarios: str) -> subprocess.CompletedProcess[str]:
         **os.environ,
         "CXX": " ".join([shutil.which(command) or command, *options]),  # under_tsan.py needs the compiler's full path
         "LD_PRELOAD": sanitizer_library("tsan"),
-        # The sanitizer's interceptor of thread-local memory is off. It crashes on blocks that begin 16 bytes after a
-        # page's start, because it mistakes such blocks for those of an old C library.
+        # The sanitizer's interceptor of thread-local memory is off, because it crashes on blocks that begin 16 bytes
+        # after a page's start: the interceptor mistakes such blocks for those of an old C library.
         "TSAN_OPTIONS": f"exitcode={EXIT_CODE}:intercept_tls_get_addr=0",
         "PROXYCCL_RUNTIME": "host",
         "PROXYCCL_CXXFLAGS": " ".join(KERNELS),

@@ -74,7 +74,8 @@ def _tests() -> types.ModuleType:
     assert spec is not None
     assert spec.origin is not None
     source = Path(spec.origin).read_text()
-    # The ranks wait for each other between tests. On a busy machine, starting a rank may take longer than torch's 10 s.
+    # Between tests, ranks wait for each other. On a busy machine this may take more than torch's limit of 10 s, because
+    # each test starts new ranks.
     source = source.replace("def sync(cls, wait_for=None, timeout=10)", "def sync(cls, wait_for=None, timeout=120)")
     if BACKEND == "proxyccl":
         source = source.replace('BACKEND != "gloo"', 'BACKEND not in ("gloo", "proxyccl")')

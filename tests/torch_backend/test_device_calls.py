@@ -225,7 +225,7 @@ def test_lists_of_other_tensors_and_other_splits_are_made_by_c() -> None:
 
 
 def test_calls_of_transfers_on_two_streams_follow_each_other() -> None:
-    """Exchanges on the group's own stream and on the current stream run in order, because they share slots."""
+    """Two exchanges, one on the group's own stream and one on the current stream, run one after another."""
 
     def body(group: Any) -> None:
         rank, count = group.rank(), 1 << 16
@@ -336,8 +336,8 @@ def test_a_call_with_other_memory_or_another_operator_is_not_confused() -> None:
 
 
 def test_synchronous_and_asynchronous_calls_follow_each_other() -> None:
-    """Synchronous and asynchronous calls use two streams. The communicator orders them, whether C or Python issues a
-    call.
+    """Synchronous and asynchronous calls use two streams. The communicator orders the calls of both streams, whether C
+    or Python issues them.
     """
 
     def body(group: Any) -> None:

@@ -34,7 +34,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Rank:
-    """A rank with a tensor on its GPU. Its methods make calls and return the policy that the ranks chose."""
+    """A rank with a tensor on its GPU. The methods make calls and return the policy that the ranks chose."""
 
     def __init__(self, group: Any, count: int) -> None:
         self.group, self.rank = group, group.rank()
@@ -70,8 +70,8 @@ class Rank:
         return self.group.allreduce([self.x], options("Allreduce", waits=waits, reduceOp=dist.ReduceOp.SUM))
 
     def waited_at_once(self) -> str:
-        """Queues a call and a wait for it behind other work, so that the GPU never computes during the call. Returns
-        the call's policy.
+        """Queues a call, and a wait for the call, behind other work, so that the GPU never computes during the call.
+        Returns the call's policy.
         """
         with self.busy(self.stream):
             work = self.call()

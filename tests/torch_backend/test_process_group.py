@@ -379,7 +379,7 @@ def test_an_asynchronous_call_returns_before_the_others_come() -> None:
 
 
 def test_callbacks_of_futures_may_make_calls_and_wait_for_the_futures_of_those() -> None:
-    """DDP's hooks make calls in callbacks. Here even the callbacks of those calls make calls."""
+    """DDP's hooks make calls in callbacks. In this test, callbacks of calls that callbacks made also make calls."""
     last_may_come = threading.Event()
 
     def body(group: Any) -> None:
@@ -592,8 +592,8 @@ def test_options_make_groups_invariant_and_their_parts() -> None:
 
 
 def test_a_forks_child_is_refused_and_the_parent_goes_on() -> None:
-    """A forked child's calls are refused. Its wait for a parent's call is also refused, because the child has no thread
-    that would end the call.
+    """A forked child's calls are refused. A child's wait for a parent's call is also refused, because the child has no
+    thread that would end the call.
     """
     child_has_ended = threading.Barrier(2)
 

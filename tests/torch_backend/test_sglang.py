@@ -1,4 +1,4 @@
-"""SGLang's group in which a trainer broadcasts weights. A request names this backend, and a plugin registers it."""
+"""SGLang's group in which a trainer broadcasts weights. A request names the backend that a plugin registers."""
 
 from __future__ import annotations
 

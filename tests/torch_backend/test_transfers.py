@@ -332,8 +332,8 @@ def test_threads_of_a_rank_transfer_and_collect_at_once(on: Ranks) -> None:
 def test_a_peer_that_does_not_come_is_named(
     on: Ranks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two transfers, in opposite directions, wait for the same missing peer. Both errors name the peer; neither rank
-    is the group's first.
+    """Two transfers, in opposite directions, wait for the same missing peer. Both errors name the peer. Neither the
+    peer nor the waiting rank is the group's first.
     """
     others, meetings, connect = threading.Event(), [], Endpoints._connect
 
@@ -460,7 +460,7 @@ def test_the_record_of_a_transfer_in_progress_keeps_no_tensors(on: Ranks) -> Non
         transfer(group, x, 1 - rank).wait()
         assert group.calls.threads.of(device, (1 - rank, rank == 0)).wait_until_idle(60)
         transfer(group, y, 1 - rank).wait()  # In older versions of torch, making a Work finishes the previous Work.
-        assert on.holds(y, 1.0)  # Waits, because these tensors' CPU memory is freed without regard to streams.
+        assert on.holds(y, 1.0)  # `holds` waits for the stream, which freeing the tensors' CPU memory does not.
         del x
         gc.collect()
         assert kept() is None

@@ -25,7 +25,7 @@ CYCLES = 50_000_000
 
 def streams(device: torch.device) -> None:
     """Checks that asynchronous calls run after the current stream's earlier work, that work after `wait` runs after
-    the calls, and that the calls' stream has a higher priority.
+    the calls, and that the calls' stream has a higher priority than torch's default.
     """
     for _ in range(20):
         x = torch.zeros(COUNT, device=device)
@@ -107,7 +107,7 @@ def capture(device: torch.device) -> None:
 
 
 def priority(device: torch.device) -> None:
-    """Checks that the group's own stream and kernels that a graph captures from it have the highest priority."""
+    """Checks that the group's own stream, and kernels that a graph captures from it, have the highest priority."""
     from cuda.bindings import driver as cu
 
     x = torch.ones(4096, device=device)
@@ -147,7 +147,7 @@ def overlapped(device: torch.device) -> None:
     usual = kernels(beside=False)
     assert any(kernels(beside=True).isdisjoint(usual) for _ in range(40))
     assert any(kernels(beside=False) == usual for _ in range(120))
-    for turn in range(12):  # ranks differ in `async_op`
+    for turn in range(12):  # ranks pass different values of `async_op`
         x.fill_(1)
         work = dist.all_reduce(x, async_op=(dist.get_rank() + turn // 2) % 2 == 0)
         if work is not None:
@@ -200,7 +200,7 @@ def gathers(device: torch.device) -> None:
 
 
 def transfers(device: torch.device) -> None:
-    """Checks sends and receives between two ranks, single and in one batch."""
+    """Checks sends and receives between two ranks, as single calls and in one batch."""
     rank = dist.get_rank()
     x, y = torch.full((COUNT,), float(rank), device=device), torch.empty(COUNT, device=device)
     works = dist.batch_isend_irecv([dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, y, 1 - rank)])
