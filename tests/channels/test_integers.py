@@ -168,7 +168,7 @@ REFUSED: dict[str, tuple[str, Callable[[Communicator, Any], object]]] = {
     "options": ("options", lambda c, v: c.compile(KERNEL, options=v)),
     "include_dirs": ("include_dirs", lambda c, v: c.compile(KERNEL, include_dirs=[[v]])),  # type: ignore[list-item]
 }
-# 2**70 is no range error for these arguments: the time limit `seconds` bounds the iterations; x has too few rows for
+# For these arguments 2**70 is not out of range: the time limit `seconds` bounds the iterations; x has too few rows for
 # all_to_all_v; and `empty` finds no memory.
 ELSEWHERE = {("iterations", 2**70), ("all_to_all_v", 2**70), ("empty", 2**70), ("empty of two", 2**70)}
 

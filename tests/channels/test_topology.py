@@ -203,7 +203,7 @@ def test_integers_come_out_of_a_hierarchy_as_on_one_node(op: str) -> None:
 
 def test_a_rank_uses_only_ranks_of_its_node_and_of_its_number_on_others() -> None:
     def body(comm: Communicator) -> list[int]:
-        for count in (1, 1001, 300_001):  # odd counts do not divide by a node's two ranks
+        for count in (1, 1001, 300_001):  # odd counts are not divisible by a node's two ranks
             x = comm.empty(count, "float32").fill(comm.rank)
             comm.all_reduce(x)
             comm.barrier()

@@ -64,8 +64,8 @@ def values(rank: int, count: int, dtype: str = "float32", seed: int = 0) -> np.n
 def executed(
     group: Ranks, plan: dict[str, Any], count: int, out_count: int, *, dtype: str = "float32", times: int = 3
 ) -> list[list[np.ndarray]]:
-    """Executes a plan `times` times, each time with new inputs. Returns the outputs:
-    one list per execution, with one array per rank.
+    """Executes a plan `times` times, each time with new inputs. Returns the outputs: one
+    list per execution, with one array per rank.
     """
     loaded = ExecutionPlan.load(plan)
 

@@ -1,5 +1,5 @@
-"""Ranks pass arrays of the same size but different shapes. Calls that distribute rows refuse such arrays; other calls
-accept them.
+"""Ranks pass arrays of the same size but different shapes. all_reduce and reduce accept such arrays; other collectives
+refuse them.
 """
 
 from __future__ import annotations

@@ -460,7 +460,7 @@ def test_the_record_of_a_transfer_in_progress_keeps_no_tensors(on: Ranks) -> Non
         transfer(group, x, 1 - rank).wait()
         assert group.calls.threads.of(device, (1 - rank, rank == 0)).wait_until_idle(60)
         transfer(group, y, 1 - rank).wait()  # In older versions of torch, making a Work finishes the previous Work.
-        assert on.holds(y, 1.0)  # `holds` waits for the stream, which freeing the tensors' CPU memory does not.
+        assert on.holds(y, 1.0)  # `holds` waits for the stream. Freeing the tensors' CPU memory would not.
         del x
         gc.collect()
         assert kept() is None
