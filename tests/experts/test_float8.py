@@ -1,4 +1,4 @@
-"""Dispatch in float8: elements and scales have the same bits as those that ml_dtypes gives."""
+"""Dispatch in float8: elements and scales have the bits that ml_dtypes computes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def quantized(rows: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.float32]]:
 
 
 def inputs(rank: int, experts: int, dtype: str) -> tuple[NDArray[Any], NDArray[np.int32]]:
-    """Returns tokens, whose values have the whole range of magnitudes that float8 can distinguish, and expert ids."""
+    """Returns tokens with values of all magnitudes that float8 can distinguish, and expert ids."""
     rng = np.random.default_rng(rank)
     tokens = rng.standard_normal((TOKENS[rank], HIDDEN)) * 2.0 ** rng.integers(-12, 3, (TOKENS[rank], HIDDEN))
     tokens[::3, :128] = 0
@@ -135,8 +135,8 @@ def test_scales_that_take_more_room_than_the_tokens_type(local_world_size: int) 
 def test_any_number_of_scales(
     num_scales: int | None, options: dict[str, Any], local_world_size: int, dtype: str
 ) -> None:
-    """A row of 208 elements needs two scales, one of them for a short block. Callers may also pad the scales. Rows in
-    float4 are arrays of bytes.
+    """A row of 208 elements needs two scales, for 128 and for 80 elements. Callers may pass more scales per row. Rows
+    in float4 are arrays of bytes.
     """
     width, element = 208, FLOAT8 if dtype == "float8_e4m3fn" else np.dtype(np.uint8)
     hidden = width if element is FLOAT8 else 2 * width
@@ -156,7 +156,7 @@ def test_any_number_of_scales(
         ids = on_device(comm, np.full((4, 1), 1 - comm.rank, np.int32))
         with pytest.raises(ArgumentError, match="must be a pair"):
             layer.dispatch(on_device(comm, np.ones((4, hidden), numpy_dtype("bfloat16"))), ids)
-        for pair in pairs:  # the second turn reuses the prepared calls
+        for pair in pairs:  # the second iteration reuses the prepared calls
             whole, _, desc = layer.dispatch(pair, ids)
             in_halves, _, _ = layer.dispatch_recv(layer.dispatch_send(pair, ids))
             for values, of_rows in (whole, in_halves, layer.redispatch(pair, desc)):

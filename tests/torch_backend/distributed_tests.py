@@ -47,7 +47,7 @@ with (
     import torch.testing._internal.common_device_type
 
 if BACKEND == "proxyccl":
-    import proxyccl.torch  # noqa: F401  torch before 2.15 does not find the backend by itself
+    import proxyccl.torch  # noqa: F401  the import registers the backend, as torch before 2.15 needs
 
     DistTestCases.skip_collective["sendrecv anysource"].add(BACKEND)
     for feature in ("ddp", "subgroup", "gpu", "cuda", "plugin"):
@@ -72,7 +72,8 @@ def _tests() -> types.ModuleType:
     assert spec is not None
     assert spec.origin is not None
     source = Path(spec.origin).read_text()
-    # The ranks wait for each other between tests. On a busy machine, starting a rank may take longer than torch's 10 s.
+    # Between tests, ranks wait for each other. On a busy machine this may take more than torch's limit of 10 s, because
+    # each test starts new ranks.
     source = source.replace("def sync(cls, wait_for=None, timeout=10)", "def sync(cls, wait_for=None, timeout=120)")
     if BACKEND == "proxyccl":
         source = source.replace('BACKEND != "gloo"', 'BACKEND not in ("gloo", "proxyccl")')

@@ -196,7 +196,7 @@ def test_many_messages_of_both_directions_are_under_way(on: Ranks) -> None:
 
 @pytest.mark.parametrize("met", [False, True], ids=["first", "after-a-collective"])
 def test_a_ring_of_a_new_group(on: Ranks, met: bool) -> None:
-    """The new group orders the ranks differently from the whole group, which may already have been used."""
+    """The new group has an order of ranks of its own. With `met`, the whole group has been used before."""
     order = [3, 0, 2]
 
     def body(group: Any) -> None:
@@ -381,8 +381,8 @@ def test_threads_of_a_rank_transfer_and_collect_at_once(on: Ranks) -> None:
 def test_a_peer_that_does_not_come_is_named(
     on: Ranks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error names the peer for transfers in both directions at the same time, on ranks other than the group's
-    first.
+    """Two transfers, in opposite directions, wait for the same missing peer. Both errors name the peer. Neither the
+    peer nor the waiting rank is the group's first.
     """
     others, meetings, connect = threading.Event(), [], Endpoints._connect
 
@@ -402,7 +402,7 @@ def test_a_peer_that_does_not_come_is_named(
                 work.wait()
             assert work.is_completed()
             assert not work.is_success()
-        assert len(meetings) == 1  # both transfers waited for the peer together
+        assert len(meetings) == 1  # both transfers waited in one attempt to connect
         others.set()
 
     with caplog.at_level(logging.ERROR, "proxyccl.torch"):
@@ -441,7 +441,7 @@ def test_a_shutdown_does_not_wait_for_a_rank_that_has_left(
         rank = group.rank()
         first = on.tensor(rank, 1.0)
         group.allreduce([first]).wait()
-        # The CPU must wait here, because otherwise kernels may write to memory after it is freed.
+        # The CPU must wait here, so that no kernel writes to the memory after the test has freed it.
         assert on.holds(first, 2.0)
         if met:
             (irecv if rank else isend)(group, first, 1 - rank).wait()
@@ -498,7 +498,7 @@ def test_a_transfer_that_the_peer_does_not_match_is_named(on: Ranks) -> None:
 
 
 def test_the_record_of_a_transfer_in_progress_keeps_no_tensors(on: Ranks) -> None:
-    """A transfer's record must keep no tensors, because it may stay long: until the watchdog reads it, for example."""
+    """A transfer's record must keep no tensors alive, because the record may exist until the watchdog reads it."""
     if on.kind == "cpu":
         pytest.skip("transfers of CPU tensors tell when they have ended")
 
@@ -508,8 +508,8 @@ def test_the_record_of_a_transfer_in_progress_keeps_no_tensors(on: Ranks) -> Non
         device, kept = x.device, weakref.ref(x)
         transfer(group, x, 1 - rank).wait()
         assert group.calls.threads.of(device, (1 - rank, rank == 0)).wait_until_idle(60)
-        transfer(group, y, 1 - rank).wait()  # With older versions of torch, each new Work finishes the previous one.
-        assert on.holds(y, 1.0)  # Waits, because these tensors' CPU memory is freed without regard to streams.
+        transfer(group, y, 1 - rank).wait()  # In older versions of torch, making a Work finishes the previous Work.
+        assert on.holds(y, 1.0)  # `holds` waits for the stream. Freeing the tensors' CPU memory would not.
         del x
         gc.collect()
         assert kept() is None
