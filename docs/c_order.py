@@ -1,5 +1,5 @@
-"""Checks the dependencies between C files: no file includes or calls a file of a room above its own, headers don't
-include each other in a cycle, and sources don't call each other in a cycle.
+"""Checks the dependencies between C files: no file depends on a top-level folder above its own (see ROOMS), headers
+don't include each other in a cycle, and sources don't call each other in a cycle.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("device", "proxy", "channels", "faces", "tools")
-"""From the lowest to the highest."""
+"""The top-level folders, from the lowest to the highest."""
 
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 _DEFINED = re.compile(r"^(static )?(?!typedef|#)\w[\w *]*?\b(\w+)\((?:[^;{}()]|\([^()]*\))*\) \{", re.MULTILINE)

@@ -26,7 +26,7 @@ extensions = [
     "sphinxarg.ext",
 ]
 templates_path: list[str] = []
-exclude_patterns = ["reference/*.rendered.md"]  # made by render_reference.py for readers without the site
+exclude_patterns = ["reference/*.rendered.md"]  # render_reference.py makes them for readers without the site
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["proxyccl.css"]
@@ -39,7 +39,7 @@ myst_heading_anchors = 4
 # Anchors are made as GitHub makes them, so that links also work on GitHub.
 myst_url_schemes = {"http": None, "https": None, "mailto": None}
 
-# The reference documents the user's API; torch is not installed when the site is built.
+# torch is not installed where the site is built, but documented modules import it.
 autodoc_mock_imports = ["torch"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
@@ -49,7 +49,7 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 python_use_unqualified_type_names = True
-default_role = "py:obj"  # makes a link of a name in backticks if the site has the name
+default_role = "py:obj"  # links a name in backticks to its entry on the site
 suppress_warnings = ["ref.python"]  # a name that several classes share, such as `rank`, needs no link
 maximum_signature_line_length = 88
 

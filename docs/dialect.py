@@ -48,7 +48,7 @@ PHRASES = {
 """By pattern, which begins at a word's beginning, the words to use instead."""
 
 _COMPILED = [(re.compile(rf"\b(?:{pattern})", re.IGNORECASE), better) for pattern, better in PHRASES.items()]
-_ANY = re.compile(rf"\b(?:{'|'.join(PHRASES)})", re.IGNORECASE)  # one pattern, because that is faster
+_ANY = re.compile(rf"\b(?:{'|'.join(PHRASES)})", re.IGNORECASE)  # a search for one joined pattern is faster
 _C_PROSE = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL)
 
 
@@ -124,7 +124,7 @@ def main() -> int:
         if name.endswith(SUFFIXES) and name not in EXEMPT and (ROOT / name).is_file():
             text = (ROOT / name).read_text()
             flat = re.sub(r"[\s#/*>]+", " ", text)
-            if _ANY.search(flat):  # otherwise the file needs no parsing
+            if _ANY.search(flat):  # a file without a match need not be parsed
                 found += findings(name, text)
     print("\n".join(found), end="\n" if found else "")
     return 1 if found else 0

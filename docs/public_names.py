@@ -1,7 +1,7 @@
 """Lists public names, in Python and in kernels, that have no docstring or are on no page of the reference. Exits with
 1 if it lists a name.
 
-python public_names.py DOXYGEN_XML     after doxygen has written what the device headers say
+python public_names.py DOXYGEN_XML     DOXYGEN_XML: the folder of doxygen's output for the device headers
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Renders the reference for readers without the site: each page with the signatures and docstrings that it names.
 
 python docs/render_reference.py            writes docs/reference/PAGE.rendered.md for each PAGE.md with such directives
-python docs/render_reference.py --check    exits with 1 and names those that would change; `make lint` runs it
+python docs/render_reference.py --check    exits with 1 and lists the pages that would change; `make lint` runs it
 
 On the site Sphinx expands the directives of the pages, and leaves the rendered ones out. GitHub and editors show
 directives as text, so the rendered pages are committed.
@@ -159,14 +159,14 @@ def _declared(text: str) -> Iterator[tuple[str, str, str]]:
         end += len(" const") if text.startswith(") const", end) else 0
         declaration = textwrap.dedent(text[comment.end() : end + 1])
         head, mark, rest = declaration.partition("PROXYCCL_DEVICE ")
-        declaration = head + rest.replace("\n" + " " * len(mark), "\n")  # parameters stay below the first one
+        declaration = head + rest.replace("\n" + " " * len(mark), "\n")  # keeps parameters aligned with the first one
         yield re.findall(r"\w+", text[:opened])[-1], declaration, COMMENT.sub("", comment[0])
 
 
 def _said(comment: str) -> str:
     """Returns a comment for Doxygen as Markdown."""
     out: list[str] = []
-    for line in re.sub(r"(?<![\w`])\*(?=\w)", r"\\*", comment).splitlines():  # a pointer's star is not emphasis
+    for line in re.sub(r"(?<![\w`])\*(?=\w)", r"\\*", comment).splitlines():  # Markdown would take a pointer's star for emphasis
         in_list = bool(out) and out[-1].startswith(("- ", "  "))
         if tag := re.match(r"@(t?param|return) *(\S+)(.*)$", line):
             if out and out[-1] and not in_list:

@@ -8,7 +8,7 @@ The first line of a Python block is a comment with the command that runs it:
 
 A program with `device="cuda"`, or in Numba, needs a GPU. A C++ block is a kernel's source, which must compile. Each
 line after `$ ` of a console block runs in a directory with the programs of its page, and must print the lines below it,
-in which … matches any text; it may print other lines between. Other commands are only parsed.
+in which … matches any text; other output between these lines is allowed. Other commands are only parsed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code on a page, its first line's number there, and the language that the page names."""
+    """A block of code on a page, the number of its first line on the page, and the language that the page names."""
 
     page: Path
     line: int
@@ -116,7 +116,7 @@ def test_a_command_prints_what_the_page_says(block: Block, tmp_path: Path) -> No
             (tmp_path / program.text.partition("\n")[0].split()[-1]).write_text(program.text)
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     own = {"PROXYCCL_CACHE": str(tmp_path / "cache"), "PATH": path, "COLUMNS": "500"}
-    own["PYTHONUNBUFFERED"] = ""  # unbuffered, a line and its newline are two writes, so ranks' lines would mix
+    own["PYTHONUNBUFFERED"] = ""  # unbuffered output writes a newline separately, so ranks' lines would mix
     for part in block.text.replace("\\\n", "").removeprefix("$ ").split("\n$ "):
         command, *expected = part.splitlines()
         missing = [program for program in ("gdb", "g++") if program in command and shutil.which(program) is None]

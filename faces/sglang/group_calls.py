@@ -1,4 +1,4 @@
-"""The calls of one group of SGLang, by its process group and that group's communicator."""
+"""Makes the calls of one group of SGLang on a process group and on the process group's communicator."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from proxyccl.torch.process_group import NAME
 from sglang.srt.distributed.utils import all_gather_single, reduce_scatter_single
 
 _SHORT_BYTES = 8 << 20
-"""The largest sum that is written to a new tensor; larger ones are made in place, to save memory."""
+"""The largest sum that is written to a new tensor; larger sums overwrite their input, to save memory."""
 _NORMED = (torch.bfloat16, torch.float16)
 
 
 class GroupCalls:
-    """Takes the place of SGLang's `PyNcclCommunicator`. All ranks of the group make it together.
+    """Takes the place of SGLang's `PyNcclCommunicator`. All ranks of the group construct it together.
 
     Args:
         group: a process group. If its backend is not "proxyccl", a new group of the same ranks is made, whose calls may
             run at the same time as those of other groups.
         device: where the tensors are: a torch device, or the number of a GPU.
-        library_path: NCCL's; not used.
+        library_path: the path of NCCL's library, which is not used.
         is_symmetric_memory_enabled: must be False.
         cta_policy: must be None.
 
@@ -38,7 +38,7 @@ class GroupCalls:
         device: the device.
         short: the calls for short messages, by the group's communicator; None with one rank.
         available: whether the group has several ranks.
-        disabled: the opposite. Calls of a group of one rank do nothing.
+        disabled: whether the group has only one rank. Its calls then do nothing.
     """
 
     def __init__(
@@ -136,8 +136,8 @@ class GroupCalls:
 
 
 class ShortCalls:
-    """Takes the place of SGLang's class for short messages, which is a group's `ca_comm`. SGLang asks some objects of
-    this kind for more methods; this class must not have methods of these names.
+    """Takes the place of SGLang's class for short messages, which is a group's `ca_comm`. SGLang recognizes AITER's
+    class by additional methods, so this class must not have methods of those names.
 
     Args:
         communicator: the group's communicator.
@@ -154,7 +154,7 @@ class ShortCalls:
         self._communicator = communicator
 
     def should_custom_ar(self, x: torch.Tensor) -> bool:
-        """Returns whether `custom_all_reduce` takes a tensor; the same on all ranks."""
+        """Returns whether `custom_all_reduce` takes a tensor. The result is the same on all ranks."""
         return bool(x.is_floating_point() and x.is_contiguous() and x.nbytes <= _SHORT_BYTES)
 
     def custom_all_reduce(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -170,7 +170,7 @@ class ShortCalls:
     def add_and_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns RMSNorm of the ranks' sum and the residual, and the two's sum, in new tensors."""
+        """Adds the ranks' rows and the residual. Returns the RMSNorm of the result, and the result, in new tensors."""
         rows = self._communicator.all_reduce_rms_norm(
             x,
             residual,
@@ -184,14 +184,14 @@ class ShortCalls:
     def fused_allreduce_rmsnorm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Returns the results of `add_and_norm`, or None if it does not take the tensors. SGLang calls this with
-        AITER.
+        """Returns the results of `add_and_norm`, or None if `add_and_norm` does not take the tensors. With
+        AITER, SGLang calls this method.
         """
         return self.add_and_norm(x, residual, weight, eps) if takes_rows(x, residual, weight) else None
 
 
 def takes_rows(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Returns whether `ShortCalls.add_and_norm` takes these tensors; the same on all ranks."""
+    """Returns whether `ShortCalls.add_and_norm` takes these tensors. The result is the same on all ranks."""
     return (
         x.dtype in _NORMED
         and x.dtype == residual.dtype == weight.dtype

@@ -22,7 +22,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_exec
 
 _SRT = "sglang.srt"
-_library = torch.library.Library("proxyccl", "FRAGMENT")  # the operator exists as long as this object
+_library = torch.library.Library("proxyccl", "FRAGMENT")  # its destruction would unregister the operator
 _library.define(
     "sglang_all_reduce_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool use_attn_tp_group) "
     "-> (Tensor, Tensor)"

@@ -4,7 +4,7 @@ names.
 
 import sys
 
-from proxyccl.nixl import *  # noqa: F403  all of its public names, which are NIXL's
+from proxyccl.nixl import *  # noqa: F403  the package re-exports NIXL's public names
 from proxyccl.nixl import __all__, _api, _bindings, _utils, logging  # noqa: F401
 
 for _module in (_api, _bindings, _utils, logging):

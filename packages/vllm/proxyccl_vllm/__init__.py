@@ -1,4 +1,4 @@
-"""A platform plug-in of vLLM: parallel groups on ProxyCCL. vLLM calls `detect` in each of its processes."""
+"""A platform plug-in of vLLM that makes parallel groups on ProxyCCL. vLLM calls `detect` in each of its processes."""
 
 from __future__ import annotations
 

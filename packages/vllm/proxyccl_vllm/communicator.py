@@ -1,4 +1,4 @@
-"""vLLM's calls of a group, by the communicator of the group's device group."""
+"""Makes vLLM's calls of a group on the communicator of the group's device group."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ class ProxyCCLCommunicator(CudaCommunicator):  # type: ignore[misc]
         options: further options of vLLM's class.
 
     Attributes:
-        group_name: a name by which torch finds the device group. It contains vLLM's name and is the same in each run:
-            torch's own name counts the groups that the process has made, and a cached graph may outlive the process.
+        group_name: a name by which torch finds the device group. It contains vLLM's name and is the same in each run,
+            unlike torch's own name, which contains the number of groups that the process has made; a cached graph
+            contains the name and may outlive the process.
 
     Raises:
-        NotImplementedError: the group is not one of torch's.
+        NotImplementedError: the group is not a group of torch.distributed.
         ArgumentError: the device group has another backend.
     """
 
@@ -127,7 +128,7 @@ class ProxyCCLCommunicator(CudaCommunicator):  # type: ignore[misc]
         return dim % input_.dim()
 
     def _are_even(self, sizes: list[int] | None, own: int, call: str) -> bool:
-        """Checks the ranks' sizes, of which this rank's is `own`. Returns whether all are equal."""
+        """Returns whether the ranks' sizes are equal. Raises ValueError if this rank's size is not `own`."""
         if sizes is None:
             return True
         if len(sizes) != self.world_size or sizes[self.rank_in_group] != own:

@@ -1,4 +1,4 @@
-"""A pass of vLLM's compiler, which replaces an all_reduce and the norm after it by one operator."""
+"""Defines a pass of vLLM's compiler that replaces an all_reduce and the norm after it by one operator."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _USUAL_EPS = (1e-5, 1e-6)
 _STATIC, _PER_TOKEN = kFp8StaticTensorSym, kFp8DynamicTokenSym
 _EARLIER = ("NoOpEliminationPass", "AddRMSNormFusionPass")
-"""vLLM's passes that give norms the form that the patterns have."""
+"""vLLM's passes after which graphs can match the patterns."""
 
 
 class _Form(NamedTuple):
-    """A form of the norm after an all_reduce.
+    """A pattern of an all_reduce and a norm, and the operator that replaces it.
 
     Attributes:
-        eps: the norm's constant.
+        eps: the norm's epsilon.
         adds: whether a residual is added.
-        uses_sums: whether the graph uses the sums too. If nothing is added, it may or may not use them.
+        uses_sums: whether the graph also uses the norm's input. Without a residual, the pattern matches in both cases.
         gemma: whether the norm's weight is `weight + 1` in float32.
         quantization: vLLM's key of the quantization after the norm; None for none.
     """
@@ -58,7 +58,7 @@ class _Form(NamedTuple):
         return self.quantization is _STATIC
 
     def examples(self) -> list[torch.Tensor]:
-        """Returns tensors with which the pattern is traced."""
+        """Returns example tensors, with which torch traces the pattern."""
         made = {
             "x": torch.empty(5, 16, dtype=torch.bfloat16, device=current_platform.device_type),
             "weight": torch.empty(16, dtype=torch.bfloat16, device=current_platform.device_type),
@@ -126,8 +126,8 @@ class _Form(NamedTuple):
 
 
 def _quantizer(key: Any) -> Callable[[torch.Tensor, torch.Tensor | None], list[torch.Tensor]]:
-    """Returns a function that quantizes as vLLM does by its current configuration, and returns the quantized rows and
-    their own scales, if they have any.
+    """Returns a function that quantizes as vLLM's current configuration says. The function returns the quantized rows
+    and, if each row has its own scale, the scales.
     """
     if key is None:
         return lambda normed, _: [normed]
@@ -140,7 +140,7 @@ def _quantizer(key: Any) -> Callable[[torch.Tensor, torch.Tensor | None], list[t
 
 
 def _forms(eps: set[float]) -> Iterator[_Form]:
-    """Yields the forms, larger ones first."""
+    """Yields the patterns, larger ones first, because a smaller pattern also matches a part of a larger one."""
     quantizes = hasattr(torch.ops._C, "static_scaled_fp8_quant") and current_platform.fp8_dtype() is torch.float8_e4m3fn
     for quantization in (_STATIC, _PER_TOKEN, None) if quantizes else (None,):
         for gemma, each in itertools.product((True, False), sorted(eps)):
@@ -149,7 +149,7 @@ def _forms(eps: set[float]) -> Iterator[_Form]:
 
 
 class FusedNorms(VllmFusionPatternMatcherPass):  # type: ignore[misc]
-    """Replaces each all_reduce of the tensor-parallel group that a norm follows."""
+    """Replaces each all_reduce of the tensor-parallel group together with the norm that follows it."""
 
     def __init__(self, config: VllmConfig) -> None:
         super().__init__(config, "proxyccl_fused_norms")
@@ -170,7 +170,7 @@ class FusedNorms(VllmFusionPatternMatcherPass):  # type: ignore[misc]
                 self.pm_pass,
                 extra_check=form.fits,
             )
-            pattern_matcher._seen_patterns.clear()  # torch takes patterns that differ in a constant for duplicates
+            pattern_matcher._seen_patterns.clear()  # else torch rejects a pattern that differs only in a constant
 
     def uuid(self) -> str:
         """Returns an identifier of the graphs that this pass makes, for caches of compiled graphs."""
@@ -179,7 +179,7 @@ class FusedNorms(VllmFusionPatternMatcherPass):  # type: ignore[misc]
 
 
 class PassManager(PostGradPassManager):  # type: ignore[misc]
-    """vLLM's passes, and `FusedNorms` before the passes that join norms with quantization."""
+    """Runs vLLM's passes, with `FusedNorms` before those that join norms with quantization."""
 
     def configure(self, config: VllmConfig) -> None:
         super().configure(config)

@@ -1,4 +1,4 @@
-"""The environment of a program: its ranks, the ranks' seeds, and the links between ranks."""
+"""Sets up a program's process group and random seeds, and returns the speeds of the links between its ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events that calls wait for."""
+"""The module of the events that calls wait for."""
 
 from proxyccl.deep_ep import EventHandle, EventOverlap
 

@@ -10,7 +10,7 @@ from deep_ep.utils.math import ceil_div
 
 _STEPS = 20
 _MOST = 100.0
-_THRESHOLD = 0.9  # only the scores of a token's chosen experts are greater
+_THRESHOLD = 0.9  # scores above it are those of a token's chosen experts
 
 
 def get_unbalanced_scores(
@@ -59,8 +59,8 @@ def get_precise_unbalanced_scores(
     at_random = _chosen(_scores(num_tokens, num_experts, num_ranks, 1.0), num_topk).view(num_tokens, num_ranks, -1)
     wanted = at_random.any(2).sum(1).clamp(least, most)  # the number of ranks that each token goes to
     goes = _ranks_of_tokens(wanted, num_ranks, ratio)
-    # A token chooses equally many experts of each of its ranks, or one more of the first ranks if num_topk does not
-    # divide evenly.
+    # A token chooses equally many experts of each of its ranks. If num_topk is not a multiple of the number of ranks,
+    # the token chooses one expert more of each of the first ranks.
     place = goes.cumsum(1) - 1
     choices = torch.where(goes, num_topk // wanted.unsqueeze(1) + (place < (num_topk % wanted).unsqueeze(1)), 0)
     order = torch.rand(num_tokens, num_ranks, per_rank, dtype=torch.float32).argsort(2).argsort(2)
@@ -75,7 +75,7 @@ def _ranks_of_tokens(wanted: Any, ranks: int, ratio: float) -> Any:
     """
     tokens, others = len(wanted), ranks - 1
     first = round(float(wanted.sum()) * ratio / (others + ratio))
-    must = wanted == ranks  # the tokens that go to all ranks
+    must = wanted == ranks  # these tokens go to all ranks
     in_order = torch.where(must, -1.0, torch.rand(tokens, dtype=torch.float32)).argsort()
     goes = torch.zeros(tokens, ranks, dtype=torch.bool)
     goes[in_order[: max(first, int(must.sum()))], 0] = True
@@ -83,7 +83,7 @@ def _ranks_of_tokens(wanted: Any, ranks: int, ratio: float) -> Any:
     begin = left.cumsum(0) - left
     offset = (
         torch.arange(others).unsqueeze(0) - begin.unsqueeze(1)
-    ) % others  # relative to the token's first rank other than rank 0
+    ) % others  # each rank's distance from the token's first rank other than rank 0
     goes[:, 1:] = offset < left.unsqueeze(1)
     return goes
 

@@ -15,7 +15,7 @@ _GREATEST = 448.0  # the largest number in float8_e4m3fn
 
 
 def calc_diff(x: Any, y: Any) -> float:
-    """Returns the difference of two tensors: 1 - 2 Σxy / Σ(x² + y²), with 1 added to each element; 0 if x = y."""
+    """Adds 1 to each element, and returns 1 - 2 Σxy / Σ(x² + y²): 0 for equal tensors, else their relative difference."""
     x, y = x.double() + 1, y.double() + 1
     return float(1 - 2 * (x * y).sum() / (x.square() + y.square()).sum())
 
@@ -96,7 +96,7 @@ def hash_tensors(*tensors: Any) -> int:
 
 
 def count_bytes(*tensors: Any) -> int:
-    """Returns the total bytes of tensors. Arguments are as for `hash_tensors`."""
+    """Returns the total size of tensors in bytes. Takes the same arguments as `hash_tensors`."""
     return sum(each.numel() * each.element_size() for each in _flat(tensors))
 
 

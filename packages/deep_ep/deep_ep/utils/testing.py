@@ -28,8 +28,8 @@ def bench(
     post_fn: Callable[[], Any] | None = None,
     flush_l2: bool = True,
 ) -> tuple[float, float, float]:
-    """Measures the GPU work that a call queues. Returns the average, least and greatest time in seconds, without the
-    first measured call.
+    """Measures the GPU work that a call queues. Returns the average, least and greatest time in seconds, which leave
+    out the first measured call.
 
     Args:
         fn: makes the call.
@@ -53,7 +53,7 @@ def bench(
     return statistics.fmean(seconds), min(seconds), max(seconds)
 
 
-class empty_suppress(contextlib.nullcontext[None]):  # noqa: N801 - DeepEP's name
+class empty_suppress(contextlib.nullcontext[None]):  # noqa: N801 - DeepEP has this name
     """Suppresses nothing."""
 
 
