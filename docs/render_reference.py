@@ -166,7 +166,7 @@ def _declared(text: str) -> Iterator[tuple[str, str, str]]:
 def _said(comment: str) -> str:
     """Returns a comment for Doxygen as Markdown."""
     out: list[str] = []
-    for line in re.sub(r"(?<![\w`])\*(?=\w)", r"\\*", comment).splitlines():  # Markdown would take a pointer's star for emphasis
+    for line in re.sub(r"(?<![\w`])\*(?=\w)", r"\\*", comment).splitlines():  # escapes pointers' stars for Markdown
         in_list = bool(out) and out[-1].startswith(("- ", "  "))
         if tag := re.match(r"@(t?param|return) *(\S+)(.*)$", line):
             if out and out[-1] and not in_list:

@@ -15,7 +15,7 @@ _GREATEST = 448.0  # the largest number in float8_e4m3fn
 
 
 def calc_diff(x: Any, y: Any) -> float:
-    """Adds 1 to each element, and returns 1 - 2 Σxy / Σ(x² + y²): 0 for equal tensors, else their relative difference."""
+    """Returns 1 - 2 Σxy / Σ(x² + y²) of the tensors x + 1 and y + 1: their relative difference, 0 if they are equal."""
     x, y = x.double() + 1, y.double() + 1
     return float(1 - 2 * (x * y).sum() / (x.square() + y.square()).sum())
 
