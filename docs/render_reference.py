@@ -164,7 +164,6 @@ def _declared(text: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _said(comment: str) -> str:
-    """Returns a comment for Doxygen as Markdown."""
     out: list[str] = []
     for line in re.sub(r"(?<![\w`])\*(?=\w)", r"\\*", comment).splitlines():  # escapes pointers' stars for Markdown
         in_list = bool(out) and out[-1].startswith(("- ", "  "))

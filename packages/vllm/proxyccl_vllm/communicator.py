@@ -128,7 +128,6 @@ class ProxyCCLCommunicator(CudaCommunicator):  # type: ignore[misc]
         return dim % input_.dim()
 
     def _are_even(self, sizes: list[int] | None, own: int, call: str) -> bool:
-        """Returns whether the ranks' sizes are equal. Raises ValueError if this rank's size is not `own`."""
         if sizes is None:
             return True
         if len(sizes) != self.world_size or sizes[self.rank_in_group] != own:
@@ -139,7 +138,6 @@ class ProxyCCLCommunicator(CudaCommunicator):  # type: ignore[misc]
         return len(set(sizes)) == 1
 
     def _share(self, x: torch.Tensor, sizes: list[int] | None) -> int:
-        """Returns the size of this rank's share of `x` along dimension 0."""
         if sizes is None:
             if x.shape[0] % self.world_size:
                 raise ValueError(f"input_: its size {x.shape[0]} is not a multiple of {self.world_size} ranks")

@@ -50,7 +50,6 @@ class _Form(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """The names of the pattern's arguments."""
         return ["x", "weight", *(["residual"] if self.adds else []), *(["scale"] if self.is_static else [])]
 
     @property
@@ -58,7 +57,6 @@ class _Form(NamedTuple):
         return self.quantization is _STATIC
 
     def examples(self) -> list[torch.Tensor]:
-        """Returns example tensors, with which torch traces the pattern."""
         made = {
             "x": torch.empty(5, 16, dtype=torch.bfloat16, device=current_platform.device_type),
             "weight": torch.empty(16, dtype=torch.bfloat16, device=current_platform.device_type),
@@ -68,7 +66,6 @@ class _Form(NamedTuple):
         return [made[name] for name in self.names]
 
     def pattern(self) -> Callable[..., Any]:
-        """Returns the function whose graph is replaced."""
         quantize = _quantizer(self.quantization)
 
         def norm(**given: torch.Tensor) -> Any:
@@ -83,8 +80,6 @@ class _Form(NamedTuple):
         return self._named(norm)
 
     def replacement(self, group_name: str) -> Callable[..., Any]:
-        """Returns the function whose graph replaces the pattern's, for a process group."""
-
         def norm(**given: torch.Tensor) -> Any:
             x, per_token = given["x"], self.quantization is _PER_TOKEN
             made = auto_functionalized(
@@ -105,7 +100,6 @@ class _Form(NamedTuple):
         return self._named(norm)
 
     def fits(self, match: Any) -> bool:
-        """Returns whether the operator takes the types of a match's tensors."""
         x, weight = (match.kwargs[name].meta["val"] for name in ("x", "weight"))
         return x.dtype in _DTYPES and weight.dtype == x.dtype
 
