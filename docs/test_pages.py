@@ -8,7 +8,7 @@ The first line of a Python block is a comment with the command that runs it:
 
 A program with `device="cuda"`, or in Numba, needs a GPU. A C++ block is a kernel's source, which must compile. Each
 line after `$ ` of a console block runs in a directory with the programs of its page, and must print the lines below it,
-in which … matches any text; other output between these lines is allowed. Other commands are only parsed.
+in which … matches any text; other output between these lines is allowed. Other shell commands are only parsed.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ logger = init_logger(__name__)
 
 
 class ProxyCCLCommunicator(CudaCommunicator):  # type: ignore[misc]
-    """A device communicator without NCCL. Calls return new tensors and keep their inputs, unless they say otherwise.
+    """A device communicator without NCCL. Methods return new tensors unless their docstrings say otherwise.
 
     Args:
         cpu_group: a group of gloo with the same ranks.
