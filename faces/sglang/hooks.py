@@ -44,9 +44,7 @@ def register() -> None:
 
 
 def _backend(original: Callable[[str], str], device: str) -> str:
-    """Returns the torch backend of SGLang's groups for devices. With deterministic inference, groups that are made
-    later are invariant.
-    """
+    """Returns the torch backend of SGLang's groups for devices. Also makes them invariant if inference must be."""
     chosen = original(device)
     if chosen not in ("nccl", "gloo"):
         return chosen
@@ -56,7 +54,6 @@ def _backend(original: Callable[[str], str], device: str) -> str:
 
 
 def _init_coordinator(original: Callable[..., None], coordinator: Any, *args: Any, **kwargs: Any) -> None:
-    """Makes a group of SGLang whose communicators are one `GroupCalls` of its device's process group."""
     call = inspect.signature(original).bind(coordinator, *args, **kwargs)
     call.apply_defaults()
     if call.arguments["torch_distributed_backend"] != NAME:
@@ -99,9 +96,7 @@ def _all_reduce_norm(
     fp32_acc: bool = True,
     use_attn_tp_group: bool = True,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Returns the normed rows and the sum of the ranks' rows and the residual; a pair of None if the call does not take
-    the tensors. The arguments that tune FlashInfer's kernels have no effect.
-    """
+    """Returns a pair of None if `takes_rows` is False. Ignores the arguments that tune FlashInfer's kernels."""
     if not takes_rows(input_tensor, residual, weight):
         return None, None
     if torch.compiler.is_compiling():
@@ -125,7 +120,6 @@ _library.impl("sglang_all_reduce_rms_norm", _add_and_norm, "CompositeExplicitAut
 
 @torch.library.register_fake("proxyccl::sglang_all_reduce_rms_norm", lib=_library)
 def _fake(x: torch.Tensor, residual: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns tensors like the operator's results."""
     return torch.empty_like(x), torch.empty_like(residual)
 
 
