@@ -107,10 +107,10 @@ class Group:
 
     def _begin(self, meeting: Meeting, parent: Group | None, mapped: HandleCache | None) -> None:
         self._closing = threading.RLock()
-        self._released = True  # so that `discard` frees nothing before all its fields are set
+        self._released = True  # so that `discard` frees nothing before `__init__` has set all fields
         self._meeting = meeting
         self.parent = parent
-        self._shrunk = ""  # what to do instead of another `shrink`
+        self._shrunk = ""  # the advice in the error that a second `shrink` raises
         self._next_context_look = 0.0
         self._children: list[Group] = []
         self._splits: Counter[tuple[int, ...]] = Counter()
@@ -208,7 +208,8 @@ class Group:
         with contextlib.suppress(CommunicatorError):
             self.links.drain()
         if self.failure.aborted:
-            self.failure.observer.close()  # a report that is being written reads the proxy's state
+            # Waits for a report that is being written, because it reads the proxy's state.
+            self.failure.observer.close()
             if self.links.close():
                 self.control.set_presence(Presence.STOPPED)
 
@@ -224,7 +225,7 @@ class Group:
         """Opens the group: begins to detect failures, to tell the peers about them, and to report them. If `open`
         raises an error, the caller calls `discard`.
         """
-        # `Collectives.start` exchanges once more, so no kernel waits for a peer before all ranks have opened their
+        # `Collectives.start` makes another exchange, so no kernel waits for a peer before all ranks have opened their
         # groups.
         try:
             self._begin_watching(observer)
@@ -264,7 +265,7 @@ class Group:
             return self.launches.log.count
 
         def end_waits() -> None:
-            if (proxy := self.links.proxy_if_started) is not None:  # without a proxy no stream waits for a proxy
+            if (proxy := self.links.proxy_if_started) is not None:
                 proxy.end_waits()
             for waits in tuple(self.stream_waits):
                 waits.release_streams()
@@ -413,9 +414,9 @@ class Group:
         """Closes the group and the groups that were split from it. Further calls do nothing.
 
         Memory that peers access is freed once they have closed the communicator. The call waits for the peers unless
-        the group has failed. If the missing peers are closing other communicators, a thread waits instead, so ranks may
-        close communicators in different orders. If a signal handler that interrupts a wait calls `close`, the call only
-        aborts the group on all ranks; a later call of `close` does the rest.
+        the group has failed. If the missing peers are closing other communicators, the call returns and a background
+        thread waits, so ranks may close communicators in different orders. If a signal handler that interrupts a wait
+        calls `close`, the call only aborts the group on all ranks; a later call of `close` does the rest.
 
         Args:
             reason: if not empty, the call aborts the group on all ranks with this reason.
@@ -478,7 +479,8 @@ class Group:
         return True
 
     def _leave_with_parent(self, reason: str) -> None:
-        """Leaves this group before its parent, whose release also releases this group."""
+        """Announces that this rank leaves the group, as its parent group closes. The parent's release also releases
+        this group."""
         with self._closing:
             if not self.failure.closed:
                 self.leave(reason)
@@ -533,7 +535,7 @@ class Group:
                 other._watcher.announce(Presence.PRESENT)
 
     def late(self, peer: int, operation: str, what: str, timeout: float) -> CommunicatorError:
-        """Makes the group fail with a time-out error that names the peer, and the action that it did not take in time.
+        """Makes the group fail with a time-out error that names the peer and what the peer failed to do in time.
         Returns the exception.
         """
         late = WaitTimeoutError(
@@ -598,12 +600,12 @@ class Group:
         self.failure.observer.close()
         if not healthy:
             self._watcher.end_waits()
-        self._end_kernels()  # kernels use the memory that is freed below until they have stopped
+        self._end_kernels()  # running kernels may use the memory that is freed below
         if not healthy:
             self._aftermath.watch_processes()
         self._watcher.close()
         if not self.links.close():
-            _abandoned.append(self)  # a handler still runs, and its thread still uses the memory
+            _abandoned.append(self)  # a Python handler of triggers still runs, and may use the memory
             return
         self._free_memory(healthy=healthy)
 

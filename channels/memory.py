@@ -64,7 +64,8 @@ def require_room(shape: tuple[int, ...], dtype: DType) -> None:
 
 
 def allocate(group: Group, shape: int | Sequence[int], dtype: Any, *, symmetric: bool = False) -> Array:
-    """Allocates an array in device memory; peers' kernels can access a symmetric array. See `Communicator.empty`."""
+    """Allocates an array in device memory. If `symmetric` is true, peers' kernels can access the array. See
+    `Communicator.empty`."""
     group.failure.require_usable()
     given = find_extents(shape)
     found = None if given is None else [find_integer(n) for n in given]
@@ -149,7 +150,7 @@ class RegisteredMemory:
         self._transport_ids: dict[str, int] = {}  # by transport, the id of this rank's range
         self._ids_at_peers: dict[int, int] = {}
         self._schedule_ids = 0
-        self._number = -1 - next(_numbers)  # the range's number in `Calls`: negative, unlike an announcement's
+        self._number = -1 - next(_numbers)  # the range's number in `Calls`; announcements have the numbers from 0
         self._closed = False
         self._allocations = group.runtime.allocations(view.ptr, view.nbytes)
         self.ptr = view.ptr
@@ -193,7 +194,7 @@ class RegisteredMemory:
 
     def _tell_ids(self, reserved: bool) -> None:
         """Adds the peers' ranges to this rank's proxy, and sends the peers their ids. All ranks call this together.
-        Only a part of a proxy's ids is for such ranges; if these ids are used up, schedules stage the data.
+        Only some of a proxy's memory ids are for registered ranges; if they are used up, schedules stage the data.
         """
         group = self._group
         peers = [peer for peer in range(group.world_size) if peer != group.rank]
@@ -309,7 +310,8 @@ class RegisteredMemory:
         return self._remote_ids[peer]
 
     def _add(self, peer: int) -> int:
-        """Adds a peer's range to this rank's proxy: by its handle, or for a remote transport by its address and key."""
+        """Adds a peer's range to this rank's proxy: by the range's handle or, for a remote transport, by its address
+        and key."""
         links, offer = self._group.links, self._offers[peer]
         proxy, transport = links.proxy, links.transport(peer)
         remote = TRANSPORTS[transport].remote
@@ -340,7 +342,7 @@ class RegisteredMemory:
         self._require_open()
         if peer not in self._opened:
             handle = self._handle(peer)
-            self._group.failure.check()  # a failed peer's memory may still be mappable for a moment
+            self._group.failure.check()  # because a failed peer's memory may stay mappable for a moment
             with self._group.mapping_of(peer):
                 self._opened[peer] = self._group.mappings.acquire(handle)
         return self._opened[peer]
@@ -377,7 +379,7 @@ class RegisteredMemory:
         if self._closed or self._group.failure.inherited:
             return
         self._closed = True
-        if not self._group.failure.closed:  # discards prepared calls with the ids, which other memory may get
+        if not self._group.failure.closed:  # discards prepared calls that hold the ids, because the ids may be reused
             self._group.launches.calls.unset_reached(self._number)
             self._group.launches.calls.forget(self.ptr, self.ptr + self.nbytes)
         self._group.links.schedule_ids -= self._schedule_ids

@@ -1,4 +1,4 @@
-"""Pinned memory of each rank, for messages that a CPU copies in less time than a copy engine needs to start."""
+"""Pinned memory for short messages, which a CPU copies in less time than a copy engine needs to start."""
 
 from __future__ import annotations
 

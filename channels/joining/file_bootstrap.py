@@ -102,8 +102,8 @@ def _close_all(descriptors: list[int]) -> None:
 class _Directory:
     """A directory that only this user can access. The directory is held open, so that nobody can replace it.
 
-    A spare descriptor is also held open, and closed to open a file, so that a process that has run out of descriptors
-    can still report that to its peers.
+    The object also holds a spare descriptor, which it closes before it opens a file, so that a process that has run out
+    of descriptors can still report this error to its peers.
 
     Raises:
         ArgumentError: the directory can't be used.

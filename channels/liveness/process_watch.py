@@ -21,7 +21,7 @@ class ProcessWatch:
 
     Args:
         processes: the processes of the host's other ranks, by rank.
-        has_left: returns whether a rank has closed the communicator, so that its process may end and no longer watches
+        has_left: returns whether a rank has closed the communicator. The process of such a rank may end, and watches no
             others.
 
     Attributes:
@@ -37,7 +37,7 @@ class ProcessWatch:
         self._lock = threading.Lock()  # guards `_asked`
 
     def follow(self) -> tuple[list[int], list[int], list[int]]:
-        """Watches other processes instead of those whose ranks have closed the communicator.
+        """Replaces watched processes whose ranks have closed the communicator by other processes.
 
         Returns:
             The new descriptors, the replaced descriptors, which the caller must release, and the ranks whose processes

@@ -3,8 +3,8 @@ and reports failures to all ranks.
 
 The thread also maps memory that peers have registered. The thread wakes every INTERVAL_MS while this rank makes calls,
 and otherwise every IDLE_INTERVAL_MS, so that an idle rank uses almost no CPU time. A communicator and the communicators
-that were split from it share the thread. After a failure the thread releases streams that wait for the proxy. This
-existing thread does so because, once memory has run out, no thread can be started.
+that were split from it share the thread. After a failure the thread releases streams that wait for the proxy. No
+separate thread does this, because once memory has run out, no thread can be started.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class WatchThread:
 
     INTERVAL_MS = 20
     IDLE_INTERVAL_MS = 200
-    BUSY_SECONDS = 1.0  # after a call, the thread wakes every INTERVAL_MS for this time
+    BUSY_SECONDS = 1.0  # for this time after a call, the thread wakes every INTERVAL_MS
     RELEASING_MS = 1
 
     def __init__(self, name: str) -> None:
@@ -60,7 +60,7 @@ class WatchThread:
             raise
 
     def add(self, watcher: Watcher) -> None:
-        """From this call on, runs a watcher each time the thread wakes, and as soon as a descriptor of the watcher is
+        """Makes the thread run a watcher each time the thread wakes, and as soon as a descriptor of the watcher is
         readable."""
         with self._lock:
             self._watchers.append(watcher)
@@ -107,7 +107,7 @@ class WatchThread:
             watcher.look(readable)
         except MemoryError:
             return  # retried: `poll` returns the same events again
-        except Exception as error:  # the other watchers continue
+        except Exception as error:  # the thread continues to run the other watchers
             watcher.fail(error)
 
     def _fail(self, error: BaseException) -> None:
@@ -117,7 +117,7 @@ class WatchThread:
             watcher.fail(error)
 
     def end(self) -> None:
-        """Ends the thread. All watchers of the thread must be closed before."""
+        """Ends the thread. All watchers of the thread must already be closed."""
         os.write(self._stop_write, b"x")
         self._thread.join()
         self._close_descriptors()
@@ -377,7 +377,7 @@ class Watcher:
         return None
 
     def end_waits(self) -> None:
-        """Makes the thread release streams that wait for the proxy, until `close`, because the proxy has ended."""
+        """After the proxy has ended, makes the thread release streams that wait for the proxy, until `close`."""
         self.releasing = True
 
     def finish(self) -> None:
