@@ -101,7 +101,7 @@ class Group:
             with meeting.exchange.telling():
                 self._begin(meeting, parent, mapped)
         except BaseException:
-            meeting.control.set_presence(Presence.LEFT)  # peers don't wait for kernels of this rank
+            meeting.control.set_presence(Presence.LEFT)  # so that peers don't wait for kernels of this rank
             self.discard()
             raise
 
@@ -184,7 +184,7 @@ class Group:
         try:
             with naming_exhaustion("this rank's part of the communicator"):
                 meeting = meet_survivors(self._meeting, self.topology, excluded, self._watcher.has_ended, timeout)
-        except ProxyCCLError as error:  # a retry would find the failed attempt's notes on the board
+        except ProxyCCLError as error:  # refuses a retry, which would find the failed attempt's notes on the board
             self._shrunk = f"that failed ({type(error).__name__}): make a new Communicator over a bootstrap"
             raise
         for peer in set(range(self.world_size)) - {*meeting.members, *excluded}:
@@ -420,7 +420,7 @@ class Group:
 
         Args:
             reason: if not empty, the call aborts the group on all ranks with this reason.
-            wait: whether to wait for the peers; otherwise a thread waits.
+            wait: whether the call waits for the peers; if False, a thread waits.
 
         Raises:
             WaitTimeoutError: a peer did not close the group within the time-out.
@@ -456,13 +456,14 @@ class Group:
         failed before or during this call.
         """
         children = list(self._children)
-        for each in (self, *children):  # before any wait, because a wait for one group waits for all work on the device
+        # Precedes any wait, because a wait for one group waits for all work on the device.
+        for each in (self, *children):
             each.vain_waits.begin()
         for child in children:
             child._leave_with_parent(reason)
         if not self.failure.usable:
             return False
-        if reason:  # no wait here, because queued work may wait for the other ranks
+        if reason:  # skips the wait, because queued work may wait for the other ranks
             self.failure.abort(reason)
             return False
         try:
@@ -618,7 +619,7 @@ class Group:
         if healthy:
             self._aftermath.end()
         else:  # a peer's kernel may still write to this rank's memory
-            # This rank accesses no memory any longer, so ranks that shrink the communicator need not wait for it.
+            # This rank no longer accesses peers' memory, so ranks that shrink the communicator need not wait for it.
             self.control.set_presence(Presence.LEFT)
             self._aftermath.follow(reached)
             self.kept.clear()

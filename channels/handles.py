@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class DeviceHandle:
-    """A part of a channel, its semaphore or its ring, which a kernel takes by value.
+    """A part of a channel (its semaphore or its ring) that a kernel takes by value.
 
     Attributes:
         handle_kind: the handle's ProxycclHandleKind, which a kernel's parameter must have.

@@ -218,7 +218,8 @@ class RegisteredMemory:
         return bool(self.nbytes) and len(self._ids_at_peers) == self._group.world_size - 1
 
     def id_at(self, peer: int) -> int:
-        """Returns the first memory id of this rank's range in a peer's proxy. Requires `is_for_schedules`."""
+        """Returns the memory id, in a peer's proxy, of the first 4 GiB of this rank's range. Requires
+        `is_for_schedules`."""
         return self._ids_at_peers[peer]
 
     def __repr__(self) -> str:
@@ -244,7 +245,7 @@ class RegisteredMemory:
 
     @property
     def id(self) -> int:
-        """The first memory id of this rank's range, for triggers."""
+        """The memory id of the first 4 GiB of this rank's range, for triggers."""
         self._require_open()
         if self._id is None:
             handle = functools.partial(self._handle, self._group.rank)
@@ -270,8 +271,8 @@ class RegisteredMemory:
         return next((memory.local_key for memory in self._exposed.values() if memory.copied and memory.local_key), 0)
 
     def source_id(self, peer: int) -> int:
-        """Returns the first memory id of this rank's range for triggers to a peer: `id`, unless the transport to the
-        peer uses a different address or key for the range.
+        """Returns the memory id of the first 4 GiB of this rank's range, for triggers to a peer. The result is `id`,
+        unless the transport to the peer uses a different address or key for the range.
         """
         if peer == self._group.rank:
             return self.id
@@ -295,7 +296,7 @@ class RegisteredMemory:
         return self._offers[as_rank(self._group.world_size, peer, "peer")].nbytes
 
     def peer_id(self, peer: int) -> int:
-        """Returns the first memory id of a peer's range, for triggers to that peer.
+        """Returns the memory id of the first 4 GiB of a peer's range, for triggers to that peer.
 
         Raises:
             ArgumentError: the peer's memory can't be shared.

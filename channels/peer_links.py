@@ -196,8 +196,8 @@ class PeerLinks:
         )
 
     def _idle(self) -> IdlePolicy:
-        """Returns the idle policy of a proxy in this process: the caller's, else one chosen by the cores of the host's
-        ranks.
+        """Returns the idle policy of a proxy in this process: the caller's policy, if given, else one chosen by the
+        number of cores of the host's ranks.
         """
         if self._options.idle is not None:
             return self._options.idle

@@ -72,7 +72,7 @@ class PinnedRange:
         return group.links.proxy.add_pinned_memory(self._opened[-1])
 
     def close(self) -> None:
-        """Unmaps the memory. Neither triggers nor schedules of any rank may still use it."""
+        """Unmaps the memory, which neither triggers nor schedules of any rank may still use."""
         for exposed in self._exposed.values():
             self._remote.withdraw(exposed)
         for memory in (self._memory, *self._opened):

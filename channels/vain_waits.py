@@ -41,8 +41,8 @@ class VainWaits:
         self._leaving, self._work_ends_by = False, math.inf
 
     def bound_transfers(self, now: float) -> None:
-        """Limits the remaining wait for transfers to `linger` seconds, because the peer of a transfer may wait in the
-        same way while its program exits.
+        """Limits the remaining wait for transfers to `linger` seconds, because the peer may itself wait for a transfer
+        while the peer's program exits.
         """
         if self.makes_transfers and self._linger is not None:
             self._work_ends_by = now + self._linger

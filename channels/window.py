@@ -97,7 +97,8 @@ class Window:
         self._issue(operations, peer, signal, stream, x)
 
     def get(self, out: Any, peer: int, *, offset: int = 0, stream: StreamLike = None) -> Any:
-        """Copies a part of a peer's array to `out`, on the stream. Returns `out`. Arguments and errors as for `put`."""
+        """Copies a part of a peer's array to `out`, on the stream. Returns `out`. Has the arguments and errors of
+        `put`."""
         view, theirs = self._ranges(out, "out", peer, offset)
         if not view.writable:
             raise ArgumentError("out", "the array is read-only")

@@ -86,9 +86,8 @@ class Exchange:
     def telling(self) -> Iterator[None]:
         """Returns a context for this rank's work between exchanges: if the work raises an error, the peers' next
         exchange fails with this error. If an exchange raises the error, the error is not sent, because all ranks raise
-        it. After
-        `guard`, only errors about exhausted resources are sent, and the group survives only if all ranks send such an
-        error.
+        it. After `guard`, only errors about exhausted resources are sent, and the group survives only if all ranks send
+        such an error.
 
         Raises:
             ResourceError: no file descriptor is left.

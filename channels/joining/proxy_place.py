@@ -33,7 +33,7 @@ class ProxyPlace(Struct, frozen=True):
     Attributes:
         where: "thread" (in the rank's process), "process" (in the job's own daemon), or "daemon" (in the node daemon).
         job_daemon: the name of the job's own daemon; "" if no rank of the host uses it.
-        chosen: whether the caller or the environment chose `where`, so that it is not the default.
+        chosen: whether the caller or the environment chose `where`; False if `where` is the default.
     """
 
     where: Where

@@ -94,8 +94,8 @@ class RankInfo(Message, frozen=True):
 
     @property
     def abilities(self) -> tuple[tuple[bool, bool], ...]:
-        """For each transport, whether the rank lacks something to use it, and whether its GPU's memory can't be
-        registered.
+        """For each transport, whether the rank lacks a requirement of the transport, and whether the transport can't
+        register the memory of the rank's GPU.
         """
         return tuple((bool(self.missing_for(name)), bool(self.unsupported.get(name))) for name in TRANSPORTS)
 
@@ -333,7 +333,7 @@ class Topology(Struct, frozen=True, dict=True):
 
 def _refuse_shared_context(ranks: Sequence[RankInfo]) -> None:
     # Some driver calls, such as loading a kernel, wait for all kernels of a context. If two ranks shared a context,
-    # such a call of one rank would never return while a kernel of the other rank waits for this rank.
+    # such a call of one rank would never return while a kernel of the other rank waits for the calling rank.
     first: dict[tuple[str, str], int] = {}
     for rank, info in enumerate(ranks):
         other = first.setdefault((info.token, info.device_id), rank)

@@ -233,7 +233,7 @@ class Watcher:
             self._calls, self.busy_until = calls, time.monotonic() + WatchThread.BUSY_SECONDS
 
     def _follow_processes(self) -> None:
-        # If no descriptor is left, the next wake-up tries again. Until then, other ranks watch the same processes.
+        # If no descriptor is left, the next wake-up tries again. In the meantime other ranks watch the same processes.
         with contextlib.suppress(ResourceError):
             new, old, lost = self._processes.follow()
             for descriptor in old:
@@ -289,8 +289,8 @@ class Watcher:
         self._own.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_PEER_LOST, self._rank, peer))
 
     def check_for_end(self, peer: int) -> None:
-        """Ends the communicator with a PeerLostError if the peer's process ends, or its connection from another host
-        closes, within ENDING_MS.
+        """Ends the communicator with a PeerLostError if the peer's process ends or, for a peer on another host, its
+        link closes within ENDING_MS.
 
         Call this when this rank could not reach the peer, because the operating system closes a dying process's files,
         verbs objects and libfabric connections before the process's pidfd becomes readable, and maybe before it closes

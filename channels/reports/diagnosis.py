@@ -239,7 +239,7 @@ class _WaitGraph:
         return findings
 
     def _mismatches(self) -> list[Finding]:
-        """Finds each communicator's first call with different arguments on its ranks."""
+        """Finds, for each communicator, the first call whose arguments differ between ranks."""
         findings = []
         for name, by_rank in self._reports.items():
             calls: dict[int, dict[int, Call]] = {}

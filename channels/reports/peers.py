@@ -1,4 +1,4 @@
-"""If a communicator has failed, waits briefly before the program exits for its peers' reports.
+"""If a communicator has failed, waits for the peers' reports for a short time before the program exits.
 
 When one rank's process exits, the whole job may be killed: mpi4py's runner aborts the job, and launchers kill the other
 ranks. Without the wait, a hanging rank would be killed before it wrote its report.
@@ -53,7 +53,7 @@ def expect(group: Group) -> None:
     now, own = time.monotonic(), group.topology.ranks[group.rank]
     with _lock:
         _awaited[:] = [awaited for awaited in _awaited if awaited.deadline > now]
-        for peer, info in enumerate(group.topology.ranks):  # also ranks that have left but still run
+        for peer, info in enumerate(group.topology.ranks):  # includes ranks that have left but still run
             if info.token != own.token:
                 process = Member(info.host, info.pid, info.started, info.view)
                 seconds = _SECONDS if process.is_visible else _ELSEWHERE_SECONDS

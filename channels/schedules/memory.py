@@ -42,11 +42,11 @@ offsets, an array with one word per stage begins.
 
 class ScheduleMemory(Protocol):
     def source_id(self, peer: int) -> int:
-        """Returns the memory's first id in this rank's proxy, for sends to a peer."""
+        """Returns the id, in this rank's proxy, of the memory's first 4 GiB, for sends to a peer."""
         ...
 
     def id_at(self, peer: int) -> int:
-        """Returns the memory's first id in a peer's proxy, for posts to that peer."""
+        """Returns the id, in a peer's proxy, of the memory's first 4 GiB, for posts to that peer."""
         ...
 
 
@@ -106,7 +106,8 @@ class ScheduleMemories:
         defaults = group.runtime.launch_defaults
         staged_bytes = defaults.staged_pinned_bytes * (group.world_size - 1)
         self.pinned_bytes = staged_bytes if self.staged_together else defaults.pinned_bytes
-        own_box = group.world_size > 1 and not self.staged_together  # ranks of one host have the same driver
+        # The same on all ranks, because one host has one driver.
+        own_box = group.world_size > 1 and not self.staged_together
         self.own_box_bytes = defaults.own_box_bytes * (group.world_size - 1) if own_box else 0
         # The next rank's box is mapped now, because a graph capture may be the first to use the box.
         self._box = allocate(group, self.own_box_bytes, "uint8") if self.own_box_bytes else None
@@ -216,8 +217,8 @@ class ScheduleMemories:
     def _find(self, ptr: int, nbytes: int) -> Announced | None:
         """Returns the announced range that holds an array; None if there is none, or no memory ids are left for arrays.
 
-        Also returns None if `Calls` has not found the array in memory for schedules, because the call's form is reused
-        for all such arrays.
+        Also returns None if `Calls` does not list the array as memory for schedules, because the library reuses one
+        prepared call for all arrays that `Calls` does not list.
         """
         if not self._group.launches.calls.reach_of(ptr, nbytes) & NAMED_BY_PROXIES:
             return None

@@ -61,8 +61,8 @@ class CallLog:
         """ring(call, operations, stream): like `issue`, with prepared stream operations instead of a launch."""
 
     def addresses(self, *, operations: bool) -> tuple[int, int]:
-        """Returns the addresses of the C function of `ring` if `operations`, else of `issue`, and of the function's
-        first argument.
+        """Returns the address of a C function (of `ring` if `operations` is true, else of `issue`), and the address of
+        the function's first argument.
         """
         function = ffi.addressof(lib, "proxyccl_calls_ring" if operations else "proxyccl_calls_issue")
         return int(ffi.cast("uintptr_t", function)), int(ffi.cast("uintptr_t", self._callers))
@@ -84,8 +84,8 @@ class CallLog:
 
     @property
     def shares_device(self) -> bool:
-        """Whether any rank of the host has had another communicator on its device; that communicator's kernels may wait
-        for this one's.
+        """Whether any rank of the host has had another communicator on its device. Kernels of that communicator may
+        wait for kernels of this communicator.
         """
         return bool(self._sharing.value)
 
@@ -117,8 +117,8 @@ class CallLog:
 
 
 def calls_in(segment: ControlSegment, count: int) -> list[tuple[int, tuple[int, ...]]]:
-    """Returns the last calls of a segment's rank, like `recent`. Calls that the rank overwrites during the reading are
-    missing.
+    """Returns the last calls of a segment's rank, in the format of `recent`. Calls that the rank overwrites during the
+    reading are missing.
     """
     last = sum(counts_in(segment).values())
     if last > _LAST_NUMBER:  # this isn't the segment of a rank

@@ -93,7 +93,7 @@ def _open(process: PeerProcess) -> int:
         return descriptor
     try:
         return fetch_descriptor(process.token, _KIND)
-    except UnreachableError as error:  # its socket is gone
+    except UnreachableError as error:  # the process's socket is gone
         raise ProcessLookupError(str(error)) from None
     except OSError as error:
         raise ResourceError(f"process {process.pid} of another PID namespace can't be watched: {error}") from None

@@ -90,8 +90,8 @@ class Rendezvous:
             self._used.discard(place)
 
     def refuse(self, key: int, reason: str) -> None:
-        """For the owner: publishes under a key the reason why this rank can't take part. Later refusals may replace
-        it.
+        """For the owner: publishes under a key the reason why this rank can't take part. Later calls may replace the
+        reason.
         """
         message = reason.encode()[: lib.PROXYCCL_INVITATION_BYTES]
         with self._lock:

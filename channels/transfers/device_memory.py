@@ -46,7 +46,7 @@ def runtime_name() -> str:
 class Devices:
     """The copiers of the devices that an agent's transfers use, each made at its first use.
 
-    Any thread may use it.
+    Any thread may use this object.
     """
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class Reached:
     """One agent's shared regions, which this process maps at their first use. Device memory is mapped in the context of
     the device that copies, because copies in another context are slower than the link.
 
-    Any thread may use it.
+    Any thread may use this object.
     """
 
     def __init__(self) -> None:

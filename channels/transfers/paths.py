@@ -75,9 +75,9 @@ class Path(Struct, frozen=True):
 
 
 def device_path(by: str, ways: Iterable[str], unpinned: str = "") -> Path:
-    """Returns the path of a transfer that a device copies, such as "copy engine (IPC)". `by` is what copies, and `ways`
-    is how it accesses memory of other processes and of the host. `unpinned` is the reason why the driver must copy
-    through its own buffers; "" if it copies directly.
+    """Returns the path of a transfer that a device copies, such as "copy engine (IPC)". `by` names the copying engine,
+    and `ways` names how it accesses memory of other processes and of the host. `unpinned` is the reason why the driver
+    must copy through its own buffers; "" if it copies directly.
     """
     named = sorted({way for way in ways if way} | ({"staged by the driver"} if unpinned else set()))
     return Path(f"{by} ({', '.join(named)})" if named else by, unpinned)
@@ -210,8 +210,8 @@ def _set_options(connection: socket.socket) -> None:
 
 
 def allowed_paths(names: Sequence[str] | None) -> tuple[frozenset[str], bool]:
-    """Returns the allowed paths: `names`, or if that is None the paths in ``PROXYCCL_TRANSFER_PATHS``, or if that isn't
-    set all paths. The second result is whether `names` or the variable named the paths.
+    """Returns the allowed paths: `names`, if not None, else the paths in ``PROXYCCL_TRANSFER_PATHS``, if set, else all
+    paths. The second result is whether `names` or the variable named the paths.
 
     Raises:
         ArgumentError: the list is empty, or a name is not that of a path.

@@ -173,7 +173,7 @@ class Holder:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TransferTimeoutError(f"agent {self._agent.name}: {expected()} within the time")
-            with contextlib.suppress(TransferTimeoutError):  # `met` may change without a message
+            with contextlib.suppress(TransferTimeoutError):  # `met` may become true without a message
                 self._agent.wait_for_message(min(left, _SLICE))
             self._take_messages()
 

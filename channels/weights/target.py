@@ -305,7 +305,7 @@ class WeightTarget(Holder):
             while not whole:
                 self._wait(peers_have_theirs, deadline, lambda: f"{connected.peers} did not read their shares")
                 connected.move(group.relayed, deadline, stream)
-                whole = peers_have_theirs()  # if False, a peer may have overwritten its share meanwhile
+                whole = peers_have_theirs()  # if False, a peer may have overwritten its share during the reads
             for peer in connected.peers:
                 self._agent.notify(peer, MESSAGE.encode(HasRead(number, self._number)))
             self._wait(peers_have_mine, deadline, lambda: f"{list(self._readers)} did not read this target's share")
