@@ -242,7 +242,7 @@ class Group:
                 open_groups.append(self)
                 if self.parent is not None:
                     self.parent._children.append(self)
-        if self.parent is None:  # groups split from this group use its daemon
+        if self.parent is None:  # a split group uses its parent's daemon
             self.links.start_early()
         if orphan:
             self.failure.abort("the communicator that it was split from was closed")
@@ -395,7 +395,7 @@ class Group:
         with self._closing:
             if self._released:
                 return
-            if self.failure.state != "opening":  # the group is being watched
+            if self.failure.state != "opening":  # the group's watcher runs
                 self.release(healthy=False)
                 return
             self._released = True
@@ -443,7 +443,7 @@ class Group:
             except CommunicatorError:
                 self.release(healthy=False)
                 raise
-            except BaseException:  # raised by a signal handler; the peers know that this rank has left
+            except BaseException:  # raised by a signal handler after this rank announced that it leaves
                 self._release_later()
                 raise
             if healthy:

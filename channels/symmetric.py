@@ -5,8 +5,8 @@ once all peers have replied. No rank waits for the replies: the kernels of a col
 peers can access their outputs, so all ranks make the same choice (team.h).
 
 Memory that this module keeps alive is freed only after its withdrawal. Memory of other allocators may be freed at any
-time, and its address given to a new allocation. So a rank uses the peers' replies only while the address belongs to the
-announced allocation.
+time, and its address given to a new allocation. A rank therefore uses the peers' replies only while the address belongs
+to the announced allocation.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ class VainWaits:
     """Makes a group fail if this rank waits for peers that will make no more calls. The watcher's thread calls `look`.
 
     The call log reveals waits of collectives. Transfers are not logged, so `linger` bounds a wait for a transfer, but
-    only while the group is being closed: earlier, the wait may be for a peer that computes for long before its next
+    only while the group is being closed, because until then a peer may compute for a long time before its next
     transfer.
 
     Attributes:

@@ -22,7 +22,7 @@ BUNDLE = "all"
 
 
 class BoardBootstrap:
-    """A `Bootstrap` over a board, which subclasses implement. A message's key is the number of the all-gather (the
+    """A `Bootstrap` over a board. Subclasses implement the board. A message's key is the number of the all-gather (the
     round) and the sender's rank, or `BUNDLE`.
 
     Attributes:

@@ -48,7 +48,7 @@ _RAN_OUT = (ResourceError, OSError, MemoryError)
 
 
 class Exchange:
-    """All-gathers between the ranks of a group, which all ranks make in the same order.
+    """Makes all-gathers between the ranks of a group. All ranks make the same all-gathers in the same order.
 
     Args:
         bootstrap: transfers the messages.
@@ -110,7 +110,7 @@ class Exchange:
         self._ended = True
 
     def _tell(self, error: Exception) -> None:
-        # If the group has ended, the peers know of the failure already.
+        # Nothing is sent if the group has ended, because the peers then know of the failure already.
         if self._ended or (self._guard is not None and self._guard[0].inherited):
             return
         reason = f"{type(error).__name__}: {error}"

@@ -60,7 +60,7 @@ class FileBootstrap(BoardBootstrap):
         return FileBootstrap(place, list(members).index(self.rank), len(members))
 
     def withdraw(self) -> None:
-        """See `Bootstrap`. Afterwards, a new `FileBootstrap` of this rank may use the directory."""
+        """See `Bootstrap`. After this call, a new `FileBootstrap` of this rank may use the directory."""
         super().withdraw()
         self._directory.remove(f"rank-{self.rank}")
 

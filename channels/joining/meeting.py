@@ -160,7 +160,7 @@ def meet(
             undo.callback(segments[peer].close)
         control.introduce(segments)
         # No rank leaves this exchange before all ranks have mapped all segments, so no segment is freed too early. A
-        # rank that could not map a segment reports that in this exchange.
+        # rank that could not map a segment reports this failure in the exchange.
         job = exchange.all_gather(os.urandom(4).hex(), _NAME, "job")[0]
         if not topology.spans_hosts:
             exchange.carry_over(_mailboxes(rank, control, segments))
@@ -188,8 +188,8 @@ def _processes(topology: Topology, segments: Mapping[int, ControlSegment]) -> di
 
 
 def regroup(whole: Meeting, bootstrap: Bootstrap, timeout: float, *, owns_bootstrap: bool) -> Meeting:
-    """Forms a group of the ranks of a bootstrap, in which this rank keeps the runtime and options of its old group. See
-    `meet`."""
+    """Forms a group of the ranks of a bootstrap. In the new group this rank keeps the runtime and options of its old
+    group. See `meet`."""
     topology = whole.topology
     transport, of_node = topology.forced_for_all or topology.forced, topology.ranks[topology.rank].local_world_size
     options = replace(whole.options, transport=transport, local_world_size=of_node)

@@ -95,7 +95,7 @@ _WISH = Codec(Wish, 4096, "proxy")
 
 
 def requested_place(argument: str | None) -> Where | None:
-    """Returns where the caller or else ``PROXYCCL_PROXY`` wants the proxy to run; None without such a request.
+    """Returns where the caller or else ``PROXYCCL_PROXY`` wants the proxy to run; None if neither is given.
 
     Raises:
         ArgumentError: the value is not one of `PLACES`.

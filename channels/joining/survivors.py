@@ -5,9 +5,9 @@ ranks. The first answer to a question is final, so all ranks read the same answe
 is a model of the protocol.
 
 In each attempt a rank posts that it has arrived, and waits until each other rank has arrived, has ended, or is late.
-The first rank whose wait is over answers which ranks are members. Each member maps the others' segments, posts that it
-has done so, and waits until all members have posted or a member has ended. The first member whose wait is over answers
-whether the attempt succeeded. After a failed attempt, the remaining members try again.
+The first rank whose wait is over answers which ranks are members. Each member maps the others' segments, posts that the
+mapping is complete, and waits until all members have posted or a member has ended. The first member whose wait is over
+answers whether the attempt succeeded. After a failed attempt, the remaining members try again.
 """
 
 from __future__ import annotations

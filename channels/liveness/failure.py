@@ -21,8 +21,7 @@ _OWNED = "the communicator"
 
 
 class Observer:
-    """Callbacks for a group's failures and exchanges, which write reports. The methods of this base class do
-    nothing."""
+    """Callbacks that write reports on a group's failures and exchanges. The methods of this base class do nothing."""
 
     def failed(self) -> None:
         """The watcher's thread calls this method when the group has failed."""

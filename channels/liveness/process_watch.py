@@ -81,7 +81,7 @@ class ProcessWatch:
             return process_descriptors.acquire(self.processes[peer])
 
     def descriptor_of(self, peer: int) -> int:
-        """Returns a descriptor of any rank's process, which is valid until `close`. Any thread may call this.
+        """Returns a descriptor, valid until `close`, of a rank's process. Any thread may call this.
 
         Raises:
             ProcessLookupError: the process has ended.

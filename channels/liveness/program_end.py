@@ -50,8 +50,8 @@ class _ProgramExit(SystemExit):
 
 
 def _noting(leave: Callable[..., object]) -> Callable[..., NoReturn]:
-    """Wraps a function that raises SystemExit, so that it raises `_ProgramExit`. In threads other than the main thread,
-    SystemExit is still raised, because there it ends only the thread.
+    """Wraps a function that raises SystemExit, so that it raises `_ProgramExit`. Threads other than the main thread
+    still raise SystemExit, because SystemExit ends only such a thread.
     """
 
     @functools.wraps(leave)

@@ -348,7 +348,7 @@ class Watcher:
 
     def pass_on(self) -> None:
         """Sends this rank's error record to all other ranks, even if the failure came from another rank, which may have
-        been killed before it reached all ranks.
+        been killed before its record reached all ranks.
         """
         record = self._own.record()
         self._own.raise_abort(record)

@@ -123,7 +123,7 @@ class Reporter(Observer):
                 self._group.request_reports()
 
     def asked(self) -> None:
-        """Writes reports on this process's communicators in a separate thread, because a peer has asked."""
+        """After a peer has asked, writes reports on this process's communicators in a separate thread."""
         if self._enabled and _requests.take():
             with contextlib.suppress(ResourceError, MemoryError):  # if no thread can be started, no report is written
                 Thread(report_all, "proxyccl-report", "another communicator of a peer failed").start()

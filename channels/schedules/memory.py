@@ -143,7 +143,7 @@ class ScheduleMemories:
         """Returns pinned memory if the data is so short that CPUs move it faster than the driver; None for longer data.
 
         Args:
-            side: the memory's purpose.
+            side: whether the schedule uses the memory as a send's source, as a send's target or as scratch memory.
             nbytes: the size of the longest input or output of all ranks, so that all ranks make the same choice.
         """
         if self._boxes is None or nbytes > min(self.pinned_bytes, _BOX_BYTES):
@@ -160,7 +160,7 @@ class ScheduleMemories:
         return [CopyBytes(self._own_box, src, nbytes), CopyBytes(dst, self._own_box, nbytes)]
 
     def found_or_staged(self, found: ScheduleSpan | None, side: Side, nbytes: int) -> ScheduleSpan:
-        """Returns `found`, the result of `source` or `target`; or staging memory of `nbytes` if `found` is None.
+        """Returns `found` (the result of `source` or `target`) or, if `found` is None, staging memory of `nbytes`.
 
         If `staged_together`, all ranks call this together. Raises the errors of `stage`.
         """

@@ -77,8 +77,8 @@ class CallLog:
         lib.proxyccl_calls_wait_on(self._callers, stream, synchronize)
 
     def choose(self, wish: int) -> int:
-        """Returns the ranks' common choice for this rank's next call, from 0 to 3: the `wish` of the first rank of the
-        host that asks. The program's other threads must make no call before this rank has made the next call.
+        """Returns the ranks' common choice for this rank's next call, from 0 to 3: the `wish` of the rank of the host
+        that asked first. The program's other threads must make no call before this rank has made the next call.
         """
         return int(lib.proxyccl_calls_choose(self._callers, wish))
 

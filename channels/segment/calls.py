@@ -1,7 +1,7 @@
 """The fields of a collective call that must agree between ranks, which the call log compares.
 
-A field is a 64-bit number (calls.h). Names and shapes are logged as digests. So a new collective needs no number; its
-module registers its name.
+A field is a 64-bit number (calls.h). Names and shapes are logged as digests. A new collective needs no number, because
+its module registers its name.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def name_of(digest: int, otherwise: str) -> str:
 
 
 def describe_call(fields: Sequence[int]) -> dict[str, str]:
-    """Returns the fields of a logged call as text, by name. Omits `shape`, which is only a digest."""
+    """Returns the fields of a logged call as text, by name. Omits `shape`, which is logged only as a digest."""
     return {
         name: name_of(value, "unknown (0x0)") if name in _NAMED else str(value)
         for name, value in zip(CALL_FIELDS, fields, strict=True)

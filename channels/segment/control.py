@@ -240,7 +240,7 @@ class ControlSegment:
         return Presence(lib.proxyccl_control_presence(self._control))
 
     def set_presence(self, presence: Presence, exchanges: int = 0) -> None:
-        """Sets this rank's `presence`; with LEFT, also its `exchanges`."""
+        """Sets this rank's `presence` and, if the presence is LEFT, also its `exchanges`."""
         lib.proxyccl_control_set_presence(self._control, presence, exchanges)
 
     @property

@@ -1,6 +1,6 @@
 """Descriptors of other processes (pidfd_open(2)). All watchers in this process share one descriptor per watched
-process. A process in another PID namespace can't be opened by its number, so it opens a descriptor of itself and passes
-the descriptor over a socket.
+process. A process in another PID namespace can't be opened by its number, so such a process opens a descriptor of
+itself and passes the descriptor over a socket.
 """
 
 from __future__ import annotations

@@ -89,8 +89,8 @@ def fabric_path(provider: str, *, of_devices: bool = False) -> str:
 
 
 def staged_path(link: Path, kinds: tuple[str, str], reason: str = "") -> Path:
-    """Returns the path of a transfer whose devices copy to and from pinned memory, which is sent over a link, such as
-    "copy engine and tcp, staged". `reason` says why no device can access both sides' memory.
+    """Returns the path of a transfer whose devices copy to and from pinned memory, whose contents are sent over a link,
+    such as "copy engine and tcp, staged". `reason` says why no device can access both sides' memory.
     """
     steps = ["copy engine"] * (kinds[0] == VRAM) + [link.name] + ["copy engine"] * (kinds[1] == VRAM)
     by = " and ".join((", ".join(steps[:-1]), steps[-1]))
@@ -316,8 +316,9 @@ def _choose(
     failures: list[str],
     fabric: AgentFabric | None,
 ) -> Link | None:
-    """Chooses the best allowed path over a connection; without one, closes the connection and returns None. Agents on
-    one host without a common network namespace use TCP for messages, but the kernel may still copy their data.
+    """Chooses the best allowed path over a connection. If no path is allowed, closes the connection and returns None.
+    Agents on one host without a common network namespace use TCP for messages, but the kernel may still copy their
+    data.
     """
     here = place.host == boot_id()
     with contextlib.ExitStack() as undo:
