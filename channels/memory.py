@@ -311,8 +311,6 @@ class RegisteredMemory:
         return self._remote_ids[peer]
 
     def _add(self, peer: int) -> int:
-        """Adds a peer's range to this rank's proxy: by the range's handle or, for a remote transport, by its address
-        and key."""
         links, offer = self._group.links, self._offers[peer]
         proxy, transport = links.proxy, links.transport(peer)
         remote = TRANSPORTS[transport].remote

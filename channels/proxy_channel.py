@@ -179,7 +179,6 @@ class ProxyChannel(_RingChannel):
 
 
 def _new_handle(group: Group, channel: int, peer: int) -> ProxycclProxyChannelPointer:
-    """Returns a channel's handle without semaphores and memory."""
     service, handle = group.links.proxy, ffi.new("ProxycclProxyChannel *")
     service.fifo_for(channel).fill_handle(handle.fifo)
     handle.flushed = ffi.cast("uint64_t *", service.flushed_pointer(channel))

@@ -286,7 +286,6 @@ class SymmetricMemory:
         return announced
 
     def _tell_calls(self, announced: Announced) -> None:
-        """Updates a range's entry in the table of `Calls`."""
         replies = self._replies(announced.entry)
         bases = None
         if replies is not None and UNREACHED not in replies:

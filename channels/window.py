@@ -165,7 +165,6 @@ class Window:
             raise ArgumentError("stream", "is being captured into a graph, which can't count signals")
 
     def _word(self, rank: int) -> int:
-        """Returns the address of the word of `rank` that counts this rank's signals."""
         if rank == self._group.rank:
             return self._words.ptr + rank * _WORD
         self._group.topology.require_accessible([rank], "peer")

@@ -29,7 +29,6 @@ def failure() -> str:
 
 
 def _note(code: object) -> None:
-    """Records the exit status; `code` is the argument of `sys.exit`."""
     global _status  # noqa: PLW0603  the status is global because a program ends once
     _status = code if isinstance(code, int) else int(code is not None)
 

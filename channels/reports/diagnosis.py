@@ -324,7 +324,6 @@ class _WaitGraph:
         return findings
 
     def _explain(self, node: Node, edges: Sequence[_Edge]) -> list[str]:
-        """Returns reasons why other ranks wait for a rank that itself waits for none."""
         name = self._name(node)
         reasons: list[str] = []
         for communicator in dict.fromkeys(edge.communicator for edge in edges):
@@ -474,7 +473,6 @@ def _absence(member: Member) -> str:
 
 
 def _proxy_state(report: Report) -> list[str]:
-    """Returns reasons why a rank's proxy makes no progress."""
     own = [f"its proxy waits for {wait.what}" for wait in report.proxy_waits if wait.kind not in SCHEDULE_PEER_WAITS]
     full = sum(ring.full for ring in report.rings)
     behind = f"its rings hold {counted(full, 'trigger')} that the proxy has not taken"

@@ -33,7 +33,6 @@ class _Awaited:
     deadline: float
 
     def is_due(self) -> bool:
-        """Returns whether the report is missing and may still be written."""
         if time.monotonic() > self.deadline:
             return False
         if not self.process.is_visible:

@@ -135,7 +135,6 @@ class RingSlots:
         return number * self._slots * self._slot_bytes
 
     def _ring(self, peer: int, slot: int, nbytes: int, *, sends: bool) -> StreamOperations:
-        """Returns the stream operations of a send or a receive, from a cache."""
         waits = sends and self._sends[peer].count >= self._slots
         key = peer, sends, slot, nbytes << 1 | waits
         if key not in self._prepared:

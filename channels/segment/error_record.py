@@ -291,6 +291,5 @@ def _operation(record: ErrorRecord) -> str:
 
 
 def _execution_place(place: int) -> str:
-    """Describes the operation of an execution plan at a `place` (execution.h)."""
     bits = lib.PROXYCCL_PLACE_OPERATION_BITS
     return f"operation {place & (1 << bits) - 1} of threadblock {place >> bits} of its execution plan"
