@@ -479,8 +479,8 @@ class Group:
         return True
 
     def _leave_with_parent(self, reason: str) -> None:
-        """Announces that this rank leaves the group, as its parent group closes. The parent's release also releases
-        this group."""
+        """Announces that this rank leaves the group, because the parent group closes. The parent's release also
+        releases this group."""
         with self._closing:
             if not self.failure.closed:
                 self.leave(reason)

@@ -46,7 +46,7 @@ class LentMemory:
     def __init__(self, runtime: Runtime, symmetric: SymmetricMemory, calls: Calls) -> None:
         self._runtime, self._symmetric, self._calls = runtime, symmetric, calls
         self.limit = limit_of_environment()
-        self._met: Counter[Met] = Counter()  # number of uses in this window
+        self._met: Counter[Met] = Counter()  # number of uses in this time window
         self._window_ends = 0.0
         self._often: dict[int, int] = {}  # by address, the required number of uses if it differs from _OFTEN
         self._exported: deque[Export] = deque()

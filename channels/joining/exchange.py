@@ -117,7 +117,8 @@ class Exchange:
         longest = _TELLING_SECONDS if self._guard is None else _TELLING_OPEN_SECONDS
         everyone: list[bytes] = []
         self.made += 1
-        with contextlib.suppress(ProxyCCLError, OSError):  # a peer that gets no message notices that by its time-out
+        # A peer that gets no message notices the failure by its time-out.
+        with contextlib.suppress(ProxyCCLError, OSError):
             message = _FAILED + reason.encode()[:_LONGEST_REASON]
             everyone = self._bootstrap.all_gather(message, min(self.timeout, longest), self._give_up_wait)
         in_step = bool(everyone) and all(theirs.startswith(_FAILED) for theirs in everyone)

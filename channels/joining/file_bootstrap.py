@@ -171,6 +171,6 @@ class _Directory:
             try:
                 yield
             finally:
-                # If this fails because another thread has taken the freed descriptor, a later call tries again.
+                # If `dup` fails because another thread has taken the freed descriptor, a later call tries again.
                 with contextlib.suppress(OSError):
                     self._held.append(os.dup(self._descriptor))

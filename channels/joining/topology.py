@@ -306,14 +306,16 @@ class Topology(Struct, frozen=True, dict=True):
             return
         first_of_node: dict[int, int] = {}
         beside: tuple[int, int] | None = None
-        on_host: dict[str, dict[object, dict[int, int]]] = {}  # maps host, abilities and node to the first such rank
+        # By host, abilities and node, the first rank that has them.
+        on_host: dict[str, dict[object, dict[int, int]]] = {}
         for rank, (info, node) in enumerate(zip(self.ranks, self.nodes, strict=True)):
             first = first_of_node.setdefault(node, rank)
             beside = (rank, first) if beside is None and rank != first else beside
             _keep_two(on_host.setdefault(info.host, {}).setdefault(info.abilities, {}), node, rank)
         if beside is not None:
             yield beside
-        on_hosts: dict[object, dict[str, dict[int, int]]] = {}  # maps abilities, host and node to the first such rank
+        # By abilities, host and node, the first rank that has them.
+        on_hosts: dict[object, dict[str, dict[int, int]]] = {}
         for host, by_abilities in on_host.items():
             yield from _pairs_of(by_abilities.values())
             for abilities, ranks in by_abilities.items():

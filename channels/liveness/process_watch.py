@@ -44,7 +44,7 @@ class ProcessWatch:
             had ended before they could be watched.
 
         Raises:
-            ResourceError: no descriptor is left, or the system forbids pidfds. `watched` is then unchanged.
+            ResourceError: no descriptor is left, or the system forbids pidfds. After this error `watched` is unchanged.
         """
         if self.watched and not any(self._has_left(peer) for peer in self.watched.values()):
             return [], [], []

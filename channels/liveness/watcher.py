@@ -33,7 +33,7 @@ _logger = logging.getLogger("proxyccl")
 
 class WatchThread:
     """The thread that runs the watchers of a communicator and of the communicators that were split from it. Between
-    runs it sleeps in poll().
+    runs the thread sleeps in poll().
 
     Raises:
         ResourceError: there is no memory for a thread.
@@ -356,8 +356,8 @@ class Watcher:
             link.send(record)
 
     def announce(self, presence: Presence, exchanges: int = 0) -> None:
-        """Tells all peers whether this rank may still access their memory. With LEFT, `exchanges` is the number of
-        exchanges that this rank has made.
+        """Tells all peers whether this rank may still access their memory. If the presence is LEFT, `exchanges` is the
+        number of exchanges that this rank has made.
         """
         self._own.set_presence(presence, exchanges)
         for _, link in self._links.values():

@@ -61,7 +61,7 @@ def _digest(name: str) -> int:
 
 
 class CollectiveCall(Struct, frozen=True):
-    """A collective call as ranks compare it.
+    """The fields of a collective call that ranks compare.
 
     Attributes:
         collective: the collective's registered name.

@@ -44,7 +44,7 @@ class Presence(IntEnum):
 
 
 class KernelWait(Struct, frozen=True):
-    """The contents of a ProxycclWait (control.h): a kernel's wait at the time of the kernel's answer (see `ask`)."""
+    """The contents of a ProxycclWait (control.h): a wait that a kernel describes for a report (see `ask`)."""
 
     kind: int
     peer: int | None

@@ -85,9 +85,9 @@ class Agent:
         listen: the addresses of this host at which agents of other hosts can connect; None for all addresses; () for
             none, so that only agents of this host can connect.
         paths: the paths that this agent's transfers may use, from "shared_memory", "process_vm", "unix", "fabric" and
-            "tcp". With None, these are the paths in ``PROXYCCL_TRANSFER_PATHS``, separated by commas, or if that isn't
-            set all paths ("fabric" only if there is an RDMA adapter). Connecting to a peer fails if none of the paths
-            leads to the peer.
+            "tcp". None for the paths in ``PROXYCCL_TRANSFER_PATHS``, separated by commas, or if that isn't set all
+            paths ("fabric" only if there is an RDMA adapter). Connecting to a peer fails if none of the paths leads to
+            the peer.
         timeout: the longest that connecting or a call of `wait` may take, in seconds; None for ``PROXYCCL_TIMEOUT``, or
             if that isn't set 30 s.
 

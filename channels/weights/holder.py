@@ -94,7 +94,7 @@ class Holder:
 
     def card(self) -> bytes:
         """Returns this holder's card, with which others connect to it. Anyone who has the card may read and write this
-        agent's registered memory. Call `add` for all parts before.
+        agent's registered memory. Call `add` for all parts before this call.
         """
         address = self._version_region.address
         metadata = self._agent.metadata()

@@ -164,8 +164,8 @@ class WeightTarget(Holder):
         self._groups.append(len(self._parts))
 
     def connect(self, sources: Iterable[bytes], *, peers: Iterable[bytes] = ()) -> None:
-        """Connects to the sources, and plans and prepares the reads. Call `add` for all parts before. If a source or
-        peer ends and another one replaces it, call this again.
+        """Connects to the sources, and plans and prepares the reads. Call `add` for all parts before this call. If a
+        source or peer ends and another one replaces it, call this again.
 
         Args:
             sources: the cards of all sources.
