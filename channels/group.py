@@ -208,7 +208,7 @@ class Group:
         with contextlib.suppress(CommunicatorError):
             self.links.drain()
         if self.failure.aborted:
-            # Waits for a report that is being written, because it reads the proxy's state.
+            # Waits for a report that is being written, because the report reads the proxy's state.
             self.failure.observer.close()
             if self.links.close():
                 self.control.set_presence(Presence.STOPPED)

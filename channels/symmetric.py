@@ -151,7 +151,7 @@ class SymmetricArrayMemory:
         return not self._finalizer.alive
 
     def close(self) -> None:
-        """Withdraws the memory. No queued work may still use it."""
+        """Withdraws the memory, which no queued work may still use."""
         alive = self._symmetric()
         if alive is None:
             self._finalizer()

@@ -164,7 +164,7 @@ _MESSAGE = Codec[ErrorRecord | Presence](ErrorRecord | Presence, 16 << 10, name=
 
 
 class HostLink:
-    """A connection to one rank of another host. Over it, each rank reports when it closes or aborts the
+    """A connection to one rank of another host. Over this connection, each rank reports when it closes or aborts the
     communicator."""
 
     def __init__(self, peer: int, connection: socket.socket) -> None:

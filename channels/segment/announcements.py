@@ -54,7 +54,7 @@ class Announcements:
         return lib.proxyccl_announcement_changes(self._table)
 
     def announce(self, entry: int, handle: bytes) -> None:
-        """For the owner: announces the memory of a handle in a free entry. An empty handle withdraws the entry's
+        """For the owner: announces, in a free entry, the memory of a handle. An empty handle withdraws the entry's
         memory.
         """
         lib.proxyccl_announce(self._table, entry, handle, len(handle))

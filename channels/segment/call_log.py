@@ -90,7 +90,7 @@ class CallLog:
         return bool(self._sharing.value)
 
     def share_device(self) -> None:
-        """Records that this rank has another communicator on its device. Must precede that communicator's first
+        """Records that this rank has another communicator on its device. Call this before that communicator's first
         call.
         """
         self._sharing.value = 1

@@ -44,8 +44,8 @@ _texts: dict[int, str] = {}
 
 
 def register_names(*names: str) -> None:
-    """Registers names of collectives, operators or algorithms for the call log. Every rank does this before its first
-    call.
+    """Registers names of collectives, operators or algorithms for the call log. Every rank registers its names before
+    its first call.
 
     Raises:
         ValueError: another name has the same digest.

@@ -26,8 +26,8 @@ _LONGEST_PAUSE_SECONDS = 1e-3
 
 
 def ranks_missing(exchange: str, missing: Sequence[int], rank: int) -> WaitTimeoutError:
-    """Returns the error of `rank` if other ranks were missing in an exchange; `exchange` describes the exchange in
-    words.
+    """Returns the error that `rank` raises if other ranks were missing in an exchange; `exchange` describes the
+    exchange in words.
     """
     return WaitTimeoutError(
         f"{exchange}: ranks {list(missing)} did not come in time",
