@@ -208,8 +208,7 @@ class Group:
         with contextlib.suppress(CommunicatorError):
             self.links.drain()
         if self.failure.aborted:
-            # Waits for a report that is being written, because the report reads the proxy's state.
-            self.failure.observer.close()
+            self.failure.observer.close()  # waits for a running report, which reads the proxy's state
             if self.links.close():
                 self.control.set_presence(Presence.STOPPED)
 

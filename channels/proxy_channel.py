@@ -21,8 +21,7 @@ from proxyccl.proxy.codec import Codec
 from proxyccl.proxy.interface import ChannelCounters, Handler
 
 if TYPE_CHECKING:
-    # The name exists only in the type stub, not in cffi's module.
-    from proxyccl.device._native import ProxycclProxyChannelPointer
+    from proxyccl.device._native import ProxycclProxyChannelPointer  # the name exists only in the type stub
 
 _CHANNEL_IDS = Codec[dict[int, list[int]]](dict[int, list[int]], 1 << 20, name="channel ids")
 _LINE = 128

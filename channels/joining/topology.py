@@ -306,16 +306,14 @@ class Topology(Struct, frozen=True, dict=True):
             return
         first_of_node: dict[int, int] = {}
         beside: tuple[int, int] | None = None
-        # By host, abilities and node, the first rank that has them.
-        on_host: dict[str, dict[object, dict[int, int]]] = {}
+        on_host: dict[str, dict[object, dict[int, int]]] = {}  # by host, abilities and node: the first rank with these
         for rank, (info, node) in enumerate(zip(self.ranks, self.nodes, strict=True)):
             first = first_of_node.setdefault(node, rank)
             beside = (rank, first) if beside is None and rank != first else beside
             _keep_two(on_host.setdefault(info.host, {}).setdefault(info.abilities, {}), node, rank)
         if beside is not None:
             yield beside
-        # By abilities, host and node, the first rank that has them.
-        on_hosts: dict[object, dict[str, dict[int, int]]] = {}
+        on_hosts: dict[object, dict[str, dict[int, int]]] = {}  # by abilities, host and node: the first rank with these
         for host, by_abilities in on_host.items():
             yield from _pairs_of(by_abilities.values())
             for abilities, ranks in by_abilities.items():

@@ -345,12 +345,8 @@ class _WaitGraph:
         return reasons
 
     def _at_daemon(self, communicator: str, rank: int, *, idle: bool = True) -> list[str]:
-        """Returns the statements of the node daemons' reports about a rank.
-
-        Args:
-            communicator: name of the communicator.
-            rank: the rank's number in the communicator.
-            idle: whether to include the statement that nothing is outstanding.
+        """Returns the statements of the node daemons' reports about a rank. If `idle` is true, they include the
+        statement that nothing is outstanding.
         """
         own = self._reports[communicator].get(rank)
         name = f"{self._name(self._node(communicator, rank))}{self._inside(communicator)}"

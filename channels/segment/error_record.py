@@ -115,7 +115,6 @@ class _Account:
     """An error record in words.
 
     Attributes:
-        record: the record.
         cause: as for `exception_from`; empty if the cause is not known.
         who: the rank that noticed the failure, as text.
         peer: " from rank" and the rank that the error concerns; "" if there is none.
