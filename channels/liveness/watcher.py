@@ -289,8 +289,8 @@ class Watcher:
         self._own.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_PEER_LOST, self._rank, peer))
 
     def check_for_end(self, peer: int) -> None:
-        """Ends the communicator with a PeerLostError if the peer's process ends or, for a peer on another host, its
-        link closes within ENDING_MS.
+        """Ends the communicator with a PeerLostError if, within ENDING_MS, the peer's process ends or, for a peer on
+        another host, its link closes.
 
         Call this when this rank could not reach the peer, because the operating system closes a dying process's files,
         verbs objects and libfabric connections before the process's pidfd becomes readable, and maybe before it closes
