@@ -58,7 +58,7 @@ static void end(ProxycclTransfer *transfer) {
 }
 
 static void begin(ProxycclTransfer *transfer, const uint64_t *stream) {
-  static uint64_t turns; /* unique, so that the late write of an abandoned transfer does not end a later transfer */
+  static uint64_t turns; /* unique values keep a late write of an abandoned transfer from ending a later one */
   DeviceTransfer *self = (DeviceTransfer *)transfer;
   ProxycclAgent *agent = transfer->agent;
   const int is_short = stream == NULL && transfer->bytes <= SHORT_BYTES;

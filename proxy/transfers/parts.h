@@ -22,7 +22,7 @@ enum {
   FRAME_BLOCKS = 512,        /* most blocks of one frame */
   FRAME_BYTES = 512 << 10,   /* most bytes of one frame's data */
   WINDOW = 16,               /* most unanswered frames of one link */
-  VERSION = 2,               /* version of the frames */
+  VERSION = 2,               /* version of the frames' format */
   TURN_BYTES = 2 << 20,      /* most bytes that a link sends or receives before other links are served */
   PIECE_BYTES = 1 << 20,     /* most bytes of one piece of a copy */
   SHORT_BYTES = 64 << 10,    /* a thread that queues a device copy of at most this length spins until the copy ends */
@@ -42,7 +42,7 @@ enum {
 enum { TAG_LINK = 0, TAG_PROCESS = 1, TAG_LISTENER = 2, TAG_FABRIC = 3, TAG_BITS = 3 };
 
 /* Ranges of registered memory. `bounds` has the first addresses of the `count` ranges in ascending order, and then
- * `count` ends: for each range, the highest end of the range and all ranges before it. */
+ * `count` ends: for each range, the highest end among this range and all ranges before it. */
 typedef struct Ranges {
   uint64_t *bounds, count;
 } Ranges;
@@ -78,7 +78,7 @@ typedef struct Stage {
   int copying;        /* whether a device's copy or a libfabric request uses the stage */
   int status;         /* the driver's status of a failed copy; -1 if a libfabric request failed; 0 otherwise */
   Rdma rdma;          /* the libfabric request of the stage */
-  uint64_t row[ROW];  /* the row of `rdma` */
+  uint64_t row[ROW];  /* the words that describe the request of `rdma` */
   uint64_t turn;      /* number of the stage's last device copy; each agent numbers its copies */
   ProxycclLink *link; /* the link that uses the stage; NULL if the link is lost */
 } Stage;
@@ -383,10 +383,10 @@ int fabric_know(ProxycclLink *link, const void *address, uint64_t bytes); /* rec
 void fabric_forget(ProxycclLink *link);
 int fabric_failed(const ProxycclAgent *agent); /* returns 1 if the completion queue has failed */
 void fabric_poll(ProxycclAgent *agent);
-uint64_t fabric_rest(ProxycclAgent *agent); /* ns until the next poll; UINT64_MAX if an event wakes the thread */
+uint64_t fabric_rest(ProxycclAgent *agent); /* returns the ns until the next poll; UINT64_MAX if none is needed */
 void fabric_lose(ProxycclLink *link);       /* drops a lost link's requests that are not posted */
-/* Waits at most a second for posted requests, and then ends the remaining requests without a completion. This is safe,
- * because their memory is not reused before the endpoint is closed. */
+/* Waits at most a second for posted requests, and then ends the remaining requests without a completion, which is safe,
+ * because the requests' memory is not reused before the endpoint is closed. */
 void fabric_stop(ProxycclAgent *agent);
 
 /* The functions of stages.c are called by the agent's thread. */

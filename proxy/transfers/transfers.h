@@ -85,7 +85,7 @@ typedef struct ProxycclCopier {
 typedef struct ProxycclDeviceCopies {
   const uint64_t *rows; /* (to, from, bytes) of each copy by the copy engine, with device addresses */
   uint64_t count;
-  uint64_t launch;        /* a ProxycclLaunch that copies the blocks that have no row, or 0 */
+  uint64_t launch;        /* a ProxycclLaunch that copies the blocks that are not in `rows`, or 0 */
   uint64_t blocks, bytes; /* blocks and bytes of the whole transfer */
   uint64_t stream;        /* the stream for a post without a stream */
   uint64_t event;         /* never recorded, so that a query of the event only tells whether the device has failed */
@@ -130,7 +130,7 @@ uint32_t proxyccl_transfer_log_read(const ProxycclTransferLog *log, uint64_t *ne
  * process's memory. */
 uint64_t proxyccl_agent_secret(const ProxycclAgent *agent);
 /* Replaces the ranges that peers may reach through sockets. `ranges`: the first addresses of `count` ranges in
- * ascending order, and then `count` ends: for each range, the highest end of the range and all ranges before it.
+ * ascending order, and then `count` ends: for each range, the highest end among this range and all ranges before it.
  * `staging`: the stages of the device that owns the memory; NULL for host memory. The pointer identifies the device in
  * later calls, and the stages must outlive the agent's thread. Waits at most 30 s for the device's copies from and to
  * removed ranges; afterwards no socket accesses these ranges. Returns 0 or ENOMEM. */
@@ -151,8 +151,8 @@ int proxyccl_agent_tell_itself(ProxycclAgent *agent, const char *message, uint64
 int proxyccl_process_read(int32_t pid, uint64_t address, char *to, uint64_t bytes);
 
 /* Asks the agent at the other end of a connected Unix socket to let this process copy from and to the agent's process.
- * Needed on systems where Yama permits such copies only to parent processes. Use the socket for nothing else, because
- * the answer may arrive after the time-out. Returns 0 or an errno, which is ETIMEDOUT after `timeout_ms`. */
+ * The request is needed where Yama permits such copies only to parent processes. Use the socket for nothing else,
+ * because the answer may arrive after the time-out. Returns 0 or an errno, which is ETIMEDOUT after `timeout_ms`. */
 int proxyccl_ask_to_copy(int socket, const char *secret, int timeout_ms);
 
 /* An agent's ledger shows which of its registrations are valid. It has PROXYCCL_LEDGER_WORDS words in memory that peers
@@ -171,7 +171,7 @@ uint64_t proxyccl_ledger_count(const uint64_t *ledger);
  * NULL on failure and sets errno. */
 ProxycclLink *proxyccl_link_create(ProxycclAgent *agent, int socket, const char *peer_secret, int process, int32_t pid,
                                    const char *address, uint64_t address_bytes);
-/* Ends the link. Its active transfers end with the state LOST. */
+/* Ends the link, and ends the link's active transfers with the state LOST. */
 void proxyccl_link_end(ProxycclLink *link);
 /* Ends the link and releases its handle. */
 void proxyccl_link_release(ProxycclLink *link);
