@@ -97,7 +97,7 @@ class ProxyFailure(Message, frozen=True):
 
 
 class EndpointWire(Message, frozen=True):
-    """An additional link of a staged connection whose data is spread over several links.
+    """A link of a staged connection in addition to the connection's first link.
 
     Attributes:
         endpoint, rkey, area: see `EndpointInfo`.

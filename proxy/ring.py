@@ -134,7 +134,7 @@ class Ring:
         import numpy as np  # imported here, because only this method needs numpy
 
         slots = np.frombuffer(ctypes.string_at(self.slots_host, self.tail_offset), np.uint64).reshape(-1, 2)
-        taken = self.taken  # read after the slots, so that a taken trigger is never listed as waiting
+        taken = self.taken  # read after the slots, so that no taken trigger is listed as waiting
 
         def held(first: int, end: int) -> list[int]:
             tickets = np.arange(first, end, dtype=np.uint64)

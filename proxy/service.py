@@ -73,7 +73,7 @@ class ProxyService(ProxyWords):
         sleepers: the `Sleepers` that the threads are added to; None to create one.
 
     Attributes:
-        sleepers: the service's threads, which launches wake.
+        sleepers: the service's threads, which kernel launches wake.
         publication: the service's publication for observers; None without a description.
 
     Raises:
@@ -143,7 +143,7 @@ class ProxyService(ProxyWords):
             )
             self.publication = self._describe(description) if description else None
             self._published = publications.try_publish(self.publication) if self.publication else None
-            undo.pop_all()  # no later step fails
+            undo.pop_all()  # no step after this one fails
         self._wires: WireWorkers | None = None
         self._control, self._cores, self._name = control, cores, name
         self.sleepers = sleepers or Sleepers()
@@ -205,8 +205,8 @@ class ProxyService(ProxyWords):
         """Registers pinned memory: this rank's own, or a peer's that this process has opened.
 
         If the source and the destination of a put are both registered by this method, and the put has at most
-        `PROXYCCL_CPU_COPY_BYTES` bytes (copy_transport.h), the CPU copies, in less time than a copy engine takes.
-        Remote links cannot use the returned id.
+        `PROXYCCL_CPU_COPY_BYTES` bytes (copy_transport.h), the CPU makes the copy, in less time than a copy engine
+        would take. Remote links cannot use the returned id.
 
         Args:
             memory: the memory, which must stay open until `remove_memory`.
@@ -262,8 +262,8 @@ class ProxyService(ProxyWords):
         """Returns a new connection over any transport.
 
         Objects that the options name, such as a queue pair, must outlive the service. For a remote transport, register
-        memories with their keys (`add_remote_memory`). The address of a peer's memory, also in `set_channel`, must be
-        the one that the peer's device uses.
+        memories with their keys (`add_remote_memory`), and name a peer's memory, also in `set_channel`, by the address
+        that the peer's device uses.
 
         Args:
             transport: the transport's name.
@@ -286,7 +286,8 @@ class ProxyService(ProxyWords):
         local_rank: int,
         core_share: int,
     ) -> ServiceRemote:
-        """Returns the object that opens the rank's remote links. Call it once, and close the result after the proxy.
+        """Returns the object that opens the rank's remote links. Call this method once, and close the result after the
+        proxy.
 
         Args:
             options: the network device to use, and the device's settings.

@@ -59,7 +59,7 @@ class Worker(Struct, frozen=True):
     """A worker of the engine.
 
     Attributes:
-        pointer: a ProxycclWorker. It is freed only with this object, because threads may query a worker that has ended.
+        pointer: a ProxycclWorker, freed only with this object, because threads may query a worker that has ended.
         stats: the worker's ProxycclWorkerStats, which observers read.
         thread: the thread that runs the worker.
         ended: set when the worker has ended.

@@ -102,7 +102,7 @@ class DaemonClient(ProxyWords):
     Attributes:
         daemon: the daemon's process id.
         daemon_started: start time of the daemon's process (`proxyccl.proxy.processes.start_of`).
-        sleepers: the proxy's threads, which launches wake.
+        sleepers: the proxy's threads, which kernel launches wake.
 
     Raises:
         ArgumentError: there are fewer rings than threads, or the daemon does not see the device.
@@ -188,7 +188,7 @@ class DaemonClient(ProxyWords):
         try:
             for handle in handles:
                 self.sleepers.add(SharedMemory.open(handle))
-        except ArgumentError as error:  # the daemon's threads then find work only when they poll
+        except ArgumentError as error:  # without the words, the daemon's threads find work only when they poll
             logging.getLogger("proxyccl").warning("launches cannot wake the node daemon's threads: %s", error)
 
     def __repr__(self) -> str:
@@ -370,7 +370,7 @@ class DaemonClient(ProxyWords):
         return channel
 
     def drain(self, timeout: float, given_up: Callable[[], bool] = lambda: False) -> bool:
-        """See `ProxyService.drain`. An abort, or the loss of the daemon, also ends the wait."""
+        """See `ProxyService.drain`. The call also ends after an abort or the loss of the daemon."""
         if not self._daemon.is_open or given_up():
             return False
         if self._own is not None and not self._own.drain(timeout, given_up):
@@ -382,7 +382,7 @@ class DaemonClient(ProxyWords):
 
     def close(self, timeout: float = 30.0) -> bool:
         """Drains the rings, and makes the daemon free all of this client's objects. If a handler or a worker does not
-        end in time, returns False and keeps the memory that it uses.
+        end in time, returns False and keeps the memory that this handler or worker uses.
         """
         with self._lock:
             own_ended = self._own is None or self._own.close(timeout)

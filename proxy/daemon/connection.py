@@ -313,7 +313,7 @@ class DaemonConnection:
         self._lose(f"{process_name(self.daemon)} {what}{stopped}")
 
     def stopped(self) -> str:
-        """See `ProxyService.stopped`. Returns "" if the daemon is lost."""
+        """See `ProxyService.stopped`. Returns "" also if the daemon is lost."""
         return f"{process_name(self.daemon)} {_STOPPED}" if self.is_open and is_stopped(self.daemon) else ""
 
     def close_service(self, timeout: float) -> bool:

@@ -26,8 +26,8 @@ _offered: dict[Path, forks.Process] = {}
 
 
 def offer(path: Path, timeout: float) -> None:
-    """Offers this process to the daemon at a path. From then on the daemon connects other processes to this one, and
-    this one to others.
+    """Offers this process to the daemon at a path. From then on the daemon connects other processes to this process,
+    and this process to others.
 
     Raises:
         RuntimeUnavailableError: no such daemon is running, or it does not accept this process.
@@ -89,7 +89,7 @@ def _answer_all(connection: socket.socket, answer: object, path: Path) -> None:
                     close_all(descriptors)
                     continue
                 Thread(answer, "proxyccl-introduced", socket.socket(fileno=descriptors[0])).start()
-    except (OSError, ProtocolError):  # the next request to the daemon reports its end
+    except (OSError, ProtocolError):  # the next request to the daemon reports the daemon's end
         pass
     finally:
         with _lock:

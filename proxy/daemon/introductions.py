@@ -35,9 +35,9 @@ class Introductions:
         sockets.add_broker(self._name, self._connect)
 
     def offer(self, process: bytes, hand: Hand, confirm: Callable[[], object]) -> None:
-        """Lets others reach the process with this token. First calls `confirm`, which must send the answer to the
-        process's request, so that the process gets this answer before the first connection. `confirm` must not wait,
-        because all introductions wait for it.
+        """Lets other processes reach the process with this token. First calls `confirm`, which must send the answer to
+        the process's request, so that the process gets this answer before the first connection. `confirm` must not
+        wait, because all introductions wait for it.
         """
         with self._lock:
             confirm()

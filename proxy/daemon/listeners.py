@@ -53,7 +53,7 @@ class SocketFile:
 
 
 class HandedOver:
-    """A listening socket that another process has bound to an abstract name. It needs no file and no lock."""
+    """A listening socket that another process has bound to an abstract name, which needs no file and no lock."""
 
     def __init__(self, descriptor: int) -> None:
         os.set_inheritable(descriptor, False)  # otherwise a child process would keep the name in use

@@ -120,7 +120,7 @@ class Refused(Reply, frozen=True):
     """The answer to a request that the daemon did not carry out.
 
     Attributes:
-        error: the kind of exception that the client raises. If it is "protocol", the daemon also hangs up.
+        error: the kind of exception that the client raises. With the kind "protocol", the daemon also hangs up.
         message: the reason.
         argument: the argument's name, if `error` is "argument".
     """

@@ -92,7 +92,7 @@ class DaemonReporter:
             report = self._report(cause, clients, snapshots.unread)
             path = files.write(self._group, "daemon", next(self._numbers), report.encode())
         except (OSError, UntrustedPathError) as error:
-            log.error("cannot write a report: %s; set PROXYCCL_REPORT_DIR", error)  # noqa: TRY400  not our fault
+            log.error("cannot write a report: %s; set PROXYCCL_REPORT_DIR", error)  # noqa: TRY400  needs no traceback
             return None
         finally:
             self._turn.release()

@@ -67,8 +67,8 @@ class DaemonOptions:
 
 
 class Attendance:
-    """Decides when a job's own daemon ends. Knows the live processes that have been clients, and when the last client
-    left.
+    """Decides when a job's own daemon ends. An `Attendance` keeps the live processes that have been clients, and the
+    time when the last client left.
 
     Args:
         starter: id of the process that starts the daemon and will be a client.
@@ -128,7 +128,7 @@ class Attendance:
 
 
 class Daemon:
-    """A daemon. Its constructor starts to listen, `serve` accepts clients, and `close` ends their sessions.
+    """A daemon. The constructor starts to listen, `serve` accepts clients, and `close` ends the clients' sessions.
 
     Args:
         place: path of the socket to create, or a listening socket.
@@ -287,7 +287,7 @@ class Daemon:
         try:
             session.run()
         finally:
-            with self._lock:  # held during the wake, because `close` closes the pipe once `_sessions` is empty
+            with self._lock:  # keeps `close` from closing the pipe before the call of `_wake`
                 del self._sessions[session]
                 if not self._stopping:
                     self._wake()

@@ -305,7 +305,7 @@ class Session:
         opened = self._open_runtime(runtime, device_id)
         try:
             opened.warm_up(peers)
-        except DriverError as error:  # the client's copies may still succeed
+        except DriverError as error:  # the client's copies may succeed without a warm-up
             log.warning("%s: its first copies will take longer: %s", self.name, error)
 
     @method(opens=True)
@@ -384,4 +384,4 @@ def _token(process: str) -> bytes:
     return token
 
 
-REQUESTS = Codec[Request](Union[tuple(each.request for each in METHODS.values())], LONGEST_FRAME, name="request")  # noqa: UP007  made of a tuple
+REQUESTS = Codec[Request](Union[tuple(each.request for each in METHODS.values())], LONGEST_FRAME, name="request")  # noqa: UP007  the types are in a tuple

@@ -348,7 +348,7 @@ class SessionService:
         if exposed is None:
             raise ProtocolError(f"number: this client has no exposed memory {number}")
         if remote_functions(exposed.transport).stages:
-            self._opened.withdraw(exposed)  # from here on refuses peers' data
+            self._opened.withdraw(exposed)  # the engine refuses peers' data from here on
         self.memories.retire("exposed", number)
 
     # -- the end ---

@@ -205,8 +205,8 @@ def fabric_offers(*, device_memory: bool = False) -> list[FabricOffer]:
 
 def best_of(answers: list[list[FabricOffer]]) -> list[FabricOffer]:
     """Merges libfabric's answers to successively weaker requests. Each offer is taken from the first answer that
-    contains the offer. The result has the order of the last answer, which is libfabric's preference if nothing optional
-    is requested.
+    contains the offer. The result has the order of the last answer, whose request asked for nothing optional, so this
+    is libfabric's order of preference.
     """
     best: dict[tuple[str, str, object, int], FabricOffer] = {}
     for answer in reversed(answers):

@@ -31,7 +31,7 @@ class BoundedServer(ThreadingTCPServer):
     """Serves at most `MOST` connections at a time, each in a thread. A further connection ends the oldest one, so
     silent clients do not block the server.
 
-    Use it as a context manager, or call `end`.
+    Use the server as a context manager, or call `end`.
 
     Args:
         host: name or address to listen at.
@@ -58,7 +58,7 @@ class BoundedServer(ThreadingTCPServer):
         self._accepted: list[Any] = []
         self._lock = threading.Lock()
         try:
-            super().__init__(address, handler)  # type: ignore[arg-type]  # an IPv6 address has four parts
+            super().__init__(address, handler)  # type: ignore[arg-type]  # IPv6 addresses have four parts
         except OSError as error:
             raise ResourceError(f"cannot listen at port {port} of {host}: {error.strerror}") from None
         self.port = int(self.server_address[1])
@@ -101,7 +101,7 @@ class BoundedServer(ThreadingTCPServer):
 
 
 def _hang_up(request: Any) -> None:
-    with contextlib.suppress(OSError):  # if the connection has just ended
+    with contextlib.suppress(OSError):  # the connection has just ended
         request.shutdown(socket.SHUT_RDWR)  # the connection's thread then reads the end, and closes the socket
 
 
@@ -156,7 +156,7 @@ class LocalPages(BaseHTTPRequestHandler):
         """Reads the rest of the request, because closing a connection with unread bytes would discard the answer."""
         super().finish()
         left, until = _LINGER_BYTES, time.monotonic() + _LINGER_SECONDS
-        with contextlib.suppress(OSError):  # if the client has gone
+        with contextlib.suppress(OSError):  # the client has gone
             self.connection.shutdown(socket.SHUT_WR)
             while left > 0 and (seconds := until - time.monotonic()) > 0:
                 self.connection.settimeout(seconds)

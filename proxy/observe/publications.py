@@ -195,13 +195,13 @@ def write(name: str, data: bytes) -> Path:
 
 
 def try_publish(publication: Publication) -> Path | None:
-    """Calls `publish`. If it fails, logs the error and returns None."""
+    """Calls `publish`. If the call fails, logs the error and returns None."""
     return try_write(new_name(_SUFFIX), _PUBLICATIONS.encode(publication))
 
 
 def try_write(name: str, data: bytes) -> Path | None:
-    """Calls `write`. If it fails, logs the error, once per reason, and returns None, because a service works without
-    observers.
+    """Calls `write`. If the call fails, logs the error, once per reason, and returns None, because a service works
+    without observers.
     """
     try:
         return write(name, data)
@@ -246,9 +246,9 @@ def find_running(suffix: str, codec: Codec[P]) -> list[tuple[Path, P]]:
     with contextlib.suppress(FileNotFoundError):
         check_directory(directory)
     for path in sorted(each for each in directory.glob(f"*{suffix}") if each.is_file()):
-        with contextlib.suppress(OSError):  # if the file was removed or is not readable
+        with contextlib.suppress(OSError):  # the file was removed or is not readable
             publication = _read(path, codec)
-            if publication is None:  # written by another version
+            if publication is None:  # another version wrote the file
                 if _is_stale(path):
                     withdraw(path)
             elif publication.namespace == pid_namespace():

@@ -122,8 +122,8 @@ class ServiceRates(Message, frozen=True):
     ways: dict[int, str] = msgspec.field(default_factory=dict)
 
     def paths(self) -> dict[str, list[int]]:
-        """Maps each path to the sorted ranks that are reached by it. A path is a text: the transport of a rank's
-        channels, if there are any, and the rank's entry in `ways`, if there is one.
+        """Returns a dict that maps each path to the sorted ranks that the path reaches. A path is a text: the transport
+        of a rank's channels, if there are any, and the rank's entry in `ways`, if there is one.
         """
         transports = dict.fromkeys(self.ways, "") | {each.peer: each.transport for each in self.channels}
         found: dict[str, list[int]] = {}

@@ -193,7 +193,7 @@ class Observer:
         connections = []
         for number in range(self.publication.workers):
             stats = self.worker_stats(number)
-            age = max(0, now - stats.started_ns) if stats.started_ns else 0  # else the worker has ended
+            age = max(0, now - stats.started_ns) if stats.started_ns else 0  # 0: the worker has ended
             idle = min(stats.idle_ns, age)  # idle_ns may have grown since `now` was read
             slept = min(stats.slept_ns, idle)
             cpu = cpu_time_of(self.publication.pid, stats.thread)
@@ -224,7 +224,7 @@ class Observer:
         for number, stats in enumerate(self.worker_stats(worker).connections):
             if not stats.in_use:
                 break
-            completed = int(stats.completed)  # read first, so that `issued - completed` is not negative
+            completed = int(stats.completed)  # read before `issued`, so that the difference is not negative
             transport = ffi.string(stats.transport).decode(errors="replace")
             outstanding = max(0, stats.issued - completed)
             connections.append(
@@ -253,6 +253,6 @@ def snapshots(job: str | None = None, process: int | None = None) -> dict[Path, 
     """
     views = {}
     for path, publication in find(job, process=process):
-        with contextlib.suppress(ArgumentError), Observer(publication) as observer:  # if the service has just closed
+        with contextlib.suppress(ArgumentError), Observer(publication) as observer:  # the service has just closed
             views[path] = observer.snapshot()
     return views

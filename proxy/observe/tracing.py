@@ -209,7 +209,7 @@ class Allowance:
 
     Args:
         triggers: the number of triggers to keep. Further triggers are kept if they share a clock reading with the last
-            one.
+            of these.
     """
 
     def __init__(self, triggers: int) -> None:

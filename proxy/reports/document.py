@@ -17,7 +17,7 @@ MOST_BYTES = 64 << 20
 
 
 class ReportError(ProxyCCLError):
-    """A file is not a report, or cannot be read. The message names the file."""
+    """Raised if a file is not a report or cannot be read. The message names the file."""
 
 
 class Member(Message, frozen=True, eq=False):

@@ -26,7 +26,7 @@ def install(report: Callable[[str], object]) -> None:
     Does nothing in a second call, or if the program handles or ignores the signal in Python. An existing handler in C,
     such as MPICH's, is still called.
     """
-    global _tried  # noqa: PLW0603  a process has one disposition for a signal
+    global _tried  # noqa: PLW0603  the process has only one handler for the signal
     with _lock:
         if _tried:
             return

@@ -216,7 +216,7 @@ def staged_over(
     of `wire`, in words. `make_endpoint`, `statuses` and `error_text` are fields of the new transport; `error_text`
     defaults to the field of `wire`.
     """
-    assert wire.remote is not None  # a wire is always a remote transport
+    assert wire.remote is not None  # a wire's transport is always remote
     return Transport(
         name,
         connect=lambda engine, options: _connect(engine, name, options, needs),

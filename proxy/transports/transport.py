@@ -1,7 +1,7 @@
 """The Python side of a transport: a record of functions. The engine's side is in transport.h.
 
 A transport has a file in this package, a file in the engine, and an entry in Python's and in the engine's table of
-transports. Other modules use a transport's record and never compare its name.
+transports. Other modules use a transport's record and never compare transports' names.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class EngineRuntime:
         """
         with self._lock:
             if self._shorts is None:
-                import numpy as np  # imported here: `proxyccl info` and `top` need no numpy
+                import numpy as np  # imported here, because `proxyccl info` and `top` need no numpy
 
                 table = np.arange(1 << 16, dtype=np.uint16)
                 memory = self.runtime.allocate(table.nbytes)
