@@ -210,7 +210,7 @@ def _describe(what: str, value: Any, expected: inspect.Type, last: list[str], *,
 
 
 def _follow(steps: list[str], value: Any, expected: inspect.Type) -> tuple[Any, inspect.Type]:
-    """Returns the value at a path, and the type that is expected for it.
+    """Returns the value at a path, and the type that the codec expects of this value.
 
     If the path ends in a dict's entry, returns the dict and its type, because msgspec does not name the entry. If the
     path ends in a union's tag, returns the tag's value and the union's type.

@@ -58,7 +58,7 @@ class ChannelCounters(Message, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, counters: Any, **others: Any) -> Self:
-        """Reads a ProxycclCounters; `others` are the fields that it lacks."""
+        """Reads a ProxycclCounters; `others` are the fields that the ProxycclCounters lacks."""
         read = {name: getattr(counters, name) for name in cls.__struct_fields__ if name not in others}
         return cls(**read, **others)
 

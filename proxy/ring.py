@@ -1,7 +1,7 @@
 """The rings through which kernels pass triggers to the proxy: allocates their memory, and reads their contents.
 
 Reading a ring disturbs neither the producers nor the proxy. The proxy does not clear the slots that it has taken, so a
-ring also holds the last triggers that it handled.
+ring also holds the last triggers that the proxy handled.
 """
 
 from __future__ import annotations

@@ -189,10 +189,10 @@ class ProxyService(ProxyWords):
             nbytes: the memory's size.
             key: the memory's key in this rank's requests on remote transports; 0 if it has none.
             handle: returns the handle by which another process opens the memory; a `ProxyService` does not use it.
-            first: the first id, which another service chose; None to choose free ids.
+            first: the first of the ids, which another service chose; None to choose free ids.
 
         Returns:
-            The first id.
+            The first of the memory's ids.
 
         Raises:
             ArgumentError: the proxy can't reach the memory.
@@ -213,7 +213,7 @@ class ProxyService(ProxyWords):
             first: see `add_memory`.
 
         Returns:
-            The first id.
+            The first of the memory's ids.
 
         Raises:
             ArgumentError: the proxy can't reach the memory.

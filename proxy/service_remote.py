@@ -51,7 +51,7 @@ class ServiceRemote:
         self._setup = setup
         self._options = options
         self._devices: dict[Callable[[RemoteSetup, TransportOptions], RemoteDevice], RemoteDevice] = {}  # by `open`
-        self._endpoints: dict[int, _PeerEndpoint] = {}  # by peer
+        self._endpoints: dict[int, _PeerEndpoint] = {}  # by the peer's rank
 
     def _device(self, transport: str) -> RemoteDevice:
         open_device = remote_functions(transport).open

@@ -292,7 +292,7 @@ class ProxyThread:
             try:
                 served.on_exit(reason, info)
             except BaseException as error:
-                if not runs_on:  # not in _served, so _fail will not call on_lost
+                if not runs_on:  # the worker is not in _served, so _fail will not call on_lost
                     served.on_lost(error)
                 raise
 

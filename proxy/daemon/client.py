@@ -80,7 +80,7 @@ class DaemonRemote:
         self._daemon.ask(SessionService.withdraw, memory.owner)
 
     def close(self) -> None:
-        """Does nothing: the daemon frees remote links with the proxy."""
+        """Does nothing, because the daemon frees remote links when it frees the proxy."""
 
 
 class DaemonClient(ProxyWords):
@@ -152,8 +152,8 @@ class DaemonClient(ProxyWords):
         self._own_channels: set[int] = set()
         self._spare_channels: list[int] = []  # free ids that the daemon reserved for this process
         self._takes_private = takes_private
-        # For each memory that copies can use, by its first id: a function that registers the memory with the service in
-        # this process.
+        # Maps the first id of each memory that copies can use to a function that registers the memory with the service
+        # in this process.
         self._memories: dict[int, Callable[[ProxyService], int]] = {}
         self._ring_of: dict[int, int] = {}
         self._lock = threading.RLock()

@@ -97,8 +97,8 @@ class _Ending:
     def serve(self, daemon: Daemon) -> None:
         """Makes the daemon serve until a signal ends it. Returns immediately if a signal has already arrived."""
         self._daemon = daemon
-        # The system may deliver a signal to another thread, as happens if a stopped process gets SIGCONT and then
-        # SIGTERM. Such a signal ends the main thread's poll() only through this descriptor.
+        # The system may deliver a signal to a thread other than the main thread, for example if a stopped process gets
+        # SIGCONT and then SIGTERM. Such a signal ends the main thread's poll() only through this descriptor.
         signal.set_wakeup_fd(daemon.wake_descriptor, warn_on_full_buffer=False)
         if self._asked:
             daemon.stop()

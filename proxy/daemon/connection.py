@@ -210,7 +210,7 @@ class DaemonConnection:
         try:
             return cast(R, self._result(method, *method.request_of(args, kwargs)))
         except ProxyLostError:
-            if not method.releases:  # the daemon's end has released the objects
+            if not method.releases:  # a lost daemon has already released the objects
                 raise
             return cast(R, nothing)
 

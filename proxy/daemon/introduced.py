@@ -1,4 +1,4 @@
-"""Connects processes that share no other socket, through the node daemon: the client's side of introductions.py."""
+"""Connects processes that can reach each other only through the node daemon: the client's side of introductions.py."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def offer(path: Path, timeout: float) -> None:
 
 
 def reach_through(path: Path) -> None:
-    """Lets this process connect through the daemon at a path, if one runs there, to processes with which it shares no
-    other socket.
+    """Lets this process connect through the daemon at a path, if a daemon runs there, to processes that it can't reach
+    directly.
     """
     sockets.add_broker(f"{DAEMON} at {path}", lambda token, seconds: _reach(path, token, seconds))
 
 
 def is_offered(path: Path) -> bool:
-    """Whether the daemon at a path connects other processes to this one."""
+    """Whether the daemon at a path connects other processes to this process."""
     with _lock:
         process = _offered.get(path)
     return process is not None and process.is_here

@@ -1,5 +1,5 @@
-"""Lets the daemon connect processes that share no other socket: the daemon makes a pair of connected sockets, and sends
-one to each process.
+"""Lets the daemon connect processes that can't reach each other directly: the daemon makes a pair of connected sockets,
+and sends one to each process.
 """
 
 from __future__ import annotations

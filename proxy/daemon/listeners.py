@@ -115,7 +115,7 @@ def _lock_beside(path: Path, directory: int) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = os.open(name.name, flags, 0o600, dir_fd=directory)
     except OSError as error:
-        with contextlib.suppress(FileNotFoundError):  # raises if the file has another owner
+        with contextlib.suppress(FileNotFoundError):  # raises UntrustedPathError if the file has another owner
             _require_own(os.stat(name.name, dir_fd=directory, follow_symlinks=False), name)
         if error.errno == errno.ELOOP:
             raise UntrustedPathError("socket", f"{name} is a link; remove it, or name another --socket") from None

@@ -86,8 +86,8 @@ class Attendance:
         return list(self._pids)
 
     def came(self, pid: int) -> int | None:
-        """Records that a process has connected. Returns a new pidfd for the process; None if it has one already, has
-        ended, or is in another PID namespace.
+        """Records that a process has connected. Returns a new pidfd for the process; None if there is a pidfd already,
+        or if the process has ended or is in another PID namespace.
         """
         self._anybody_came = True
         return self._add(pid)
@@ -255,7 +255,9 @@ class Daemon:
                 longest.abandon()
 
     def _process_ended(self, descriptor: int) -> None:
-        """Ends the sessions of a process that has ended. A forked child may still hold the process's sockets open."""
+        """Ends the sessions of a process that has ended, because a forked child may still hold the process's sockets
+        open.
+        """
         assert self._attendance is not None
         pid = self._attendance.ended(descriptor)
         with self._lock:

@@ -153,13 +153,15 @@ class Session:
         return self._greeted
 
     def end(self, timeout: float) -> None:
-        """Makes the session's thread finish the triggers in the client's rings, then end. Any thread may call this."""
+        """Makes the session's thread finish the triggers in the client's rings, then end. Any thread may call this
+        method.
+        """
         self._end_within = timeout
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RD)
 
     def abandon(self) -> None:
-        """Ends the session as if the client had hung up. Any thread may call this."""
+        """Ends the session as if the client had hung up. Any thread may call this method."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
@@ -242,7 +244,8 @@ class Session:
         self._send_event(Answer(Raw(b"null"), request=self._number))
 
     def _hand(self, theirs: socket.socket) -> None:
-        """Sends the client the socket `theirs`, which is connected to another process. Any thread may call this."""
+        """Sends the client the socket `theirs`, which is connected to another process. Any thread may call this method.
+        """
         send(self._connection, REPLIES, Introduced(), [theirs.fileno()], socket.MSG_DONTWAIT)
 
     def _send_event(self, event: AnyReply) -> None:

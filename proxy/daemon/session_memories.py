@@ -67,7 +67,7 @@ class SessionMemories:
         self._retire(replaced)
 
     def retire(self, kind: str, number: int) -> None:
-        """Unmaps an object's memory, if it has any, once the workers are idle. Until then copies may be in flight."""
+        """Unmaps an object's memory, if it has any, once the workers are idle and so no copy is in flight."""
         self._retire(self._kept.pop((kind, number), None))
 
     def _retire(self, unmap: _Unmap | None) -> None:

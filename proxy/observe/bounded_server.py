@@ -81,7 +81,7 @@ class BoundedServer(ThreadingTCPServer):
         self._thread.join()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serves a connection in a thread. Ends the oldest connection if there are too many."""
+        """Serves a connection in a thread. Ends the oldest connection if too many connections are open."""
         with self._lock:
             self._accepted.append(request)
             if len(self._accepted) > self.MOST:
@@ -102,7 +102,7 @@ class BoundedServer(ThreadingTCPServer):
 
 def _hang_up(request: Any) -> None:
     with contextlib.suppress(OSError):  # the connection has just ended
-        request.shutdown(socket.SHUT_RDWR)  # the connection's thread then reads the end, and closes the socket
+        request.shutdown(socket.SHUT_RDWR)  # the connection's thread reads the end of the stream, and closes the socket
 
 
 def split_address(text: str, port: int, argument: str) -> tuple[str, int]:

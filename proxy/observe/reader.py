@@ -1,4 +1,5 @@
-"""Reads a service's state at one moment, from the memory of engine/observe.h and from the channels' counters.
+"""Reads a service's state at one moment, from the memory that engine/observe.h declares and from the channels'
+counters.
 
 An observer opens the memory that a publication names. The observer does not write to the memory, and reads only a few
 slots of each ring, so the service is not disturbed.
@@ -119,7 +120,7 @@ class ChannelView(ChannelCounters, frozen=True, kw_only=True):
 
 
 class ServiceView(Struct, frozen=True):
-    """A service at one moment.
+    """The state of a service at one moment.
 
     Attributes:
         publication: the service's publication.

@@ -170,7 +170,7 @@ class StagedEndpoint:
         self.info = EndpointInfo(first.endpoint, segment, first.rkey, first.area, ring_bytes, tuple(more))
 
     def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> StagedOptions:
-        """Implements `TransportEndpoint.connect`. Both sides use the smaller of their two ring sizes and the smaller of
+        """Implements `TransportEndpoint.connect`. Both ranks use the smaller of their two ring sizes and the smaller of
         their two numbers of wires.
         """
         if not theirs.ring_bytes:
