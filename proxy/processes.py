@@ -67,7 +67,6 @@ def catches(pid: int, number: signal.Signals) -> bool:
 
 
 def _status(pid: int, name: str) -> str:
-    """Returns a field of /proc/PID/status; "" if there is no such process."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):

@@ -81,7 +81,6 @@ class ProxyWords:
     words: SharedWords
 
     def _words_of(self, channel: int) -> SharedWords:
-        """Returns the shared words that contain a channel's words."""
         return self.words
 
     def flushed(self, channel: int) -> int:

@@ -93,7 +93,6 @@ def _refused(address: str, reason: str) -> RuntimeUnavailableError:
 
 
 def _say_hello(connection: socket.socket) -> HelloAnswer:
-    """Sends a `Hello`. Returns the daemon's answer. Raises ConnectionResetError if the daemon hung up."""
     with contextlib.suppress(BrokenPipeError):  # the daemon has already refused this user
         send(connection, HELLOS, Hello(VERSION, LAYOUT))
     message = receive(connection, HELLO_ANSWERS, DAEMON)

@@ -200,6 +200,5 @@ def _environment() -> dict[str, str]:
 
 
 def _text_of(file: int) -> str:
-    """Returns the text at the end of a memory file."""
     size = os.fstat(file).st_size
     return os.pread(file, _MOST_WORDS, max(0, size - _MOST_WORDS)).decode(errors="replace")

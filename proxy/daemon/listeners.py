@@ -83,7 +83,6 @@ def shown(address: str | bytes) -> str:
 
 
 def _open_directory(directory: Path) -> int:
-    """Opens the socket's directory, and creates it if it is missing. Returns a descriptor."""
     try:
         if not os.path.lexists(directory):
             directory.mkdir(mode=0o700, exist_ok=True)

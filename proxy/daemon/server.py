@@ -314,7 +314,6 @@ class Daemon:
             return [by_load[i % len(by_load)] for i in range(workers)]
 
     def _choose_idle(self) -> IdlePolicy:
-        """Chooses the idle policy for a client that requests none."""
         if self._options.idle is not None:
             return self._options.idle
         with self._lock:

@@ -244,8 +244,7 @@ class Session:
         self._send_event(Answer(Raw(b"null"), request=self._number))
 
     def _hand(self, theirs: socket.socket) -> None:
-        """Sends the client the socket `theirs`, which is connected to another process. Any thread may call this method.
-        """
+        """Sends the client a socket that is connected to another process. Any thread may call this method."""
         send(self._connection, REPLIES, Introduced(), [theirs.fileno()], socket.MSG_DONTWAIT)
 
     def _send_event(self, event: AnyReply) -> None:
@@ -259,7 +258,6 @@ class Session:
                 self._connection.shutdown(socket.SHUT_RDWR)
 
     def _refuse(self, error: ProtocolError) -> None:
-        """Sends the client the reason for the session's end."""
         with contextlib.suppress(OSError):
             if self._greeted:
                 send(self._connection, REPLIES, Refused.of(error), flags=socket.MSG_DONTWAIT)
@@ -377,7 +375,7 @@ class Session:
 
 
 def _token(process: str) -> bytes:
-    """Checks a process's token in a request. Raises ProtocolError for any other text."""
+    """Returns the token that a request contains as hexadecimal text. Raises ProtocolError for any other text."""
     try:
         token = bytes.fromhex(process)
     except ValueError:

@@ -166,8 +166,7 @@ class SessionService:
 
     @method()
     def add_remote_memory(self, address: Uint64, nbytes: Nbytes, key: Uint64) -> MemoryId:
-        """Registers memory that remote transports reach by an address and a key. Returns the first of the memory's ids.
-        """
+        """Registers memory that remote transports reach by address and key. Returns the first of the memory's ids."""
         return self._register(nbytes, lambda: self.proxy.add_remote_memory(address, nbytes, key))
 
     def _register(self, nbytes: int, add: Callable[[], int], undo: contextlib.ExitStack | None = None) -> int:

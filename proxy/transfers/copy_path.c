@@ -60,7 +60,6 @@ static void next_piece(CopyTransfer *self, Piece *piece) {
   all->left -= piece->bytes;
 }
 
-/* Copies a piece between the blocks. Returns 0 or an errno. */
 static int copy_piece(Piece *piece, int writes, pid_t pid) {
   if (pid != 0) {
     const ssize_t copied = writes ? process_vm_writev(pid, piece->local, piece->blocks, piece->remote, piece->blocks, 0)

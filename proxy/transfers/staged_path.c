@@ -1,4 +1,4 @@
-/* Transfers between a device and a link, through stages. See transfers.h and parts.h.
+/* Transfers between a device and a link, through stages.
  *
  * Each stage holds one part of the data at a time, which is sent in one frame. For a write, the device fills the stage
  * and the link sends the stage's data; for a read, the link fills the stage and the device copies the data out. The

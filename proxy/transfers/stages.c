@@ -1,5 +1,4 @@
-/* Implements stages: pinned buffers through which an agent serves requests for a device's memory. See transfers.h and
- * parts.h.
+/* Implements stages: pinned buffers through which an agent serves requests for a device's memory.
  *
  * The agent's thread queues a frame's copies and later polls for their end, so the device copies one frame while the
  * socket carries another.
