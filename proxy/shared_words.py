@@ -23,7 +23,7 @@ was stopped does not count against the workers.
 
 
 class SharedWords:
-    """A ProxycclSharedWords at `offset` in pinned memory. Its `BYTES` bytes must be zeroed.
+    """A ProxycclSharedWords at `offset` in pinned memory, in `BYTES` bytes that the caller has zeroed.
 
     Attributes:
         memory: the memory.

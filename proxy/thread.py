@@ -78,8 +78,8 @@ class IdlePolicy:
 
     @classmethod
     def where_cores_suffice(cls) -> IdlePolicy:
-        """Returns a policy with which a thread sleeps at most 50 µs at a time until it has been idle for 50 ms. Such a
-        thread takes about a tenth of a core.
+        """Returns a policy with which a thread sleeps at most 50 µs at a time until it has been idle for 50 ms,
+        which takes about a tenth of a core.
         """
         return cls(max_sleep_us=50.0)
 

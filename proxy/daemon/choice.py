@@ -87,8 +87,8 @@ class ChosenDaemon(DaemonAddress):
             early.add_done_callback(_close_made)
 
     def connect(self, timeout: float) -> tuple[socket.socket, int]:
-        """See `DaemonAddress.connect`. Also raises ArgumentError if no daemon sees the device or the daemon refuses an
-        option, and ProxyLostError if the daemon does not answer.
+        """See `DaemonAddress.connect`. Raises, in addition, ArgumentError if no daemon sees the device or the daemon
+        refuses an option, and ProxyLostError if the daemon does not answer.
         """
         prepared = self._made_early() or self._prepare(timeout)
         self._chosen = prepared.address

@@ -160,7 +160,6 @@ class DaemonClient(ProxyWords):
         self._observed: ObservedSegment | None = None
         self.fifos = [Fifo(runtime, fifo_size) for _ in range(fifos)]
         self._daemon = DaemonConnection(timeout, name, on_failure, self._watch_turns, address)
-        # These methods only call the daemon.
         self.request_report, self.stopped = self._daemon.request_report, self._daemon.stopped
         self.daemon, self.daemon_started = self._daemon.daemon, self._daemon.daemon_started
         try:

@@ -75,7 +75,7 @@ def refuse_user(connection: socket.socket, user: int) -> None:
 
 
 class Session:
-    """One connection of a client, from its hello to its end.
+    """Serves one connection of a client, from the client's hello to the connection's end.
 
     Args:
         connection: the socket; the session closes it.

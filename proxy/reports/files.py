@@ -18,7 +18,7 @@ _NAME = re.compile(r"[0-9a-f]{8}-(rank\d+|daemon)-\d+-\d+\.json")
 
 
 def wanted() -> bool:
-    """Whether reports are written: ``PROXYCCL_REPORTS=off`` turns them off."""
+    """Whether reports are written: ``PROXYCCL_REPORTS=off`` turns reports off."""
     value = os.environ.get("PROXYCCL_REPORTS") or "on"
     if value not in ("on", "off"):
         raise ArgumentError("PROXYCCL_REPORTS", f"unknown value {value!r}; expected 'on' or 'off'")

@@ -44,7 +44,7 @@ def install(report: Callable[[str], object]) -> None:
 
 def _wait(descriptor: int, report: Callable[[str], object]) -> None:
     while True:
-        os.read(descriptor, _COUNT_BYTES)  # os.eventfd_read would not continue after another signal's handler
+        os.read(descriptor, _COUNT_BYTES)  # os.eventfd_read, unlike os.read, does not retry after a signal
         try:
             report(f"signal {SIGNAL.name}")
         except Exception:  # the thread must survive for the next signal

@@ -111,7 +111,7 @@ static int finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
   const uint64_t deadline = now_ns() + LONGEST_CANCEL_S * 1000000000ull;
   const struct timespec pause = {0, SHORTEST_PAUSE_NS};
   (void)timeout_ns;
-  ++transfer->copying; /* keeps the transfer allocated, and keeps other threads from polling it */
+  ++transfer->copying; /* while `copying` is not 0, the transfer stays allocated and other threads do not poll it */
   pthread_mutex_unlock(&transfer->agent->lock);
   while (!is_over(self) && failure(self) == 0 && now_ns() < deadline) nanosleep(&pause, NULL);
   pthread_mutex_lock(&transfer->agent->lock);

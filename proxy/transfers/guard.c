@@ -18,15 +18,14 @@ enum {
   NEAR = 1 << 16 /* size of the largest page, because a signal may report the page's address, not the byte's */
 };
 
-/* A guarded copy that a thread is making: the point to which the handler jumps back, and the blocks. */
+/* A thread's running guarded copy: the point to which the handler jumps back, and the blocks. */
 typedef struct GuardedCopy {
   sigjmp_buf back;
   const struct iovec *to, *from;
   uint64_t count;
 } GuardedCopy;
 
-/* A call of a replaced handler that a thread is making: the stack frame of pass_on, and the handler's index in
- * Replaced. */
+/* A thread's running call of a replaced handler: the stack frame of pass_on, and the handler's index in Replaced. */
 typedef struct Passing {
   const char *frame;
   int level;

@@ -440,8 +440,8 @@ ProxycclTransfer *transfer_of_blocks(ProxycclAgent *agent, ProxycclLink *link, s
 void transfer_end(ProxycclTransfer *transfer, ProxycclTransferState state);
 /* Ends a transfer with the result that the answers to its request report. */
 void transfer_answered(Request *request);
-/* Returns 1 if all registrations in the transfer's `guards` are valid. Otherwise sets the transfer's `fault` to the
- * first invalid registration, and returns 0. */
+/* Returns 1 if all registrations in the transfer's `guards` are valid. If one is invalid, sets the transfer's `fault`
+ * to the first invalid registration, and returns 0. */
 int transfer_stands(ProxycclTransfer *transfer);
 void transfer_end_deregistered(ProxycclTransfer *transfer); /* ends a transfer after transfer_stands has returned 0 */
 void transfer_watch(ProxycclTransfer *transfer);            /* makes the thread poll the transfer */

@@ -173,7 +173,7 @@ static int finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
   const struct timespec deadline = agent_deadline(timeout_ns);
   int timed_out = 0, over = 1;
   transfer->request.left = 0;
-  ++transfer->copying; /* keeps the transfer allocated */
+  ++transfer->copying; /* while `copying` is not 0, the transfer stays allocated */
   link_wake(transfer->link);
   for (uint32_t i = 0; i < PROXYCCL_STAGES; ++i) {
     Part *part = &self->parts[i];

@@ -82,7 +82,7 @@ static void handle(ProxycclAgent *agent, const struct epoll_event *event) {
   }
 }
 
-/* Copies one piece of the first transfer that has a piece to copy and a free stage if it needs one, and moves the
+/* Copies one piece of the first transfer that has a piece to copy and, if it needs a stage, a free stage. Moves the
  * transfer to the queue's end. Returns 0 if there is no such transfer. A thread that starts a transfer or frees a stage
  * wakes this thread. */
 static int copy_next(ProxycclAgent *agent) {

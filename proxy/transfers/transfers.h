@@ -155,8 +155,8 @@ int proxyccl_process_read(int32_t pid, uint64_t address, char *to, uint64_t byte
  * because the answer may arrive after the time-out. Returns 0 or an errno, which is ETIMEDOUT after `timeout_ms`. */
 int proxyccl_ask_to_copy(int socket, const char *secret, int timeout_ms);
 
-/* An agent's ledger shows which of its registrations are valid. It has PROXYCCL_LEDGER_WORDS words in memory that peers
- * of the host map. Each registration has a number n, which is never used again, and uses the word n %
+/* An agent's ledger shows which of its registrations are valid. A ledger has PROXYCCL_LEDGER_WORDS words in memory that
+ * peers of the host map. Each registration has a number n, which is never used again, and uses the word n %
  * PROXYCCL_LEDGER_WORDS. The word is n while the memory is registered, and ~n if the memory was freed before it was
  * deregistered. Word 0 counts the registrations that have ended. */
 void proxyccl_ledger_begin(uint64_t *ledger, uint64_t number);
@@ -232,7 +232,7 @@ ProxycclTransfer *proxyccl_transfer_create_on_device(ProxycclAgent *agent, Proxy
  * piece. */
 void proxyccl_transfer_guard(ProxycclTransfer *transfer, int remote, const uint64_t *ledger, const uint64_t *rows,
                              uint64_t count);
-/* Sets the number in the transfer's log records by which Python finds the transfer's peer and path. */
+/* Sets a number that the transfer's log records contain, and by which Python finds the transfer's peer and path. */
 void proxyccl_transfer_set_label(ProxycclTransfer *transfer, uint32_t label);
 /* Cancels the transfer if it is active, and frees it. Returns 0. If the cancel has not succeeded after 30 s, returns
  * EBUSY (see proxyccl_transfer_cancel), and the transfer's stages must then stay allocated. */
