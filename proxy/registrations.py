@@ -195,5 +195,5 @@ class RemoteDevice:
         self.write_targets = RemoteWriteTargets()
 
     def close(self) -> None:
-        """Deregisters all memory and closes the device. All endpoints that use the device must be closed before."""
+        """Deregisters all memory and closes the device. All endpoints that use the device must be closed first."""
         raise NotImplementedError

@@ -42,7 +42,7 @@ class _FromEnvironment:
     """
 
     _owner: ClassVar[str]
-    _prefix: ClassVar[str]  # prefix of the environment variables' names
+    _prefix: ClassVar[str]
     _name: ClassVar[str]  # describes a valid text in errors
     _choices: ClassVar[dict[str, tuple[object, ...]]]
 
@@ -103,7 +103,7 @@ class RdmaOptions(_FromEnvironment):
         gid_index: index of the port's GID to use; None for RoCE v2 with an IPv4 address if there is one.
         mtu: largest path MTU in bytes, one of 256, 512, 1024, 2048, 4096; None for the port's MTU. A connection uses
             the smaller MTU of its two endpoints.
-        service_level: InfiniBand's service level, or the priority of RoCE's frames, 0 to 15.
+        service_level: the InfiniBand service level, or the priority of RoCE's frames, 0 to 15.
         traffic_class: traffic class of the packets' IP header, with the DSCP in its upper six bits; 0 to 255.
         timeout: exponent of the time after which an unacknowledged request is sent again, which is 4.096 µs ·
             2^timeout; 1 to 31. An exponent of 14 means 67 ms. A device may wait a few times longer than the exponent
@@ -116,8 +116,8 @@ class RdmaOptions(_FromEnvironment):
         signal: how to advance a peer's counter: "write" by an inline write, "fetch_add" by an atomic operation, "auto"
             by a write if the device supports inline data, else by a fetch-add.
         gpu_writes: "auto" to write to a GPU's memory only if the device says that it orders RDMA writes before signals
-            in host memory; "ordered" if the caller promises this order. With "auto", the transport for all other
-            devices is "staged".
+            in host memory; "ordered" if the caller promises this order. With "auto", the transport is "staged" if the
+            device does not say that it keeps this order.
         staging_bytes: bytes of pinned memory per peer and direction of the transport "staged", 4 KiB to 64 MiB; two
             ranks use the smaller of their values.
         staging_chunk: the most bytes of a put that are staged at a time, 64 bytes to 32 MiB; at most half of
@@ -143,7 +143,7 @@ class RdmaOptions(_FromEnvironment):
     staging_chunk: int = 256 << 10
 
     _owner, _prefix, _name = "RDMA", "PROXYCCL_RDMA_", "the name of an RDMA device"
-    _choices = {  # noqa: RUF012  a ClassVar of the base
+    _choices = {  # noqa: RUF012  the base class declares a ClassVar
         "mtu": MTUS,
         "signal": ("auto", "write", "fetch_add"),
         "gpu_writes": ("auto", "ordered"),
@@ -167,8 +167,8 @@ class FabricOptions(_FromEnvironment):
             supports that, else "delivered". With "auto", a provider that stores each message in order gets the data and
             the signal in one message.
         gpu_writes: "auto" to write to a GPU's memory only if the device says that it orders RDMA writes before signals
-            in host memory; "ordered" if the caller promises this order. With "auto", the transport for all other
-            devices is "staged_fabric".
+            in host memory; "ordered" if the caller promises this order. With "auto", the transport is "staged_fabric"
+            if the device does not say that it keeps this order.
         staging_bytes: bytes of pinned memory per peer and direction of the transport "staged_fabric", 4 KiB to 64 MiB;
             two ranks use the smaller of their values. None means 4 MiB, or 2 MiB for each stream if there are several
             streams; a rank with many peers uses less.
@@ -192,7 +192,7 @@ class FabricOptions(_FromEnvironment):
     streams: int | None = None
 
     _owner, _prefix, _name = "the fabric", "PROXYCCL_FABRIC_", "a name"
-    _choices = {  # noqa: RUF012  a ClassVar of the base
+    _choices = {  # noqa: RUF012  the base class declares a ClassVar
         "signal": ("auto", "ordered", "delivered"),
         "gpu_writes": ("auto", "ordered"),
     }
@@ -217,7 +217,7 @@ class RemoteSetup(Struct, frozen=True):
         runtime: the runtime whose device memory peers reach.
         segment: the rank's control segment.
         signals: byte range, in the control segment, of the words that peers' proxies may signal.
-        near: NUMA node that the device should be near; None if all nodes are equally near.
+        near: the NUMA node that the device should be near; None if all nodes are equally near.
         local_rank: the rank's number on its host.
         core_share: cores that the rank's threads may keep busy.
     """

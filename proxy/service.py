@@ -292,7 +292,7 @@ class ProxyService(ProxyWords):
         Args:
             options: the network device to use, and the device's settings.
             signals: byte range, in the control segment, of the words that peers' proxies may signal.
-            near: NUMA node that the device should be near; None if all nodes are equally near.
+            near: the NUMA node that the device should be near; None if all nodes are equally near.
             local_rank: the rank's number on its host.
             core_share: cores that the rank's threads may keep busy.
 
@@ -490,8 +490,7 @@ class ProxyService(ProxyWords):
         return self.fifos
 
     def _worker_event(self, worker: Worker, reason: int, info: Any) -> None:
-        """Handles an outcome of the engine: calls a handler, or reports a failure. Called in the worker's thread when
-        the engine returns for the worker.
+        """Calls a handler or reports a failure, in the worker's thread, when the engine returns for the worker.
         """
         if reason == lib.PROXYCCL_EXIT_HANDLER:
             self._handle(worker, info)
@@ -499,7 +498,7 @@ class ProxyService(ProxyWords):
             self._fail(self._failure(info))
 
     def _thread_lost(self, error: BaseException) -> None:
-        """Fails the proxy after an error has ended a worker. Called in the worker's thread."""
+        """Fails the proxy, in the worker's thread, after an error has ended a worker."""
         reason = f"its proxy's thread has failed: {type(error).__name__}: {error}"
         self._fail(ProxyFailure(native.PROXYCCL_ERROR_LOCAL, None, None, 0, reason, error))
 
@@ -610,7 +609,7 @@ class ProxyService(ProxyWords):
             drained: whether the workers first empty their rings and complete outstanding work.
 
         Returns:
-            False if a worker did not end in time. The service's memory is then kept, and another call waits again.
+            False if a worker did not end in time; the service keeps its memory, and another call waits again.
         """
         if not self._process.is_here:  # this is a fork's child, and the workers belong to the parent
             return True

@@ -126,7 +126,7 @@ class ProxyWords:
         return SchedulePointers(bell, done, gate, tuple(on_device(words.stages + i) for i in range(STAGES)))
 
     def end_waits(self) -> None:
-        """Releases streams that wait for schedules or stages. Call it after a failure, when no worker releases them."""
+        """Releases streams that wait for schedules or stages, after a failure, when no worker releases the streams."""
         lib.proxyccl_schedule_words_end_waits(self.words.schedule_words)
 
 

@@ -100,7 +100,7 @@ class ChosenDaemon(DaemonAddress):
             return None
         try:
             prepared = early.result()  # each step of the thread has a time-out, so the wait ends
-        except ProxyLostError:  # `connect` makes a new connection
+        except ProxyLostError:
             return None
         if prepared.is_lost:
             prepared.close()

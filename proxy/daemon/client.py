@@ -264,8 +264,7 @@ class DaemonClient(ProxyWords):
         return first
 
     def _repeat(self, first: int, add: Callable[[ProxyService], int]) -> None:
-        """Registers memory, which the daemon has registered, with this process's service too, as soon as that service
-        exists.
+        """Registers memory of the daemon's service with this process's service as well, as soon as that service exists.
         """
         with self._lock:
             self._memories[first] = add
@@ -280,7 +279,7 @@ class DaemonClient(ProxyWords):
 
     def connect_copy(self, *, peer: int | None = None, transport: str = "copy", private: bool = False) -> Connection:
         """Returns a connection whose transfers are copies within the host. If `private`, a service in this process
-        makes the copies, otherwise the daemon.
+        makes the copies, otherwise the daemon makes the copies.
         """
         if private and self._takes_private:
             return replace(self._own_service().connect_copy(peer=peer, transport=transport), private=True)

@@ -70,7 +70,7 @@ def run_for_job(listener: int, options: str, starter: int, on_ready: Callable[[]
     # on such a core would run once in a time slice.
     suffice = len(chosen.affinity) >= chosen.threads + chosen.programs
     os.sched_setaffinity(0, chosen.affinity if suffice else every)
-    with contextlib.suppress(ArgumentError):  # the path in PROXYCCL_DAEMON_SOCKET is not valid
+    with contextlib.suppress(ArgumentError):
         reach_through(socket_path())  # reaches clients' peers that run in other containers
     daemon_options = DaemonOptions(threads=chosen.threads, cores=chosen.cores, programs=chosen.programs)
     with Daemon(HandedOver(listener), daemon_options, Attendance(starter)) as daemon:

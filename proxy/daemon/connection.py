@@ -238,7 +238,7 @@ class DaemonConnection:
         takes = method.timeouts * getattr(request, "timeout", 0.0) + (self._timeout() if method.opens else 0.0)
         turns = self._watch_turns() if method.needs_turns else None
         number = next(self._numbers)
-        self._awaited.add(number)  # added before the send, which a signal handler's request may interrupt
+        self._awaited.add(number)  # a signal handler's request may interrupt the send below
         try:
             send(self._socket, REQUESTS, structs.replace(request, request=number), descriptors)
             return self._answer_to(number, takes + min(self._timeout(), _MARGIN), turns)

@@ -78,7 +78,7 @@ class Introductions:
         return connection
 
     def close(self) -> None:
-        """Stops this process from reaching others through the daemon."""
+        """Stops this process from reaching other processes through the daemon."""
         sockets.remove_broker(self._name)
 
 

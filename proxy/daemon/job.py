@@ -105,7 +105,7 @@ class JobDaemon(DaemonAddress):
                 limit_waits(connection, timeout, 0)
                 _served[self._name] = answer.pid, start_of(answer.pid)
                 # SO_PEERCRED would name the process that called listen(): the rank that started the daemon.
-                with contextlib.suppress(OSError):  # the daemon has ended
+                with contextlib.suppress(OSError):
                     self._errors = os.open(f"/proc/{answer.pid}/fd/2", os.O_RDONLY | os.O_CLOEXEC)
                 return connection, answer.pid
 

@@ -188,8 +188,8 @@ class Method(Struct, frozen=True, kw_only=True):
         timeouts: the method may take this many times its argument `timeout`; 0 if it has no such argument.
         opens: whether the method may open a device or register memory; if so, the client waits for one more time-out.
         needs_turns: whether the client gives up if the client's workers do not poll their rings during a time-out.
-        releases: whether the method only frees objects that the daemon holds for the client. The end of the daemon or
-            the connection also frees these objects, so a later call does nothing.
+        releases: whether the method only frees objects that the daemon holds for the client. The objects are also freed
+            when the daemon or the connection ends, so a later call does nothing.
         answered: whether the daemon answers the request.
     """
 

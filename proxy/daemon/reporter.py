@@ -63,7 +63,7 @@ class DaemonReporter:
         self._numbers = itertools.count(1)
         self._turn = threading.Lock()  # held while a report is written
         self._lock = threading.Lock()
-        self._requested: dict[str, float] = {}  # by job: time.monotonic() of the last request that started a report
+        self._requested: dict[str, float] = {}  # when each job's last report was started (time.monotonic())
 
     def request(self, job: str, cause: str) -> None:
         """Writes a report in a separate thread, unless a report for the job was started within the last seconds. The

@@ -103,7 +103,7 @@ class Attendance:
         return descriptor
 
     def ended(self, descriptor: int) -> int:
-        """Forgets the process with this pidfd, which has ended. Returns its process id."""
+        """Forgets the ended process with this pidfd, and returns the process's id."""
         os.close(descriptor)
         return self._pids.pop(descriptor)
 
@@ -195,7 +195,7 @@ class Daemon:
         return self._wake_write
 
     def stop(self) -> None:
-        """Makes `serve` return. May be called from any thread and from signal handlers."""
+        """Makes `serve` return. Any thread and any signal handler may call this method."""
         self._stopping = True
         self._wake()
 
@@ -305,8 +305,8 @@ class Daemon:
             return self._runtimes[key]
 
     def _assign_threads(self, workers: int) -> Sequence[ProxyThread]:
-        """Returns a thread for each worker, from the threads with the fewest workers. A thread occurs twice only if
-        there are more workers than threads.
+        """Returns a thread for each worker, from the threads with the fewest workers. The result has a thread twice
+        only if there are more workers than threads.
         """
         with self._lock:
             users = [thread for session in self._sessions for thread in session.threads]

@@ -349,7 +349,7 @@ class Session:
 
     def _free(self, timeout: float) -> bool:
         """Ends the workers immediately, and frees all of the client's objects. If a worker did not end in time, returns
-        False and keeps the memory.
+        False and keeps the client's memory.
         """
         service = self._service
         if service is None:

@@ -50,7 +50,7 @@ def _is_there(name: str) -> bool:
         return True
     try:
         cache = _LINKER_CACHE.read_bytes()
-    except OSError:  # this system's linker has no cache
-        return True  # only loading the library would show whether it exists
+    except OSError:  # without the linker's cache, only loading the library would show whether it exists
+        return True
     # The cache (glibc, sysdeps/generic/dl-cache.h) contains the libraries' names and paths as strings.
     return re.search(rb"[/\0]" + re.escape(os.fsencode(name)) + rb"\0", cache) is not None

@@ -101,7 +101,7 @@ class BoundedServer(ThreadingTCPServer):
 
 
 def _hang_up(request: Any) -> None:
-    with contextlib.suppress(OSError):  # the connection has just ended
+    with contextlib.suppress(OSError):
         request.shutdown(socket.SHUT_RDWR)  # the connection's thread reads the end of the stream, and closes the socket
 
 

@@ -20,7 +20,7 @@ class WorkerRates(Message, frozen=True):
         looks_per_s: polls of the worker's rings and connections per second.
         sleeps_per_s: sleeps of the thread per second.
         wakes_per_s: how often per second a launch woke the thread.
-        core: CPU time of the thread per unit of time; 1.0 is a whole core. None if the system does not report the CPU
+        core: the thread's CPU time per unit of time, 1.0 for a whole core; None if the system does not report the CPU
             time.
         idle_times: the fields of the thread's `IdlePolicy`, in order.
     """

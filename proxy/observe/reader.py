@@ -40,7 +40,7 @@ class WorkerView(Message, frozen=True):
         sleeps: number of the thread's sleeps.
         slept_ns: time that the thread slept.
         wakes: how often a launch woke the thread.
-        cpu_ns: CPU time of the thread, for all its workers together; None if the system does not report the CPU time.
+        cpu_ns: the thread's CPU time, for all its workers together; None if the system does not report the CPU time.
         idle_times: the fields of the thread's `IdlePolicy`, in order.
     """
 
@@ -106,7 +106,7 @@ class ChannelView(ChannelCounters, frozen=True, kw_only=True):
         connection: number, in that worker, of the channel's connection; None for a Python handler.
         flush_ns: sum of the times of timed flushes, from issue to completion.
         timed_flushes: number of timed flushes. A flush is timed unless it completes immediately or its connection is
-            timing another one.
+            timing another flush.
         errors: number of triggers that have failed.
     """
 
@@ -146,7 +146,7 @@ class ServiceView(Struct, frozen=True):
 
 
 def connection_of(channel: ChannelView, connections: Iterable[ConnectionView]) -> ConnectionView | None:
-    """Returns the one of `connections` that carries the channel's triggers; None for a handler's channel."""
+    """Returns the connection, from `connections`, that carries the channel's triggers; None for a handler's channel."""
     place = channel.worker, channel.connection
     return next((each for each in connections if (each.worker, each.number) == place), None)
 
@@ -194,7 +194,7 @@ class Observer:
         connections = []
         for number in range(self.publication.workers):
             stats = self.worker_stats(number)
-            age = max(0, now - stats.started_ns) if stats.started_ns else 0  # 0: the worker has ended
+            age = max(0, now - stats.started_ns) if stats.started_ns else 0
             idle = min(stats.idle_ns, age)  # idle_ns may have grown since `now` was read
             slept = min(stats.slept_ns, idle)
             cpu = cpu_time_of(self.publication.pid, stats.thread)

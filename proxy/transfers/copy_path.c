@@ -19,8 +19,8 @@ int proxyccl_process_read(int32_t pid, uint64_t address, char *to, uint64_t byte
   return read == (ssize_t)bytes ? 0 : read < 0 ? errno : EFAULT;
 }
 
-/* A piece of a copy. If it consists of whole blocks, `local` and `remote` point into the transfer's lists; if it is a
- * part of one long block, `local` and `remote` point to `parts`. */
+/* A piece of a copy. If a piece consists of whole blocks, `local` and `remote` point into the transfer's lists; if it
+ * is a part of one long block, `local` and `remote` point to `parts`. */
 typedef struct Piece {
   struct iovec parts[2];
   const struct iovec *local, *remote;

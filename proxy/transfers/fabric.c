@@ -14,8 +14,8 @@
 #include "fabric_queue.h"
 
 enum {
-  ACTIVE_NS = 20000, /* ns between two polls of a completion queue that has no descriptor */
-  IDLE_NS = 1000000  /* ns between two polls of such a queue while the agent has no outstanding request */
+  ACTIVE_NS = 20000, /* ns between two polls of a completion queue without a descriptor */
+  IDLE_NS = 1000000  /* ns between two polls of a completion queue without a descriptor if no request is outstanding */
 };
 #define LONGEST_STOP_NS 1000000000ull
 

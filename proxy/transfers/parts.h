@@ -260,10 +260,10 @@ typedef struct TransferPath {
    * does this work. */
   void (*help)(ProxycclTransfer *self);
   /* Stops the transfer's work for a cancel, and waits until nothing accesses the local memory. Returns 1, or 0 on a
-   * time-out. Called only if the transfer's request is not active; `finish` is NULL if such a transfer has no work to
-   * stop. */
+   * time-out. This function is called only if the transfer's request is not active; `finish` is NULL if such a transfer
+   * has no work to stop. */
   int (*finish)(ProxycclTransfer *self, uint64_t timeout_ns);
-  /* Called for a transfer in the agent's list `copies` when the transfer's link is lost. */
+  /* This function is called when the link of a transfer in the agent's list `copies` is lost. */
   void (*lose)(ProxycclTransfer *self);
   int silent; /* whether waiting callers must poll, because no event wakes them */
   int soon;   /* whether the agent's thread polls at the shortest interval, even if the transfer takes long */
@@ -391,7 +391,7 @@ void fabric_stop(ProxycclAgent *agent);
 
 /* The functions of stages.c are called by the agent's thread. */
 Stage *stage_take(ProxycclLink *link, Device *device); /* returns NULL if out of memory */
-/* Returns NULL if no pinned stage is free; the agent's `feeds` is then set when one becomes free. */
+/* If no pinned stage is free, returns NULL; the agent's `feeds` is set when a stage becomes free. */
 Stage *stage_take_pinned(ProxycclLink *link, Device *device);
 void stage_give(Stage *stage); /* releases a stage that its link no longer needs */
 void stage_copy(Stage *stage, int to_device, const struct iovec *blocks, uint64_t count); /* unlocks the agent */
@@ -431,7 +431,8 @@ void link_look(ProxycclLink *link);                     /* ends the link if the 
 void log_end(const ProxycclTransfer *transfer, ProxycclTransferState state);
 
 /* transfer.c */
-/* Creates a path's struct of `bytes` bytes. Called without the agent's lock. Returns NULL on failure and sets errno. */
+/* Creates a path's struct of `bytes` bytes. The caller does not hold the agent's lock. Returns NULL on failure and sets
+ * errno. */
 ProxycclTransfer *transfer_new(ProxycclAgent *agent, ProxycclLink *link, size_t bytes, const TransferPath *path);
 ProxycclTransfer *transfer_of_blocks(ProxycclAgent *agent, ProxycclLink *link, size_t bytes, const TransferPath *path,
                                      const ProxycclBlocks *blocks);

@@ -83,8 +83,8 @@ static void handle(ProxycclAgent *agent, const struct epoll_event *event) {
 }
 
 /* Copies one piece of the first transfer that has a piece to copy and, if it needs a stage, a free stage. Moves the
- * transfer to the queue's end. Returns 0 if there is no such transfer. A thread that starts a transfer or frees a stage
- * wakes this thread. */
+ * transfer to the queue's end. Returns 0 if no transfer can copy a piece. A thread that starts a transfer or frees a
+ * stage wakes this thread. */
 static int copy_next(ProxycclAgent *agent) {
   agent->waits_for_stage = 0;
   for (Node *each = agent->copies.first; each != NULL; each = each->next) {

@@ -131,9 +131,9 @@ uint32_t proxyccl_transfer_log_read(const ProxycclTransferLog *log, uint64_t *ne
 uint64_t proxyccl_agent_secret(const ProxycclAgent *agent);
 /* Replaces the ranges that peers may reach through sockets. `ranges`: the first addresses of `count` ranges in
  * ascending order, and then `count` ends: for each range, the highest end among this range and all ranges before it.
- * `staging`: the stages of the device that owns the memory; NULL for host memory. The pointer identifies the device in
- * later calls, and the stages must outlive the agent's thread. Waits at most 30 s for the device's copies from and to
- * removed ranges; afterwards no socket accesses these ranges. Returns 0 or ENOMEM. */
+ * `staging`: the stages of the device that owns the memory; NULL for host memory. `staging` also identifies the device
+ * in later calls, and the stages must outlive the agent's thread. Waits at most 30 s for the device's copies from and
+ * to removed ranges; afterwards no socket accesses these ranges. Returns 0 or ENOMEM. */
 int proxyccl_agent_set_memory(ProxycclAgent *agent, const ProxycclStaging *staging, const uint64_t *ranges,
                               uint64_t count);
 /* Returns the number of unread bytes in the inbox. A message in the inbox consists of the lengths of the sender's name
@@ -195,8 +195,8 @@ typedef struct ProxycclBlocks {
  * On failure these functions return NULL and set errno.
  *
  * proxyccl_transfer_create creates a transfer that threads copy. `pid`: the process that the kernel copies from and to,
- * or 0 if the CPU copies between addresses of this process. `staging`: NULL if the local blocks are in host memory,
- * otherwise stages that only this transfer uses. */
+ * or 0 if the CPU copies between addresses of this process. `staging`: stages that only this transfer uses; NULL if the
+ * local blocks are in host memory. */
 ProxycclTransfer *proxyccl_transfer_create(ProxycclAgent *agent, ProxycclLink *link, const ProxycclBlocks *blocks,
                                            const ProxycclStaging *staging, int32_t pid);
 /* Creates a transfer through the link's socket. */
@@ -245,7 +245,8 @@ int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint
 /* Starts the transfer once a stream has set words[0] to a nonzero value. When the transfer has ended, successfully or
  * not, words[1] becomes 1, and the stream's later work waits for words[1]. At the call both words must be 0. The words
  * must not be used for another start, must be in memory that streams can write and wait for, and must outlive the
- * transfer. Must not be called for transfers that a device copies. Returns 0 or an error of proxyccl_transfer_post. */
+ * transfer. This function must not be called for transfers that a device copies. Returns 0 or an error of
+ * proxyccl_transfer_post. */
 int proxyccl_transfer_post_after(ProxycclTransfer *transfer, const char *message, uint64_t bytes, uint64_t *words);
 /* Cancels an active transfer. A device's copies and both agents' libfabric requests can't be withdrawn, so this
  * function waits for them: at most 30 s for the copies and the stream's work before the copies, and at most

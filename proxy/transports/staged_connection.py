@@ -194,7 +194,7 @@ class StagedEndpoint:
         )
 
     def close(self) -> None:
-        """Frees the wires and the staging area. No copy or request that uses them may be outstanding."""
+        """Frees the wires and the staging area, which no outstanding copy or request may use."""
         self._close()
 
 

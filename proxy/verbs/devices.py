@@ -50,7 +50,7 @@ class RdmaPort:
         lid: local identifier on InfiniBand, otherwise 0.
         netdev: name of the port's network interface; None if it has none.
         gids: the port's GIDs, by index.
-        active_mtu: MTU of the link, in bytes (from pyverbs).
+        active_mtu: the link's MTU, in bytes (from pyverbs).
         max_message: bytes that one work request can carry (from pyverbs).
     """
 
@@ -88,7 +88,7 @@ class RdmaDevice:
     Attributes:
         name: the device's name, such as "mlx5_0".
         guid: node GUID, in hexadecimal with colons.
-        numa_node: NUMA node that the device is attached to; None if unknown.
+        numa_node: the NUMA node that the device is attached to; None if unknown.
         ports: the device's ports, by number.
         atomics: whether the device supports fetch-and-add on a peer's memory (from pyverbs).
         max_queue_pairs: most queue pairs on the device (from pyverbs).
@@ -298,7 +298,7 @@ def choose_device(
     Args:
         devices: the machine's devices (`rdma_devices`).
         options: the device, the port and the GID to use; each may be None.
-        near: NUMA node of the rank's GPU or process; None to treat all NUMA nodes as equally near.
+        near: the NUMA node of the rank's GPU or process; None to treat all NUMA nodes as equally near.
         local_rank: the rank's number on its node.
         root: the directory where sysfs is mounted, from which the distances between NUMA nodes are read.
 
