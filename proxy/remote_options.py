@@ -106,8 +106,7 @@ class RdmaOptions(_FromEnvironment):
         service_level: the InfiniBand service level, or the priority of RoCE's frames, 0 to 15.
         traffic_class: traffic class of the packets' IP header, with the DSCP in its upper six bits; 0 to 255.
         timeout: exponent of the time after which an unacknowledged request is sent again, which is 4.096 µs ·
-            2^timeout; 1 to 31. An exponent of 14 means 67 ms. A device may wait a few times longer than the exponent
-            says.
+            2^timeout; 1 to 31. An exponent of 14 means 67 ms. The actual wait may be a few times longer.
         retry_count: how often a request is sent again before the connection fails, 0 to 7; with 7, Soft-RoCE never
             gives up.
         rnr_retry_count: how often a request is sent again to a peer that has posted no receive, 0 to 7; with 7, the

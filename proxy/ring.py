@@ -83,7 +83,6 @@ class Ring:
         size: number of slots, a power of two from 2 to 2**20.
 
     Attributes:
-        pinned: the memory.
         size: number of slots.
         size_log2: the binary logarithm of `size`.
         slots_host: the CPU's address of the slots.

@@ -490,8 +490,7 @@ class ProxyService(ProxyWords):
         return self.fifos
 
     def _worker_event(self, worker: Worker, reason: int, info: Any) -> None:
-        """Calls a handler or reports a failure, in the worker's thread, when the engine returns for the worker.
-        """
+        """Calls a handler or reports a failure, in the worker's thread, when the engine returns for the worker."""
         if reason == lib.PROXYCCL_EXIT_HANDLER:
             self._handle(worker, info)
         elif reason == lib.PROXYCCL_EXIT_ERROR:

@@ -123,8 +123,6 @@ class ServiceRemote:
 
         Args:
             ptr: the memory's address in the caller's process.
-            nbytes: the memory's size.
-            transport: name of the transport.
             handle: handle by which another process opens the memory, and which identifies the memory's allocation;
                 empty if the memory has no handle.
 

@@ -26,7 +26,6 @@ class SharedWords:
     """A ProxycclSharedWords at `offset` in pinned memory, in `BYTES` bytes that the caller has zeroed.
 
     Attributes:
-        memory: the memory.
         table, flushed, completed: arrays, indexed by channel id, of the counters, of the flush words and of the words
             `completed` (engine/engine.h).
         memory_limits: for each memory id, the number of bytes from the id's first byte to the memory's end; 0 for an

@@ -264,8 +264,7 @@ class DaemonClient(ProxyWords):
         return first
 
     def _repeat(self, first: int, add: Callable[[ProxyService], int]) -> None:
-        """Registers memory of the daemon's service with this process's service as well, as soon as that service exists.
-        """
+        """Registers memory of the daemon's service with this process's service too, as soon as that service exists."""
         with self._lock:
             self._memories[first] = add
             if self._own is not None:

@@ -255,9 +255,7 @@ class Daemon:
                 longest.abandon()
 
     def _process_ended(self, descriptor: int) -> None:
-        """Ends the sessions of a process that has ended, because a forked child may still hold the process's sockets
-        open.
-        """
+        """Ends the sessions of an ended process, whose sockets a forked child may still hold open."""
         assert self._attendance is not None
         pid = self._attendance.ended(descriptor)
         with self._lock:

@@ -153,9 +153,7 @@ class Session:
         return self._greeted
 
     def end(self, timeout: float) -> None:
-        """Makes the session's thread finish the triggers in the client's rings, then end. Any thread may call this
-        method.
-        """
+        """Makes the session finish the triggers in the client's rings, then end. Any thread may call this method."""
         self._end_within = timeout
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RD)

@@ -36,8 +36,6 @@ class BoundedServer(ThreadingTCPServer):
     Args:
         host: name or address to listen at.
         port: the port; 0 for any free port.
-        handler: the handler class of a connection.
-        name: name of the server's thread.
 
     Raises:
         ArgumentError: the port is not from 0 to 65535, or the host has no address.

@@ -111,9 +111,7 @@ class OfProcess(Message, frozen=True):
 
 
 def this_process(started: int | None = None) -> tuple[int, int, str]:
-    """Returns this process's `pid`, `started` and `namespace`, as in `OfProcess`. If `started` is None, looks the start
-    time up.
-    """
+    """Returns this process's `pid`, `started` (which is looked up if None) and `namespace`, as in `OfProcess`."""
     pid = os.getpid()
     return pid, started or start_of(pid) or 0, pid_namespace()
 

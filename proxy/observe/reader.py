@@ -1,5 +1,4 @@
-"""Reads a service's state at one moment, from the memory that engine/observe.h declares and from the channels'
-counters.
+"""Reads a service's current state, from the memory that engine/observe.h declares and from the channels' counters.
 
 An observer opens the memory that a publication names. The observer does not write to the memory, and reads only a few
 slots of each ring, so the service is not disturbed.

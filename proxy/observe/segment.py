@@ -43,7 +43,6 @@ class ObservedSegment:
     existing segment that the handle names; without a handle, it creates a new segment.
 
     Attributes:
-        memory: the segment's memory.
         pointer: the memory as a ProxycclObserved.
 
     Raises:

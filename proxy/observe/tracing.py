@@ -95,7 +95,6 @@ class ServiceTrace:
     """The trace of one service.
 
     Attributes:
-        publication: the service's publication.
         triggers: the triggers and the sends of schedules: worker by worker, and for each worker in the order in which
             they were issued.
         routes: the peer and the transport of each channel in use; (None, "handler") for a handler's channel.
@@ -278,7 +277,6 @@ class Tracer:
 
     Args:
         path: the file of the service's publication.
-        publication: the publication in that file.
         allowance: the number of triggers to keep, shared with other tracers; None for `MOST_TRIGGERS` in this tracer.
 
     Raises:

@@ -226,8 +226,7 @@ void proxyccl_agent_release(ProxycclAgent *agent) {
 }
 
 void proxyccl_agent_forget(ProxycclAgent *agent) {
-  /* This function does not take the lock, because a thread may have held the lock at the fork. So it only closes
-   * descriptors. */
+  /* The lock can't be taken here, because a thread of the parent may have held it at the fork. */
   close(agent->epoll);
   close(agent->wake);
   close(agent->spare);

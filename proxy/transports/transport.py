@@ -28,7 +28,6 @@ class EngineRuntime:
     """A runtime, the addresses of the driver functions that the engine calls, and device memory that connections share.
 
     Attributes:
-        runtime: the runtime.
         functions: the addresses of the driver's functions.
         table: the same addresses as a ProxycclRuntimeTable.
     """
@@ -88,8 +87,6 @@ def create(engine: EngineRuntime, transport: str, native_options: Any, *parts: A
 
     Args:
         engine: the runtime whose driver issues the connection's copies.
-        transport: the transport's name.
-        native_options: the transport's options struct.
         parts: structs to which `native_options` points; a refused option may be in one of them.
         needs: the build requirements of the transport, and how to install them.
 
