@@ -50,7 +50,7 @@ OPTIONS = JobOptions(1, None, sorted(os.sched_getaffinity(0)), 1)
 
 @pytest.fixture(autouse=True)
 def _fresh_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes this process forget the daemon that it knows, so that each test has its own."""
+    """Makes this process forget its daemon's name, so that each test starts a new daemon."""
     monkeypatch.setattr(proxy_place, "_known_name", "")
 
 

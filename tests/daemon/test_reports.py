@@ -82,11 +82,11 @@ def report_of(running: RunningDaemon, directory: Path) -> DaemonReport:
     return report
 
 
-# -- contents of reports, which nothing may delay ---
+# -- contents of reports, and what must not delay them ---
 
 
 def test_the_daemon_reports_on_a_signal_and_goes_on(daemon: RunningDaemon, reports: Path) -> None:
-    run_ranks(2, channels_of)  # a first job: the daemon keeps some resources until it exits
+    run_ranks(2, channels_of)  # some resources of the first job stay until the daemon exits
     wait_for(lambda: daemon.log.count("has left") == 2, "they have left")
     before = daemon.resources()
     found: list[DaemonReport] = []
@@ -238,7 +238,7 @@ def test_a_client_that_asks_and_leaves_is_in_the_report(inside: Daemon, reports:
 
 
 def test_no_report_waits_for_the_daemons_lock(inside: Daemon, reports: Path) -> None:
-    """A driver that opens a device may hang while the daemon holds the lock, so reports must not wait for the lock."""
+    """Reports must not wait for the daemon's lock, because the daemon holds it during driver calls, which may hang."""
     with inside._lock:
         writing = threading.Thread(target=inside.reporter.write, args=("a test",), daemon=True)
         writing.start()
@@ -481,7 +481,7 @@ def test_a_rank_that_has_no_session_any_more(sample: Sample) -> None:
     without = replace(report, clients=[client_of(sample, 1)])
     process = sample[1].process.pid
     assert reason_of(sample, without) == f"rank 0 no longer has a session at the node daemon, process {process}"
-    silent = reason_of(sample, without, ranks[1:])  # without rank 0's report
+    silent = reason_of(sample, without, ranks[1:])  # rank 0's report is missing
     assert silent.endswith(", which runs other ranks' proxies")
 
 

@@ -1,4 +1,4 @@
-"""Repeated calls of a buffer: each kind of call is prepared once, and each call notices changes."""
+"""Repeated calls of a buffer: each kind of call is prepared once, and each call notices changed arguments."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_what_a_call_refuses(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("hooked", [False, True], ids=["", "return_recv_hook"])
 def test_the_most_tokens_may_vary_within_the_same_memory(hooked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Callers pass the largest number of tokens of each step, which varies. Ranks that pass different numbers get an
+    """Callers may pass another maximum number of tokens in each step, but ranks that pass different maxima get an
     error.
     """
     made: list[int] = []

@@ -1,4 +1,6 @@
-"""A repeated call is one call into C, which compares and launches it, and on some streams also waits for it."""
+"""When a program repeats a collective call, one C function compares the ranks' calls, launches the kernel, and on some
+streams waits for it.
+"""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ HEADER = 64
 OUTSIDE = "the peer put or got data outside the memory that this rank offers"
 REM_ACCESS_ERR = 10
 ARRIVED, CREDITED = 0, int(lib.PROXYCCL_STAGED_WIRES) * 128 // 8  # indices of 64-bit words in a peer's memory area
-RECEIVING = int(lib.PROXYCCL_STAGED_WORDS_BYTES)  # bytes that an area needs besides its ring
+RECEIVING = int(lib.PROXYCCL_STAGED_WORDS_BYTES)  # bytes of an area before its rings
 
 MakeWire = Callable[[int, int], FakeWire]
 built = pytest.mark.skipif(
@@ -66,7 +66,7 @@ pytestmark = [
 
 
 class Stuck:
-    """Blocks the worker of a connection's end in a handler, which blocks all work of this end."""
+    """Blocks the worker at one end of a connection in a handler, so that this end does no other work."""
 
     def __init__(self, end: End) -> None:
         self._gate = Gate()
@@ -225,7 +225,9 @@ def test_a_put_of_25_megabytes_through_a_ring_of_two() -> None:
 
 
 def test_a_small_rest_of_the_ring_is_filled_and_not_used_for_a_short_piece() -> None:
-    """Four messages leave 256 bytes at the ring's end. The next put starts at the beginning of the ring instead."""
+    """Four messages leave 256 bytes at the ring's end. The next put does not use these bytes, but starts at the ring's
+    beginning.
+    """
     size, puts, per_lap = 16_256, 20, 4
     with Ends(puts * size, ring_bytes=1 << 16, chunk_bytes=size) as ends:
         here, there = ends
@@ -418,8 +420,8 @@ def test_several_wires_have_a_thread_each_until_their_service_ends() -> None:
 
 @built
 def test_a_thread_serves_a_wire_while_the_worker_is_busy() -> None:
-    """A fabric wire must be polled even without requests of this side, because polling carries out the peer's
-    writes.
+    """A fabric endpoint must be polled even if this process has no requests, because libfabric executes the peer's
+    writes only during polls.
     """
     with Ends(ring_bytes=1 << 16, chunk_bytes=100, wires=2, wire=FabricWire) as ends:
         here, there = ends
@@ -619,7 +621,8 @@ def test_an_end_that_stalls_holds_back_its_ring_alone() -> None:
         with Stuck(there):
             flood = threading.Thread(target=here.push, args=(PUT | SIGNAL, size), kwargs={"count": puts})
             flood.start()
-            # The ring holds 8 messages of 128 bytes. At most 256 more operations wait, up to three for a trigger.
+            # The ring holds 8 messages of 128 bytes. At most 256 further operations may wait, and a trigger needs up to
+            # three.
             most = 1024 // 128 + (256 - 2) // 2
             ends.wait(lambda: here.taken() >= most, "a full connection")
             assert here.device.counts.executed <= 2 * 1024 // 128
@@ -745,7 +748,7 @@ def test_more_requests_than_may_be_outstanding_are_refused() -> None:
     most = int(lib.PROXYCCL_STAGED_GETS)
     with Ends(ring_bytes=1 << 16) as ends:
         _, there = ends
-        there.device.allow(0)  # the end's answers fill its ring, because its device executes nothing
+        there.device.allow(0)  # the device executes nothing, so the answers to the gets fill the ring
         area = seen_as(there.area, np.uint64)
         size = there.destination.nbytes
         for i in range(most + 20):

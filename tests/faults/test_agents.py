@@ -1,4 +1,4 @@
-"""Runs a few cases in which agents come and go under load, or start again under their names.
+"""Runs a few cases in which agents start and exit under load, or restart under the same names.
 
 `make test-faults COUNT=1000` runs more.
 """

@@ -232,8 +232,8 @@ def no_segments() -> Iterator[Callable[[], bool]]:
 def test_tensors_of_torchs_pool_are_registered(
     torch: ModuleType, no_segments: Callable[[], bool], algorithm: str | None
 ) -> None:
-    """Slices at any offset of the pool's tensors are registered memory, from the first call on and before peers have
-    mapped them.
+    """Slices at any offset of the pool's tensors are registered memory from the first call on, even before peers have
+    mapped the tensors.
     """
     count = 300_007
 
@@ -482,7 +482,7 @@ def test_a_graph_of_many_calls_is_replayed_without_waits(ranks: Ranks) -> None:
                 x.upload(np.arange(1009) + turn * 100 + number + comm.rank)
             for _ in range(REPLAYS):
                 graph.launch()
-            comm.all_reduce(arrays[0], "max", stream=stream)  # a call outside the graph
+            comm.all_reduce(arrays[0], "max", stream=stream)  # this call is not part of the graph
             comm.synchronize(stream)
             for number, x in enumerate(arrays):
                 assert np.array_equal(x.numpy(), np.arange(1009) + turn * 100 + number + comm.world_size - 1)
@@ -921,7 +921,7 @@ def test_device_memory_that_runs_out_is_a_resource_error() -> None:
     def body(comm: Communicator) -> None:
         with pytest.raises(ResourceError, match=rf"can't allocate {1 << 44} bytes on {RUNTIME} device"):
             comm.empty(1 << 44, "uint8")
-        if RUNTIME == "cuda":  # on emulated GPUs this would fill the machine's memory
+        if RUNTIME == "cuda":  # on emulated GPUs the allocations would fill the machine's memory
             kept: list[Array] = []
             with pytest.raises(ResourceError, match="can't allocate"):
                 kept.extend(iter(lambda: comm.empty(16 << 30, "uint8"), None))

@@ -354,7 +354,7 @@ def test_of_ranks_that_cant_publish_at_the_same_time_one_says_so(
     together = threading.Barrier(4)
 
     def slowly(_: logging.LogRecord) -> bool:
-        time.sleep(0.1)  # lets the other threads reach the same point
+        time.sleep(0.1)  # gives the other threads time to log the same warning
         return True
 
     def rank_main() -> None:

@@ -49,7 +49,7 @@ def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def written(directory: Path) -> dict[int, Report]:
-    """Returns the reports in a directory, which must be of one communicator, by rank."""
+    """Returns the reports in a directory, by rank; all must be about one communicator."""
     found = find([directory])
     assert not found.problems
     assert len({report.communicator for report in found.ranks}) == 1
@@ -245,7 +245,7 @@ def test_the_default_directory_keeps_the_newest_only(tmp_path: Path, monkeypatch
 
 
 def run_hangs(directory: Path, scenario: str) -> tuple[dict[int, Report], list[str]]:
-    """Runs a scenario of `PROGRAM`. Returns its reports by rank, and its ranks' output."""
+    """Runs a scenario of `PROGRAM`. Returns the reports by rank, and the ranks' outputs."""
     environment = {"PROXYCCL_REPORT_DIR": str(directory)}
     ended = run_processes(PROCESSES, PROGRAM, scenario, env=environment)
     assert all(process.returncode == 0 for process in ended), [process.stderr for process in ended]

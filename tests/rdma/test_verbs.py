@@ -313,7 +313,7 @@ def test_a_signal_arrives_behind_its_data(depth: int, fetch_add: bool) -> None:
         assert peer.device.signals == [(peer.words.ctypes.data, i + 1, total) for i, total in enumerate(before)]
         assert peer.words[0] == len(sizes)
         assert peer.device.counts.inlined == (0 if fetch_add else len(sizes))
-        # the last fetch-and-add returned the value before it
+        # a fetch-and-add returns the value before the addition
         assert peer.scratch[0] == (len(sizes) - 1 if fetch_add else 0)
 
 
@@ -354,7 +354,7 @@ def test_an_observer_sees_outstanding_work_complete(tmp_path: Path, monkeypatch:
         with Observer(publication) as observer, Tracer(path, publication) as tracer:
 
             def progress() -> tuple[int, int]:
-                tracer.fetch()  # a fetch prolongs the recording
+                tracer.fetch()  # the proxy records only for some time after each fetch
                 (connection,) = observer.snapshot().connections
                 return connection.completed, connection.outstanding
 

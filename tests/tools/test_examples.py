@@ -25,7 +25,7 @@ from support.running import run_alone, run_mpi
 pytestmark = pytest.mark.slow
 
 NOT_PROGRAMS = {"demo.py", "traffic.py"}
-ENVIRONMENT = {"TRITON_INTERPRET": "1"} if ON_HOST else {}  # for the examples in Triton
+ENVIRONMENT = {"TRITON_INTERPRET": "1"} if ON_HOST else {}  # the examples in Triton need its interpreter
 
 
 def run_example(world_size: int, name: str, *options: str) -> str:

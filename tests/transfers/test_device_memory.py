@@ -203,7 +203,9 @@ def test_on_a_stream(pair: OnDevices, number: int | None) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_the_hosts_memory_on_a_stream(pair: OnDevices, path: str) -> None:
-    """No device copies between host memories: the stream signals the agent, whose CPU copies, and waits for it."""
+    """No device copies between two host memories: the stream signals the agent, the agent copies by CPU, and the stream
+    waits for the copy.
+    """
     far = Agent("far", listen=["127.0.0.1"])
     theirs = np.zeros(NBYTES, np.uint8)
     region = far.register(theirs)
@@ -438,7 +440,7 @@ def test_between_processes(pair: OnDevices, allocator: str) -> None:
             assert (pair.arrays[0].numpy()[:3_000_000] == 5).all()
         finally:
             process.kill()
-    with pytest.raises(DisconnectedError):  # noqa: PT012  until the agent notices the lost link
+    with pytest.raises(DisconnectedError):  # noqa: PT012  the loop ends when the agent notices the lost link
         while True:
             reading.start().wait()
 

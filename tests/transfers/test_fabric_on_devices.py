@@ -1,4 +1,5 @@
-"""Device memory between hosts by libfabric: the adapter accesses it if it can, else data is staged in pinned memory.
+"""Device memory between hosts by libfabric: the adapter accesses this memory if possible, else data is staged in pinned
+memory.
 
 Both agents are on this host, but each believes that the other is on another host. libfabric's TCP provider can access
 the memory of the host runtime's devices, but not of GPUs.

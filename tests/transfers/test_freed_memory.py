@@ -37,7 +37,7 @@ pytestmark = [
 
 @contextlib.contextmanager
 def with_mapped(pair: Pair, mapped: Mapped) -> Iterator[Region]:
-    """Registers memory with b, and gives a its metadata. Yields the region, and deregisters it after the block."""
+    """Registers memory with b, and gives b's metadata to a. Yields the region, and deregisters it after the block."""
     region = pair.b.register((mapped.address, NBYTES))
     pair.a.add(pair.b.metadata())
     yield region

@@ -1,4 +1,4 @@
-"""Bytes on an agent's sockets that no agent would send only end the connection."""
+"""If an agent receives bytes that no agent would send, it closes that connection and is otherwise undisturbed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Target:
         return connection
 
     def greeted(self) -> socket.socket:
-        """Returns a connection to the agent on which an agent "s" has greeted."""
+        """Returns a connection to the agent, after a greeting in the name of an agent "s"."""
         connection = self.link()
         connection.sendall(FRAME.pack(HELLO, VERSION, 17) + self.place.secret + b"s")
         return connection
@@ -170,7 +170,7 @@ def test_strangers_that_stay_silent_hold_few_descriptors(target: Target) -> None
     silent = [target.link() for _ in range(100)]
     with target.greeted() as connection:
         connection.sendall(FRAME.pack(MESSAGE, 0, 2) + b"hi")
-        target.agent.wait_for_message(60)  # the agent has then accepted all connections
+        target.agent.wait_for_message(60)  # when the message arrives, the agent has accepted all connections
         assert ends(silent[0])
         assert len(os.listdir("/proc/self/fd")) - before <= 100 + 64 + 2
     for each in silent:

@@ -35,7 +35,7 @@ ROWS, COLUMNS = 12, 8
 
 
 def matrix(version: int, name: str = "w") -> NDArray[np.float32]:
-    """Returns the values of a tensor in a version."""
+    """Returns the values that a tensor has in a version of the weights."""
     return np.arange(ROWS * COLUMNS, dtype=np.float32).reshape(ROWS, COLUMNS) + 1000 * version + len(name)
 
 
@@ -105,7 +105,7 @@ def run(bodies: list[Callable[[], Any]]) -> list[Any]:
 
 @pytest.fixture
 def keep() -> Iterator[Callable[[Any], Any]]:
-    """Yields a function that returns its argument, a trainer or a sampler, whose agents are closed after the test."""
+    """Yields a function that takes a trainer or a sampler, returns it, and closes its agents after the test."""
     with contextlib.ExitStack() as stack:
 
         def kept(holder: Any) -> Any:
@@ -124,7 +124,8 @@ def test_each_version_arrives_in_another_sharding(keep: Keep) -> None:
     samplers = [keep(Sampler("s", 0, 3)), keep(Sampler("t", 3))]
     for sampler in samplers:
         sampler.target.connect(trainer.cards)
-    tail = Agent("tail")  # reads from one source, but each source must count it among its 3 targets
+    # This target reads from one source, but every source counts it, so each source has 3 targets.
+    tail = Agent("tail")
     last = WeightTarget(tail)
     last.add("w", np.zeros((1, COLUMNS), np.float32), start=(ROWS - 1, 0), size=(ROWS, COLUMNS))
     last.connect(trainer.cards)
@@ -442,7 +443,7 @@ def test_a_share_that_its_peer_gives_up_while_it_is_read_is_read_again(
 
     def looking(*arguments: Any) -> set[int]:
         seen = versions(*arguments)
-        if kept and not back.is_set():  # only once, because the target may later be between two groups
+        if kept and not back.is_set():  # restores the memory only once: later the target may be between two groups
             back.set()
             gives_up.memory[:] = kept[0][1]
             gives_up.target._version[0] = kept[0][0]

@@ -121,7 +121,7 @@ def test_a_request_to_mpi_that_was_abandoned_keeps_its_buffers_and_is_the_last(
         bootstrap.all_gather(b"", 0, patient)
     with pytest.raises(ExchangeError, match="an earlier call was abandoned"):
         bootstrap.all_gather(b"", 0, patient)
-    bootstrap.close()  # must not free the communicator, because a request is pending
+    bootstrap.close()  # close() must not free the MPI communicator, because a request is pending
     del bootstrap
     gc.collect()
     (buffer,) = lonely_mpi

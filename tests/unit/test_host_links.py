@@ -43,7 +43,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def joined(world_size: int) -> list[dict[int, HostLink]]:
-    """Connects ranks as if all were on different hosts. Returns a dictionary for each rank, of its links by peer."""
+    """Connects ranks as if all were on different hosts. Returns, for each rank, a dictionary from peers to links."""
     listeners = [Listener(rank) for rank in range(world_size)]
     offers = [listener.offer(1) for listener in listeners]
 
@@ -333,7 +333,7 @@ def test_many_addresses_of_a_peer_make_one_link() -> None:
 
 @pytest.mark.parametrize("when", ["at once", "later"])
 def test_a_host_that_is_out_of_reach_for_a_moment_is_called_again(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a network link is down, a connection attempt may fail at once or later. It must be repeated."""
+    """While a network link is down, a connection attempt may fail at once or later. The attempt must be repeated."""
 
     class Unreachable(socket.socket):
         """A socket whose first two calls of connect_ex fail with "unreachable"."""

@@ -30,7 +30,7 @@ OF_THE_REPOSITORY = (".ci/", ".gitignore")
 
 
 class CheckError(Exception):
-    """A distribution is wrong. The message gives the defect."""
+    """Raised if a distribution is wrong; the message states the defect."""
 
 
 def run(

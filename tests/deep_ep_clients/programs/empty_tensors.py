@@ -1,5 +1,5 @@
-"""Makes calls of all modes in which some ranks have no tokens and others get no rows: torch's empty tensors are at
-address 0.
+"""Calls DeepEP in all modes, with empty tensors, which torch places at address 0: some ranks have no tokens, others get
+no rows.
 
 Kernels are compiled with the options of PROXYCCL_CXXFLAGS, among them a sanitizer of the caller's choice.
 """

@@ -14,9 +14,7 @@ EXPERTS, TOPK, HIDDEN, MOST = 8, 3, 256, 16
 
 
 def joined(rank: int, ranks: int) -> Any:
-    """Returns the group of all ranks that `init_dist` makes, and restores torch's default type, which `init_dist`
-    changes.
-    """
+    """Returns `init_dist`'s group of all ranks, and restores torch's default dtype, which `init_dist` changes."""
     number, total, group = init_dist(rank, ranks, seed=7)
     assert (number, total, get_local_seed()) == (rank, ranks, 7 + rank)
     assert torch.get_default_dtype() == torch.bfloat16

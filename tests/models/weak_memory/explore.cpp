@@ -99,7 +99,7 @@ rl::memory_order order_of(int order) {
   }
 }
 
-// Returns the threads' replacement stacks, of which only the top, which has the Fiber, is ever touched.
+// Returns memory in place of the threads' stacks. Only the top of each, which holds the Fiber, is accessed.
 char* stacks() {
   using proxyccl::host::kStackBytes;
   static char* const base = [] {

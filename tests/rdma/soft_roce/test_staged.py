@@ -69,7 +69,7 @@ def test_channels_and_collectives_are_the_same_over_it() -> None:
 
     with ranks(LOCAL, BETWEEN) as nodes:
         left = nodes.run(body)
-    for rank, (target, _) in enumerate(left):  # all puts, though not waited for, arrived before any rank closed
+    for rank, (target, _) in enumerate(left):  # all puts arrived before any rank closed, without a wait
         assert np.array_equal(target.numpy(), bytes_of((rank + LOCAL) % RANKS, 200_000))
 
 

@@ -1,8 +1,8 @@
-"""Two ranks in two machines joined by a wire: the example, a collective, an abort, and a lost peer.
+"""Two ranks in two machines joined by a wire: the RDMA example, a collective, an abort, and a lost peer.
 
 python tests/rdma/soft_roce/two_machines.py in both machines: machine.py --nodes 2 -- ...
 
-Everything except the lost peer runs a second time, with a node daemon in each machine.
+Everything except the lost peer runs without and with a node daemon in each machine.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def lost_peer(bootstrap: PairBootstrap) -> None:
 
 
 def in_daemon(bootstrap: PairBootstrap) -> None:
-    """Runs the same steps between two node daemons, one in each machine."""
+    """Runs the example, collectives and an abort with a node daemon in each machine."""
     with tempfile.TemporaryDirectory() as directory, running_daemon(Path(directory, "socket")) as daemon:
         os.environ |= {"PROXYCCL_PROXY": "daemon", "PROXYCCL_DAEMON_SOCKET": str(daemon.path)}
         for step in (example, collectives, abort):
