@@ -124,8 +124,8 @@ def test_later_communicators_and_groups_use_the_same() -> None:
 
 
 def test_its_devices_have_their_usual_queues(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the ranks' process, CUDA may be limited to one queue, to order its kernels; the daemon must not
-    inherit that.
+    """In the ranks' process, CUDA may be limited to one queue, to order its kernels; the daemon must not inherit this
+    limit.
     """
 
     def environment(comm: Communicator) -> set[str]:

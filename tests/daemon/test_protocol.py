@@ -1,5 +1,5 @@
 """Attacks of a client on the node daemon: the daemon refuses invalid requests or disconnects the client, serves other
-clients, and frees what it allocated.
+clients, and frees what it allocated for the client.
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ def test_pinned_memory_is_unmapped_with_its_client(daemon: RunningDaemon) -> Non
     memory = SharedMemory.allocate(4096)
     with RawClient(daemon) as client:
         assert client.opens()
-        for _ in range(600):  # more than the ids that a client may use
+        for _ in range(600):  # more requests than a client has ids
             answer = client.say({"do": "add_pinned_memory", "handle": memory.handle})
             assert answer is not None
         assert answer["error"] == "resource"

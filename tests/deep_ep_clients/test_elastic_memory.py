@@ -71,7 +71,7 @@ def test_signatures(name: str) -> None:
 
 def test_sizes() -> None:
     assert Elastic.get_pp_buffer_size_hint(33, 4) == 2 * MIB
-    assert Elastic.get_pp_buffer_size_hint(MIB + 1, 2) == 10 * MIB  # 8 MiB + 64 * 32 bytes, rounded up to 2 MiB
+    assert Elastic.get_pp_buffer_size_hint(MIB + 1, 2) == 10 * MIB  # 8 MiB + 2 KiB, rounded up to a multiple of 2 MiB
     assert Elastic.get_engram_storage_size_hint(3 * MIB, 15, 9) == (2 * MIB, 96 * MIB)
     assert Elastic.get_engram_storage_size_hint(MIB, 32, MIB, torch.float8_e4m3fn) == (32 * MIB, 32 * MIB)
 

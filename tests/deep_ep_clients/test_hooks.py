@@ -122,7 +122,7 @@ def test_a_hook_that_is_not_called_holds_up_no_later_call(losing: list[int]) -> 
             before = stats.clone()
             for times in (2, 3, 4):
                 step(times, hooked=hooked)
-            assert torch.equal(stats - before, 3 * dropped[1])  # the dropped dispatch is not counted
+            assert torch.equal(stats - before, 3 * dropped[1])  # a dispatch is not counted before its hook is called
             if loses:  # a late hook finishes the dispatch that returned it
                 dropped[-1]()
                 assert torch.equal(stats - before, 4 * dropped[1])

@@ -1,4 +1,4 @@
-"""The modules of deep_ep.utils that DeepEP's tests and benchmarks import, under DeepEP's names of the modules."""
+"""The modules of deep_ep.utils that DeepEP's tests and benchmarks import."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ CALL = encode_fields((1,) * lib.PROXYCCL_CALL_FIELDS)
 
 
 class Driver:
-    """A driver that launches and waits for streams, and records its calls.
+    """A fake driver that records launches and waits for streams.
 
     Attributes:
         done: the calls made, in order: "launch" for a launch, the stream's handle for a wait.

@@ -105,7 +105,7 @@ def held_up(seconds: float, timeout: float) -> list[BaseException | None]:
             comm.synchronize()
             assert began.wait(60)
         comm.all_gather_bytes(b"")
-        if comm.rank == 1:  # rank 1's proxy starts to wait earlier than rank 0's, so its time-out must be longer
+        if comm.rank == 1:  # rank 1's proxy starts to wait before rank 0's, so rank 1 needs a longer time-out
             comm.group.set_timeout(60)
         started = time.monotonic()
 

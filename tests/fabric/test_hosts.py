@@ -99,7 +99,7 @@ def test_mpiexec_starts_ranks_on_three_hosts(tmp_path: Path, each: int, what: st
 SMALL_STAGES = {"PROXYCCL_FABRIC_STAGING_BYTES": "32768", "PROXYCCL_FABRIC_STAGING_CHUNK": "8192"}
 
 
-# The case with "ordered" signals runs only with --full, because the test of execution plans below covers it.
+# The case with "ordered" signals runs only with --full, because the test of execution plans below covers this case.
 @pytest.mark.parametrize(
     ("proxy", "signal"),
     [pytest.param("thread", "ordered", marks=pytest.mark.full), ("process", "delivered")],
@@ -112,7 +112,7 @@ def test_memory_that_can_not_be_registered_is_staged(hosts: Hosts, tmp_path: Pat
 
 
 # The case with "delivered" signals runs only with --full: plans don't depend on the kind of signal, and the tests of
-# collectives cover it.
+# collectives use such signals.
 @pytest.mark.parametrize(
     ("ranks", "transport", "env"),
     [
@@ -196,7 +196,7 @@ def test_a_killed_rank_is_noticed_on_other_hosts_and_those_that_are_left_go_on(h
 
 @pytest.mark.parametrize(("each", "times"), [(1, 2), pytest.param(2, 6, marks=pytest.mark.full)])
 def test_connections_that_meet_are_made(hosts: Hosts, tmp_path: Path, each: int, times: int) -> None:
-    """Each two ranks connect to each other at the same time, repeatedly."""
+    """Every two ranks connect to each other at the same time, repeatedly."""
     Job(hosts, [each] * 2, tmp_path, "meetings", MEETINGS=str(times)).succeeds()
 
 

@@ -31,8 +31,8 @@ WITH_FAULTS = (
     "clock jumps",
     "daemon stopped",
 )
-# Faults that run only with --full: peers can't distinguish "exit" from a killed rank, and other tests cover the other
-# three.
+# Faults that run only with --full: peers can't distinguish "exit" from a killed rank, and other tests cover "fork",
+# "signals" and "full disk".
 FURTHER = {"exit", "fork", "signals", "full disk"}
 CASES = [
     pytest.param(Case.of(FAULTS.index(fault), brief=True), id=fault, marks=pytest.mark.full if fault in FURTHER else [])

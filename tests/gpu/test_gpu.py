@@ -745,8 +745,8 @@ def test_a_handle_beyond_its_memory_is_refused(field: int) -> None:
 def test_waiters_for_the_device_are_called_behind_launches(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, call: str, launched: str
 ) -> None:
-    """A driver call that waits for the device holds the context, and would block the proxy's copies for running
-    kernels.
+    """A driver call that waits for the device locks the context. If such a call were made while kernels run, the call
+    would block the copies that the proxy makes for the kernels.
     """
     begun = threading.Event()
     done: list[bool] = []

@@ -54,7 +54,7 @@ if DEEP:
         "survivors, some late, one ends": ("survivors", ("DEATHS=1", "LATE=1", "ATTEMPTS=2")),
     }
 
-# For each planted bug: the verifier that must find it, and its number in the model.
+# For each planted bug: the verifier that must find it, and the bug's number in the model.
 BUGS = {
     "the sender takes the ring for longer than it is": ("staged, one side sends several laps", 1),
     "a message is posted before it is copied": ("staged, both sides send", 2),
@@ -108,7 +108,7 @@ def run(command: list[str], directory: Path, **environment: str) -> str:
 
 
 def build(own: Path) -> None:
-    """Builds the verifier with the name of the directory `own`."""
+    """Builds a verifier in the directory `own`, which has the verifier's name."""
     model, sizes = VERIFIERS[own.name]
     includes = [f"-I{ROOT / place}" for place in ("device/include", "proxy/engine", "proxy/segment")]
     shutil.copytree(MODELS, own, dirs_exist_ok=True)

@@ -1,4 +1,4 @@
-"""Skips the tests of kernels in Numba unless Numba-CUDA is installed, as for `make test-numba`."""
+"""Skips the tests of kernels in Numba unless Numba-CUDA is installed."""
 
 import importlib.util
 

@@ -199,7 +199,7 @@ def test_records_that_are_written_over_are_counted_as_lost(tmp_path: Path) -> No
         trace = traced(comm, channels, count, kernel="empty_puts")
         assert 0 < len(trace.triggers) < lib.PROXYCCL_TRACE_RECORDS
         assert trace.lost > 5000
-        assert len(trace.triggers) + trace.lost >= count  # `lost` also counts other records than triggers
+        assert len(trace.triggers) + trace.lost >= count  # `lost` also counts records that are not triggers
         assert trace.triggers[-1].trigger.operation is Operation.FLUSH
         assert trace.triggers[-1].completed_ns is not None
         file = tmp_path / f"{comm.rank}.json"
@@ -268,7 +268,7 @@ def test_sends_of_schedules_have_a_schedule_in_place_of_a_ticket() -> None:
 
 def test_a_schedules_waits_last_from_its_beginning(tmp_path: Path) -> None:
     decoder = TraceDecoder(0, {3: 0, 4: 0})
-    # recording began during the schedule, so its beginning is missing
+    # recording began during the schedule, so the schedule's beginning is missing
     decoder.feed([step(lib.PROXYCCL_TRACED_JOINED, 5, 3)])
     decoder.feed([step(lib.PROXYCCL_TRACED_BEGIN, 1000, 9), step(lib.PROXYCCL_TRACED_JOINED, 3000, 3)])
     decoder.feed([step(lib.PROXYCCL_TRACED_RECEIVED, 9000, 4)])

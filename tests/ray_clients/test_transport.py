@@ -237,7 +237,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def process(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
-    """Starts a source in another process. Data goes through a socket, so it moves only while both processes work."""
+    """Starts a source in another process. Data goes through a socket, so both processes take part."""
     monkeypatch.setenv("PROXYCCL_TRANSFER_PATHS", "unix")
     environment = {**os.environ, "PYTHONPATH": str(stand_in)}
     source = subprocess.Popen(

@@ -329,8 +329,7 @@ def test_the_nearest_device_is_chosen(sysfs: Path) -> None:
     there = [roce_device("a", 0), roce_device("b", 1), roce_device("c")]
     assert chosen(there, 0) == ("a", 1, 1)
     assert chosen(there, 1) == ("b", 1, 1)
-    # A NUMA node without a device of its own uses the nearest device. If the distances are unknown, it uses a device
-    # whose node is known.
+    # A NUMA node without a device uses the nearest device or, if distances are unknown, a device whose node is known.
     assert choose_device(there[1:], RdmaOptions(), 0, root=sysfs).device.name == "b"
     put(sysfs / "devices/system/node", {"node2/distance": "30 20 10", "node2/cpulist": ""})
     assert choose_device(there, RdmaOptions(), 2, root=sysfs).device.name == "b"

@@ -229,7 +229,7 @@ def test_the_demo_fails_with_the_reason_when_a_training_does() -> None:
     assert "abacus" in done.stderr
 
 
-# Without --full, these three are compiled: one that can't run without RDMA, the shortest, and the one with most
+# Without --full, three examples are compiled: one that can't run without RDMA, the shortest, and the one with most
 # features.
 ALWAYS_COMPILED = {"gpu_data_interchange.py", "custom_kernel.py", "fused.py"}
 

@@ -157,7 +157,7 @@ def test_a_path_is_named(pair: OnDevices) -> None:
 
 
 def test_a_transfer_may_start_again_and_ends_by_itself(pair: OnDevices) -> None:
-    """Without queries of the transfer's state, the agent's thread notices its end, and sends the peer the message."""
+    """If no caller queries the transfer's state, the agent's thread notices the end and sends the message."""
     transfer = pair.a.prepare("write", "b", [(pair.regions[0].address, pair.regions[1].address, NBYTES)])
     for value in (1, 2, 3):
         pair.arrays[0].fill(value)

@@ -173,7 +173,7 @@ def test_agents_come_and_go() -> None:
         memory = np.zeros(100, np.uint8)
         region = agent.register(memory)
         before = len(os.listdir("/proc/self/fd"))
-        for number in range(9):  # a third of the children is killed, a third closes, a third only exits
+        for number in range(9):  # a third of the children is killed, a third closes the agent, a third only exits
             with child(lambda connection, number=number: serve_memory(connection, 100, number)) as process:  # type: ignore[misc]
                 name = agent.add(process.receive())
                 agent.read(name, [(region.address, agent.regions_of(name)[0].address, 100)], message=b"read").wait()

@@ -1,4 +1,4 @@
-"""A server in one process, which another process finds by its name, passes file descriptors to it."""
+"""A server passes file descriptors to another process, which finds the server by name."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_kind_that_nobody_supplies_is_refused(name: bytes) -> None:
 
 @pytest.fixture
 def socket_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Makes a directory for sockets with a short path."""
+    """Makes a directory with a short path, for sockets."""
     with tempfile.TemporaryDirectory(dir="/tmp") as made:
         monkeypatch.setenv("PROXYCCL_SOCKETS", made)
         yield Path(made)

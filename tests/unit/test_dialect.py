@@ -1,4 +1,4 @@
-"""docs/dialect.py finds its list's phrases in prose, but not in code. `make lint` runs it on the repository."""
+"""docs/dialect.py finds its list's phrases in prose, but not in code. `make lint` runs it on the project's prose."""
 
 from __future__ import annotations
 

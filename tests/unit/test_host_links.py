@@ -224,7 +224,7 @@ def is_hung_up_on(stranger: socket.socket) -> bool:
 
 def test_silent_strangers_do_not_hold_up_the_peer() -> None:
     listener = Listener(0)
-    strangers = strangers_at(listener, 20)  # if handled one after another, they would take 40 s
+    strangers = strangers_at(listener, 20)  # handling these connections one after another would take 40 s
     peer = call(listener, hello(1, token_of(listener)))
     began = time.monotonic()
     links = listener.join([1], [], TIMEOUT)

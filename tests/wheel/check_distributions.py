@@ -128,7 +128,7 @@ def run_first_program(wheel: Path, directory: Path) -> str:
 
 
 def main() -> int:
-    """Checks the distributions in the directory of the first argument. Returns the exit code."""
+    """Checks the distributions in the directory that the first argument names. Returns the exit code."""
     directory = Path(sys.argv[1]).resolve()
     try:
         wheel, sdist = only(directory, "*.whl"), only(directory, "*.tar.gz")

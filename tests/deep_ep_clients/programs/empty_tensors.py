@@ -22,7 +22,7 @@ RANKS, EXPERTS, MOST, HIDDEN = 2, 4, 8, 128
 
 
 def call_all(comm: Communicator, tokens: int, first: int) -> None:
-    """Dispatches a rank's tokens to two experts of one rank, and combines their rows."""
+    """Dispatches a rank's tokens to two experts of one rank, and combines the experts' rows."""
     buffer = deep_ep.Buffer(comm)
     x = torch.ones(tokens, HIDDEN, dtype=torch.bfloat16)
     ids = torch.tensor([first, first + 1]).repeat(tokens, 1)

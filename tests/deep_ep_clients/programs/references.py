@@ -43,7 +43,7 @@ def require_references(group: Any, rank: int, ranks: int) -> None:
         assert torch.equal(torch.where(row_ids < 0, 0, row_weights), got_weights)
         assert came.tolist() == [int((numbers // MOST == source).sum()) for source in range(ranks)]
         assert torch.equal(numbers % MOST, handle[3])
-    # Each rank adds its rows of a token, and the token's rank adds these sums.
+    # Each rank adds its rows of a token, and the token's source rank adds these sums.
     made = generate_pre_combine_data(numbers, MOST, TOPK, HIDDEN)
     here = torch.where(row_ids >= 0, 1.0, 0.0).unsqueeze(2).to(made.dtype)
     own = torch.arange(tokens) + rank * MOST

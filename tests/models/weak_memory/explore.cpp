@@ -99,7 +99,7 @@ rl::memory_order order_of(int order) {
   }
 }
 
-// Returns memory in place of the threads' stacks. Only the top of each, which holds the Fiber, is accessed.
+// Returns memory in place of the threads' stacks. Only each stack's top, which holds the Fiber, is accessed.
 char* stacks() {
   using proxyccl::host::kStackBytes;
   static char* const base = [] {

@@ -1,6 +1,6 @@
 """The fabric transport over TCP between the wire's two ends, while the wire loses and delays packets.
 
-The machine's root is the host's, where `make test-rdma` has fetched libfabric.
+The machine uses the host's file system, into which `make test-rdma` has fetched libfabric.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def abort_a_wait(comm: Communicator) -> None:
 
 
 def test_ranks_that_can_not_register_memory_are_staged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a rank can't register memory, all ranks learn that and the reason, and use the staged transport."""
+    """If a rank can't register memory, all ranks learn the reason and use the staged transport."""
     probe = Registrations.unsupported_reason
 
     def unsupported_reason(registrations: Registrations, runtime: Runtime, gpu_writes: str) -> str:
