@@ -19,7 +19,7 @@ from support.device_arrays import on_device
 from support.observing import KERNELS, channels_of
 from support.running import TIMEOUT, run_ranks, wait_for
 
-REST = 0.02  # seconds: after so long without work, a proxy thread sleeps most of the time
+REST = 0.02  # seconds without work after which a proxy thread sleeps most of the time
 
 
 @pytest.fixture(params=["process", "daemon"])

@@ -204,7 +204,7 @@ def test_gathers_of_a_session(ranks: Ranks) -> None:
     def body(comm: Communicator) -> None:
         shapes = [(3, 5), (7,), (2, 64, 40), (1,)]
         buffer = sessions(comm, shapes, 4)
-        order = random.Random(3)  # all ranks draw the same sequence
+        order = random.Random(3)  # all ranks draw the same random numbers
 
         def values(rank: int, number: int, shape: tuple[int, ...]) -> Any:
             return numbers(comm, torch.Size(shape).numel(), 100 * number + rank).view(shape)

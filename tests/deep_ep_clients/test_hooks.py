@@ -138,7 +138,7 @@ def test_a_hook_that_is_not_called_holds_up_no_later_call(losing: list[int]) -> 
             for times in (6, 7, 8):
                 step(times, hooked=hooked)
             if loses:
-                assert not out.any()  # without its hook, a call must not write its output, which the caller may reuse
+                assert not out.any()  # before its hook is called, a call must not write its output
                 hook()
             assert torch.equal(out, 10 * x)
 

@@ -189,8 +189,8 @@ class Rank:
         self._segment.close()
 
     def pinned(self, nbytes: int = SIZE, seed: int = 0) -> tuple[int, TwoAddresses]:
-        """Adds pinned memory to the service. Returns its id and the memory. The bytes at the device's address hold the
-        pattern of `seed`, those at the CPU's address the pattern of `seed` + 1.
+        """Adds pinned memory to the service. Returns the memory's id, and the memory. The bytes at the device's address
+        hold the pattern of `seed`, those at the CPU's address the pattern of `seed` + 1.
         """
         memory = TwoAddresses(SharedMemory.allocate(nbytes), SharedMemory.allocate(nbytes))
         for i, side in enumerate((memory.device, memory.host)):

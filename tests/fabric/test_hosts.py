@@ -196,7 +196,7 @@ def test_a_killed_rank_is_noticed_on_other_hosts_and_those_that_are_left_go_on(h
 
 @pytest.mark.parametrize(("each", "times"), [(1, 2), pytest.param(2, 6, marks=pytest.mark.full)])
 def test_connections_that_meet_are_made(hosts: Hosts, tmp_path: Path, each: int, times: int) -> None:
-    """Every two ranks connect to each other at the same time, repeatedly."""
+    """The ranks of each pair repeatedly connect to each other at the same time."""
     Job(hosts, [each] * 2, tmp_path, "meetings", MEETINGS=str(times)).succeeds()
 
 

@@ -389,7 +389,7 @@ def test_flushes_wait_each_for_what_is_before_it() -> None:
 
 @needs_transport
 def test_more_flushes_than_a_connection_notes_are_all_kept() -> None:
-    """Many flushes wait for one put. The connection records some of them; the others stay in the ring."""
+    """Many flushes wait for one put. The connection records some of the flushes; the other flushes stay in the ring."""
     with Loop(memory(64), np.zeros(64, np.uint8), service={"fifo_size": 1024}) as loop:
         (peer,) = loop.peers
         peer.device.allow(0)

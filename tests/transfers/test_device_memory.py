@@ -92,8 +92,8 @@ def blocks_of(here: int, there: int) -> Any:
 
 
 def expected(before: Any, source: Any, rows: Any, to: int, base: tuple[int, int]) -> Any:
-    """Returns the target after a copy of `rows` (a's address, b's address, bytes). The target is a if `to` is 0, else
-    b.
+    """Returns the contents that the target memory must have after `rows` (a's address, b's address, bytes) are copied.
+    The target is agent a's memory if `to` is 0, else agent b's.
     """
     after = before.copy()
     for row in (rows - np.array([*base, 0], np.uint64)).astype(int):

@@ -28,8 +28,8 @@ pytestmark = pytest.mark.host_only("agents move the host's memory, whatever the 
 
 
 def seen(name: str, pid: int | None = None) -> list[str]:
-    """Returns the peers and paths of agents with this name in process `pid`, by default in this process, because
-    concurrent tests have agents too.
+    """Returns the peers and paths of agents with this name in process `pid`, by default this process. Other processes
+    run concurrent tests, which also have agents.
     """
     return [each.reaches for each in find_agents() if (each.name, each.pid) == (name, pid or os.getpid())]
 

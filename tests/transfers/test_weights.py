@@ -59,7 +59,7 @@ class Trainer:
                 array[:] = matrix(version, tensor)[box.start[0] : box.start[0] + box.shape[0]]
 
     def offer(self, version: int, **options: Any) -> list[Any]:
-        """Offers a version, in a thread for each source. Returns the results."""
+        """Makes each source offer a version, in its own thread. Returns the results."""
         return run([lambda source=source: source.offer(version, **options) for source in self.sources])
 
 
@@ -92,7 +92,7 @@ class Staged:
 
 
 def connect(trainer: Trainer, samplers: Sequence[Sampler | Staged]) -> None:
-    """Connects samplers that share their reads."""
+    """Connects each sampler to the trainer and to the other samplers."""
     cards = [sampler.target.card() for sampler in samplers]
     for number, sampler in enumerate(samplers):
         sampler.target.connect(trainer.cards, peers=cards[:number] + cards[number + 1 :])
@@ -372,7 +372,9 @@ def test_groups_share_memory(keep: Keep, count: int) -> None:
 
 
 def test_a_version_may_be_offered_again_while_groups_share_memory(keep: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the second offer one target reads its peer's share late, and the peer must not overwrite the share earlier."""
+    """In the second offer one target reads its peer's share late, and the peer must not overwrite the share before this
+    read.
+    """
     trainer, samplers = keep(Trainer("a", "b")), [keep(Staged(name)) for name in "st"]
     connect(trainer, samplers)
     trainer.train(1)

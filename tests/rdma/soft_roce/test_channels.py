@@ -32,7 +32,9 @@ def bytes_of(rank: int, size: int) -> np.ndarray:
 
 @pytest.mark.slow
 def test_ranks_of_a_node_copy_and_nodes_use_rdma(nodes: Ranks) -> None:
-    """Every rank writes to every other. numpy arrays are private to their process, so only RDMA can reach a peer's."""
+    """Every rank writes to every other. numpy arrays are private to their process, so only RDMA can reach a peer's
+    arrays.
+    """
     part = 3001
 
     def body(comm: Communicator) -> None:

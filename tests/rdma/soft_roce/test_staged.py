@@ -1,5 +1,5 @@
 """Staged RDMA, in which data goes through pinned memory on both sides: all ranks choose this transport together, and
-channels and collectives give the same results.
+channels and collectives give correct results.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ TIMEOUT = 60.0
 
 
 class PairBootstrap:
-    """A bootstrap of two ranks over TCP, in which rank 0 listens. Raises OSError if they do not connect in time."""
+    """A bootstrap of two ranks over TCP; rank 0 listens. Raises OSError if the ranks do not connect in time."""
 
     world_size = 2
 
