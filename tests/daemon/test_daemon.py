@@ -291,8 +291,7 @@ def test_a_ring_full_of_garbage_ends_its_client_alone(daemon: RunningDaemon) -> 
     assert run_ranks(2, all_reduce) == [3.0] * 2
 
 
-# The case of a rank killed in a kernel runs only with --full, because a rank killed in a collective leaves the same
-# state in the daemon.
+# The kernel's case runs only with --full, because the collective's case leaves the same state in the daemon.
 @pytest.mark.parametrize(
     "scenario", ["killed_in_a_collective:proxy", pytest.param("killed_in_a_kernel", marks=pytest.mark.full)]
 )

@@ -1,6 +1,4 @@
-"""When a program repeats a collective call, one C function compares the ranks' calls, launches the kernel, and on some
-streams waits for it.
-"""
+"""For a repeated collective call, one C function compares the ranks' calls, launches, and on some streams waits."""
 
 from __future__ import annotations
 

@@ -275,9 +275,7 @@ Help = Callable[[bool], int]
 
 @contextmanager
 def helped_thread(idle: IdlePolicy) -> Iterator[tuple[ProxyThread, Help]]:
-    """Yields a proxy thread and a function that runs the thread's workers in the calling thread. The function's
-    argument says whether the caller is waiting for the proxy.
-    """
+    """Yields a proxy thread, and a function by which callers, who may wait for the proxy, run the thread's workers."""
     helpers: dict[int, Callable[[int, int], int]] = {}
     helper = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
     add = ctypes.CFUNCTYPE(None, helper, ctypes.c_void_p)(lambda call, argument: helpers.update({argument: call}))

@@ -225,9 +225,7 @@ def test_a_put_of_25_megabytes_through_a_ring_of_two() -> None:
 
 
 def test_a_small_rest_of_the_ring_is_filled_and_not_used_for_a_short_piece() -> None:
-    """Four messages leave 256 bytes at the ring's end. The next put does not use these bytes, but starts at the ring's
-    beginning.
-    """
+    """Four messages leave 256 bytes at the ring's end. The next put skips these bytes and starts at offset 0."""
     size, puts, per_lap = 16_256, 20, 4
     with Ends(puts * size, ring_bytes=1 << 16, chunk_bytes=size) as ends:
         here, there = ends
@@ -621,8 +619,7 @@ def test_an_end_that_stalls_holds_back_its_ring_alone() -> None:
         with Stuck(there):
             flood = threading.Thread(target=here.push, args=(PUT | SIGNAL, size), kwargs={"count": puts})
             flood.start()
-            # The ring holds 8 messages of 128 bytes. At most 256 further operations may wait, and a trigger needs up to
-            # three.
+            # The ring holds 8 messages of 128 bytes. At most 256 more operations may wait; a trigger needs up to 3.
             most = 1024 // 128 + (256 - 2) // 2
             ends.wait(lambda: here.taken() >= most, "a full connection")
             assert here.device.counts.executed <= 2 * 1024 // 128

@@ -63,8 +63,7 @@ class Job:
         return outputs
 
 
-# The case with "delivered" signals runs only with --full: tests below use such signals for a flood and for staged
-# memory.
+# "delivered" signals run only with --full, because tests below use them for a flood and for staged memory.
 @pytest.mark.parametrize(
     ("ranks", "env"),
     [
@@ -99,7 +98,7 @@ def test_mpiexec_starts_ranks_on_three_hosts(tmp_path: Path, each: int, what: st
 SMALL_STAGES = {"PROXYCCL_FABRIC_STAGING_BYTES": "32768", "PROXYCCL_FABRIC_STAGING_CHUNK": "8192"}
 
 
-# The case with "ordered" signals runs only with --full, because the test of execution plans below covers this case.
+# "ordered" signals run only with --full, because the test of execution plans below covers them.
 @pytest.mark.parametrize(
     ("proxy", "signal"),
     [pytest.param("thread", "ordered", marks=pytest.mark.full), ("process", "delivered")],
@@ -111,8 +110,7 @@ def test_memory_that_can_not_be_registered_is_staged(hosts: Hosts, tmp_path: Pat
     Job(hosts, [1, 1], tmp_path, "collectives", **env, **SMALL_STAGES).succeeds("staged_fabric")
 
 
-# The case with "delivered" signals runs only with --full: plans don't depend on the kind of signal, and the tests of
-# collectives use such signals.
+# "delivered" signals run only with --full, because plans don't depend on the kind of signal.
 @pytest.mark.parametrize(
     ("ranks", "transport", "env"),
     [
@@ -160,8 +158,7 @@ def test_a_provider_that_reaches_gpus_writes_their_memory(hosts: Hosts, tmp_path
         assert "registered for interface 2, device 0" in output, output  # FI_HMEM_ROCR
 
 
-# Runs only with --full: unit/test_gpu_writes.py tests which GPUs order writes, and the test of staged GPUs above tests
-# staging.
+# Runs only with --full: unit/test_gpu_writes.py tests which GPUs order writes, and a test above tests staging.
 @pytest.mark.full
 def test_gpus_that_do_not_order_writes_are_staged(hosts: Hosts, tmp_path: Path, on_hip: dict[str, str]) -> None:
     """The provider can access the GPUs' memory, but these GPUs do not promise to keep the order of writes."""
@@ -175,8 +172,7 @@ def test_ipv6_is_enough_and_a_provider_is_chosen_by_name(tmp_path: Path) -> None
         Job(hosts, [1, 1], tmp_path, "one", PROXYCCL_FABRIC_PROVIDER="net").succeeds()
 
 
-# The case with "ordered" signals runs only with --full, because the limit on outstanding writes is the same for both
-# kinds of signal.
+# "ordered" signals run only with --full, because the limit on outstanding writes doesn't depend on the signals.
 @pytest.mark.parametrize("signal", [pytest.param("ordered", marks=pytest.mark.full), "delivered"])
 def test_a_flood_through_few_writes_loses_nothing(hosts: Hosts, tmp_path: Path, signal: str) -> None:
     few = {"PROXYCCL_FABRIC_DEPTH": "2", "PROXYCCL_FABRIC_SIGNAL": signal}

@@ -203,9 +203,7 @@ def test_on_a_stream(pair: OnDevices, number: int | None) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_the_hosts_memory_on_a_stream(pair: OnDevices, path: str) -> None:
-    """No device copies between two host memories: the stream signals the agent, the agent copies by CPU, and the stream
-    waits for the copy.
-    """
+    """The agent's CPU copies between host memories: the stream signals the agent and waits for the copy."""
     far = Agent("far", listen=["127.0.0.1"])
     theirs = np.zeros(NBYTES, np.uint8)
     region = far.register(theirs)

@@ -1,5 +1,4 @@
-"""Device memory between hosts by libfabric: the adapter accesses this memory if possible, else data is staged in pinned
-memory.
+"""Device memory between hosts by libfabric: the adapter accesses it if possible, else pinned memory is used.
 
 Both agents are on this host, but each believes that the other is on another host. libfabric's TCP provider can access
 the memory of the host runtime's devices, but not of GPUs.

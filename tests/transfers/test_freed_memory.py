@@ -255,9 +255,7 @@ if "raised elsewhere" in case:
     ],
 )
 def test_other_handlers_of_the_same_signals(case: str, status: int) -> None:
-    """Another signal handler may be installed after ProxyCCL's, or none. Faults outside transfers still end the
-    process.
-    """
+    """A signal handler may be installed after ProxyCCL's. Faults outside transfers still end the process."""
     result = subprocess.run(
         [sys.executable, "-c", _HANDLERS, case],
         env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},

@@ -372,9 +372,7 @@ def test_groups_share_memory(keep: Keep, count: int) -> None:
 
 
 def test_a_version_may_be_offered_again_while_groups_share_memory(keep: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the second offer one target reads its peer's share late, and the peer must not overwrite the share before this
-    read.
-    """
+    """In the second offer one target reads its peer's share late; until then the peer must not overwrite the share."""
     trainer, samplers = keep(Trainer("a", "b")), [keep(Staged(name)) for name in "st"]
     connect(trainer, samplers)
     trainer.train(1)

@@ -73,8 +73,7 @@ def ordered_by_nvidia(compiled: Compiled, architecture: str, kernel: str) -> lis
     return list(dict.fromkeys(found))
 
 
-# The opcodes by kernel, with Triton's atomic loads and stores. Before Triton 3.9, atomic additions of 0 take the place
-# of loads, and exchanges that of stores.
+# Opcodes of atomic loads and stores. Before Triton 3.9, additions of 0 replace loads, and exchanges replace stores.
 NVIDIA = {
     "relaxed_signal": ["ld.relaxed.gpu.b64", "st.relaxed.sys.b64"],
     "signal": ["ld.relaxed.gpu.b64", "fence.release.sys", "st.relaxed.sys.b64"],

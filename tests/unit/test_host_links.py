@@ -210,9 +210,7 @@ def test_strangers_are_refused_and_do_not_keep_the_peer_out() -> None:
 
 
 def strangers_at(listener: Listener, count: int) -> list[socket.socket]:
-    """Opens connections to the listener, and sends nothing, or too little to be a request, on each. Returns the
-    connections.
-    """
+    """Opens connections to the listener, and sends nothing or an incomplete request. Returns the connections."""
     return [call(listener, b"GET" if number % 2 else b"") for number in range(count)]
 
 

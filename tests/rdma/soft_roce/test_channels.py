@@ -32,9 +32,7 @@ def bytes_of(rank: int, size: int) -> np.ndarray:
 
 @pytest.mark.slow
 def test_ranks_of_a_node_copy_and_nodes_use_rdma(nodes: Ranks) -> None:
-    """Every rank writes to every other. numpy arrays are private to their process, so only RDMA can reach a peer's
-    arrays.
-    """
+    """Every rank writes to every other. numpy arrays are private to a process, so peers reach them only by RDMA."""
     part = 3001
 
     def body(comm: Communicator) -> None:
@@ -79,8 +77,7 @@ def test_bytes_arrive_between_any_offsets(pair: Ranks, dst: int, src: int, nbyte
 @pytest.mark.parametrize("turns", [50, pytest.param(200, marks=pytest.mark.full)])
 def test_a_signal_never_overtakes_its_data(signal: str, turns: int) -> None:
     def body(comm: Communicator) -> None:
-        # The peer writes 1, 2, ... to the last element, with a signal after each. After each signal, the kernel copies
-        # the last element to the next of the other elements.
+        # The peer writes numbers to the last element, each with a signal. After each, the kernel copies the element.
         values = comm.empty(turns + 1, "int64").fill(0)
         sent = comm.empty(1, "int64")
         channels = comm.proxy_channels(values, sent)
