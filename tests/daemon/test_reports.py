@@ -278,7 +278,6 @@ def test_ranks_that_time_out_have_the_daemon_report(daemon: RunningDaemon, repor
     assert sender is not None
     assert [trigger.operation for trigger in sender.rings[0].recent] == ["data+signal+flush"] * 2
     assert [client.request for client in report.clients] == [None, None]
-    # the daemon logs this after it has written the report
     wait_for(lambda: "report: " in daemon.log, "the daemon says so")
 
 
@@ -287,7 +286,7 @@ def test_a_proxy_that_fails_is_in_the_daemons_report(daemon: RunningDaemon, repo
         channels = comm.proxy_channels(comm.empty(8, "uint8"))
         barrier(comm)
         if comm.rank == 0:
-            comm.compile(KERNELS, "mixed")(1, 1, channels, 1, 0, 0)  # puts 100 bytes from memory of 8 bytes
+            comm.compile(KERNELS, "mixed")(1, 1, channels, 1, 0, 0)  # puts 100 bytes from a source of 8 bytes
         wait_for(lambda: comm.group.failure.aborted, "the trigger is refused")
         comm.check()
 

@@ -114,7 +114,7 @@ def test_calls_of_normal_mode_while_their_outputs_live(ranks: Ranks, prepared: l
         buffer = deep_ep.Buffer(comm, explicitly_destroy=True)
         batches = [Batch(comm, turn, TOKENS - turn % 3) for turn in range(5)]
         sent = []
-        for batch in batches:  # more outputs than the layer has memory for
+        for batch in batches:  # the batches' outputs need more memory than the layer has
             per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(batch.ids, EXPERTS)
             rows, ids, weights, counts, handle, _ = buffer.dispatch(
                 batch.x,

@@ -270,7 +270,7 @@ def test_a_short_put_behind_an_outstanding_copy_keeps_its_place(rank: Rank) -> N
     destination, inbox = rank.pinned(seed=50)
     rank.driver.held.set()
     rank.put(PUT, SIZE, source, destination)
-    rank.put(ALL, 24, source, destination, at=64)  # overlaps the first put
+    rank.put(ALL, 24, source, destination, at=64)
     expected = [f"copy {SIZE}", "copy 24", "write", "write"]
     rank.wait(lambda: rank.driver.moves == expected, "the driver has both")
     rank.wait(lambda: "record" in rank.driver.calls, "their end is asked for")

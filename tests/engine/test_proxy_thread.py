@@ -275,7 +275,9 @@ Help = Callable[[bool], int]
 
 @contextmanager
 def helped_thread(idle: IdlePolicy) -> Iterator[tuple[ProxyThread, Help]]:
-    """Yields a proxy thread, and a function by which callers, who may wait for the proxy, run the thread's workers."""
+    """Yields a proxy thread, and a function by which another thread runs the proxy thread's workers. The function's
+    argument says whether the caller waits for the proxy.
+    """
     helpers: dict[int, Callable[[int, int], int]] = {}
     helper = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
     add = ctypes.CFUNCTYPE(None, helper, ctypes.c_void_p)(lambda call, argument: helpers.update({argument: call}))

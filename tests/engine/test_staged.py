@@ -237,7 +237,7 @@ def test_a_small_rest_of_the_ring_is_filled_and_not_used_for_a_short_piece() -> 
 
 
 def test_a_put_is_cut_into_parts_of_one_length() -> None:
-    longest, size = 1 << 17, 150_000  # cut into two equal parts, not into `longest` bytes and a short rest
+    longest, size = 1 << 17, 150_000  # the put is cut into two equal parts, instead of `longest` and a short rest
     with Ends(size, ring_bytes=1 << 20, chunk_bytes=longest) as ends:
         here, there = ends
         here.push(PUT | SIGNAL, size)
@@ -278,7 +278,7 @@ def test_everything_happens_as_if_one_after_another(seed: int, wire: MakeWire, r
     rng = random.Random(seed)
     ring_bytes = rng.choice([128, 192, 1024, 65536])
     chunk_bytes, max_message = rng.choice([1, 50, 64, 500, 4096]), rng.choice([7, 64, 4096])
-    longest = min(300, 20 * min(chunk_bytes, max_message))  # limits a put to tens of messages, to save time
+    longest = min(300, 20 * min(chunk_bytes, max_message))  # at most tens of messages per put, to save time
     with Ends(
         1 << 12,
         channels=3,
@@ -768,7 +768,7 @@ def test_a_damaged_ring_is_refused(arrived: int, nbytes: int, reason: str) -> No
     with Ends(ring_bytes=4096) as ends:
         _, there = ends
         area = seen_as(there.area, np.uint64)
-        area[(RECEIVING + 4096) // 8 + 2] = nbytes  # the size field in the header of the first message
+        area[(RECEIVING + 4096) // 8 + 2] = nbytes  # sets the size field in the first message's header
         area[ARRIVED] = arrived
         assert there.fails().reason == f"completion: refused: {reason}"
 

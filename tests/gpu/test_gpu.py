@@ -864,7 +864,7 @@ def test_a_users_kernel_that_waits_in_vain_ends_too() -> None:
 
 
 def test_an_abort_ends_everything_while_copies_are_in_flight() -> None:
-    nbytes = (64 if RUNTIME == "cuda" else 2) << 20  # fewer bytes where the CPU emulates the GPU's copies
+    nbytes = (64 if RUNTIME == "cuda" else 2) << 20  # emulated GPUs copy by CPU, which takes longer
 
     def body(comm: Communicator) -> ProxyCCLError:
         channels = comm.proxy_channels(comm.empty(nbytes, "uint8"))
@@ -903,7 +903,7 @@ def check_lost_context(noticed_by: str, **env: str) -> None:
 def test_a_lost_context_ends_its_communicator_alone(noticed_by: str) -> None:
     def body(comm: Communicator) -> None:
         check_lost_context(noticed_by)
-        Call("all_reduce", "float32", "sum", None, 1000).run(comm)  # uses one of the other job's devices
+        Call("all_reduce", "float32", "sum", None, 1000).run(comm)  # this job shares a device with the other job
 
     run_ranks(1, body)
 

@@ -73,7 +73,7 @@ def is_off(comm: Communicator) -> bool:
 
 
 def traced(comm: Communicator, *arguments: Any, kernel: str = "mixed") -> ServiceTrace:
-    compiled = comm.compile(KERNELS, kernel)  # before tracing, because compiling may take longer than records are kept
+    compiled = comm.compile(KERNELS, kernel)  # compiling may take longer than trace records are kept
     with tracer_of(comm) as tracer:
         compiled(1, 1, *arguments)
         comm.synchronize()

@@ -681,7 +681,7 @@ def test_sizes_are_shown_as_they_are_read(text: str, nbytes: int) -> None:
 def test_the_cost_of_observing_is_measured_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     path = tmp_path / "observing.json"
-    other = publications.publish(  # stands for a concurrent run of the benchmark
+    other = publications.publish(  # simulates a concurrent run of the benchmark
         Publication.of_this_process(
             Description(0, 1, "observing", "observing.py"), "host", workers=1, observed="", counters="", rings=()
         )

@@ -76,7 +76,7 @@ class OnDevices:
 
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[OnDevices]:
-    monkeypatch.setattr(copier, "_LONG_BYTES", 1 << 20)  # so that 1 MiB is already a long block
+    monkeypatch.setattr(copier, "_LONG_BYTES", 1 << 20)  # a block of 1 MiB counts as long
     made = OnDevices()
     yield made
     made.close()
@@ -338,7 +338,7 @@ def test_a_registration_that_ended(pair: OnDevices, kinds: tuple[str, str], side
     transfer.start().wait()
     owner = (pair.a, pair.b)[side]
     owner.deregister(regions[side])
-    owner.register(pair.arrays[side] if kinds[side] == "device" else pair.hosts[side])  # the address is unchanged
+    owner.register(pair.arrays[side] if kinds[side] == "device" else pair.hosts[side])
     with pytest.raises(NotRegisteredError, match=f"has deregistered its memory at {regions[side].address:#x}"):
         transfer.start().wait()
 
@@ -405,9 +405,9 @@ def test_between_processes(pair: OnDevices, allocator: str) -> None:
             writing.wait()
             way = "VMM" if allocator == "torch" else "shared memory" if RUNTIME == "host" else "IPC"
             assert writing.path.name == f"copy engine ({way})"
-            assert process.stdout.readline() == b"written\n"  # the other process has found the values, and doubled them
+            assert process.stdout.readline() == b"written\n"  # the other process found and doubled the values
             pair.arrays[0].fill(1)
-            before = pair.a.regions_of(peer)[1]  # a region of zeros in the same allocation
+            before = pair.a.regions_of(peer)[1]  # this region, in the same allocation, holds zeros
             pair.a.read(peer, [(here, before.address, before.nbytes)]).wait()
             assert not pair.arrays[0].numpy()[: before.nbytes].any()
             pair.arrays[0].fill(0)

@@ -156,7 +156,7 @@ def test_local_memory_that_was_deregistered(pair: Pair, path: str) -> None:
     transfers = [pair.a.prepare(operation, peer, blocks) for operation in ("read", "write")]
     before = pair.theirs.copy()
     pair.a.deregister(pair.our_region)
-    pair.a.register(pair.ours)  # a new registration of the same address
+    pair.a.register(pair.ours)  # registers the same address again
     for transfer in transfers:
         with pytest.raises(NotRegisteredError, match="this agent has deregistered its memory at 0x"):
             transfer.start(b"never told").wait()

@@ -103,8 +103,8 @@ def test_a_link_without_the_secret_is_closed(target: Target, greeting: bytes) ->
         FRAME.pack(CHECK, 1, 8) + struct.pack("<QQ", 0, 9),
         FRAME.pack(WRITE, 1, 1 << 40),
         FRAME.pack(READ, 1, 8) + struct.pack("<QQ", 0, 9),  # the block's length, 9, exceeds the frame's length, 8
-        FRAME.pack(READ, 2, 8) + struct.pack("<QQQQ", 0, 8, 0, 0),  # an empty block
-        FRAME.pack(READ, 2, 8) + struct.pack("<QQQQ", 0, 2**64 - 1, 0, 9),  # lengths that wrap around
+        FRAME.pack(READ, 2, 8) + struct.pack("<QQQQ", 0, 8, 0, 0),  # the second block is empty
+        FRAME.pack(READ, 2, 8) + struct.pack("<QQQQ", 0, 2**64 - 1, 0, 9),  # the sum of the lengths wraps around
     ],
 )
 def test_an_invalid_frame_ends_its_link_alone(target: Target, frame: bytes) -> None:

@@ -198,7 +198,7 @@ def test_a_version_that_is_withdrawn_while_it_is_read_does_not_count(
         move(transfers, *rest)
         if transfers == connected.groups[0].direct:
             moved += 1
-            if moved == 1:  # as if the source had timed out and offered the next version
+            if moved == 1:  # simulates that the source timed out and offered the next version
                 source._shut()
                 trainer.train(2)
                 source._open(2)

@@ -194,8 +194,8 @@ def test_strangers_are_refused_and_do_not_keep_the_peer_out() -> None:
     listener = Listener(0)
     own = token_of(listener)
     strangers = [
-        call(listener, hello(1, bytes(16))),  # a wrong token
-        call(listener, hello(7, own)),  # no rank 7 is expected
+        call(listener, hello(1, bytes(16))),  # the token is wrong
+        call(listener, hello(7, own)),  # rank 7 does not exist
         call(listener, b"GET /"),
     ]
     peer = call(listener, hello(1, own))

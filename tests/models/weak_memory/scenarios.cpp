@@ -132,7 +132,7 @@ struct RingScenario {
                  uint64_t src_offset, uint64_t bytes) {
     const uint32_t index = static_cast<uint32_t>(src_offset / sizeof(uint64_t));
     const uint32_t producer = index / Messages, message = index % Messages;
-    CHECK(dst_offset == src_offset && bytes == sizeof(uint64_t));  // no mixture of two triggers' words
+    CHECK(dst_offset == src_offset && bytes == sizeof(uint64_t));  // both words are of one trigger
     CHECK(message == taken[producer]);                             // each producer's messages arrive once, in order
     ++taken[producer];
     CHECK(read(reinterpret_cast<const uint64_t*>(src->base)[index]) == contents(producer, message));

@@ -136,7 +136,7 @@ def in_daemon(bootstrap: PairBootstrap) -> None:
 
 
 def main() -> None:
-    os.environ["PROXYCCL_TIMEOUT"] = str(TIMEOUT)  # long, because emulated machines are slow
+    os.environ["PROXYCCL_TIMEOUT"] = str(TIMEOUT)  # emulated machines are slow, so waits get a long time-out
     rank = int(os.environ["SOFT_ROCE_NODE"])
     bootstrap = PairBootstrap(rank, os.environ["SOFT_ROCE_ADDRESSES"], os.environ["SOFT_ROCE_PEER"])
     for step in (example, collectives, abort, in_daemon, lost_peer):  # lost_peer is the last, because it ends rank 1
