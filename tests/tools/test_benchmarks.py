@@ -1,4 +1,4 @@
-"""The benchmark programs: those without a GPU are run, kernels are compiled, and the page must show the results.
+"""Runs the benchmark programs that need no GPU, compiles the others' kernels, and checks the page of results.
 
 Without --full only some programs run. Pages made from fictitious results show each program's section.
 """
@@ -520,7 +520,7 @@ def test_an_all_reduce_by_proxy_is_shown_beside_its_aims(tmp_path: Path, ranks: 
     page = (tmp_path / "README.md").read_text()
     assert "| 12.50 | 1.22 | 3.56 |" in page
     aim = "By proxy with registered arrays, 1 KiB: 12.50 µs, the best peer 15.25 µs; aim: at most 16 µs."
-    assert (aim in page) == said  # the page states the aim only for 2 GPUs
+    assert (aim in page) == said  # the page states the target only for 2 GPUs
 
 
 def test_proxies_in_a_process_are_shown_beside_proxies_in_the_ranks(tmp_path: Path) -> None:
@@ -557,7 +557,7 @@ class FakeGraphs:
     def __init__(self, *, status: int = 0) -> None:
         self.status = status
 
-    def CUgraph(self, graph: Any) -> Any:  # noqa: N802  these are the driver's names
+    def CUgraph(self, graph: Any) -> Any:  # noqa: N802  the method has the name of the driver's function
         return graph
 
     def cuGraphGetNodes(self, graph: Any, count: int) -> tuple[Any, ...]:  # noqa: N802
@@ -694,7 +694,7 @@ def test_sizes_are_shown_as_they_are_read(text: str, nbytes: int) -> None:
 def test_the_cost_of_observing_is_measured_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     path = tmp_path / "observing.json"
-    other = publications.publish(  # stands for a concurrent run of the benchmark
+    other = publications.publish(  # simulates a concurrent run of the benchmark
         Publication.of_this_process(
             Description(0, 1, "observing", "observing.py"), "host", workers=1, observed="", counters="", rings=()
         )
@@ -723,5 +723,5 @@ def test_a_trace_is_drawn(tmp_path: Path) -> None:
     picture = ElementTree.parse(tmp_path / "trace.svg").getroot()
     texts = [element.text for element in picture if element.tag.endswith("text")]
     assert texts[:2] == ["rank 0", "proxy thread 0"]
-    assert texts[-1] == "25 µs"  # shows the burst of median length among those of two triggers
+    assert texts[-1] == "25 µs"  # the picture shows the burst of median length among the bursts of two triggers
     assert len([element for element in picture if element.tag.endswith("rect")]) == 1 + 2
