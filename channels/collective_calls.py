@@ -377,7 +377,7 @@ class CollectiveCalls:
         send(self._collectives, x, peer, stream)
 
     def recv(self, out: Any, peer: int, *, stream: StreamLike = None) -> Any:
-        """Receives an array from a rank. Arguments and errors as for `send`. Returns `out`."""
+        """Receives an array from a rank. The arguments and errors are those of `send`. Returns `out`."""
         return recv(self._collectives, out, peer, stream)
 
     def transfers(self, *, stream: StreamLike = None) -> Transfers:
@@ -408,13 +408,13 @@ class CollectiveCalls:
     ) -> Selector:
         """Measures the algorithms of all collectives, and uses the fastest for each kind of call from then on.
 
-        The call measures the algorithms of kernels and of proxies, with symmetric and with other arrays, and in float32
+        The call measures the algorithms of kernels and of proxies, on symmetric and on ordinary arrays, and in float32
         and bfloat16 if the element type matters. It also measures the execution plans in the current tables, at the
         sizes that each plan takes. All ranks call this together, with the same arguments, while nothing else runs.
 
         Args:
             sizes: array sizes in bytes, in rising order; None for 1 KiB to 64 MiB, or to 4 MiB on the host runtime. If
-                the last size is below this default maximum, larger arrays keep the default algorithms.
+                the last size is below the maximum of this default, larger arrays keep the default algorithms.
             iterations: calls of each algorithm at each size; algorithms are compared by the median of the slowest
                 rank's times.
             seconds: the approximate limit of the total time. When the time is over, the remaining sizes are skipped.

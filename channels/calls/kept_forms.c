@@ -14,7 +14,7 @@ typedef struct Entry {
   PyObject* options;
   uint64_t relations;
   int by_address; /* 1: the form may be used only for the same addresses of arrays */
-  CallForm* form; /* NULL: forms with this signature are bound to addresses, which also identify them */
+  CallForm* form; /* NULL: a form with this signature is found by the arrays' addresses in addition */
   size_t count;
   KeptArray arrays[];
 } Entry;

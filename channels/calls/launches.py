@@ -1,7 +1,7 @@
 """Orders a group's launches: collectives run one after the other, whatever their streams.
 
-Collectives of a group share scratch memory, so they never run at the same time: a launch on a different stream than the
-last launch waits for it. Before a launch, the call log compares the fields that must agree between ranks.
+Collectives of a group share scratch memory, so they never run at the same time: a launch waits for the previous launch
+if that is on another stream. Before a launch, the call log compares the fields that must agree between ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NUMBERS = (int, CurrentStream)
 
 
 def array_types(runtime: Runtime) -> tuple[type, type, dict[type, object], tuple[str, int], int]:
-    """Returns the argument of `Calls` with the types of arrays that C reads."""
+    """Returns the types of arrays that C reads, in the form of an argument of `Calls`."""
     device = -1 if runtime.name == "host" else runtime.device
     return Array, ArrayView, libraries.tensor_types, (runtime.name, runtime.device), device
 
@@ -156,7 +156,7 @@ class Launches:
             self._runtime.in_flight.add(owners, stream, handle)
 
     def issue(self, call: Any, launch: Launchable, stream: StreamLike, owners: tuple[object, ...] = ()) -> None:
-        """Compares and launches a call like `agree` and `launch`; the call's fields are encoded (`encode_fields`).
+        """Does the work of `agree` and `launch` for a call whose fields are encoded (`encode_fields`).
 
         One call into C compares, launches, and waits if the call is synchronous. A NULL `call` means that the ranks
         have already agreed on the call.
@@ -209,8 +209,8 @@ class Launches:
         )
 
     def issuer(self, launch: Launchable) -> tuple[int, int]:
-        """Returns the addresses of the C function that issues a launchable like `issue`, and of that function's first
-        argument.
+        """Returns two addresses: of the C function that issues a launchable as `issue` does, and of that function's
+        first argument.
         """
         return self.log.addresses(operations=not isinstance(launch, Launch))
 

@@ -1,5 +1,5 @@
-/* The ranges of this rank's memory that its peers can access, with the addresses at which they do. Each call looks up
- * its arrays in this table, with the GIL held. */
+/* The ranges of this rank's memory that its peers can access, and the ranges' addresses in the peers' address spaces.
+ * Each call looks up its arrays in this table, with the GIL held. */
 #ifndef PROXYCCL_REACH_H
 #define PROXYCCL_REACH_H
 

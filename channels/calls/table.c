@@ -1,8 +1,8 @@
 /* Makes every call of a group: finds the form by the call's signature, or lets Python prepare it; fills in the arrays'
  * addresses; and has the engine log, compare and launch the call.
  *
- * The code is in C because between two calls of a rank, other ranks fill the core's caches and branch predictors; with
- * them cold, the interpreter takes several times as long as in a tight loop.
+ * The code is in C, because the core's caches and branch predictors become cold between two calls, and a cold
+ * interpreter takes several times as long as in a tight loop.
  *
  * The code reads Python objects, so it uses CPython's limited API instead of cffi.
  */
@@ -137,7 +137,7 @@ static const ReachedRange* look_up_reach(const Calls* self, Making* call) {
  * output. Returns 0, or -1 with an exception. */
 static int prepare(Calls* self, Making* call, int reached) {
   const size_t count = call->signature.count;
-  const uint64_t changes = self->changes; /* to detect changes during the preparation, which may miss them */
+  const uint64_t changes = self->changes; /* if this count changes during the preparation, the form may be outdated */
   PyObject* made = PyObject_CallFunctionObjArgs(PyTuple_GetItem(call->options, 0), call->x, call->out, call->options,
                                                 reached ? Py_True : Py_False, call->logged ? Py_True : Py_False, NULL);
   if (made == NULL) return -1;
@@ -384,7 +384,7 @@ static PyObject* want(PyObject* object, PyObject* arguments) {
   PyObject* before = self->lend;
   self->lend = Py_NewRef(lend);
   Py_XDECREF(before);
-  if (self->wanted_count == MOST_WANTED) self->wanted_count = 0; /* all entries are old */
+  if (self->wanted_count == MOST_WANTED) self->wanted_count = 0; /* all entries are old, so they may be replaced */
   self->wanted[self->wanted_count++] = (Note){(uintptr_t)at, (size_t)bytes};
   Py_RETURN_NONE;
 }

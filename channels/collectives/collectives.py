@@ -81,7 +81,7 @@ class Collectives:
         self._levels: tuple[Team, Team] | None = None
         self.made_by_proxy: ByProxy | None = None
         self.made_flows: Flows | None = None
-        self._scratch: list[Memory] = []  # prepared calls may use any of these
+        self._scratch: list[Memory] = []  # several, because prepared calls may still use a shorter one
         self._wide_parts: Memory | None = None
         self._all_mapped = self._whole_lines = False
         self.defaults = default_selector(group)
@@ -153,20 +153,20 @@ class Collectives:
         memory lives until `close`, because prepared calls and captured graphs hold its address.
         """
         if not self._scratch or self._scratch[-1].nbytes < nbytes:
-            least = 2 * self._scratch[-1].nbytes if self._scratch else 1  # the sizes' sum is at most twice the largest
+            least = 2 * self._scratch[-1].nbytes if self._scratch else 1  # keeps all scratch below twice the largest
             self._scratch.append(self.group.runtime.allocate(max(nbytes, least)))
         return self._scratch[-1]
 
     def wide_parts(self) -> Memory:
-        """Returns WIDE_PARTS_BYTES of memory for an all_reduce that computes in a wider type. The next all_reduce in a
-        wider type overwrites the memory.
+        """Returns WIDE_PARTS_BYTES bytes of memory for an all_reduce that computes in a wider type. The next all_reduce
+        in a wider type overwrites the memory.
         """
         if self._wide_parts is None:
             self._wide_parts = self.group.runtime.allocate(WIDE_PARTS_BYTES)
         return self._wide_parts
 
     def algorithms(self, collective: str = "all_reduce") -> tuple[str, ...]:
-        """Returns the algorithms of a collective that work between these ranks. On an invariant communicator, all
+        """Returns those algorithms of a collective that work between these ranks. On an invariant communicator, all
         returned algorithms add in the same order.
         """
         names = self._working(collective)
@@ -198,7 +198,7 @@ class Collectives:
             launch: makes the launchable; called only if the call has elements.
             logged: whether the call has already been compared with the other ranks' calls.
             ranges: as for `Launches.form`.
-            lent: returns, for the launchable, the index of the array that peers access, as for `Launches.form`.
+            lent: a function from the launchable to the argument `lent` of `Launches.form`.
         """
         launches = self.group.launches
         fields = call.encode() if logged else launches.agree(call)

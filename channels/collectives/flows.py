@@ -154,7 +154,7 @@ class Flows:
         except KernelError:
             self._failure.check()
             raise
-        except BaseException as error:  # such as KeyboardInterrupt: the caller may free the arrays
+        except BaseException as error:  # after a KeyboardInterrupt, for example, the caller may free the arrays
             self._failure.abort(f"interrupted by {type(error).__name__}")
             with contextlib.suppress(KernelError):
                 own.synchronize()
@@ -172,7 +172,7 @@ class Flows:
         """Issues transfers whose arrays were checked.
 
         On the host runtime, a call without a stream waits for the transfers. `owners` are kept alive until the stream
-        has passed the launches.
+        has completed the launches.
         """
         self.calls.run([transfer.addresses for transfer in transfers], stream, owners)
 

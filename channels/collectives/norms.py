@@ -224,7 +224,7 @@ class _Preparer:
             shape = packets.row_shape(rows.rows, row_bytes)
             blocks, team = packets.of_rows(shape, rows.rows, request.cta_policy)
             return rows.launch(runtime, shape, chosen, source.ptr, eps, blocks, team)
-        lines = packets is not None and len(packets.scratch) > 1  # keeps the packet kernels' order of additions
+        lines = packets is not None and len(packets.scratch) > 1  # to add in the same order as packet kernels
         shape = RowShape.of(defaults, row_bytes, None, lines=lines)
         blocks = min(rows.rows, _NORMS_AT_ONCE * defaults.blocks)
         if alone:

@@ -56,7 +56,7 @@ ALL_REDUCE = _AllReduce()
 
 
 def steps_of_all_reduce(collectives: Collectives, call: Call, chosen: str) -> Sequence[Step]:
-    """Returns a stream's steps of an all_reduce by the algorithm `chosen`."""
+    """Returns the steps that a stream takes for an all_reduce by the algorithm `chosen`."""
     group, source, target, op = collectives.group, call.source, call.target, call.op
     assert op is not None
     policy = call.request.cta_policy
@@ -81,7 +81,7 @@ def steps_of_all_reduce(collectives: Collectives, call: Call, chosen: str) -> Se
 
 
 def launchable_of(collectives: Collectives, steps: Sequence[Step]) -> Launchable:
-    """Returns a launchable that runs these steps one after the other."""
+    """Returns a launchable that runs `steps` one after the other."""
     if len(steps) == 1 and isinstance(steps[0], Launch):
         return steps[0]
     operations = [step for step in steps if not isinstance(step, Schedule)]
@@ -282,7 +282,7 @@ def reduce(
     root = as_rank(group.world_size, root, "root")
     if group.rank == root:
         if isinstance(out, tuple):
-            input_view(group, out, "out")  # refuses an empty tuple, which `check` would take for DROPPED
+            input_view(group, out, "out")  # raises for an empty tuple, which `check` would take for DROPPED
         return run(collectives, REDUCE, x, out, op, root, algorithm, stream=stream)
     run(collectives, REDUCE, x, DROPPED, op, root, algorithm, stream=stream)
     return None

@@ -90,7 +90,7 @@ def issue(
             arrays = (*x, *out) if isinstance(x, tuple) and x else (x, out)
             stream = collectives.group.launches.stream_for(None, *arrays)
         elif type(stream) is int and other_streams(runtime.device, stream):
-            runtime.stream_handle(stream)  # refuses an invalid handle, which C may not check
+            runtime.stream_handle(stream)  # raises for an invalid handle, which C may not check
     if not collectives.call(x, out, options, stream):
         source = _readable(collectives.group, x, names[0])
         target = source if out is x else _readable(collectives.group, out, names[1])

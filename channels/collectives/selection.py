@@ -151,8 +151,8 @@ class SizeTable:
 class Selector:
     """The tables of all cases. `Communicator.tune` replaces the defaults by measurements on the machine.
 
-    An execution plan in a table runs the calls in its range of sizes that the plan can execute. The default tables
-    choose the algorithm for calls with another operator, or with an array that the plan's chunks don't divide.
+    In its range of sizes, an execution plan in a table runs the calls that it can execute. The default tables choose
+    the algorithm for calls with another operator, or with an array that the plan's chunks don't divide.
 
     Raises ArgumentError unless `tables` has exactly one table for each of `CASES`, whose algorithms the case's
     collective supports. Also raises ArgumentError for a plan that can't execute any of the calls that its table assigns
@@ -304,7 +304,7 @@ def _by_lines(ranks: int, *, symmetric: bool) -> tuple[tuple[int, str], ...]:
 
 
 def _by_packets(ranks: int, runtime: str, *, symmetric: bool, short: bool) -> tuple[tuple[int, str], ...]:
-    """Returns the sizes up to which the packet algorithms of all_reduce are faster within a node than stores.
+    """Returns the sizes up to which the packet algorithms of all_reduce are faster within a node than `two_shot`.
 
     For GPUs the limits come from measurements on 2 and 4 H200 (benchmarks/results). The data that a one-shot sends
     grows with the number of ranks, so the one-shot's limit shrinks. Recursive doubling needs no extra steps if the

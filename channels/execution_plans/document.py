@@ -1,4 +1,4 @@
-"""The JSON of an execution plan, as MSCCL++'s language has written it since 2025.
+"""The JSON of an execution plan, in the format that MSCCL++'s language has written since 2025.
 
 A plan with an unknown field is refused, because the field might change the plan's meaning.
 """
@@ -71,14 +71,14 @@ class Op(Message, frozen=True):
 
 
 class ThreadblockChannels(Message, frozen=True):
-    """The channels that a threadblock uses. An operation names a channel by the index in `channel_ids`."""
+    """The channels that a threadblock uses. An operation refers to a channel by its index in `channel_ids`."""
 
     channel_type: ChannelType
     channel_ids: tuple[Uint32, ...]
 
 
 class RemoteBufferRefs(Message, frozen=True):
-    """The remote buffers that a threadblock accesses over channels of one type. An operation names a buffer by the
+    """The remote buffers that a threadblock accesses over channels of one type. An operation refers to a buffer by its
     index in `remote_buffer_ids`.
     """
 

@@ -1,4 +1,4 @@
-"""Checks of the numbers and arrays that callers of expert-parallel calls pass in."""
+"""Checks the numbers and arrays that programs pass to expert-parallel calls."""
 
 from __future__ import annotations
 

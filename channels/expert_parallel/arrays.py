@@ -25,7 +25,7 @@ Maker = Callable[[], Any]
 
 
 class MemoryPart:
-    """A range of the memory of `owner`, which frees it. This object keeps `kept` alive."""
+    """A range of memory that `owner` frees. This object keeps `kept` alive."""
 
     def __init__(self, owner: Memory, offset: int, nbytes: int, kept: object = None) -> None:
         self._owner, self._kept = owner, kept

@@ -324,7 +324,7 @@ class DispatchCombineContext:
     # -- launching ---
 
     def stream_for(self, stream: StreamLike, x: Any) -> StreamLike:
-        """Returns the stream of a call. Refuses an invalid stream before the ranks compare the call."""
+        """Returns the stream of a call. Raises for an invalid stream before the ranks compare the call."""
         found = self.group.launches.stream_for(stream, x)
         self.group.runtime.stream_handle(found)
         return found
@@ -338,7 +338,7 @@ class DispatchCombineContext:
         owners: tuple[object, ...],
     ) -> None:
         """Compares the ranks' calls, unless `call` is NULL, and queues a launch. Keeps `owners` and the descriptor
-        until the stream has passed the launch, unless the stream's order already protects their memory from reuse.
+        until the stream has completed the launch, unless the stream's order already protects their memory from reuse.
         """
         described = () if desc is None else (desc,)
         if not isinstance(stream, CurrentStream):

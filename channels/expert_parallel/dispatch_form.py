@@ -220,8 +220,8 @@ class Dispatch(CallForm):
         )
 
     def _renumbering(self, id_bytes: int) -> tuple[list[Launch], tuple[Any, ...]]:
-        """Returns the launch of the kernel that renumbers ids, as a list that is empty if no rank is lost. Also returns
-        the values of this kernel's fields in dispatch_form.c.
+        """Returns a list with the launch of the kernel that renumbers ids; the list is empty if no rank is lost. Also
+        returns the values of this kernel's fields in dispatch_form.c.
         """
         surviving, topk = self._ctx.surviving, self._parts.options.config.topk
         if surviving is None:
