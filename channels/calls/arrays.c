@@ -60,8 +60,8 @@ static int is(PyObject* found, PyObject* expected) {
   return found == expected;
 }
 
-/* Reads a tensor's dtype and shape, and computes its size. Returns 1; or 0 if C can't read them, possibly with an
- * exception, for example for symbolic shapes. */
+/* Reads a tensor's dtype and shape, and computes its size. Returns 1; or 0, possibly with an exception, if C can't read
+ * the dtype or the shape (a symbolic shape, for example). */
 static int read_elements(PyObject* x, GivenArray* array) {
   ArrayKind* kind = &array->kind;
   PyObject* shape = PyObject_GetAttr(x, names[NAME_shape]);

@@ -1,4 +1,5 @@
-/* The calls of one group: each is found by its signature, filled in and issued on the group's streams. */
+/* Makes the calls of one group: finds each call's form by the call's signature, fills in the addresses, and issues the
+ * call. */
 #ifndef PROXYCCL_CALLS_TABLE_H
 #define PROXYCCL_CALLS_TABLE_H
 

@@ -35,7 +35,7 @@ typedef struct Moves {
 typedef struct LastOfFlow {
   uint32_t event;   /* number, from 1, of the event recorded after the launch; 0 if there was no launch */
   uintptr_t stream; /* the stream of the launch, or NO_STREAM */
-  int captured;     /* whether a graph captured the launch; nothing outside the graph can wait for the event */
+  int captured;     /* whether a graph captured the launch, so that only the graph can wait for the event */
 } LastOfFlow;
 
 typedef struct Event {
@@ -168,8 +168,9 @@ static size_t fill(const FlowCalls* self, const Move* moves, size_t count) {
   for (; filled < count && filled < PROXYCCL_MAX_TRANSFERS && moves[filled].key >> 32 == moves[0].key >> 32; ++filled) {
     const Move* move = &moves[filled];
     const uint64_t wanted = (move->bytes + self->bytes_per_lane - 1) / self->bytes_per_lane;
-    const uint32_t lanes =
-        wanted < flows->lanes ? (uint32_t)wanted : flows->lanes; /* sender and receiver compute the same number */
+    const uint32_t lanes = wanted < flows->lanes
+                               ? (uint32_t)wanted
+                               : flows->lanes; /* sender and receiver compute the same number of lanes */
     flows->transfers[filled] = (ProxycclTransfer){
         .src = (const char*)move->source,
         .dst = (char*)move->target,
@@ -265,7 +266,7 @@ static int issue_without_gil(FlowCalls* self, const Moves* moves, uint32_t event
 
 /* Returns 0, or -1 with an exception. */
 static int issue_here(FlowCalls* self, Moves* moves, uintptr_t stream, int named) {
-  if (!is_open(self)) { /* `issue` reads the abort word */
+  if (!is_open(self)) { /* `issue` checks the abort word in addition */
     PyObject* usable = PyObject_CallMethod(self->failure, "require_usable", NULL);
     Py_XDECREF(usable);
   }

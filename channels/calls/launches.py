@@ -104,7 +104,7 @@ class Launches:
         object's calls separately from other calls (`CollectiveCall.of`).
 
         Args:
-            name: the object's name in errors about mismatches, where "#" and the number follow it.
+            name: the object's name in errors about mismatches; "#" and the number are appended.
         """
         with self._lock:
             self._objects.append(f"{name} #{len(self._objects) + 1}")
@@ -135,9 +135,9 @@ class Launches:
     ) -> None:
         """Launches on a stream, after the group's earlier launches on any stream.
 
-        On the host runtime without a stream, waits for the launch's end, because numpy arrays have no streams. With a
-        stream, keeps `kept` alive until the stream has completed the launch; `owners` too, unless the stream is a
-        `CurrentStream`.
+        On the host runtime without a stream, waits for the launch's end, because numpy arrays have no streams. If
+        `stream` is given, keeps `kept` alive until the stream has completed the launch, and also `owners` unless
+        `stream` is a `CurrentStream`.
         """
         with self._lock:
             handle = self._handle_of(stream)
@@ -227,8 +227,8 @@ class Launches:
         return reachable_stream(self._runtime, last)
 
     def recent_calls(self, count: int) -> list[tuple[int, dict[str, str]]]:
-        """Returns the last collective calls of this rank in order: each with its number, from 1, and its fields in
-        words.
+        """Returns this rank's last collective calls in order; each is a pair of the call's number, from 1, and a
+        description of its fields.
         """
         return [(number, describe_call(fields)) for number, fields in self.log.recent(count)]
 

@@ -164,8 +164,9 @@ static int still_fits(const Making* call, const ArrayKind* before, const Reached
   return call->form->peers_words == NULL || output != NULL;
 }
 
-/* Notes the array to announce to peers if calls use it often; passes a wanted array to `lend`. The caller has issued
- * the call and keeps its arrays, because this function may fail. Returns 0, or -1 with an exception. */
+/* Notes the array that is announced to peers if calls use it often; if the array is in `wanted`, passes it to `lend`.
+ * The caller has issued the call and keeps its arrays, because this function may fail. Returns 0, or -1 with an
+ * exception. */
 static int note_lent(Calls* self, const Making* call) {
   if (call->form->lent < 0) return 0;
   const size_t last = call->signature.count - 1, lent = (size_t)call->form->lent;

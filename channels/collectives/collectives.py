@@ -34,7 +34,7 @@ from proxyccl.proxy.codec import Codec, Message
 
 
 class _Start(Message, frozen=True):
-    """A rank's message to the others before the first collective.
+    """The message that each rank sends to all other ranks before the first collective.
 
     Attributes:
         standing: the rank's settings for all calls.

@@ -34,7 +34,7 @@ ALIGNMENT = 16
 """Bytes of a unit of lines, and of the widest access."""
 _MOST_SHARED_ROWS = 8  # the most rows for which clusters share rows; for 16 rows, one block per row is as fast
 _GROUP_BYTES = 4 * 4  # four floats in shared memory for each group of a row's packets
-_MOST_SHARED_BYTES = 46 << 10  # a block has this much shared memory on every target, beside the kernel's own
+_MOST_SHARED_BYTES = 46 << 10  # dynamic shared memory that a block has on every target
 _LINE_PACKETS = 2  # the number of packets in which a thread keeps its part of two lines
 
 

@@ -136,7 +136,7 @@ class Team:
         defaults = runtime.launch_defaults
         self.blocks = defaults.blocks if self.all_mapped else defaults.copy_blocks
         self._efficient_blocks = min(self.blocks, defaults.efficient_blocks)
-        # All ranks of the group make the same decision, because they make the memory together.
+        # All ranks must agree on whether to use pinned memory, because they allocate it together.
         self.pinned = not all(flags) and sends_through_pinned_memory(group)
         self._bytes_per_block = _PINNED_BYTES_PER_BLOCK if self.pinned else defaults.bytes_per_block
         self._meeting_bytes, self._offered_bytes = defaults.meeting_bytes, defaults.offered_bytes

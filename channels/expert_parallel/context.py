@@ -108,7 +108,7 @@ class DispatchCombineContext:
         self.group = group = members.group
         runtime = group.runtime
         self.runtime_name, self.arrays = runtime.name, ExpertArrays(group)
-        # Some steps need a thread for each rank of a node, or for each node.
+        # Some steps of the kernels use one thread for each rank of a node, or for each node.
         threads = max(_HOST_THREADS, config.world_size) if runtime.name == "host" else lib.PROXYCCL_EXPERT_THREADS
         self.blocks = min(runtime.launch_defaults.blocks, blocks_for(config.max_tokens, options.num_sm))
         self.grid = (self.blocks, threads)
@@ -198,7 +198,7 @@ class DispatchCombineContext:
             group.launches.agree(CollectiveCall(FINALIZE))
             group.synchronize()
             group.links.drain()
-            group.exchange.barrier("finalize")  # no rank frees memory that a peer may still write to
+            group.exchange.barrier("finalize")  # so that no rank frees memory that a peer may still write to
             group.let_go(self.workspace)
             self.workspace.close()
         self.members.close()
