@@ -20,7 +20,7 @@ from proxyccl.device.runtime import StreamLike
 
 
 class CollectiveCalls:
-    """The base of `Communicator`: its collectives, plans and transfers."""
+    """The base class of `Communicator`, with the methods for collectives, plans and transfers."""
 
     _group: Group
     _collectives: Collectives
@@ -89,11 +89,11 @@ class CollectiveCalls:
         """Adds the ranks' rows and a residual, and normalizes each row by RMSNorm. All ranks call this together, with
         the same residual and weight.
 
-        The result `residual` is the sum of the ranks' `x`, with the same bits as from `all_reduce`, plus `residual`,
-        rounded to the element type. The result `out` is ``residual / sqrt(mean(residual**2) + eps) * weight`` with the
-        mean of each row, computed in float32 and rounded once. A row's bits may depend on the number of rows only if
-        `tune` has chosen algorithms that add in different orders, which `invariant` prevents. Within a node, the call
-        is one launch if rows are multiples of 16 bytes.
+        The result `residual` is the sum of the ranks' `x`, with the same bits as from `all_reduce`, plus the argument
+        `residual`, rounded to the element type. The result `out` is ``residual / sqrt(mean(residual**2) + eps) *
+        weight`` with the mean of each row, computed in float32 and rounded once. A row's bits may depend on the number
+        of rows only if `tune` has chosen algorithms that add in different orders, which `invariant` prevents. Within a
+        node, the call is one launch if rows are multiples of 16 bytes.
 
         Args:
             x: this rank's rows: a contiguous array [..., width] of float16 or bfloat16, of at most eight dimensions and
@@ -326,8 +326,9 @@ class CollectiveCalls:
                 plan's alignment; the same count and type on all ranks. A plan that reduces takes the element types of
                 `all_reduce`; other plans take any. If the plan has peers access an array, the call copies the array to
                 or from the plan's own memory, unless all ranks pass results of `register`.
-            out: the output, an array of `output_chunks` such chunks. None means `x` if the plan works in place and `x`
-                has that size, else a new array. A plan that works in place also accepts an array other than `x`.
+            out: the output, an array of `output_chunks` chunks of the same size. None means `x` if the plan works in
+                place and `x` has that size, else a new array. A plan that works in place also accepts an array other
+                than `x`.
             stream: as for `all_reduce`.
 
         Returns:

@@ -100,7 +100,7 @@ class Group:
             with meeting.exchange.telling():
                 self._begin(meeting, parent, mapped)
         except BaseException:
-            meeting.control.set_presence(Presence.LEFT)  # peers don't wait for kernels of this rank
+            meeting.control.set_presence(Presence.LEFT)  # so that peers don't wait for this rank's kernels
             self.discard()
             raise
 
@@ -109,7 +109,7 @@ class Group:
         self._released = True  # so that `discard` frees nothing before all its fields are set
         self._meeting = meeting
         self.parent = parent
-        self._shrunk = ""  # what to do instead of another `shrink`
+        self._shrunk = ""  # advice in the error of a further `shrink`
         self._next_context_look = 0.0
         self._children: list[Group] = []
         self._splits: Counter[tuple[int, ...]] = Counter()
@@ -241,7 +241,7 @@ class Group:
                 open_groups.append(self)
                 if self.parent is not None:
                     self.parent._children.append(self)
-        if self.parent is None:  # groups split from this group use its daemon
+        if self.parent is None:  # other groups use the daemon of their parent
             self.links.start_early()
         if orphan:
             self.failure.abort("the communicator that it was split from was closed")

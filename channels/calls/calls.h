@@ -11,7 +11,7 @@ int proxyccl_add_calls(PyObject* module);
 int proxyccl_require_calls(PyObject* object);
 /* Returns the types of arrays that a Calls object takes. */
 const ArrayTypes* proxyccl_types_of(PyObject* calls);
-/* Adds to the object's counts of made calls and of prepared forms; for calls whose forms the object does not keep. */
+/* Adds `made` and `prepared` to the counts of a Calls object, for calls whose forms the object does not keep. */
 void proxyccl_count(PyObject* calls, int made, int prepared);
 /* Issues a call on a stream (NULL: the stream of the latest call), after the group's earlier calls. Returns 1 if the
  * call was issued; 0, with nothing done, if Python must issue the call; -1 with an exception. */

@@ -1,5 +1,5 @@
 /* Turns a call's arrays and options into *moves*: copies to a rank, from a rank or within this rank, which must not
- * overlap. Under the lock, sorts the moves into launches, and fills in and issues each launch.
+ * overlap. With the group's lock held, sorts the moves into launches, and fills in and issues each launch.
  *
  * A flow is one direction between a pair of ranks. An event is recorded after each launch. For each of its flows, a
  * launch waits for the event of the flow's latest launch. Waiting for the whole stream of that launch could deadlock,
@@ -19,7 +19,7 @@ static const uintptr_t NO_STREAM = UINTPTR_MAX; /* stored instead of a handle th
 
 /* Data that this rank sends (`target` is 0), receives (`source` is 0), or copies within itself. */
 typedef struct Move {
-  uint64_t key; /* the order of launches, see `order_moves` */
+  uint64_t key; /* the sort key of `order_moves` */
   uintptr_t source, target;
   uint64_t bytes;
   uint32_t peer;
@@ -125,7 +125,7 @@ static int are_apart(const Moves* moves) {
     if (move->target != 0) used[count++] = (Used){move->target, move->target + move->bytes, 1};
   }
   qsort(used, count, sizeof *used, compare_used);
-  uintptr_t sent_to = 0, received_to = 0; /* the greatest end addresses so far */
+  uintptr_t sent_to = 0, received_to = 0; /* the greatest end addresses of sent and received ranges so far */
   int apart = 1;
   for (size_t i = 0; i < count && apart; ++i) {
     apart = used[i].begin >= received_to && (!used[i].received || used[i].begin >= sent_to);
@@ -333,8 +333,8 @@ static int issue_call(FlowCalls* self, Moves* moves, PyObject* stream, PyObject*
     if (agreed == NULL) return -1;
   }
   if (waits) return issue_and_wait(self, moves);
-  /* A stream object may be closed and its handle reused, so only a stream that is passed as a number keeps its
-   * handle. */
+  /* The handle of a stream object may be reused after the object is closed; a stream that is passed as a number stays
+   * open. */
   if (issue_locked(self, moves, handle, PyLong_Check(stream)) != 0) return -1;
   if (owners == NULL || Py_TYPE(stream) == self->current_stream) return 0;
   PyObject* kept = PyObject_CallFunction(self->keep, "OOK", owners, stream, (unsigned long long)handle);
@@ -350,7 +350,7 @@ typedef struct Side {
   PyObject* ranks;  /* see FlowCalls.call in _calls.pyi */
   int receives;
   GivenArray array; /* set for a single array; only its reference to the element type is held */
-  int is_split;     /* 1: the array's rows are sent to all ranks, or received from all ranks */
+  int is_split;     /* 1: the array's rows are split among all ranks */
 } Side;
 
 static int is_sequence(PyObject* object) { return PyTuple_Check(object) || PyList_Check(object); }

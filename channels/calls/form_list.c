@@ -67,8 +67,8 @@ static int read_or_view(const FormList* self, Py_ssize_t argument, PyObject* x, 
   return read;
 }
 
-/* Returns whether a tuple has a valid number of arrays: at most `width`, or exactly -`width` if negative; none may be
- * None. */
+/* Returns whether a tuple has a valid number of arrays: at most `width`, or exactly -`width` if `width` is negative; no
+ * array may be None. */
 static int is_wide(PyObject* tuple, Py_ssize_t width) {
   const Py_ssize_t count = PyTuple_Size(tuple);
   for (Py_ssize_t i = 0; i < count; ++i)

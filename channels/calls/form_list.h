@@ -1,5 +1,6 @@
-/* A list of the prepared forms of one function, such as an experts' dispatch. The first dimension of its arrays may
- * have any extent. A form is found by the kinds of a call's arrays; if no form is listed for them, Python prepares
+/* A list of the prepared forms of one function, such as an experts' dispatch. The first dimension of the function's
+ * arrays may have any extent. A form is found by the kinds of a call's arrays; if no form is listed for them, Python
+ * prepares
  * one. */
 #ifndef PROXYCCL_FORM_LIST_H
 #define PROXYCCL_FORM_LIST_H
@@ -7,7 +8,8 @@
 #include "arrays.h"
 
 enum { PROXYCCL_MOST_GIVEN = 6 };
-/* The address of every array without elements, which kernels never read. NULL means that there is no array. */
+/* Used as the address of every array without elements; kernels never read from it. NULL means that there is no
+ * array. */
 enum { PROXYCCL_EMPTY = 64 };
 
 /* One array of a call. If the caller passed None, `kind` and all numbers are 0. */

@@ -100,8 +100,8 @@ class Launches:
         return found
 
     def number_object(self, name: str) -> int:
-        """Returns a number for an object that all ranks make together, in the same order. The call log compares the
-        object's calls separately from other calls (`CollectiveCall.of`).
+        """Returns the number of an object that all ranks make together; all ranks make such objects in the same order.
+        The call log compares the object's calls separately from other calls (`CollectiveCall.of`).
 
         Args:
             name: the object's name in errors about mismatches; "#" and the number are appended.
@@ -309,7 +309,7 @@ class Launches:
         return self._next_stream(stream)
 
     def _turn(self, stream: StreamLike) -> int:
-        """Orders a stream after the latest launch, and returns its handle. C calls this with the lock held."""
+        """Orders a stream after the latest launch, and returns the stream's handle. C calls this with the lock held."""
         self._failure.require_usable()
         return self._next_stream(stream)
 
@@ -333,8 +333,8 @@ class Launches:
             self._last, self._last_stream_owner = named, stream
         elif type(stream) is not int or not isinstance(self._last_stream_owner, OwnedStream):
             self._last_stream_owner = stream
-        # C may use a handle again only if the program passed it as a number, and so keeps the stream open. A stream
-        # object may be closed, and another stream may get its handle.
+        # C may use a handle again only if the program passed the handle as a number, because the program then keeps the
+        # stream open. A stream object may be closed, and another stream may get its handle.
         is_number = not self._on_host and isinstance(self._last_stream_owner, int) and named == handle
         self.calls.set_stream(handle if on_default or is_number else None)
         if self._failure.closed:  # the group was closed after this call's check

@@ -12,7 +12,7 @@ enum {
 };
 
 typedef struct ReachedRange {
-  long number; /* identifies the range in later changes */
+  long number; /* identifies the range when it is replaced or removed */
   uintptr_t start, end;
   unsigned reached;
   uintptr_t* bases; /* the address of `start` for each rank's kernels; NULL unless all kernels can access it */

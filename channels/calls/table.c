@@ -14,7 +14,7 @@
 enum { LEAST_LENT_BYTES = 1 << 20, MOST_NOTES = 256, MOST_WANTED = 16 };
 enum { MOST_OPTIONS = 10 };
 
-/* Records an array that the call could use in place if peers could access the array. */
+/* An array that calls could use in place if peers could access the array. */
 typedef struct Note {
   uintptr_t at;
   size_t bytes;
@@ -175,7 +175,7 @@ static int note_lent(Calls* self, const Making* call) {
   for (size_t i = 0; i < self->wanted_count; ++i) {
     if (self->wanted[i].at != array->at || self->wanted[i].bytes != array->bytes) continue;
     self->wanted[i] = self->wanted[--self->wanted_count];
-    PyObject* lend = Py_NewRef(self->lend); /* `want` may replace self->lend while it runs */
+    PyObject* lend = Py_NewRef(self->lend); /* `want` may replace self->lend while self->lend runs */
     PyObject* lent = PyObject_CallFunction(lend, "KK", (unsigned long long)array->at, (unsigned long long)array->bytes);
     Py_DECREF(lend);
     Py_XDECREF(lent);

@@ -81,7 +81,7 @@ class Collectives:
         self._levels: tuple[Team, Team] | None = None
         self.made_by_proxy: ByProxy | None = None
         self.made_flows: Flows | None = None
-        self._scratch: list[Memory] = []  # several, because prepared calls may still use a shorter one
+        self._scratch: list[Memory] = []  # the earlier items are kept for prepared calls
         self._wide_parts: Memory | None = None
         self._all_mapped = self._whole_lines = False
         self.defaults = default_selector(group)
@@ -153,7 +153,7 @@ class Collectives:
         memory lives until `close`, because prepared calls and captured graphs hold its address.
         """
         if not self._scratch or self._scratch[-1].nbytes < nbytes:
-            least = 2 * self._scratch[-1].nbytes if self._scratch else 1  # keeps all scratch below twice the largest
+            least = 2 * self._scratch[-1].nbytes if self._scratch else 1  # so the total is at most twice the largest
             self._scratch.append(self.group.runtime.allocate(max(nbytes, least)))
         return self._scratch[-1]
 
@@ -276,7 +276,9 @@ class Collectives:
         return algorithm == "proxy" or not self._kernels_reach_all()
 
     def _kernels_reach_all(self) -> bool:
-        """Whether kernels move data to every peer: directly, or through the proxy to a peer that is not mapped."""
+        """Returns whether kernels move data to every peer: directly, or through the proxy to a peer that is not
+        mapped.
+        """
         return self._all_mapped or proxied_kernel_bytes(self.group) > 0
 
     @property
@@ -296,7 +298,7 @@ class Collectives:
             self.execution_plans.require_executable(plan)
             self.refuse_plan_that_adds(plan, "selector")
         self._selector = selector
-        self._calls.clear()  # prepared calls use the old tables
+        self._calls.clear()  # because prepared calls use the old tables
 
     def close(self) -> None:
         """Frees the kernels' memory. Kernels of all ranks must have ended."""

@@ -90,8 +90,8 @@ class _Rows(NamedTuple):
         return self.width * self.views["x"].dtype.itemsize
 
     def _whole(self, x: int) -> bool:
-        """Whether all rows, those of `x` included, are aligned to ALIGNMENT. The alignment may differ between ranks,
-        because it does not change the packets.
+        """Returns whether all rows, those of `x` included, are aligned to ALIGNMENT. The alignment may differ between
+        ranks, because it does not change the packets.
         """
         addresses = [x, *(view.ptr for name, view in self.views.items() if name not in ("x", "scales", "quantize"))]
         return all(number % ALIGNMENT == 0 for number in (self.row_bytes, *addresses))

@@ -159,7 +159,9 @@ def all_reduce_steps(
 def _all_reduce_round(
     by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str, shares: _Shares, divisor: int
 ) -> list[Step]:
-    """A rank sends its reduced share from its output to its peers' outputs."""
+    """Returns the steps of an all_reduce in which each rank sends its reduced share from its output to its peers'
+    outputs.
+    """
     links, memories, rank = by_proxy.links, by_proxy.memories, by_proxy.group.rank
     peers = others(by_proxy.group, shares.members)
     itemsize, nbytes = source.dtype.itemsize, sum(shares.lengths) * source.dtype.itemsize

@@ -113,7 +113,7 @@ def _prepare_two_shot(
 def _one_round(
     group: Group, team: Team, op: str, source: ArrayView, target: ArrayView, divisor: int | None = None
 ) -> Launch:
-    """Returns the launch that reduces an array among a team's ranks in one crossing."""
+    """Returns the launch that reduces an array among a team's ranks by one exchange of data."""
     kernel = ALL_REDUCE_KERNELS["proxy"]
     shipped = group.runtime.shipped(kernel.file, kernel.name, target.dtype.name, op)
     return shipped.prepare(1, team.threads, team.parameter(divisor=divisor), source.ptr, target.ptr, target.size)
@@ -160,9 +160,9 @@ def _steps_of_hierarchy(
 
 
 def _reduces_by_schedule(collectives: Collectives, nbytes: int) -> bool:
-    """Whether a hierarchical all_reduce of this many bytes uses schedules between the nodes, and not kernels. A kernel
-    that waits for a proxy's copies would delay these copies. Kernels that send short data through pinned memory are
-    faster than schedules.
+    """Returns whether a hierarchical all_reduce of this many bytes uses schedules between the nodes, and not kernels. A
+    kernel that waits for a proxy's copies would delay these copies. Kernels that send short data through pinned memory
+    are faster than schedules.
     """
     group, topology = collectives.group, collectives.group.topology
     if group.world_size > _MOST_SCHEDULED_RANKS:
@@ -178,8 +178,8 @@ class _Levels(Struct, Generic[_BetweenStep], frozen=True):
     on all nodes, then gathered inside the node, so the data of a node crosses to the other nodes only once.
 
     If the data fits one round, every rank reduces all of it, inside the node and then between nodes. Reducing all data
-    saves a crossing, which would take longer than the transfer of such short data. If longer data can't be divided
-    evenly, every rank also reduces all elements that are left over.
+    saves a second exchange, which would take longer than the transfer of such short data. If longer data can't be
+    divided evenly, every rank also reduces all elements that are left over.
 
     Attributes:
         partial: the operator inside a node.

@@ -1,4 +1,6 @@
-"""Chooses each call's algorithm by size. Each collective, class of element types and kind of arrays has a table."""
+"""Chooses each call's algorithm by size. There is a table for each combination of a collective, a class of element
+types, and symmetric or ordinary arrays.
+"""
 
 from __future__ import annotations
 
@@ -210,7 +212,8 @@ class Selector:
                     if lines
                     else _by_packets(ranks, runtime, symmetric=case.symmetric, short=short)
                 )
-                # On GPUs an all_reduce through pinned memory sends each share twice, so its limit is half as large.
+                # On GPUs an all_reduce through pinned memory sends each share twice, so its limit is half of that of
+                # other collectives.
                 reduced = longest if runtime == "host" else longest // 2
                 limits = {"two_shot": packets, "proxy": ((reduced, "two_shot"),)}.get(beyond, ())
                 tables[case] = SizeTable(limits, beyond)
@@ -315,7 +318,7 @@ def _by_packets(ranks: int, runtime: str, *, symmetric: bool, short: bool) -> tu
         symmetric: whether the callers promise symmetric arrays.
         short: whether partial sums are longer than the values, so that no algorithm that sends partial sums is used.
     """
-    if runtime == "host" or ranks == 1:  # on the host a packet costs more than the crossing that it saves
+    if runtime == "host" or ranks == 1:  # on the host, packets cost more than the exchange that they save
         return ()
     doubling = ranks & (ranks - 1) == 0 and not short
     if ranks == 2:
@@ -340,7 +343,7 @@ def invariant_algorithms(algorithms: Sequence[str], ranks: int) -> tuple[str, ..
     """
     if "hierarchical" in algorithms:
         return ("hierarchical",)
-    pairs = ("recursive_doubling",) if ranks <= 2 else ()  # with more ranks, recursive doubling adds sums of pairs
+    pairs = ("recursive_doubling",) if ranks <= 2 else ()  # with more than two ranks, it adds sums of pairs
     return tuple(name for name in algorithms if name in ("one_shot", "two_shot_packets", "two_shot", "proxy", *pairs))
 
 

@@ -100,7 +100,7 @@ class TensorCalls:
         return chosen
 
     def _may_go_by_proxy(self, collective: str, output: Callable[[], int], nbytes: int) -> bool:
-        """Whether a call may go by proxy if the program computes during the call. The result is False while the
+        """Returns whether a call may go by proxy if the program computes during the call. The result is False while the
         proxies' process starts, and if the algorithms' tables were measured or set. A gather goes by proxy only if
         peers' proxies can access its output, because otherwise all results would be copied, which costs more than the
         proxy saves.

@@ -240,7 +240,7 @@ def table_from(times: Times, beyond: SizeTable | None = None) -> SizeTable:
 
 
 def selector_from(collectives: Collectives, measured: Mapping[Case, Times]) -> Selector:
-    """Returns the tables that follow from measurements.
+    """Returns the tables that choose the fastest measured algorithms.
 
     If the largest measured size is at least the largest of `default_sizes`, its fastest algorithm also serves larger
     sizes; otherwise the default algorithms serve larger sizes.

@@ -50,7 +50,7 @@ class IterationContext(Message, frozen=True):
 
 
 class Op(Message, frozen=True):
-    """An operation of a threadblock. The `name` determines the other fields; only switches use the last four."""
+    """An operation of a threadblock. The `name` determines the other fields; only switches use the last four fields."""
 
     name: str
     channel_type: ChannelType = "none"
@@ -141,7 +141,7 @@ class Document(Message, frozen=True):
         inplace: whether input and output are one array.
         reuse_resources: an option of MSCCL++ for scratch memory, which ProxyCCL ignores.
         use_double_scratch_buffer: whether executions alternate between the halves of the scratch memory.
-        buffer_alignment: the bytes to which parts of chunks are aligned.
+        buffer_alignment: the alignment of parts of chunks, in bytes.
         min_message_size, max_message_size: the range of message sizes, in bytes, that the plan accepts.
     """
 

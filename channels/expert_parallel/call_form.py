@@ -49,7 +49,7 @@ class LayerParts:
     arguments: Arguments = Arguments()
 
     def leading(self, rows: int) -> tuple[int, ...]:
-        """Returns the shape of an array with this many rows, without the last extent."""
+        """Returns all extents except the last of an array with `rows` rows."""
         padded = self.options.padded_rows
         return (self.options.config.num_experts_per_rank, padded) if padded else (rows,)
 
@@ -116,7 +116,7 @@ class LayerParts:
         return bad
 
     def refuse_bad(self, desc: EPAllToAllLayoutDesc) -> None:
-        """Raises the error of `learn_counts`, if it returns one. All ranks then abandon the call."""
+        """If `learn_counts` returns an error, raises the error; all ranks then abandon the call."""
         bad = self.learn_counts(desc)
         if bad is not None:
             desc.rows = 0

@@ -113,7 +113,7 @@ class DispatchCombineContext:
         self.blocks = min(runtime.launch_defaults.blocks, blocks_for(config.max_tokens, options.num_sm))
         self.grid = (self.blocks, threads)
         shipped = functools.partial(runtime.shipped, compiled_only=options.use_aot)
-        if options.use_aot:  # also loads the kernels that only later calls, or only some layers, use
+        if options.use_aot:  # loads all kernels, also those that only later calls or other layers use
             for name in (*DISPATCH_KERNELS.values(), STORE_KERNEL):
                 shipped("experts/dispatch.h", name, AS_BYTES)
             shipped("experts/spread.h", "expert_spread")
@@ -204,7 +204,7 @@ class DispatchCombineContext:
         self.members.close()
 
     def require_usable(self) -> None:
-        """Raises ClosedError after `finalize`, or the error that ended the communicator."""
+        """Raises ClosedError after `finalize`, or the error with which the communicator failed."""
         if self.closed:
             raise ClosedError("the expert-parallel layer was finalized")
         self.group.failure.require_usable()

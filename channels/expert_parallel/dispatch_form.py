@@ -69,7 +69,7 @@ class _Outputs:
     float8 with scales. Raises ArgumentError if the library can't make such arrays.
 
     Attributes:
-        rows, scales, weights: make the parts of a result; None for parts that a result lacks.
+        rows, scales, weights: functions that make the parts of a result; None for parts that a result lacks.
         dtype: the type of a row's elements.
     """
 
@@ -231,8 +231,8 @@ class Dispatch(CallForm):
         return [launch], (lambda n: arrays.maker((n, topk), (topk, 1), truth), *filled, surviving.ids.ptr)
 
     def _receive_exact(self, desc: EPAllToAllLayoutDesc, owners: tuple[object, ...]) -> Dispatched:
-        """Counts the rows by one launch, and moves them by another when their number is known. In a `prepare`, the
-        second launch only computes the positions of rows, because a redispatch sends the rows later.
+        """Counts the rows by one launch, and, when the number is known, moves the rows by another launch. In a
+        `prepare`, the second launch only computes the positions of rows, because a redispatch sends the rows later.
         """
         self.form.issue(desc, desc.stream, owners, True, ROUTE | GATHER | TELL, 0, _NOWHERE)
         return self._receive_counted(desc, owners, desc.stream, LAYOUT if self._prepares else SEND | RECEIVE, LAYOUT)

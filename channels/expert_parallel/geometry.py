@@ -46,8 +46,8 @@ def aligned(nbytes: int, to: int = _LINE) -> int:
 
 
 def blocks_for(max_tokens: int, num_sm: int) -> int:
-    """Returns the number of blocks of a kernel. There are no blocks without work, because each block waits for all
-    other blocks.
+    """Returns the number of blocks of a kernel: at most as many as there is work for, because each block waits for all
+    others.
     """
     return min(num_sm, -(-max_tokens // _TOKENS_PER_BLOCK))
 
@@ -168,7 +168,7 @@ class Geometry:
         e.slots_offset = routing.take(ffi.sizeof("ProxycclExpertSlot") * slots)
         e.places_offset = routing.take(4 * e.segment_tokens)
         e.weights_offset = routing.take(e.weight_bytes * slots)
-        e.routing_bytes = max(routing.end, aligned(-(-e.least_message // e.segments)))  # one message per batch
+        e.routing_bytes = max(routing.end, aligned(-(-e.least_message // e.segments)))  # the routing is one message
         e.segment_bytes = e.segment_tokens * row_bytes
         e.slab_bytes = aligned(e.segments * (e.routing_bytes + e.segment_bytes) + e.least_message)
 
