@@ -213,7 +213,6 @@ class Group:
                 self.control.set_presence(Presence.STOPPED)
 
     def _end_kernels(self) -> None:
-        """Waits until this rank's kernels have ended."""
         self.launches.wait_for_launchers()
         try:
             self.runtime.synchronize()

@@ -168,9 +168,8 @@ static size_t fill(const FlowCalls* self, const Move* moves, size_t count) {
   for (; filled < count && filled < PROXYCCL_MAX_TRANSFERS && moves[filled].key >> 32 == moves[0].key >> 32; ++filled) {
     const Move* move = &moves[filled];
     const uint64_t wanted = (move->bytes + self->bytes_per_lane - 1) / self->bytes_per_lane;
-    const uint32_t lanes = wanted < flows->lanes
-                               ? (uint32_t)wanted
-                               : flows->lanes; /* sender and receiver compute the same number of lanes */
+    const uint32_t lanes =
+        wanted < flows->lanes ? (uint32_t)wanted : flows->lanes; /* sender and receiver compute the same number */
     flows->transfers[filled] = (ProxycclTransfer){
         .src = (const char*)move->source,
         .dst = (char*)move->target,

@@ -57,7 +57,6 @@ class Transfer(Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """The size of the data in bytes."""
         view = self.target if self.source is None else self.source
         assert view is not None
         return view.nbytes

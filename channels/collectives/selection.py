@@ -71,7 +71,6 @@ class Case(Message, frozen=True):
 
     @classmethod
     def of(cls, collective: str, dtype: DType, *, symmetric: bool) -> Case:
-        """Returns the case of a call."""
         elements = _ELEMENTS[require_collective(collective)]
         sums_are_longer = dtype.accumulator_itemsize > dtype.itemsize
         return cls(collective, elements[0] if sums_are_longer else elements[-1], symmetric)
@@ -142,7 +141,6 @@ class SizeTable:
         yield least, None, self.beyond
 
     def choose(self, nbytes: int) -> Algorithm:
-        """Returns the algorithm for a message of `nbytes` bytes."""
         for limit, algorithm in self.limits:
             if nbytes <= limit:
                 return algorithm

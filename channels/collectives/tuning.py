@@ -65,8 +65,6 @@ def checked_arguments(sizes: Any, iterations: Any, seconds: Any) -> tuple[tuple[
 
 
 class _Trial(Struct):
-    """One algorithm for the calls of one case, at one size."""
-
     case: Case
     algorithm: Algorithm
     call: Callable[[], object]

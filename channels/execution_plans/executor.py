@@ -239,7 +239,6 @@ class _Resources:
         return StreamOperations(runtime, (*before, kernel, *after)) if before or after else kernel
 
     def _scratch_bytes(self, chunk: int) -> int:
-        """Returns the size of the scratch memory of one execution in bytes, the same on all ranks."""
         document = self._plan.document
         chunks = max(gpu.scratch_chunks for gpu in document.gpus)
         nbytes = chunk * chunks * (2 if document.protocol == "LL" else 1)

@@ -14,7 +14,8 @@ enum { PROXYCCL_DESCRIPTOR_BLOCKS = 2, PROXYCCL_LAYOUT_TABLES = sizeof(ProxycclE
 typedef struct TableBlock {
   PyObject *array, *tables;
   uintptr_t at;
-  const uint64_t* offsets; /* in the order of ProxycclExpertLayout's fields; PROXYCCL_NO_TABLE for a missing table */
+  const uint64_t*
+      offsets; /* in the order of ProxycclExpertLayout's fields; PROXYCCL_NO_TABLE for a table that the array lacks */
 } TableBlock;
 
 typedef struct Descriptor {

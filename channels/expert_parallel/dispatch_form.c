@@ -39,11 +39,10 @@ typedef struct {
   const uint64_t* offsets;       /* the tables' offsets in their array */
   Py_ssize_t most_rows;          /* rows of the output; -1 if unknown when the call begins */
   int counts_rows;
-  Py_ssize_t received;                /* offset of the number of received rows in the tables */
-  uint32_t scale_bytes, scale_column; /* see ProxycclDispatch */
-  PyObject *new_rows, *new_scales,
-      *new_weights; /* functions that make the output's arrays; None for parts that the output lacks */
-  PyObject* begun;  /* begun(like, stream, given): returns the output buffer of a call that `proceed` completes */
+  Py_ssize_t received;                           /* offset of the number of received rows in the tables */
+  uint32_t scale_bytes, scale_column;            /* see ProxycclDispatch */
+  PyObject *new_rows, *new_scales, *new_weights; /* functions that make the output's arrays; None for missing parts */
+  PyObject* begun; /* begun(like, stream, given): returns the output buffer of a call that `proceed` completes */
   /* Completes a call: proceed(desc, buffer, weights) for STORED, (desc, arrays) for COUNTED, (desc, stream, out,
    * arrays) for AGAIN, and (sent, stream) for a second half whose number of rows is not known. */
   PyObject* proceed;

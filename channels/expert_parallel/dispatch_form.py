@@ -163,7 +163,7 @@ class Dispatch(CallForm):
         elif self._buffers is not None and not prepares:
             way, proceed = _STORED, self._receive_stored
         else:
-            way, proceed = _COUNTED if self._exact else _WHOLE, self._receive_exact  # _WHOLE calls no `proceed`
+            way, proceed = _COUNTED if self._exact else _WHOLE, self._receive_exact  # _WHOLE forms don't call `proceed`
         self.form = self._make_form(way, proceed, id_bytes, is_pair=is_pair, scatters=scatter is not None)
 
     def _make_form(
