@@ -8,8 +8,7 @@
 #include "arrays.h"
 
 enum { PROXYCCL_MOST_GIVEN = 6 };
-/* Used as the address of every array without elements; kernels never read from it. NULL means that there is no
- * array. */
+/* The address of every array without elements; kernels never read from it. NULL means that there is no array. */
 enum { PROXYCCL_EMPTY = 64 };
 
 /* One array of a call. If the caller passed None, `kind` and all numbers are 0. */

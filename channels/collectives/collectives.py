@@ -215,9 +215,6 @@ class Collectives:
         """Returns the algorithm for a call; the same on all ranks if their calls are the same.
 
         Args:
-            collective: the collective's name.
-            request: the callers' request.
-            dtype: the element type.
             nbytes: size of the larger of a rank's input and output.
 
         Raises:
@@ -251,7 +248,6 @@ class Collectives:
         is the same on all ranks if their calls are the same.
 
         Args:
-            collective, request: as for `choose`.
             source, target: input and output.
             op: the operator, if the call reduces.
         """

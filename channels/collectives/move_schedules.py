@@ -28,7 +28,6 @@ class Transfer(Struct, frozen=True):
     Attributes:
         peer: the other rank.
         offset: the offset in the input or in the output, in bytes.
-        nbytes: size in bytes.
     """
 
     peer: int

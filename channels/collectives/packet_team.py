@@ -99,11 +99,8 @@ class RowShape(Struct, frozen=True):
         """Returns how rows of `row_bytes` bytes are divided.
 
         Args:
-            defaults: the runtime's launch defaults.
             row_bytes: size of a row, not 0.
             scratch: the memory through which packets go; None for a kernel that sends no packets.
-            lines: whether the packets are lines.
-            blocks: blocks that share a row.
         """
         if lines:
             share, group, kept = -(-row_bytes // ALIGNMENT), _LINE_WARP, 2 * ALIGNMENT
@@ -218,7 +215,6 @@ class PacketScratch:
         most: the most packets of a slot; if SCRATCH_BYTES are not enough for them, a slot has fewer.
 
     Attributes:
-        blocks: the most blocks of a kernel.
         slot_packets: packets of a slot.
         epochs: the blocks' counters of epochs, uint32 each, in device memory.
     """

@@ -26,7 +26,6 @@ class RangeGathers:
     """Gathers ranges of an array that each rank has registered. All ranks construct a `RangeGathers` together.
 
     Args:
-        collectives: the group's collectives.
         view: this rank's array, of the same size on all ranks.
 
     Attributes:

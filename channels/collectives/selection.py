@@ -60,7 +60,6 @@ class Case(Message, frozen=True):
     """The calls that share a table.
 
     Attributes:
-        collective: the collective's name.
         elements: the class of element types.
         symmetric: whether the callers promise symmetric arrays (`Request.symmetric`).
     """
@@ -233,8 +232,6 @@ class Selector:
         """Returns the algorithm of a call.
 
         Args:
-            collective: the collective's name.
-            dtype: the type of the elements.
             nbytes: size of the larger of a rank's input and output.
             symmetric: whether the callers promise symmetric arrays.
         """

@@ -81,7 +81,6 @@ class TensorCalls:
         chosen only if no rank has another communicator on its device.
 
         Args:
-            collective: the collective's name.
             nbytes: size of the larger of a rank's input and output.
             beside: whether this rank's program is expected to run other kernels during the call.
             late: whether this rank's GPU still has work that the program queued long before the call. If not, the

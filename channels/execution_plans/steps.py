@@ -52,7 +52,6 @@ class Writer(Struct, frozen=True):
 
     Attributes:
         rank: the rank that the tables are for.
-        threads: threads of a block.
         chunk_bytes: size of a chunk, in every buffer.
         alignment: the alignment of the threadblocks' parts of a range, in bytes.
         double_scratch: whether scratch memory has two halves.
