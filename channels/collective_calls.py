@@ -106,8 +106,8 @@ class CollectiveCalls:
             residual_out: where `residual` goes: an array like `x`; may be `x` or `residual`; None for a new array.
             scales: where the scales go: an array [..., 1] of float32; None for a new array.
             quantize: "float8" for one scale per row, returned in `scales`: the row's greatest magnitude divided by 448;
-                or an array of one float32, the scale of all rows. In both cases `out` is the normalized row divided by
-                its scale, and saturates at 448. None rounds to the type of `x`.
+                or an array of one float32, the scale of all rows. With `quantize`, `out` is the normalized row divided
+                by its scale, and saturates at 448. None rounds to the type of `x`.
             algorithm, cta_policy: as for `all_reduce`. With "one_shot" and "two_shot_packets" the call is one launch;
                 with other algorithms it is an all_reduce, followed by a launch that normalizes the rows, even under the
                 policy "zero".
@@ -410,8 +410,8 @@ class CollectiveCalls:
         """Measures the algorithms of all collectives, and uses the fastest for each kind of call from then on.
 
         The call measures the algorithms of kernels and of proxies, on symmetric and on ordinary arrays, and in float32
-        and bfloat16 if the element type matters. It also measures the execution plans in the current tables, at the
-        sizes that each plan takes. All ranks call this together, with the same arguments, while nothing else runs.
+        and bfloat16 if the element type matters. The call also measures the execution plans in the current tables, at
+        the sizes that each plan takes. All ranks call this together, with the same arguments, while nothing else runs.
 
         Args:
             sizes: array sizes in bytes, in rising order; None for 1 KiB to 64 MiB, or to 4 MiB on the host runtime. If

@@ -142,8 +142,8 @@ static int compare_moves(const void* a, const void* b) {
 }
 
 /* Sorts moves into the order of launches, with the lock held: first the first move of each flow, then the second move
- * of each flow, and so on; within each of these, by the distance between the ranks. So the launches of a collective on
- * different ranks match. */
+ * of each flow, and so on; within each of these, by the distance between the ranks. This order makes the launches of a
+ * collective match between ranks. */
 static void order_moves(FlowCalls* self, Moves* moves) {
   const uint32_t rank = self->flows->rank, ranks = self->flows->world_size;
   int in_order = 1;

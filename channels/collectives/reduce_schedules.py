@@ -182,7 +182,7 @@ def _all_reduce_round(
     posts = tuple(links.post(peer, output) for peer in peers)
     receives = tuple(ScheduleReceive(links.sends[peer], sends=part.pieces.results_from(peer)) for peer in peers)
     schedule = Schedule((*part.posts(), *posts), (*part.sends(), *sends), (*part.receives(), *receives), joined=_JOINED)
-    copies_out = [CopyBytes(target.ptr + start, output.ptr, nbytes)]  # dropped if the output is not staged
+    copies_out = [CopyBytes(target.ptr + start, output.ptr, nbytes)]  # no copy if the output is not staged
     reduction = part.reduce(output.ptr + own, posts=2 * len(peers), gated=True)
     return [*part.copies_in, schedule, *reduction, *copies_out]
 
@@ -203,7 +203,7 @@ def _one_crossing(
         receives=tuple(ScheduleReceive(links.sends[peer], stage=0) for peer in peers),
         joined=_JOINED,
     )
-    copy_in = CopyBytes(sent.ptr, source.ptr, nbytes)  # dropped if the input is not staged
+    copy_in = CopyBytes(sent.ptr, source.ptr, nbytes)  # no copy if the input is not staged
     transfers = len(peers) * (2 if replaced else 1)
     own_wait = transfers if by_proxy.awaits_data else 0
     reduction = slots.reduce(source.ptr, target.ptr, source.size, [(0, source.size)], first=own_wait)

@@ -83,8 +83,9 @@ class TensorCalls:
         Args:
             nbytes: size of the larger of a rank's input and output.
             beside: whether this rank's program is expected to run other kernels during the call.
-            late: whether this rank's GPU still has work that the program queued long before the call. If not, the
-                program is limited by the CPU, and a call by proxy would take more of the CPU's time than a kernel.
+            late: whether this rank's GPU still has work that the program queued long before the call. If the GPU has no
+                such work, the program is limited by the CPU, and a call by proxy would take more of the CPU's time than
+                a kernel.
             output: a function that returns the output's address.
         """
         log = self._collectives.group.launches.log

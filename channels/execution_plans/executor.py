@@ -1,8 +1,8 @@
 """Executes plans: makes a plan's resources on this rank, and launches the plan's kernel.
 
 All ranks make a plan's channels, barriers and counters together at its first execution, and larger scratch memory
-together at the first execution that needs it. Before that, the call log compares the plan and the size, so all ranks
-make these resources in the same call.
+together at the first execution that needs it. The call log first compares the plan and the size, so all ranks make
+these resources in the same call.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ class LayerParts:
 
     @property
     def sums_ranks_in_turn(self) -> bool:
-        """Whether a combine can use `order_ids`. It can if no rank is lost, and a token's rank sums one row, or one
+        """Whether a combine can use `order_ids`: no rank may be lost, and a token's rank must sum one row, or one
         partial sum, from each rank.
         """
         experts = self.ctx.workspace.experts
@@ -235,8 +235,8 @@ class CallForm:
         return EPAllToAllLayoutDesc, NOT_RECEIVED, self._ctx, self._ctx.numbers, tables
 
     def _stream(self, x: Any, given: StreamLike) -> StreamLike:
-        """Returns a call's stream: the caller's, or on a GPU the current stream of the library of `x`. Raises for an
-        invalid stream before the dispatch gets a number.
+        """Returns a call's stream: the caller's, or on a GPU the current stream of the library of `x`. Raises an error
+        for an invalid stream before the dispatch gets a number.
         """
         stream = self._ctx.stream_for(given, x)
         return int(stream) if isinstance(stream, CurrentStream) and not self._is_torch else stream

@@ -44,7 +44,7 @@ RECEIVE: int = lib.PROXYCCL_EXPERT_RECEIVE
 LAYOUT: int = lib.PROXYCCL_EXPERT_LAYOUT
 TELL: int = lib.PROXYCCL_EXPERT_TELL
 
-_SPINS = 2000  # polls of the count between checks for failed ranks; on a GPU the count arrives after about 20 us
+_SPINS = 2000  # polls of the count between two checks for failed ranks; on a GPU the count arrives after about 20 us
 _HOST_THREADS = 16
 
 
@@ -324,7 +324,7 @@ class DispatchCombineContext:
     # -- launching ---
 
     def stream_for(self, stream: StreamLike, x: Any) -> StreamLike:
-        """Returns the stream of a call. Raises for an invalid stream before the ranks compare the call."""
+        """Returns the stream of a call. Raises an error for an invalid stream before the ranks compare the call."""
         found = self.group.launches.stream_for(stream, x)
         self.group.runtime.stream_handle(found)
         return found

@@ -30,8 +30,8 @@ typedef struct {
   uint64_t *renumbered_ids, *lost_slots; /* ids and lost slots, for the kernel that renumbers ids */
   uint32_t* renumbered;                  /* the number of ids, for the kernel that renumbers ids */
   const char* kept_ids;                  /* the new ids, which the kernel that renumbers ids stores */
-  ProxycclStreamStep* clearing;          /* fills a table of rows before rows are received; NULL if not needed */
-  int cleared;                           /* which of ProxycclExpertLayout's tables `clearing` fills */
+  ProxycclStreamStep* clearing; /* the launch that fills a table before rows are received; NULL if not needed */
+  int cleared;                  /* which of ProxycclExpertLayout's tables `clearing` fills */
   uint32_t phases, send_phases, receive_phases;
   /* A new descriptor gets `not_received` as its field `missing`, and `context` as its owner. */
   PyObject *descriptor_type, *not_received, *context, *numbers;

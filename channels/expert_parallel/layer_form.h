@@ -53,8 +53,8 @@ PyObject* proxyccl_new_form(PyTypeObject* type, PyObject* arguments);
  */
 int proxyccl_add_layer_form(PyObject* module, PyTypeObject** type, const char* name, size_t size, newfunc make,
                             PyMethodDef* methods);
-/* Converters for PyArg_ParseTuple: from an address to a pointer, and from a result of `CallForm.prepared` or None to a
- * PreparedCall, which borrows references from the arguments. */
+/* Converters for PyArg_ParseTuple. The first converts an address to a pointer. The second converts a result of
+ * `CallForm.prepared`, or None, to a PreparedCall, which borrows the arguments' references. */
 int proxyccl_as_pointer(PyObject* number, void* pointer);
 int proxyccl_as_prepared(PyObject* given, void* call);
 /* Returns a SentCall, or NULL with an exception set. Steals the reference to `owners`, which may be NULL with an
