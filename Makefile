@@ -44,7 +44,7 @@ quietly = $(call step,$1,$2); said=$$($3 2>&1) || { printf '%s\n' "$$said"; exit
 # Tests start a thousand processes: they shall not compile every module again, where that is turned off.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow test-all test-host test-daemon test-hip test-models test-faults test-rdma test-hip-on-cuda test-torch test-triton test-numba rocm-on-host rocm-on-cuda fake-verbs fake-fabric bare-loops test-gpu gpu-report coverage bench bench-gpu bench-rdma bench-fabric bench-page signatures lint docs docs-test wheel clean
+.PHONY: demo test test-slow test-all test-host test-daemon test-hip test-models test-faults test-rdma test-hip-on-cuda test-torch test-triton test-numba test-sglang test-vllm rocm-on-host rocm-on-cuda fake-verbs fake-fabric bare-loops test-gpu gpu-report coverage bench bench-gpu bench-rdma bench-fabric bench-page signatures lint docs docs-test wheel clean
 
 demo:
 	$(MAKE) --jobs 2 $(VENV)/.built
@@ -188,11 +188,24 @@ test-numba: .venv-numba/.installed
 	$(call step,TEST,kernels in Numba)
 	.venv-numba/bin/python -m pytest -p no:cacheprovider tests/numba_kernels
 
+# SGLang's own groups, layers and dispatchers on CPU ranks, with the plug-in, in an environment of its own.
+test-sglang: .venv-sglang/.installed
+	$(call step,TEST,SGLang with the plug-in)
+	.venv-sglang/bin/python -m pytest -p no:cacheprovider tests/sglang_plugin
+
+# vLLM's groups and its compiler's passes with the plug-in of packages/vllm, on CPUs, in an environment of 2 GB.
+test-vllm: .venv-vllm/.installed
+	$(call step,TEST,vLLM with packages/vllm)
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable packages/vllm
+	.venv-vllm/bin/python -m pytest -p no:cacheprovider tests/vllm_plugin
+
+.venv-sglang/.installed: requirements-sglang.lock
 .venv-numba/.installed: requirements-numba.lock
+.venv-vllm/.installed: requirements-vllm.lock
 .venv-triton-older/.installed: requirements-triton-older.lock
 .venv-torch/.installed: requirements-torch.lock
 .venv-torch-older/.installed: requirements-torch-older.lock
-OWN_VENVS := $(TORCH_VENVS) .venv-triton-older .venv-numba
+OWN_VENVS := $(TORCH_VENVS) .venv-triton-older .venv-numba .venv-sglang .venv-vllm
 SITE_PACKAGES := import sysconfig; print(sysconfig.get_path("purelib"))
 $(OWN_VENVS:%=%/.installed): | $(VENV)/.installed
 	$(call step,INSTALL,$(@D))
@@ -231,6 +244,7 @@ bench-gpu: bare-loops
 	$(call measure,$(RANKS),overlap)
 	$(call measure,$(RANKS),expert_parallel)
 	$(call measure,$(RANKS),deep_ep_buffer)
+	$(call measure,$(RANKS),norms)
 	$(call measure,2,put_signal)
 	$(call measure,2,launch_cost)
 	$(call measure,$(RANKS),daemon,_$(GPU_RUNTIME))
@@ -295,6 +309,8 @@ wheel: $(VENV)/.wheel-tools
 	  --wheel-dir $(WHEEL)/deep_ep packages/deep_ep
 	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation \
 	  --wheel-dir $(WHEEL)/nixl packages/nixl
+	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+	  --wheel-dir $(WHEEL)/vllm packages/vllm
 
 # The documentation, as a site. Warnings are errors, a broken link among them; so is a public name without a docstring.
 DOCS := build/docs

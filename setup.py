@@ -25,10 +25,20 @@ def kernel_libraries() -> dict[str, str]:
     types = runpy.run_path("device/arrays/element_types.py")["ELEMENT_TYPES"]
     dispatches = ("dispatch", "dispatch_masks", "dispatch_shared_masks")
     files = ("combine", "dispatch", "quantize", "spread", "survivors", "weigh")
-    moves = ("moves", "packet_moves", "send_receive", "signal_peer", "engram_fetch", "copy_blocks", "float16_parts")
+    moves = (
+        "moves",
+        "packet_moves",
+        "send_receive",
+        "signal_peer",
+        "engram_fetch",
+        "copy_blocks",
+        "float16_parts",
+        "nvfp4_rows",
+    )
     experts = [f'#include "experts/{name}.h"\n' for name in files]
     typed = {each.name: ("combine", "expert_weigh", "expert_quantize") for each in types if each.tokens}
     typed |= {each.name: (*typed[each.name], *dispatches) for each in types if each.tokens and each.itemsize == 2}
+    typed["bfloat16"] = (*typed["bfloat16"], "combine_signalled")
     typed["uint8"] = (*dispatches, "dispatch_ids", "dispatch_masks_store")
     for each in types:
         if each.name in typed:

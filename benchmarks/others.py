@@ -8,8 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-BEGIN, PROBLEM = "BEGIN ", "PROBLEM "
-"""The beginnings of a rank's lines that name the program that starts, or the reason why a program was not run."""
+TURN, PROBLEM, GO = "TURN", "PROBLEM ", "GO"
+"""The line that a job's first rank prints when the ranks have come to a turn, the beginning of its line with the reason
+why a program was not run, and the line by which `programs.py` lets the ranks begin a turn.
+"""
 
 OURS = "proxyccl"
 CONTENDERS: dict[str, dict[str, str]] = {
@@ -136,7 +138,7 @@ FAMILIES: dict[str, tuple[Program, ...]] = {
 }
 
 
-def named(titles: list[str]) -> dict[str, tuple[str, Program]]:
-    """Returns the family and the program of each title."""
+def named(title: str) -> tuple[str, Program]:
+    """Returns the family and the program of a title."""
     every = {program.title: (family, program) for family, programs in FAMILIES.items() for program in programs}
-    return {title: every[title] for title in titles}
+    return every[title]

@@ -1,9 +1,10 @@
-"""A rank of other people's programs: others_rank.py --by nccl FSDP2 "FSDP2, CPU offload" …, with torchrun's variables
+"""A rank of other people's programs: others_rank.py --by nccl --folder DIRECTORY, with torchrun's variables
 
-others.py lists the programs. A job has one contender, the backend of torch's default group, and makes a new group for
-each family of programs. For each program the first rank prints a row with the outputs of all ranks; `programs.py`
-compares these outputs between contenders. If a program fails, its job ends, and `programs.py` starts another job for
-the remaining programs.
+`programs.py` writes the programs' titles (others.py) to the rank's input, a line each. A job has one contender, the
+backend of torch's default group, and makes a new group for each family of programs. The jobs of all contenders run at
+the same time, but a program's steps are made in turns: before each turn the ranks wait for a line of input. After the
+last turn the first rank prints a row with the outputs of all ranks, which `programs.py` compares between contenders. If
+a program fails, its job ends.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from others import BEGIN, OURS, PROBLEM, Program, named
+from others import GO, OURS, PROBLEM, TURN, Program, named
 from program import RESULT
 from torch import Tensor
 
@@ -36,7 +37,12 @@ from proxyccl.proxy.processes import stat_of
 
 _SAMPLES = 16
 _AIMED_STEPS = 10  # `late` covers the steps from 2 to this one.
-_UNCOUNTED_STEPS = 3  # CPU time is not counted in these first steps, which fill caches
+_TURN_STEPS = 4  # the CPU time of the first turn is not counted, because its steps create caches
+_CORES = 4
+"""In each turn, the main thread of a rank and torch's threads for backward passes may run on this number of cores. The
+next turn has other cores, and all contenders have the same ones. The cores of a shared machine differ in speed by up to
+80 % from minute to minute, so a program whose pace the CPU sets would otherwise measure the cores of its job.
+"""
 
 
 class World:
@@ -62,31 +68,52 @@ class World:
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         self.store = dist.TCPStore(*address, self.size, self.rank == 0, timedelta(seconds=60))
         self.folder, self._quick, self._met = folder, quick, 0
+        self._cores = sorted(os.sched_getaffinity(0))
         self._pids = set(self.of_all(os.getpid()))
-        self.forget()
 
-    def forget(self) -> None:
-        """Clears the state of the previous program."""
+    def begin(self, program: Program) -> None:
+        """Clears the state of the previous program, and limits the time until the first turn and of each turn."""
+        self._limit = program.seconds
+        faulthandler.dump_traceback_later(self._limit, exit=True)
         self.seconds: list[tuple[float, float]] = []
         self.outputs: list[Tensor] = []
         self._cpu = 0.0
 
     def steps(self, count: int = 16) -> Iterator[int]:
         """Yields the number of each step. A step ends when the program asks for the next one and the device has
-        finished.
+        finished. Waits for a turn before the first step, and then every _TURN_STEPS steps.
         """
-        count = 5 if self._quick else count
+        count = _TURN_STEPS + 1 if self._quick else count
+        cpu = 0.0
+        for first in range(0, count, _TURN_STEPS):
+            self._await_turn(first // _TURN_STEPS)
+            proxies = self._proxies()
+            before = self._cpu_seconds(proxies)
+            for step in range(first, min(first + _TURN_STEPS, count)):
+                start = time.perf_counter()
+                yield step
+                issued = time.perf_counter() - start
+                self.synchronize()
+                self.seconds.append((time.perf_counter() - start, issued))
+            cpu += self._cpu_seconds(proxies) - before if first else 0.0
+        self._cpu = cpu / (count - _TURN_STEPS)
+
+    def _await_turn(self, turn: int) -> None:
+        """Waits until the job may make the steps of its next turn, whose number is `turn`."""
         self.meet()
-        for step in range(count):
-            if step == _UNCOUNTED_STEPS:
-                proxies = self._proxies()
-                before = self._cpu_seconds(proxies)
-            start = time.perf_counter()
-            yield step
-            issued = time.perf_counter() - start
-            self.synchronize()
-            self.seconds.append((time.perf_counter() - start, issued))
-        self._cpu = (self._cpu_seconds(proxies) - before) / (count - _UNCOUNTED_STEPS)
+        faulthandler.cancel_dump_traceback_later()
+        if self.rank == 0:
+            print(TURN, flush=True)
+        if sys.stdin.readline().strip() != GO:
+            raise RuntimeError("programs.py ended before this program's last turn")
+        faulthandler.dump_traceback_later(self._limit, exit=True)
+        share = len(self._cores) // self.size
+        if share >= 2 * _CORES:
+            first = self.rank * share + turn % (share // _CORES) * _CORES
+            for thread in Path("/proc/self/task").iterdir():
+                if int(thread.name) == os.getpid() or (thread / "comm").read_text().startswith("pt_autograd"):
+                    os.sched_setaffinity(int(thread.name), self._cores[first : first + _CORES])
+        self.meet()
 
     def synchronize(self) -> None:
         """Waits for the device without spinning, because spinning would count as CPU time of the step."""
@@ -148,7 +175,6 @@ def why_not(program: Program, world: World) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("programs", nargs="+", metavar="PROGRAM", help="titles in others.py")
     parser.add_argument("--by", required=True, metavar="CONTENDER", help="its name; its first word is the backend")
     parser.add_argument("--folder", required=True, type=Path, help="for files of all contenders")
     parser.add_argument("--quick", action="store_true", help="measure less")
@@ -157,21 +183,19 @@ def main() -> None:
     if world.on_gpus:
         torch.cuda.set_device(world.device)
     before = None
-    for title, (family, program) in named(parsed.programs).items():
-        if world.rank == 0:
-            print(BEGIN + title, flush=True)
+    for line in iter(sys.stdin.readline, ""):
+        family, program = named(line.strip())
         if reason := why_not(program, world):
             if world.rank == 0:
-                print(PROBLEM + json.dumps([title, f"not run: {reason}"]), flush=True)
+                print(f"{PROBLEM}not run: {reason}", flush=True)
             continue
-        faulthandler.dump_traceback_later(program.seconds, exit=True)
+        world.begin(program)
         if family != before:
             if dist.is_initialized():
                 dist.destroy_process_group()
             store = dist.PrefixStore(f"{family}/", world.store)
             dist.init_process_group(parsed.by.split(",")[0], store=store, rank=world.rank, world_size=world.size)
             before = family
-        world.forget()
         torch.manual_seed(world.rank)
         module, function = program.function.split(":")
         getattr(importlib.import_module(module), function)(world, **program.options)

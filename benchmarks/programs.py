@@ -6,9 +6,9 @@ after each row, so a part that fails loses only its own rows; the file names the
 the slowest rank.
 
 Then other people's programs run (others.py). Each contender (ProxyCCL with the defaults, ProxyCCL with other settings,
-and NCCL or gloo) runs in several separate jobs. Only its faster job is shown, because on shared machines the CPU's
-speed changes from job to job by up to 40 %. A row of these programs also has the time of the first step, the time of
-the slowest step from 2 to 10 divided by the median ("late"), and a step's CPU time, including the proxies'.
+and NCCL or gloo) has a separate job. All these jobs run at the same time, but only one of them makes steps: they take
+turns of four steps on the same cores. A row of these programs also has the time of the first step, the time of the
+slowest step from 2 to 10 divided by the median ("late"), and a step's CPU time, including the proxies'.
 
 The CPU's share is the part of the measured time in which the CPU issued the work. If this share is near 1, a faster GPU
 would not help. In the rows of calls after a rest, the CPU's share is the share of a core that an idle proxy takes.
@@ -30,12 +30,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from others import BEGIN, CONTENDERS, FAMILIES, OURS, PROBLEM, named
+from others import CONTENDERS, FAMILIES, GO, OURS, PROBLEM, TURN, Program, named
 from program import FACTS, RESULT, common_arguments
 
 from proxyccl.device.runtimes import find_runtime
@@ -178,20 +178,21 @@ PARTS: dict[str, Part] = {
 
 
 class Job:
-    """The processes of a part. `lines` returns when the processes have ended. After the time-out it kills them.
+    """The processes of a job. `lines` returns when the processes have ended.
 
     Args:
         commands: for each process, its command and environment variables. `lines` reads the first process's output.
-        seconds: the time after which the processes are ended.
         log: the file for the output of the other processes.
     """
 
-    def __init__(self, commands: list[tuple[list[str], dict[str, str]]], seconds: float, log: Any) -> None:
+    def __init__(self, commands: list[tuple[list[str], dict[str, str]]], log: Any) -> None:
         self.timed_out = False
+        self._timer: threading.Timer | None = None
         self._processes = [
             subprocess.Popen(
                 command,
                 env={**os.environ, **_WITHOUT_MULTICAST, **variables},
+                stdin=subprocess.PIPE,
                 stdout=log if number else subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -199,24 +200,38 @@ class Job:
             )
             for number, (command, variables) in enumerate(commands)
         ]
-        self._timer = threading.Timer(seconds, self._end)
-        self._timer.start()
+
+    def limit(self, seconds: float | None) -> None:
+        """Kills the processes if `limit` is not called again within `seconds`; None for no limit."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if seconds is None else threading.Timer(seconds, self._end)
+        if self._timer is not None:
+            self._timer.start()
+
+    def tell(self, line: str) -> None:
+        """Writes a line to the input of each process that still reads."""
+        for process in self._processes:
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):
+                process.stdin.write(f"{line}\n")
+                process.stdin.flush()
 
     def lines(self) -> Iterator[str]:
         """Yields the lines that the first process prints."""
         output = self._processes[0].stdout
         assert output is not None
-        yield from output
+        yield from iter(output.readline, "")  # the end of `yield from output` would close the file
 
     def status(self) -> int:
         """Waits until all processes have ended. Returns the first nonzero status; 0 if all are 0."""
         statuses = [process.wait() for process in self._processes]
-        self._timer.cancel()
+        self.limit(None)
         return next((status for status in statuses if status), 0)
 
     def close(self) -> None:
         """Kills the processes that still run."""
-        self._timer.cancel()
+        self.limit(None)
         self._kill()
 
     def _end(self) -> None:
@@ -267,18 +282,10 @@ class Collected:
         self._table.header()
 
     def add(self, new: Fields) -> None:
-        """Adds a row, or adds its values to an earlier row of the same measurement. Of other people's programs, whose
-        values have "late", keeps only the faster job of each contender.
-        """
+        """Adds a row, or adds its values to an earlier row of the same measurement."""
         same = [row for row in self.rows if all(row[key] == new[key] for key in ("program", "figure", "unit"))]
         if same:
-            values = same[0]["values"]
-            for value in new["values"]:
-                earlier = [each for each in values if each["name"] == value["name"] and "late" in value]
-                if not earlier:
-                    values.append(value)
-                elif value["value"] < earlier[0]["value"]:
-                    earlier[0].update(value)
+            same[0]["values"] += new["values"]
         else:
             self.rows.append(new)
         ours = (same or [new])[0]["values"][0]["value"]
@@ -305,7 +312,8 @@ def run(name: str, part: Part, parsed: Any, more: list[str], collected: Collecte
     """Runs a part."""
     written, others = folder / f"{name}.json", folder / f"{name}.log"
     output: list[str] = []
-    with others.open("w") as log, closing(Job(commands_of(part, parsed, more, written), part.seconds, log)) as job:
+    with others.open("w") as log, closing(Job(commands_of(part, parsed, more, written), log)) as job:
+        job.limit(part.seconds)
         for line in job.lines():
             if line.startswith(RESULT):
                 found = json.loads(line.removeprefix(RESULT))
@@ -323,65 +331,128 @@ def run(name: str, part: Part, parsed: Any, more: list[str], collected: Collecte
         collected.fail(name, reason, output + others.read_text().splitlines())
 
 
-def run_others(
-    families: list[str], contender: str, parsed: Any, end: float, collected: Collected, folder: Path
-) -> None:
-    """Runs other people's programs by a contender. If a job ends early, another job runs the remaining programs."""
-    peer = "gloo" if os.environ["PROXYCCL_RUNTIME"] == "host" else "nccl"
-    by = peer if contender == "peer" else contender
-    log, default = folder / "others.log", contender in (OURS, "peer")
-    left = [each.title for family in families for each in FAMILIES[family] if default or each.variants]
-    while left:
-        seconds = min(
-            _START_SECONDS + sum(program.seconds for _, program in named(left).values()), end - time.monotonic()
-        )
-        if seconds <= 0:
-            collected.fail(f"{', '.join(left)} by {by}", f"the {parsed.seconds} s were up", [])
-            return
-        command = [
-            sys.executable,
-            str(_OTHERS),
-            *left,
-            "--by",
-            by,
-            "--folder",
-            str(folder),
-            *(("--quick",) if parsed.quick else ()),
-        ]
-        own = {**CONTENDERS[contender], "TORCHELASTIC_RUN_ID": "programs"}  # for Lightning
-        commands = [(each, {**given, **own}) for each, given in ranks_of(command, parsed.ranks)]
-        output: list[str] = []
-        running = ""
-        with log.open("w") as others, closing(Job(commands, seconds, others)) as job:
-            for line in job.lines():
-                if line.startswith(BEGIN):
-                    running = line.removeprefix(BEGIN).strip()
-                    left = left[left.index(running) + 1 :]
-                    output.clear()
-                elif line.startswith(PROBLEM):
-                    title, reason = json.loads(line.removeprefix(PROBLEM))
-                    collected.fail(title, reason, [])
-                elif line.startswith(RESULT):
-                    found = json.loads(line.removeprefix(RESULT))
-                    collected.outputs[running, by] = found["values"][0].pop("outputs")
-                    collected.add(found)
-                    compare(collected, running, by, peer)
+class Contender:
+    """A contender of other people's programs, with its job.
+
+    Args:
+        name: a key of CONTENDERS.
+        parsed: the program's arguments.
+        folder: the directory for files of all contenders.
+
+    Attributes:
+        by: the contender's name in rows.
+        row: the row of the program that has ended; None if the program did not end.
+        reason: why the program did not run or did not end; "" if it did.
+        output: what the job has printed since the program began.
+    """
+
+    def __init__(self, name: str, parsed: Any, folder: Path) -> None:
+        self.by = torch_backend() if name == "peer" else name
+        self._default = name in (OURS, "peer")
+        self._variables = {**CONTENDERS[name], "TORCHELASTIC_RUN_ID": "programs"}  # for Lightning
+        self._command = [sys.executable, str(_OTHERS), "--by", self.by, "--folder", str(folder)]
+        self._command += ["--quick"] if parsed.quick else []
+        self._ranks, self._log = parsed.ranks, folder / f"others {name}.log"
+        self._job: Job | None = None
+        self.row: Fields | None = None
+        self.reason = ""
+        self.output: list[str] = []
+
+    def runs(self, program: Program) -> bool:
+        return self._default or program.variants
+
+    def begin(self, program: Program, seconds: float) -> None:
+        """Lets the job begin a program. `seconds` is the time until the end of all programs."""
+        self.row, self.reason, self.output = None, "", []
+        if self._job is None:
+            commands = [(each, {**given, **self._variables}) for each, given in ranks_of(self._command, self._ranks)]
+            with self._log.open("w") as log:
+                self._job = Job(commands, log)
+        self._job.tell(program.title)
+        self._job.limit(min(_START_SECONDS + program.seconds, seconds))
+
+    def go_on(self, program: Program, seconds: float) -> None:
+        """Lets the job make the steps of its turn."""
+        assert self._job is not None
+        self._job.tell(GO)
+        self._job.limit(min(program.seconds, seconds))
+
+    def comes_to_a_turn(self) -> bool:
+        """Waits until the job has come to its next turn. Returns False if the program has ended; then sets `row` or
+        `reason`.
+        """
+        assert self._job is not None
+        for line in self._job.lines():
+            if line.startswith((TURN, PROBLEM, RESULT)):
+                self._job.limit(None)
+                if line.startswith(TURN):
+                    return True
+                if line.startswith(PROBLEM):
+                    self.reason = line.removeprefix(PROBLEM).strip()
                 else:
-                    output.append(line)
-            status = job.status()
-        if not (job.timed_out or status):
-            return
-        reason = "the time was up" if job.timed_out else f"status {status}"
-        collected.fail(f"{running or 'the start'} by {by}", reason, output + log.read_text().splitlines())
-        if not running:
-            return
+                    self.row = json.loads(line.removeprefix(RESULT))
+                return False
+            self.output.append(line)
+        status = self._job.status()
+        self.reason = "the time was up" if self._job.timed_out else f"status {status}"
+        self.output += self._log.read_text().splitlines()
+        self.close()
+        return False
+
+    def close(self) -> None:
+        """Ends the job. The next `begin` starts another one."""
+        if self._job is not None:
+            self._job.close()
+            self._job = None
+
+
+def run_others(families: list[str], parsed: Any, end: float, collected: Collected, folder: Path) -> None:
+    """Runs other people's programs. All contenders begin a program, and then take turns."""
+    contenders = [Contender(name, parsed, folder) for name in parsed.contenders]
+    try:
+        for program in (program for family in families for program in FAMILIES[family]):
+            if end <= time.monotonic():
+                collected.fail(program.title, f"the {parsed.seconds} s were up", [])
+                continue
+            run_in_turns(program, [each for each in contenders if each.runs(program)], end)
+            for each in (each for each in contenders if each.runs(program)):
+                if each.row is None:
+                    title = program.title if each.reason.startswith("not run") else f"{program.title} by {each.by}"
+                    if title not in collected.failed:
+                        collected.fail(title, each.reason, each.output)
+                else:
+                    collected.outputs[program.title, each.by] = each.row["values"][0].pop("outputs")
+                    collected.add(each.row)
+                    compare(collected, program.title, each.by, torch_backend())
+    finally:
+        for each in contenders:
+            each.close()
+
+
+def run_in_turns(program: Program, contenders: list[Contender], end: float) -> None:
+    """Runs a program by all contenders. The order of the turns alternates."""
+    for each in contenders:
+        each.begin(program, end - time.monotonic())
+    left = [each for each in contenders if each.comes_to_a_turn()]
+    while left:
+        going = left[::-1]
+        left = []
+        for each in going:
+            each.go_on(program, end - time.monotonic())
+            if each.comes_to_a_turn():
+                left.append(each)
+
+
+def torch_backend() -> str:
+    """Returns the name of torch's own backend."""
+    return "gloo" if os.environ["PROXYCCL_RUNTIME"] == "host" else "nccl"
 
 
 def compare(collected: Collected, title: str, by: str, peer: str) -> None:
     """Records a failure if a program's outputs differ from NCCL's or gloo's by more than rounding. Does nothing until
     both outputs are known.
     """
-    ((_, program),) = named([title]).values()
+    _, program = named(title)
     theirs = collected.outputs.get((title, peer))
     for (other, name), outputs in collected.outputs.items() if theirs is not None else ():
         if other == title and by in (name, peer) and (found := difference(outputs, theirs)) > program.rounding:
@@ -413,9 +484,6 @@ def main() -> int:
     parser.add_argument(
         "--variant", action="append", default=[], metavar="WORDS", help="of ours in trainings: see programs_ranks.py"
     )
-    parser.add_argument(
-        "--rounds", type=int, default=2, help="jobs of each contender, in turns, of others' programs; the faster counts"
-    )
     parser.add_argument("--together", action="store_true", help="also time steps of trainings that follow one another")
     beside = Path(sys.executable).with_name("mpiexec")
     launcher = os.fspath(beside) if beside.exists() else "mpiexec"
@@ -443,8 +511,7 @@ def main() -> int:
                 more += ["--together"] if parsed.together else []
             run(name, part, parsed, more, collected, Path(folder))
         if families := [name for name in parts if name in FAMILIES]:
-            for contender in parsed.contenders * parsed.rounds:
-                run_others(families, contender, parsed, end, collected, Path(folder))
+            run_others(families, parsed, end, collected, Path(folder))
     collected.write()
     return 1 if collected.failed else 0
 

@@ -78,6 +78,7 @@ class CollectiveCalls:
         weight: Any,
         eps: float,
         *,
+        weight_bias: float = 0.0,
         out: Any = None,
         residual_out: Any = None,
         scales: Any = None,
@@ -91,9 +92,9 @@ class CollectiveCalls:
 
         The result `residual` is the sum of the ranks' `x`, with the same bits as from `all_reduce`, plus the argument
         `residual`, rounded to the element type. The result `out` is ``residual / sqrt(mean(residual**2) + eps) *
-        weight`` with the mean of each row, computed in float32 and rounded once. A row's bits may depend on the number
-        of rows only if `tune` has chosen algorithms that add in different orders, which `invariant` prevents. Within a
-        node, the call is one launch if rows are multiples of 16 bytes.
+        (weight + weight_bias)`` with the mean of each row, computed in float32 and rounded once. A row's bits may depend
+        on the number of rows only if `tune` has chosen algorithms that add in different orders, which `invariant`
+        prevents. Within a node, the call is one launch if rows are multiples of 16 bytes.
 
         Args:
             x: this rank's rows: a contiguous array [..., width] of float16 or bfloat16, of at most eight dimensions and
@@ -101,6 +102,7 @@ class CollectiveCalls:
             residual: an array like `x`; None to add nothing.
             weight: an array [width] of the type of `x`; None to add without normalizing.
             eps: added to the mean of squares.
+            weight_bias: added to each weight, in float32; 1 for Gemma's norms.
             out: where `out` goes: an array like `x`, of float8_e4m3fn with `quantize`; may be `x` or `residual`; None
                 for a new array.
             residual_out: where `residual` goes: an array like `x`; may be `x` or `residual`; None for a new array.
@@ -126,6 +128,7 @@ class CollectiveCalls:
             residual,
             weight,
             eps,
+            weight_bias,
             out,
             residual_out,
             scales,

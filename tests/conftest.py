@@ -15,7 +15,10 @@ from support.processor_time import ProcessorTime
 
 PLACE = os.environ.get("PROXYCCL_PROXY", "")
 IN_DAEMON = PLACE == "daemon"
-collect_ignore = ["rdma/soft_roce"]  # make test-rdma runs these tests in a virtual machine
+collect_ignore = [
+    "rdma/soft_roce",  # make test-rdma runs these tests in a virtual machine
+    "sglang_plugin",  # make test-sglang runs these tests in an environment with SGLang
+]
 OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",

@@ -25,7 +25,7 @@ from proxyccl.device.runtime import Runtime, StreamLike
 FLOAT8 = "float8_e4m3fn"
 _DTYPES = ("bfloat16", "float16")
 _OUTPUTS = ("out", "residual_out", "scales")
-_MOST_EPSILON = 3e38
+_MOST_NUMBER = 3e38
 _MOST_WIDTH = 1 << 18
 """The longest row: a block's shared memory has four numbers for each group of a row's packets."""
 _NORMS_AT_ONCE = 4
@@ -53,7 +53,7 @@ class _Options(NamedTuple):
 
     Attributes:
         prepare: prepares the call.
-        algorithm, cta_policy, eps: the caller's arguments.
+        algorithm, cta_policy, eps, weight_bias: the caller's arguments.
         inputs, outputs: the names of the arguments that are arrays.
     """
 
@@ -61,6 +61,7 @@ class _Options(NamedTuple):
     algorithm: Any
     cta_policy: Any
     eps: float
+    weight_bias: float
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
@@ -73,7 +74,14 @@ class _Rows(NamedTuple):
     width: int
 
     def launch(
-        self, runtime: Runtime, shape: RowShape, algorithm: str | None, x: int, eps: float, blocks: int, *team: bytes
+        self,
+        runtime: Runtime,
+        shape: RowShape,
+        algorithm: str | None,
+        x: int,
+        options: _Options,
+        blocks: int,
+        *team: bytes,
     ) -> Launch:
         kernel = NORM_KERNELS[algorithm]
         parts = ["lines" if shape.lines else "packets", *([str(shape.blocks)] * (shape.blocks > 1))]
@@ -82,7 +90,7 @@ class _Rows(NamedTuple):
         arrays = (x, *(None if view is None else view.ptr for view in found))
         sizes = (shape.share, shape.row_packets, shape.packets, shape.epochs, shape.keeps)
         shipped = runtime.shipped(kernel.file, name, self.views["x"].dtype.name)
-        arguments = (*team, *arrays, self.rows, self.width, eps, *sizes)
+        arguments = (*team, *arrays, self.rows, self.width, options.eps, options.weight_bias, *sizes)
         return shipped.prepare(blocks, shape.threads, *arguments, shared=shape.shared_bytes)
 
     @property
@@ -103,6 +111,7 @@ def all_reduce_rms_norm(
     residual: Any,
     weight: Any,
     eps: float,
+    weight_bias: float,
     out: Any,
     residual_out: Any,
     scales: Any,
@@ -132,7 +141,8 @@ def all_reduce_rms_norm(
     prepare = collectives.preparing.get(all_reduce_rms_norm)
     if prepare is None:
         prepare = collectives.preparing.setdefault(all_reduce_rms_norm, _Preparer(collectives))
-    options = tuple(_Options(prepare, algorithm, cta_policy, _as_epsilon(eps), (*inputs,), (*outputs,)))
+    bias = _as_bias(weight_bias) if weight_bias else 0.0
+    options = tuple(_Options(prepare, algorithm, cta_policy, _as_epsilon(eps), bias, (*inputs,), (*outputs,)))
     issue(collectives, (*inputs.values(),), (*outputs.values(),), options, stream, names=((*inputs,), (*outputs,)))
     return NormedRows(outputs.get("out"), outputs["residual_out"], outputs.get("scales"))
 
@@ -142,8 +152,18 @@ def _as_epsilon(eps: Any) -> float:
         value = float(eps)
     except (TypeError, ValueError):
         value = math.nan
-    if not 0 <= value <= _MOST_EPSILON:
+    if not 0 <= value <= _MOST_NUMBER:
         raise ArgumentError("eps", f"must be a number from 0 on that a float32 can hold, not {eps!r}")
+    return value
+
+
+def _as_bias(weight_bias: Any) -> float:
+    try:
+        value = float(weight_bias)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not abs(value) <= _MOST_NUMBER:
+        raise ArgumentError("weight_bias", f"must be a number that a float32 can hold, not {weight_bias!r}")
     return value
 
 
@@ -176,7 +196,7 @@ class _Preparer:
             shape=(rows.rows, rows.width),
         )
         views = tuple(rows.views.values())
-        return collectives.prepare_form(entry, views, lambda: self._launch(rows, request, options.eps), logged=logged)
+        return collectives.prepare_form(entry, views, lambda: self._launch(rows, request, options), logged=logged)
 
     def _check(self, named: dict[str, Any]) -> _Rows:
         group = self._collectives.group
@@ -211,7 +231,7 @@ class _Preparer:
         _refuse_overlaps(views)
         return _Rows(views, x.size // width, width)
 
-    def _launch(self, rows: _Rows, request: Request, eps: float) -> Launchable:
+    def _launch(self, rows: _Rows, request: Request, options: _Options) -> Launchable:
         collectives, source = self._collectives, rows.views["x"]
         group, dtype, row_bytes = collectives.group, source.dtype, rows.row_bytes
         runtime, defaults = group.runtime, group.runtime.launch_defaults
@@ -223,16 +243,16 @@ class _Preparer:
         if packets is not None and chosen in NORM_KERNELS and row_bytes % ALIGNMENT == 0:
             shape = packets.row_shape(rows.rows, row_bytes)
             blocks, team = packets.of_rows(shape, rows.rows, request.cta_policy)
-            return rows.launch(runtime, shape, chosen, source.ptr, eps, blocks, team)
+            return rows.launch(runtime, shape, chosen, source.ptr, options, blocks, team)
         lines = packets is not None and len(packets.scratch) > 1  # to add in the same order as packet kernels
         shape = RowShape.of(defaults, row_bytes, None, lines=lines)
         blocks = min(rows.rows, _NORMS_AT_ONCE * defaults.blocks)
         if alone:
-            return rows.launch(runtime, shape, None, source.ptr, eps, blocks)
+            return rows.launch(runtime, shape, None, source.ptr, options, blocks)
         summed = collectives.scratch(source.nbytes)
         target = ArrayView(summed.ptr, source.shape, dtype, source.device, True, summed)
         reduced = steps_of_all_reduce(collectives, Call(None, None, source, target, "sum", None, request), chosen)
-        return launchable_of(collectives, [*reduced, rows.launch(runtime, shape, None, summed.ptr, eps, blocks)])
+        return launchable_of(collectives, [*reduced, rows.launch(runtime, shape, None, summed.ptr, options, blocks)])
 
 
 def _refuse_overlaps(views: dict[str, ArrayView]) -> None:

@@ -13,7 +13,7 @@ from proxyccl.channels.expert_parallel.arguments import input_array
 from proxyccl.channels.expert_parallel.config import NUMBER_DROPS
 from proxyccl.channels.expert_parallel.context import DispatchCombineContext
 from proxyccl.channels.expert_parallel.layout import NOT_RECEIVED, EPAllToAllLayoutDesc
-from proxyccl.channels.expert_parallel.options import FLOAT8, LayerOptions
+from proxyccl.channels.expert_parallel.options import LayerOptions
 from proxyccl.channels.expert_parallel.tables import Tables
 from proxyccl.channels.segment.call_log import encode_fields
 from proxyccl.channels.segment.calls import ROOT_FIELD, CollectiveCall, register_names
@@ -62,7 +62,7 @@ class LayerParts:
             return input_array(group, input, argument, (count, config.hidden), config.token.name), None
         if not options.quantized or len(input) != 2:
             raise ArgumentError(argument, "a pair of rows and scales needs a layer with dispatch_dtype")
-        rows = input_array(group, input[0], argument, (count, config.hidden), FLOAT8)
+        rows = input_array(group, input[0], argument, (count, options.pair_width), options.pair_dtype)
         shape = (rows.shape[0], options.scales)
         return rows, input_array(group, input[1], argument, shape, "float32")
 

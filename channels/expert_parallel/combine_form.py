@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from proxyccl.channels.arguments import input_view
 from proxyccl.channels.calls._calls import CombineForm
@@ -13,7 +13,62 @@ from proxyccl.channels.expert_parallel.config import MOST_ADDED
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.device._native import ffi
 from proxyccl.device.errors import ArgumentError
+from proxyccl.device.kernel import Launch
 from proxyccl.device.stream_operations import CopyBytes, StreamOperations
+
+
+class RowSignals(NamedTuple):
+    """Counters by which another kernel tells which padded rows it has computed.
+
+    Attributes:
+        counters: the address of the counters, 32-bit integers [experts of this rank, blocks of an expert].
+        blocks: the number of blocks of an expert.
+        block_rows: the number of rows of a block.
+        threshold: the value of a counter from which on the block's rows are complete.
+        senders: the most thread blocks that send rows; 0 for as many as the layer has.
+        owner: the array of the counters, which is kept until the next such combine of the layer.
+    """
+
+    counters: int
+    blocks: int
+    block_rows: int
+    threshold: int
+    senders: int
+    owner: Any
+
+
+class Signals:
+    """The counters of the next combine whose rows another kernel still computes, and the launches of such combines,
+    which have the counters in their arguments.
+    """
+
+    def __init__(self) -> None:
+        self._launches: list[Launch] = []
+        self._values: tuple[int, ...] = ()
+        self._owner: Any = None
+
+    def set(self, after: RowSignals, expert_rows: int, most_senders: int) -> None:
+        """Sets the counters of the next combine.
+
+        Args:
+            after: the counters.
+            expert_rows: the number of rows for which an expert has room.
+            most_senders: the number of the layer's thread blocks.
+        """
+        self._owner = after.owner
+        senders = min(after.senders or most_senders, most_senders)
+        self._values = (after.counters, expert_rows, after.blocks, after.block_rows, after.threshold, senders)
+        for launch in self._launches:
+            self._fill(launch)
+
+    def add(self, launch: Launch) -> None:
+        self._launches.append(launch)
+        self._fill(launch)
+
+    def _fill(self, launch: Launch) -> None:
+        filled = ffi.cast("ProxycclCombine *", launch.packed(1))
+        at, filled.expert_rows, filled.expert_blocks, filled.block_rows, filled.threshold, filled.senders = self._values
+        filled.signals = ffi.cast("uint32_t *", at)
 
 
 class Combine(CallForm):
@@ -24,6 +79,7 @@ class Combine(CallForm):
         call: "combine"; or "collect" if each row has one element of any type for each slot, and rows are neither padded
             nor loaded by peers.
         halves: whether calls are made in two halves.
+        signals: with halves: the counters for which calls wait; None if rows are complete.
         x, weights, topk_weights, order_ids, added, desc: the arguments of the first call of the form, which are
             checked.
 
@@ -36,6 +92,7 @@ class Combine(CallForm):
         parts: LayerParts,
         call: str,
         halves: bool,
+        signals: Signals | None,
         x: Any,
         weights: Any,
         topk_weights: Any,
@@ -56,8 +113,10 @@ class Combine(CallForm):
         # Peers load rows only if the call is whole and has no row weights.
         loads = of_tokens and not halves and weights is None and not ctx.workspace.experts.local_combine
         buffers = ctx.workspace.outputs if loads else None
-        launch = ctx.combines[self._token.name].copy()
+        launch = ctx.combines[self._token.name].copy() if signals is None else ctx.signalled_combine()
         filled = ffi.cast("ProxycclCombine *", launch.packed(1))
+        if signals is not None:
+            signals.add(launch)
         filled.hidden, filled.id_bytes = self._width, id_bytes
         passing, passing_at, after_copy, step = 0, 0, None, 0
         if buffers is not None and (passing := buffers.passing):

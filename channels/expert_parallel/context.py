@@ -95,7 +95,8 @@ class DispatchCombineContext:
         dispatch_scaled, quantize_launch: the launch of a dispatch that quantizes rows as it stores them, and the launch
             of the kernel that quantizes rows before a dispatch; None if not needed.
         combines: the launches of combines, by the rows' element type.
-        scale_bytes: bytes of the scales of a float8 row.
+        scale_bytes: bytes of the scales of a row; 0 if rows travel without scales.
+        pair_bytes: bytes of a row that travels with scales, without them; else 0.
         surviving: renumbers expert ids if ranks are lost; None if no rank is lost.
         numbers: yields the dispatches' numbers.
     """
@@ -124,6 +125,7 @@ class DispatchCombineContext:
         quantize = shipped("experts/quantize.h", "expert_quantize", token) if options.quantizes else None
         self._pack = shipped("experts/quantize.h", "expert_pack") if options.quantized else None
         self.scale_bytes = 4 * options.scales
+        self.pair_bytes = options.pair_width if options.quantized else 0
         self.nodes = Nodes.of_group(group, config, proxied=options.proxied)
         combine_locally = options.enable_local_combine
         shape = WorkspaceShape(config, *self.grid, self.layout, combine_locally, self.scale_bytes)
@@ -148,6 +150,7 @@ class DispatchCombineContext:
         self.dispatch_scaled = dispatch(name, token) if scales else None
         nothing = bytes(ffi.sizeof("ProxycclCombine"))
         self.combines = {name: kernel.prepare(*self.grid, experts, nothing) for name, kernel in combines.items()}
+        self._signalled = functools.partial(shipped, "experts/combine.h", "combine_signalled", token), experts, nothing
         # Peers do not wait for this kernel, so it may occupy the whole device.
         self._weighing = ffi.new("ProxycclWeighing *")
         weighing = bytes(ffi.buffer(self._weighing))
@@ -270,12 +273,17 @@ class DispatchCombineContext:
         of rows and scales (arguments 0 and 1), and the number of rows (3).
         """
         assert self._pack is not None
-        return self._pack.prepare(*self.grid, 0, 0, self.packed_rows.ptr, 0, self.ep_config.hidden, self.scale_bytes)
+        return self._pack.prepare(*self.grid, 0, 0, self.packed_rows.ptr, 0, self.pair_bytes, self.scale_bytes)
+
+    def signalled_combine(self) -> Launch:
+        """Returns a launch of a combine of rows that another kernel still computes."""
+        kernel, *arguments = self._signalled
+        return kernel().prepare(*self.grid, *arguments)
 
     @functools.cached_property
     def packed_rows(self) -> Array:
         """Memory for the packed float8 rows of the dispatch in flight; only one dispatch is in flight at a time."""
-        return allocate(self.group, (self.ep_config.max_tokens, self.ep_config.hidden + self.scale_bytes), "uint8")
+        return allocate(self.group, (self.ep_config.max_tokens, self.pair_bytes + self.scale_bytes), "uint8")
 
     def weigh(
         self,

@@ -22,7 +22,6 @@ from proxyccl.channels.expert_parallel.call_form import (
 )
 from proxyccl.channels.expert_parallel.context import GATHER, LAYOUT, RECEIVE, ROUTE, SEND, TELL
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
-from proxyccl.channels.expert_parallel.options import FLOAT8
 from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER, TakenBuffer
 from proxyccl.channels.expert_parallel.recording import Dispatched
 from proxyccl.channels.expert_parallel.tables import RECEIVED, number_of
@@ -65,12 +64,13 @@ class _Rows:
 
 
 class _Outputs:
-    """Makes arrays for the results of a layer's calls. A row has `width` elements of `dtype` or, with `float8`, of
-    float8 with scales. Raises ArgumentError if the library can't make such arrays.
+    """Makes arrays for the results of a layer's calls. A row has `width` elements of `dtype` or, if `scaled`, the
+    elements and scales of the layer's dispatch_dtype. Raises ArgumentError if the library can't make such arrays.
 
     Attributes:
         rows, scales, weights: functions that make the parts of a result; None for parts that a result lacks.
         dtype: the type of a row's elements.
+        row_bytes: bytes of a row without its scales.
     """
 
     def __init__(
@@ -79,16 +79,18 @@ class _Outputs:
         arrays: LibraryArrays,
         width: int,
         dtype: DType,
-        float8: bool,
+        scaled: bool,
         weighted: bool = False,
     ) -> None:
         options = parts.options
-        if float8 and options.scale_column and not arrays.is_torch:
+        if scaled and options.scale_column and not arrays.is_torch:
             what = f"must be torch's with scales_by_columns, not {arrays.kind.__name__}"
             raise ArgumentError(parts.arguments.tokens, what)
-        self.dtype = as_dtype(FLOAT8) if float8 else dtype
+        if scaled:
+            width, dtype = options.pair_width, as_dtype(options.pair_dtype)
+        self.dtype, self.row_bytes = dtype, width * dtype.itemsize
         self.rows = _Rows(parts, arrays, (width,), self.dtype)
-        self.scales = _Rows(parts, arrays, (options.scales,), "float32", options.scale_column) if float8 else None
+        self.scales = _Rows(parts, arrays, (options.scales,), "float32", options.scale_column) if scaled else None
         slots = (options.config.topk,) if options.by_rank else ()
         self.weights = _Rows(parts, arrays, slots, options.config.weight) if weighted else None
 
@@ -181,7 +183,7 @@ class Dispatch(CallForm):
         before = [*packing, *renumbering]
         call = ffi.cast("ProxycclDispatch *", launch.packed(1))
         call.id_bytes = 4 if renumbering else id_bytes
-        call.row_bytes = config.hidden * self._outputs.dtype.itemsize + ctx.scale_bytes
+        call.row_bytes = self._outputs.row_bytes + ctx.scale_bytes
         call.padded_rows = options.padded_rows
         # This table is cleared first, so that it marks the rows that no rank writes: rows that the caller's indices
         # leave out, and rows in gaps.
@@ -344,7 +346,7 @@ class Redispatch(CallForm):
         self._argument, self._width, scale_bytes = argument, width or config.hidden, ctx.scale_bytes if is_pair else 0
         self._outputs = _Outputs(parts, self._arrays, self._width, element, is_pair)
         call.redispatch, call.id_bytes = 1, 4
-        call.row_bytes = self._width * self._outputs.dtype.itemsize + scale_bytes
+        call.row_bytes = self._outputs.row_bytes + scale_bytes
         call.padded_rows = parts.options.padded_rows
         self._own_ids = 4 * ctx.nodes.own * config.max_tokens * config.topk
         launches = in_order(self._group.runtime, [*before, launch])

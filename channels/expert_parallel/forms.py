@@ -8,7 +8,7 @@ from typing import Any
 from proxyccl.channels.arguments import readable_view
 from proxyccl.channels.calls._calls import FormList
 from proxyccl.channels.expert_parallel.call_form import LayerParts
-from proxyccl.channels.expert_parallel.combine_form import Combine
+from proxyccl.channels.expert_parallel.combine_form import Combine, Signals
 from proxyccl.channels.expert_parallel.config import MOST_ADDED
 from proxyccl.channels.expert_parallel.dispatch_form import Dispatch, Redispatch
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
@@ -29,6 +29,8 @@ class Forms:
         spreads: redispatches of weights, float32 [T, topk]; each row gets all weights of its token.
         combines: whole combines.
         returns: first halves of combines.
+        signals, signalled_returns: the counters of combines whose rows another kernel still computes, and these
+            combines' first halves.
     """
 
     def __init__(self, parts: LayerParts) -> None:
@@ -45,14 +47,16 @@ class Forms:
                 parts, ((argument, -2),), 3, lambda *given: Redispatch(parts, argument, *given, **options).form
             )
 
-        def combines(call: str, *, halves: bool = False) -> FormList:
-            return _list(parts, rows, 3, lambda *given: Combine(parts, call, halves, *given).form)
+        def combines(call: str, *, halves: bool = False, signals: Signals | None = None) -> FormList:
+            return _list(parts, rows, 3, lambda *given: Combine(parts, call, halves, signals, *given).form)
 
         self.dispatches = dispatches(buffered=False), dispatches(buffered=True)
         self.sends, self.prepares = dispatches(halves=True), dispatches(prepares=True)
         self.redispatches = redispatches(names.values)
         self.spreads = redispatches("topk_weights", width=topk, dtype="float32")
         self.combines, self.returns = combines("combine"), combines("combine", halves=True)
+        self.signals = Signals()
+        self.signalled_returns = combines("combine", halves=True, signals=self.signals)
         self._collects = combines("collect")
 
     def collect(self, values: ArrayView, desc: EPAllToAllLayoutDesc, stream: StreamLike) -> Any:

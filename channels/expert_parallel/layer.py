@@ -15,6 +15,7 @@ from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arguments import input_array, whole_number
 from proxyccl.channels.expert_parallel.arrays import strides_of
 from proxyccl.channels.expert_parallel.call_form import LayerParts
+from proxyccl.channels.expert_parallel.combine_form import RowSignals
 from proxyccl.channels.expert_parallel.config import SCALED_ELEMENTS
 from proxyccl.channels.expert_parallel.context import DispatchCombineContext
 from proxyccl.channels.expert_parallel.forms import Forms
@@ -83,7 +84,9 @@ class EPAll2AllLayer:
         use_aot: whether to use only kernels that were compiled beforehand (`proxyccl compile`).
         max_recv_tokens: the number of rows of every output; None for outputs of the exact size.
         dispatch_dtype: None to send tokens unchanged, or "float8_e4m3fn" to send them in float8: each 128 elements
-            of a row share a float32 scale, and element times scale is the value. `combine` still uses `dtype`.
+            of a row share a float32 scale, and element times scale is the value. Or "float4_e2m1fn_x2" to send rows
+            that callers have quantized to float4: uint8 [T, hidden / 2], with two values in a byte, and their scales.
+            hidden is then a multiple of 32. `combine` still uses `dtype`.
         scale_elements: how many elements share a scale; the last scale of a row may have fewer. Unless the number is
             128 and divides `hidden`, the layer does not quantize tokens, and callers pass pairs of rows and scales. A
             scale is any 4 bytes, for example four packed exponents (UE8M0) for 512 elements.
@@ -478,10 +481,18 @@ class EPAll2AllLayer:
             self._refuse_returning()
         return self.forms.combines.call(*given)
 
-    def send_back_unrecorded(self, input: Any, weights: Any, topk_weights: Any, desc: Any, stream: Any) -> SentCall:
-        """Makes a `combine_send` without recording it for a backward pass."""
+    def send_back_unrecorded(
+        self, input: Any, weights: Any, topk_weights: Any, desc: Any, stream: Any, after: RowSignals | None = None
+    ) -> SentCall:
+        """Makes a `combine_send` without recording it for a backward pass. With `after`, another kernel on another
+        stream may still compute the rows.
+        """
         self._refuse_returning()
-        sent: SentCall = self.forms.returns.call(input, weights, topk_weights, None, (), desc, None, stream)
+        returns = self.forms.returns
+        if after is not None:
+            self.forms.signals.set(after, self._parts.options.padded_rows, self.ctx.blocks)
+            returns = self.forms.signalled_returns
+        sent: SentCall = returns.call(input, weights, topk_weights, None, (), desc, None, stream)
         self.under_way.returned = sent
         return sent
 

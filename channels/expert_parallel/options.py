@@ -25,9 +25,12 @@ from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.errors import ArgumentError
 
 FLOAT8 = "float8_e4m3fn"
+FLOAT4 = "float4_e2m1fn_x2"
 MOST_BUFFERS = 64
 """The most output buffers of a layer."""
 _SCALES_ALIGNMENT = 16  # a row's scales begin at a multiple of this many bytes
+_PAIR_TYPES = {FLOAT8: (FLOAT8, 1), FLOAT4: ("uint8", 2)}
+"""For each type in which rows travel with scales: the element type of arrays of rows, and the values of an element."""
 _LAYOUTS = ("expert", "rank", "padded")
 _FLAGS = "enable_local_combine", "use_aot", "grows", "keeps_outputs", "minus_one_drops", "scales_by_columns", "proxied"
 _CONFIG_NAMES = {"token_dtype": "dtype", "num_experts": "num_tot_experts"}  # the layer's names for fields of EPConfig
@@ -130,14 +133,16 @@ class LayerOptions:
             self._set("num_scales", whole_number("num_scales", self.num_scales, 1, self.config.hidden))
         if self.dispatch_dtype is None:
             return
-        if as_dtype(self.dispatch_dtype, "dispatch_dtype").name != FLOAT8:
-            raise ArgumentError("dispatch_dtype", f"must be None or {FLOAT8}, not {self.dispatch_dtype!r}")
-        self._set("dispatch_dtype", FLOAT8)
-        if self.config.hidden % _SCALES_ALIGNMENT:
+        name = as_dtype(self.dispatch_dtype, "dispatch_dtype").name
+        if name not in _PAIR_TYPES:
+            raise ArgumentError("dispatch_dtype", f"must be None, {FLOAT8} or {FLOAT4}, not {self.dispatch_dtype!r}")
+        self._set("dispatch_dtype", name)
+        unit = _SCALES_ALIGNMENT * _PAIR_TYPES[name][1]
+        if self.config.hidden % unit:
             raise ArgumentError(
                 "hidden",
-                f"must be a multiple of {_SCALES_ALIGNMENT} with dispatch_dtype, not {self.config.hidden}: a row's "
-                "scales follow its elements",
+                f"must be a multiple of {unit} with dispatch_dtype, not {self.config.hidden}: a row's scales follow "
+                "its elements",
             )
 
     def _check_layout(self) -> None:
@@ -243,15 +248,26 @@ class LayerOptions:
 
     @cached_property
     def scales(self) -> int:
-        """The number of scales of a float8 row, each of 4 bytes; 0 if rows have another type."""
+        """The number of scales of a row, each of 4 bytes; 0 without dispatch_dtype."""
         if not self.quantized:
             return 0
         return self.num_scales or -(-self.config.hidden // self.scale_elements)
 
     @cached_property
+    def pair_dtype(self) -> str:
+        """With dispatch_dtype, the element type of arrays of rows."""
+        return _PAIR_TYPES[self.dispatch_dtype][0]
+
+    @cached_property
+    def pair_width(self) -> int:
+        """With dispatch_dtype, the number of elements of a row of such an array, which is also its number of bytes."""
+        return self.config.hidden // _PAIR_TYPES[self.dispatch_dtype][1]
+
+    @cached_property
     def quantizes(self) -> bool:
-        """Whether the layer itself quantizes tokens to float8."""
-        return self.scale_elements == SCALED_ELEMENTS and self.config.hidden == self.scales * SCALED_ELEMENTS
+        """Whether the layer itself quantizes tokens, to float8."""
+        by_block = self.scale_elements == SCALED_ELEMENTS and self.config.hidden == self.scales * SCALED_ELEMENTS
+        return by_block and self.dispatch_dtype == FLOAT8
 
     @property
     def dropping_ids(self) -> int:

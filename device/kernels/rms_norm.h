@@ -1,7 +1,8 @@
 // Adds residuals to reduced rows, and normalizes the rows.
 //
 // A value and its residual are added in float and rounded to T, as in torch. Then each value of a row is multiplied by
-// 1 / sqrt(mean of squares + eps) and by its weight, in float, and rounded once (RMSNorm, Zhang and Sennrich, 2019).
+// 1 / sqrt(mean of squares + eps) and by its weight plus a bias, in float, and rounded once (RMSNorm, Zhang and
+// Sennrich, 2019).
 //
 // A row is divided into packets (packets.h), even if they are not sent. The packets of a warp's threads form a group.
 // One block handles a row, or the blocks of a cluster each handle a part of the row. A thread normalizes the packets to
@@ -75,6 +76,7 @@ struct Rows {
   uint64_t rows;
   uint32_t width;
   float eps;
+  float bias;      // added to each weight
   uint32_t share;  // number of chunks of a row
   uint32_t row_packets;
   uint32_t packets;     // number of packets of a block per epoch, a multiple of a group's packets
@@ -276,8 +278,8 @@ class NormedRow {
 #pragma unroll
       for (uint32_t k = 0; k < kEach; k += 2) {
         const uint32_t sum = sums.at[(c * kEach + k) / 2], weight = scaled.at[(c * kEach + k) / 2];
-        values[k] = low(sum) * factor * low(weight);
-        values[k + 1] = high(sum) * factor * high(weight);
+        values[k] = low(sum) * factor * (low(weight) + rows_.bias);
+        values[k + 1] = high(sum) * factor * (high(weight) + rows_.bias);
       }
       body(c, chunk, values);
     });
@@ -305,10 +307,10 @@ class NormedRow {
 
 }  // namespace proxyccl
 
-#define PROXYCCL_ROWS_PARAMETERS(T)                                                                              \
-  const T *x, const T *residual, const T *weight, void *out, T *residual_out, float *scales, const float *scale, \
-      uint64_t rows, uint32_t width, float eps, uint32_t share, uint32_t row_packets, uint32_t packets,          \
+#define PROXYCCL_ROWS_PARAMETERS(T)                                                                                 \
+  const T *x, const T *residual, const T *weight, void *out, T *residual_out, float *scales, const float *scale,    \
+      uint64_t rows, uint32_t width, float eps, float bias, uint32_t share, uint32_t row_packets, uint32_t packets, \
       uint32_t row_epochs, uint32_t keeps
-#define PROXYCCL_ROWS_ARGUMENTS                                                                                     \
-  x, residual, weight, out, residual_out, scales, scale, rows, width, eps, share, row_packets, packets, row_epochs, \
-      keeps
+#define PROXYCCL_ROWS_ARGUMENTS                                                                               \
+  x, residual, weight, out, residual_out, scales, scale, rows, width, eps, bias, share, row_packets, packets, \
+      row_epochs, keeps

@@ -21,6 +21,7 @@ from proxyccl.device.errors import ArgumentError
 from proxyccl.torch_tensors.untraced import untraced
 
 _BEFORE_WORST_TOKENS = 9  # arguments of dispatch
+_MOST_COUNTED = 2**31 - 1
 
 
 @untraced
@@ -310,6 +311,8 @@ class Buffer(Connected):
         use_ue8m0: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
+        use_nvfp4: bool = False,
+        x_global_scale: torch.Tensor | None = None,
         **others: Any,
     ) -> tuple[Rows, torch.Tensor, Handle, EventOverlap, Callable[[], None] | None]:
         """Sends each token to its experts. The output has room for the largest number of rows that an expert can get.
@@ -329,6 +332,11 @@ class Buffer(Connected):
             use_fp8: whether rows are sent in float8 and returned as a pair of rows and scales.
             round_scale: whether scales are rounded to powers of two.
             use_ue8m0: whether scales are returned as packed exponents, which needs round_scale.
+            use_nvfp4: whether rows are sent in NVFP4, as forks of DeepEP do: each 16 values have a float8 scale, and
+                element * scale / x_global_scale is the value (device/kernels/nvfp4_rows.h has the formula). The hidden
+                size is then a multiple of 64, and use_fp8 is False.
+            x_global_scale: with use_nvfp4, a float32 tensor of one value, or of several equal values, of which the
+                first is used; None for 1. The same on all ranks.
             async_finish: as for `get_dispatch_layout`; can't be combined with return_recv_hook.
             return_recv_hook: whether the call only sends, and returns a hook that receives the rows. The caller calls
                 the hook once, and leaves x and topk_idx unchanged until then.
@@ -341,6 +349,10 @@ class Buffer(Connected):
             the errors of `dispatch`, and CapacityError if an expert got more rows than the output has room for. On
             GPUs, rows with wrong ids and rows without room are dropped without an error, because the CPU does not wait
             for the call.
+
+            With use_nvfp4 the pair is uint8 [rows, hidden / 2, experts], in which the low bits of a byte hold the first
+            of two values, and uint8 [32, 4, tiles, 4, hidden / 64, experts], whose bytes are float8_e4m3fn: the scale
+            of row 128 t + 32 g + b of an expert, and of the elements from 64 w + 16 c on, is at [b, g, t, c, w].
         """
         if others:
             refuse_unknown("low_latency_dispatch", others)
@@ -351,11 +363,12 @@ class Buffer(Connected):
         max_tokens = whole_number("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1)
         num_experts = whole_number("num_experts", num_experts, 1)
         options = low_latency.Options(
-            max_tokens, num_experts, Buffer.num_sms, use_fp8, round_scale, use_ue8m0, return_recv_hook
+            max_tokens, num_experts, Buffer.num_sms, use_fp8, round_scale, use_ue8m0, use_nvfp4, return_recv_hook
         )
         layers, stats = self._layers_of_the_left(), cumulative_local_expert_recv_stats
-        call = lambda: low_latency.dispatch(layers, options, x, topk_idx, stats)  # noqa: E731
-        made, event = self._run(call, (None,), (x, topk_idx, stats), LOW_LATENCY, apart=async_finish)
+        call = lambda: low_latency.dispatch(layers, options, x, topk_idx, stats, x_global_scale)  # noqa: E731
+        used = (x, topk_idx, stats, x_global_scale)
+        made, event = self._run(call, (None,), used, LOW_LATENCY, apart=async_finish)
         rows, counts, handle, half = made
         return rows, counts, handle, event, half and self._once(*half, LOW_LATENCY)
 
@@ -371,6 +384,14 @@ class Buffer(Connected):
         return_recv_hook: bool = False,
         out: torch.Tensor | None = None,
         combine_wait_recv_cost_stats: torch.Tensor | None = None,
+        overlap: bool = False,
+        packed_recv_count: torch.Tensor | None = None,
+        comp_signal: torch.Tensor | None = None,
+        block_m: int = 64,
+        threshold: int = 0,
+        num_sms: int | None = None,
+        src_signals: torch.Tensor | None = None,
+        src_signal_expect_value: int = 0,
         **others: Any,
     ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None] | None]:
         """Sends the experts' rows back, and sums each token's rows times their weights, in float32.
@@ -386,6 +407,20 @@ class Buffer(Connected):
                 change until the hook is called.
             out: bfloat16 [T, hidden], or None for a new tensor.
             combine_wait_recv_cost_stats: must be None.
+            overlap: whether a kernel on another stream still computes `x`, as in forks of DeepEP. The call then waits
+                for that kernel's counters, comp_signal or src_signals, before it reads rows. Until all counters have
+                reached their value, the call takes num_sms multiprocessors. Without overlap, the following arguments
+                have no effect.
+            packed_recv_count: without effect, because the handle has the counts.
+            comp_signal: int32 or uint32 [experts of this rank * blocks]: the counter of each `block_m` consecutive rows
+                of an expert; blocks is the number of rows of an expert / block_m, rounded up. Rows that the experts did
+                not receive are not waited for.
+            block_m: the number of rows that share a counter.
+            threshold: the value of comp_signal from which on rows are complete.
+            num_sms: the most multiprocessors that send rows; None for as many as the dispatch took.
+            src_signals: int32 or uint32 [experts of this rank], instead of comp_signal: a counter for all rows of an
+                expert.
+            src_signal_expect_value: the value of src_signals from which on rows are complete.
 
         Returns:
             A tuple of: `out`, or the new tensor; the event; and the hook, or None without return_recv_hook. Raises the
@@ -397,10 +432,12 @@ class Buffer(Connected):
             raise refuse("combine_wait_recv_cost_stats", "kernels don't measure their waits; `proxyccl trace` does")
         hooked = return_recv_hook is not False and _is_hooked(async_finish, return_recv_hook)
         routing = self._require_current(handle, "padded")
-        call = lambda: low_latency.combine(x, topk_weights, routing, out, hooked=hooked)  # noqa: E731
-        (output, half), event = self._run(
-            call, (None,), (x, topk_weights, out, handle), LOW_LATENCY, apart=async_finish
-        )
+        overlapped = None
+        if overlap is not False and as_flag(overlap, "overlap"):
+            overlapped = _overlap(comp_signal, block_m, threshold, num_sms, src_signals, src_signal_expect_value)
+        call = lambda: low_latency.combine(x, topk_weights, routing, out, overlapped, hooked=hooked)  # noqa: E731
+        used = (x, topk_weights, out, handle, comp_signal, src_signals)
+        (output, half), event = self._run(call, (None,), used, LOW_LATENCY, apart=async_finish)
         return output, event, half and self._once(*half, LOW_LATENCY)
 
     def get_next_low_latency_combine_buffer(self, handle: Any) -> torch.Tensor:
@@ -470,6 +507,20 @@ class Buffer(Connected):
         self._owned = True
         self._layers = Layers(self.communicator, self._masks.lost)
         return self._layers
+
+
+def _overlap(
+    comp_signal: Any, block_m: Any, threshold: Any, num_sms: Any, src_signals: Any, expected: Any
+) -> low_latency.Overlap:
+    """Returns the checked arguments of a combine with `overlap`."""
+    if (comp_signal is None) == (src_signals is None):
+        raise ArgumentError("overlap", "expected either comp_signal or src_signals with overlap")
+    sms = 0 if num_sms is None else whole_number("num_sms", num_sms, 1)
+    if src_signals is not None:
+        value = whole_number("src_signal_expect_value", expected, 0, _MOST_COUNTED)
+        return low_latency.Overlap(src_signals, "src_signals", None, value, sms)
+    value = whole_number("threshold", threshold, 0, _MOST_COUNTED)
+    return low_latency.Overlap(comp_signal, "comp_signal", whole_number("block_m", block_m, 1), value, sms)
 
 
 def _is_hooked(async_finish: bool, return_recv_hook: bool) -> bool:

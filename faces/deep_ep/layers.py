@@ -15,7 +15,7 @@ from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.context import DispatchCombineContext
 from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer
 from proxyccl.channels.expert_parallel.members import LAYER_SIZE
-from proxyccl.channels.expert_parallel.options import MOST_BUFFERS
+from proxyccl.channels.expert_parallel.options import FLOAT4, FLOAT8, MOST_BUFFERS
 from proxyccl.channels.expert_parallel.output_buffers import KEPT_OUTPUTS
 from proxyccl.channels.segment.calls import CollectiveCall
 from proxyccl.deep_ep.arguments import refuse
@@ -37,6 +37,7 @@ class Shape(NamedTuple):
         num_scales: the number of scales of a float8 row; 0 for other types of rows.
         most_rows: the number of rows of every output, if the CPU does not wait for the exact number; else None.
         alignment: with layout="expert", each expert's rows begin at a multiple of this number; else None.
+        float4: whether rows that have scales are in float4 instead of float8.
         sums_rows: whether a rank may sum a token's rows before sending them back, so that sums are rounded twice.
     """
 
@@ -50,6 +51,7 @@ class Shape(NamedTuple):
     most_rows: int | None = None
     alignment: int | None = None
     sums_rows: bool = False
+    float4: bool = False
 
 
 class Turns(Struct):
@@ -160,9 +162,9 @@ class Layers:
             enable_local_combine=shape.sums_rows and local_ranks == ranks,
             layout=shape.layout,
             max_recv_tokens=shape.most_rows,
-            dispatch_dtype="float8_e4m3fn" if shape.num_scales else None,
+            dispatch_dtype=None if not shape.num_scales else FLOAT4 if shape.float4 else FLOAT8,
             num_scales=shape.num_scales or None,
-            scales_by_columns=shape.layout == "padded" and shape.num_scales > 0,
+            scales_by_columns=shape.layout == "padded" and shape.num_scales > 0 and not shape.float4,
             grows=shape.layout != "padded",
             output_buffers=outputs,
             keeps_outputs=outputs > 0,

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import torch
 
 from proxyccl.channels.calls._calls import SentCall
+from proxyccl.channels.expert_parallel.combine_form import RowSignals
 from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
+from proxyccl.deep_ep import nvfp4
 from proxyccl.deep_ep.arguments import require_ids, require_stats, require_tensor
 from proxyccl.deep_ep.handles import Handle, LowLatencyHandle, Routing, Rows
 from proxyccl.deep_ep.layers import Layers, Shape
@@ -40,11 +42,17 @@ class Options(NamedTuple):
     use_fp8: Any
     round_scale: Any
     use_ue8m0: Any
+    use_nvfp4: Any
     hooked: bool
 
 
 def dispatch(
-    layers: Layers, options: Options, x: torch.Tensor, topk_idx: torch.Tensor, stats: torch.Tensor | None
+    layers: Layers,
+    options: Options,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    stats: torch.Tensor | None,
+    global_scale: torch.Tensor | None,
 ) -> tuple[Rows, torch.Tensor, Handle, Half | None]:
     """Dispatches for `Buffer.low_latency_dispatch`. Returns the results of that method without the event, and with a
     `Half` or None instead of the hook.
@@ -52,9 +60,9 @@ def dispatch(
     try:
         key = options, x.shape[1], x.dtype, topk_idx.shape[1], topk_idx.dtype
     except (AttributeError, IndexError, TypeError):  # an argument is not a tensor: raises the error
-        return Dispatches(layers, options, x, topk_idx).make(x, topk_idx, stats)
+        return Dispatches(layers, options, x, topk_idx).make(x, topk_idx, stats, global_scale)
     form: Dispatches = layers.forms.get(key) or layers.add_form(key, Dispatches(layers, options, x, topk_idx))
-    return form.make(x, topk_idx, stats)
+    return form.make(x, topk_idx, stats, global_scale)
 
 
 class Dispatches:
@@ -64,6 +72,9 @@ class Dispatches:
 
     def __init__(self, layers: Layers, options: Options, x: torch.Tensor, topk_idx: torch.Tensor) -> None:
         use_fp8, self._packs = as_flag(options.use_fp8, "use_fp8"), as_flag(options.use_ue8m0, "use_ue8m0")
+        self._to_float4 = as_flag(options.use_nvfp4, "use_nvfp4")
+        if self._to_float4 and use_fp8:
+            raise ArgumentError("use_nvfp4", "can't be given with use_fp8; expected use_fp8=False")
         self._rounds = as_flag(options.round_scale, "round_scale") and use_fp8
         if self._packs and not options.round_scale:
             raise ArgumentError("use_ue8m0", "needs round_scale=True, because its scales are powers of two")
@@ -73,9 +84,12 @@ class Dispatches:
             raise ArgumentError("x", f"has {hidden} elements in a row; expected a multiple of {ELEMENTS} with use_fp8")
         if self._packs:
             require_packable(hidden)
-        num_scales = hidden // ELEMENTS if use_fp8 else 0
-        topk, experts = topk_idx.shape[1], options.num_experts
+        num_scales, topk, experts = hidden // ELEMENTS if use_fp8 else 0, topk_idx.shape[1], options.num_experts
+        if self._to_float4:
+            nvfp4.require_hidden(hidden)
+            num_scales = hidden // nvfp4.WORD_ELEMENTS
         shape = Shape("padded", hidden, topk, experts, "bfloat16", options.num_sms, num_scales)
+        shape = shape._replace(float4=self._to_float4)
         self._options = options
         self._turns = layers.turns(shape, most) if options.hooked else None
         both = (layers.of_size(shape, most),) if self._turns is None else self._turns.layers
@@ -83,14 +97,24 @@ class Dispatches:
         self._experts = self._layers[0].ep_config.num_experts_per_rank
 
     def make(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, stats: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        stats: torch.Tensor | None,
+        global_scale: torch.Tensor | None,
     ) -> tuple[Rows, torch.Tensor, Handle, Half | None]:
         options, turns = self._options, self._turns
         layer = self._layers[0 if turns is None else turns.next]
         require_stats(stats, self._experts)
-        tokens = quantize_rounded(x) if self._rounds else x
+        if self._to_float4:
+            _require_tokens(x, topk_idx)
+            tokens = nvfp4.quantize(layer, x, nvfp4.require_global_scale(global_scale, x))
+        else:
+            tokens = quantize_rounded(x) if self._rounds else x
 
         def finish() -> None:
+            if tiles is not None:
+                nvfp4.fill_tiles(tiles, rows[1])
             if packed is not None:
                 packed.copy_(packed_exponents(rows[1]))
             if stats is not None:
@@ -110,9 +134,12 @@ class Dispatches:
             raise
         expert_rows = desc.table("expert_rows")
         packed = column_major(rows[1], packed=True) if self._packs else None
+        tiles = nvfp4.new_tiles(rows[1]) if self._to_float4 else None
         if half is None:
             finish()
         handle = LowLatencyHandle(Routing(layer, desc), options.max_tokens, x.shape[1], options.num_experts)
+        if tiles is not None:
+            return nvfp4.as_deep_ep(rows[0], tiles), expert_rows, handle, half
         return (rows if packed is None else (rows[0], packed)), expert_rows, handle, half
 
 
@@ -170,8 +197,45 @@ def _combine_later(
     return target, (receive, layer)
 
 
+class Overlap(NamedTuple):
+    """The arguments of a `Buffer.low_latency_combine` whose rows another kernel still computes.
+
+    Attributes:
+        counters: the argument comp_signal or src_signals, and `name` its name.
+        block_m: the number of rows that share a counter; None if all rows of an expert do.
+        threshold: the argument threshold or src_signal_expect_value.
+        num_sms: the argument num_sms; 0 for the buffer's number.
+    """
+
+    counters: Any
+    name: str
+    block_m: int | None
+    threshold: int
+    num_sms: int
+
+    def signals(self, routing: Routing) -> RowSignals:
+        """Returns the counters for a layer. Raises ArgumentError unless there is a counter for each block of rows."""
+        experts = routing.layer.ep_config.num_experts_per_rank
+        rows = routing.desc.rows // experts
+        block_rows = self.block_m or rows
+        blocks = -(-rows // block_rows)
+        counters = require_tensor(self.name, self.counters, (None,), (torch.int32, torch.uint32))
+        if len(counters) < experts * blocks or not counters.is_contiguous():
+            each = "an expert" if self.block_m is None else f"each {block_rows} of the {rows} rows of an expert"
+            raise ArgumentError(
+                self.name, f"has {len(counters)} counters; expected {experts * blocks}, contiguous, one for {each}"
+            )
+        return RowSignals(counters.data_ptr(), blocks, block_rows, self.threshold, self.num_sms, counters)
+
+
 def combine(
-    x: torch.Tensor, topk_weights: torch.Tensor, routing: Routing, out: torch.Tensor | None, *, hooked: bool
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    routing: Routing,
+    out: torch.Tensor | None,
+    overlap: Overlap | None = None,
+    *,
+    hooked: bool,
 ) -> tuple[torch.Tensor, Half | None]:
     """Returns the result of `Buffer.low_latency_combine`, and the second half, which receives the rows; None instead of
     the second half if `hooked` is False.
@@ -181,16 +245,22 @@ def combine(
         _require_results(x, topk_weights, layer, desc)
     if out is not None:
         require_tensor("out", out, (desc.num_dispatch_token_cur_rank, layer.ep_config.hidden), (torch.bfloat16,))
+    after = None
+    if overlap is not None:
+        _require_results(x, topk_weights, layer, desc)  # before any rank sends
+        after = overlap.signals(routing)
+        if after.counters and overlap.counters.device != x.device:
+            raise ArgumentError(overlap.name, f"is on {overlap.counters.device}; expected {x.device}, where x is")
     try:
         slots = topk_weights if layer.sums_on_own_node else None
         weights = layer.weights_by_row(topk_weights, desc) if slots is None else None
-        if not hooked:
+        if not hooked and after is None:
             return layer.combine_unrecorded(x, weights, slots, None, (), desc, out, None), None
-        pending = layer.send_back_unrecorded(x, weights, slots, desc, None)
+        pending = layer.send_back_unrecorded(x, weights, slots, desc, None, after)
     except ArgumentError:
         _require_results(x, topk_weights, layer, desc)  # raises the error with DeepEP's names
         raise
-    return _combine_later(layer, pending, x, out)
+    return _combine_later(layer, pending, x, out) if hooked else (layer.combine_recv(pending, out=out), None)
 
 
 def _require_results(x: Any, topk_weights: Any, layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc) -> None:

@@ -534,8 +534,11 @@ class IssuedCalls:
         self, call: Callable[..., Any], xs: Tensors, outs: Tensors, opts: Any, attribute: str | None, name: str | None
     ) -> Any:
         """Makes a call for each tensor, and returns one Work for all the calls. If `name` is not None, first tries
-        `in_c` with the arguments from `xs` to `name`.
+        `in_c` with the arguments from `xs` to `name`. torch's functional collectives pass one tensor.
         """
+        if len(xs) == 1:
+            (x,), (out,) = xs, outs
+            return call(*((x,) if out is x else (out, x)), opts)
         issued = NotImplemented if name is None else self.in_c(xs, outs, opts, attribute, name)
         if issued is not NotImplemented and type(issued) is not tuple:
             return issued

@@ -17,7 +17,7 @@ from proxyccl.torch.process_group import NAME, ProcessGroupProxyCCL
 _library = torch.library.Library("proxyccl", "FRAGMENT")  # torch unregisters the operators when this object is freed
 _library.define(
     "all_reduce_rms_norm(Tensor x, Tensor(a!) residual, Tensor weight, float eps, str group_name, *, Tensor(b!) out, "
-    "Tensor(c!)? scales=None, Tensor? scale=None, bool add=True) -> ()"
+    "Tensor(c!)? scales=None, Tensor? scale=None, bool add=True, float weight_bias=0.0) -> ()"
 )
 
 
@@ -60,11 +60,12 @@ def _all_reduce_rms_norm(
     scales: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
     add: bool = True,
+    weight_bias: float = 0.0,
 ) -> None:
     """Implements ``torch.ops.proxyccl.all_reduce_rms_norm`` on the current stream, by a process group's communicator.
 
     Args:
-        x, weight, eps: passed to `Communicator.all_reduce_rms_norm`.
+        x, weight, eps, weight_bias: passed to `Communicator.all_reduce_rms_norm`.
         residual: receives the sums.
         group_name: the process group's name.
         out: receives the normalized rows, in the type of `x`, or in float8_e4m3fn if `scales` or `scale` is given.
@@ -84,6 +85,7 @@ def _all_reduce_rms_norm(
             residual if add else None,
             weight,
             eps,
+            weight_bias=weight_bias,
             out=out,
             residual_out=residual,
             scales=scales,

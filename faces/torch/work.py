@@ -17,6 +17,7 @@ from proxyccl.torch._device_calls import QueuedCall, StreamMark
 from proxyccl.torch.errors import as_torch_error, raise_as_torch, torch_errors
 from proxyccl.torch.executor import Executor
 from proxyccl.torch.overlaps import Watched
+from proxyccl.torch.wrapped_work import registered
 from proxyccl.torch_tensors.untraced import untraced
 
 _NO_LIMIT = timedelta(0)
@@ -81,6 +82,13 @@ class _KeptWork(dist.Work):
     def is_success(self) -> bool:
         """Returns whether the call has ended without an error."""
         return self.is_completed() and self.exception() is None
+
+    def get_future(self) -> Any:
+        """Returns a future of the call's result."""
+        return registered(self) or self._make_future()
+
+    def _make_future(self) -> Any:
+        raise NotImplementedError
 
     def _forget(self) -> None:
         if self._unwaited is not None:
@@ -150,7 +158,7 @@ class HostWork(_KeptWork):
 
     _source_rank = source_rank
 
-    def get_future(self) -> Any:
+    def _make_future(self) -> Any:
         with self._lock:
             if self._future is not None:
                 return self._future
@@ -263,7 +271,7 @@ class DeviceWork(_KeptWork):
 
     _source_rank = source_rank
 
-    def get_future(self) -> Any:
+    def _make_future(self) -> Any:
         """Returns a future of the call's result. While the future's callbacks run, the current stream is a stream that
         waits for the call.
         """
@@ -348,13 +356,13 @@ class TransferWork(DeviceWork):
     def is_completed(self) -> bool:
         return self._issued.is_set() and super().is_completed()
 
-    def get_future(self) -> Any:
-        """Returns a future as `DeviceWork.get_future` does. If the call is not issued yet, a thread of the group will
+    def _make_future(self) -> Any:
+        """Returns a future as `DeviceWork` does. If the call is not issued yet, a thread of the group will
         run the callbacks.
         """
         if not self._issued.is_set():
             self._callbacks.start()  # starts the thread now, so that the caller gets an error of the start
-        return super().get_future()
+        return super()._make_future()
 
     def _is_issued(self) -> bool:
         return self._issued.is_set()
@@ -391,7 +399,7 @@ class JointWork(_KeptWork):
     def result(self) -> list[torch.Tensor]:
         return [tensor for work in self._works for tensor in work.result()]
 
-    def get_future(self) -> Any:
+    def _make_future(self) -> Any:
         return torch.futures.collect_all([work.get_future() for work in self._works]).then(self._future_value)
 
     def _future_value(self, ended: Any) -> list[torch.Tensor]:

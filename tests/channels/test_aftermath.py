@@ -1,4 +1,4 @@
-"""Memory of a failed rank that peers map stays until no kernel of a peer can access it."""
+"""A failed rank keeps memory that peers have mapped until no peer's kernel can access the memory."""
 
 from __future__ import annotations
 
@@ -33,8 +33,6 @@ pytestmark = pytest.mark.hip
 
 
 class Held:
-    """A `Hold` that keeps freed memory allocated while `now` is true."""
-
     def __init__(self) -> None:
         self.now = True
 
@@ -55,7 +53,7 @@ def held() -> Iterator[Held]:
     remove_hold(hold)
 
 
-# -- memory that is held ---
+# -- memory that a `Hold` keeps allocated after its owner freed it ---
 
 
 def test_held_allocations_are_freed_by_the_first_wait_after_the_hold(held: Held) -> None:
@@ -214,8 +212,8 @@ def collected(ref: Callable[[], object]) -> bool:
 
 
 def use_and_fail(comm: Communicator, what: str) -> Callable[[], object]:
-    """Uses a communicator, makes it fail, closes it and drops all its objects. Returns a weak reference to the memory
-    `what`, which peers can access.
+    """Makes a communicator fail, closes it and drops its objects. Returns a weak reference to an array, to the array's
+    memory or to semaphore words, as `what` names.
     """
     x = comm.empty(1024, "uint8")
     registered, channels = comm.register(x), comm.sm_channels(x)
@@ -265,8 +263,8 @@ def test_a_failed_rank_keeps_what_a_peers_kernel_may_still_reach(what: str) -> N
 
 
 def test_ranks_that_shrink_say_that_their_kernels_have_ended() -> None:
-    """Rank 2 aborts and closes; the others announce the end of their kernels only when the new communicator
-    is ready.
+    """After rank 2 has aborted, ranks 0 and 1 shrink. Ranks that shrink announce the end of their kernels only when
+    the new communicator is ready.
     """
     closed, shrunk = threading.Event(), threading.Barrier(2)
 
@@ -286,7 +284,9 @@ def test_ranks_that_shrink_say_that_their_kernels_have_ended() -> None:
 
 
 def test_nothing_is_launched_once_a_rank_has_failed() -> None:
-    """After the ranks have compared a call, a peer may fail and free memory before this rank launches the kernel."""
+    """A peer may fail and free memory after the ranks have compared their calls but before this rank launches its
+    kernel.
+    """
     compared = threading.Event()
 
     def body(comm: Communicator) -> list[int]:

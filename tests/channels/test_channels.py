@@ -243,7 +243,7 @@ def test_get_reads_the_peers_memory_into_the_own(ranks: Ranks) -> None:
         channels = comm.sm_channels(remote, own)
         barrier(comm)
         kernels = comm.compile(KERNELS)
-        kernels.sm_get(1, 64, channels, 7, 100, 30_001)  # offsets of the target and of the source
+        kernels.sm_get(1, 64, channels, 7, 100, 30_001)  # copies 30001 bytes from offset 100 to offset 7
         kernels.sm_get_same(1, 64, channels, 50_000, 100)
         comm.synchronize()
         expected = np.zeros(SIZE, np.uint8)
@@ -271,7 +271,7 @@ def test_read_and_write_touch_single_elements(ranks: Ranks) -> None:
 
 
 def test_elements_may_be_of_any_type_that_can_be_copied(ranks: Ranks) -> None:
-    """Elements may be vectors, packets, and structs of any alignment, even longer than one access."""
+    """Elements may be vectors, packets, and structs of any alignment, also structs longer than 16 bytes."""
     types = np.dtype(
         [
             ("vector", "4i4"),
@@ -426,7 +426,7 @@ def test_both_kinds_of_channel_reach_beyond_4_gib(ranks: Ranks) -> None:
         size, far = (9 << 30) + 4096, (8 << 30) + 1234
         array = comm.empty(size, "uint8")
         memory = comm.register(array)
-        edge = (4 << 30) - 100  # transfers from here cross a boundary of 4 GiB
+        edge = (4 << 30) - 100  # a transfer of more than 100 bytes from this offset crosses 4 GiB
 
         def write(at: int, data: np.ndarray) -> None:
             comm.runtime.copy(array.ptr + at, data.ctypes.data, data.nbytes)

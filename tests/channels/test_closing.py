@@ -190,7 +190,7 @@ def test_the_timeout_of_a_communicator_can_change() -> None:
                 comm.all_gather_bytes(b"", "nobody else comes")
             seconds = time.monotonic() - started
             timed_out.set()
-        assert timed_out.wait(TIMEOUT)  # if rank 1 left earlier, rank 0 would notice that at once
+        assert timed_out.wait(TIMEOUT)  # if rank 1 closed earlier, rank 0's wait would end at once
         comm.close(wait=False)
         return seconds
 

@@ -1,4 +1,4 @@
-"""The device copies of `copy.h`: every alignment of the two addresses, and nothing beyond the range."""
+"""The device functions of `copy.h` copy exactly the given range, whatever the alignment of both addresses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ProxyChannels used by the CPU, which signals peers' CPUs and kernels, and waits for them."""
+"""ProxyChannels used by the CPU, which signals peers' CPUs and kernels, and waits for their signals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waits without a control block use the control block of the communicator that compiled their kernel."""
+"""A wait without a control block uses the control block of the communicator that compiled the waiting kernel."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def caught(action: Callable[[], object]) -> BaseException | None:
 
 @pytest.mark.parametrize(
     ("kernel", "awaited", "bound"),
-    # Waits for the grid time out later than waits for a peer, because a wait for a peer can name the late rank.
+    # A barrier of the grid times out later than a wait for a peer, because only the latter can name the late rank.
     [("grid", "the other blocks of the grid", 2 * SHORT), ("packet", "a packet", SHORT)],
 )
 def test_a_wait_ends_in_time_and_is_named_on_all_ranks(kernel: str, awaited: str, bound: float) -> None:
@@ -97,7 +97,7 @@ def test_a_wait_ends_in_time_and_is_named_on_all_ranks(kernel: str, awaited: str
 def test_a_barrier_at_which_blocks_gave_up_serves_another_communicator() -> None:
     runtime = rank_runtime(0)
     syncer = runtime.allocate(8)
-    for blocks in (1, 1, 2):  # the kernel's barrier waits for two blocks
+    for blocks in (1, 1, 2):  # with one block, the kernel's barrier of two blocks times out
         with alone(runtime) as comm:
             done = comm.empty(2, "int32").fill(0)
             kernel = comm.compile(KERNELS, "meet")
@@ -120,8 +120,8 @@ def test_a_refused_flag_is_told() -> None:
 
 
 def test_a_wait_looks_early_whether_its_communicator_has_ended() -> None:
-    """On the host runtime, a wait checks for an abort before it yields its time slice, so that an aborted kernel yields
-    no time slice for each of its remaining waits.
+    """On the host runtime, a wait checks for an abort before it yields its time slice, so that waits of an aborted
+    kernel end without yielding.
     """
     runtime = rank_runtime(0)
     with alone(runtime) as comm:

@@ -36,9 +36,7 @@ def exhausted(*_: Any, **__: Any) -> Any:
 
 
 def exhausted_on(thread: str, allowed: Any) -> Any:
-    """Returns a function that calls `allowed`, but raises that no descriptor is left in threads whose names begin with
-    `thread`.
-    """
+    """Returns a function that calls `allowed`, but raises EMFILE in threads whose names begin with `thread`."""
 
     def call(*arguments: Any, **options: Any) -> Any:
         if threading.current_thread().name.startswith(thread):

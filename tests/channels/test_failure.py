@@ -69,7 +69,7 @@ def ones(comm: Communicator) -> Any:
 
 
 def meet(comm: Communicator) -> None:
-    """Waits until all ranks are ready, so that no rank fails earlier."""
+    """Waits until all ranks are ready, so that no rank fails before another one is ready."""
     comm.all_gather_bytes(b"")
 
 
@@ -91,7 +91,7 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def outcomes(ended: list[Ended]) -> dict[int, list[str]]:
-    """Returns, by rank, the lines that the rank printed."""
+    """Returns each rank's printed lines."""
     assert all(process.returncode in (0, -9) for process in ended), "\n".join(process.stderr for process in ended)
     lines = "".join(process.stdout for process in ended).splitlines()
     assert not any("late=True" in line for line in lines), lines
@@ -192,7 +192,6 @@ def test_exit_without_close_is_clean(launcher: str) -> None:
     assert not any(process.stderr for process in ended), ended
 
 
-# What happens to the other ranks is the launcher's policy; the tests of processes above cover the ranks' own reaction.
 @pytest.mark.full
 @NO_PROXY
 @pytest.mark.hip_full
@@ -231,7 +230,7 @@ def test_what_a_kernel_sends_after_a_time_out_is_no_result(monkeypatch: pytest.M
             comm.runtime.synchronize()
             checked.wait(TIMEOUT)
             return caught(comm.check)
-        time.sleep(SHORT / 2)  # so that rank 0 times out first
+        time.sleep(SHORT / 2)  # lets rank 0 time out before rank 1
         kernels.hear(1, 1, channels)
         error = caught(comm.synchronize)
         checked.set()
@@ -611,7 +610,7 @@ def _no_thread(thread: threading.Thread) -> None:
 
 
 def _no_memory_to_begin(thread: threading.Thread, start: Callable[[threading.Thread], None]) -> None:
-    vars(thread)["_bootstrap"] = lambda: None  # a CPython thread that finds no memory runs nothing
+    vars(thread)["_bootstrap"] = lambda: None  # if CPython lacks memory, a started thread runs nothing
     start(thread)
 
 
@@ -644,7 +643,7 @@ def test_a_failure_ends_what_streams_wait_for_where_no_thread_can_be_started(
             return caught(lambda: comm.synchronize(stream))
         assert queued.wait(TIMEOUT)
         exhausted.set()
-        # Earlier threads may need more time to begin on a busy machine.
+        # This limit is set only now, because on a busy machine the threads above may need longer to begin.
         monkeypatch.setattr(threads, "_BEGIN_SECONDS", 0.1)
         comm.abort("of the test")
         return caught(comm.synchronize)
@@ -657,7 +656,7 @@ def test_a_failure_ends_what_streams_wait_for_where_no_thread_can_be_started(
 
 
 def differing(comm: Communicator, field: str) -> None:
-    """Makes a call that differs in `field` between the rank VICTIM and the other ranks, and waits for it."""
+    """Makes a call, which differs in `field` on the rank VICTIM, and waits until the call ends."""
     x = on_device(comm, np.ones(12, np.float32))
     whole = on_device(comm, np.ones(12, np.int32))
     calls: dict[str, Callable[[], object]] = {
@@ -706,7 +705,7 @@ def test_a_difference_between_ranks_is_named_on_every_rank(field: str, warm: boo
 
 @NO_PROXY
 def test_a_failure_keeps_no_array_of_the_caller() -> None:
-    """A failed step's arrays are freed without a garbage collection, so that the program can reuse their memory."""
+    """The arrays of a training step that failed are freed without a garbage collection."""
     held: list[weakref.ref[Any]] = []
 
     def step(comm: Communicator) -> None:
@@ -731,10 +730,10 @@ def test_a_failure_keeps_no_array_of_the_caller() -> None:
 @pytest.mark.gpu_only
 @pytest.mark.hip_full
 def test_failed_calls_leave_the_device_usable() -> None:
-    """A kernel thread whose wait timed out must not read beyond its slots, because that would destroy the context. If
-    it did, about one call in fifty would fail.
+    """After a time-out, a kernel's threads must not read beyond the slots in scratch memory: such a read destroys the
+    CUDA context. With this fault, about one call in fifty would fail.
     """
-    # With two ranks no thread could read beyond its slots.
+    # With only two ranks, the fault could not occur.
     result = run_mpi(3, PROGRAMS / "differing_calls.py", "--count", "60")
     assert result.returncode == 0, result.stderr
 
@@ -961,8 +960,8 @@ def _in_every_way(comm: Communicator) -> None:
 
 
 def _until_it_fails(comm: Communicator) -> None:
-    """Makes calls until the communicator fails, and shrinks it. The exception's traceback keeps the array alive, but
-    the array must keep no descriptor or thread alive.
+    """Makes calls until the communicator fails, and shrinks the communicator. The exception's traceback keeps the array
+    alive, but the array must keep no descriptor or thread alive.
     """
     array = comm.empty(1000, "float32").fill(1)
     try:
@@ -981,7 +980,7 @@ def _until_it_fails(comm: Communicator) -> None:
 
 @pytest.mark.parametrize("body", [_in_every_way, pytest.param(_until_it_fails, marks=pytest.mark.hip_full)])
 def test_communicators_give_back_descriptors_and_threads(body: Callable[[Communicator], None]) -> None:
-    run_ranks(3, body)  # warm-up: a process keeps some descriptors and threads of its first calls
+    run_ranks(3, body)  # a process keeps some descriptors and threads of its first calls
     before = settled()
     for _ in range(3):
         run_ranks(3, body)

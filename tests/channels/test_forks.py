@@ -31,7 +31,7 @@ def test_a_child_closes_the_sockets_that_tell_of_the_parents_end() -> None:
             os._exit(0)
         os.waitpid(child, 0)
         assert os.read(told[0], 10) == b"closed"
-        ours.send(b"x")  # would raise if the child had shut the socket down
+        ours.send(b"x")  # `send` would raise if the child had shut down the socket
         assert theirs.recv(1) == b"x"
         for descriptor in told:
             os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Calls accept Python's and numpy's integers as numbers, and refuse other types and numbers out of range."""
+"""Calls accept Python's and numpy's integers as numeric arguments, and refuse other types and numbers out of range."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class OfNone:
     def __index__(self) -> int:
         raise TypeError("only arrays of one element have an index")
 
-    def __repr__(self) -> str:  # has no address, because the workers of pytest-xdist compare the tests' names
+    def __repr__(self) -> str:  # the default repr has an address, so pytest-xdist's workers would get different names
         return "OfNone()"
 
 
@@ -168,8 +168,8 @@ REFUSED: dict[str, tuple[str, Callable[[Communicator, Any], object]]] = {
     "options": ("options", lambda c, v: c.compile(KERNEL, options=v)),
     "include_dirs": ("include_dirs", lambda c, v: c.compile(KERNEL, include_dirs=[[v]])),  # type: ignore[list-item]
 }
-# 2**70 is in range for these arguments: `seconds` bounds the iterations, and the other two calls fail with other
-# errors, because x has too few rows for all_to_all_v and no memory is large enough for `empty`.
+# For these arguments 2**70 is not out of range: the time limit `seconds` bounds the iterations; x has too few rows for
+# all_to_all_v; and `empty` finds no memory.
 ELSEWHERE = {("iterations", 2**70), ("all_to_all_v", 2**70), ("empty", 2**70), ("empty of two", 2**70)}
 
 
@@ -195,7 +195,7 @@ SEQUENCES: dict[str, tuple[str, Callable[[Communicator], object]]] = {
     "all_to_all_v": ("recv_counts", lambda c: c.all_to_all_v(ones(c), [2, 2], 4)),
     "tune": ("sizes", lambda c: c.tune(1024)),
 }
-# Arrays are hard to check: one without dimensions raises in `__iter__`, one of several elements raises in `__bool__`.
+# numpy's arrays raise exceptions in checks: without dimensions in `__iter__`, with several elements in `__bool__`.
 SEQUENCES |= {
     "split by an array": ("ranks", lambda c: c.split(np.array(0))),  # type: ignore[arg-type]
     "all_to_all_v by an array": ("send_counts", lambda c: c.all_to_all_v(ones(c), np.array(4), [2, 2])),  # type: ignore[arg-type]

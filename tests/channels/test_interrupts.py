@@ -60,7 +60,7 @@ class Peer:
 
 
 def every_call(comm: Communicator) -> None:
-    """Makes every call of CALLS once, so that none of them has to set anything up later."""
+    """Makes every call of CALLS once, so that later calls set nothing up."""
     array = on_device(comm, np.ones(100000, np.float32))
     for algorithm in ("one_shot", "ring", "proxy"):
         comm.all_reduce(array, algorithm=algorithm)
@@ -126,7 +126,7 @@ CALLS: dict[str, Call] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_what_a_handler_raises_ends_the_wait_at_once(name: str) -> None:
     peer = Peer()
-    with contextlib.suppress(Interrupt), peer.comm as comm:  # an exception leaves the block, as it would in a program
+    with contextlib.suppress(Interrupt), peer.comm as comm:  # the exception also leaves this block
         every_call(comm)
         with handling(interrupt) as times:
             with pytest.raises(Interrupt):

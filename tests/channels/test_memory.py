@@ -199,7 +199,7 @@ def test_memory_that_a_failed_rank_freed_is_not_to_blame() -> None:
 
     def body(comm: Communicator) -> None:
         array = allocate(comm.group, 1000, "uint8")
-        memory = register(comm.group, array)  # comm.register would map peers' memory immediately
+        memory = register(comm.group, array)  # unlike comm.register, does not map peers' memory immediately
         if comm.rank == 1:
             comm.abort("on purpose")
             memory.close()
@@ -339,7 +339,7 @@ def test_memory_that_was_not_allocated_here_is_not_exported(exported: Exported) 
 
 @pytest.mark.skipif(ON_HOST, reason="the host runtime pins nothing")
 def test_a_forgotten_pin_makes_way_for_one_that_overlaps_it(exported: Exported) -> None:
-    """The caller may drop a pin and then pin memory at overlapping addresses, because the first array may be freed."""
+    """If the caller drops a pin without closing it, a new pin may overlap the dropped pin."""
     array = np.zeros(1 << 16, np.uint8)
     exported.runtime.pin(array.ctypes.data, array.nbytes)
     overlapping = exported.runtime.pin(array.ctypes.data + 5000, 5000)
@@ -430,7 +430,7 @@ def test_a_driver_that_takes_long_to_map_holds_up_no_other_cache() -> None:
         slow, other = HandleCache(open_slowly), HandleCache(lambda _: Opened())
         mapping = threading.Thread(target=slow.acquire, args=(b"handle",))
         mapping.start()
-        other.acquire(b"handle")  # returns although the first handle is still being mapped
+        other.acquire(b"handle")  # `acquire` returns although `slow` is still mapping its handle
         assert mapping.is_alive()
         gate.open()
         mapping.join()
@@ -440,7 +440,7 @@ def test_a_driver_that_takes_long_to_map_holds_up_no_other_cache() -> None:
 
 @pytest.mark.host_only(reason="about the host's files")
 def test_memory_that_its_owner_could_cut_short_is_refused(tmp_path: Path) -> None:
-    """If the owner truncated shared memory, a process that reads the lost part would be killed."""
+    """A process that read truncated shared memory would be killed, so the library refuses memory that can shrink."""
     memory = SharedMemory.allocate(8192)
     with pytest.raises(PermissionError):
         os.ftruncate(memory.descriptor, 4096)
@@ -451,7 +451,7 @@ def test_memory_that_its_owner_could_cut_short_is_refused(tmp_path: Path) -> Non
         with pytest.raises(ArgumentError, match="not ProxyCCL's shared memory"):
             SharedMemory.adopt(descriptor, 4096)
         with pytest.raises(OSError, match="descriptor"):
-            os.fstat(descriptor)  # raises because the descriptor was closed
+            os.fstat(descriptor)  # fstat fails because `adopt` has closed the descriptor
     with pytest.raises(ArgumentError, match="8192"):
         SharedMemory.adopt(os.dup(memory.descriptor), 8193)
 

@@ -200,8 +200,8 @@ def test_what_is_not_offered_is_refused_by_name(pair: Ranks, header: str, use: s
     pair.run(body)
 
 
-# The calls that the kernel `one_part` can make. WORDS and PACKETS give the bytes of a word or packet: on every target,
-# thread t moves words t, t + threads, ….
+# The calls that the kernel `one_part` can make. WORDS gives the bytes per word, PACKETS the data bytes per packet. On
+# every target, thread t moves words t, t + threads, ….
 PUT_4, PUT_8, PUT, PUT_WHOLE_WORDS, GET_8, PUT_LL16, PUT_LL8, UNPACK_LL8, COPY_LL16 = range(9)
 WORDS = {PUT_4: 4, PUT_8: 8, PUT: 16, PUT_WHOLE_WORDS: 16, GET_8: 8}
 PACKETS = {PUT_LL16: 8, PUT_LL8: 4, COPY_LL16: 8}
@@ -215,7 +215,7 @@ def in_turn(word: int, first: int, nbytes: int, thread: int, threads: int) -> li
 
 def own_part(word: int, to: int, nbytes: int, thread: int, threads: int, *, remainder: bool = True) -> list[int]:
     """Returns the offsets of the bytes that a thread moves if aligned words move first, and then the bytes before and
-    after them in words of 4 bytes and single bytes.
+    after the aligned words, in words of 4 bytes and single bytes.
     """
     head = -to % word
     body = (nbytes - head) // word * word
@@ -228,7 +228,7 @@ def own_part(word: int, to: int, nbytes: int, thread: int, threads: int, *, rema
 
 
 def test_every_target_gives_a_thread_the_same_part_of_a_call(pair: Ranks) -> None:
-    """MSCCL++'s kernels rely on this: a thread that sends only bytes that it wrote itself needs no barrier."""
+    """MSCCL++'s kernels omit barriers where each thread sends the bytes that the thread itself has written."""
     to, start, nbytes, threads = 1024 + 4, 4, 150, 3
     content = np.arange(1, 2049, dtype=np.uint16).view(np.uint8).copy()
     content[content == 0] = 255  # bytes that are not moved stay 0

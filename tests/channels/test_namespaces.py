@@ -1,4 +1,4 @@
-"""Ranks of one host in different PID namespaces, as in containers: they pass descriptors to each other."""
+"""Ranks of one host in different PID namespaces, as in containers, pass descriptors to each other."""
 
 from __future__ import annotations
 

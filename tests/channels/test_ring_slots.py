@@ -1,4 +1,4 @@
-"""Sends into slots of neighbours in a ring: a send does not wait for its receive. GPUs send on streams."""
+"""In a ring, ranks send into slots of their neighbours. A send does not wait for the neighbour's receive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Semaphore words of SmChannels are reused for later channels once no rank has the earlier channels."""
+"""Later SmChannels reuse the semaphore words of earlier channels that all ranks have dropped."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_they_serve_again_when_all_ranks_have_dropped_them(ranks: Ranks) -> None
         assert counts(comm, channels) == [1] * len(channels)
         del channels
         collect_garbage()
-        between = comm.sm_channels(memory, memory)  # here ranks tell each other which words are free
+        between = comm.sm_channels(memory, memory)  # in this call ranks exchange which words are free
         channels = comm.sm_channels(memory, memory)
         assert places(channels) == first
         assert not set(places(between)) & set(first)

@@ -1,4 +1,4 @@
-"""`shrink` and its opposite, new ranks that join: the members, what a new communicator keeps, and refused calls."""
+"""`shrink`, and ranks that join: the members of the new communicator, what it keeps, and refused calls."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def test_what_is_lost_in_the_middle_of_a_shrink_leaves_nothing_behind(monkeypatc
     start = Collectives.start
     monkeypatch.setattr(Collectives, "start", fails)
     monkeypatch.setattr(group, "meet_survivors", meets_once)
-    run_ranks(2, body)  # warm-up: a process keeps some descriptors
+    run_ranks(2, body)  # a process keeps some descriptors of its first calls
     before = settled()
     run_ranks(2, body)
     assert settles(before)

@@ -1,4 +1,4 @@
-"""`split`: the members of a part, what it shares with the whole communicator, and how one's end affects the other."""
+"""`split`: a part's members, what a part shares with the whole communicator, and the order of closing them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_parts_are_made_at_once_and_of_parts() -> None:
         alone = half.split([half.rank])
         pair = half.split([1, 0], timeout=7)
         assert pair.timeout == 7
-        assert alone.group.links.host_ranks == 4  # all four ranks share the host's cores
+        assert alone.group.links.host_ranks == 4  # the number of ranks of the host, not of the part
         assert (total(alone, 3), total(pair, comm.rank), total(again, 1)) == (3, 1 if comm.rank < 2 else 5, 2)
         array = half.empty(4).fill(1)
         half.register(array)
@@ -122,14 +122,13 @@ def test_members_that_differ_in_the_list_are_told() -> None:
         with pytest.raises(MismatchError, match=r"ranks: \[., .\] here, \[., .\] on rank"):
             comm.split([0, 1] if comm.rank == 0 else [1, 0])
         assert total(comm.split([0, 1]), 1) == 2
-        # These messages do not fit in a mailbox.
         assert comm.all_gather_bytes(bytes([comm.rank]) * (20000 + comm.rank)) == [bytes(20000), b"\1" * 20001]
 
     run_ranks(2, body)
 
 
 def test_a_member_that_stays_away_is_named_and_the_rest_goes_on() -> None:
-    timeout = 0.2 if ON_HOST else 3  # if many tests share the GPUs, rank 2 may be slow
+    timeout = 0.2 if ON_HOST else 3  # seconds; on shared GPUs rank 2 may be slow
 
     def body(comm: Communicator) -> None:
         if comm.rank != 1:
@@ -145,7 +144,9 @@ def test_a_member_that_stays_away_is_named_and_the_rest_goes_on() -> None:
 
 
 def test_threads_split_the_same_ranks_at_once_over_bootstraps_of_the_members() -> None:
-    """A rank's split joins the other rank's split with the same bootstrap (or with none), whatever their order."""
+    """Two ranks split concurrently with several bootstraps (one is None), each rank in another order. Calls with the
+    same bootstrap match.
+    """
     meetings = [ThreadBootstrap.create(2) for _ in range(2)]
 
     def body(comm: Communicator) -> None:
@@ -219,7 +220,7 @@ def test_an_abort_ends_the_parts_by_the_same_exception() -> None:
 
 
 def test_closing_closes_the_parts_in_any_order() -> None:
-    """Rank 0 closes the whole communicator; rank 1 closes two of its parts before it."""
+    """Both ranks close the whole communicator; rank 1 first closes two of its parts."""
 
     def body(comm: Communicator) -> None:
         parts = [comm.split([0, 1]) for _ in range(3)]

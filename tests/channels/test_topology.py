@@ -1,4 +1,4 @@
-"""Tests which ranks share a node, on real and on rehearsed nodes, and several communicators at the same time."""
+"""Tests which ranks share a node (a real or a simulated one), and several communicators at the same time."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_what_a_rank_tells_survives_the_bootstrap(own: RankInfo) -> None:
     assert RANK_INFO.decode(RANK_INFO.encode(own), "rank 0") == own
 
 
-# -- rehearsed nodes ---
+# -- nodes that `local_world_size` simulates ---
 
 
 # Without --full, one case has one rank per node and the other has two nodes of two ranks.
@@ -134,7 +134,7 @@ def test_collectives_cross_nodes(nodes: Ranks) -> None:
     nodes.run(body)
 
 
-# Two examples suffice: the hierarchical algorithm runs the same kernels on the same parts for all types and operations.
+# Two examples suffice, because the hierarchical algorithm's steps do not depend on the type and operation.
 EXAMPLES = {("bfloat16", "sum"), ("int64", "avg")}
 REDUCTIONS = [
     pytest.param(dtype, op, marks=[] if (dtype, op) in EXAMPLES else pytest.mark.full)
@@ -156,8 +156,8 @@ def test_a_hierarchy_reduces_what_is_between_nodes_once(nodes: Ranks, dtype: str
     nodes.run(body)
 
 
-# (value on the first half of the ranks, value on the second half). The result of all ranks fits the type; the result of
-# one node alone would overflow it.
+# The first half of the ranks has the first value, the second half the second value. The result of all ranks fits the
+# type, but the result of one node alone would overflow.
 UNEVEN = {
     ("float16", "sum"): (60000.0, -58976.0),
     ("float16", "prod"): (512.0, 2.0**-8),
@@ -170,7 +170,7 @@ UNEVEN = {
 def test_what_fits_as_a_whole_does_not_overflow_in_parts(
     nodes: Ranks, dtype: str, op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reductions, "WIDE_PARTS_BYTES", 40_000)  # so that the longest call is reduced in several parts
+    monkeypatch.setattr(reductions, "WIDE_PARTS_BYTES", 40_000)  # makes the longest call reduce in several parts
     values = [UNEVEN[dtype, op][rank >= nodes.world_size // 2] for rank in range(nodes.world_size)]
     exact = {"sum": math.fsum, "prod": math.prod, "avg": lambda each: math.fsum(each) / len(each)}[op](values)
 
@@ -203,7 +203,7 @@ def test_integers_come_out_of_a_hierarchy_as_on_one_node(op: str) -> None:
 
 def test_a_rank_uses_only_ranks_of_its_node_and_of_its_number_on_others() -> None:
     def body(comm: Communicator) -> list[int]:
-        for count in (1, 1001, 300_001):  # odd counts, with two ranks per node
+        for count in (1, 1001, 300_001):  # odd counts are not divisible by a node's two ranks
             x = comm.empty(count, "float32").fill(comm.rank)
             comm.all_reduce(x)
             comm.barrier()
@@ -422,7 +422,7 @@ def test_a_collective_on_a_stream_does_not_wait_for_the_others() -> None:
         x = on_device(comm, np.full(8, comm.rank + 1.0))
         barrier(comm)
         if comm.rank == 0:
-            comm.all_reduce(x, stream=stream)  # must return before rank 1 makes its call
+            comm.all_reduce(x, stream=stream)  # returns before rank 1 makes its call
             comm.all_gather_bytes(b"issued")
         else:
             comm.all_gather_bytes(b"")

@@ -146,7 +146,7 @@ def test_the_pool_goes_with_the_last_communicator_that_used_it(torch: Any) -> No
 @pytest.mark.gpu_only
 @pytest.mark.hip
 def test_a_pool_that_a_graph_uses_outlives_its_communicators(torch: Any) -> None:
-    """torch ends the process if a pool is destroyed that a graph uses."""
+    """If a pool is destroyed while a graph uses it, torch ends the process."""
     kept: list[Any] = []
 
     def body(comm: Communicator) -> None:

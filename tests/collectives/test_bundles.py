@@ -1,4 +1,6 @@
-"""Schedules that copy to all peers in one driver call, which only CUDA has. These tests add it to the host runtime."""
+"""Schedules that copy to all peers in one driver call (a bundle). Only CUDA has such a call, so these tests add one to
+the host runtime.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,10 @@ class CopyMany:
     """A driver call that makes several copies and counts them.
 
     Attributes:
-        functions: the host runtime's driver calls, with this one added.
-        counts: the number of copies of each call.
+        functions: the host runtime's driver calls, with this call added.
+        counts: the number of copies in each call.
         status: 0 to copy, or a status to return instead of copying.
-        awaits_data: whether kernels of short reductions are launched when all ranks have joined.
+        awaits_data: whether short reductions' kernels are launched before the peers' data arrives, and wait for it.
     """
 
     def __init__(self) -> None:
@@ -82,8 +84,8 @@ def copy_many(monkeypatch: pytest.MonkeyPatch) -> CopyMany:
 def test_moves_and_reductions_in_bundles(
     copy_many: CopyMany, in_place: bool, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Covers moves and reductions in pieces, in one crossing and through pinned memory, which uses no bundles. With
-    `waits`, kernels are launched before the data of a crossing arrives.
+    """The lengths cover reductions in pieces, in one exchange, and through pinned memory (without bundles). With
+    `waits`, kernels are launched before the data arrives.
     """
     monkeypatch.setattr(reduce_schedules, "_SHORTEST_PIECE", 1024)
     copy_many.awaits_data = waits

@@ -1,4 +1,4 @@
-"""Collectives that the proxies run on the arrays themselves, started by streams: results, order, failures."""
+"""Collectives that streams start and proxies run, directly on the callers' arrays: results, order, failures."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from support.ranks import Ranks
 from support.running import TIMEOUT, impatient, run_mpi, run_ranks, wait_for
 
 pytestmark = [pytest.mark.daemon, pytest.mark.hip]
-# Marks tests that need not run with proxies in a daemon, because other tests make the proxies do the same there.
+# Marks tests that need not run with proxies in a daemon, because other tests cover the same steps of a daemon.
 NO_PROXY = pytest.mark.no_proxy
 
 SHORT = 2.0
@@ -111,14 +111,14 @@ def test_little_goes_through_pinned_memory(kinds: tuple[Kind, Kind]) -> None:
 @pytest.mark.parametrize(
     ("in_place", "kind"),
     [
-        # Without --full, each kind of memory is tested once, either in place or not.
+        # Without --full, each kind of memory is tested once, either in place or out of place.
         pytest.param(in_place, kind, marks=pytest.mark.full if in_place != (kind == "private") else [])
         for in_place in (False, True)
         for kind in KINDS
     ],
 )
 def test_reduces_in_pieces_and_rounds(kind: Kind, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reduces arrays shorter and longer than a piece, a round and one crossing."""
+    """Reduces arrays of lengths below and above the limits that the test sets."""
     monkeypatch.setattr(reduce_schedules, "_SHORTEST_PIECE", 1024)
     counts = (1, 3, 500, 1031, 4096, 10_007)
 
@@ -234,9 +234,9 @@ def test_calls_queued_on_one_stream_run_in_order(ranks: Ranks) -> None:
 
 
 def test_two_groups_at_once() -> None:
-    """Calls of one group do not wait for the other group, even if one daemon thread runs both groups' schedules."""
+    """Two communicators' calls do not wait for each other, even if one daemon thread runs all their schedules."""
     size, share, rounds = max(world_sizes(1, 2)), 5000, 100
-    # All calls must be done before a thread reads its results, because reading waits for the whole device.
+    # No thread may read its results before all calls are done, because reading waits for the whole device.
     together = threading.Barrier(2 * size)
 
     def body(comm: Communicator) -> None:
@@ -301,7 +301,7 @@ def test_ranks_as_processes(size: int) -> None:
 # -- failures ---
 
 
-failure_of = functools.partial(hanging.caught, within=SHORT + 5)  # 5 s more than the time-out, for a busy machine
+failure_of = functools.partial(hanging.caught, within=SHORT + 5)  # a busy machine may need 5 s more than the time-out
 
 
 def test_a_rank_that_never_comes_is_named_with_the_schedule() -> None:
@@ -316,7 +316,7 @@ def test_a_rank_that_never_comes_is_named_with_the_schedule() -> None:
         if comm.rank == 1:
             assert failed.wait(60)
             return failure_of(lambda: comm.synchronize(stream))
-        for _ in range(3):  # the failure ends the two queued calls, too
+        for _ in range(3):  # the first call's failure also ends the two queued calls
             calls.issue("all_gather", x, out, stream=stream)
         error = failure_of(lambda: comm.synchronize(stream))
         failed.set()
@@ -331,7 +331,7 @@ def test_a_rank_that_never_comes_is_named_with_the_schedule() -> None:
 
 @pytest.mark.hip_full
 @pytest.mark.parametrize(
-    # Schedules of all collectives wait for a peer's data in the same steps.
+    # One collective suffices, because the schedules of all collectives wait for a peer's data with the same code.
     "collective",
     [pytest.param(each, marks=pytest.mark.full if each != "all_to_all" else []) for each in COLLECTIVES],
 )
@@ -364,7 +364,7 @@ def ring(comm: Communicator, number: int) -> None:
 
 
 def test_a_stream_works_between_the_stages_of_a_schedule() -> None:
-    """When a stage's data has arrived, the stream copies it and opens a gate, so that the schedule sends the copy."""
+    """When a piece of data has arrived, the stream copies the piece and opens a gate. The schedule sends the copy."""
     pieces = 3
 
     def body(comm: Communicator) -> None:
@@ -408,9 +408,7 @@ def test_a_stream_works_between_the_stages_of_a_schedule() -> None:
 
 
 def test_what_a_schedule_waits_for_is_shown_in_the_order_of_its_steps() -> None:
-    """The schedule waits first for the data of a stage, then for the stream to open a gate, then for data without a
-    stage.
-    """
+    """A schedule waits for a receive with a stage (a counter), then for a gate, then for a receive without a stage."""
 
     def body(comm: Communicator) -> None:
         proxy, words, channel = comm.proxy, comm.proxy.schedule_pointers, channel_to_itself(comm)
@@ -527,7 +525,7 @@ def test_a_schedule_that_runs_is_not_removed() -> None:
         bell, done = proxy.schedule_pointers.bell, proxy.schedule_pointers.done
         StreamOperations(comm.runtime, [WriteValue(bell, number), WaitValue(done, 1), WriteValue(done, 0)])(stream)
         deadline = time.monotonic() + 30
-        while sent.value != 1:  # once it is 1, the schedule waits for a second send
+        while sent.value != 1:  # when the count is 1, the schedule waits for a second send
             assert time.monotonic() < deadline
         with pytest.raises(ResourceError, match=f"schedule {number} runs"):
             proxy.remove_schedule(number)
@@ -588,7 +586,7 @@ def test_many_arrays_leave_memory_ids_for_stages() -> None:
 
 @pytest.mark.host_only("as on several hosts")
 def test_registered_arrays_of_many_ranks_leave_memory_ids_for_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(symmetric, "MOST_RANKS", 1)  # so that schedules name only registered memory
+    monkeypatch.setattr(symmetric, "MOST_RANKS", 1)  # makes schedules name only registered memory
     monkeypatch.setattr(memory, "_SCHEDULE_IDS", 4)
 
     def body(comm: Communicator) -> None:
@@ -637,7 +635,7 @@ def test_schedules_that_nobody_can_ring_are_removed(monkeypatch: pytest.MonkeyPa
 def test_a_hierarchy_has_schedules_between_nodes_where_kernels_do_not_reach(
     dtype: str, op: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between nodes, the hierarchical algorithm uses schedules for at most `most` ranks. For more ranks it uses kernels
+    """For up to `most` ranks, the hierarchical algorithm uses schedules between nodes. For more ranks it uses kernels
     that wait for the proxy's copies.
     """
     steps, by_schedule = reductions.all_reduce_steps, []

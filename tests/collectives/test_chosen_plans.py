@@ -62,7 +62,7 @@ def last_algorithm(comm: Communicator) -> str:
 
 
 def reduced(comm: Communicator, count: int, dtype: str = "float32", **options: Any) -> str:
-    """Makes an all_reduce in place and checks its result. Returns the algorithm that it used."""
+    """Makes an all_reduce in place and checks its result. Returns the algorithm of the call."""
     values = np.arange(count) % 5 + 1
     x = on_device(comm, (values * (comm.rank + 1)).astype(dtype))
     assert comm.all_reduce(x, **options) is x
@@ -105,7 +105,7 @@ def test_a_call_that_the_plan_can_not_execute_has_the_built_in_choice(pair: Rank
         assert reduced(comm, 64) == BY_READS.call_name
         assert reduced(comm, 64, op="max") == "any"
         assert reduced(comm, 61) == "any"  # The plan does not support chunks of 122 bytes.
-        assert reduced(comm, 2048) == "any"  # The plan's largest message is shorter.
+        assert reduced(comm, 2048) == "any"  # The plan's limit is below 2048 elements.
 
     pair.run(body)
 
@@ -153,7 +153,7 @@ def test_plans_stand_in_the_tables_of_all_collectives_that_take_them(pair: Ranks
             np.testing.assert_array_equal(on_host(result), expected)
             assert last_algorithm(comm) == loaded[collective].call_name
         x = on_device(comm, np.full(16, comm.rank, np.float32))
-        assert comm.all_to_all(x, out=x) is x  # the plan itself works only out of place
+        assert comm.all_to_all(x, out=x) is x  # in place although the plan works only out of place
         comm.synchronize()
         np.testing.assert_array_equal(on_host(x), rows)
 
@@ -258,7 +258,7 @@ def test_measuring_takes_the_plans_of_the_tables_part_and_keeps_the_librarys_own
     measure = tuning.measure
 
     def favouring_plans(*arguments: Any) -> dict[Case, dict[int, dict[Any, float]]]:
-        """Measures, and replaces the plans' times by 0, so that plans win."""
+        """Returns the measured times, except 0 for every plan, so that plans win."""
         measured = measure(*arguments)
         seen.append({algorithm for times in measured[case].values() for algorithm in times})
         return {

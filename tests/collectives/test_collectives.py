@@ -34,8 +34,8 @@ from support.ranks import Ranks
 from support.running import run_mpi
 
 WORLD_SIZES = (1, 2, 3, 4, 5, 8)
-REPRESENTED = (5, 8)  # Only with --full, because 3 and 4 ranks run the same code paths.
-ALL_TYPES = max(world_sizes(1, 2, 3))  # The number of ranks with which all types are tested.
+REPRESENTED = (5, 8)  # These run only with --full: 3 and 4 ranks run the same code paths.
+ALL_TYPES = max(world_sizes(1, 2, 3))  # Tests with this number of ranks use all types.
 
 
 @pytest.fixture(
@@ -49,8 +49,8 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 
 def types_of(algorithm: str | None, config: pytest.Config) -> tuple[str, ...]:
-    """Returns the types that a test reduces with an algorithm: all types with --full, else every third type. Two or
-    three algorithms per type suffice, because all algorithms combine two elements of a type with the same function.
+    """Returns the types that a test reduces with an algorithm: all types with --full, else every third type, because
+    all algorithms combine two elements of a type with the same function.
     """
     return DTYPES if config.getoption("--full") else DTYPES[CHOICES.index(algorithm) % 3 :: 3]
 
@@ -104,15 +104,15 @@ def test_all_reduce_computes_every_operation(ranks: Ranks, algorithm: str | None
 @pytest.mark.parametrize(
     ("algorithm", "dtype"),
     [
-        # Without --full, bfloat16 runs with only one algorithm of packets and one of rounds, because the number of
-        # rounds and epochs depends on bytes alone.
+        # Without --full, bfloat16 runs with only two algorithms (one uses packets, one does not), because the call's
+        # steps depend on its bytes, not on its type.
         pytest.param(algorithm, dtype, marks=pytest.mark.full if dtype == "bfloat16" and i not in (1, 3) else [])
         for i, algorithm in enumerate(ALGORITHMS)
         for dtype in ("float32", "bfloat16")
     ],
 )
 def test_all_reduce_of_more_than_the_scratch_memory_holds(ranks: Ranks, algorithm: str, dtype: str) -> None:
-    """The call takes several epochs of packets or rounds of exchange, and the last one is short."""
+    """The call needs several steps (epochs of packets, or rounds of the exchange), and the last step is short."""
     memory = open_runtime(RUNTIME).launch_defaults.exchange_bytes
     long = min(5 * memory, 8_800_000) // 4 + 1 if dtype == "float32" else min(2 * memory, 4_200_000) // 2 + 3
     several = 100_007 if algorithm == "two_shot_packets" else 40_007
@@ -173,8 +173,8 @@ def test_moves_more_than_the_scratch_memory_holds(ranks: Ranks, collective: str,
 def test_short_last_epochs_back_to_back_keep_slots_apart(
     ranks: Ranks, algorithm: str, pytestconfig: pytest.Config
 ) -> None:
-    """Each call has one packet more than fits into an epoch, so that most threads have nothing to do in its second
-    epoch, and begin the next call early.
+    """Each call has one packet more than fits into an epoch. Most threads have no packet in the call's second epoch and
+    begin the next call early.
     """
     capacity = 8192 * (ranks.world_size if algorithm == "two_shot_packets" else 1)
     times = 30 if pytestconfig.getoption("--full") else 12

@@ -64,7 +64,9 @@ def values(rank: int, count: int, dtype: str = "float32", seed: int = 0) -> np.n
 def executed(
     group: Ranks, plan: dict[str, Any], count: int, out_count: int, *, dtype: str = "float32", times: int = 3
 ) -> list[list[np.ndarray]]:
-    """Executes a plan `times` times, each time with new inputs. Returns the outputs, by execution and rank."""
+    """Executes a plan `times` times, each time with new inputs. Returns the outputs: one
+    list per execution, with one array per rank.
+    """
     loaded = ExecutionPlan.load(plan)
 
     def body(communicator: Communicator) -> list[np.ndarray]:
@@ -193,7 +195,7 @@ def test_calls_of_two_sizes_take_turns_and_scratch_memory_grows_meanwhile(ranks:
 
 
 def test_a_call_whose_form_is_kept_uses_the_memory_that_scratch_memory_has_grown_to(ranks: Ranks) -> None:
-    """In the last call, rank 0 passes an earlier array and reuses a prepared call; the other ranks prepare one."""
+    """In the last call, rank 0 passes an earlier array and reuses a prepared call; the other ranks pass new arrays."""
     plan = ExecutionPlan.load(all_reduce_by_packets(RANKS))
     short, long = RANKS * 4, RANKS * 4096
 
@@ -239,7 +241,7 @@ def read_reductions(view: RankView) -> list[Ops]:
 
 
 def packets(view: RankView) -> list[Ops]:
-    """Sends chunk 0 in packets, copies the peer's packets to the peer and to an output, and sums them."""
+    """Sends chunk 0 in packets, sends the peer's packets back, adds packets, and unpacks the returned packets."""
     _, peer = exchanged(view)
     return [
         [
@@ -254,7 +256,7 @@ def packets(view: RankView) -> list[Ops]:
 
 
 def copied_packets(view: RankView) -> list[Ops]:
-    """Keeps a sum in packets on this rank, and sends it to the peer in packets."""
+    """Stores a sum as packets on this rank, and sends the sum to the peer in packets."""
     _, peer = exchanged(view)
     sources = [own("i", 0), own("s", 0)]
     return [
@@ -422,7 +424,7 @@ def test_an_array_that_is_registered_again_is_named_by_its_new_ids(pair: Ranks) 
 
 
 def scattered_and_gathered(view: RankView) -> list[Ops]:
-    """Makes an all-gather that does not read inputs after the first write to an output, and accesses only outputs."""
+    """Makes an all-gather that reads no input after its first write to an output."""
     put = move("put", [own("i", 0)], [view.at(1 - view.rank, "s", 0)], channel_type="memory")
     copies = [
         move("copy", [own("i", 0)], [own("o", view.rank)]),
@@ -566,7 +568,7 @@ def test_a_result_without_out_is_x_or_a_new_array(pair: Ranks) -> None:
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Ranks]:
-    """Opens four ranks of this host as two rehearsed nodes of two ranks each."""
+    """Opens four ranks of this host as two simulated nodes of two ranks each."""
     with Ranks(4, local_world_size=2) as opened:
         yield opened
 
@@ -588,7 +590,7 @@ def test_a_plan_has_memory_channels_inside_nodes_and_port_channels_between_them(
 
 def test_a_memory_channel_between_nodes_is_refused_on_all_ranks_with_its_operation(nodes: Ranks) -> None:
     def program(view: RankView) -> list[Ops]:
-        if view.rank == 1:  # its first signal stays in the node, its second one goes to another node
+        if view.rank == 1:  # the first signal stays in the node, the second goes to another node
             return [[*(NOP for _ in range(3)), on("signal", [view.channel(0)]), on("signal", [view.channel(2)])]]
         return [[on("wait", [view.channel(1)])]] if view.rank in (0, 2) else []
 
@@ -689,7 +691,7 @@ def changed(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
 
 
 OPS = "gpus.1.threadblocks.0.ops"
-# Operations of switches, as MSCCL++'s language writes them.
+# Fields of operations on switch channels, as MSCCL++'s language writes them.
 _SWITCH = {"channel_type": "switch", "reduce_op": "sum"}
 _CHUNK = {"type": "i", "index": 0, "size": 9}
 _MULTICAST = {"switch_channel_id": 0, "index": 0, "size": 1}
@@ -814,8 +816,8 @@ def test_arrays_that_do_not_fit_the_plan_are_refused(pair: Ranks, count: int, dt
 
 @st.composite
 def random_plans(draw: st.DrawFn) -> tuple[dict[str, Any], list[tuple[int, int, int]]]:
-    """Draws a plan that puts chunks of inputs to chunks of outputs, in rounds. Returns the plan and the origin of each
-    chunk.
+    """Draws a plan that copies chunks of inputs to chunks of the peer's outputs. Returns the plan and its copies: the
+    receiving rank, the output's chunk and the input's chunk.
     """
     chunks = draw(st.integers(1, 4))
     free = [(rank, chunk) for rank in range(2) for chunk in range(chunks)]
@@ -904,7 +906,7 @@ def test_a_plan_stands_for_the_algorithm_of_a_collective(pair: Ranks) -> None:
             communicator.all_reduce(x, algorithm=gather)
         with pytest.raises(ArgumentError, match=r"is 'max', but .* works out sum"):
             communicator.all_reduce(x, "max", out=out, algorithm=reduce)
-        communicator.all_reduce(x, algorithm=reduce)  # the plan itself works only out of place
+        communicator.all_reduce(x, algorithm=reduce)  # in place, although the plan works only out of place
         communicator.synchronize()
         return on_host(out), on_host(gathered), on_host(x)
 

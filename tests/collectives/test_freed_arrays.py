@@ -1,6 +1,6 @@
-"""If the owner of a registered array frees it, the library must not take a new array at its address for the old one.
+"""If a registered array is freed, the library must not mistake a new array at the same address for the freed array.
 
-The tests' arrays belong to no pool that a communicator follows, so their memory is freed immediately.
+The tests' arrays are not in a memory pool that delays the freeing of memory.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def used(comm: Communicator, call: Call, source: Array) -> tuple[Any, ForeignMem
 
 
 def replaced(comm: Communicator, memory: ForeignMemory, *, here: bool = True) -> ForeignMemory:
-    """Frees the memory and returns new memory at its address, one rank after another. A rank with `here=False` keeps
-    its memory and returns it.
+    """Frees the memory and returns new memory at the same address, on one rank after another. A rank with `here=False`
+    keeps and returns the given memory.
     """
     found = memory
     for turn in range(comm.world_size):
@@ -61,7 +61,7 @@ def replaced(comm: Communicator, memory: ForeignMemory, *, here: bool = True) ->
 
 
 def gather(comm: Communicator, call: Call, source: Array, target: Array, algorithm: str | None = None) -> None:
-    """Gathers into a whole array and checks the result. The next call with similar arrays reuses the prepared call."""
+    """Gathers into `target` and checks the result. The next call with similar arrays reuses the prepared call."""
     source.upload(call.input(comm.rank, comm.world_size))
     target.fill(-1)
     barrier(comm)
@@ -114,8 +114,8 @@ def test_it_may_be_registered_itself(ranks: Ranks) -> None:
 def test_other_memory_is_not_taken_for_an_array_that_may_have_been_freed(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a thread without a context a driver may not tell whether memory was freed. The array is then staged, like
-    memory that is not registered.
+    """If a thread has no context, the driver may be unable to say whether memory was freed. Then calls copy the
+    array through scratch memory, as if the array were not registered.
     """
     unknown = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda _: 0)
     address = ctypes.cast(unknown, ctypes.c_void_p).value
@@ -153,7 +153,7 @@ def test_channels_refuse_what_was_freed(ranks: Ranks) -> None:
 
 
 def test_empty_memory_stays_while_it_is_registered(ranks: Ranks) -> None:
-    """If an array is freed before it is deregistered, its memory stays until the registration ends."""
+    """If a registered array is freed, its memory stays allocated until the array is deregistered."""
 
     def body(comm: Communicator) -> None:
         array = comm.empty(1000)

@@ -1,4 +1,4 @@
-"""With `invariant=True` a sum's bits depend only on the ranks' values of the element, not on its place in the array."""
+"""With `invariant=True` a sum's bits depend only on the ranks' values of an element, not on the element's index."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.devices import ON_HOST, runtime_with_blocks, runtime_with_lines, wo
 from support.ranks import Ranks
 from support.running import run_ranks
 
-WIDTH = 60  # elements of a row, which do not fill whole lines, nor whole vectors if the array begins at an offset
+WIDTH = 60  # elements per row; rows end inside a line (and, in an array at an offset, inside a vector)
 BATCHES = (1, 2, 7, 64, 700)
 MAKERS = {"packets": runtime_with_blocks, "lines": runtime_with_lines} if ON_HOST else {"GPU": runtime_with_blocks}
 WORLDS = [
@@ -68,8 +68,8 @@ def algorithms_of(comm: Communicator, collective: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_a_row_has_the_same_bits_in_every_batch(ranks: Ranks, world: tuple[int, int], name: str) -> None:
-    """Tries every algorithm that the communicator accepts, several offsets, in place or not, with all_reduce and with
-    reduce.
+    """Tries all_reduce and reduce with every algorithm that the communicator accepts, at several offsets, in place and
+    out of place.
     """
     want = expected_sums(ranks, name, world[1])
 
@@ -127,7 +127,7 @@ def test_algorithms_of_another_order_are_refused(ranks: Ranks, world: tuple[int,
             with pytest.raises(ArgumentError, match=r"^cta_policy: 'zero' needs invariant=False, "):
                 comm.all_reduce(x, cta_policy="zero")
         comm.collectives.selector = comm.collectives.selector.with_table("all_reduce", SizeTable((), "ring"))
-        # This call must not use "ring", although the table names it.
+        # The table names "ring", but this call must use another algorithm, because "ring" is not invariant.
         assert (on_host(comm.all_reduce(x)) == comm.world_size).all()
         comm.collectives.selector = comm.collectives.defaults
 

@@ -26,7 +26,7 @@ COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broa
 
 
 def of_empty(comm: Communicator, values: Any) -> ArrayView:
-    """Returns an array with these values that all peers can access."""
+    """Returns an array of `values`. All peers can access the array."""
     memory = symmetric(comm, values.nbytes) if comm.world_size > 1 else comm.empty(values.nbytes, "uint8")
     memory.upload(values.view(np.uint8))
     comm.group.symmetric.update()
@@ -78,7 +78,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 def test_calls_with_new_arrays_are_right_and_prepared_once(
     ranks: Ranks, collective: str, kind: str, in_place: bool
 ) -> None:
-    """One call uses a stream and the others do not, so that a call must wait for the previous call's stream."""
+    """One call uses a stream, and the next call, without a stream, must wait for that stream."""
     call = Call(collective, count=COUNT, in_place=in_place)
 
     def body(comm: Communicator) -> None:
@@ -100,8 +100,8 @@ def test_calls_with_new_arrays_are_right_and_prepared_once(
 
 
 def test_calls_that_are_queued_have_arrays_of_their_own(ranks: Ranks) -> None:
-    """Queued calls share one prepared call. Each must use its own arrays, although the prepared call holds only the
-    addresses of the latest arrays.
+    """Queued calls share one prepared call. Each queued call must use its own arrays, although the prepared call holds
+    only the addresses of the latest arrays.
     """
 
     def body(comm: Communicator) -> None:
@@ -131,8 +131,8 @@ def numbers(comm: Communicator, shape: Any = COUNT, dtype: str = DTYPE) -> Any:
 
 
 def reduced(comm: Communicator, x: Any, expected: str | None = None, **given: Any) -> None:
-    """Makes an all_reduce and checks its result; if `expected` is given, the call must be refused with an error that
-    begins with this text.
+    """Makes an all_reduce and checks its result. With `expected`, checks instead that the call raises an ArgumentError
+    whose text matches `expected`.
     """
     out = given.get("out", x)
     if expected is not None:
@@ -360,7 +360,7 @@ def test_a_launch_that_overtakes_the_close_leaves_later_calls_refused() -> None:
         group.failure.close()
         group.launches.recheck_next_call()
         with pytest.raises(ClosedError):
-            # A thread may find the communicator open and launch only after the close.
+            # A thread may find the communicator open, but launch after another thread has closed it.
             group.launches.launch(lambda _: None, None, ())
         with pytest.raises(ClosedError):
             comm.all_reduce(x)

@@ -1,4 +1,6 @@
-"""Lent memory: memory that its owner may free at any time, to which peers get access because calls use it often."""
+"""Lent memory: the library gives peers access to memory that calls use often, although the memory's owner may free it
+at any time.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from support.fakes.foreign_memory import ForeignMemory
 from support.ranks import Ranks
 from support.running import run_ranks, wait_for
 
-# The input has 1 MiB, which is the size of the shortest array that is lent.
+# The input has 1 MiB; the library lends no shorter array.
 CALL = Call("all_gather", count=1 << 18, in_place=False)
 ROOM = 64 << 20
 OFTEN = lent_memory._OFTEN
@@ -30,7 +32,7 @@ OFTEN = lent_memory._OFTEN
 
 @pytest.fixture(autouse=True)
 def _enough_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lengthens the window in which calls are counted: a busy machine may take longer than a second for them."""
+    """Counts calls in a window of a minute, because a busy machine may need more than a second for the calls."""
     monkeypatch.setattr(lent_memory, "_WINDOW_SECONDS", 60.0)
 
 
@@ -108,7 +110,7 @@ def mapped_handles(comm: Communicator) -> set[bytes]:
 
 
 def test_memory_is_lent_when_it_is_met_often(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call exports the memory once, and the watcher announces it to the peers."""
+    """A call exports the memory once. The watcher thread announces the export to the peers."""
 
     def body(comm: Communicator) -> None:
         source, memory = comm.empty(CALL.count, CALL.dtype), memory_for(comm)
@@ -147,7 +149,7 @@ def test_memory_that_is_met_once_is_never_exported(ranks: Ranks, monkeypatch: py
 
 @pytest.mark.parametrize("algorithm", [None, "proxy"])
 def test_what_its_owner_frees_is_withdrawn_without_a_call(ranks: Ranks, algorithm: str | None) -> None:
-    """The peers' mappings are closed, because they would keep the memory occupied."""
+    """Peers close their mappings of freed memory, because a mapping would keep the memory allocated."""
 
     def body(comm: Communicator) -> None:
         source, memory = comm.empty(CALL.count, CALL.dtype), memory_for(comm)
@@ -242,7 +244,7 @@ def test_an_array_may_end_at_any_line(ranks: Ranks, modules: list[str]) -> None:
         comm.synchronize()
         lines: set[tuple[str, int]] = set()
 
-        # Frees an array at each line, because a garbage collection might do so.
+        # Frees an array at each line of the library, because a garbage collection may run at any line.
         def trace(frame: FrameType, event: str, _: Any) -> Any:
             line = frame.f_code.co_filename, frame.f_lineno
             if line[0] not in traced:
@@ -272,7 +274,7 @@ def test_an_array_may_end_at_any_line(ranks: Ranks, modules: list[str]) -> None:
 def test_nothing_is_lent_that_is_small_or_scarce_or_not_to_be_lent(
     ranks: Ranks, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Calls do not check each time whether memory is left."""
+    """The library does not ask at every call how much device memory is left."""
 
     def body(comm: Communicator) -> None:
         source = comm.empty(CALL.count, CALL.dtype)
@@ -313,7 +315,7 @@ def test_only_so_much_is_lent(ranks: Ranks) -> None:
 
 
 def test_what_a_call_has_exported_ends_with_the_communicator() -> None:
-    """A communicator's end also ends an export that the watcher has not yet announced to the peers."""
+    """Closing a communicator also ends an export that the watcher has not yet announced to the peers."""
     exported: list[bytes] = []
     ended: list[bytes] = []
 
@@ -404,7 +406,9 @@ def test_gathers_go_by_proxy_once_peers_proxies_have_the_output() -> None:
         found = []
 
         def turn(*, beside: bool) -> None:
-            policy = calls.choose_policy("all_gather", target.nbytes, beside=beside, output=lambda: target.ptr)
+            policy = calls.choose_policy(
+                "all_gather", target.nbytes, beside=beside, late=beside, output=lambda: target.ptr
+            )
             found.append(policy == "zero")
             gather(comm, len(found), source, target, "proxy" if found[-1] else None, call)
 
@@ -424,7 +428,10 @@ def test_gathers_go_by_proxy_once_peers_proxies_have_the_output() -> None:
         everyone = [list(each) for each in comm.all_gather_bytes(bytes(found))]
         assert everyone == [everyone[0]] * comm.world_size
         withdrawn(comm, memory)
-        assert calls.choose_policy("all_gather", memory.nbytes, beside=True, output=lambda: memory.ptr) == "efficiency"
+        assert (
+            calls.choose_policy("all_gather", memory.nbytes, beside=True, late=True, output=lambda: memory.ptr)
+            == "efficiency"
+        )
 
     with Ranks(2) as ranks:
         ranks.run(body)

@@ -1,4 +1,4 @@
-"""all_reduce in packets that fill whole lines of 128 bytes. GPUs use these packets for longer arrays."""
+"""all_reduce in packets that fill whole lines of 128 bytes. GPUs use these packets for arrays above a size limit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COUNTS = (0, 1, 15, 241, 5003)  # from less than one thread's part to several pa
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_elements_of_every_size_are_reduced_in_lines(ranks: int) -> None:
-    """Calls are in place and out of place, in arrays of any alignment. Ranks get the bits of a sum in rank order."""
+    """Calls are in place and out of place, in arrays of any alignment. Results have the bits of a sum in rank order."""
 
     def body(comm: Communicator) -> None:
         for algorithm in ("one_shot", "two_shot_packets"):

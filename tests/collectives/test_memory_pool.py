@@ -34,7 +34,7 @@ CALLS = [
 
 
 def on_own_devices(world_size: int) -> Ranks:
-    """Opens ranks on different devices. A pool belongs to a device, so each rank has its own."""
+    """Opens ranks on different devices. A pool belongs to a device, so each rank needs a device of its own."""
     return Ranks(world_size, make_runtime=lambda rank: open_runtime(RUNTIME, rank))
 
 
@@ -115,7 +115,7 @@ def test_an_array_that_is_not_in_the_pool_has_all_ranks_stage(ranks: Ranks) -> N
 
 
 def test_segments_that_come_and_go(ranks: Ranks) -> None:
-    """A segment is freed when no peer maps it. Peers do not take a new segment at the same address for the old one."""
+    """A segment is freed when no peer maps it. Peers do not mistake a new segment at the same address for it."""
     call = Call("all_gather", count=LONG // 4, in_place=False)
 
     def body(comm: Communicator) -> None:
@@ -159,7 +159,7 @@ def test_a_freed_segment_stays_while_it_is_registered(ranks: Ranks) -> None:
 
 
 def test_two_communicators_use_one_pool() -> None:
-    """A segment is freed when both communicators have withdrawn it; closing one leaves the other's arrays usable."""
+    """A segment is freed when both communicators have withdrawn it, and stays usable if one communicator is closed."""
     call, size = Call("all_gather", count=LONG // 4, in_place=False), max(world_sizes(2, 3), default=2)
 
     with on_own_devices(size) as first:
@@ -192,7 +192,7 @@ def test_two_communicators_use_one_pool() -> None:
 
 
 def freed(comm: Communicator) -> list[int]:
-    """Returns the numbers of segments that were freed and still exist."""
+    """Returns the ids of segments that the allocator has freed but whose memory is still allocated."""
     comm.group.symmetric.update()
     return [segment.number for segment in MemoryPool(comm.runtime).segments() if segment.freed]
 
@@ -223,7 +223,7 @@ def test_the_proxies_reach_segments(ranks: Ranks) -> None:
 @pytest.mark.slow
 @pytest.mark.hip_full
 def test_ranks_as_processes() -> None:
-    """Peers map segments in other processes, including those of registered arrays that were freed."""
+    """Peers map segments in other processes, also segments whose registered arrays were freed."""
     size = processes(3)
     done = run_mpi(size, PROGRAMS / "memory_pool.py")
     assert done.returncode == 0, done.stdout + done.stderr

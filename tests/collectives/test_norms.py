@@ -43,7 +43,7 @@ def inputs(rank: int, shape: tuple[int, ...], name: str) -> tuple[NDArray[Any], 
 
 
 def summed(ranks: int, shape: tuple[int, ...], name: str) -> NDArray[Any]:
-    """Returns the ranks' rows added in the order of ranks and rounded, plus the residual, rounded again."""
+    """Returns round(round(sum of the ranks' rows, in rank order) + residual)."""
     rows = [inputs(rank, shape, name)[0].astype(np.float32) for rank in range(ranks)]
     total = functools.reduce(np.add, rows).astype(numpy_dtype(name))
     return (total.astype(np.float32) + inputs(0, shape, name)[1].astype(np.float32)).astype(total.dtype)
@@ -56,7 +56,7 @@ def normed(rows: NDArray[Any], weight: NDArray[Any]) -> NDArray[Any]:
 
 
 def require_normed(got: NDArray[Any], rows: NDArray[Any], weight: NDArray[Any]) -> None:
-    """Asserts that rows are normalized within one rounding of their type, and a few roundings of float32."""
+    """Asserts that the rows' errors are at most one rounding to their type and a few roundings to float32."""
     want = normed(rows, weight)
     spacing = 2.0 ** -(8 if got.dtype == numpy_dtype("bfloat16") else 11)
     assert (np.abs(got.astype(np.float64) - want) <= (spacing + 1e-6) * np.abs(want) + 1e-6).all()
@@ -116,6 +116,23 @@ def test_a_residual_and_a_weight_may_be_missing(ranks: Ranks) -> None:
     ranks.run(body)
 
 
+def test_a_bias_is_added_to_the_weights(ranks: Ranks) -> None:
+    shape = (3, 200)
+
+    def body(comm: Communicator) -> None:
+        x, residual, weight = (on_device(comm, each) for each in inputs(comm.rank, shape, "bfloat16"))
+        for algorithm in ALGORITHMS:
+            for bias in (1, -0.25, 0):
+                got = comm.all_reduce_rms_norm(x, residual, weight, EPS, weight_bias=bias, algorithm=algorithm)
+                barrier(comm)
+                require_normed(on_host(got.out), on_host(got.residual), on_host(weight).astype(np.float32) + bias)
+        for bad in ("one", float("nan"), 1e39, [1]):
+            with pytest.raises(ArgumentError, match="weight_bias: must be a number that a float32 can hold"):
+                comm.all_reduce_rms_norm(x, residual, weight, EPS, weight_bias=bad)
+
+    ranks.run(body)
+
+
 def test_rows_are_quantized_by_their_own_scale_or_by_a_given_one(ranks: Ranks) -> None:
     shape, given = (5, 130), 0.0625
 
@@ -141,7 +158,7 @@ def test_rows_are_quantized_by_their_own_scale_or_by_a_given_one(ranks: Ranks) -
 @pytest.mark.parametrize("world", [(n, n) for n in world_sizes(2, 3)] + [(n, 2) for n in world_sizes(4)], ids=str)
 @pytest.mark.parametrize("make", MAKERS)
 def test_a_row_has_the_same_bits_in_every_batch(make: str, world: tuple[int, int]) -> None:
-    """A row's sum, its normalized values and its scale have the same bits, with every algorithm."""
+    """A row's sum, normalized values and scale have the same bits with every algorithm and in every batch."""
     width, most = 904, 40
 
     def body(comm: Communicator) -> None:
@@ -231,7 +248,7 @@ def test_a_call_without_rows_does_nothing(ranks: Ranks) -> None:
 
 
 def arguments(comm: Communicator, **changed: Any) -> dict[str, Any]:
-    """Returns valid arguments, updated with `changed`. A pair (dtype, shape) stands for an array of zeros."""
+    """Returns valid arguments, updated with `changed`. Each pair (dtype, shape) becomes an array of zeros."""
     given: dict[str, Any] = {
         "x": ("bfloat16", (4, 32)),
         "residual": ("bfloat16", (4, 32)),

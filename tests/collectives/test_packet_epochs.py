@@ -15,15 +15,15 @@ pytestmark = pytest.mark.host_only(reason="writes the kernels' counters, which o
 ALGORITHMS = ("one_shot", "recursive_doubling", "two_shot_packets")
 IN_LINES = ("one_shot", "two_shot_packets")
 FORMS = {"packets": runtime_with_blocks, "lines": runtime_with_lines}
-# Both arrays take several epochs. The slots of both blocks hold 4096 packets of two int32 (3 * 4096 packets for
-# two_shot_packets), or, in lines, 2 * 2048 / 8 * 15 units of four int32.
+# Arrays of LONG or LONGER elements take several epochs, because the slots of both blocks hold only 4096 packets of two
+# int32 (3 * 4096 for two_shot_packets) or, in lines, 2 * 2048 / 8 * 15 units of four int32.
 LONG = 50_000
 LONGER = 110_000
 
 
 @pytest.mark.parametrize(
     "start",
-    # The last start suffices by default: packets are cleared at epoch 0, which follows it, and at multiples of 2**30.
+    # Kernels clear packets at multiples of 2**30. Without --full, only the last start runs, which precedes epoch 0.
     [pytest.param(start, marks=pytest.mark.full) for start in (0, 2**30 - 7, 2**31 - 5)] + [2**32 - 9],
 )
 @pytest.mark.parametrize("form", FORMS)

@@ -16,7 +16,7 @@ SHAPES = (("uint8", 1), ("int32", 17), ("uint8", 603), ("float64", 50_000))  # t
 
 
 def runtime_with_packets(rank: int) -> Runtime:
-    """Returns a runtime that sends up to 200 bytes in packets, and more in lines."""
+    """Returns a runtime that sends shares of up to 200 bytes in packets, and longer shares in lines."""
     runtime = runtime_with_blocks(rank)
     runtime.launch_defaults = replace(  # type: ignore[misc]
         runtime.launch_defaults, line_move_bytes=1 << 20, line_bytes=200

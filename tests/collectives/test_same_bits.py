@@ -1,4 +1,4 @@
-"""All ranks get the same bits of a reduction, whatever its values: NaNs, signed zeros and infinities too."""
+"""All ranks get the same bits of a reduction, also for NaNs, signed zeros and infinities."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from support.ranks import Ranks
 pytestmark = pytest.mark.slow
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-COUNT = 1003  # enough for all combinations of three ranks' values; fills no whole packets, vectors or shares
+COUNT = 1003  # covers all combinations of three ranks' values; no multiple of a packet, vector or share
 TURNS = (*ALGORITHMS, "hierarchical", "kernels")
 IN_NUMPY = {"sum": np.add, "avg": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 
 
 @pytest.fixture(scope="module", params=[*((n, n) for n in world_sizes(3)), *((n, 2) for n in world_sizes(4))])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """Opens three ranks on one node (no power of two, which matters for recursive doubling), and four on two nodes."""
+    """Opens three ranks on one node (recursive doubling differs for powers of two), or four ranks on two nodes."""
     world_size, local_world_size = request.param
     with Ranks(world_size, make_runtime=runtime_with_blocks, local_world_size=local_world_size) as group:
         yield group
@@ -36,9 +36,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 @pytest.fixture(autouse=True)
 def _as_users_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiles kernels with the default options, because which NaN a reduction returns depends on the
-    compiler's loops.
-    """
+    """Compiles kernels with the default options, because the compiler decides which of several NaNs a sum returns."""
     monkeypatch.delenv("PROXYCCL_CXXFLAGS", raising=False)
 
 
@@ -59,8 +57,8 @@ def special_values(name: str, rank: int) -> NDArray[Any]:
 def arrays(comm: Communicator, name: str, rows: int, kind: str) -> tuple[Any, Any]:
     """Returns an input array of `rows` equal rows, and an output array of one row.
 
-    Arrays of the kind "own" begin at different offsets on each rank, so that ranks may combine them in different
-    pieces.
+    Arrays of the kind "own" begin at different offsets on each rank, so that each rank may split its array
+    into other pieces.
     """
     values = np.tile(special_values(name, comm.rank), rows)
     if kind == "symmetric" and comm.runtime.name == "host":
@@ -75,7 +73,7 @@ def arrays(comm: Communicator, name: str, rows: int, kind: str) -> tuple[Any, An
 @pytest.mark.parametrize("kind", ["own", "symmetric"])
 @pytest.mark.parametrize(
     "collective",
-    # The HIP runtime's tests compile all kernels again, so they run only the collective with fewer kernels.
+    # The HIP runtime's tests compile all kernels again, so they run only reduce_scatter, which has fewer kernels.
     ["all_reduce", pytest.param("reduce_scatter", marks=[pytest.mark.hip, pytest.mark.hip_full])],
 )
 def test_all_ranks_get_the_same_bits(ranks: Ranks, collective: str, kind: str, pytestconfig: pytest.Config) -> None:
@@ -118,8 +116,8 @@ def test_all_ranks_get_the_same_bits(ranks: Ranks, collective: str, kind: str, p
 @pytest.mark.parametrize("name", ["bfloat16", "float32"])
 @pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter"])
 def test_a_policy_does_not_change_bits(collective: str, name: str, op: str) -> None:
-    """torch's process groups choose a policy for each long call from earlier calls, so the policy must not
-    change bits.
+    """A policy must not change a result's bits, because torch's process groups choose policies according to earlier
+    calls.
     """
     count = 3 * (1 << 16) + 24
 

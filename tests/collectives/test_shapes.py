@@ -1,5 +1,5 @@
-"""Arrays with the same number of elements but other shapes: refused if ranks share rows, accepted if only elements
-count.
+"""Ranks pass arrays of the same size but different shapes. all_reduce and reduce accept such arrays; other collectives
+refuse them.
 """
 
 from __future__ import annotations

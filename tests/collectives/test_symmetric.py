@@ -20,7 +20,7 @@ from support.devices import runtime_with_blocks, world_sizes
 from support.ranks import Ranks
 from support.running import wait_for
 
-# Shares of at least this many bytes are sent only after the ranks have met.
+# Ranks send shares of at least this many bytes only after all ranks have joined the call.
 LONG = open_runtime().launch_defaults.meeting_bytes
 CALLS = [
     Call("all_reduce", algorithm="two_shot"),
@@ -35,7 +35,7 @@ CALLS = [
 
 @pytest.fixture(
     scope="module",
-    # Three ranks run all code paths.
+    # Without --full, only three ranks run, because they cover all code paths.
     params=[pytest.param(n, marks=pytest.mark.full if n != 3 else []) for n in world_sizes(2, 3, 5)],
     ids=lambda n: f"{n}-ranks",
 )
@@ -168,7 +168,7 @@ def test_ranks_in_place_beside_others_that_are_not(ranks: Ranks, who: str) -> No
 
 
 def test_a_reduction_leaves_the_inputs_whose_results_are_dropped(ranks: Ranks) -> None:
-    """Peers store nothing in the inputs, although they can access them."""
+    """No rank writes to a peer's input, although ranks can access peers' inputs."""
     call = Call("all_reduce", count=1003, in_place=False)
 
     def body(comm: Communicator) -> None:
@@ -186,7 +186,7 @@ def test_a_reduction_leaves_the_inputs_whose_results_are_dropped(ranks: Ranks) -
 
 
 def staging_memory(comm: Communicator, *, reduces: bool) -> ArrayView:
-    """Returns the scratch memory through which an all_reduce (`reduces`) or a call that moves data stages."""
+    """Returns the scratch memory of an all_reduce (with `reduces`) or of a call that only moves data."""
     scratch, defaults = comm._collectives.team()._scratch, comm.runtime.launch_defaults
     rounds = 2 * defaults.exchange_bytes
     if not reduces:
@@ -195,7 +195,7 @@ def staging_memory(comm: Communicator, *, reduces: bool) -> ArrayView:
 
 
 def test_memory_that_is_deregistered_freed_and_allocated_again(ranks: Ranks) -> None:
-    """A new array may have the address of an earlier registered array, and must not be taken for it."""
+    """A new array at the address of an earlier registered array must not be mistaken for the earlier array."""
     call = Call("all_gather", count=LONG // 4, in_place=False)
 
     def body(comm: Communicator) -> None:
@@ -234,7 +234,7 @@ def test_arrays_that_were_freed_are_unmapped_by_their_peers(ranks: Ranks) -> Non
                 array.free()
             del array, arrays  # an array is freed with its last reference
             wait_for(lambda: not shared._withdrawn, "what was freed is withdrawn")
-            assert len(shared._announced) <= kept  # fewer if an array of an earlier test was freed meanwhile
+            assert len(shared._announced) <= kept  # `kept` may count an array of an earlier test that has been freed
             barrier(comm)
 
     ranks.run(body)

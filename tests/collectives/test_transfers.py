@@ -20,7 +20,7 @@ from support.devices import world_sizes
 from support.ranks import Ranks
 from support.running import run_ranks
 
-LONG = 3_000_001  # bytes: more than a flow's slots hold
+LONG = 3_000_001  # bytes: more than the slots between two ranks hold
 
 
 @pytest.fixture(scope="module", params=world_sizes(1, 2, 3, 4), ids=lambda n: f"{n}-ranks")
@@ -31,7 +31,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module", params=[None, 1], ids=["one-node", "nodes-of-one"])
 def pairs(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """Opens two ranks that map each other's memory, or that transfer through their proxies."""
+    """Opens two ranks on one node, or on two nodes, where transfers go through proxies."""
     with Ranks(2, local_world_size=request.param) as group:
         yield group
 
@@ -74,7 +74,7 @@ def test_sends_arrive_in_order_also_where_they_are_grouped_on_one_side_only(pair
 
 
 def test_a_group_may_name_its_transfers_in_any_order(ranks: Ranks) -> None:
-    """Each rank sends to both neighbours in a ring and to itself, more bytes than the slots hold."""
+    """Each rank sends more bytes than the slots hold, to both neighbours in a ring and to itself."""
 
     def body(comm: Communicator) -> None:
         rank, n = comm.rank, comm.world_size

@@ -114,7 +114,7 @@ def test_the_choice_is_by_collective_type_arrays_and_size() -> None:
     assert chosen == {"float16": "one_shot", "bfloat16": "one_shot", "float32": "ring", "int32": "ring"}
     assert selector.choose("all_reduce", DTYPES["bfloat16"], 101) == "two_shot"
     assert selector.choose("all_reduce", DTYPES["float64"], 1, symmetric=True) == "proxy"
-    for dtype in ("bfloat16", "uint8"):  # collectives that only move bytes
+    for dtype in ("bfloat16", "uint8"):  # a call that only moves bytes has one table for all types
         assert selector.choose("all_to_all", DTYPES[dtype], 101) == "kernels"
         assert selector.choose("all_to_all", DTYPES[dtype], 101, symmetric=True) == "proxy"
 
@@ -382,7 +382,7 @@ def test_measuring_ends_when_the_time_is_over(cache: Path) -> None:
 def test_tuning_gives_all_ranks_the_same_tables_and_right_results(cache: Path) -> None:
     def body(comm: Communicator) -> Selector:
         x = on_device(comm, np.ones(3000, np.float32))
-        comm.all_reduce(x)  # this prepared call must not survive the tuning
+        comm.all_reduce(x)  # tuning must invalidate this prepared call
         selector = comm.tune(sizes=(1024, 16384), iterations=1)
         assert comm.collectives.selector == selector
         for count in (10, 3000, 30000):
@@ -412,7 +412,7 @@ def has_defaults(comm: Communicator) -> bool:
 
 
 def save_unlikely(ranks: int) -> tuple[Path, Selector]:
-    """Saves tables for `ranks` ranks that no measurement would give. Returns the file's path and the tables."""
+    """Saves tables that no measurement would give, for `ranks` ranks. Returns the file's path and the tables."""
 
     def body(comm: Communicator) -> tuple[Path, Selector]:
         selector = comm.collectives.selector.with_table("all_reduce", UNLIKELY)

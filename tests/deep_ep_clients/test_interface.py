@@ -32,9 +32,10 @@ SIGNATURES = {
     "clean_low_latency_buffer": "num_max_dispatch_tokens_per_rank hidden num_experts",
     "low_latency_dispatch": "x topk_idx num_max_dispatch_tokens_per_rank num_experts "
     "cumulative_local_expert_recv_stats=None dispatch_wait_recv_cost_stats=None use_fp8=True round_scale=False "
-    "use_ue8m0=False async_finish=False return_recv_hook=False",
+    "use_ue8m0=False async_finish=False return_recv_hook=False use_nvfp4=False x_global_scale=None",
     "low_latency_combine": "x topk_idx topk_weights handle use_logfmt=False zero_copy=False async_finish=False "
-    "return_recv_hook=False out=None combine_wait_recv_cost_stats=None",
+    "return_recv_hook=False out=None combine_wait_recv_cost_stats=None overlap=False packed_recv_count=None "
+    "comp_signal=None block_m=64 threshold=0 num_sms=None src_signals=None src_signal_expect_value=0",
     "low_latency_update_mask_buffer": "rank_to_mask mask=False",
     "low_latency_query_mask_buffer": "mask_status",
     "low_latency_clean_mask_buffer": "",
@@ -383,14 +384,14 @@ def test_what_is_refused() -> None:
         refused("return_recv_hook", lambda: buffer.low_latency_dispatch(*low_latency, **both))
         refused("enable_shrink", lambda: buffer.low_latency_update_mask_buffer(0, mask=True))
         for what, call in {
-            "use_nvfp4": lambda: buffer.low_latency_dispatch(*low_latency, use_nvfp4=True),
+            "use_mxfp4": lambda: buffer.low_latency_dispatch(*low_latency, use_mxfp4=True),
             "dispatch_wait_recv_cost_stats": lambda: buffer.low_latency_dispatch(
                 *low_latency, dispatch_wait_recv_cost_stats=stats
             ),
             "get_local_buffer_tensor": lambda: buffer.get_local_buffer_tensor(torch.int8, torch.Size([1])),
         }.items():
             refused(what, call, NotImplementedError)
-        buffer.low_latency_dispatch(*low_latency, use_nvfp4=False, x_global_scale=None)  # disabled options
+        buffer.low_latency_dispatch(*low_latency, use_mxfp4=False, use_mxfp8=None)  # disabled options
         buffer.destroy()
         buffer.destroy()
         refused("destroyed", lambda: buffer.low_latency_dispatch(*low_latency), ClosedError)

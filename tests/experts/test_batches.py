@@ -1,4 +1,4 @@
-"""Between nodes the rows of consecutive segments travel as one message."""
+"""Between nodes, one message carries the rows of several consecutive segments (parts of a rank's tokens)."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ ROUTINGS = ("uniform", "one expert", "one rank", "mostly dropped", "all dropped"
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration, and a seed for the values that all ranks derive from it.
+    """A layer's configuration, and a seed from which all ranks derive the same values.
 
     Attributes:
         tokens: number of tokens of each rank.
@@ -84,7 +84,7 @@ class Case:
     # -- the numpy reference ---
 
     def arrivals(self, rank: int) -> list[tuple[int, int, int]]:
-        """Returns (source rank, token, k) of each row that the rank gets, in order."""
+        """Returns (source rank, token, slot) of each row that the rank receives, in the order of rows."""
         return _arrivals(self, rank)
 
     def counts(self, rank: int) -> list[int]:
@@ -100,9 +100,7 @@ class Case:
         return np.array(rows, numpy_dtype(self.dtype)).reshape(-1, self.hidden)
 
     def results(self, rank: int) -> Values:
-        """Returns random results of a rank's experts for their rows. Combine is linear in them, so any values
-        will do.
-        """
+        """Returns random values as the results of a rank's experts, which suffice because combine is linear."""
         return self.values(rank, len(self.arrivals(rank)), 3)
 
     def slots(self, rank: int) -> Values:
@@ -114,7 +112,7 @@ class Case:
         return out
 
 
-# Values are computed once for all ranks, which are threads; each rank gets a copy.
+# These functions compute values once for all ranks, which are threads. Each rank gets a copy.
 
 
 @computed_once
@@ -151,8 +149,8 @@ def _arrivals(case: Case, rank: int) -> list[tuple[int, int, int]]:
 
 
 def assert_combined(case: Case, got: Values, slots: Values, weights: Values, *, parts_rounded: bool) -> None:
-    """Asserts that `got` is the sum over k, within the errors of accumulation (two roundings per term) and of rounding
-    to the dtype. With `parts_rounded`, each node's part is also rounded to the dtype.
+    """Asserts that `got` is the weighted sum of each token's slots, up to errors of accumulation (two roundings per
+    term) and of rounding to the dtype. With `parts_rounded`, each node's part is also rounded to the dtype.
     """
     terms = slots.astype(np.float64) * weights.astype(np.float64)[:, :, None]
     accumulator = np.dtype(np.float64 if case.dtype == "float64" else np.float32)
@@ -173,7 +171,7 @@ def prepare(comm: Communicator, case: Case, moe: DispatchCombine) -> NDArray[np.
 
 
 def check(comm: Communicator, case: Case, algorithm: str | None = None) -> None:
-    """Makes every operation once and checks the results; on the host the arrays are numpy's own."""
+    """Calls every operation of the layer once and checks the results."""
     rank = comm.rank
     weights = case.weights(rank)
     moe = case.layer(comm, algorithm)
@@ -213,7 +211,7 @@ def check(comm: Communicator, case: Case, algorithm: str | None = None) -> None:
 WORLDS = [(1, {}), (2, {}), (3, {}), (4, {}), (5, {}), (8, {})]
 WORLDS += [(2, {"local_world_size": 1}), (5, {"local_world_size": 1}), (8, {"local_world_size": 4})]
 WORLDS += [(4, {"local_world_size": 2, "fifos": 2, "proxy_threads": 2, "fifo_size": 4})]
-# Only with --full: 3 and 5 ranks also share one node, and the last of WORLDS also has two nodes of several ranks.
+# These run only with --full, because other entries of WORLDS have one node of several ranks, or two such nodes.
 REPRESENTED = [(4, {}), (8, {}), (8, {"local_world_size": 4})]
 
 
@@ -435,11 +433,11 @@ def test_weights_may_be_left_out() -> None:
 
 
 def moved_by_proxies(case: Case, algorithm: str | None) -> list[tuple[int, int]]:
-    """Runs `check` on two ranks. Returns for each rank the number of triggers and of bytes that its proxy moved."""
+    """Runs `check` on two ranks. Returns each rank's number of triggers and the bytes that its proxy moved."""
 
     def body(comm: Communicator) -> tuple[int, int]:
         check(comm, case, algorithm)
-        barrier(comm)  # the proxy counts a trigger before the peer receives its data, so all triggers are counted here
+        barrier(comm)  # the proxy counts triggers before the peer gets data, so it has counted all of them now
         if comm.group.links.proxy_if_started is None:
             return 0, 0
         counters = [comm.proxy.counters(channel) for channel in range(64)]
@@ -454,7 +452,7 @@ def test_triggers_move_the_data_only_where_the_proxy_is_asked_to() -> None:
 
 
 def test_a_token_crosses_once_for_all_its_experts() -> None:
-    case = Case((8, 8), hidden=3584, topk=4)  # a row fills the shortest message
+    case = Case((8, 8), hidden=3584, topk=4)  # one row is long enough to be a message
     wider = replace(case, hidden=7168)
     crossing = [
         int((case.expert_ids(rank) // case.experts_per_rank == 1 - rank).any(axis=1).sum()) for rank in range(2)
@@ -462,7 +460,7 @@ def test_a_token_crosses_once_for_all_its_experts() -> None:
     pairs = zip(moved_by_proxies(case, "proxy"), moved_by_proxies(wider, "proxy"), strict=True)
     for rank, ((triggers, moved), (more_triggers, more_moved)) in enumerate(pairs):
         assert more_triggers == triggers
-        # `check` sends rows to the peer in four dispatches and results in two combines; only these depend on the width.
+        # `check` sends rows in four dispatches and results in two combines. The width changes no other bytes.
         assert more_moved - moved == (4 * crossing[rank] + 2 * crossing[1 - rank]) * 3584 * 4, rank
 
 

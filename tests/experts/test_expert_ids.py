@@ -28,7 +28,7 @@ def inputs(comm: Communicator) -> Any:
 
 
 def dispatch_and_check(layer: EPAll2AllLayer, comm: Communicator, ids: Any) -> Any:
-    """Makes a dispatch, checks for errors that it raises only later, and returns its descriptor."""
+    """Makes a dispatch, raises its errors, also those of its kernels, and returns its descriptor."""
     desc = layer.dispatch(inputs(comm), on_device(comm, ids))[2]
     comm.synchronize()
     layer.check()
@@ -156,8 +156,8 @@ def test_the_fullest_padded_expert_counts(pair: Ranks, announced: bool, expert: 
             assert on_host(desc.num_recv_tokens).tolist() == [room * here]
             # Rows of rank 0 come first and fill the expert's space.
             assert ((on_host(desc.token_dst_scatter_idx) >= 0) == (comm.rank == 0)).all()
-            layer.check()  # Raises the error only once.
-            # If each token chooses the expert once, all rows fit. The earlier error has no effect.
+            layer.check()  # The error is raised only once.
+            # If each token chooses the expert once, all rows fit. The earlier error does not affect this dispatch.
             once = np.tile(np.array([expert, EXPERTS], np.int32), (TOKENS, 1))
             rows, _, desc = layer.dispatch(inputs(comm), on_device(comm, once))
             if not float8:
@@ -171,7 +171,7 @@ def test_the_fullest_padded_expert_counts(pair: Ranks, announced: bool, expert: 
 def test_every_second_half_raises_that_rows_did_not_fit(pair: Ranks) -> None:
     def body(comm: Communicator) -> None:
         with layer_on(comm, layout="padded") as layer:
-            for _ in range(2):  # the second turn reuses the prepared calls
+            for _ in range(2):  # the second iteration reuses the prepared calls
                 pending = layer.dispatch_send(inputs(comm), np.zeros((TOKENS, 2), np.int32))
                 with pytest.raises(CapacityError):
                     layer.dispatch_recv(pending)

@@ -1,4 +1,4 @@
-"""Dispatch in float8: elements and scales have the same bits as those that ml_dtypes gives."""
+"""Dispatch in float8: elements and scales have the bits that ml_dtypes computes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def quantized(rows: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.float32]]:
 
 
 def inputs(rank: int, experts: int, dtype: str) -> tuple[NDArray[Any], NDArray[np.int32]]:
-    """Returns tokens, whose values have the whole range of magnitudes that float8 can distinguish, and expert ids."""
+    """Returns tokens with values of all magnitudes that float8 can distinguish, and expert ids."""
     rng = np.random.default_rng(rank)
     tokens = rng.standard_normal((TOKENS[rank], HIDDEN)) * 2.0 ** rng.integers(-12, 3, (TOKENS[rank], HIDDEN))
     tokens[::3, :128] = 0
@@ -124,6 +124,7 @@ def test_scales_that_take_more_room_than_the_tokens_type(local_world_size: int) 
     run_ranks(2, body, make_runtime=runtime_with_blocks, local_world_size=local_world_size)
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float4_e2m1fn_x2"])
 @pytest.mark.parametrize("num_scales", [None, 7])
 @pytest.mark.parametrize(
     "options",
@@ -131,17 +132,23 @@ def test_scales_that_take_more_room_than_the_tokens_type(local_world_size: int) 
     ids=repr,
 )
 @pytest.mark.parametrize("local_world_size", [2, 1])
-def test_any_number_of_scales(num_scales: int | None, options: dict[str, Any], local_world_size: int) -> None:
-    """A row of 208 elements needs two scales, one of them for a short block. Callers may also pad the scales."""
-    hidden, scales = 208, num_scales or 2
+def test_any_number_of_scales(
+    num_scales: int | None, options: dict[str, Any], local_world_size: int, dtype: str
+) -> None:
+    """A row of 208 elements needs two scales, for 128 and for 80 elements. Callers may pass more scales per row. Rows
+    in float4 are arrays of bytes.
+    """
+    width, element = 208, FLOAT8 if dtype == "float8_e4m3fn" else np.dtype(np.uint8)
+    hidden = width if element is FLOAT8 else 2 * width
+    scales = num_scales or -(-hidden // 128)
 
     def body(comm: Communicator) -> None:
         sizes = (4, hidden, 1, comm.rank, 2, local_world_size, 2)
-        layer = EPAll2AllLayer(comm, *sizes, dispatch_dtype="float8_e4m3fn", num_scales=num_scales, **options)
+        layer = EPAll2AllLayer(comm, *sizes, dispatch_dtype=dtype, num_scales=num_scales, **options)
         rng = np.random.default_rng(comm.rank)
         pairs = [
             (
-                on_device(comm, rng.random((4, hidden)).astype(FLOAT8)),
+                on_device(comm, (rng.random((4, width)) * 256).astype(element)),
                 on_device(comm, rng.random((4, scales), np.float32)),
             )
             for _ in range(2)
@@ -149,7 +156,7 @@ def test_any_number_of_scales(num_scales: int | None, options: dict[str, Any], l
         ids = on_device(comm, np.full((4, 1), 1 - comm.rank, np.int32))
         with pytest.raises(ArgumentError, match="must be a pair"):
             layer.dispatch(on_device(comm, np.ones((4, hidden), numpy_dtype("bfloat16"))), ids)
-        for pair in pairs:  # the second turn reuses the prepared calls
+        for pair in pairs:  # the second iteration reuses the prepared calls
             whole, _, desc = layer.dispatch(pair, ids)
             in_halves, _, _ = layer.dispatch_recv(layer.dispatch_send(pair, ids))
             for values, of_rows in (whole, in_halves, layer.redispatch(pair, desc)):
@@ -203,6 +210,7 @@ def test_what_is_refused() -> None:
         refused("hidden", lambda: make(200, "float8_e4m3fn"))
         short = make(192, "float8_e4m3fn")
         refused("dispatch_dtype", lambda: make(256, "float8_e5m2"))
+        refused("hidden", lambda: make(16, "float4_e2m1fn_x2"))
         ids = on_device(comm, np.zeros((2, 1), np.int32))
         rows, scales = (on_device(comm, x) for x in quantized(np.ones((2, HIDDEN), np.float32)))
         refused("input", lambda: short.dispatch(on_device(comm, np.ones((2, 192), np.float32)), ids))

@@ -1,4 +1,4 @@
-"""Calls of a layer that reuse prepared calls. The library prepares each kind of call once; a call passes its arrays."""
+"""A layer prepares each kind of call once. Later calls of this kind reuse the prepared call with their own arrays."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ FORMS = {
 
 
 class Batch:
-    """A rank's tokens. Their values are integers that float8 rows with scales of 2 represent exactly."""
+    """A rank's tokens. The tokens' values are integers that float8 rows with scales of 2 represent exactly."""
 
     def __init__(self, comm: Communicator, form: Form, turn: int) -> None:
         generator, device = torch.Generator().manual_seed(2 * turn + comm.rank), torch_device(comm)
@@ -94,7 +94,7 @@ class Batch:
             self.given = values.to(torch.float8_e4m3fn).to(device), scales
 
     def times(self, layer: EPAll2AllLayer) -> Any:
-        """Returns how many rows each token is sent in."""
+        """Returns the number of rows that are sent for each token."""
         if layer.layout != "rank":
             return TOPK
         return torch.stack([(self.ids // 2 == rank).any(1) for rank in range(2)]).sum(0).unsqueeze(1)
@@ -171,7 +171,7 @@ def test_on_the_stream_where_torch_works_c_alone_issues_them(
         pytest.skip("pretends that the host runtime's stream is torch's")
 
     def common(call: CallForm, *launches: Any) -> tuple[Any, ...]:
-        """Makes calls without a stream queue their work on the default stream, as they do on a GPU."""
+        """Lets calls without a stream use the default stream, as on a GPU."""
         calls, _, _, kind, stream_of, queue, _, *others = given(call, *launches)
         handle = call._group.launches.default_stream.handle
 

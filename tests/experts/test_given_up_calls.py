@@ -1,4 +1,4 @@
-"""A dispatch that times out leaves its tables unfilled. Calls queued after it must not use these tables."""
+"""A dispatch that times out leaves its tables unfilled, so calls queued after the dispatch must not use the tables."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_calls_after_a_dispatch_that_gave_up_touch_no_row(
 
         def made() -> Any:
             table = new()
-            table[...] = 0x3F3F3F3F  # far out of range, both as a row and as a rank
+            table[...] = 0x3F3F3F3F  # an index that is out of range for rows and for ranks
             return table
 
         return made
@@ -73,7 +73,7 @@ def test_calls_after_a_dispatch_that_gave_up_touch_no_row(
     def body(comm: Communicator) -> None:
         layer = plan.case.layer(comm, **LAYOUTS[layout])
         assert layer.ctx.workspace.announces == announces
-        assert layer.ctx.workspace.experts.blocks > 1  # several blocks, of which only the last one gathers counts
+        assert layer.ctx.workspace.experts.blocks > 1  # only the last of several blocks gathers counts
         impatient(comm, 0.5)
         if comm.rank == 1:
             wait_for_failure(comm)

@@ -64,7 +64,7 @@ class Mixture:
         return [torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True) for shape in shapes]
 
     def run(self, block: Block, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Returns all ranks' outputs for all ranks' inputs. For autograd this is one function."""
+        """Returns all ranks' outputs for all ranks' inputs, as one function of autograd."""
         outputs: tuple[Tensor, ...] = OnRanks.apply(self, block, *inputs)
         return outputs
 
@@ -173,7 +173,7 @@ def test_gradients_are_those_of_one_process(mixture: Mixture) -> None:
 
     def dense(matrices: Tensor) -> Tensor:
         total = torch.zeros((), dtype=torch.float64)
-        # The last matrix is used for slots without expert.
+        # Slots without expert use the last matrix, which is zero.
         padded = torch.cat([matrices, torch.zeros_like(matrices[:1])])
         for rank, ids in enumerate(mixture.ids):
             tokens, weights = inputs[2 * rank], inputs[2 * rank + 1]
@@ -216,7 +216,7 @@ def test_gradients_of_a_row_for_each_rank(pair: Ranks, halves: bool, buffers: in
             rows, row_weights, desc = layer.dispatch_recv(layer.dispatch_send(tokens, ids, weights))
         else:
             rows, row_weights, desc = layer.dispatch(tokens, ids, weights)
-        # For an expert of another rank, the row's weight is 0, so its factor does not matter.
+        # For an expert of another rank, the row's weight is 0, so the expert's factor does not matter.
         factors = desc.local_expert_ids + comm.rank * EXPERTS_PER_RANK + 1
         made = rows * (row_weights * factors).sum(1, keepdim=True)
         combined = layer.combine_recv(layer.combine_send(made, desc)) if halves else layer.combine(made, desc)

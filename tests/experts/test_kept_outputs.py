@@ -1,4 +1,4 @@
-"""Output arrays in buffers in which peers store rows directly: they stay valid as long as the program holds them."""
+"""Peers store rows directly in output buffers. Output arrays in a buffer stay valid while the program holds them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_outputs_stay_as_long_as_an_array_of_them(ranks: int, options: dict[str,
 def test_repeated_calls_keep_no_output(pair: Ranks) -> None:
     def body(comm: Communicator) -> None:
         with make_layer(comm) as layer:
-            for seed in range(2):  # the second turn reuses the prepared calls
+            for seed in range(2):  # the second iteration reuses the prepared calls
                 rows, desc = dispatch(comm, layer, seed)
                 layer.combine(rows, desc)
                 del rows, desc
@@ -84,7 +84,7 @@ def test_a_buffer_is_free_when_the_last_array_in_it_is_gone(pair: Ranks) -> None
             assert [lies_in_buffer(layer, rows) for rows in held] == [True, True, False]
             part = held[1][3:5]
             held.clear()
-            for seed in range(3):  # each turn's first dispatch uses the first buffer
+            for seed in range(3):  # each iteration's first dispatch uses the first buffer
                 rows, _ = dispatch(comm, layer, seed)
                 assert lies_in_buffer(layer, rows)
                 beside, _ = dispatch(comm, layer, 7)

@@ -51,9 +51,9 @@ from support.running import run_mpi
 WORLDS: list[WorldOptions] = [(size, {}) for size in (1, 2, 3, 5, 8)]
 WORLDS += [(2, {"local_world_size": 1}), (4, {"local_world_size": 1}), (6, {"local_world_size": 2})]
 WORLDS += [(4, {"local_world_size": 2, "fifos": 2, "proxy_threads": 2, "fifo_size": 4, "batch_tokens": 3})]
-WORLDS += [(3, {"announced_slots": 0})]  # Ranks of one node always send each other counts.
-WORLDS += [(4, {"few_tokens": 0})]  # Some blocks only send.
-# Only with --full: 5 ranks also share one node, and 2 ranks are also one node each.
+WORLDS += [(3, {"announced_slots": 0})]  # With announced_slots=0, ranks of a node send each other counts.
+WORLDS += [(4, {"few_tokens": 0})]  # With few_tokens=0, some blocks only send.
+# These run only with --full: other entries have one node of 5 ranks, and two nodes of one rank each.
 REPRESENTED = [(8, {}), (4, {"local_world_size": 1})]
 
 
@@ -139,7 +139,7 @@ def test_tokens_on_one_rank_alone(world: World) -> None:
 def test_local_combine(pair: Ranks, dtype: str, local_combine: bool) -> None:
     plan = plan_of(Case((12, 15), topk=8, hidden=40, dtype=dtype, local_combine=local_combine))
     other = plan.routing.combine(plan.results, local_combine=not local_combine)
-    assert not np.array_equal(plan.combined[0], other[0])  # so that the test can distinguish the two results
+    assert not np.array_equal(plan.combined[0], other[0])  # otherwise the test could not tell the results apart
     pair.run(lambda comm: check(comm, plan))
 
 
@@ -633,7 +633,7 @@ def test_rows_past_a_fixed_maximum_count_as_zero(
                 with pytest.raises(CapacityError) as caught:
                     layer.check()
                 assert caught.value.needed == max(rows)
-                layer.check()  # raises the error only once
+                layer.check()  # the error is raised only once
                 results = first(plan.results[rank])
                 same_numbers(layer.combine(results, desc), combined[rank], "combine")
                 got = layer.combine(results, desc, weights=first(plan.scales[rank]))
@@ -641,6 +641,6 @@ def test_rows_past_a_fixed_maximum_count_as_zero(
             if comm.runtime.name == "host":
                 with pytest.raises(CapacityError):  # a call without a stream waits, so the call itself raises the error
                     dispatch_of(layer, plan, comm)
-        check(comm, plan)  # uses a layer without a maximum on the same communicator
+        check(comm, plan)  # `check` makes a layer without a maximum on the same communicator
 
     run_ranks(3, body, local_world_size=local_world_size)

@@ -186,7 +186,7 @@ def test_wrong_arrays_are_refused_by_name() -> None:
 
         with case.layer(comm) as layer:
             tokens, ids, weights = ones(5, 4), zeros(5, 2), ones(5, 2)
-            layer.dispatch(tokens, ids)  # later wrong calls must be refused even after a valid call
+            layer.dispatch(tokens, ids)  # wrong calls must be refused even after a valid call
             for argument, arguments in [
                 ("input", (ones(9, 4), zeros(9, 2))),  # more than max_tokens
                 ("input", (ones(5, 4, dtype=np.float64), ids)),
@@ -227,7 +227,7 @@ def test_wrong_arrays_are_refused_by_name() -> None:
                 ("added", {"added": (ones(5, 4, dtype=np.float64),)}),
                 ("added", {"added": (ones(5, 4),) * 3}),
                 ("added", {"added": (None,)}),
-                ("order_ids", {"order_ids": ids}),  # needs a layer that sums rows rank by rank
+                ("order_ids", {"order_ids": ids}),  # only layers that sum rows rank by rank accept `order_ids`
                 ("out", {"out": ones(4, 4)}),
                 ("out", {"out": ones(5, 4, dtype=np.float64)}),
                 ("out", {"out": rows[:5]}),
@@ -239,7 +239,7 @@ def test_wrong_arrays_are_refused_by_name() -> None:
             refused("input", lambda: layer.redispatch(ones(5, 4, dtype=np.float64), desc))
             refused("ep_a2a_layout_desc", lambda: layer.redispatch(tokens, object()))
             assert np.array_equal(on_host(layer.combine(rows, desc)), np.full((5, 4), 2))
-            for _ in range(3):  # later turns reuse the prepared call
+            for _ in range(3):  # later iterations reuse the prepared call
                 assert np.array_equal(on_host(layer.combine(rows, desc, added=(ones(5, 4),))), np.full((5, 4), 3))
             assert np.array_equal(on_host(layer.combine(rows, desc)), np.full((5, 4), 2))
             check_layer(comm, plan, layer)

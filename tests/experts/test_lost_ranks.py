@@ -32,7 +32,7 @@ def layer_on(comm: Communicator, experts: int, **options: Any) -> EPAll2AllLayer
 
 
 def inputs_of(rank: int, all_ranks: int, layout: str) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Returns a rank's tokens, expert ids and weights. No token chooses an expert twice; some slots choose none."""
+    """Returns a rank's tokens, expert ids and weights. No token repeats an expert; some slots choose no expert."""
     rng = np.random.default_rng(rank)
     count, experts = TOKENS - rank % 2, all_ranks * PER_RANK
     ids = np.array([rng.permutation(experts + 1)[:TOPK] for _ in range(count)])

@@ -1,4 +1,4 @@
-"""A layer accepts its numbers in any integer type, and checks their bounds before it allocates anything."""
+"""A layer accepts numeric arguments of any integer type, and checks their bounds before it allocates anything."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows that a rank should receive: one row per token that chooses at least one of its experts."""
+    """The rows that a rank should receive: one row per token that chooses at least one of the rank's experts."""
 
     rows: Values
     experts: NDArray[np.int32]
@@ -232,7 +232,7 @@ def check_padded_rows(comm: Communicator, case: Case) -> None:
 WORLDS: list[WorldOptions] = [(size, {}) for size in (1, 2, 3, 5)]
 WORLDS += [(3, {"announced_slots": 0}), (4, {"few_tokens": 0, "announced_slots": 0})]
 WORLDS += [(4, {"local_world_size": 2, "batch_tokens": 3})]
-REPRESENTED = [(5, {})]  # only with --full, because 3 ranks also share one node
+REPRESENTED = [(5, {})]  # runs only with --full, because the case of 3 ranks also has one node
 
 
 @pytest.fixture(scope="module", params=params(WORLDS, REPRESENTED), ids=world_name)
@@ -358,7 +358,7 @@ def test_blocks_announce_shares_of_many_tokens(max_recv_tokens: int | None) -> N
         check_rank_rows(comm, case, **options)
         with case.layer(comm, **options) as layer:
             experts = layer.ctx.workspace.experts
-            # For each of 3 ranks, 11 packets for 64 tokens each; from each block, one packet for bad ids.
+            # 11 packets per rank (one for every 64 of at most 700 tokens), and one packet per block for bad ids.
             assert experts.choice_packets == experts.blocks + 3 * 11
 
     with Ranks(3, make_runtime=runtime_with_blocks) as ranks:
@@ -440,7 +440,7 @@ def test_an_output_stays_until_its_buffer_is_taken_again(announced: bool, monkey
 def test_one_rank_alone_may_record_its_dispatches(
     announced: bool, max_recv_tokens: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If only one rank's tokens require a gradient, its outputs stay valid, and its peers' outputs reuse buffers."""
+    """If only one rank's tokens require a gradient, that rank's outputs stay valid; other ranks reuse buffers."""
     if not announced:
         monkeypatch.setattr(geometry, "ANNOUNCED_SLOTS", 0)
 
@@ -459,7 +459,7 @@ def test_one_rank_alone_may_record_its_dispatches(
         cases = [Case((3 + i, 2)) for i in range(3)]
         with Case((9, 2)).layer(comm, output_buffers=1, max_recv_tokens=max_recv_tokens) as layer:
             outputs = []
-            for case in cases:  # later turns reuse the prepared calls
+            for case in cases:  # later iterations reuse the prepared calls
                 recording_threads.update([threading.get_ident()] if comm.rank == 1 else [])
                 rows, _, desc = layer.dispatch(*case.arguments(comm))
                 recording_threads.discard(threading.get_ident())

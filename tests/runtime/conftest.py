@@ -13,7 +13,7 @@ from support.devices import RUNTIME
 
 @pytest.fixture
 def runtime() -> Iterator[Runtime]:
-    """Opens the tests' runtime on device 0 and makes its context current; waits for its work after the test."""
+    """Opens the tests' runtime on device 0 and makes its context current. Synchronizes the device after the test."""
     opened = open_runtime(RUNTIME, 0)
     with opened.current():
         yield opened

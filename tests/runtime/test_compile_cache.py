@@ -33,7 +33,7 @@ def read(path: Path) -> bytes:
 
 
 class Recorder:
-    """A stand-in for a compiler that counts its calls."""
+    """A fake compiler that counts the calls of its `compile`."""
 
     runtime = "none"
 
@@ -187,7 +187,7 @@ def test_a_file_that_another_process_writes_meanwhile_does_no_harm(cache: Path, 
 
     class Slow(Recorder):
         def compile(self, source: str, options: tuple[str, ...] = ()) -> bytes:
-            path.write_bytes(whole)  # as another process that compiles faster would
+            path.write_bytes(whole)  # as if another process had compiled faster
             return super().compile(source, options)
 
     assert use(Slow()) == b"image of source"

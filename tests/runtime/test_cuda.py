@@ -1,4 +1,4 @@
-"""The CUDA runtime's errors on machines where CUDA can't run. Tests of all runtimes cover it on machines with GPUs."""
+"""The CUDA runtime's errors on machines without CUDA. On machines with GPUs, other tests cover the CUDA runtime."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_fewer_queues_than_usual_are_named(
 
 
 def test_operations_of_a_stream_have_the_drivers_layout() -> None:
-    """stream_operations.h declares a copy of CUDA's struct; its layout must equal that in the Python binding."""
+    """The copy of CUDA's struct in stream_operations.h must have the layout of the struct in the Python binding."""
     driver = pytest.importorskip("cuda.bindings.driver")
     theirs, ours = driver.CUstreamBatchMemOpParams(), ffi.new("ProxycclStreamOperation *")
     theirs.waitValue.operation = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_64

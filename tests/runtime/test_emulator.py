@@ -297,9 +297,9 @@ def test_stacks_of_a_block_are_one_mapping(runtime: HostRuntime, kernels: Module
     blocks = 16
     syncer, values, wrong = zeros(2), zeros(blocks), zeros(1)
     before = mappings()
-    kernels.grid_barrier(blocks, 256, syncer, values, wrong, 1)  # blocks wait for each other, so each has its OS thread
+    kernels.grid_barrier(blocks, 256, syncer, values, wrong, 1)  # blocks that wait for each other have OS threads
     runtime.synchronize()
-    assert mappings() - before < 256  # each OS thread adds some mappings
+    assert mappings() - before < 256  # far fewer than if each GPU thread were an OS thread
 
 
 def test_16_bit_floats_convert_as_ieee_says(runtime: HostRuntime, kernels: Module) -> None:
@@ -854,7 +854,7 @@ def test_arguments_outlive_the_launch_that_uses_them() -> None:
 
 
 def test_streams_come_and_go_while_others_wait_for_all() -> None:
-    """Ranks that are threads may share a runtime; one closes its streams while another synchronizes."""
+    """Ranks that are threads may share a runtime; one rank closes its streams while another rank synchronizes."""
     runtime, ended = HostRuntime(), threading.Event()
 
     def wait_for_all() -> None:

@@ -1,8 +1,8 @@
-"""Behaviour that only the HIP runtime has: errors where ROCm or hip-python is missing, and calls of HIP's own.
+"""Behaviour that only the HIP runtime has: errors where ROCm or hip-python is missing, and calls that only HIP has.
 
 HIP's calls go through hip-python to a test library that forwards them to the host runtime (support/hip).
-`make test-hip` runs the tests of all runtimes on this library. Each case is a process, because hip-python loads its
-library only once.
+`make test-hip` runs the tests of all runtimes on the test library. Each test starts a process, because hip-python loads
+the library only once.
 """
 
 from __future__ import annotations

@@ -46,17 +46,17 @@ HIP = TESTS / "support/hip"
 HIPRTC = ROOT / "build/hiprtc"
 LIBRARIES = HIPRTC / "root/usr/lib/x86_64-linux-gnu"
 ARCHITECTURES = ("gfx90a", "gfx942", "gfx950")
-# Without --full, gfx942 represents gfx950, because both have the same scopes, waits and fences. Those of gfx90a differ.
+# Without --full, gfx942 represents gfx950, because both have the same scopes, waits and fences. gfx90a differs.
 SPELLED = [pytest.param(each, marks=pytest.mark.full if each == "gfx950" else []) for each in ARCHITECTURES]
-# One architecture suffices, without --full, for tests whose results do not depend on an architecture's instructions.
+# Without --full, one architecture suffices for tests whose results do not depend on the architecture's instructions.
 EXAMPLE = [pytest.param(each, marks=[] if each == "gfx942" else pytest.mark.full) for each in ARCHITECTURES]
 
 
 class Hiprtc:
     """The compiler, in a separate process that runs under its own C library.
 
-    Without `as_for_users`, `compile` uses -O1, which takes two thirds of the time; `instructions` always uses users'
-    options.
+    With `as_for_users`, `compile` uses the options for users; otherwise it uses -O1, which saves a third of the time.
+    `instructions` always uses the options for users.
     """
 
     def __init__(self, as_for_users: bool) -> None:
@@ -131,8 +131,8 @@ def exports(code: bytes, name: str) -> bool:
 
 
 def test_every_header_compiles(hiprtc: Hiprtc) -> None:
-    # One architecture suffices, because unused templates and inline functions become no instructions. That each header
-    # compiles alone is checked with NVRTC, which takes a fifth of the time.
+    # One architecture suffices, because unused templates and inline functions become no instructions.
+    # test_nvrtc.py checks that each header compiles alone, because NVRTC takes only a fifth of the time.
     hiprtc.compile("".join(f'#include "{header}"\n' for header in headers("hip")), "gfx942")
 
 
@@ -211,7 +211,7 @@ def test_the_interpreter_of_execution_plans_compiles(hiprtc: Hiprtc) -> None:
 
 @pytest.mark.parametrize("architecture", EXAMPLE)
 def test_a_kernel_that_uses_everything_compiles(hiprtc: Hiprtc, architecture: str) -> None:
-    # HIP's masks of lanes have 64 bits.
+    # Masks of lanes have 64 bits in HIP, and 32 bits in CUDA.
     code = hiprtc.compile(USER_KERNEL.replace("0xffffffffu", "~0ull"), architecture)
     for name in ("sm_channel", "newer_names", "proxy_channel", "ring", "block_and_warp"):
         assert exports(code, name)
@@ -320,7 +320,7 @@ def merged(entries: list[str]) -> list[str]:
 
 
 class Assembled(dict[str, Instructions]):
-    """The instructions for each architecture. The first test that asks for an architecture compiles for it."""
+    """The instructions for each architecture, which the first test that reads them compiles."""
 
     def __init__(self, compiler: Hiprtc) -> None:
         self._compiler = compiler
@@ -338,8 +338,8 @@ def assembled(hiprtc: Hiprtc) -> Assembled:
 
 def test_an_access_is_one_instruction_of_the_right_kind(assembled: Assembled, architecture: str) -> None:
     kernels, to = assembled[architecture], Scopes(architecture)
-    # After the acquire that finds room, both words of a trigger are stored past the caches. The second word, with the
-    # parity bit, is stored only after all earlier stores have arrived.
+    # After the acquire (of the load that finds room in the ring), both words of a trigger bypass the caches. The kernel
+    # stores the second word, with the parity bit, only after all earlier stores have arrived.
     store = "global_store_dwordx2" + to.system_store
     assert merged(kernels["store_trigger"]) == [to.device_invalidate, store, *to.write_back, store]
     # A packet is one store of 16 bytes, and no wait follows it.

@@ -1,6 +1,7 @@
-"""While a thread captures a stream into a graph, its calls on other streams are refused: the graph would miss them.
+"""While a thread captures a stream into a graph, the thread's calls on other streams are refused, because the graph
+would miss these calls.
 
-The captures are stand-ins (support/fakes/captures.py); tests/gpu/test_gpu.py uses graphs of torch and cupy.
+The captures are fakes (support/fakes/captures.py); tests/gpu/test_gpu.py uses graphs of torch and cupy.
 """
 
 from __future__ import annotations
@@ -92,12 +93,12 @@ class Calls:
 
 @pytest.mark.parametrize("current_of", ["torch", "cupy"])
 def test_a_call_that_a_capture_would_miss_is_refused(monkeypatch: pytest.MonkeyPatch, current_of: str) -> None:
-    """Rank 0 refuses calls before the ranks compare them, so later calls match although rank 1 did not make these."""
+    """Rank 0 refuses calls before ranks compare calls, so later calls match although rank 1 omits the refused calls."""
 
     def body(comm: Communicator) -> None:
         calls, other = Calls(comm), comm.runtime.create_stream()
         every = calls.alone | calls.together
-        for turn in range(3):  # later turns reuse the prepared calls
+        for turn in range(3):  # later iterations reuse the prepared calls
             for call in every.values():
                 call(other.handle if turn else None)
         comm.synchronize()

@@ -50,8 +50,8 @@ def test_every_header_compiles_alone(nvrtc: Nvrtc, of_users: bool) -> None:
         nvrtc.compile(f'#include "{header}"\n', PTX)
 
 
-# What libcu++ declares under NVRTC, and so every CUDA header that includes it, such as <cooperative_groups.h>. NVRTC's
-# package does not contain these headers.
+# Under NVRTC, libcu++ declares these types, and so does every CUDA header that includes libcu++, such as
+# <cooperative_groups.h>. The tests declare these types, because NVRTC's package contains no such headers.
 LIBCUXX_TYPES = """
 using int8_t = signed char;
 using int16_t = signed short;
@@ -73,8 +73,8 @@ def test_the_integer_types_are_those_of_cudas_own_headers(nvrtc: Nvrtc, position
     assert b".text.both\0" in cubin
 
 
-# The one type that is compiled without --full, because it has instructions of its own. The other types' arithmetic is
-# C++, which the collectives' tests compile for the host.
+# Without --full, only bfloat16 is compiled, because it has instructions of its own. The other types' arithmetic is C++,
+# which the collectives' tests compile for the host.
 EXAMPLE = "bfloat16"
 
 
@@ -103,7 +103,7 @@ def leaves_registers(ptx: str) -> bool:
     return ptx.count(".visible .entry") == ptx.count(".maxntid 512") + ptx.count(".maxnreg 32") > 0
 
 
-@pytest.mark.full  # without --full, the interpreter below suffices, which has the same accesses and arithmetic
+@pytest.mark.full  # without --full, only the interpreter below is assembled: its accesses are the same
 def test_shipped_reductions_assemble(nvrtc: Nvrtc) -> None:
     cubin = nvrtc.compile(reductions_of("bfloat16", "Sum"), CUBIN)
     for algorithm in ALGORITHMS:
@@ -196,7 +196,7 @@ def test_an_image_tells_which_kernels_it_has(nvrtc: Nvrtc, arch: str) -> None:
 
 # For each kernel in ACCESSES, its accesses that have a memory order or are volatile. Plain accesses are omitted.
 STRAIGHT = {
-    # A release: a fence, and then one 16-byte store that cannot tear. engine/ring.h acquires its second word.
+    # The fence and the 16-byte store, which cannot tear, release the trigger. engine/ring.h acquires the second word.
     "store_trigger": ["fence.acq_rel.sys", "st.relaxed.sys.global.b128"],
     # One access of 16 bytes at system scope, because volatile means relaxed.sys in PTX.
     "write_ll16": ["st.volatile.global.v2.u64"],
@@ -209,7 +209,7 @@ STRAIGHT = {
     # `red` has no result, so that a signal waits for no answer from the peer.
     "add_signal": ["red.release.sys.global.add.u64"],
     "add_relaxed_signal": ["red.relaxed.sys.global.add.u64"],
-    # `poll` loads the number of signals taken and the number that have come, and then takes one more.
+    # `poll` loads the count of consumed signals and the count of received signals, and then consumes a signal.
     "poll": ["ld.relaxed.gpu.b64", "ld.acquire.sys.b64", "atom.cas.acq_rel.gpu.b64"],
     # An element whose alignment equals its size is one access; other elements are one access per aligned piece.
     "read_int4": ["ld.relaxed.sys.global.b128"],
@@ -222,9 +222,9 @@ STRAIGHT = {
 LOOPS = {
     "push": {
         "atom.add.relaxed.gpu.u64",  # Takes a ticket.
-        "ld.acquire.gpu.b64",  # Checks for room by the cached tail.
+        "ld.acquire.gpu.b64",  # Loads the cached tail, to check for room in the ring.
         "atom.exch.acquire.gpu.b32",  # Takes the lock of the cached tail.
-        "ld.acquire.sys.b64",  # Loads the host's tail.
+        "ld.acquire.sys.b64",  # Loads the tail that the host stores.
         "st.release.gpu.b64",  # Updates the cached tail.
         "st.release.gpu.b32",  # Releases the lock of the cached tail.
         "ld.relaxed.gpu.b64",  # Loads the value that a time-out reports.
@@ -245,7 +245,7 @@ LOOPS = {
 
 
 def ordered_accesses(ptx: str, kernel: str) -> list[str]:
-    """Returns the opcodes of a kernel's accesses that carry an order or are volatile."""
+    """Returns the opcodes of a kernel's accesses that have a memory order or are volatile."""
     body = re.search(rf"\.entry {kernel}\(.*?^}}", ptx, re.DOTALL | re.MULTILINE)
     assert body is not None, kernel
     opcodes = re.findall(r"^\s*(?:@\S+\s+)?((?:ld|st|atom|red|fence)\.[\w.]+)", body[0], re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Ranges within one allocation that another library's allocator hands out."""
+"""Arrays that another library's allocator places within one allocation."""
 
 from __future__ import annotations
 

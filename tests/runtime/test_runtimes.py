@@ -17,7 +17,7 @@ INSTALLED = "libc.so.6"
 
 @pytest.fixture
 def drivers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
-    """Yields a dictionary in which a test puts the number of devices of each runtime whose packages are installed."""
+    """Yields a dictionary that a test fills: {runtime whose packages are installed: number of its devices}."""
     found: dict[str, int] = {}
 
     def driver(name: str) -> SimpleNamespace:

@@ -1,4 +1,4 @@
-"""ThreadSanitizer over the shipped kernels, the rings, the engines and the streams of the host runtime.
+"""Runs the shipped kernels, the rings, the engines and the host runtime's streams under ThreadSanitizer.
 
 Ranks are threads of one process, and GPU threads are the sanitizer's fibers. No report is suppressed: any report fails
 the test. The tests build instrumented extension modules and compile instrumented kernels. Only fibers.cpp, which
@@ -28,7 +28,7 @@ pytestmark = [
 ]
 
 PROGRAM = PROGRAMS / "under_tsan.py"
-SANITIZE = ("-fsanitize=thread", "-g1")  # Reports need functions and lines.
+SANITIZE = ("-fsanitize=thread", "-g1")  # -g1 adds functions and lines to reports.
 ENGINE, KERNELS = (*SANITIZE, "-O1"), (*SANITIZE, "-O0")  # Optimising kernels would take longer than running them.
 SCRIPTS = ("device/build_native.py", "proxy/build_engine.py", "proxy/build_transfers.py")
 EXIT_CODE = 66
@@ -50,11 +50,11 @@ def run(directory: Path, *scenarios: str) -> subprocess.CompletedProcess[str]:
         "CXX": " ".join([shutil.which(command) or command, *options]),  # under_tsan.py needs the compiler's full path
         "LD_PRELOAD": sanitizer_library("tsan"),
         # The sanitizer's interceptor of thread-local memory is off, because it crashes on blocks that begin 16 bytes
-        # after a page's start, which it takes for blocks of an old C library.
+        # after a page's start: the interceptor mistakes such blocks for those of an old C library.
         "TSAN_OPTIONS": f"exitcode={EXIT_CODE}:intercept_tls_get_addr=0",
         "PROXYCCL_RUNTIME": "host",
         "PROXYCCL_CXXFLAGS": " ".join(KERNELS),
-        "PROXYCCL_REPORTS": "off",  # reports race with kernels on purpose: they read counters that kernels write
+        "PROXYCCL_REPORTS": "off",  # a report of the library reads counters that kernels write: a race on purpose
     }
     program = [sys.executable, str(PROGRAM), str(directory), *scenarios]
     return subprocess.run(program, capture_output=True, text=True, env=environment, timeout=TIMEOUT, check=False)
@@ -74,7 +74,7 @@ def run(directory: Path, *scenarios: str) -> subprocess.CompletedProcess[str]:
             "agents",
         ),
         ("expert_parallel", "ring", "copy_streams", "pinned_memory", "channels", "grid", "timeout"),
-        # Only with --full: an expert layer launches the same kernels, and copy streams use the same schedules.
+        # These run only with --full, because the scenarios above cover the same kernels and schedules.
         pytest.param(("expert_layouts", "dispatch_combine"), marks=pytest.mark.full),
     ],
     ids=["collectives", "experts, channels and streams", "layouts, dispatch and combine"],

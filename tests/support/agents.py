@@ -29,7 +29,7 @@ _MAP_FIXED = 0x10
 
 
 def force_path(agent: Agent, path: str) -> None:
-    """Makes the links that an agent opens from now on use the named path, even if a faster path is available."""
+    """Makes the links that an agent opens after this call use `path`, even if a faster path is available."""
     agent._preparer.paths = frozenset([path])
 
 
@@ -73,10 +73,10 @@ def pair() -> Iterator[Pair]:
 
 
 class Mapped:
-    """Host memory in a mapping of its own.
+    """Host memory that is allocated by a separate mmap.
 
     Attributes:
-        address: the address of its first byte.
+        address: the address of the memory's first byte.
 
     Args:
         nbytes: size in bytes.
@@ -91,7 +91,7 @@ class Mapped:
         self.address = int(self._libc.mmap(place, ctypes.c_size_t(self._nbytes), *arguments))
 
     def free(self, start: int = 0) -> None:
-        """Unmaps all bytes after the first `start`."""
+        """Unmaps all bytes from offset `start` on."""
         if self._left > start:
             at, nbytes = ctypes.c_void_p(self.address + start), ctypes.c_size_t(self._left - start)
             assert self._libc.munmap(at, nbytes) == 0
@@ -127,7 +127,7 @@ class Child:
 
     Attributes:
         pid: the process's number.
-        connection: a socket to the function.
+        connection: a socket that is connected to the function.
     """
 
     def __init__(self, pid: int, connection: socket.socket) -> None:
@@ -193,4 +193,4 @@ def serve_memory(connection: socket.socket, nbytes: int = 4 << 20, value: int = 
             connection.recv(1)  # blocks until the test ends
             os._exit(0)
         connection.send(b"done")
-    os._exit(0)  # frees agent and memory at once: without its memory the agent would report a bad address
+    os._exit(0)  # skips clean-up, because an agent whose memory is freed first would report a bad address

@@ -1,6 +1,4 @@
-"""Builds and imports benchmarks/bare_loops, the loops that benchmarks compare the engine with. Tests fill rings with
-`produce`.
-"""
+"""Builds and imports benchmarks/bare_loops, the loops that benchmarks compare the engine with."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Containers for tests: PID namespaces, whose programs are forks of a template process."""
+"""Containers for tests: PID namespaces in which programs run as forks of a template process."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from support.paths import ROOT
 
 
 class Containers:
-    """Containers, as a context manager. A process has other ids inside a container than outside, so do not pass an
-    inner id to `os.kill`.
+    """Containers, as a context manager. A process's id inside a container differs from its id outside, so do not
+    pass an inner id to `os.kill`.
 
     Raises:
         UnavailableError: this process may not make containers.

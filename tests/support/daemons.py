@@ -55,8 +55,8 @@ class RunningDaemon:
         return self.descriptors(), self.mappings(), self.threads()
 
     def settles(self, resources: tuple[int, int, int]) -> bool:
-        """Waits until the daemon holds at most `resources`, because it frees a client's resources late. Returns False
-        after a time-out.
+        """Waits until the daemon holds at most `resources`, because it frees a client's resources some time after the
+        client's end. Returns False after a time-out.
         """
         deadline = time.monotonic() + _END_SECONDS
         while time.monotonic() < deadline:
@@ -111,7 +111,7 @@ def running_daemon(path: Path, *arguments: str) -> Iterator[RunningDaemon]:
         daemon = RunningDaemon(path, process)
         try:
             deadline = time.monotonic() + _START_SECONDS
-            while "serving user" not in daemon.log:  # the daemon listens before its set-up is complete
+            while "serving user" not in daemon.log:  # a connection would succeed before the set-up is complete
                 assert process.poll() is None, daemon.log
                 assert time.monotonic() < deadline, "the daemon does not serve"
                 time.sleep(0.02)

@@ -36,15 +36,15 @@ def rank_runtime(rank: int) -> Runtime:
 
 
 def runtime_with_blocks(rank: int, blocks: int = 2) -> Runtime:
-    """Returns a new runtime on the rank's device. The host runtime's collectives get `blocks` blocks, instead of one by
-    default.
+    """Returns a new runtime on the rank's device. On the host runtime, collectives use `blocks` blocks; the default is
+    one block.
     """
     return HostRuntime(blocks=blocks) if ON_HOST else rank_runtime(rank)
 
 
 def runtime_with_lines(rank: int) -> Runtime:
-    """Returns a host runtime whose collectives have several blocks, and send even the shortest packets as lines of 128
-    bytes.
+    """Returns a host runtime whose collectives use two blocks, and send data of any size as lines of 128 bytes instead
+    of packets.
     """
     runtime = HostRuntime(blocks=2)
     runtime.launch_defaults = replace(runtime.launch_defaults, line_bytes=1)  # type: ignore[misc]
@@ -83,8 +83,8 @@ def world_sizes(*sizes: int, processes: bool = False) -> list[int]:
 
 
 def with_the_largest_once_more(sizes: list[int]) -> list[Any]:
-    """Returns numbers of ranks as test parameters. By default only 1 and the largest number run, and with ONCE_MORE
-    only the largest; --full runs all.
+    """Returns numbers of ranks as test parameters. Without --full, tests run only with 1 rank and with the largest
+    number of ranks; if ONCE_MORE, only with the largest.
     """
     import pytest
 

@@ -68,7 +68,7 @@ class Forks:
         self._connect(connection, lambda: os.waitpid(pid, 0))
 
     def start(self, command: Sequence[str], env: dict[str, str], stdout: IO[str], stderr: IO[str]) -> int:
-        """Starts a program with its arguments. Returns its process id."""
+        """Starts a program with its arguments. Returns the program's process id."""
         with self._lock:
             connection = self._connected()
             request = pickle.dumps((list(command), env, os.getcwd()))
@@ -89,7 +89,7 @@ class Forks:
                     continue
             if (remaining := deadline - time.monotonic()) <= 0:
                 return None
-            select.select([self._connected()], [], [], min(remaining, 0.1))  # another thread may receive the status
+            select.select([self._connected()], [], [], min(remaining, 0.1))  # polls: any thread may receive the status
 
     def _note(self, pid: int, status: int, seconds: float) -> None:
         self._ended[pid] = status

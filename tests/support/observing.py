@@ -62,15 +62,15 @@ def channels_of(comm: Communicator, nbytes: int = 1024) -> ChannelSet[ProxyChann
 
 
 def look(comm: Communicator) -> ServiceView:
-    """Returns a snapshot of this rank's proxy, read from its published counters as by another process."""
+    """Returns a snapshot of this rank's proxy, read from the counters that the proxy publishes for other processes."""
     ((_, publication),) = publications.find(comm.job, {comm.rank})
     with Observer(publication) as observer:
         return observer.snapshot()
 
 
 def wait_until_traced(publication: Publication) -> None:
-    """Waits until all workers of a service trace everything: tracing is on, and passes over the rings that began
-    earlier have ended.
+    """Waits until all workers of a service trace everything: tracing is on, and each worker has ended the pass over
+    its rings that it was making when tracing began.
     """
     with Observer(publication) as observer:
         workers = [observer.worker_stats(number) for number in range(publication.workers)]
@@ -106,7 +106,7 @@ def output_of(process: subprocess.Popen[str]) -> str:
 
 
 def called(*arguments: str) -> tuple[int, str, str]:
-    """Runs the `proxyccl` command in this process, which is faster. Returns its exit status, stdout and stderr."""
+    """Runs the `proxyccl` command in this process, to save time. Returns the exit status, stdout and stderr."""
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as error:
         status = main(list(arguments))
     return status, out.getvalue(), error.getvalue()

@@ -1,5 +1,5 @@
-"""Runs ranks as plain processes with a file bootstrap, for tests in which a rank dies and the other ranks continue. MPI
-would end the whole job.
+"""Runs ranks as plain processes with a file bootstrap, for tests in which a rank dies and the other ranks continue.
+With MPI, a rank's death would end the whole job.
 """
 
 from __future__ import annotations

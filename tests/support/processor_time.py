@@ -27,17 +27,16 @@ def processor_seconds() -> float:
 
 class ProcessorTime:
     """Measures processor time in each process that runs tests, such as a pytest-xdist worker, and adds the times up in
-    the main process. A fixture that tests share has a separate row, so that its time does not count for the first test.
+    the main process. A fixture that tests share has a separate row, so that no test's row contains its time.
     """
 
     def __init__(self) -> None:
         self._used = processor_seconds()
         self._of_fixtures: dict[str, float] = {}
-        self._ending: dict[str, float] = {}  # by fixture: the processor seconds at the start of its teardown
+        self._ending: dict[str, float] = {}  # fixture: processor seconds at the start of its teardown
         self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
 
     def _since(self) -> float:
-        """Returns the processor seconds since the previous call."""
         before, self._used = self._used, processor_seconds()
         return self._used - before
 
@@ -75,7 +74,7 @@ class ProcessorTime:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         rows = {report.nodeid: getattr(report, "processor_seconds", 0.0), **getattr(report, "of_fixtures", {})}
-        for name, used in rows.items():  # a crashed worker sends no times
+        for name, used in rows.items():  # a report of a crashed worker has no times
             self._sums[name][0] += used
         self._sums[report.nodeid][1] += report.duration
 

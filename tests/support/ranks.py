@@ -1,5 +1,5 @@
-"""Ranks whose communicators are made once and run many cases of a test module. Each rank is a thread. After a failure,
-the next run makes new communicators.
+"""Ranks, each a thread, that run many cases of a test module on the same communicators. After a failure, the next run
+makes new communicators.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ _COLLECTING = threading.Lock()
 
 def collect_garbage() -> None:
     """Collects garbage until there is none, because finalizers make further objects garbage. `gc.collect` does nothing
-    while another thread collects; a `_Cycle` shows whether it worked. The lock prevents threads from collecting each
-    other's `_Cycle` and starting again forever.
+    while another thread collects, so its effect is checked on a `_Cycle`. The lock prevents threads from collecting
+    each other's `_Cycle` and starting again forever.
     """
     with _COLLECTING:
         while True:
@@ -142,7 +142,7 @@ def open_descriptors() -> int:
 def live_threads() -> int:
     """Returns the number of this process's threads, including those that run no Python.
 
-    Excludes threads of the host runtime's kernel blocks, which the process keeps and whose number varies.
+    Excludes the threads that run the host runtime's kernel blocks, because their number varies.
     """
     others = 0
     for path in Path("/proc/self/task").glob("*/comm"):

@@ -41,7 +41,7 @@ class Stop:
             raise TimeoutError
 
     def tell(self, comm: Communicator) -> None:
-        comm.runtime.synchronize()  # all sent data has arrived
+        comm.runtime.synchronize()  # waits until all sent data has arrived
         if not comm.rank:
             self._told.set()
 

@@ -19,7 +19,7 @@ TIMEOUT = timedelta(seconds=60)
 
 def run(body: Callable[[Any], T], ranks: int = RANKS, timeout: timedelta = TIMEOUT, store: Any = None) -> list[T]:
     """Runs body(group) on all ranks concurrently. Returns the results by rank, or raises the first rank's exception.
-    The ranks bootstrap through `store`, which earlier groups may have used, by default a new store.
+    The ranks bootstrap through `store`, which may be a store of earlier groups, or by default through a new store.
     """
     store = store or dist.HashStore()
 

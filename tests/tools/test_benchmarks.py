@@ -125,6 +125,19 @@ def test_execution_plans_run_on_the_host() -> None:
 
 
 @pytest.mark.full
+def test_norms_run_on_the_host_and_are_on_the_page(tmp_path: Path) -> None:
+    path = tmp_path / "norms_2.json"
+    options = ("--quick", "--rows", "1", "5", "--width", "136", "--json", str(path))
+    done = run_mpi(2, BENCHMARKS / "norms.py", *options, env={"PROXYCCL_RUNTIME": "host"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(path.read_text())["comparison"]
+    assert [row["rows"] for row in rows] == [1, 5]
+    assert all(list(row["times_us"].values())[:3] > [0.0] * 3 for row in rows)
+    assert make_page(tmp_path).returncode == 0
+    assert "all_reduce with RMSNorm" in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.full
 def test_calls_after_a_rest_are_measured_on_the_host(tmp_path: Path, programs: Any) -> None:
     path, options = tmp_path / "rest.json", ("--quick", "--policy", "default", "--policy", "always awake")
     program = BENCHMARKS / "after_a_rest.py"

@@ -176,7 +176,7 @@ def test_calls_of_new_tensors_are_right_and_prepared_once(ranks: Ranks, collecti
             each = replace(call, seed=turn)
             x = torch.from_numpy(each.input(comm.rank, comm.world_size).copy())
             out = torch.empty(each.sizes(comm.world_size)[1])
-            kept.append((x, out))  # so that later arrays get new addresses
+            kept.append((x, out))  # gives later arrays new addresses
             assert each.issue(comm, x, out, None) is out
             each.check(out.numpy(), comm.rank, comm.world_size)
             if turn == 2:  # the first calls may allocate memory, which invalidates prepared calls

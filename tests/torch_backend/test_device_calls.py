@@ -84,7 +84,7 @@ def test_each_collective_of_new_tensors_is_right_and_prepared_once(waits: bool) 
             memory = [
                 torch.full((count,), turn * (rank + 1)) for count in (size, size, size // 2, size, size // 2, size)
             ]
-            kept.append(memory)  # so that later tensors get new addresses
+            kept.append(memory)  # gives later tensors new addresses
             x, moved, share, whole, half, spread = (torch_on_hip.on_gpu(each, rank) for each in memory)
             calls = [
                 (group._reduce_scatter_base(share, x, options("ReduceScatter", waits=waits)), share, 3.0),
@@ -139,7 +139,7 @@ def test_each_call_with_lists_or_splits_is_issued_in_c_with_what_its_memory_hold
         }
         issued = None
         for turn in range(5):
-            issued = IssuedInC(group) if turn == 3 else issued  # in earlier turns peers may still map new arrays
+            issued = IssuedInC(group) if turn == 3 else issued  # earlier, peers may still be mapping arrays
             for name, call in calls.items():
                 torch_on_hip.on_cpu(x)
                 memory[0].copy_(own + turn)
@@ -192,7 +192,7 @@ def test_a_barrier_that_c_issues_is_waited_for_on_the_host() -> None:
 
 
 def test_the_host_does_not_wait_for_a_captured_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A captured barrier can't be queried, because it runs in the graph. test_on_gpus.py captures one on a real GPU."""
+    """A captured barrier runs in the graph, so the host can't query it. test_on_gpus.py captures a barrier on a GPU."""
 
     def body(group: Any) -> None:
         opts = options("Barrier")
@@ -225,7 +225,7 @@ def test_lists_of_other_tensors_and_other_splits_are_made_by_c() -> None:
 
 
 def test_calls_of_transfers_on_two_streams_follow_each_other() -> None:
-    """Exchanges on the group's own stream and on the current stream run in order, because they use the same flows."""
+    """Two exchanges, one on the group's own stream and one on the current stream, run one after another."""
 
     def body(group: Any) -> None:
         rank, count = group.rank(), 1 << 16
@@ -258,7 +258,7 @@ def test_a_prepared_reduction_stays_valid_after_one_that_needs_more_scratch_memo
             assert (torch_on_hip.on_cpu(small) == (3.0 if rank == 0 else 2.0)).all()
             if turn == 3:
                 assert issued.count == 1
-                group.reduce([large], opts)  # other ranks than the root allocate larger scratch memory
+                group.reduce([large], opts)  # all ranks but the root allocate larger scratch memory
             if turn == 4 and rank != 0:
                 # The prepared call still uses the earlier scratch memory, which stays allocated.
                 assert issued.count == 1
@@ -284,7 +284,7 @@ def test_transfers_are_issued_in_c_with_what_their_memory_holds_then(batched: bo
             for work in [group.end_coalescing()] if batched else works:
                 work.wait()
             assert (torch_on_hip.on_cpu(out) == 10.0 * turn + peer).all()
-            # C does not issue the first transfers, because they wait for the peer in threads.
+            # C does not issue the first transfers, because threads first wait for the peer to connect.
             issued = issued or IssuedInC(group)
         assert issued is not None
         assert issued.count == 10
@@ -336,8 +336,8 @@ def test_a_call_with_other_memory_or_another_operator_is_not_confused() -> None:
 
 
 def test_synchronous_and_asynchronous_calls_follow_each_other() -> None:
-    """Synchronous and asynchronous calls use two streams. The communicator orders them, whether C or Python issues a
-    call.
+    """Synchronous and asynchronous calls use two streams. The communicator orders the calls of both streams, whether C
+    or Python issues them.
     """
 
     def body(group: Any) -> None:
@@ -391,7 +391,7 @@ def test_memory_is_recorded_on_the_groups_stream_only_if_nobody_has_waited() -> 
             assert len(recorded) == turn
             work.wait()
             del work
-            all_reduce(group, x, waits=False).wait()  # each new Work finishes the previous one
+            all_reduce(group, x, waits=False).wait()  # making a Work finishes the previous Work
             gc.collect()
             assert len(recorded) == turn
             dropped = all_reduce(group, x, waits=False)

@@ -79,6 +79,18 @@ def test_the_operator_quantizes_rows() -> None:
     run(body, 2)
 
 
+def test_a_bias_is_added_to_the_weights() -> None:
+    def body(group: Any) -> None:
+        weight, residual, out = rows(100)[0], rows(50), torch.empty(4, 48).bfloat16()
+        _, normed = expected(group.size(), residual, weight.float() + 1)
+        torch.ops.proxyccl.all_reduce_rms_norm(
+            rows(group.rank()), residual, weight, EPS, named(group), out=out, weight_bias=1.0
+        )
+        torch.testing.assert_close(out.float(), normed, rtol=2**-7, atol=1e-6)
+
+    run(body, 2)
+
+
 def test_a_residual_may_be_written_alone() -> None:
     def body(group: Any) -> None:
         weight, sums, out = rows(100)[0], torch.full((4, 48), 9.0, dtype=torch.bfloat16), torch.empty(4, 48).bfloat16()

@@ -21,7 +21,7 @@ from support.stream_words import wait_value  # noqa: E402
 from support.torch_groups import options, run  # noqa: E402
 
 RANKS = 2
-SHORT, MIDDLE, LONG = 1 << 18, 1 << 20, 1 << 22  # elements of float32, which have 1, 4 and 16 MiB
+SHORT, MIDDLE, LONG = 1 << 18, 1 << 20, 1 << 22  # numbers of float32 elements: 1, 4 and 16 MiB
 MOST_CALLS = 200
 
 
@@ -34,7 +34,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Rank:
-    """A rank with a tensor on its GPU. Its methods make calls and return the policy that the ranks chose."""
+    """A rank with a tensor on its GPU. The methods make calls and return the policy that the ranks chose."""
 
     def __init__(self, group: Any, count: int) -> None:
         self.group, self.rank = group, group.rank()
@@ -42,7 +42,7 @@ class Rank:
         self.comm: Communicator = group.endpoints.of_all(self.x.device)
         self._word = self.comm.runtime.allocate_pinned(8)
         self._value = 0
-        self.call(waits=True)  # loads the kernel now, because loading waits for busy streams
+        self.call(waits=True)  # the first call loads the kernel, which would wait for busy streams
 
     @property
     def stream(self) -> int:
@@ -70,8 +70,8 @@ class Rank:
         return self.group.allreduce([self.x], options("Allreduce", waits=waits, reduceOp=dist.ReduceOp.SUM))
 
     def waited_at_once(self) -> str:
-        """Queues a call and a wait for it behind other work, so that the GPU never computes during the call. Returns
-        the call's policy.
+        """Queues a call, and a wait for the call, behind other work, so that the GPU never computes during the call.
+        Returns the call's policy.
         """
         with self.busy(self.stream):
             work = self.call()

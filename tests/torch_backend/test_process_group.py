@@ -69,7 +69,7 @@ SHOWN: dict[Any, tuple[Any, ...]] = {
 
 
 def reduced(dtype: Any, kind: Any, factor: Any, xs: Any) -> Any:
-    """Returns the expected reduction of `xs`, one row per rank, or None if the operator does not support the type."""
+    """Returns the expected reduction of `xs` (one row per rank), or None if the operator does not support the type."""
     integers = not (dtype.is_floating_point or dtype.is_complex)
     if kind in BITS and not integers:
         return None
@@ -143,7 +143,7 @@ def same(a: Any, b: Any) -> bool:
 
 @pytest.mark.parametrize("dtype", [*sorted(REDUCIBLE, key=str), torch.bool, *COMPLEX, torch.float8_e5m2], ids=str)
 def test_every_operator_reduces_or_refuses_every_type_in_every_call(dtype: Any, pytestconfig: pytest.Config) -> None:
-    """The inputs have exact results. A bool's byte may have any value; all values but 0 are true."""
+    """No result needs rounding. A bool's byte may have any value; all values but 0 are true."""
     kinds = [(kind, None) for kind in KINDS.__members__.values() if kind != KINDS.PREMUL_SUM]
     kinds += [(KINDS.PREMUL_SUM, factor) for factor in (0.5, HALVES, TRIPLES)]
     inputs = torch.tensor([[4, 2, 6, 0, 2, 8], [2, 4, 2, 0, 2, 0], [6, 6, 4, 0, 2, 4]])
@@ -379,7 +379,7 @@ def test_an_asynchronous_call_returns_before_the_others_come() -> None:
 
 
 def test_callbacks_of_futures_may_make_calls_and_wait_for_the_futures_of_those() -> None:
-    """DDP's hooks make calls in callbacks. Here even the callbacks of those calls make calls."""
+    """DDP's hooks make calls in callbacks. In this test, callbacks of calls that callbacks made also make calls."""
     last_may_come = threading.Event()
 
     def body(group: Any) -> None:
@@ -592,8 +592,8 @@ def test_options_make_groups_invariant_and_their_parts() -> None:
 
 
 def test_a_forks_child_is_refused_and_the_parent_goes_on() -> None:
-    """A forked child's calls are refused. Its wait for a parent's call is also refused, because the child has no thread
-    that would end the call.
+    """A forked child's calls are refused. A child's wait for a parent's call is also refused, because the child has no
+    thread that would end the call.
     """
     child_has_ended = threading.Barrier(2)
 
@@ -704,7 +704,7 @@ def test_the_watchdog_names_the_oldest_call_that_has_not_ended(caplog: pytest.Lo
 
 
 def test_calls_that_have_ended_are_forgotten_whatever_their_numbers() -> None:
-    """All flows of a group number their calls in one sequence, so one flow may have only odd numbers."""
+    """A group's flows (pairs of ranks) share one sequence of call numbers, so one flow may have only odd numbers."""
     under_way = UnderWay(lambda: True)
     first = functools.partial(bool, True)
     kept = weakref.ref(first)

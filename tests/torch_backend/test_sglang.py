@@ -1,8 +1,10 @@
-"""SGLang's group in which a trainer broadcasts weights. A request names this backend, and a plugin registers it."""
+"""SGLang's plug-in without SGLang: the group in which a trainer broadcasts weights, and the plug-in's switch."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -10,6 +12,8 @@ pytest.importorskip("torch")
 
 from concurrent.futures import ThreadPoolExecutor
 
+from proxyccl.device.errors import ArgumentError
+from proxyccl.sglang import register
 from support.running import run_alone
 
 PROGRAM = Path(__file__).parent / "programs" / "weight_group.py"
@@ -23,3 +27,16 @@ def test_a_trainer_broadcasts_weights_to_a_server(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(run, range(2))) == ["received\n"] * 2
+
+
+def test_the_switch_is_0_or_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROXYCCL_SGLANG", "yes")
+    with pytest.raises(ArgumentError, match=r"^PROXYCCL_SGLANG: must be 0 or 1, not 'yes'$"):
+        register()
+
+
+def test_another_deep_ep_that_is_imported_already_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROXYCCL_SGLANG", "1")
+    monkeypatch.setitem(sys.modules, "deep_ep", ModuleType("deep_ep"))
+    with pytest.raises(RuntimeError, match=r"^PROXYCCL_SGLANG=1: expected that deep_ep is not imported before"):
+        register()

@@ -38,7 +38,7 @@ def rank_of(rank: int, world_size: int) -> Iterator[None]:
 
 
 def assert_holds(parts: list[tuple[Any, tuple[int, ...], tuple[int, ...]]], whole: Any) -> None:
-    """Asserts that each part has the values of its place in the whole tensor, and that the parts cover this tensor."""
+    """Asserts that each part equals the whole tensor's range at `start`, and that the parts cover the whole tensor."""
     covered = torch.zeros(whole.shape, dtype=torch.bool)
     for local, start, size in parts:
         assert size == tuple(whole.shape)

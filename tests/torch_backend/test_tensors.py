@@ -26,7 +26,7 @@ def freed() -> Any:
 
 
 def freed_from_an_offset() -> Any:
-    """Returns a tensor whose storage was freed. Its data pointer is its offset in the storage instead of 0."""
+    """Returns a tensor whose storage was freed. The tensor's data pointer is its offset in the storage, not 0."""
     whole = torch.ones(2 * COUNT)
     x = whole[COUNT:]
     whole.untyped_storage().resize_(0)
@@ -145,7 +145,7 @@ def test_a_result_of_a_functional_collective_is_waited_for(call: str) -> None:
 
 
 def lazy(values: Any, kind: str) -> Any:
-    """Returns a lazy view of `values`. Its memory holds their conjugates or negatives."""
+    """Returns a lazy view of `values`. The view's memory holds the values' conjugates or negatives."""
     view = values.conj_physical().conj() if kind == "conjugate" else torch._neg_view(-values)
     assert torch.equal(view, values)
     assert view.is_conj() or view.is_neg()

@@ -96,7 +96,7 @@ def test_the_analyzer_names_ranks_that_make_different_calls(records: Path) -> No
 
 
 def test_a_flight_record_without_a_group_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flight_recorder, "groups", {})  # hides groups of other tests
+    monkeypatch.setattr(flight_recorder, "groups", {})  # without groups of other tests
     with pytest.raises(RuntimeError, match="expected init_process_group"):
         write_flight_record(str(tmp_path / "record"))
 
@@ -104,7 +104,7 @@ def test_a_flight_record_without_a_group_is_refused(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("ahead", [0, 5])
 def test_ranks_record_the_same_first_call_if_one_is_ahead(ahead: int) -> None:
     under_way = UnderWay(lambda: True)
-    for number in range(1, 5000 + ahead, 2):  # even numbers are those of transfers
+    for number in range(1, 5000 + ahead, 2):  # transfers have even numbers
         under_way.add(None, number, f"call {number}", None)
         under_way.end(None, number)
     under_way.add(None, 6000, "last", None)

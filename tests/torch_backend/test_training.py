@@ -46,7 +46,7 @@ def test_a_training_has_the_losses_of_torchs_own_backend(kind: str) -> None:
 
 
 def test_a_mixed_group_takes_the_backend_of_each_device() -> None:
-    """init_process_group("cpu:gloo,cuda:proxyccl") makes a group that uses gloo for CPU tensors. It needs no GPU."""
+    """init_process_group("cpu:gloo,cuda:proxyccl") makes a group that uses gloo for CPU tensors, without a GPU."""
     ours = losses("ddp", "cpu:gloo,cuda:proxyccl")
     assert ours[-1] < ours[0]
 

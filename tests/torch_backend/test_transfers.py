@@ -8,6 +8,7 @@ import functools
 import gc
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -103,6 +104,54 @@ def test_first_uses_in_opposite_orders(on: Ranks) -> None:
     on.run(ranks, body)
 
 
+def test_a_work_that_torch_wraps_knows_when_its_call_ends(on: Ranks) -> None:
+    """torch's C++ returns a Work of its own, which has the backend's Work in it."""
+    may_come = threading.Event()
+
+    def body(group: Any) -> None:
+        base = next(base for base in type(group).__mro__ if base.__module__.startswith("torch."))
+        if group.rank() == 1:
+            assert may_come.wait(60)
+            irecv(group, on.tensor(1, -1.0), 0).wait()
+            return
+        work = base.send(group, [on.tensor(0, 7.0)], 1, 0)
+        assert type(work) is dist.Work
+        assert not work.is_completed()
+        may_come.set()
+        work.wait()
+        deadline = time.monotonic() + 60
+        while not work.is_completed():  # `wait` on a GPU does not block the host
+            assert time.monotonic() < deadline
+        if on.kind == "cpu":
+            assert torch.futures.wait_all([work.get_future()])
+
+    on.run(2, body)
+
+
+def test_a_failed_work_that_torch_wraps_has_ended(on: Ranks) -> None:
+    def body(group: Any) -> None:
+        base = next(base for base in type(group).__mro__ if base.__module__.startswith("torch."))
+        if group.rank() == 0:
+            work = base.send(group, [on.tensor(0, 7.0)], 1, 0)
+            with pytest.raises(dist.DistBackendError):
+                work.wait()
+            assert work.is_completed()
+
+    on.run(2, body, timeout=timedelta(seconds=2))
+
+
+def test_works_of_other_backends_are_asked_as_before() -> None:
+    class Own(dist.Work):
+        pass
+
+    own = Own()
+    assert not dist.Work.is_completed(own)  # it has no future
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+    work = group.allreduce([torch.ones(1)])
+    work.wait()
+    assert work.is_completed()
+
+
 def test_a_transfer_returns_before_its_peer_comes(on: Ranks) -> None:
     may_come = threading.Event()
 
@@ -147,7 +196,7 @@ def test_many_messages_of_both_directions_are_under_way(on: Ranks) -> None:
 
 @pytest.mark.parametrize("met", [False, True], ids=["first", "after-a-collective"])
 def test_a_ring_of_a_new_group(on: Ranks, met: bool) -> None:
-    """The new group orders the ranks differently from the whole group, which may already have been used."""
+    """The new group has an order of ranks of its own. With `met`, the whole group has been used before."""
     order = [3, 0, 2]
 
     def body(group: Any) -> None:
@@ -332,8 +381,8 @@ def test_threads_of_a_rank_transfer_and_collect_at_once(on: Ranks) -> None:
 def test_a_peer_that_does_not_come_is_named(
     on: Ranks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error names the peer for transfers in both directions at the same time, on ranks other than the group's
-    first.
+    """Two transfers, in opposite directions, wait for the same missing peer. Both errors name the peer. Neither the
+    peer nor the waiting rank is the group's first.
     """
     others, meetings, connect = threading.Event(), [], Endpoints._connect
 
@@ -353,7 +402,7 @@ def test_a_peer_that_does_not_come_is_named(
                 work.wait()
             assert work.is_completed()
             assert not work.is_success()
-        assert len(meetings) == 1  # both transfers waited for the peer together
+        assert len(meetings) == 1  # both transfers waited in one attempt to connect
         others.set()
 
     with caplog.at_level(logging.ERROR, "proxyccl.torch"):
@@ -392,7 +441,7 @@ def test_a_shutdown_does_not_wait_for_a_rank_that_has_left(
         rank = group.rank()
         first = on.tensor(rank, 1.0)
         group.allreduce([first]).wait()
-        # The CPU must wait here, because otherwise kernels may write to memory after it is freed.
+        # The CPU must wait here, so that no kernel writes to the memory after the test has freed it.
         assert on.holds(first, 2.0)
         if met:
             (irecv if rank else isend)(group, first, 1 - rank).wait()
@@ -449,7 +498,7 @@ def test_a_transfer_that_the_peer_does_not_match_is_named(on: Ranks) -> None:
 
 
 def test_the_record_of_a_transfer_in_progress_keeps_no_tensors(on: Ranks) -> None:
-    """A transfer's record must keep no tensors, because it may stay long: until the watchdog reads it, for example."""
+    """A transfer's record must keep no tensors alive, because the record may exist until the watchdog reads it."""
     if on.kind == "cpu":
         pytest.skip("transfers of CPU tensors tell when they have ended")
 
@@ -459,8 +508,8 @@ def test_the_record_of_a_transfer_in_progress_keeps_no_tensors(on: Ranks) -> Non
         device, kept = x.device, weakref.ref(x)
         transfer(group, x, 1 - rank).wait()
         assert group.calls.threads.of(device, (1 - rank, rank == 0)).wait_until_idle(60)
-        transfer(group, y, 1 - rank).wait()  # With older versions of torch, each new Work finishes the previous one.
-        assert on.holds(y, 1.0)  # Waits, because these tensors' CPU memory is freed without regard to streams.
+        transfer(group, y, 1 - rank).wait()  # In older versions of torch, making a Work finishes the previous Work.
+        assert on.holds(y, 1.0)  # `holds` waits for the stream. Freeing the tensors' CPU memory would not.
         del x
         gc.collect()
         assert kept() is None

@@ -41,7 +41,7 @@ class Workers:
     """The engines of all workers, which this class calls as verl's manager does."""
 
     def __init__(self, registry: Any, trainers: int, rollouts: int, **options: Any) -> None:
-        import proxyccl.verl  # noqa: F401  verl imports it as custom_backend_module
+        import proxyccl.verl  # noqa: F401  verl imports the module given as custom_backend_module
 
         self.kind = registry.get("proxyccl")
         options = {"bucket_size": BUCKET, "timeout": 60, **options}

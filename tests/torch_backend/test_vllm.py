@@ -29,7 +29,7 @@ class Meeting:
     def __init__(self, count: int) -> None:
         self._values: dict[int, Any] = {}
         self._come = threading.Barrier(count)
-        self._go = threading.Barrier(count, action=self._values.clear)  # the next gather may be among other ranks
+        self._go = threading.Barrier(count, action=self._values.clear)  # the next gather may have other ranks
 
     def gather(self, rank: int, value: Any) -> list[Any]:
         """Waits until all threads have passed their values, and returns all values in the order of ranks."""
@@ -96,7 +96,7 @@ class Client:
 
 
 class Job:
-    """The workers' engines, and what `trainers` needs to make the trainers' engines."""
+    """The workers' engines, and the values from which `trainers` makes the trainers' engines."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         found = vllm_modules.install(monkeypatch)

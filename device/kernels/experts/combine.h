@@ -6,6 +6,9 @@
 // of a token. Rows are added in the order of k or, if a token has one row per rank, in rank order. A sum uses the
 // accumulator's type and is rounded once.
 //
+// combine_signalled is for rows that another kernel still computes: a group waits for a row's counter before it reads
+// the row. Few blocks send the rows, so that the other kernel has the other multiprocessors. Rows must be padded.
+//
 // If ranks have output buffers, rows in such a buffer are not sent: the token's rank loads them from the buffer. Each
 // rank announces with a flag in which buffer its rows are, and ends the combine only when the other ranks have loaded
 // them.
@@ -154,19 +157,19 @@ constexpr uint32_t kCombineStages = 3;
 constexpr uint32_t kBufferBits =
     16;  // the lowest bits of a flag `loadable` hold an output buffer, the bits above them the combine's number
 
-template <class T>
+template <class T, bool kSignalled>
 class Combine {
  public:
-  PROXYCCL_DEVICE Combine(const ProxycclExperts& experts, const ProxycclCombine& call)
+  PROXYCCL_DEVICE Combine(const ProxycclExperts& experts, const ProxycclCombine& call, uint32_t block)
       : team_(experts),
         call_(call),
         number_(experts.counters->combines + 1),
-        block_(blockIdx.x),
+        block_(block),
         topk_(experts.topk),
         by_rank_(experts.chosen_per_rank != 0 && experts.local_size < experts.topk),
         row_bytes_(call.hidden * sizeof(T)),
         stride_(rowStride(row_bytes_) + kMaxPieces * sizeof(float)),
-        own_(Segment::of(call.tokens, blockIdx.x, experts.blocks)) {
+        own_(Segment::of(call.tokens, block, experts.blocks)) {
     for (uint32_t s = threadIdx.x; s < experts.world_size; s += blockDim.x)
       setSegment(s, static_cast<uint32_t>(call.layout.tokens[s]));
     team_.loadLookup();
@@ -421,9 +424,21 @@ class Combine {
 
   PROXYCCL_DEVICE bool ownRow(int32_t row, RowEntry* entry) const {
     if (row < 0) return false;
+    if constexpr (kSignalled) awaitRow(static_cast<uint32_t>(row));
     entry->weight = call_.weights != nullptr ? call_.weights[row] : 1;
     entry->at = const_cast<char*>(call_.rows) + row * row_bytes_;
     return true;
+  }
+
+  // Called by one thread: waits until a row of this rank's experts is complete.
+  PROXYCCL_DEVICE void awaitRow(uint32_t row) const {
+    const uint32_t expert = row / call_.expert_rows, block = row % call_.expert_rows / call_.block_rows;
+    const uint32_t* counter = call_.signals + expert * call_.expert_blocks + block;
+    const WaitFor what = {PROXYCCL_WAIT_CONDITION, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL, call_.threshold};
+    waitUntil(team_->control, what, [&](uint64_t* seen) {
+      *seen = loadAcquireDevice<uint32_t>(counter);
+      return *seen >= call_.threshold;
+    });
   }
 
   // Called by a group: lists the rows or, with local_combine, the sums of this node's ranks for an item. The item's
@@ -554,10 +569,11 @@ class Combine {
   const Segment own_;
 };
 
-template <class T>
-PROXYCCL_DEVICE void combine(const ProxycclExperts& experts, const ProxycclCombine& call) {
+// Called by every block: makes the part of a combine that belongs to a block.
+template <class T, bool kSignalled>
+PROXYCCL_DEVICE void combineBlock(const ProxycclExperts& experts, const ProxycclCombine& call, uint32_t block) {
   __shared__ uint32_t finished, has_failed, next_item[kCombineStages];
-  const Combine<T> combine(experts, call);
+  const Combine<T, kSignalled> combine(experts, call, block);
   const Group group;
   const bool sends = call.phases & PROXYCCL_EXPERT_SEND, receives = call.phases & PROXYCCL_EXPERT_RECEIVE;
   if (threadIdx.x < kCombineStages) next_item[threadIdx.x] = 0;
@@ -584,6 +600,21 @@ PROXYCCL_DEVICE void combine(const ProxycclExperts& experts, const ProxycclCombi
   if (receives) combine.acknowledge();
   combine.awaitLoaded();
   finishExperts(experts, &experts.counters->combines, receives);
+}
+
+template <class T>
+PROXYCCL_DEVICE void combine(const ProxycclExperts& experts, const ProxycclCombine& call) {
+  combineBlock<T, false>(experts, call, blockIdx.x);
+}
+
+// A first half, or a second half.
+template <class T>
+PROXYCCL_DEVICE void combine_signalled(const ProxycclExperts& experts, const ProxycclCombine& call) {
+  const uint32_t blocks = call.phases & PROXYCCL_EXPERT_RECEIVE ? experts.blocks : call.senders;
+  if (blockIdx.x >= blocks) return;
+#pragma unroll 1
+  for (uint32_t block = blockIdx.x; block < experts.blocks; block += blocks)
+    combineBlock<T, true>(experts, call, block);
 }
 
 }  // namespace proxyccl

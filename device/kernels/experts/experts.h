@@ -227,6 +227,11 @@ typedef struct ProxycclCombine {
   uint64_t id_bytes;
   char* output; /* [tokens][hidden] */
   ProxycclExpertLayout layout;
+  /* The remaining fields are only for combine_signalled. A row of an expert is complete when the counter of its block
+   * of block_rows rows has reached `threshold`. */
+  const uint32_t* signals; /* [experts][expert_blocks] */
+  uint32_t expert_rows, expert_blocks, block_rows, threshold;
+  uint32_t senders; /* the number of blocks that send, of which each sends the rows of several blocks */
 } ProxycclCombine;
 
 /* The arguments of expert_weigh, which multiplies rows by weights in place and clears unfilled rows. */

@@ -1,4 +1,4 @@
-"""Checks for all implementations of `Board` (survivors.py)."""
+"""Checks that every implementation of `Board` (survivors.py) must pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _QUESTIONS = 20
 
 
 def check_boards(boards: Sequence[Board]) -> None:
-    """Checks that all ranks read a posted note, and that all ranks see the same answer win if they answer a question
+    """Checks that all ranks read a posted note, and that all ranks get the same answer to a question that they answer
     concurrently.
 
     Args:

@@ -9,7 +9,7 @@ In every client's mixture of experts, expert e multiplies its rows by e + 1; `Mi
   whole buffer through `get_local_buffer_tensor`.
 - SGLang (the same in release 0.5.23): python/sglang/srt/layers/moe/token_dispatcher/deepep.py, and deepep_v2.py for
   DeepEP 2
-- Megatron-LM: megatron/core/transformer/moe/fused_a2a.py. `HybridEPBuffer` is an optional import.
+- Megatron-LM: megatron/core/transformer/moe/fused_a2a.py, which also works without `HybridEPBuffer`.
 - TorchTitan: torchtitan/distributed/deepep/deepep.py
 - slime: slime_plugins, which wraps `Buffer.__init__`
 - verl uses Megatron-LM's code. TensorRT-LLM imports its own copy of DeepEP, `tensorrt_llm.deep_ep`.
@@ -75,7 +75,7 @@ def quantized(tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantized(rows: Tensor, scales: Tensor) -> Tensor:
-    """Converts rows and scales of `quantized` back to float32."""
+    """Converts the rows and scales that `quantized` returned back to float32."""
     groups = rows.float().view(*rows.shape[:-1], scales.shape[-1], -1)
     return (groups * scales.unsqueeze(-1)).reshape(rows.shape)
 
@@ -370,8 +370,8 @@ def megatron(group: Any, mixture: Mixture) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def vllm_elastic(group: Any, mixture: Mixture, *, float8: bool, decoding: bool) -> Tensor:
-    """Makes the calls of vLLM's path for DeepEP 2. Prompts use expanded rows; decoding does not make the CPU wait.
-    Returns the output.
+    """Makes the calls of vLLM's path for DeepEP 2, and returns the output. For prompts, dispatch expands the rows;
+    for decoding, dispatch does not make the CPU wait.
     """
     buffer = deep_ep.ElasticBuffer(
         group=group,
@@ -420,9 +420,7 @@ def vllm_elastic(group: Any, mixture: Mixture, *, float8: bool, decoding: bool) 
 
 
 def sglang_elastic(group: Any, mixture: Mixture) -> Tensor:
-    """Makes the calls of SGLang's path for DeepEP 2: asynchronous, with scales in DeepGEMM's layout. Returns the
-    output.
-    """
+    """Makes SGLang's asynchronous calls for DeepEP 2, with scales in DeepGEMM's layout. Returns the output."""
     sizes = {"num_topk": mixture.ids.shape[1], "use_fp8_dispatch": True, "allow_hybrid_mode": True}
     hidden = mixture.tokens.shape[1]
     hint = deep_ep.ElasticBuffer.get_buffer_size_hint(group, mixture.most_tokens, hidden, **sizes)
@@ -497,7 +495,7 @@ class _NemoCombine(torch.autograd.Function):
 
 
 def nemo(group: Any, mixture: Mixture) -> tuple[Tensor, Tensor, Tensor]:
-    """Makes the calls of NeMo's dispatch and combine, which do not wait on the CPU, and of their backward passes.
+    """Makes the calls of NeMo's dispatch and combine, which do not make the CPU wait, and of their backward passes.
     Returns the same values as `megatron`.
     """
     buffer = deep_ep.ElasticBuffer(

@@ -79,8 +79,9 @@ class Arrived:
         return [int((self.ids == expert).sum()) for expert in range(self.experts)]
 
     def expanded(self, alignment: int) -> tuple[Tensor, Tensor]:
-        """Returns the expanded layout, with one row per token and chosen expert of this rank: row indices, int64 [N,
-        topk], -1 for experts of other ranks; and a mask of rows, bool [R], that is False in the gaps between experts.
+        """Returns the expanded layout, which has one row per token and chosen expert of this rank, as two tensors. The
+        first has row indices, int64 [N, topk], with -1 for experts of other ranks. The second is a mask of rows, bool
+        [R], that is False in the gaps between experts.
         """
         slots, end = torch.full_like(self.ids, -1), 0
         for expert, count in enumerate(self.per_expert):

@@ -85,7 +85,6 @@ class Routing:
 
     @cached_property
     def _counts(self) -> NDArray[np.intp]:
-        """The number of slots of each expert."""
         return np.bincount(self.expert[self.expert < self.experts], minlength=self.experts)
 
     @property
@@ -115,7 +114,7 @@ class Routing:
             place = np.argsort(np.argsort(self.expert, kind="stable"), kind="stable")
         else:
             place = self.scatter.reshape(-1).astype(np.int64)
-        # Add the gaps before the slot's expert, and subtract the rows of lower ranks.
+        # To a slot's place, add the gaps before the slot's expert, and subtract the rows of lower ranks.
         gaps = np.concatenate([[0], np.cumsum(self._sizes - self._counts)])
         before = np.concatenate([[0], np.cumsum(self.rows)])
         return np.where(self.expert < self.experts, place + gaps[self.expert] - before[self.rank], -1)
@@ -167,7 +166,8 @@ class Routing:
     ) -> list[Values]:
         """Returns combine's outputs, one [T, H] per rank, for rows [R, H] and weights [R] of all ranks.
 
-        Adds the slots of each node, or with `local_combine` of each rank, to partial sums, which are rounded.
+        For each token, adds up its slots on each node (with `local_combine`, on each rank), rounds these partial sums,
+        and adds them up.
         """
         dtype = rows[0].dtype
         wide = np.dtype(np.float64 if dtype == np.float64 else np.float32)

@@ -21,8 +21,8 @@ T = TypeVar("T")
 
 
 class World:
-    """Ranks that run with changed constants of `geometry`. Only `run` changes them, because other tests run while this
-    fixture exists.
+    """Ranks that run with changed constants of `geometry`. The constants are changed only during `run`, because
+    other tests run while this fixture exists.
     """
 
     def __init__(self, ranks: Ranks, local_world_size: int, constants: dict[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""CUDA graphs through the driver, and collective calls that are captured once and replayed on new values."""
+"""CUDA graphs that the driver launches, and collective calls that are captured once and replayed on new values."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Replayed:
         self._comm, self._call, self._stream = comm, call, stream
         size_in, size_out = call.sizes(comm.world_size)
         self._x = comm.empty(size_in, call.dtype)
-        # The call is in place only if input and output have equal sizes; eager tests cover in-place calls on views.
+        # If input and output have different sizes, a call in place would need views, which eager tests cover.
         self._out = self._x if call.in_place and size_in == size_out else comm.empty(size_out, call.dtype)
         self.load(call.seed)
 
@@ -59,7 +59,7 @@ class Replayed:
         self._call.issue(self._comm, self._x, None if self._out is self._x else self._out, self._stream)
 
     def load(self, seed: int) -> None:
-        """Writes new input values, and poisons a separate output array."""
+        """Writes new input values and, if the call is not in place, poisons the output array."""
         self._call = replace(self._call, seed=seed)
         if self._out is not self._x:
             self._out.upload(poison(self._out.size, self._out.dtype.numpy()))

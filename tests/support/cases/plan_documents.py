@@ -129,8 +129,8 @@ def document(
 
 
 def meet(view: RankView, kind: str = "memory") -> Ops:
-    """Returns a barrier of the ranks that channels of type `kind` connect. After the barrier, each rank sees the other
-    ranks' earlier writes.
+    """Returns the operations of a barrier between the ranks that channels of type `kind` connect. After the
+    barrier, each rank sees the other ranks' earlier writes.
     """
     channels = view.all_channels(kind)
     return [NOP, on("signal", channels, kind), on("wait", channels, kind), NOP]
@@ -224,7 +224,7 @@ def all_reduce_by_packets(ranks: int) -> dict[str, Any]:
 
 
 def port_packets(ranks: int) -> dict[str, Any]:
-    """Returns an all-gather by packets over port channels.
+    """Returns a plan of an all-gather that sends packets over port channels.
 
     Executions alternate between two halves of scratch memory. A rank ends an execution only when it has every peer's
     packets, so the peers have finished reading a half before this rank writes it again.
@@ -255,9 +255,9 @@ def port_packets(ranks: int) -> dict[str, Any]:
 
 
 def all_reduce_of_nodes(ranks: int, local: int) -> dict[str, Any]:
-    """Returns an all-reduce of nodes with `local` ranks each. Each rank reduces one share inside its node over memory
-    channels, sends the result over port channels to the ranks with the same local rank on other nodes, reduces what it
-    receives, and writes the total to all ranks of its node.
+    """Returns a plan of an all-reduce between nodes with `local` ranks each. Each rank reduces one share inside its
+    node over memory channels, sends the result over port channels to the ranks with the same local rank on other nodes,
+    reduces what it receives, and writes the total to all ranks of its node.
     """
     nodes = ranks // local
 

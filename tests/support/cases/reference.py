@@ -25,10 +25,10 @@ ALGORITHMS = ("one_shot", "recursive_doubling", "two_shot_packets", "two_shot", 
 CHOICES = (*ALGORITHMS, None)
 MOVES = ("all_gather", "all_to_all", "broadcast")
 DTYPES = tuple(reduction_dtypes())
-SOME_DTYPES = ("float32", "bfloat16", "int8")  # one of each kind of accumulator
+SOME_DTYPES = ("float32", "bfloat16", "int8")  # one element type for each accumulator type
 OPS = ("sum", "prod", "min", "max", "avg")
 BITWISE_OPS = ("band", "bor", "bxor")
-_GUARD = 5  # elements before and after each array that no call may touch
+_GUARD = 5  # guard elements, which no call may touch, on each side of an array
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -122,7 +122,7 @@ class Call:
         self.start(comm, stream).finish()
 
     def start(self, comm: Communicator, stream: Any = None) -> Started:
-        """Makes the call on this rank; with a stream its result is available after a synchronisation."""
+        """Makes the call on this rank. If `stream` is given, the result is available only after a synchronisation."""
         size_in, size_out = self.sizes(comm.world_size)
         values = self.input(comm.rank, comm.world_size)
         if self.in_place:
@@ -139,7 +139,7 @@ class Call:
         result = self.issue(comm, x, None if out is x else out, stream)
         assert result is out, f"{self}: the call returned another array than its output"
         by_levels = self.collective == "all_reduce" and self.algorithm in (None, "hierarchical")
-        # Partial results of float16 travel as float32, except those of averages.
+        # An all-reduce of float16 sends partial results as float32, unless it averages.
         by_levels = by_levels and (self.dtype != "float16" or self.op == "avg")
         parts = comm.topology.node_count if by_levels and comm.topology.has_levels() else 0
         return Started(replace(self, rounded_parts=parts), comm, x, out, bases, stream)
@@ -156,7 +156,7 @@ class Call:
         call = getattr(comm, self.collective)
         options: dict[str, Any] = {"out": out, "algorithm": self.algorithm, "stream": stream}
         if self.collective in ("all_gather", "all_to_all") and out is None:
-            options["out"] = x  # with out=None these collectives would make a new array
+            options["out"] = x  # because out=None would make a new array, not a call in place
         if self.collective in ("all_reduce", "reduce_scatter"):
             return call(x, self.op, **options)
         if self.collective == "broadcast":
@@ -237,7 +237,7 @@ def _inputs(call: Call, world_size: int) -> list[Values]:
     if call.collective not in ("all_reduce", "reduce_scatter"):
         return [g.integers(0, 256, size * dtype.itemsize, dtype=np.uint8).view(dtype) for g in generators]
     if dtype.kind in "iu":
-        most = 2 if call.op == "prod" else min(1000, np.iinfo(dtype).max // 16)  # so that the sum of 16 ranks fits
+        most = 2 if call.op == "prod" else min(1000, np.iinfo(dtype).max // 16)  # a sum over 16 ranks fits
         return [g.integers(-most if dtype.kind == "i" else 0, most + 1, size).astype(dtype) for g in generators]
     if call.op == "prod":
         return [g.uniform(0.5, 1.5, size).astype(dtype) for g in generators]
@@ -272,12 +272,12 @@ def _reduced(call: Call, inputs: list[Values]) -> tuple[Values, Values | None]:
         if call.op == "avg":
             exact, magnitude = exact / ranks, magnitude / ranks
     u = unit_roundoff(accumulator)
-    growth = ranks * u / (1 - ranks * u)  # for n-1 combinations and an average's division
+    growth = ranks * u / (1 - ranks * u)  # n roundings: n-1 additions, an average's division
     bound = growth * magnitude
     if accumulator != dtype:
         smallest = 2.0**-24 if dtype == np.float16 else 0.0  # the smallest subnormal of float16
-        # A part's rounding error is relative to that part. The parts of a sum add up to its magnitude; the relative
-        # errors of a product's factors add up.
+        # Each partial result's rounding error is relative to that partial result. The magnitudes of a sum's partial
+        # sums add up to at most `magnitude`; the relative errors of a product's partial products add up.
         factor = call.rounded_parts if call.op == "prod" else min(call.rounded_parts, 1)
         bound = bound + factor * (unit_roundoff(dtype) * magnitude + call.rounded_parts * smallest / 2)
         bound = bound * (1 + unit_roundoff(dtype)) + unit_roundoff(dtype) * np.abs(exact) + smallest / 2
@@ -290,8 +290,8 @@ def ops_of(dtype: str) -> tuple[str, ...]:
 
 
 def operations_of(dtype: str, algorithm: str | None) -> tuple[str, ...]:
-    """Returns the reduction operators of a type that `make test` runs with this algorithm. Each algorithm runs every
-    operator and every type, but only --full runs every combination.
+    """Returns the reduction operators that `make test` combines with this type and this algorithm. Each algorithm runs
+    every operator and every type, but only --full runs every combination.
     """
     first = (DTYPES.index(dtype) + CHOICES.index(algorithm)) % len(CHOICES)
     return ops_of(dtype)[first :: len(CHOICES)] or ("sum",)

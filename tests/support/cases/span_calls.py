@@ -40,7 +40,7 @@ def allocate(comm: Communicator, nbytes: int, kind: Kind) -> ArrayView:
 
 
 class SpanCalls:
-    """Two arrays per rank, and calls on slices of the arrays, whose offsets differ between ranks.
+    """Two arrays per rank, and calls on slices of these arrays at offsets that differ between ranks.
 
     Args:
         comm: the communicator, on which construction is collective.

@@ -14,20 +14,20 @@ typedef struct FakeCounts {
   uint64_t signalled;        /* of them */
   uint64_t inlined;          /* of them */
   uint64_t executed;         /* of them */
-  uint64_t longest_chain;    /* most requests in one call */
-  uint64_t most_outstanding; /* requests in the send queue at once */
+  uint64_t longest_chain;    /* largest number of requests in one post */
+  uint64_t most_outstanding; /* largest number of requests in the send queue */
   uint64_t reads;            /* executed */
-  uint64_t fenced;           /* requests with a fence */
+  uint64_t fenced;           /* posted requests with a fence */
   uint64_t signals;          /* executed atomics and inline writes of 8 bytes */
 } FakeCounts;
 
 typedef struct FakeSignal {
-  uint64_t remote;       /* address of the word */
+  uint64_t remote;       /* address of the signal word */
   uint64_t value;        /* the word's value after the signal */
   uint64_t bytes_before; /* bytes written by earlier requests */
 } FakeSignal;
 
-/* `reads`: 0 if the device supports no reads. */
+/* Opens a device. `reads` is the largest number of outstanding reads, or 0 if the device supports no reads. */
 FakeDevice *fake_open(uint32_t send_depth, uint32_t cq_depth, uint32_t reads);
 void fake_close(FakeDevice *device);
 uintptr_t fake_qp(const FakeDevice *device);
@@ -49,7 +49,7 @@ void fake_fail_polls(FakeDevice *device);
 /* Returns a description of the first violation of a limit, or NULL. */
 const char *fake_breach(FakeDevice *device);
 void fake_counts(FakeDevice *device, FakeCounts *counts);
-/* Stores executed signal number `index`, from 0, in `signal`. Returns 0 if there were fewer signals. */
+/* Describes the executed signal with this index, counted from 0, in `signal`. Returns 0 if there were fewer signals. */
 int fake_signal(FakeDevice *device, uint64_t index, FakeSignal *signal);
 /* Returns the name of an ibv_wc_status in verbs.h, or NULL. */
 const char *fake_status_name(int status);

@@ -83,7 +83,7 @@ static int carry_out_part(FakeEndpoint *self, const Request *write, const Part *
     return 0;
   }
   memcpy(target, (void *)part->source, part->bytes);
-  /* A write from its own request's memory is a signal if it has 8 bytes, else a value. */
+  /* A write whose source is its own request is a signal if it has 8 bytes, else a put of a value. */
   if (part->source >= (uint64_t)write->context && part->source < (uint64_t)write->context + 128) {
     if (part->bytes != 8) return 0;
     if (self->counts.signals == MAX_SIGNALS) note(self, "more signals than the fake endpoint notes");
@@ -95,7 +95,7 @@ static int carry_out_part(FakeEndpoint *self, const Request *write, const Part *
   return 0;
 }
 
-/* Executes the parts in order. Returns 0 or an error. */
+/* Executes a request's parts in order. Returns 0 or an error. */
 static int carry_out(FakeEndpoint *self, const Request *write) {
   if (write->number == self->failing) return self->failing_error;
   int error = 0;

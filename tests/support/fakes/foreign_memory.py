@@ -16,12 +16,12 @@ _allocator = PluggableAllocator(memory_pool.library(), memory_pool.ALLOCATE, mem
 
 
 def allocate(nbytes: int, device: int) -> int:
-    """Allocates device memory. Returns the address, or 0 if there is not enough memory."""
+    """Allocates device memory. Returns the memory's address, or 0 if there is not enough memory."""
     return _allocator.allocate(nbytes, device, None) or 0
 
 
 def free(ptr: int, nbytes: int, device: int) -> None:
-    """Frees memory of `allocate`."""
+    """Frees memory that `allocate` returned."""
     _allocator.free(ptr, nbytes, device, None)
 
 
@@ -46,7 +46,7 @@ class ForeignMemory:
         return Array(self._runtime, self, (self.nbytes // element.itemsize,), element)
 
     def replaced(self) -> ForeignMemory:
-        """Returns new memory at the same address. This memory must have been freed."""
+        """Returns new memory at the address of this memory, which must already be freed."""
         assert self.closed
         if self._runtime.name == "cuda":
             return self._replaced_by_driver()
@@ -57,9 +57,7 @@ class ForeignMemory:
         return made
 
     def _replaced_by_driver(self) -> ForeignMemory:
-        """Allocates until the driver returns the same address. The driver mostly gives out low addresses first, so
-        large allocations fill large gaps below the address.
-        """
+        # The driver mostly gives out low addresses first, so large allocations fill large gaps below the address.
         elsewhere: list[ForeignMemory] = []
         try:
             for nbytes in (self.nbytes, 1 << 30, 1 << 28, 1 << 26, 1 << 24, self.nbytes):
@@ -78,7 +76,7 @@ class ForeignMemory:
 
 
 def _take_places_before(ptr: int, nbytes: int) -> list[mmap.mmap]:
-    """Maps every free range that mmap would choose before `ptr` for a mapping of this size. Returns the mappings."""
+    """Maps all free ranges that mmap would prefer to `ptr` for a mapping of this size. Returns the mappings."""
     whole = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     wanted, taken = whole, []
     for _ in range(10_000):
@@ -87,7 +85,7 @@ def _take_places_before(ptr: int, nbytes: int) -> list[mmap.mmap]:
         if (at, wanted) == (ptr, whole):
             place.close()
             return taken
-        if wanted == whole and ptr < at < ptr + whole:  # map the free bytes after ptr + whole first
+        if wanted == whole and ptr < at < ptr + whole:  # first map the free range that begins at ptr + whole
             place.close()
             wanted = at - ptr
             continue

@@ -23,8 +23,8 @@ _SEND_DEPTH = 16
 
 
 class FakeNetwork:
-    """Replaces the verbs transport's devices: each pair of ranks has a fake device in each direction, and all devices
-    know all memory keys. A device executes requests late; closing it fails if a request violated a limit.
+    """Replaces the verbs transport's devices by fake devices: each pair of ranks has one in each direction, and all
+    devices know all memory keys. A device executes requests late; closing it fails if a request violated a limit.
 
     Args:
         monkeypatch: restores the verbs transport after the test.
@@ -33,7 +33,7 @@ class FakeNetwork:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._lock = threading.Lock()
         self._keys = itertools.count(1)
-        self._memories: dict[int, tuple[int, int]] = {}  # by key: address and size
+        self._memories: dict[int, tuple[int, int]] = {}  # key: (address, size)
         self._devices: list[FakeDevice] = []
         functions = RemoteFunctions(
             missing=lambda: "",
@@ -108,8 +108,6 @@ class _Opened(RemoteDevice):
 
 
 class _Endpoint:
-    """See `TransportEndpoint`."""
-
     def __init__(self, opened: _Opened) -> None:
         self._network, self._device = opened.network, opened.network.device()
         self.info = EndpointInfo(b"", opened.segment, opened.key)

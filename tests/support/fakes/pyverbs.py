@@ -1,5 +1,5 @@
-"""A fake package `pyverbs` for tests without RDMA, whose classes record their arguments. Like the real one, it
-configures the root logger when it is imported.
+"""A fake package `pyverbs` for tests without RDMA, whose classes record their arguments. Like the real
+package, it configures the root logger when it is imported.
 """
 
 from __future__ import annotations

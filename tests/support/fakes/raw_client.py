@@ -48,7 +48,7 @@ def frame_of(message: dict[str, Any]) -> bytes:
 
 
 class RawClient:
-    """A client that sends any message, even an invalid or false one."""
+    """A client that sends any message, even one that is malformed or makes false claims."""
 
     def __init__(self, daemon: RunningDaemon) -> None:
         self.connection = daemon.connect()

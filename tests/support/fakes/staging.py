@@ -100,7 +100,7 @@ class End(OwnTriggers):
             self.segment.host_pointer,
             self.segment.memory,
             shared_offset=ControlSegment.service_offset,
-            semaphores_offset=self.word_memory.host_ptr - self.segment.memory.host_ptr,  # separate memory in tests
+            semaphores_offset=self.word_memory.host_ptr - self.segment.memory.host_ptr,
             on_failure=self.failures.append,
             **(service or {}),
         )
@@ -253,8 +253,8 @@ _NOT_READY = 600
 
 
 class LateStreams:
-    """Driver calls that delay the work of streams: only event queries execute queued work, a few items of the event's
-    stream each. So one stream can overtake another, as on a GPU.
+    """Driver calls that delay the work of streams: queued work is executed only by a query of an event, which executes
+    a few items of the event's stream. So one stream can overtake another, as on a GPU.
 
     Attributes:
         calls: addresses of the driver calls, by name, to pass to `End`.
@@ -264,7 +264,7 @@ class LateStreams:
         self._random = random.Random(seed)
         self._work: dict[int, list[Callable[[], object]]] = {}  # by stream
         self._done: dict[int, int] = {}
-        self._events: dict[int, tuple[int, int]] = {}  # by event: its stream, and the amount of work queued before it
+        self._events: dict[int, tuple[int, int]] = {}  # event: (stream, number of items queued before it)
         self._kept = (
             COPY(self._copy),
             WRITE64(self._write64),

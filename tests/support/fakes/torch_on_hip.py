@@ -100,7 +100,7 @@ def _exchange_on(number: int) -> tuple[object, object]:
     pointer_of, capsule_of = ctypes.pythonapi.PyCapsule_GetPointer, ctypes.pythonapi.PyCapsule_New
     pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     capsule_of.restype, capsule_of.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-    words = ctypes.c_void_p * 7  # the version, an older version, then five functions
+    words = ctypes.c_void_p * 7  # version, pointer to an older version's table, five functions
     functions = words.from_buffer_copy(
         ctypes.string_at(pointer_of(torch.Tensor.__dlpack_c_exchange_api__, _CAPSULE), 56)
     )

@@ -52,7 +52,7 @@ class FakeDevice(FakeWriter):
         self._call("fail_post", number, error)
 
     def fail_polls(self) -> None:
-        """Makes polls fail from now on."""
+        """Makes all later polls fail."""
         self._call("fail_polls")
 
     def status_names(self) -> list[str]:
@@ -84,7 +84,7 @@ class Producer:
         self._tickets: dict[Fifo, int] = {}
 
     def push(self, trigger: Trigger, count: int = 1) -> int:
-        """Pushes copies of a trigger as the ring has room. Returns the last copy's ticket."""
+        """Pushes copies of a trigger whenever the ring has room. Returns the last copy's ticket."""
         ring = self._service.fifo_for(trigger.channel)
         first = self._tickets.get(ring, 0)
         pushed = produce(ring, first, trigger.encode(), count, TIMEOUT)
@@ -98,7 +98,7 @@ class Producer:
 
 
 class OwnTriggers:
-    """Makes triggers for a service's channels to one peer, which transfer between a source and a destination memory.
+    """Makes triggers of transfers between a source and a destination memory, for a service's channels to one peer.
 
     Attributes:
         service: the service that has the channels.
@@ -275,7 +275,7 @@ class Loop:
         assert not self.failures, self.failures[0]
 
     def let_poll(self, peer: int) -> None:
-        """Waits until the worker has polled a peer's device a few more times, and so has drained its rings."""
+        """Waits until the worker has polled a peer's device a few more times, and so has emptied the trigger rings."""
         device = self.peers[peer].device
         polls = device.counts.polls
         self.wait(lambda: device.counts.polls >= polls + 5, "polls")

@@ -61,7 +61,7 @@ class TrainerInitInfo:
 
     @property
     def is_sender(self) -> bool:
-        """Whether this rank of the trainer calls the client."""
+        """Whether the trainer's engine on this rank calls its client."""
         return self.rank == 0
 
 
@@ -75,7 +75,7 @@ class WeightTransferEngine(Generic[InitInfo, UpdateInfo]):
         self.device, self.model, self.model_config = device, model, vllm_config.model_config
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
-        """Returns a worker's settings from a dictionary of their fields."""
+        """Returns a worker's settings from a dictionary of the settings' fields."""
         return self.init_info_cls(**init_dict)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:

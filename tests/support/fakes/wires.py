@@ -19,8 +19,8 @@ class FakeWire(Protocol):
     Attributes:
         transport: name of the staged transport that uses the wire.
         device: the fake device, which counts, delays and fails requests.
-        area_key: key of this end's area.
-        peer_key: key of the other end's area.
+        area_key: key of this end's staging area.
+        peer_key: key of the other end's staging area.
     """
 
     transport: str
@@ -29,7 +29,7 @@ class FakeWire(Protocol):
     peer_key: int
 
     def register(self, area: NDArray[np.uint8], peer_area: NDArray[np.uint8]) -> None:
-        """Registers both areas with the device."""
+        """Registers both ends' staging areas with the device."""
         ...
 
     def options(self) -> Any:

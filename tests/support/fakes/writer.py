@@ -31,7 +31,7 @@ class FakeWriter:
         options: arguments of the library's function that opens a device.
     """
 
-    _library: tuple[str, str]  # name and stem, for `load`
+    _library: tuple[str, str]  # arguments of `load`
     _functions: str  # prefix of the library's functions
     _types: str  # prefix of the library's types
 

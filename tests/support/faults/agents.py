@@ -9,8 +9,8 @@ are not closed.
 
 In the second part, each peer restarts repeatedly under the same name, with memory at the same addresses, which it
 registers, deregisters and frees. The agent keeps the transfers and metadata of all registrations, and uses them even
-after the registration has ended. Each incarnation of a peer verifies its memory. Further findings are transfers that
-complete although their registration has ended, accepted metadata of an ended agent, bytes read from another
+after the registration has ended. Each incarnation of a peer verifies its own memory. Further findings are transfers
+that complete although their memory is deregistered, accepted metadata of an ended agent, bytes read from another
 incarnation, and bytes written to memory that was not registered for the transfer.
 """
 
@@ -177,8 +177,8 @@ class Slot:
 
 
 class Lives:
-    """A peer of the second part, which restarts under the same name: transfers with the peer, and its memory's expected
-    contents.
+    """Transfers with one peer of the second part, which restarts under the same name, and the expected contents of the
+    peer's memory.
 
     Args:
         agent: the agent that transfers data to and from the peer.
@@ -307,8 +307,8 @@ def token_of(data: bytes) -> bytes:
 
 
 def _serve_slots(number: int) -> Callable[[socket.socket], None]:
-    """Returns the body of an incarnation's process, which answers b"look" with the values in its memory, and renews a
-    slot on a message of four bytes (`Lives._renew`).
+    """Returns the body of an incarnation's process, which answers b"look" with the values in its memory, and
+    answers a message of four bytes (`Lives._renew`) by renewing a slot.
     """
 
     def serve(connection: socket.socket) -> None:

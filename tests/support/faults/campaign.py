@@ -143,7 +143,7 @@ class Campaign:
                 running = set(self._running)
             if not running:
                 return
-            for mark in running:  # repeatedly, because a rank may just be starting
+            for mark in running:  # repeats until no case runs: a rank may be about to start
                 kill_all(mark)
             time.sleep(0.05)
 
@@ -227,7 +227,7 @@ class Campaign:
         target, signals, pause = strikes[case.fault]
         for i, number in enumerate(signals):
             if i > 0 and case.fault == "daemon stopped" and daemon is not None:
-                findings = self._await_notice(case, ranks)  # before SIGKILL, whose effect all ranks notice immediately
+                findings = self._await_notice(case, ranks)  # all ranks would notice SIGKILL immediately
             elif i > 0:
                 self._stopped.wait(pause)
             if target is not None:
@@ -264,7 +264,7 @@ class Campaign:
             except subprocess.TimeoutExpired:
                 findings.append(f"rank {number} did not end in time\n{where_threads_wait(rank.process.pid)}")
                 rank.hung = True
-                rank.process.send_signal(signal.SIGABRT)  # the rank then prints its threads' stacks
+                rank.process.send_signal(signal.SIGABRT)  # makes the rank print its threads' stacks
                 try:
                     rank.process.wait(_DIES_SECONDS)
                 except subprocess.TimeoutExpired:
@@ -318,7 +318,7 @@ class Campaign:
                 names = shared_memory() - self._shared_memory
                 late = time.monotonic() > deadline
                 if late:
-                    self._shared_memory |= names  # so that each name is reported once
+                    self._shared_memory |= names  # so no other case reports these names again
             found += [f"shared memory is left, by this case or one beside it: {name}" for name in names]
             if not found or late:
                 return found

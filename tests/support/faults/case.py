@@ -67,7 +67,7 @@ class Case:
         timeout: time-out of every wait, in seconds.
         work: seconds that the ranks work, unless the fault ends them earlier.
         repeats: whether the ranks repeat prepared calls, for which only streams, not threads, wait for the daemon.
-        brief: whether the times until the fault and until the end are shorter.
+        brief: whether the delays before the fault and before the end are shorter than by default.
     """
 
     seed: int
@@ -122,8 +122,8 @@ class Case:
 
     @property
     def bound(self) -> float:
-        """Seconds within which every process must have ended: the time-outs of a wait, of two shrinks and of the
-        program's end, and the start on shared cores.
+        """Seconds within which every process must have ended. The bound covers a wait, two shrinks and the program's
+        end, each with its time-out, and the start of processes on busy cores.
         """
         return 90 + 8 * self.timeout + (_DAEMON_STARTS_SECONDS if self.place == "process" else 0)
 

@@ -4,8 +4,8 @@ tests/support/faults/endurance.py --minutes 60
 PROXYCCL_RUNTIME names the runtime; ranks take consecutive GPUs. Ten times during the run, every rank measures its
 resident memory, descriptors, threads, the CPU time of a step, on CUDA the device memory in use, and the time of a small
 all_reduce by kernels and by the proxy. Other work on the machine also changes the times. So the table has the minimum
-and the 10th percentile beside the median, and each measurement alternates between the old communicator and a new one.
-If both become slower, the machine was busy; if only the old communicator does, it drifts.
+and the 10th percentile beside the median, and each measurement alternates between the communicator of the whole run
+and a new one. If both communicators become slower, the machine was busy; if only the first does, its times drift.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def communicator(meeting: str) -> Communicator:
 
 
 def burst(comm: Communicator, algorithm: str | None) -> list[float]:
-    """Makes small all_reduces. Returns the time in us of each until its result is available, except the first."""
+    """Makes small all_reduces. Returns the time in us from each call but the first until the call's result."""
     x, times = comm.empty(64, "float32").fill(1), []
     queued = comm.runtime.name != "host"  # a GPU's call returns before its result is available
     for _ in range(_CALLS + 1):

@@ -50,7 +50,7 @@ class Side:
         self.region = agent.register(self.stays)
 
     def renew(self, *, doomed: bool) -> tuple[Mapped | None, Region]:
-        """Returns the memory to harm in this round and its region, or None and the region of the intact memory."""
+        """Returns new memory to harm and the new memory's region, or None and the region of the intact memory."""
         if not doomed or self._shared:
             return None, self.region
         memory = Mapped(_NBYTES)
@@ -118,7 +118,7 @@ class Case:
             harmed.cancel()
         findings = [self._end(harmed, may_fail=True), self._end(fine, may_fail=False)]
         timer.join()
-        findings.append(self._end(harmed.start(), may_fail=True))  # start again after the harm
+        findings.append(self._end(harmed.start(), may_fail=True))  # start the transfer again on harmed memory
         if not (self._here.stays[:half] == value).all():
             findings.append("a wrong byte of a transfer whose memory stays")
         self._here.end(ours, near)

@@ -81,7 +81,7 @@ def fork_children(rng: random.Random) -> None:
 
 
 def write_garbage(rng: random.Random, number: int) -> None:
-    """Corrupts message `number`, from 0, of those that this process will send."""
+    """Corrupts the message that this process sends after `number` other messages."""
     encode, sent = Codec.encode, iter(range(number + 1))
 
     def mutated(self: Any, value: Any, **options: Any) -> bytes:
@@ -106,7 +106,7 @@ def limit(kind: int, value: int) -> None:
 
 
 def timed_faults(rng: random.Random) -> dict[str, Callable[[], None]]:
-    """Returns by name the faults that a timer thread applies."""
+    """Returns the faults that a timer thread applies, by name."""
     return {
         "exit": lambda: os._exit(_EXIT_STATUS),
         "fork": lambda: fork_children(rng),
@@ -166,7 +166,7 @@ def shrink(comm: Communicator) -> Communicator:
     finally:
         try:
             comm.close()
-        except ProxyCCLError as error:  # another rank did not close this communicator
+        except ProxyCCLError as error:  # raised if another rank does not close this communicator
             say("error", kind=type(error).__name__, message=str(error))
 
 
@@ -182,7 +182,7 @@ def go_on(case: Case, comm: Communicator) -> None:
                 work.step()
             work.close()
             comm.close()
-        except ProxyCCLError as error:  # another rank was lost after the shrink
+        except ProxyCCLError as error:  # raised if another rank is lost after the shrink
             say("error", kind=type(error).__name__, message=str(error))
             if attempt == _SHRINKS - 1:
                 comm.close()
@@ -211,7 +211,7 @@ def run(case: Case, rng: random.Random, *, victim: bool) -> int:
         if comm is not None:
             try:
                 go_on(case, comm)
-            except ProxyCCLError as later:  # the other ranks continued without this rank, or ended
+            except ProxyCCLError as later:  # raised if the other ranks continued without this rank, or ended
                 say("ended", kind=type(later).__name__, message=str(later))
             comm.close()
     except WrongResultError as error:
@@ -227,7 +227,7 @@ def main(case: Case) -> int:
     if victim:
         begin_fault(case, rng)
     status = run(case, rng, victim=victim)
-    signal.setitimer(signal.ITIMER_REAL, 0)  # the interpreter removes the handler at its end
+    signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm after the handler's removal at exit would kill this process
     # Arrays may live until cycles are collected, and shared memory lives until the peers have closed the failed
     # communicator.
     deadline = time.monotonic() + case.timeout + _LETS_GO_SECONDS

@@ -43,7 +43,7 @@ def why_no_kernels() -> str:
 
 
 def why_no_clock(library: Path) -> str:
-    """Compiles jumping_clock.c. Returns why this failed, or ""."""
+    """Compiles jumping_clock.c. Returns why the compilation failed, or ""."""
     command = [os.environ.get("CC", "cc"), "-O2", "-shared", "-fPIC", "-o", str(library), str(_CLOCK)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)

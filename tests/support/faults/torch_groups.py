@@ -64,7 +64,7 @@ def run_rank(seed: int) -> None:
     import torch
     import torch.distributed as dist
 
-    import proxyccl.torch  # noqa: F401  registers the backend
+    import proxyccl.torch  # noqa: F401  (the import registers the backend)
 
     case = Case.of(seed)
     rank = int(os.environ["RANK"])

@@ -58,7 +58,7 @@ class Work:
         self._numbers = np.random.default_rng(seed)
         self._layer: EPAll2AllLayer | None = None
         self._channels: Any = None
-        self._repeated: dict[str, tuple[Any, Values]] = {}  # by collective: input and expected result
+        self._repeated: dict[str, tuple[Any, Values]] = {}  # collective: (input, expected result)
         self._outputs: dict[str, Any] = {}
         self._other: Communicator | None = None
         self._kinds: list[Callable[[], None]] = [
@@ -79,8 +79,8 @@ class Work:
         self._rng.choice(self._kinds)()
 
     def repeat(self) -> None:
-        """Makes collectives by proxy, always on the same arrays, so that after the first time the stream alone starts
-        the proxy.
+        """Makes collectives by proxy, always on the same arrays, so that in all calls but the first the stream alone
+        starts the proxy.
         """
         comm, size, count = self.comm, self.comm.world_size, 3000
         if not self._repeated:
@@ -110,7 +110,9 @@ class Work:
         return self._numbers.integers(0, 50, (self.comm.world_size, *shape)).astype(np.float32)
 
     def _array(self, values: Values, *, reached: bool = False) -> Any:
-        """Returns a new array of these values: from `Communicator.empty` on a GPU or if `reached`, else from numpy."""
+        """Returns a new array of these values: on the host a numpy array, unless `reached` is set; else an array from
+        `Communicator.empty`.
+        """
         if reached or self.comm.runtime.name != "host":
             return self.comm.empty(values.shape, values.dtype).upload(values)
         return values.copy()

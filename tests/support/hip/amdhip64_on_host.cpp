@@ -54,7 +54,7 @@ thread_local int capture_mode = 0;
 struct Allocation {
   size_t bytes;
   int device;
-  int descriptor;  // -1: memory of another process, mapped in this one
+  int descriptor;  // -1 for memory of another process that this process maps
   uint64_t id;
 };
 
@@ -119,7 +119,7 @@ Stream* createStream() {
   return streams.emplace(stream.get(), stream).first->first;
 }
 
-// Queued work continues after the call, and device synchronisations still wait for it.
+// The stream's queued work continues after this call, and device synchronisations still wait for the work.
 hipError_t destroyStream(Stream* handle) {
   std::shared_ptr<Stream> stream;
   {
@@ -161,7 +161,7 @@ struct ThreadStreams {
 thread_local ThreadStreams thread_streams;
 
 // Returns the current device's legacy default stream, and makes it wait for the work queued on per-thread default
-// streams. The reverse wait is not implemented.
+// streams. Per-thread default streams do not wait for the legacy stream.
 void* legacyStream() {
   static auto& by_device = *new std::map<int, Stream*>();
   std::vector<std::shared_ptr<Stream>> earlier;
@@ -454,7 +454,7 @@ HIP_EXPORT hipError_t hipMemcpyAsync(void* dst, const void* src, size_t bytes, i
 }
 HIP_EXPORT hipError_t hipMemsetD8Async(hipDeviceptr_t dst, unsigned char value, size_t bytes, hipStream_t stream) {
   return statusOf([&]() -> hipError_t {
-    // Zeroes large memory by returning its pages, because tests may allocate gigabytes and use little.
+    // Zeroes large memory by returning its pages to the system, because tests may allocate gigabytes and use little.
     if (value == 0 && bytes >= kLargeFill && reinterpret_cast<uintptr_t>(dst) % kPage == 0) {
       if (const int status = proxyccl_host_stream_synchronize(hostStream(stream)))
         return static_cast<hipError_t>(status);
@@ -505,7 +505,7 @@ HIP_EXPORT hipError_t hipStreamWaitEvent(hipStream_t stream, hipEvent_t event, u
     return static_cast<hipError_t>(proxyccl_host_stream_wait_event(hostStream(stream), event, 0));
   });
 }
-// For tests: makes hipStreamIsCapturing report a capture of the stream, or not. The stream's work is executed anyway.
+// For tests: sets whether hipStreamIsCapturing reports a capture of the stream, whose work is executed in any case.
 HIP_EXPORT void hipOnHostCapture(hipStream_t stream, int captures) {
   std::lock_guard<std::mutex> lock(mutex);
   if (captures != 0)
@@ -515,8 +515,8 @@ HIP_EXPORT void hipOnHostCapture(hipStream_t stream, int captures) {
 }
 HIP_EXPORT hipError_t hipStreamIsCapturing(hipStream_t stream, int* status) {
   std::lock_guard<std::mutex> lock(mutex);
-  // As in HIP, the legacy default stream can't be used during a capture of a blocking stream; all streams count as
-  // blocking.
+  // As in HIP, the legacy default stream can't be used during a capture of a blocking stream. This library treats
+  // all streams as blocking.
   if (stream == nullptr && !captured.empty()) return hipErrorStreamCaptureImplicit;
   *status = captured.count(stream) != 0;
   return hipSuccess;

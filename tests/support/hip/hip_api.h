@@ -77,7 +77,7 @@ using hiprtcProgram = void*;
 inline hipError_t outOfMemory(hipError_t) { return hipErrorOutOfMemory; }
 inline hiprtcResult outOfMemory(hiprtcResult) { return HIPRTC_ERROR_OUT_OF_MEMORY; }
 
-// Returns the call's status, or out of memory if the call throws because memory or threads are short.
+// Returns the call's status, or HIP's out-of-memory status if the call throws for want of memory or threads.
 template <class Call>
 auto statusOf(Call&& call) noexcept -> decltype(call()) {
   try {

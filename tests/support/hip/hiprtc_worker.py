@@ -1,8 +1,9 @@
 """Compiles sources from standard input with HIPRTC, through hip-python, and disassembles the result.
 
-A separate process runs this program, which imports no modules of the tests, because HIPRTC needs another C library. A
-request is a line of JSON {source, options, disassemble}; the answer is a line of {status, log, code, assembly}. `code`
-is in base 64; `disassemble` names the architecture for `assembly`, if any. An empty line ends the process.
+HIPRTC needs another C library than the tests, so tests run this program in a separate process, and the program imports
+no modules of the tests. A request is a line of JSON {source, options, disassemble}; the answer is a line of {status,
+log, code, assembly}. `code` is in base 64; `disassemble` names the architecture for `assembly`, if any. An empty line
+ends the process.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def check(status: Any, call: str) -> None:
 
 
 def compile_source(source: str, options: list[str]) -> tuple[int, str, bytes]:
-    """Compiles a source. Returns its status, log and code object."""
+    """Compiles a source. Returns the compilation's status, log and code object."""
     status, program = hiprtc.hiprtcCreateProgram(source.encode(), b"source", 0, None, None)
     check(status, "hiprtcCreateProgram")
     (compiled,) = hiprtc.hiprtcCompileProgram(program, len(options), [option.encode() for option in options])

@@ -183,7 +183,7 @@ class Hosts:
         self._tool("tc", 0, "qdisc", "del", "dev", f"port{host}", "root")
 
     def close(self) -> None:
-        """Ends the processes that hold the namespaces, and so the namespaces."""
+        """Ends the processes that hold the namespaces, which ends the namespaces."""
         try:
             if self._secure_shell is not None:
                 self._secure_shell.close()
@@ -191,7 +191,7 @@ class Hosts:
                 forks.close()
         finally:
             for holder in self._holders:
-                holder.terminate()  # forked ranks may keep the holder's input open
+                holder.terminate()  # closing its stdin may not end it: ranks may keep the pipe open
                 holder.communicate(timeout=_STEP_SECONDS)
 
     def __enter__(self) -> Hosts:

@@ -1,6 +1,6 @@
 """Runs benchmarks on emulated hosts (networks.py): by mpiexec with RANKS ranks on each host, or as one process on one
-host. TCP uses cubic, Linux's default congestion control, because BBR reaches half of cubic's throughput between
-namespaces, and shares it unevenly between connections.
+host. TCP uses cubic, Linux's default congestion control, because between namespaces BBR reaches only half of cubic's
+throughput, and shares the bandwidth unevenly between connections.
 
 python run_on_hosts.py [RANKS...] -- PROGRAM [ARGUMENT...]
 """
@@ -30,8 +30,8 @@ def main() -> int:
     split = sys.argv.index("--")
     ranks, command = [int(count) for count in sys.argv[1:split]], sys.argv[split + 1 :]
     # Gloo needs the interface, because the host names can't be resolved. OpenMP gets one thread per rank, because its
-    # threads spin while idle and take the cores from other ranks. UCX must use TCP, because it would see one machine
-    # and use shared memory.
+    # threads spin while idle and take the cores from other ranks. UCX is told to use TCP; otherwise
+    # it would recognise that all hosts are one machine, and use shared memory.
     env = {
         "MASTER_ADDR": Hosts.address(0),
         "MASTER_PORT": _PORT,

@@ -120,4 +120,4 @@ class SecureShell:
         for server in self._servers:
             server.wait(_STEP_SECONDS)
             assert server.stderr is not None
-            server.stderr.close()  # not read to the end, because sessions keep the pipe open
+            server.stderr.close()  # without reading to the end of the pipe, which sessions keep open

@@ -1,4 +1,4 @@
-"""Runs an emulated host's template process (forked.py), which has also imported the fabric transport.
+"""Runs an emulated host's template process (forked.py), which has imported the fabric transport.
 
     python template.py DESCRIPTOR
 
@@ -14,5 +14,5 @@ from support.forked import be_the_template, import_all
 if __name__ == "__main__":
     import_all()
     fabric_offers()
-    load.cache_clear()  # because a rank may use another libfabric
+    load.cache_clear()  # so that each rank can load another libfabric
     be_the_template()

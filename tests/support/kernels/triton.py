@@ -39,8 +39,8 @@ def put_and_flush(channel, dst_offset, src_offset, size, out):
 
 @triton.jit
 def put_values(channel, base, number, out):
-    """Puts one value of each size, the last with a signal. Stores the results of the waits, and the tickets'
-    difference.
+    """Puts one value of each size, the last with a signal. Stores whether the waits and checks succeeded, and the
+    difference between the last and the first ticket.
     """
     first = pt.put_value(channel, base, number, tl.int8)
     pt.put_value(channel, base + 1, 1.5, tl.float16)
@@ -62,7 +62,7 @@ def put_one_value(channel, offset, out):
 
 @triton.jit
 def counts(channel, out):
-    """Signals once, raises the count to 5 by a second signal, and waits for the peer's same signals."""
+    """Signals once, raises the count to 5 by a second signal, and waits for the same signals from the peer."""
     pt.signal(channel)
     pt.signal(channel, 5)
     tl.store(out, pt.wait_until(channel, 4).to(tl.int32))
@@ -138,7 +138,7 @@ def waits(channel, out):
 
 @triton.jit
 def one_fails(channel):
-    """Makes the first program wait while the second fails, because it uses the channel as an SmChannel."""
+    """Makes the first program wait while the second program fails by using the channel as an SmChannel."""
     if tl.program_id(0) == 0:
         pt.wait(channel)
     else:
@@ -196,8 +196,8 @@ def grid_sums(barrier, u, out, rounds):
 
 @triton.jit
 def one_fails_at_barrier(barrier, fails):
-    """Synchronises the programs of a grid. With `fails` the last program first fails, because it uses the barrier as a
-    channel.
+    """Synchronises the programs of a grid. If `fails`, the last program first uses the barrier as a channel, which is
+    an error.
     """
     if fails & (tl.program_id(0) == tl.num_programs(0) - 1):
         pt.sm_signal(barrier)
@@ -206,7 +206,7 @@ def one_fails_at_barrier(barrier, fails):
 
 @triton.jit
 def one_makes_room_and_fails(channel, tail):
-    """Makes the first program wait for room in a ring of two triggers, while the second makes room, then fails."""
+    """Makes the first program wait for room in a ring of two triggers. The second program makes room, then fails."""
     if tl.program_id(0) == 0:
         for _ in range(3):
             pt.signal(channel)

@@ -30,7 +30,7 @@ UNAVAILABLE = 2
 
 
 class UnavailableError(Exception):
-    """A requirement of a test is not available on this machine. The message says why."""
+    """A requirement of a test is not available on this machine, for the reason in the message."""
 
 
 def require_x86_64(what: str) -> None:
@@ -54,7 +54,7 @@ def debian_mirror() -> str:
     if not KEYRING.exists():
         raise UnavailableError(f"Debian's keys ({KEYRING}) are missing: apt install debian-archive-keyring")
     targets = run(["apt-get", "indextargets", "--format", "$(REPO_URI)|$(ORIGIN)|$(LABEL)", "Created-By: Packages"], 60)
-    # The origins are unknown until the machine's own lists have been fetched, as in a fresh container.
+    # apt does not know the archives' origins until it has fetched their lists, for example in a fresh container.
     for line in targets.splitlines():
         uri, origin, label = line.split("|")
         if label == "Debian" or (origin in {"", "Debian"} and re.search(r"/debian/?$", uri)):
@@ -63,7 +63,7 @@ def debian_mirror() -> str:
 
 
 def run(command: list[str], timeout: float, *, cwd: Path | None = None, stdin: IO[bytes] | None = None) -> str:
-    """Runs a command for at most `timeout` seconds, and returns its stdout. Raises UnavailableError if it fails."""
+    """Runs a command for at most `timeout` seconds. Returns its stdout, or raises UnavailableError if it fails."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=timeout, cwd=cwd, stdin=stdin
@@ -93,7 +93,7 @@ class Apt:
     def __init__(self, directory: Path, suite: str, installed: Path | None = None) -> None:
         for folder in ("state", "cache/archives/partial"):
             (directory / folder).mkdir(parents=True)
-        # A copy, because apt locks the list's directory, and only root may lock the system's directory.
+        # apt reads a copy of the list, because it locks the list's directory, and only root may lock the system's.
         status = directory / "state/status"
         status.write_bytes(installed.read_bytes() if installed is not None else b"")
         available = LISTS / suite
@@ -113,7 +113,7 @@ class Apt:
             "Acquire::Retries": "2",
             "Acquire::http::Timeout": "20",
             "Acquire::Languages": "none",
-            # As root, apt would download as another user, who may not write to this directory.
+            # If root runs apt, it would download as another user, who may not write to this directory.
             "APT::Sandbox::User": "",
         }
         self._directory = directory
@@ -187,7 +187,7 @@ def fill_once(directory: Path, contents: str, fill: Callable[[Path], None]) -> N
         if marker.exists() and marker.read_text() == contents:
             return
         partial = directory.with_name(f"{directory.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)  # of a killed process
+        shutil.rmtree(partial, ignore_errors=True)  # a killed process may have left it
         partial.mkdir()
         fill(partial)
         (partial / COMPLETE).write_text(contents)

@@ -1,4 +1,4 @@
-"""Provides libfabric and `ip` to tests: installed, or else fetched once into build/fabric."""
+"""Provides libfabric and `ip` to tests: installed ones, or else ones that are fetched once into build/fabric."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PACKAGES = FetchedPackages("fabric", "fetch_fabric.py")
 
 @functools.cache
 def unavailable_reason() -> str:
-    """Fetches libfabric if it is not installed. Returns why this failed, or ""."""
+    """Fetches libfabric if it is not installed. Returns why the fetch failed, or ""."""
     if not _is_installed():
         try:
             PACKAGES.fetch()

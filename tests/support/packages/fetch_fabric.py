@@ -1,6 +1,6 @@
 """Downloads libfabric and iproute2 into a directory, if they are not installed.
 
-python fetch_fabric.py DIRECTORY     exits with 0, or with 2 and the reason why they are not available
+python fetch_fabric.py DIRECTORY     exits with 0, or with 2 and the reason why the packages are not available
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Downloads the headers for building a transport into a directory, unless the C compiler finds installed headers.
 
-python fetch_headers.py DIRECTORY PACKAGE     exits with 0, or with 2 and the reason why they are not available
+python fetch_headers.py DIRECTORY PACKAGE     exits with 0, or with 2 and the reason why the headers are not available
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HEADERS = {"libibverbs-dev": "infiniband/verbs.h", "libfabric-dev": "rdma/fabric
 
 
 def found_by_the_compiler(header: str) -> bool:
-    """Returns whether the C compiler of extensions finds the header without further options."""
+    """Returns whether the C compiler that builds extensions finds the header without further options."""
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC"))
     preprocess = [*compiler, "-E", "-x", "c", "-"]
     done = subprocess.run(

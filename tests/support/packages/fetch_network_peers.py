@@ -1,6 +1,6 @@
 """Downloads iperf3 and libfabric's fi_pingpong into a directory, for benchmarks/fabric_writes.py.
 
-python fetch_network_peers.py DIRECTORY     exits with 0, or with 2 and the reason why they are not available
+python fetch_network_peers.py DIRECTORY     exits with 0, or with 2 and the reason why the programs are not available
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Downloads Debian packages, and dependencies that are not installed, into a directory.
 
-python fetch_packages.py DIRECTORY PACKAGE...    exits with 0, or with 2 and the reason why they are not available
+python fetch_packages.py DIRECTORY PACKAGE...  exits with 0, or with 2 and the reason why the packages are not available
 """
 
 from __future__ import annotations

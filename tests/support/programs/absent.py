@@ -1,5 +1,5 @@
-"""Runs three ranks, of which ranks 1 and 2 sleep. Rank 0 calls a collective of ranks 0 and 1, times out, and ends the
-MPI job with its program.
+"""Runs three ranks, of which ranks 1 and 2 sleep. Rank 0 calls a collective of ranks 0 and 1, times out, and exits,
+which ends the MPI job.
 """
 
 from __future__ import annotations

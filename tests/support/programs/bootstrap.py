@@ -32,8 +32,8 @@ with (
         comm.all_reduce(x)
         assert (on_host(x) == members.allreduce(world.rank)).all()
         assert comm.all_gather_bytes(b"x" * comm.rank) == [b"x" * rank for rank in range(comm.world_size)]
-# Two subsets of a bootstrap: a long message of one subset is in flight when a rank probes for a message of the other
-# subset.
+# Use two subsets alternately, so that a long message of one subset is in flight when a rank probes for a message of the
+# other subset.
 bootstrap = MpiBootstrap()
 bootstrap.all_gather(b"", 20, lambda: None)
 members = [world.size - 1, 0]
@@ -43,7 +43,7 @@ if world.size > 1 and world.rank in members:
         assert (subset.rank, subset.world_size) == (members.index(world.rank), 2)
         found = subset.all_gather(bytes([turn, world.rank]) * 100_000, 20, lambda: None)
         assert found == [bytes([turn, rank]) * 100_000 for rank in members]
-# A rank that calls alone withdraws its message, so that the other rank waits for the next attempt.
+# A rank whose all_gather timed out withdraws its message, so that the other rank's all_gather can't receive it later.
 if world.size > 1 and world.rank in members:
     late = bootstrap.subset(members, 9)
     if world.rank == 0:

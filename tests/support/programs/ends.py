@@ -24,7 +24,7 @@ def hear_out() -> None:
         bootstrap.all_gather(b"", 30, lambda: None)
 
 
-from proxyccl import Bootstrap, Communicator, MpiBootstrap, ProxyCCLError  # noqa: E402  (registers exit handlers)
+from proxyccl import Bootstrap, Communicator, MpiBootstrap, ProxyCCLError  # noqa: E402  (the import registers exit handlers)
 from support.processes import FileBootstrap  # noqa: E402
 
 how = sys.argv[1]

@@ -61,7 +61,7 @@ def main() -> None:
     if "--threads" not in sys.argv:
         run()
         return
-    # torch chooses the type of memory handles at the first allocation, which is not thread-safe.
+    # At the first allocation, torch chooses the type of memory handles, and this choice is not thread-safe.
     for device in range(2):
         torch.zeros(1, device=torch.device("cuda", device))
     with ThreadPoolExecutor(2) as pool:

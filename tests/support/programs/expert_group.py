@@ -2,7 +2,7 @@
 
     expert_group.py mpi | torch
 
-In MPI's partial group the ranks are in reverse order.
+In the MPI group of some ranks, the ranks are in reverse order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def mpi_groups() -> list[tuple[Any, int, int]]:
 
 
 def torch_groups() -> list[tuple[Any, int, int]]:
-    """Returns such tuples as `mpi_groups` for torch's groups."""
+    """Returns for each torch group that this process is in: the group, this process's rank in it, and its size."""
     import torch.distributed as dist
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

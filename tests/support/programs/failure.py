@@ -62,7 +62,7 @@ def die() -> None:
 
 
 def report(action: Callable[[], object]) -> BaseException | None:
-    """Runs the action. Prints and returns the error that it raised, if any."""
+    """Runs the action. Prints the library's error that the action raised, and returns it; None if there is no error."""
     started = time.monotonic()
     try:
         action()
@@ -300,5 +300,5 @@ SCENARIOS: dict[str, Callable[..., None]] = {
     )
 }
 name, *arguments = sys.argv[1].split(":")
-meet()  # busy machines start processes further apart than SHORT
+meet()  # on busy machines, ranks may start more than SHORT seconds apart
 SCENARIOS[name](*arguments)

@@ -50,7 +50,7 @@ def refused(call: Callable[[], object]) -> None:
 def call_everything() -> None:
     signal.alarm(20)  # ends a call that waits forever for a thread of the parent
     calls: list[Callable[[], object]] = [
-        lambda: comm.all_reduce(x, algorithm="ring"),  # the parent has prepared this call
+        lambda: comm.all_reduce(x, algorithm="ring"),  # a call that the parent has already prepared
         lambda: comm.all_reduce(registered),
         lambda: part.all_reduce(x),
         lambda: comm.all_gather(x, stream=stream),
@@ -78,7 +78,7 @@ def call_everything() -> None:
         lambda: setattr(comm, "timeout", 0.001),
         lambda: comm.group.exchange.barrier("by a child"),
         lambda: proxy.drain(1.0),
-        lambda: proxy.add_schedule(None),  # type: ignore[arg-type]  # refused before the argument is used
+        lambda: proxy.add_schedule(None),  # type: ignore[arg-type]  # raises before it uses None
         comm.runtime.synchronize,
         stream.synchronize,
     ]
@@ -102,7 +102,7 @@ def leave_with() -> None:
 
 
 def collect() -> None:
-    global comm, part, registered, stream, channels, proxy  # noqa: PLW0603  (frees the parent's objects)
+    global comm, part, registered, stream, channels, proxy  # noqa: PLW0603  (del frees the parent's objects)
     del comm, part, registered, stream, channels, proxy
     gc.collect()
     os._exit(0)

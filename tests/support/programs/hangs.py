@@ -73,7 +73,7 @@ def signalled_while_it_hangs() -> None:
         comm.all_reduce(x, stream=stream)
     meet()
     if rank == VICTIM:
-        time.sleep(0.5)  # until the other ranks wait in their calls
+        time.sleep(0.5)  # gives the other ranks time to wait in their calls
         for pid in pids:
             os.kill(pid, signal.SIGUSR1)
         await_reports(len(pids))

@@ -45,7 +45,7 @@ meet()
 if comm.rank == 0:
     if sys.argv[1] == "with_a_child":  # the child keeps the socket to the daemon open
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # warns about forks of processes with threads
+            warnings.simplefilter("ignore", DeprecationWarning)  # warns of a fork with threads
             child = os.fork()
         if child == 0:
             for descriptor in (0, 1, 2):

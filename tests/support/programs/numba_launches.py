@@ -15,7 +15,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[3] / "examples")]
 
-import numba.np.arrayobj  # noqa: F401  (before row_stack is removed, because Numba checks only NumPy's version)
+import numba.np.arrayobj  # noqa: F401  (Numba must be imported before row_stack is removed)
 import numpy as np
 
 if "newest" in sys.argv and hasattr(np, "row_stack"):

@@ -29,7 +29,7 @@ def collectives(comm: Communicator) -> None:
 
 
 def arrays(comm: Communicator) -> None:
-    """Checks collectives of several lengths, in registered and in other memory."""
+    """Checks collectives of several lengths, in registered and in unregistered memory."""
     n, rank = comm.world_size, comm.rank
     for count in (1, 1000, 300_001):
         x = comm.empty(count, "float32").upload(np.arange(count) % 7 + rank)

@@ -206,14 +206,14 @@ def expert_parallel() -> None:
 
 
 def expert_layouts() -> None:
-    """Uses each layout of rows (one row per rank, padded, with gaps), with announced or counted ids, and with split
-    calls.
+    """Uses each layout of rows (one row per rank, padded, with gaps). Dispatches announce ids or only counts, and are
+    whole or split calls.
     """
 
     def body(comm: Communicator) -> None:
         experts, node = 2 * comm.world_size, (comm.local_world_size, comm.world_size)
         layouts: list[tuple[str, int, int | None]] = [("rank", 40, None), ("rank", 8, None), ("padded", 8, None)]
-        layouts.append(("padded", 100, None))  # this many ids are counted
+        layouts.append(("padded", 100, None))  # announces counts, because there are too many ids
         for layout, most, alignment in (*layouts, ("expert", 40, 4), ("expert", 8, 4)):
             sizes = (most, 33, 3, comm.rank, experts, *node)
             options = {"dtype": "float32", "num_sm": 3, "layout": layout, "expert_alignment": alignment}
@@ -252,7 +252,7 @@ extern "C" __global__ void producers(DeviceHandle<ProxyChannel>* channels, uint3
 
 
 def ring() -> None:
-    """Pushes into two rings, of two proxy threads, from more GPU threads than a ring has slots."""
+    """Pushes triggers to two rings, each with its own proxy thread, from more GPU threads than a ring has slots."""
 
     def body(comm: Communicator) -> None:
         words = comm.empty(2 * 96, "uint32").fill(0)
@@ -317,8 +317,8 @@ extern "C" __global__ void reuse_pinned(DeviceHandle<ProxyChannel>* channels, ui
 
 
 def _pinned(comm: Communicator, nbytes: int) -> tuple[list[int], Any, Any]:
-    """Allocates pinned memory. Returns a list of the ids of this rank's outbox and the next rank's inbox, this rank's
-    outbox, and this rank's inbox.
+    """Allocates pinned memory. Returns the ids of two memories (this rank's outbox and the next rank's inbox) in a
+    list, and this rank's outbox and inbox.
     """
     outbox, inbox = (comm.runtime.allocate_pinned(nbytes) for _ in range(2))
     theirs = comm.runtime.open_pinned(comm.all_gather_bytes(inbox.handle)[(comm.rank + 1) % comm.world_size])
@@ -326,7 +326,7 @@ def _pinned(comm: Communicator, nbytes: int) -> tuple[list[int], Any, Any]:
 
 
 def pinned_memory() -> None:
-    """Copies outboxes to inboxes. The CPU copies short data, and the driver copies long data and all later data."""
+    """Copies outboxes to inboxes. The CPU makes short copies, unless the driver is still copying earlier data."""
     words = 20_000
 
     def body(comm: Communicator) -> None:
@@ -512,7 +512,7 @@ def agents() -> None:
             whole.wait(60)
             for thread in threads:
                 thread.join()
-            a.write("b", [(near.address, far.address, 100)]).wait(60)  # arrives after all data of canceled transfers
+            a.write("b", [(near.address, far.address, 100)]).wait(60)  # arrives after the canceled transfers' data
             values = random.integers(0, 256, NBYTES, dtype=np.uint8)
             if isinstance(theirs, Array):
                 theirs.upload(values)
@@ -568,7 +568,7 @@ def timeout() -> None:
     missed = threading.Event()  # keeps rank 1 from leaving, which would end the call sooner
 
     def body(comm: Communicator) -> None:
-        comm.collectives.team()  # collective set-up, so that only the all_reduce times out
+        comm.collectives.team()  # makes the collective set-up, so that only the all_reduce times out
         impatient(comm, 1)
         if comm.rank == 0:
             x = np.zeros(8, np.float32)
@@ -717,7 +717,7 @@ def planted_write_beside_a_schedule() -> None:
     def body(comm: Communicator) -> None:
         calls, other = SpanCalls(comm, 1000), comm.runtime.create_stream()
         x, out = calls.spans("all_gather", 500, 0, in_place=False)
-        comm.runtime.fill(out.ptr, 1, out.nbytes, other)  # on a stream that is not ordered with the call's stream
+        comm.runtime.fill(out.ptr, 1, out.nbytes, other)  # `other` is not ordered with the call's stream
         calls.issue("all_gather", x, out)
         comm.synchronize()
 

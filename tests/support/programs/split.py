@@ -1,4 +1,4 @@
-"""Kills rank 0. The other ranks print the errors of a communicator with rank 0, and of one without rank 0."""
+"""Kills rank 0. Each other rank prints the errors of a communicator that contains rank 0, and of one that does not."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ comm = Communicator(bootstrap, timeout=60)
 part = comm.split([0, 1, 2])
 rest = comm.split([1, 2]) if comm.rank else None
 part.barrier()
-bootstrap.all_gather(b"", 60, lambda: None)  # until the barriers of all ranks have returned
+bootstrap.all_gather(b"", 60, lambda: None)  # waits until the barriers of all ranks have returned
 if comm.rank == 0:
     os.kill(os.getpid(), signal.SIGKILL)
 for communicator in (part, rest):

@@ -72,7 +72,7 @@ def sync_grid(barrier):
 
 @triton.jit
 def values(proxy, sm, x, n):
-    """Calls the functions with values in triggers and signals, and an asynchronous flush."""
+    """Calls the functions that send a value in a trigger or a signal, and those of asynchronous flushes."""
     pt.put_value(proxy, 8, n, tl.int8)
     pt.put_value(proxy, 8, 1.5, tl.float16)
     pt.put_value_with_signal(proxy, 8, tl.load(x), tl.float32)
@@ -87,7 +87,7 @@ def values(proxy, sm, x, n):
 
 @triton.jit
 def everything(proxy, sm, barrier, x, n, BLOCK: tl.constexpr):
-    """Calls every other function of `proxyccl.triton`, with arguments of every kind."""
+    """Calls every function of `proxyccl.triton` that `values` does not call, with arguments of every kind."""
     i = tl.arange(0, BLOCK)
     channel = pt.channel(proxy, n)
     pt.put(channel, 0, 0, n)

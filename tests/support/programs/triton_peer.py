@@ -22,7 +22,7 @@ bootstrap = FileBootstrap.from_environment()
 with Communicator(bootstrap, timeout=60) as comm:
     out = comm.empty(1, "int32").upload(np.full(1, 7, np.int32))
     (channel,) = comm.proxy_channels(comm.empty(4, "int32"))
-    bootstrap.all_gather(b"", 60, lambda: None)  # until no message of the communicator is in flight
+    bootstrap.all_gather(b"", 60, lambda: None)  # waits until no message of the communicator is in flight
     if comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     try:

@@ -51,7 +51,7 @@ def fill(directory: Path) -> None:
     with tempfile.TemporaryDirectory(dir=directory) as temporary:
         apt = Apt(Path(temporary, "apt"), machine_suite(), INSTALLED)
         unpack(apt.download_with_dependencies(*PACKAGES), root)
-        # Without the kernel's dependencies, which only make an initramfs.
+        # The kernel's dependencies, which only make an initramfs, are not downloaded.
         unpacked = Path(temporary, "kernel")
         unpack([apt.download(apt.dependency(KERNEL, r"linux-image-\S+"))], unpacked, PLACES)
         (image,) = unpacked.glob("boot/vmlinuz-*")

@@ -11,9 +11,9 @@ import struct
 
 SECTOR = 512
 SETUP_SECTORS = 0x1F1
-PAYLOAD = 0x248  # offset of two fields: the payload's offset after the setup sectors, and its length
+PAYLOAD = 0x248  # offset of two fields: the payload's offset after the setup sectors, and the payload's length
 XZ = b"\xfd7zXZ\0"
-UNPACKED_SIZE = 4  # size of the unpacked length at the payload's end
+UNPACKED_SIZE = 4  # bytes of the payload's last field, which has the unpacked length
 
 
 def uncompressed(image: bytes) -> bytes:

@@ -12,7 +12,7 @@ MODULES = (
     *("9p", "9pnet_virtio", "overlay"),
     *("veth", "sch_netem"),
     *("rdma_rxe", "ib_uverbs", "rdma_ucm"),
-    *("crc32_generic", "crc32_pclmul"),  # rdma_rxe requests CRC-32 by the algorithm's name, not by these modules
+    *("crc32_generic", "crc32_pclmul"),  # not dependencies, because rdma_rxe requests CRC-32 by name
 )
 PLACES = (
     *("./boot/vmlinuz-*", "*/modules.builtin"),
@@ -28,7 +28,7 @@ package.
 
 
 def named(path_or_name: str) -> str:
-    """Returns the kernel's name of a module: that of its file, with underscores for dashes."""
+    """Returns the kernel's name of a module, which is the file's name with underscores for dashes."""
     return Path(path_or_name).name.split(".ko")[0].replace("-", "_")
 
 

@@ -46,12 +46,12 @@ ROOT = DIRECTORY / "root"
 LIBRARIES = ROOT / "usr/lib/x86_64-linux-gnu"
 TIMED_OUT = 124
 FAILED = 125
-ADDRESSES = ("10.9.0.1", "10.9.0.2")  # the same as in wire.sh
+ADDRESSES = ("10.9.0.1", "10.9.0.2")  # wire.sh has the same addresses
 
 
 @dataclass(frozen=True)
 class Wiring:
-    """A machine's connection: the argument of wire.sh, QEMU's options, and the command's environment."""
+    """How a machine is connected: the argument of wire.sh, QEMU's options, and the command's environment."""
 
     script: str
     options: tuple[str, ...]

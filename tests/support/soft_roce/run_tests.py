@@ -9,16 +9,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from proxyccl.channels.liveness.watcher import WatchThread
-from proxyccl.proxy.verbs import pyverbs_api, registrations  # noqa: F401  (used by ranks with a device)
+from proxyccl.proxy.verbs import pyverbs_api, registrations  # noqa: F401  (ranks with a device use these modules)
 from support.forked import FORKS
 
 
 def main() -> int:
-    """Runs pytest. Returns its exit status."""
-    WatchThread.INTERVAL_MS = 100  # longer, because the machine is slow
+    """Runs pytest. Returns pytest's exit status."""
+    WatchThread.INTERVAL_MS = 100  # longer than the default, because the machine is slow
     pyverbs_api.load()
     FORKS.begin_here()
-    import pytest  # after the fork of the template, which needs no pytest
+    import pytest  # after begin_here has forked the template, which needs no pytest
 
     return pytest.main()
 

@@ -1,8 +1,8 @@
 """Trains and loses a rank. torchrun starts the program with one restart: ``elastic.py CHECKPOINT MODE``.
 
 MODE "kill": in the first attempt the last rank kills itself after step 3. The other ranks must get an error that names
-it, and the second attempt must continue from the checkpoint. MODE "leave": rank 0 exits before the other ranks, and no
-rank destroys its process group.
+the last rank, and the second attempt must continue from the checkpoint. MODE "leave": rank 0 exits before the other
+ranks, and no rank destroys its process group.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import proxyccl.torch  # noqa: F401  torch before 2.15 does not find the backend by itself
+import proxyccl.torch  # noqa: F401  the import registers the backend, as torch before 2.15 needs
 
 STEPS = 6
 

@@ -25,7 +25,7 @@ CYCLES = 50_000_000
 
 def streams(device: torch.device) -> None:
     """Checks that asynchronous calls run after the current stream's earlier work, that work after `wait` runs after
-    the calls, and that the calls' stream has a higher priority.
+    the calls, and that the calls' stream has a higher priority than torch's default.
     """
     for _ in range(20):
         x = torch.zeros(COUNT, device=device)
@@ -69,7 +69,7 @@ def again(device: torch.device) -> None:
         assert (y == value).all()
     for size in (COUNT, COUNT // 2, COUNT):
         del x
-        x = torch.ones(size, device=device)  # probably at the previous tensor's address
+        x = torch.ones(size, device=device)  # probably gets the previous tensor's address
         for _ in range(2):
             x.fill_(1)
             dist.all_reduce(x)
@@ -107,7 +107,7 @@ def capture(device: torch.device) -> None:
 
 
 def priority(device: torch.device) -> None:
-    """Checks that the group's own stream and kernels that a graph captures from it have the highest priority."""
+    """Checks that the group's own stream, and kernels that a graph captures from it, have the highest priority."""
     from cuda.bindings import driver as cu
 
     x = torch.ones(4096, device=device)
@@ -129,9 +129,7 @@ def priority(device: torch.device) -> None:
 
 
 def overlapped(device: torch.device) -> None:
-    """Checks that long reductions go by proxy after calls during which the program computed, and otherwise by
-    kernels.
-    """
+    """Checks that long reductions go by proxy if the program computed during earlier reductions, else by kernels."""
     x = torch.empty(COUNT, device=device)
 
     def kernels(*, beside: bool) -> set[str]:
@@ -149,7 +147,7 @@ def overlapped(device: torch.device) -> None:
     usual = kernels(beside=False)
     assert any(kernels(beside=True).isdisjoint(usual) for _ in range(40))
     assert any(kernels(beside=False) == usual for _ in range(120))
-    for turn in range(12):  # ranks differ in `async_op`
+    for turn in range(12):  # ranks pass different values of `async_op`
         x.fill_(1)
         work = dist.all_reduce(x, async_op=(dist.get_rank() + turn // 2) % 2 == 0)
         if work is not None:
@@ -202,7 +200,7 @@ def gathers(device: torch.device) -> None:
 
 
 def transfers(device: torch.device) -> None:
-    """Checks sends and receives between two ranks, single and in one batch."""
+    """Checks sends and receives between two ranks, as single calls and in one batch."""
     rank = dist.get_rank()
     x, y = torch.full((COUNT,), float(rank), device=device), torch.empty(COUNT, device=device)
     works = dist.batch_isend_irecv([dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, y, 1 - rank)])
@@ -234,9 +232,7 @@ def ring(device: torch.device) -> None:
 
 
 def memory(device: torch.device) -> None:
-    """Checks that calls treat memory that the backend allocates, and memory in a pool of its allocator, as
-    registered.
-    """
+    """Checks that calls treat memory from the backend's allocator as registered, also if it is in a torch pool."""
     backend = dist.group.WORLD._get_backend(device)
     dist.all_reduce(torch.ones(1, device=device))
     assert backend.supports_tensor_alloc(device)
@@ -255,8 +251,8 @@ def memory(device: torch.device) -> None:
 
 
 def lent(device: torch.device) -> None:
-    """Checks memory of torch's to which peers get access because calls use it often. When torch frees the memory, the
-    device must get it back, and the backend must not take other memory at the same address for it.
+    """Checks that peers get access to torch's memory that calls use often. When torch frees this memory, the device
+    must get the memory back, and the backend must not mistake other memory at the same address for it.
     """
     for turn in range(3):
         nbytes, before = gather_into_lent(device, turn)

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import proxyccl.torch  # noqa: F401  torch before 2.15 does not find the backend by itself
+import proxyccl.torch  # noqa: F401  the import registers the backend, as torch before 2.15 needs
 
 WIDTH = 32
 STEPS = 12

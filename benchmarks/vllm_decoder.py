@@ -1,0 +1,168 @@
+"""A decoder by vLLM's groups, layers, passes and graph capture, on ProxyCCL and on vLLM's own communicators.
+
+    python benchmarks/vllm_decoder.py --json benchmarks/results/vllm_decoder_2.json
+
+A Llama of 8 layers with random weights decodes one token for each sequence: embedding, layers with norms, matrix
+products and attention over a context that does not grow, the head, and the choice of the next token. The ranks are one
+tensor-parallel group. torch compiles the step with the pass manager of vLLM's platform, and on GPUs the step is
+captured by vLLM's `graph_capture` and replayed; on CPUs it is called. The contenders take turns, each in new
+processes: ProxyCCL; ProxyCCL without its pass; and vLLM without the plug-in, which uses NCCL and vLLM's own all_reduce
+(gloo on CPUs). All start with the same weights, and their logits are compared.
+
+It needs vLLM, `proxyccl[torch]` and `packages/vllm` in Python's environment. On a machine from which nothing can be
+downloaded, carry for vLLM 0.26.0 (torch 2.11, CUDA 13, Python 3.12), in a folder that PYTHONPATH names:
+
+- the .py files and the dist-info folder of vLLM's wheel (8 MB zipped), because vLLM asks for its own version;
+- `_C_stable_libtorch.abi3.so` of that wheel (56 MB by xz, in a call of its own): CUDA's platform imports it;
+- the wheels that requirements-vllm.lock lists, but torch, for that Python (30 MB), and proxyccl's;
+- packages/vllm/proxyccl_vllm and its dist-info, which has the entry point: pip install --target FOLDER packages/vllm.
+
+No kernel of attention or of experts is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+# This program is not a rank of MPI.
+os.environ["MPI4PY_RC_INITIALIZE"] = "false"
+
+from program import common_arguments, nvidia_driver
+
+from proxyccl.tools import options
+from proxyccl.tools.results import Fields, machine, versions, write_json
+from proxyccl.tools.tables import Column, Table
+
+_RANK = Path(__file__).with_name("vllm_decoder_rank.py")
+_JOB_SECONDS = 400.0
+_MOST_DIFFERENCE = 0.1
+"""The greatest difference of logits between contenders, as a part of the greatest logit: roundings of bfloat16."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """The decoder: Llama 3's layers of 8 billion parameters, or small ones for CPUs."""
+
+    layers: int = 8
+    hidden: int = 4096
+    heads: int = 32
+    kv_heads: int = 8
+    head_size: int = 128
+    intermediate: int = 14336
+    vocabulary: int = 32000
+    context: int = 512
+
+
+SMALL = Model(2, 256, 8, 4, 32, 512, 1024, 32)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A job to start.
+
+    Attributes:
+        title: its name in tables.
+        plugins: the plug-ins that vLLM loads.
+        fused: whether the plug-in's pass joins norms with their all_reduce.
+    """
+
+    title: str
+    plugins: str
+    fused: bool = True
+
+
+CONTENDERS = (
+    Contender("ProxyCCL", "proxyccl_platform"),
+    Contender("ProxyCCL, norms apart", "proxyccl_platform", fused=False),
+    Contender("vLLM's own", ""),
+)
+
+
+def run(contender: Contender, ranks: int, model: Model, batches: list[int], repeats: int) -> list[Fields]:
+    """Runs a job. Returns each rank's results: `seconds` and `logits` by batch, and facts.
+
+    Raises:
+        SystemExit: the job failed, or did not end in time.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        asked = {"model": asdict(model), "batches": batches, "repeats": repeats, "fused": contender.fused}
+        environment = {**os.environ, "VLLM_PLUGINS": contender.plugins, "VLLM_NO_USAGE_STATS": "1"}
+        with subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"),
+                *(os.fspath(_RANK), json.dumps(asked), folder),
+            ],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        ) as job:
+            try:
+                output, _ = job.communicate(timeout=_JOB_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(job.pid, 9)
+                output, _ = job.communicate()
+                raise SystemExit(f"{contender.title}: not done within {_JOB_SECONDS:g} s\n{output[-4000:]}") from None
+        if job.returncode:
+            raise SystemExit(f"{contender.title}: status {job.returncode}\n{output[-8000:]}")
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def require_alike(ours: Fields, theirs: Fields, title: str) -> None:
+    """Ends the program if two contenders' logits differ by more than roundings."""
+    for batch, logits in ours["logits"].items():
+        greatest = max(abs(each) for each in theirs["logits"][batch])
+        apart = max(abs(a - b) for a, b in zip(logits, theirs["logits"][batch], strict=True))
+        if not apart <= _MOST_DIFFERENCE * greatest:
+            raise SystemExit(f"{title}: logits of batch {batch} differ by {apart:g} of {greatest:g}")
+
+
+def main() -> int:
+    parser = common_arguments(__doc__.splitlines()[0])
+    parser.add_argument("-n", "--ranks", type=options.count, default=2, help="number of ranks (default %(default)s)")
+    parser.add_argument("--batches", type=options.count, nargs="+", default=[1, 8, 64, 256], help="sequences")
+    parser.add_argument("--small", action="store_true", help="a small decoder, for CPUs")
+    parser.add_argument("--contenders", nargs="+", default=[each.title for each in CONTENDERS], help="titles, in order")
+    parsed = parser.parse_args()
+    chosen = [each for title in parsed.contenders for each in CONTENDERS if each.title == title]
+    if len(chosen) != len(parsed.contenders):
+        parser.error(f"--contenders: expected titles of {[each.title for each in CONTENDERS]}")
+    model = SMALL if parsed.small else Model()
+    facts = {"model": asdict(model), "world_size": parsed.ranks, "nvidia_driver": nvidia_driver()}
+    print(f"# ProxyCCL {versions().get('proxyccl', '')}: a step of a decoder by vLLM, {parsed.ranks} ranks")
+    print(f"# {machine()['cpu']}, {machine()['cores']} cores, load {machine()['load']}", flush=True)
+    table = Table((Column("batch", "", 6), *(Column(each.title, "(ms)", 24, ".3f") for each in chosen)))
+    seconds: dict[str, dict[str, list[float]]] = {each.title: {} for each in chosen}
+    first: dict[str, Fields] = {}
+    end = time.monotonic() + parsed.seconds
+    while not first or (not parsed.quick and time.monotonic() < end):
+        for contender in chosen:
+            of_ranks = run(contender, parsed.ranks, model, parsed.batches, 5 if parsed.quick else 20)
+            first.setdefault(contender.title, of_ranks[0])
+            require_alike(of_ranks[0], first[chosen[0].title], contender.title)
+            for batch in of_ranks[0]["seconds"]:
+                slowest = max(each["seconds"][batch] for each in of_ranks)
+                seconds[contender.title].setdefault(batch, []).append(slowest)
+    for title, found in first.items():
+        print(f"# {title}: {', '.join(f'{name} {value}' for name, value in found['facts'].items())}")
+    table.header()
+    best = {title: {batch: min(each) for batch, each in rows.items()} for title, rows in seconds.items()}
+    for batch in map(str, parsed.batches):
+        table.row(batch, *(1e3 * best[each.title][batch] for each in chosen))
+    if parsed.json is not None:
+        described = {title: found["facts"] for title, found in first.items()}
+        results = {"benchmark": "vllm_decoder", **facts, "contenders": described, "step_s": best, "samples_s": seconds}
+        write_json(parsed.json, results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""The time of a token of a whole vLLM, on ProxyCCL and on vLLM's own communicators.
+
+    python benchmarks/vllm_latency.py --json benchmarks/results/vllm_latency_2.json
+
+vLLM's `LLM` generates tokens with the decoder of `vllm_decoder.py`, whose weights are random (load_format="dummy"), at
+tensor parallelism 2 with vLLM's usual options: compiled, in CUDA graphs. The time of a token is the difference of two
+generations of different lengths, divided by the difference of lengths, so prefills cancel. The contenders are those of
+`vllm_decoder.py`, each in a new process; they get the same prompts, and their first tokens are shown.
+
+It needs GPUs, and what `vllm_decoder.py` names; also vLLM's kernels of attention (`_vllm_fa3_C.abi3.so`, 14 MB by xz).
+For `--attention TRITON_ATTN` an empty file vllm_flash_attn/_vllm_fa2_C.py is enough.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+# This program is not a rank of MPI.
+os.environ["MPI4PY_RC_INITIALIZE"] = "false"
+
+from program import RESULT, common_arguments, nvidia_driver
+from vllm_decoder import CONTENDERS, SMALL, Contender, Model
+
+from proxyccl.tools import options
+from proxyccl.tools.results import Fields, machine, versions, write_json
+from proxyccl.tools.tables import Column, Table
+
+_JOB_SECONDS = 500.0
+_PROMPT = 64
+_SHORT, _LONG = 16, 144
+"""Tokens that two generations have."""
+
+
+def config_of(model: Model) -> Fields:
+    """Returns the configuration of a Llama, as transformers reads it."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": model.hidden,
+        "intermediate_size": model.intermediate,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_size,
+        "vocab_size": model.vocabulary,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "dtype": "bfloat16",
+        "torch_dtype": "bfloat16",
+    }
+
+
+def engine_options(folder: str, asked: Any) -> dict[str, Any]:
+    """Returns the options of vLLM's `LLM`, for the model in a folder."""
+    return {
+        "model": folder,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "tensor_parallel_size": asked["ranks"],
+        "dtype": "bfloat16",
+        "max_model_len": 1024,
+        "max_num_seqs": max(asked["batches"]),
+        "gpu_memory_utilization": 0.5,
+        "enable_prefix_caching": False,
+        "disable_log_stats": True,
+        "seed": 1,
+        "additional_config": {"proxyccl_fused_norms": asked["fused"]},
+        **({"attention_backend": asked["attention"]} if asked["attention"] else {}),
+        **({"quantization": asked["quantization"]} if asked["quantization"] else {}),
+    }
+
+
+def generate(asked: Any) -> None:
+    """Measures a contender in this process, and prints the result as a line."""
+    from vllm import LLM, SamplingParams
+
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config_of(Model(**asked["model"]))))
+        llm = LLM(**engine_options(folder, asked))
+        seconds: dict[int, float] = {}
+        tokens: dict[int, list[int]] = {}
+        for batch in asked["batches"]:
+            prompts = [{"prompt_token_ids": [3 + (i + j) % 900 for j in range(_PROMPT)]} for i in range(batch)]
+            times: dict[int, list[float]] = {_SHORT: [], _LONG: []}
+            for repeat in range(1 + asked["repeats"]):  # the first one fills caches
+                for length, found in times.items():
+                    params = SamplingParams(max_tokens=length, ignore_eos=True, temperature=0.0, detokenize=False)
+                    begin = time.perf_counter()
+                    made = llm.generate(prompts, params, use_tqdm=False)
+                    if repeat:
+                        found.append(time.perf_counter() - begin)
+            short, long = (statistics.median(times[length]) for length in (_SHORT, _LONG))
+            seconds[batch] = (long - short) / (_LONG - _SHORT)
+            tokens[batch] = list(made[0].outputs[0].token_ids[:8])
+    print(RESULT + json.dumps({"seconds": seconds, "tokens": tokens}), flush=True)
+
+
+def run(contender: Contender, asked: Fields) -> Fields:
+    """Runs a contender in a new process. Returns the seconds of a token, and the first tokens, by batch.
+
+    Raises:
+        SystemExit: the process failed, or did not end in time.
+    """
+    given = json.dumps({**asked, "fused": contender.fused})
+    environment = {**os.environ, "VLLM_PLUGINS": contender.plugins, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    with subprocess.Popen(
+        [sys.executable, __file__, "--generate", given],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as job:
+        try:
+            output, _ = job.communicate(timeout=_JOB_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, 9)
+            output, _ = job.communicate()
+            raise SystemExit(f"{contender.title}: not done within {_JOB_SECONDS:g} s\n{output[-4000:]}") from None
+    lines = [line.removeprefix(RESULT) for line in output.splitlines() if line.startswith(RESULT)]
+    if job.returncode or not lines:
+        raise SystemExit(f"{contender.title}: status {job.returncode}\n{output[-8000:]}")
+    found: Fields = json.loads(lines[-1])
+    return found
+
+
+def main() -> int:
+    parser = common_arguments(__doc__.splitlines()[0])
+    parser.add_argument("-n", "--ranks", type=options.count, default=2, help="number of ranks (default %(default)s)")
+    parser.add_argument("--batches", type=options.count, nargs="+", default=[1, 8, 64, 256], help="sequences")
+    parser.add_argument("--small", action="store_true", help="a small decoder")
+    parser.add_argument("--attention", help="vLLM's name of an attention backend, such as TRITON_ATTN")
+    parser.add_argument("--quantization", help="vLLM's name of a quantization, such as fp8")
+    parser.add_argument("--contenders", nargs="+", default=[each.title for each in CONTENDERS], help="titles, in order")
+    parser.add_argument("--generate", type=json.loads, metavar="OPTIONS", help="measure in this process")
+    parsed = parser.parse_args()
+    if parsed.generate is not None:
+        generate(parsed.generate)
+        return 0
+    chosen = [each for title in parsed.contenders for each in CONTENDERS if each.title == title]
+    if len(chosen) != len(parsed.contenders):
+        parser.error(f"--contenders: expected titles of {[each.title for each in CONTENDERS]}")
+    asked = {
+        "model": vars(SMALL if parsed.small else Model()),
+        "ranks": parsed.ranks,
+        "batches": parsed.batches,
+        "repeats": 1 if parsed.quick else 5,
+        "attention": parsed.attention,
+        "quantization": parsed.quantization,
+    }
+    print(f"# ProxyCCL {versions().get('proxyccl', '')}: a token of vLLM, {parsed.ranks} ranks")
+    print(f"# {machine()['cpu']}, {machine()['cores']} cores, load {machine()['load']}", flush=True)
+    found = {each.title: run(each, asked) for each in chosen}
+    for title, each in found.items():
+        print(f"# {title}: first tokens {each['tokens']}")
+    table = Table((Column("batch", "", 6), *(Column(each.title, "(ms)", 24, ".3f") for each in chosen)))
+    table.header()
+    for batch in map(str, parsed.batches):
+        table.row(batch, *(1e3 * found[each.title]["seconds"][batch] for each in chosen))
+    if parsed.json is not None:
+        facts = {"world_size": parsed.ranks, "nvidia_driver": nvidia_driver(), "asked": asked}
+        write_json(parsed.json, {"benchmark": "vllm_latency", **facts, "contenders": found})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

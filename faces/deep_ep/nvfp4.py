@@ -1,0 +1,90 @@
+"""Rows in NVFP4: two float4 values (e2m1) in a byte, a float8 scale (e4m3) for each 16 values, and a global scale."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer
+from proxyccl.deep_ep.tokens import Pair
+from proxyccl.device.errors import ArgumentError
+
+ELEMENTS = 16
+"""The number of consecutive elements of a row that share a scale."""
+WORD_ELEMENTS = 4 * ELEMENTS
+"""The number of elements whose scales fill a word of four bytes; a layer moves whole words."""
+_THREADS, _MOST_BLOCKS = 256, 4096
+_TILE_ROWS, _TILE_PARTS = 128, 4  # a tile's rows lie in memory as 32 groups of four rows that are 32 apart
+
+
+def require_hidden(hidden: int) -> None:
+    """Raises ArgumentError unless the scales of a row of `hidden` elements fill whole words."""
+    if hidden % WORD_ELEMENTS:
+        raise ArgumentError(
+            "x", f"has {hidden} elements in a row; expected a multiple of {WORD_ELEMENTS} with use_nvfp4"
+        )
+
+
+def require_global_scale(scale: Any, x: torch.Tensor) -> torch.Tensor:
+    """Returns the argument `x_global_scale`, or a 1 if it is None. Raises ArgumentError unless it is a float32 tensor
+    beside `x`.
+    """
+    if scale is None:
+        return torch.ones((), device=x.device)
+    if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32 or not scale.numel():
+        given = f"{scale.dtype} {list(scale.shape)}" if isinstance(scale, torch.Tensor) else type(scale).__name__
+        raise ArgumentError("x_global_scale", f"is {given}; expected a tensor of one float32")
+    if scale.device != x.device:
+        raise ArgumentError("x_global_scale", f"is on {scale.device}; expected {x.device}, where x is")
+    return scale
+
+
+def quantize(layer: EPAll2AllLayer, x: torch.Tensor, global_scale: torch.Tensor) -> Pair:
+    """Converts rows by one kernel, on the current stream, with the formula of device/kernels/nvfp4_rows.h. It is that
+    of NVIDIA's libraries (`cvt_warp_fp16_to_fp4` in TensorRT-LLM, FlashInfer and DeepEP), whose reciprocals are
+    approximations; here they are rounded correctly, so in rare cases the two round a value differently.
+
+    Returns:
+        The rows, uint8 [T, hidden / 2], and their scales, four in each float32 [T, hidden / 64].
+    """
+    tokens, hidden = x.shape
+    given = x.contiguous()
+    if given.data_ptr() % 16:
+        given = given.clone()
+    rows = torch.empty(tokens, hidden // 2, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(tokens, hidden // WORD_ELEMENTS, device=x.device)
+    count = tokens * hidden // ELEMENTS
+    if count:
+        group = layer.ctx.group
+        grid = (1, 1) if group.runtime.name == "host" else (min(-(-count // _THREADS), _MOST_BLOCKS), _THREADS)
+        addresses = (each.data_ptr() for each in (given, global_scale, rows, scales))
+        launch = group.runtime.shipped("nvfp4_rows.h", "nvfp4_rows").prepare(*grid, *addresses, count)
+        group.launches.launch(launch, layer.ctx.stream_for(None, x), (given, global_scale, rows, scales))
+    return rows, scales
+
+
+def new_tiles(scales: torch.Tensor) -> torch.Tensor:
+    """Returns an uninitialised tensor for the scales of padded rows, [experts, rows, hidden / 64] in words: uint8
+    [experts, tiles of 128 rows, hidden / 64, 32, 4, 4]. Grouped matrix products read scales in this layout.
+    """
+    experts, rows, words = scales.shape
+    shape = (experts, -(-rows // _TILE_ROWS), words, _TILE_ROWS // _TILE_PARTS, _TILE_PARTS, 4)
+    return torch.empty(shape, dtype=torch.uint8, device=scales.device)
+
+
+def fill_tiles(tiles: torch.Tensor, scales: torch.Tensor) -> None:
+    """Copies scales to `new_tiles`. What is written for rows after the last one is not defined."""
+    experts, rows, words = scales.shape
+    given = scales.view(torch.uint8)
+    if rows % _TILE_ROWS:
+        given = torch.nn.functional.pad(given, (0, 0, 0, -rows % _TILE_ROWS))
+    groups = given.view(experts, -1, _TILE_PARTS, _TILE_ROWS // _TILE_PARTS, words, 4)
+    tiles.copy_(groups.permute(0, 1, 4, 3, 2, 5))
+
+
+def as_deep_ep(rows: torch.Tensor, tiles: torch.Tensor) -> Pair:
+    """Returns views of padded rows and of their scales with DeepEP's dimensions: uint8 [rows, hidden / 2, experts] and
+    uint8 [32, 4, tiles, 4, hidden / 64, experts].
+    """
+    return rows.permute(1, 2, 0), tiles.permute(3, 4, 1, 5, 2, 0)

@@ -1,0 +1,48 @@
+"""The start and the end of a rank's program: the import loads SGLang's plug-ins, before its other modules."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # tests/
+from support.fakes import empty_torchvision
+
+empty_torchvision.install()
+
+import torch
+from sglang.srt.plugins import load_plugins
+
+load_plugins()
+torch.set_grad_enabled(False)  # as in SGLang's processes
+
+
+class expecting:  # noqa: N801  reads like pytest.raises; pytest takes long to import
+    """A context in which an error is expected whose text has a match."""
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern = pattern
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, _: Any) -> bool:
+        assert error is not None, f"no error matched {self._pattern}"
+        assert re.search(self._pattern, str(error)), str(error)
+        return True
+
+
+def print_outcomes(cases: Sequence[Callable[[], None]]) -> None:
+    """Runs the cases, and prints the error of each, or "" without one, as JSON."""
+    outcomes: dict[str, str] = {}
+    for each in cases:
+        try:
+            each()
+            outcomes[each.__name__] = ""
+        except Exception as error:
+            outcomes[each.__name__] = f"{type(error).__name__}: {error}"
+    print(json.dumps(outcomes), flush=True)

@@ -1,0 +1,64 @@
+"""SGLang's own groups, functions, layers and dispatchers with the plug-in, on CPU ranks that are processes."""
+
+from __future__ import annotations
+
+import json
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from support.running import run_alone
+
+PROGRAMS = Path(__file__).parent / "programs"
+ENVIRONMENT = {"PROXYCCL_RUNTIME": "host", "OMP_NUM_THREADS": "1", "SGLANG_ENABLE_DETERMINISTIC_INFERENCE": "0"}
+
+
+def outcomes(
+    program: str, ranks: int, *arguments: str, lost: int | None = None, **variables: str
+) -> list[dict[str, str]]:
+    """Runs a program on ranks, and returns the outcome of each of its cases, by rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def run(rank: int) -> dict[str, str]:
+        given = (str(rank), str(ranks), str(port), *arguments)
+        done = run_alone(PROGRAMS / program, *given, env={**ENVIRONMENT, "PROXYCCL_SGLANG": "1", **variables})
+        if rank == lost:
+            return {}
+        assert done.returncode == 0, done.stdout + done.stderr
+        made: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+        return made
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(run, range(ranks)))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sglangs_functions_and_layers(ranks: int) -> None:
+    for of_rank in outcomes("collectives.py", ranks, "plain"):
+        assert len(of_rank) > 10
+        assert {name: error for name, error in of_rank.items() if error} == {}
+
+
+def test_nothing_is_replaced_without_the_switch() -> None:
+    for of_rank in outcomes("collectives.py", 2, "off", PROXYCCL_SGLANG=""):
+        assert {name: error for name, error in of_rank.items() if error} == {}
+
+
+def test_deterministic_inference_makes_groups_invariant() -> None:
+    for of_rank in outcomes("collectives.py", 2, "deterministic", SGLANG_ENABLE_DETERMINISTIC_INFERENCE="1"):
+        assert {name: error for name, error in of_rank.items() if error} == {}
+
+
+def test_a_lost_rank_is_named() -> None:
+    assert outcomes("collectives.py", 2, "lost", lost=1)[0] == {"a_lost_rank": ""}
+
+
+def test_sglangs_dispatchers_of_experts(tmp_path: Path) -> None:
+    (tmp_path / "deep_ep").mkdir()  # as an installation over another leaves it
+    (tmp_path / "deep_ep/__init__.py").write_text("raise ImportError('another package wrote over this one')\n")
+    for of_rank in outcomes("experts.py", 2, PYTHONPATH=str(tmp_path)):
+        assert {name: error for name, error in of_rank.items() if error} == {}

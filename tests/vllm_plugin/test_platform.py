@@ -1,0 +1,60 @@
+"""The platform that the plug-in chooses, and the configurations that it refuses."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import proxyccl_vllm
+import pytest
+import torch
+from proxyccl_vllm.communicator import ProxyCCLCommunicator
+from vllm import platforms
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+
+
+def test_it_extends_the_platform_that_vllm_would_choose() -> None:
+    assert current_platform.is_cpu()
+    assert isinstance(current_platform, platforms.cpu.CpuPlatform)
+
+
+@pytest.mark.parametrize("found", [(), ("xpu",), ("cuda", "xpu")], ids=str)
+def test_it_declines_other_devices(found: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: dict[str, Callable[[], str | None]] = dict.fromkeys(platforms.builtin_platform_plugins, lambda: None)
+    monkeypatch.setattr(platforms, "builtin_platform_plugins", chosen | dict.fromkeys(found, lambda: "a.Platform"))
+    assert proxyccl_vllm.detect() is None
+
+
+def test_batch_invariance_makes_reductions_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    monkeypatch.setenv("PROXYCCL_INVARIANT", "0")
+    monkeypatch.delenv("PROXYCCL_INVARIANT")
+    assert proxyccl_vllm.detect() is not None
+    assert os.environ["PROXYCCL_INVARIANT"] == "1"
+
+
+def test_vllms_own_fusion_is_off_and_its_cache_knows_of_ours() -> None:
+    config = VllmConfig()
+    assert config.compilation_config.pass_config.fuse_allreduce_rms is False
+    assert config.additional_config == {"proxyccl_fused_norms": True}
+    off = VllmConfig(additional_config={"proxyccl_fused_norms": False})
+    assert off.compute_hash() != config.compute_hash()
+
+
+def test_groups_and_memory_of_nccl_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = VllmConfig()
+    config.parallel_config.enable_elastic_ep = True
+    with pytest.raises(ValueError, match=r"enable_elastic_ep: .* expected False"):
+        current_platform.check_and_update_config(config)
+    config.parallel_config.enable_elastic_ep = False
+    monkeypatch.setenv("VLLM_USE_NCCL_SYMM_MEM", "1")
+    with pytest.raises(ValueError, match="VLLM_USE_NCCL_SYMM_MEM: expected 0"):
+        current_platform.check_and_update_config(config)
+
+
+def test_groups_that_are_not_torchs_are_refused() -> None:
+    group: Any = object()
+    with pytest.raises(NotImplementedError, match=r"'ep:0' is not a group of torch\.distributed"):
+        ProxyCCLCommunicator(group, torch.device("cpu"), group, "ep:0", tcp_store_group=group)
