@@ -92,9 +92,9 @@ class CollectiveCalls:
 
         The result `residual` is the sum of the ranks' `x`, with the same bits as from `all_reduce`, plus the argument
         `residual`, rounded to the element type. The result `out` is ``residual / sqrt(mean(residual**2) + eps) *
-        (weight + weight_bias)`` with the mean of each row, computed in float32 and rounded once. A row's bits may depend
-        on the number of rows only if `tune` has chosen algorithms that add in different orders, which `invariant`
-        prevents. Within a node, the call is one launch if rows are multiples of 16 bytes.
+        (weight + weight_bias)`` with the mean of each row, computed in float32 and rounded once. A row's bits may
+        depend on the number of rows only if `tune` has chosen algorithms that add in different orders, which
+        `invariant` prevents. Within a node, the call is one launch if rows are multiples of 16 bytes.
 
         Args:
             x: this rank's rows: a contiguous array [..., width] of float16 or bfloat16, of at most eight dimensions and
