@@ -60,7 +60,7 @@ class Shared(Protocol):
 
 
 class StreamWaits(Protocol):
-    """Words in this rank's memory for which its streams wait, and which no proxy writes."""
+    """Words in this rank's memory on which this rank's streams wait, and which no proxy writes."""
 
     def look_for_timeouts(self, now: float) -> None:
         """Aborts the communicator if a stream has waited for too long; `now` is a time of `time.monotonic`."""
@@ -81,13 +81,12 @@ class Group:
         topology: the placement of the ranks.
         runtime, exchange, control, job, ways, members: as for `Meeting`.
         linger: how long the exiting process waits for peers, in seconds; None for the time-out.
-        parent: the group from which this group was split; its end also ends this group. None if this group was not
-            split.
+        parent: the group from which this group was split, or None; if the parent fails or is closed, so is this group.
         failure: whether the group can still be used.
         launches: orders this rank's launches.
         links: this rank's proxy, and its connections.
         mappings: the memory of peers that this process has mapped.
-        stream_waits: objects that own words for which streams of this rank wait, and which no proxy writes.
+        stream_waits: objects that own words on which this rank's streams wait, and which no proxy writes.
         vain_waits: makes the group fail if this rank waits for peers that make no more calls.
         inventory: the channels and semaphores in use.
         semaphore_words: the words that peers' kernels signal.
@@ -154,11 +153,12 @@ class Group:
         self._host_links = link_hosts(self.topology, exchange)
 
     def split(self, members: Sequence[int], timeout: float, bootstrap: Bootstrap | None) -> Group:
-        """Makes a group of `members`, numbered by their index in the list. Only these ranks call this, then `open` the
-        new group.
+        """Makes a group of `members`, numbered by their index in the list. Only the members call this, and then `open`
+        the new group.
 
-        The end of this group also ends the new group. Raises the errors of `meet_apart`; and ConcurrentCallError if
-        another thread splits the same ranks, unless each has a `bootstrap` of the members.
+        If this group fails or is closed, so is the new group. Raises the errors of `meet_apart`; and
+        ConcurrentCallError if another thread splits the same ranks, unless each thread passes its own `bootstrap` of
+        the members.
         """
         check = self.failure.require_usable
         alone = self._one_caller.only("split", tuple(sorted(members)))
@@ -169,12 +169,12 @@ class Group:
             return Group(meeting, self, self._mapped)
 
     def shrink(self, excluded: Collection[int], timeout: float) -> Group:
-        """Makes a group of the remaining ranks. Only these ranks call this, once, then `open` the new group, which
-        outlives this group.
+        """Makes a group of the remaining ranks. Only the remaining ranks call this, once, and then `open` the new
+        group, which outlives this group.
 
         If a rank comes too late, this group fails, because its later calls would wait for that rank again.
 
-        Raises as `meet_survivors`, and ClosedError if this rank has called `shrink` before.
+        Raises the errors of `meet_survivors`; and ClosedError if this rank has called `shrink` before.
         """
         with self._closing:
             if self._shrunk:
@@ -193,8 +193,8 @@ class Group:
         return Group(meeting, mapped=self._mapped)
 
     def grow(self, bootstrap: Bootstrap, timeout: float, *, owns_bootstrap: bool) -> Group:
-        """Makes a group of the ranks of a bootstrap, including this rank. The new group outlives this group. Raises as
-        `meet`.
+        """Makes a group of the ranks of a bootstrap, including this rank. The new group outlives this group. Raises the
+        errors of `meet`.
         """
         with self._one_caller.only("grow"):
             meeting = regroup(self._meeting, bootstrap, timeout, owns_bootstrap=owns_bootstrap)
@@ -315,7 +315,9 @@ class Group:
 
     @property
     def crosses_namespaces(self) -> bool:
-        """Whether ranks of this host, or the daemon of this rank's proxy, are in other PID namespaces."""
+        """Whether ranks of this host, or the daemon of this rank's proxy, are in PID namespaces other than this
+        rank's.
+        """
         return self._meeting.crosses_namespaces
 
     @property
@@ -352,7 +354,9 @@ class Group:
 
     @contextlib.contextmanager
     def mapping_of(self, peer: int) -> Iterator[None]:
-        """Wraps mapping a peer's memory. If the memory is gone because the peer has failed, raises that failure."""
+        """Returns a context for mapping a peer's memory. If the mapping fails because the peer has failed, raises the
+        peer's failure.
+        """
         try:
             yield
         except ArgumentError:
@@ -411,10 +415,11 @@ class Group:
     def close(self, *, reason: str = "", wait: bool = True) -> None:
         """Closes the group and the groups that were split from it. Further calls do nothing.
 
-        Memory that peers access is freed once they have closed the communicator. The call waits for the peers unless
-        the group has failed. If the missing peers are closing other communicators, the call returns and a background
-        thread waits, so ranks may close communicators in different orders. If a signal handler that interrupts a wait
-        calls `close`, the call only aborts the group on all ranks; a later call of `close` does the rest.
+        Memory that peers access is freed once all peers have closed the communicator. The call waits for the peers
+        unless the group has failed. If the missing peers are closing other communicators, the call returns and a
+        background thread waits, so ranks may close communicators in different orders. If a signal handler that
+        interrupts a wait calls `close`, the call only aborts the group on all ranks; a later call of `close` does the
+        rest.
 
         Args:
             reason: if not empty, the call aborts the group on all ranks with this reason.
