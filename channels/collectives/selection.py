@@ -140,6 +140,7 @@ class SizeTable:
         yield least, None, self.beyond
 
     def choose(self, nbytes: int) -> Algorithm:
+        """Returns the algorithm for a message of `nbytes` bytes."""
         for limit, algorithm in self.limits:
             if nbytes <= limit:
                 return algorithm

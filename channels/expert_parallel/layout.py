@@ -119,6 +119,7 @@ class EPAllToAllLayoutDesc(Descriptor):
         self.rows = rows
 
     def pointer(self, name: str) -> int:
+        """Returns the address of a table. Raises KeyError for an unknown name."""
         for _, at, tables in self.blocks:
             if name in tables.places:
                 return int(at + tables.places[name][0])
