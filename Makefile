@@ -244,6 +244,7 @@ bench-gpu: bare-loops
 	$(call measure,$(RANKS),overlap)
 	$(call measure,$(RANKS),expert_parallel)
 	$(call measure,$(RANKS),deep_ep_buffer)
+	$(call measure,$(RANKS),norms)
 	$(call measure,2,put_signal)
 	$(call measure,2,launch_cost)
 	$(call measure,$(RANKS),daemon,_$(GPU_RUNTIME))

@@ -1015,6 +1015,36 @@ def execution_plans_section(result: Result) -> Section:
     return Section(f"Execution plans beside two_shot {place(result)}", summary, lines)
 
 
+def norms_section(result: Result) -> Section:
+    """Returns a table of all_reduces with RMSNorm by number of rows, beside the all_reduce alone."""
+    rows = result["comparison"]
+    names = list(rows[0]["times_us"])
+    lines = [
+        *origin(result),
+        f"Each rank has rows of {rows[0]['width']} values. Times in µs. The aim for `{names[1]}` is at most "
+        f"{aims.NORM_US:g} µs more than `{names[0]}` up to 128 rows, and with more rows at most "
+        f"{aims.NORM_OVER_ALONE:g} times its time.",
+        "",
+    ]
+    lines += table(
+        ["rows", *names, "one call / alone"],
+        [
+            [
+                str(row["rows"]),
+                *(number(row["times_us"][name]) for name in names),
+                number(row["times_us"][names[1]] / row["times_us"][names[0]]),
+            ]
+            for row in rows
+        ],
+    )
+    lines += [wrong_line(sum(row["wrong"] for row in result["results"])), ""]
+    more = [row["times_us"][names[1]] - row["times_us"][names[0]] for row in rows if row["rows"] <= 128]
+    summary = (
+        f"one call takes at most {number(max(more, default=None))} µs more than an all_reduce alone up to 128 rows"
+    )
+    return Section(f"all_reduce with RMSNorm {place(result)}", f"{summary} (aim: {aims.NORM_US:g})", lines)
+
+
 def regroup_section(result: Result) -> Section:
     """Returns a table of the ways to a communicator of fewer ranks."""
     rows = {row["made_by"]: row for row in result["rows"]}
@@ -1143,6 +1173,7 @@ SECTIONS: dict[str, Callable[[Result], Section]] = {
     "launch_cost": launch_cost_section,
     "triton_kernels": triton_kernels_section,
     "execution_plans": execution_plans_section,
+    "norms": norms_section,
     "put_signal": put_signal_section,
     "ring": ring_section,
     "daemon": daemon_section,

@@ -7,8 +7,9 @@ tensor parallelism 2 with vLLM's usual options: compiled, in CUDA graphs. The ti
 generations of different lengths, divided by the difference of lengths, so prefills cancel. The contenders are those of
 `vllm_decoder.py`, each in a new process; they get the same prompts, and their first tokens are shown.
 
-It needs GPUs, and what `vllm_decoder.py` names; also vLLM's kernels of attention (`_vllm_fa3_C.abi3.so`, 14 MB by xz).
-For `--attention TRITON_ATTN` an empty file vllm_flash_attn/_vllm_fa2_C.py is enough.
+It needs what `vllm_decoder.py` names, and vLLM's kernels of attention (`_vllm_fa3_C.abi3.so`, 14 MB by xz); for
+`--attention TRITON_ATTN` an empty file vllm_flash_attn/_vllm_fa2_C.py is enough. With a CPU build of vLLM, `--small`
+runs on CPUs.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ def run(contender: Contender, asked: Fields) -> Fields:
             raise SystemExit(f"{contender.title}: not done within {_JOB_SECONDS:g} s\n{output[-4000:]}") from None
     lines = [line.removeprefix(RESULT) for line in output.splitlines() if line.startswith(RESULT)]
     if job.returncode or not lines:
-        raise SystemExit(f"{contender.title}: status {job.returncode}\n{output[-8000:]}")
+        raise SystemExit(f"{contender.title}: status {job.returncode}\n{output[-20000:]}")
     found: Fields = json.loads(lines[-1])
     return found
 

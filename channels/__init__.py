@@ -1,1 +1,1 @@
-"""Joins ranks: bootstrap, topology, shared memory, channels, the communicator, and everything that is built on it."""
+"""Connects ranks by channels and shared memory, and implements the communicator and everything that is built on it."""

@@ -47,7 +47,7 @@ def readable_view(group: Group, x: Any, argument: str) -> ArrayView:
 
 
 def flat_view(group: Group, x: Any, argument: str, *, in_bytes: bool) -> ArrayView:
-    """Returns a one-dimensional view of an array; with `in_bytes`, a view of its bytes for any element type."""
+    """Returns a one-dimensional view of an array; if `in_bytes` is set, a view of the array's bytes."""
     if in_bytes and libraries[type(x)].is_torch:
         x = from_torch(x, argument, in_bytes=True)
     view = input_view(group, x, argument)
@@ -85,8 +85,9 @@ def require_writable(view: ArrayView, argument: str) -> None:
 
 
 def new_like(group: Group, source: ArrayView, shape: tuple[int, ...], dtype: DType | None = None) -> Any:
-    """Allocates an array for a result: a torch tensor if `source` views one; a numpy array on the host runtime, unless
-    `source` views an `Array`; else an `Array`. `dtype` None means the element type of `source`.
+    """Allocates an array for a result. If `source` views a torch tensor, the result is a torch tensor. Otherwise it is
+    an `Array`, except that on the host runtime it is a numpy array unless `source` views an `Array`. `dtype` None means
+    the element type of `source`.
     """
     made, owner = dtype or source.dtype, source.owner
     require_room(shape, made)
@@ -119,8 +120,8 @@ def overlap(a: ArrayView, b: ArrayView) -> bool:
 
 
 def refuse_partial_overlap(rank: int, source: ArrayView, target: ArrayView) -> None:
-    """Raises ArgumentError if input and output overlap, except as in an in-place call: both begin at the same address,
-    or the smaller is this rank's share of the larger.
+    """Raises ArgumentError if input and output overlap, unless both begin at the same address, or the smaller is this
+    rank's share of the larger (an in-place call).
     """
     part, whole = (target, source) if target.nbytes < source.nbytes else (source, target)
     share = rank * part.nbytes if part.nbytes < whole.nbytes else 0

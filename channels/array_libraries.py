@@ -1,7 +1,7 @@
 """Imports modules that depend on an array library when calls first need them.
 
-The public package registers the name of each module, so the core imports no array library itself. Each module supplies
-one part, which has a name such as "torch: untraced".
+The public package registers the name of each module, so the core imports no array library itself. What a module
+supplies is called a part, and has a name such as "torch: untraced".
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ _opaque: set[type] = set()
 
 
 def provide(part: str, module: str) -> None:
-    """Registers the module of a part without importing it."""
+    """Registers the module that supplies a part, without importing it."""
     _modules[part] = module
 
 
 def load(part: str) -> Any:
-    """Returns the module of a part; imports it on first use. The caller defines a Protocol class for the functions that
-    it calls.
+    """Returns the module that supplies a part; imports it on first use. The caller declares the module's functions in a
+    Protocol class.
 
     Raises:
         KeyError: no module was registered for the part.

@@ -20,7 +20,7 @@ from proxyccl.device.runtime import StreamLike
 
 
 class CollectiveCalls:
-    """The base of `Communicator`: its collectives, plans and transfers."""
+    """The base class of `Communicator`, with the methods for collectives, plans and transfers."""
 
     _group: Group
     _collectives: Collectives
@@ -90,11 +90,11 @@ class CollectiveCalls:
         """Adds the ranks' rows and a residual, and normalizes each row by RMSNorm. All ranks call this together, with
         the same residual and weight.
 
-        The result `residual` is the sum of the ranks' `x`, with the same bits as from `all_reduce`, plus `residual`,
-        rounded to the element type. The result `out` is ``residual / sqrt(mean(residual**2) + eps) * (weight +
-        weight_bias)`` with the mean of each row, computed in float32 and rounded once. A row's bits may depend on the
-        number of rows only if `tune` has chosen algorithms that add in different orders, which `invariant` prevents.
-        Within a node, the call is one launch if rows are multiples of 16 bytes.
+        The result `residual` is the sum of the ranks' `x`, with the same bits as from `all_reduce`, plus the argument
+        `residual`, rounded to the element type. The result `out` is ``residual / sqrt(mean(residual**2) + eps) *
+        (weight + weight_bias)`` with the mean of each row, computed in float32 and rounded once. A row's bits may
+        depend on the number of rows only if `tune` has chosen algorithms that add in different orders, which
+        `invariant` prevents. Within a node, the call is one launch if rows are multiples of 16 bytes.
 
         Args:
             x: this rank's rows: a contiguous array [..., width] of float16 or bfloat16, of at most eight dimensions and
@@ -108,8 +108,8 @@ class CollectiveCalls:
             residual_out: where `residual` goes: an array like `x`; may be `x` or `residual`; None for a new array.
             scales: where the scales go: an array [..., 1] of float32; None for a new array.
             quantize: "float8" for one scale per row, returned in `scales`: the row's greatest magnitude divided by 448;
-                or an array of one float32, the scale of all rows. In both cases `out` is the normalized row divided by
-                its scale, and saturates at 448. None rounds to the type of `x`.
+                or an array of one float32, the scale of all rows. With `quantize`, `out` is the normalized row divided
+                by its scale, and saturates at 448. None rounds to the type of `x`.
             algorithm, cta_policy: as for `all_reduce`. With "one_shot" and "two_shot_packets" the call is one launch;
                 with other algorithms it is an all_reduce, followed by a launch that normalizes the rows, even under the
                 policy "zero".
@@ -329,8 +329,9 @@ class CollectiveCalls:
                 plan's alignment; the same count and type on all ranks. A plan that reduces takes the element types of
                 `all_reduce`; other plans take any. If the plan has peers access an array, the call copies the array to
                 or from the plan's own memory, unless all ranks pass results of `register`.
-            out: the output, an array of `output_chunks` such chunks. None means `x` if the plan works in place and `x`
-                has that size, else a new array. A plan that works in place also accepts an array other than `x`.
+            out: the output, an array of `output_chunks` chunks of the same size. None means `x` if the plan works in
+                place and `x` has that size, else a new array. A plan that works in place also accepts an array other
+                than `x`.
             stream: as for `all_reduce`.
 
         Returns:
@@ -380,7 +381,7 @@ class CollectiveCalls:
         send(self._collectives, x, peer, stream)
 
     def recv(self, out: Any, peer: int, *, stream: StreamLike = None) -> Any:
-        """Receives an array from a rank. Arguments and errors as for `send`. Returns `out`."""
+        """Receives an array from a rank. The arguments and errors are those of `send`. Returns `out`."""
         return recv(self._collectives, out, peer, stream)
 
     def transfers(self, *, stream: StreamLike = None) -> Transfers:
@@ -411,13 +412,13 @@ class CollectiveCalls:
     ) -> Selector:
         """Measures the algorithms of all collectives, and uses the fastest for each kind of call from then on.
 
-        The call measures the algorithms of kernels and of proxies, with symmetric and with other arrays, and in float32
-        and bfloat16 if the element type matters. It also measures the execution plans in the current tables, at the
-        sizes that each plan takes. All ranks call this together, with the same arguments, while nothing else runs.
+        The call measures the algorithms of kernels and of proxies, on symmetric and on ordinary arrays, and in float32
+        and bfloat16 if the element type matters. The call also measures the execution plans in the current tables, at
+        the sizes that each plan takes. All ranks call this together, with the same arguments, while nothing else runs.
 
         Args:
             sizes: array sizes in bytes, in rising order; None for 1 KiB to 64 MiB, or to 4 MiB on the host runtime. If
-                the last size is below this default maximum, larger arrays keep the default algorithms.
+                the last size is below the maximum of this default, larger arrays keep the default algorithms.
             iterations: calls of each algorithm at each size; algorithms are compared by the median of the slowest
                 rank's times.
             seconds: the approximate limit of the total time. When the time is over, the remaining sizes are skipped.

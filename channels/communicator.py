@@ -158,7 +158,7 @@ class Communicator(CollectiveCalls):
         if not isinstance(runtime, str | None) and not hasattr(runtime, "activate"):
             raise ArgumentError("runtime", f"must be a name, a Runtime or None, not {runtime!r}")
         standing = Standing(requested_policy(cta_policy), requested_invariance(invariant))
-        limit_of_environment()  # refuses a wrong value before the ranks meet
+        limit_of_environment()  # raises for a wrong value before the ranks connect
         proxies = ProxyOptions(requested_place(proxy), fifos, proxy_threads, fifo_size, idle, proxy_cores)
         bounded = timeout_from(timeout)
         if linger is not None:
@@ -262,7 +262,7 @@ class Communicator(CollectiveCalls):
         Raises:
             ArgumentError: `exclude` names this rank, or something that is not a rank of this communicator.
             ExcludedError: this rank arrived too late, and the others continued without it.
-            MismatchError: a rank passed a different `exclude`. This communicator can't be shrunk any longer.
+            MismatchError: a rank passed a different `exclude`. Further calls of `shrink` on this communicator fail.
             ClosedError: this communicator is closed, or was shrunk before.
             PeerLostError: ranks were lost in each of the call's attempts.
             ResourceError: this process has too few file descriptors left. This communicator is closed, and the other
@@ -331,13 +331,15 @@ class Communicator(CollectiveCalls):
 
     @classmethod
     def from_mpi(cls, comm: Any = None, **options: Any) -> Communicator:
-        """Makes a communicator of the ranks of an MPI communicator (None: all). Options as for the constructor."""
+        """Makes a communicator of the ranks of an MPI communicator (None: all). The options are those of the
+        constructor.
+        """
         require_mpi(comm)
         return cls(comm, **options)
 
     @classmethod
     def from_torch(cls, group: Any = None, **options: Any) -> Communicator:
-        """Makes a communicator of the ranks of a torch process group (None: the world). Options as for the
+        """Makes a communicator of the ranks of a torch process group (None: the world). The options are those of the
         constructor.
         """
         return cls(of_process_group(group), **options)
@@ -365,7 +367,7 @@ class Communicator(CollectiveCalls):
 
         A call is prepared if it is the first call with its options, element types and shapes. Later calls with the same
         properties, even with new arrays, reuse the prepared form. For experts' calls, shapes that differ only in the
-        number of tokens count as equal.
+        number of tokens are treated as equal.
         """
         calls = self._group.launches.calls
         return CallCounts(calls.made, calls.prepared)
@@ -407,7 +409,9 @@ class Communicator(CollectiveCalls):
 
     @property
     def timeout(self) -> float:
-        """The time-out of every wait, in seconds. Setting it changes this rank's later waits."""
+        """The time-out of every wait, in seconds. Setting this property changes the time-out of this rank's later
+        waits.
+        """
         return self._group.timeout
 
     @timeout.setter
@@ -491,10 +495,10 @@ class Communicator(CollectiveCalls):
         registered for as long as they live. Collectives use these tensors in place if all ranks' arrays are registered.
         Until the peers have mapped a new tensor's memory, calls with the tensor may copy it through scratch memory.
 
-        The pool belongs to the device, and lives as long as any communicator that has used it. Later blocks, also of
-        other communicators, reuse memory that a tensor frees. When the pool is destroyed, torch returns its memory to
-        the driver, except for the memory of live tensors. Outside of the block, capture a graph into the pool with
-        ``torch.cuda.graph(graph, pool=pool.id)``.
+        The pool belongs to the device, and lives as long as any communicator that has used it. Later ``with`` blocks,
+        also of other communicators, reuse memory that a tensor frees. When the pool is destroyed, torch returns its
+        memory to the driver, except for the memory of live tensors. Outside of the block, capture a graph into the pool
+        with ``torch.cuda.graph(graph, pool=pool.id)``.
 
         Returns:
             A context manager that yields the ``torch.cuda.MemPool``.
@@ -519,7 +523,7 @@ class Communicator(CollectiveCalls):
                 in the order of ranks.
 
         Raises:
-            ArgumentError: a peer is not a rank, or this rank's kernels can't access its memory.
+            ArgumentError: a peer is not a rank, or this rank's kernels can't access the peer's memory.
         """
         chosen = self._peers(peers)
         target = self._register(dst, "dst")
@@ -532,10 +536,10 @@ class Communicator(CollectiveCalls):
     ) -> ChannelSet[ProxyChannel]:
         """Makes channels through which kernels have the proxy move data.
 
-        All ranks call this together. Arguments as for `sm_channels`.
+        All ranks call this together. The arguments are those of `sm_channels`.
 
         Raises:
-            ArgumentError: a peer is not a rank, or its memory can't be shared.
+            ArgumentError: a peer is not a rank, or the peer's memory can't be shared.
             ResourceError: memory or channel ids ran out.
         """
         chosen = self._peers(peers)
@@ -548,8 +552,8 @@ class Communicator(CollectiveCalls):
         collective.
 
         Args:
-            handler: called with each `Trigger`; later triggers of the same ring wait for it. If it raises an exception,
-                the communicator fails with a HandlerError.
+            handler: a function that is called with each `Trigger`; later triggers of the same ring wait until it
+                returns. If the handler raises an exception, the communicator fails with a HandlerError.
 
         Raises:
             ArgumentError: the handler can't be called.
@@ -567,7 +571,8 @@ class Communicator(CollectiveCalls):
             array: as for `register`, in memory that peers can map: from `empty` or `shared_empty`, or on a GPU.
 
         Raises:
-            ArgumentError: as `register`; also on all ranks, if any rank's array is in memory that peers can't map.
+            ArgumentError: as for `register`; in addition, all ranks raise it if any rank's array is in memory that
+            peers can't map.
         """
         self._group.failure.require_usable()
         return Window(self._group, array)
@@ -592,7 +597,7 @@ class Communicator(CollectiveCalls):
             include_dirs: extra directories for ``#include``.
 
         Returns:
-            The `Kernel` of that name, or a `Module` with all of them. A kernel is launched as ``kernel(grid, block,
+            The `Kernel` of that name, or a `Module` with all kernels. A kernel is launched as ``kernel(grid, block,
             *args, stream=None)``.
 
         Raises:

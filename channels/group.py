@@ -60,7 +60,7 @@ class Shared(Protocol):
 
 
 class StreamWaits(Protocol):
-    """Words in this rank's memory for which its streams wait, and which no proxy writes."""
+    """Words in this rank's memory on which this rank's streams wait, and which no proxy writes."""
 
     def look_for_timeouts(self, now: float) -> None:
         """Aborts the communicator if a stream has waited for too long; `now` is a time of `time.monotonic`."""
@@ -81,13 +81,12 @@ class Group:
         topology: the placement of the ranks.
         runtime, exchange, control, job, ways, members: as for `Meeting`.
         linger: how long the exiting process waits for peers, in seconds; None for the time-out.
-        parent: the group from which this group was split; its end also ends this group. None if this group was not
-            split.
+        parent: the group from which this group was split, or None; if the parent fails or is closed, so is this group.
         failure: whether the group can still be used.
         launches: orders this rank's launches.
         links: this rank's proxy, and its connections.
         mappings: the memory of peers that this process has mapped.
-        stream_waits: objects that own words for which streams of this rank wait, and which no proxy writes.
+        stream_waits: objects that own words on which this rank's streams wait, and which no proxy writes.
         vain_waits: makes the group fail if this rank waits for peers that make no more calls.
         inventory: the channels and semaphores in use.
         semaphore_words: the words that peers' kernels signal.
@@ -101,16 +100,16 @@ class Group:
             with meeting.exchange.telling():
                 self._begin(meeting, parent, mapped)
         except BaseException:
-            meeting.control.set_presence(Presence.LEFT)  # peers don't wait for kernels of this rank
+            meeting.control.set_presence(Presence.LEFT)  # so that peers don't wait for kernels of this rank
             self.discard()
             raise
 
     def _begin(self, meeting: Meeting, parent: Group | None, mapped: HandleCache | None) -> None:
         self._closing = threading.RLock()
-        self._released = True  # so that `discard` frees nothing before all its fields are set
+        self._released = True  # so that `discard` frees nothing before `__init__` has set all fields
         self._meeting = meeting
         self.parent = parent
-        self._shrunk = ""  # what to do instead of another `shrink`
+        self._shrunk = ""  # the advice in the error that a second `shrink` raises
         self._next_context_look = 0.0
         self._children: list[Group] = []
         self._splits: Counter[tuple[int, ...]] = Counter()
@@ -154,11 +153,12 @@ class Group:
         self._host_links = link_hosts(self.topology, exchange)
 
     def split(self, members: Sequence[int], timeout: float, bootstrap: Bootstrap | None) -> Group:
-        """Makes a group of `members`, numbered by their index in the list. Only these ranks call this, then `open` the
-        new group.
+        """Makes a group of `members`, numbered by their index in the list. Only the members call this, and then `open`
+        the new group.
 
-        The end of this group also ends the new group. Raises the errors of `meet_apart`; and ConcurrentCallError if
-        another thread splits the same ranks, unless each has a `bootstrap` of the members.
+        If this group fails or is closed, so is the new group. Raises the errors of `meet_apart`; and
+        ConcurrentCallError if another thread splits the same ranks, unless each thread passes its own `bootstrap` of
+        the members.
         """
         check = self.failure.require_usable
         alone = self._one_caller.only("split", tuple(sorted(members)))
@@ -169,12 +169,12 @@ class Group:
             return Group(meeting, self, self._mapped)
 
     def shrink(self, excluded: Collection[int], timeout: float) -> Group:
-        """Makes a group of the remaining ranks. Only these ranks call this, once, then `open` the new group, which
-        outlives this group.
+        """Makes a group of the remaining ranks. Only the remaining ranks call this, once, and then `open` the new
+        group, which outlives this group.
 
         If a rank comes too late, this group fails, because its later calls would wait for that rank again.
 
-        Raises as `meet_survivors`, and ClosedError if this rank has called `shrink` before.
+        Raises the errors of `meet_survivors`; and ClosedError if this rank has called `shrink` before.
         """
         with self._closing:
             if self._shrunk:
@@ -184,7 +184,7 @@ class Group:
         try:
             with naming_exhaustion("this rank's part of the communicator"):
                 meeting = meet_survivors(self._meeting, self.topology, excluded, self._watcher.has_ended, timeout)
-        except ProxyCCLError as error:  # a retry would find the failed attempt's notes on the board
+        except ProxyCCLError as error:  # refuses a retry, which would find the failed attempt's notes on the board
             self._shrunk = f"that failed ({type(error).__name__}): make a new Communicator over a bootstrap"
             raise
         for peer in set(range(self.world_size)) - {*meeting.members, *excluded}:
@@ -193,8 +193,8 @@ class Group:
         return Group(meeting, mapped=self._mapped)
 
     def grow(self, bootstrap: Bootstrap, timeout: float, *, owns_bootstrap: bool) -> Group:
-        """Makes a group of the ranks of a bootstrap, including this rank. The new group outlives this group. Raises as
-        `meet`.
+        """Makes a group of the ranks of a bootstrap, including this rank. The new group outlives this group. Raises the
+        errors of `meet`.
         """
         with self._one_caller.only("grow"):
             meeting = regroup(self._meeting, bootstrap, timeout, owns_bootstrap=owns_bootstrap)
@@ -208,12 +208,11 @@ class Group:
         with contextlib.suppress(CommunicatorError):
             self.links.drain()
         if self.failure.aborted:
-            self.failure.observer.close()  # a report that is being written reads the proxy's state
+            self.failure.observer.close()  # waits for a running report, which reads the proxy's state
             if self.links.close():
                 self.control.set_presence(Presence.STOPPED)
 
     def _end_kernels(self) -> None:
-        """Waits until this rank's kernels have ended."""
         self.launches.wait_for_launchers()
         try:
             self.runtime.synchronize()
@@ -224,7 +223,7 @@ class Group:
         """Opens the group: begins to detect failures, to tell the peers about them, and to report them. If `open`
         raises an error, the caller calls `discard`.
         """
-        # `Collectives.start` exchanges once more, so no kernel waits for a peer before all ranks have opened their
+        # `Collectives.start` makes another exchange, so no kernel waits for a peer before all ranks have opened their
         # groups.
         try:
             self._begin_watching(observer)
@@ -241,7 +240,7 @@ class Group:
                 open_groups.append(self)
                 if self.parent is not None:
                     self.parent._children.append(self)
-        if self.parent is None:  # groups split from this group use its daemon
+        if self.parent is None:  # a split group uses its parent's daemon
             self.links.start_early()
         if orphan:
             self.failure.abort("the communicator that it was split from was closed")
@@ -264,7 +263,7 @@ class Group:
             return self.launches.log.count
 
         def end_waits() -> None:
-            if (proxy := self.links.proxy_if_started) is not None:  # without a proxy no stream waits for a proxy
+            if (proxy := self.links.proxy_if_started) is not None:
                 proxy.end_waits()
             for waits in tuple(self.stream_waits):
                 waits.release_streams()
@@ -316,7 +315,9 @@ class Group:
 
     @property
     def crosses_namespaces(self) -> bool:
-        """Whether ranks of this host, or the daemon of this rank's proxy, are in other PID namespaces."""
+        """Whether ranks of this host, or the daemon of this rank's proxy, are in PID namespaces other than this
+        rank's.
+        """
         return self._meeting.crosses_namespaces
 
     @property
@@ -353,7 +354,9 @@ class Group:
 
     @contextlib.contextmanager
     def mapping_of(self, peer: int) -> Iterator[None]:
-        """Wraps mapping a peer's memory. If the memory is gone because the peer has failed, raises that failure."""
+        """Returns a context for mapping a peer's memory. If the mapping fails because the peer has failed, raises the
+        peer's failure.
+        """
         try:
             yield
         except ArgumentError:
@@ -394,7 +397,7 @@ class Group:
         with self._closing:
             if self._released:
                 return
-            if self.failure.state != "opening":  # the group is being watched
+            if self.failure.state != "opening":  # the group's watcher runs
                 self.release(healthy=False)
                 return
             self._released = True
@@ -412,14 +415,15 @@ class Group:
     def close(self, *, reason: str = "", wait: bool = True) -> None:
         """Closes the group and the groups that were split from it. Further calls do nothing.
 
-        Memory that peers access is freed once they have closed the communicator. The call waits for the peers unless
-        the group has failed. If the missing peers are closing other communicators, a thread waits instead, so ranks may
-        close communicators in different orders. If a signal handler that interrupts a wait calls `close`, the call only
-        aborts the group on all ranks; a later call of `close` does the rest.
+        Memory that peers access is freed once all peers have closed the communicator. The call waits for the peers
+        unless the group has failed. If the missing peers are closing other communicators, the call returns and a
+        background thread waits, so ranks may close communicators in different orders. If a signal handler that
+        interrupts a wait calls `close`, the call only aborts the group on all ranks; a later call of `close` does the
+        rest.
 
         Args:
             reason: if not empty, the call aborts the group on all ranks with this reason.
-            wait: whether to wait for the peers; otherwise a thread waits.
+            wait: whether the call waits for the peers; if False, a thread waits.
 
         Raises:
             WaitTimeoutError: a peer did not close the group within the time-out.
@@ -442,7 +446,7 @@ class Group:
             except CommunicatorError:
                 self.release(healthy=False)
                 raise
-            except BaseException:  # raised by a signal handler; the peers know that this rank has left
+            except BaseException:  # raised by a signal handler after this rank announced that it leaves
                 self._release_later()
                 raise
             if healthy:
@@ -455,13 +459,14 @@ class Group:
         failed before or during this call.
         """
         children = list(self._children)
-        for each in (self, *children):  # before any wait, because a wait for one group waits for all work on the device
+        # Precedes any wait, because a wait for one group waits for all work on the device.
+        for each in (self, *children):
             each.vain_waits.begin()
         for child in children:
             child._leave_with_parent(reason)
         if not self.failure.usable:
             return False
-        if reason:  # no wait here, because queued work may wait for the other ranks
+        if reason:  # skips the wait, because queued work may wait for the other ranks
             self.failure.abort(reason)
             return False
         try:
@@ -478,7 +483,8 @@ class Group:
         return True
 
     def _leave_with_parent(self, reason: str) -> None:
-        """Leaves this group before its parent, whose release also releases this group."""
+        """Announces that this rank leaves the group, because the parent group closes. The parent's release also
+        releases this group."""
         with self._closing:
             if not self.failure.closed:
                 self.leave(reason)
@@ -533,7 +539,7 @@ class Group:
                 other._watcher.announce(Presence.PRESENT)
 
     def late(self, peer: int, operation: str, what: str, timeout: float) -> CommunicatorError:
-        """Makes the group fail with a time-out error that names the peer, and the action that it did not take in time.
+        """Makes the group fail with a time-out error that names the peer and what the peer failed to do in time.
         Returns the exception.
         """
         late = WaitTimeoutError(
@@ -598,12 +604,12 @@ class Group:
         self.failure.observer.close()
         if not healthy:
             self._watcher.end_waits()
-        self._end_kernels()  # kernels use the memory that is freed below until they have stopped
+        self._end_kernels()  # running kernels may use the memory that is freed below
         if not healthy:
             self._aftermath.watch_processes()
         self._watcher.close()
         if not self.links.close():
-            _abandoned.append(self)  # a handler still runs, and its thread still uses the memory
+            _abandoned.append(self)  # a Python handler of triggers still runs, and may use the memory
             return
         self._free_memory(healthy=healthy)
 
@@ -616,7 +622,7 @@ class Group:
         if healthy:
             self._aftermath.end()
         else:  # a peer's kernel may still write to this rank's memory
-            # This rank accesses no memory any longer, so ranks that shrink the communicator need not wait for it.
+            # This rank no longer accesses peers' memory, so ranks that shrink the communicator need not wait for it.
             self.control.set_presence(Presence.LEFT)
             self._aftermath.follow(reached)
             self.kept.clear()

@@ -1,5 +1,5 @@
-"""Kernel arguments: channels, sets of channels, and single semaphores and rings. Also the inventory of a rank's
-channels for reports.
+"""Kernel arguments: channels, sets of channels, and single semaphores and rings. Reports list a rank's channels from an
+`Inventory`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from proxyccl.device.runtime import Memory, Runtime
 from proxyccl.device.sleepers import Sleepers
 
 if TYPE_CHECKING:
-    from proxyccl.device._native import CData  # the name exists only in the type stub, not in cffi's module
+    from proxyccl.device._native import CData  # `CData` exists only in the type stub, not in cffi's module
 
 
 class DeviceHandle:
-    """A part of a channel, its semaphore or its ring, which a kernel takes by value.
+    """A part of a channel (its semaphore or its ring) that a kernel takes by value.
 
     Attributes:
         handle_kind: the handle's ProxycclHandleKind, which a kernel's parameter must have.
@@ -82,7 +82,7 @@ class Channel:
         self._kept: tuple[object, ...] = ()
 
     def keep(self, kept: tuple[object, ...]) -> None:
-        """Keeps objects alive with this channel, which may outlive its `ChannelSet`."""
+        """Keeps objects alive as long as this channel, because the channel may outlive its `ChannelSet`."""
         self._kept = kept
 
     @property
@@ -162,7 +162,7 @@ class ChannelSet(Sequence[C], Generic[C]):
 
     @property
     def sleepers(self) -> Sleepers | None:
-        """The sleepers of the channels' proxy."""
+        """Wakes the proxy that takes the channels' triggers."""
         return self._channels[0].sleepers if self._channels else None
 
     @property
@@ -181,11 +181,11 @@ class ChannelSet(Sequence[C], Generic[C]):
 
 
 class DeviceSemaphores(Protocol):
-    """Semaphores with words in device memory, which reports read."""
+    """Semaphores whose counters are in device memory, where reports read them."""
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """The addresses and sizes of the words that `decode` takes."""
+        """The addresses and sizes of the counters, whose bytes `decode` takes."""
 
     def decode(self, words: bytes) -> Sequence[tuple[int, int, int, int, int]]:
         """Decodes the bytes at `ranges`. Returns for each semaphore: the peer, the semaphore's number, and the numbers

@@ -1,12 +1,12 @@
-"""Lends memory: announces to the peers an unregistered array, such as torch's, that calls use often.
+"""Lends memory: announces to the peers an unregistered array, such as a torch tensor, that calls use often.
 
 The memory's owner may free it at any time; then `SymmetricMemory` withdraws the announcement, and the peers unmap the
-memory. Freed memory is not available until all peers have unmapped it. So only a part of the device's memory is lent,
-and nothing is lent while memory is scarce.
+memory. Because freed memory is not available until all peers have unmapped it, only a part of the device's memory is
+lent, and nothing is lent while memory is scarce.
 
-Calls only note arrays that peers can't access. The watcher's thread counts the notes, and announces and withdraws
-memory, which the peers' watchers map and unmap. Memory is exported only inside a call, which keeps the array alive; at
-other times the owner may unmap the memory at any moment.
+If peers can't access an array, a call only notes the array's address. The watcher's thread counts these notes, and
+announces and withdraws memory, which the peers' watchers map and unmap. Memory is exported only inside a call, which
+keeps the array alive; at other times the owner may unmap the memory at any moment.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class LentMemory:
     def __init__(self, runtime: Runtime, symmetric: SymmetricMemory, calls: Calls) -> None:
         self._runtime, self._symmetric, self._calls = runtime, symmetric, calls
         self.limit = limit_of_environment()
-        self._met: Counter[Met] = Counter()  # number of uses in this window
+        self._met: Counter[Met] = Counter()  # number of uses in this time window
         self._window_ends = 0.0
         self._often: dict[int, int] = {}  # by address, the required number of uses if it differs from _OFTEN
         self._exported: deque[Export] = deque()
@@ -57,8 +57,8 @@ class LentMemory:
         return self.limit != 0 and self._symmetric.offered
 
     def update(self) -> None:
-        """Announces exported memory, and has the next calls export the arrays that were noted often. The watcher's
-        thread calls this.
+        """Announces exported memory, and makes the next call on an array that was noted often export the array. The
+        watcher's thread calls this.
         """
         for exported in take_each(self._exported):
             self._symmetric.lend(exported)
@@ -85,7 +85,7 @@ class LentMemory:
             self._runtime.end_export(exported.handle)
 
     def is_received_in(self, ptr: int, nbytes: int) -> bool:
-        """Returns whether the peers' proxies write to an array in place."""
+        """Returns whether the peers' proxies can write directly to an array, without staging memory."""
         return bool(self._calls.reach_of(ptr, nbytes) & RECEIVED_BY_PROXIES)
 
     def _export(self, ptr: int, nbytes: int) -> None:

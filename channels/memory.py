@@ -64,7 +64,8 @@ def require_room(shape: tuple[int, ...], dtype: DType) -> None:
 
 
 def allocate(group: Group, shape: int | Sequence[int], dtype: Any, *, symmetric: bool = False) -> Array:
-    """Allocates an array in device memory; peers' kernels can access a symmetric array. See `Communicator.empty`."""
+    """Allocates an array in device memory. If `symmetric` is true, peers' kernels can access the array. See
+    `Communicator.empty`."""
     group.failure.require_usable()
     given = find_extents(shape)
     found = None if given is None else [find_integer(n) for n in given]
@@ -149,7 +150,7 @@ class RegisteredMemory:
         self._transport_ids: dict[str, int] = {}  # by transport, the id of this rank's range
         self._ids_at_peers: dict[int, int] = {}
         self._schedule_ids = 0
-        self._number = -1 - next(_numbers)  # the range's number in `Calls`: negative, unlike an announcement's
+        self._number = -1 - next(_numbers)  # the range's number in `Calls`; announcements have the numbers from 0
         self._closed = False
         self._allocations = group.runtime.allocations(view.ptr, view.nbytes)
         self.ptr = view.ptr
@@ -193,7 +194,7 @@ class RegisteredMemory:
 
     def _tell_ids(self, reserved: bool) -> None:
         """Adds the peers' ranges to this rank's proxy, and sends the peers their ids. All ranks call this together.
-        Only a part of a proxy's ids is for such ranges; if these ids are used up, schedules stage the data.
+        Only some of a proxy's memory ids are for registered ranges; if they are used up, schedules stage the data.
         """
         group = self._group
         peers = [peer for peer in range(group.world_size) if peer != group.rank]
@@ -217,7 +218,8 @@ class RegisteredMemory:
         return bool(self.nbytes) and len(self._ids_at_peers) == self._group.world_size - 1
 
     def id_at(self, peer: int) -> int:
-        """Returns the first memory id of this rank's range in a peer's proxy. Requires `is_for_schedules`."""
+        """Returns the memory id, in a peer's proxy, of the first 4 GiB of this rank's range. Requires
+        `is_for_schedules`."""
         return self._ids_at_peers[peer]
 
     def __repr__(self) -> str:
@@ -243,7 +245,7 @@ class RegisteredMemory:
 
     @property
     def id(self) -> int:
-        """The first memory id of this rank's range, for triggers."""
+        """The memory id of the first 4 GiB of this rank's range, for triggers."""
         self._require_open()
         if self._id is None:
             handle = functools.partial(self._handle, self._group.rank)
@@ -269,8 +271,8 @@ class RegisteredMemory:
         return next((memory.local_key for memory in self._exposed.values() if memory.copied and memory.local_key), 0)
 
     def source_id(self, peer: int) -> int:
-        """Returns the first memory id of this rank's range for triggers to a peer: `id`, unless the transport to the
-        peer uses a different address or key for the range.
+        """Returns the memory id of the first 4 GiB of this rank's range, for triggers to a peer. The result is `id`,
+        unless the transport to the peer uses a different address or key for the range.
         """
         if peer == self._group.rank:
             return self.id
@@ -294,7 +296,7 @@ class RegisteredMemory:
         return self._offers[as_rank(self._group.world_size, peer, "peer")].nbytes
 
     def peer_id(self, peer: int) -> int:
-        """Returns the first memory id of a peer's range, for triggers to that peer.
+        """Returns the memory id of the first 4 GiB of a peer's range, for triggers to that peer.
 
         Raises:
             ArgumentError: the peer's memory can't be shared.
@@ -309,7 +311,6 @@ class RegisteredMemory:
         return self._remote_ids[peer]
 
     def _add(self, peer: int) -> int:
-        """Adds a peer's range to this rank's proxy: by its handle, or for a remote transport by its address and key."""
         links, offer = self._group.links, self._offers[peer]
         proxy, transport = links.proxy, links.transport(peer)
         remote = TRANSPORTS[transport].remote
@@ -340,7 +341,7 @@ class RegisteredMemory:
         self._require_open()
         if peer not in self._opened:
             handle = self._handle(peer)
-            self._group.failure.check()  # a failed peer's memory may still be mappable for a moment
+            self._group.failure.check()  # because a failed peer's memory may stay mappable for a moment
             with self._group.mapping_of(peer):
                 self._opened[peer] = self._group.mappings.acquire(handle)
         return self._opened[peer]
@@ -377,7 +378,7 @@ class RegisteredMemory:
         if self._closed or self._group.failure.inherited:
             return
         self._closed = True
-        if not self._group.failure.closed:  # discards prepared calls with the ids, which other memory may get
+        if not self._group.failure.closed:  # discards prepared calls that hold the ids, because the ids may be reused
             self._group.launches.calls.unset_reached(self._number)
             self._group.launches.calls.forget(self.ptr, self.ptr + self.nbytes)
         self._group.links.schedule_ids -= self._schedule_ids

@@ -53,7 +53,7 @@ class PeerLinks:
     Attributes:
         place: where the proxy runs.
         topology: the placement of the ranks; complete after `bring_up`.
-        host_ranks: number of this host's ranks; for a split group, of the parent's ranks.
+        host_ranks: number of this host's ranks; for a split group, the number of the parent's ranks on this host.
         container_ranks: how many of the `host_ranks` are in this rank's container.
         remote: this rank's links to other hosts.
         schedule_ids: how many of the proxy's memory ids are for peers' registered ranges in schedules.
@@ -71,7 +71,7 @@ class PeerLinks:
         devices = {info.device_id for info in self._of_host()}
         own = self._runtime.device_id
         self._daemon = ChosenDaemon(self._addresses, self._runtime.name, own, sorted(devices - {own}))
-        self._connections: dict[tuple[int, bool], Connection] = {}  # by peer, and whether for private memory
+        self._connections: dict[tuple[int, bool], Connection] = {}  # by peer, and by `private` of `connection`
         self._transports: dict[int, str] = {}
         self.schedule_ids = 0
         self.host_ranks: int = len(self._of_host()) if whole is None else whole.host_ranks
@@ -140,8 +140,8 @@ class PeerLinks:
         )
 
     def _addresses(self) -> list[DaemonAddress]:
-        """Returns the addresses of daemons. The first daemon that sees this rank's device runs the proxy: the rank's
-        own, if a launcher has confined the rank and its children to one device.
+        """Returns the addresses of daemons. The first of these daemons that has access to this rank's device runs the
+        proxy. If a launcher has confined the rank and its children to one device, this is the rank's own daemon.
         """
         node: list[DaemonAddress] = [NodeDaemon(socket_path())] if self.place.where == "daemon" else []
         if node and self.place.chosen:
@@ -196,14 +196,14 @@ class PeerLinks:
         )
 
     def _idle(self) -> IdlePolicy:
-        """Returns the idle policy of a proxy in this process: the caller's, else one chosen by the cores of the host's
-        ranks.
+        """Returns the idle policy of a proxy in this process: the caller's policy, if given, else one chosen by the
+        number of cores of the host's ranks.
         """
         if self._options.idle is not None:
             return self._options.idle
         of_host, threads = self._of_host(), self._options.threads
         cores = self._host_cores(of_host).union(self._cores() or ())
-        confined = len(cores_of(os.getpid())) > threads  # otherwise the proxy's threads run on all cores (workers.py)
+        confined = len(cores_of(os.getpid())) > threads  # if False, the proxy's threads run on all cores (workers.py)
         beside = len(self._of_container())
         return choose_idle(
             len(cores) if confined else os.cpu_count() or 1,
@@ -214,8 +214,8 @@ class PeerLinks:
 
     @property
     def _takes_private(self) -> bool:
-        """Whether copies from memory that other processes can't map get a separate connection. A requested node daemon
-        refuses such memory instead.
+        """Whether copies from memory that other processes can't map get a separate connection. If the caller requested
+        the node daemon, the daemon refuses such memory instead.
         """
         return self.place.where == "process" or (self.place.where == "daemon" and not self.place.chosen)
 

@@ -1,4 +1,4 @@
-"""Pinned memory of each rank, for messages that a CPU copies in less time than a copy engine needs to start."""
+"""Pinned memory for short messages, which a CPU copies in less time than a copy engine needs to start."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class PinnedRange:
         return group.links.proxy.add_pinned_memory(self._opened[-1])
 
     def close(self) -> None:
-        """Unmaps the memory. Neither triggers nor schedules of any rank may still use it."""
+        """Unmaps the memory, which neither triggers nor schedules of any rank may still use."""
         for exposed in self._exposed.values():
             self._remote.withdraw(exposed)
         for memory in (self._memory, *self._opened):

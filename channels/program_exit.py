@@ -14,7 +14,7 @@ _POLL_SECONDS = 0.0005
 
 
 def _close_groups(failure: str) -> None:
-    """Closes the groups that the program left open, which the ranks may have made in different orders.
+    """Closes the groups that the program left open. Ranks may have made these groups in different orders.
 
     If `failure` is "", the program exits normally, so it waits for its peers, which may still need this rank's memory.
     Otherwise an exception or a nonzero status ends the program, and the peers' calls raise an error with the reason
@@ -41,8 +41,8 @@ def _close_groups(failure: str) -> None:
 
 
 def _await_peers(group: Group, deadline: float) -> None:
-    """Waits for the peers to close the group, then releases the group. If a peer does not close it in time, names the
-    peer in a report, because no caller is left to catch an error.
+    """Waits for the peers to close the group, then releases the group. If a peer does not close the group in time,
+    writes a report that names the peer, because no caller is left to catch an error.
     """
     while (present := group.peers_present()) and not group.failure.aborted:
         if time.monotonic() > deadline:

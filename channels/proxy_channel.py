@@ -21,7 +21,7 @@ from proxyccl.proxy.codec import Codec
 from proxyccl.proxy.interface import ChannelCounters, Handler
 
 if TYPE_CHECKING:
-    from proxyccl.device._native import ProxycclProxyChannelPointer  # only the stub has this name; cffi lacks it
+    from proxyccl.device._native import ProxycclProxyChannelPointer  # the name exists only in the type stub
 
 _CHANNEL_IDS = Codec[dict[int, list[int]]](dict[int, list[int]], 1 << 20, name="channel ids")
 _LINE = 128
@@ -47,7 +47,7 @@ class ProxyChannel(_RingChannel):
     """A channel to one peer; its device side is proxyccl::ProxyChannelDeviceHandle.
 
     The program can signal and wait on the CPU too, because host memory counts the peer's signals. On one channel,
-    either only kernels or only the CPU may wait, because both count their consumed signals separately.
+    either only kernels or only the CPU may wait, because the kernels and the CPU count consumed signals separately.
 
     Attributes:
         id: channel id in this rank's proxy.
@@ -178,7 +178,6 @@ class ProxyChannel(_RingChannel):
 
 
 def _new_handle(group: Group, channel: int, peer: int) -> ProxycclProxyChannelPointer:
-    """Returns a channel's handle without semaphores and memory."""
     service, handle = group.links.proxy, ffi.new("ProxycclProxyChannel *")
     service.fifo_for(channel).fill_handle(handle.fifo)
     handle.flushed = ffi.cast("uint64_t *", service.flushed_pointer(channel))
@@ -244,8 +243,8 @@ def free_handles(group: Group, channels: dict[int, list[ProxyChannel]]) -> None:
 class HandlerChannel(_RingChannel):
     """A channel whose triggers a Python function of this rank handles; the channel's peer is the rank itself.
 
-    The device side is proxyccl::ProxyChannelDeviceHandle: `custom` passes three numbers to the function, which also
-    defines the meaning of put, signal and flush.
+    The device side is proxyccl::ProxyChannelDeviceHandle: `custom` passes three numbers to the function. The function
+    also defines what put, signal and flush do.
     """
 
     def __init__(self, group: Group, handler: Handler) -> None:

@@ -65,7 +65,7 @@ class RemoteLinks:
         """Opens the transports' devices, and checks whether they can register this rank's device memory.
 
         Args:
-            transports: by peer, the transport, as far as known.
+            transports: by peer, the transport that is chosen before the result of `probe` is known.
 
         Returns:
             For each rank, by transport, the reason why the rank's network device can't register device memory; "" if it
@@ -87,8 +87,8 @@ class RemoteLinks:
 
     def connect_endpoints(self, peers: Collection[int]) -> None:
         """Makes the missing endpoints for some peers on other hosts, and pinned memory if transfers are staged. All
-        ranks call this together, each with the peers that it will use. If only one rank of a pair names the other, both
-        make their endpoints.
+        ranks call this together, each with the peers that it will use. Both ranks of a pair make endpoints even if only
+        one of them needs the connection.
 
         Raises:
             ArgumentError: a peer's answer is invalid.

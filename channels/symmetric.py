@@ -5,8 +5,8 @@ once all peers have replied. No rank waits for the replies: the kernels of a col
 peers can access their outputs, so all ranks make the same choice (team.h).
 
 Memory that this module keeps alive is freed only after its withdrawal. Memory of other allocators may be freed at any
-time, and its address given to a new allocation. So a rank uses the peers' replies only while the address belongs to the
-announced allocation.
+time, and its address given to a new allocation. A rank therefore uses the peers' replies only while the address belongs
+to the announced allocation.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Announced(Struct):
         memory: an object that keeps the range from being freed until no peer maps it; None if the owner may free the
             range at any time.
         users: the number of `announce` calls that have not been withdrawn.
-        proxy_memory: the range's first id in this rank's proxy; None without an id.
+        proxy_memory: the id, in this rank's proxy, of the range's first 4 GiB; None without an id.
         for_proxies: whether peers' proxies were asked to add the range.
         lent: whether the library announced the range unasked (lent_memory.py); calls by proxy then do not wait for the
             peers' replies.
@@ -110,7 +110,7 @@ class _Handled(Struct):
         version: the entry's version that was handled last.
         handle: the handle of the mapped memory; b"" if nothing is mapped.
         mapped: the mapped memory.
-        memory: the memory's first id in this rank's proxy; None before it has an id.
+        memory: the id, in this rank's proxy, of the memory's first 4 GiB; None before the memory has an id.
         told: whether this rank has sent the peer the id or NO_MEMORY.
     """
 
@@ -151,7 +151,7 @@ class SymmetricArrayMemory:
         return not self._finalizer.alive
 
     def close(self) -> None:
-        """Withdraws the memory. No queued work may still use it."""
+        """Withdraws the memory, which no queued work may still use."""
         alive = self._symmetric()
         if alive is None:
             self._finalizer()
@@ -180,7 +180,7 @@ class SymmetricMemory:
         self._numbers = {peer: number for number, peer in enumerate(sorted({*peers, self._rank}))}
         self._world_size = self._topology.world_size
         self.offered = len(self._numbers) == self._world_size and self._world_size <= MOST_RANKS
-        self._peers = peers if self.offered else {}  # otherwise no rank announces anything
+        self._peers = peers if self.offered else {}  # if not offered, no rank announces memory
         self._lock = threading.RLock()  # guards the fields below, except the mappings
         self._announced: dict[int, Announced] = {}
         self._unsettled: dict[
@@ -238,7 +238,7 @@ class SymmetricMemory:
             with self._lock:
                 if known.users:
                     known.users += 1
-                    known.lent = False  # the program asked for it, so calls may wait for replies
+                    known.lent = False  # the program asked for the announcement, so calls may wait for replies
                     if known.memory is None:
                         known.memory = memory
                     self._tell_calls(known)
@@ -251,7 +251,7 @@ class SymmetricMemory:
         allocations = self._runtime.allocations(ptr, nbytes)
         try:
             handle = self._runtime.export(ptr, nbytes)
-        except ProxyCCLError:  # peers can't map it
+        except ProxyCCLError:  # peers can't map the range
             return None
         if len(handle) <= LONGEST_HANDLE:
             return Export(ptr, nbytes, handle, AllocationGuard(self._runtime.calls, allocations))
@@ -286,7 +286,6 @@ class SymmetricMemory:
         return announced
 
     def _tell_calls(self, announced: Announced) -> None:
-        """Updates a range's entry in the table of `Calls`."""
         replies = self._replies(announced.entry)
         bases = None
         if replies is not None and UNREACHED not in replies:
@@ -413,7 +412,7 @@ class SymmetricMemory:
                     self._unsettled[announced.entry] = announced
 
     def may_have_memory_ids(self, announced: Announced) -> bool:
-        """Returns whether a range has ids in proxies, or may take some. All ranks' arrays take at most half of a
+        """Returns whether a range has ids in proxies, or may still get some. All ranks' arrays take at most half of a
         proxy's ids, and lent ranges at most a quarter; the other ids are for staging memory.
         """
         with self._lock:
@@ -422,7 +421,8 @@ class SymmetricMemory:
         return announced.has_ids or others + announced.ids <= MAX_MEMORIES // (part * self._world_size)
 
     def own_memory(self, announced: Announced) -> int:
-        """Returns the first id of this rank's range in its own proxy. Raises ResourceError if no ids are left."""
+        """Returns the id, in this rank's proxy, of the first 4 GiB of this rank's range. Raises ResourceError if no ids
+        are left."""
         with self._mapping:
             if announced.proxy_memory is None:
                 if self._proxy is None:
@@ -433,7 +433,8 @@ class SymmetricMemory:
             return announced.proxy_memory
 
     def memories_at_peers(self, announced: Announced) -> dict[int, int] | None:
-        """Returns, by peer, the first id of this rank's range in the peer's proxy; None until all peers have replied.
+        """Returns, by peer, the id, in the peer's proxy, of the first 4 GiB of this rank's range; None until all peers
+        have replied.
 
         The id is NO_MEMORY if the peer's proxy can't add the range. All ranks must have called `serve`.
         """
@@ -559,13 +560,13 @@ class SymmetricMemory:
         handled.handle, handled.mapped, handled.memory, handled.told = b"", None, None, False
 
     def _add_to_proxy(self, proxy: Proxy, handle: bytes, handled: _Handled) -> int:
-        """Returns the first id of a peer's memory in this rank's proxy, or NO_MEMORY."""
+        """Returns the id, in this rank's proxy, of the first 4 GiB of a peer's memory, or NO_MEMORY."""
         try:
             if handled.mapped is None:  # kernels can't access the memory, but copies may
                 handled.mapped, handled.handle = self._mappings.acquire(handle), handle
             mapped = handled.mapped
             handled.memory = proxy.add_memory(mapped.ptr, mapped.nbytes, handle=lambda: handle)
-        except ProxyCCLError:  # the owner then stages the data
+        except ProxyCCLError:  # without an id, the owner stages the data
             return NO_MEMORY
         return handled.memory
 

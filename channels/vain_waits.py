@@ -18,7 +18,7 @@ class VainWaits:
     """Makes a group fail if this rank waits for peers that will make no more calls. The watcher's thread calls `look`.
 
     The call log reveals waits of collectives. Transfers are not logged, so `linger` bounds a wait for a transfer, but
-    only while the group is being closed: earlier, the wait may be for a peer that computes for long before its next
+    only while the group is being closed, because until then a peer may compute for a long time before its next
     transfer.
 
     Attributes:
@@ -41,8 +41,8 @@ class VainWaits:
         self._leaving, self._work_ends_by = False, math.inf
 
     def bound_transfers(self, now: float) -> None:
-        """Limits the remaining wait for transfers to `linger` seconds, because the peer of a transfer may wait in the
-        same way while its program exits.
+        """Limits the remaining wait for transfers to `linger` seconds, because the peer may itself wait for a transfer
+        while the peer's program exits.
         """
         if self.makes_transfers and self._linger is not None:
             self._work_ends_by = now + self._linger

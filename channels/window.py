@@ -97,7 +97,8 @@ class Window:
         self._issue(operations, peer, signal, stream, x)
 
     def get(self, out: Any, peer: int, *, offset: int = 0, stream: StreamLike = None) -> Any:
-        """Copies a part of a peer's array to `out`, on the stream. Returns `out`. Arguments and errors as for `put`."""
+        """Copies a part of a peer's array to `out`, on the stream. Returns `out`. Has the arguments and errors of
+        `put`."""
         view, theirs = self._ranges(out, "out", peer, offset)
         if not view.writable:
             raise ArgumentError("out", "the array is read-only")
@@ -164,7 +165,6 @@ class Window:
             raise ArgumentError("stream", "is being captured into a graph, which can't count signals")
 
     def _word(self, rank: int) -> int:
-        """Returns the address of the word of `rank` that counts this rank's signals."""
         if rank == self._group.rank:
             return self._words.ptr + rank * _WORD
         self._group.topology.require_accessible([rank], "peer")

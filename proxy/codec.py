@@ -6,7 +6,7 @@ them. Decoding raises a `ProtocolError` for bytes that are not a valid message; 
 the received value and the expected value.
 
 The encoding is JSON rather than MessagePack, because people and other tools read these bytes in report files, in shared
-memory and on sockets, and because no user of the codec moves so much data that a binary encoding would pay. Values of
+memory and on sockets, and because no user of the codec moves enough data to profit from a binary encoding. Values of
 type ``bytes`` are encoded in base64. Integers have 64 bits: from -2^63 to 2^64 - 1.
 """
 
@@ -61,7 +61,7 @@ class Codec(Generic[T]):
         self, kind: type[T], limit: int, name: str = "", error: type[ProtocolError] = ProtocolError
     ) -> None: ...
 
-    @overload  # for unions, which are no `type[T]`: Codec[A | B](A | B, ...)
+    @overload  # unions need this overload, because they are no `type[T]`: Codec[A | B](A | B, ...)
     def __init__(self, kind: Any, limit: int, name: str = "", error: type[ProtocolError] = ProtocolError) -> None: ...
 
     def __init__(self, kind: Any, limit: int, name: str = "", error: type[ProtocolError] = ProtocolError) -> None:
@@ -210,7 +210,7 @@ def _describe(what: str, value: Any, expected: inspect.Type, last: list[str], *,
 
 
 def _follow(steps: list[str], value: Any, expected: inspect.Type) -> tuple[Any, inspect.Type]:
-    """Returns the value at a path, and the type that is expected for it.
+    """Returns the value at a path, and the type that the codec expects of this value.
 
     If the path ends in a dict's entry, returns the dict and its type, because msgspec does not name the entry. If the
     path ends in a union's tag, returns the tag's value and the union's type.

@@ -58,7 +58,7 @@ class ChannelCounters(Message, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, counters: Any, **others: Any) -> Self:
-        """Reads a ProxycclCounters; `others` are the fields that it lacks."""
+        """Reads a ProxycclCounters; `others` are the fields that the ProxycclCounters lacks."""
         read = {name: getattr(counters, name) for name in cls.__struct_fields__ if name not in others}
         return cls(**read, **others)
 
@@ -97,7 +97,7 @@ class ProxyFailure(Message, frozen=True):
 
 
 class EndpointWire(Message, frozen=True):
-    """An additional link of a staged connection whose data is spread over several links.
+    """A link of a staged connection in addition to the connection's first link.
 
     Attributes:
         endpoint, rkey, area: see `EndpointInfo`.

@@ -40,7 +40,7 @@ def cpu_time_of(pid: int, thread: int) -> int | None:
     task = Path(f"/proc/{pid}/task/{thread}")
     try:
         return int((task / "schedstat").read_text().split()[0])
-    except (OSError, ValueError, IndexError):  # for kernels without schedstat, reads stat instead
+    except (OSError, ValueError, IndexError):  # a kernel may lack schedstat; the code below reads stat instead
         pass
     try:
         user, system = stat_of(task / "stat")[11:13]
@@ -67,7 +67,6 @@ def catches(pid: int, number: signal.Signals) -> bool:
 
 
 def _status(pid: int, name: str) -> str:
-    """Returns a field of /proc/PID/status; "" if there is no such process."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):

@@ -3,7 +3,7 @@ writes.
 
 A signal is a word in the receiver's control segment, which is host memory. The network adapter writes the data first
 and then the word, but on different paths. So a kernel that has read the new word may still read old data, unless the
-GPU orders both writes. For other GPUs, the staged transports move the data through pinned memory.
+GPU orders both writes. If the GPU does not order the writes, the staged transports move the data through pinned memory.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Registration:
     Attributes:
         ptr: the range's address in this process.
         nbytes: the range's size.
-        address: the address of the range's first byte in peers' requests. It equals `ptr` except for a DMA-BUF, or with
-            a provider that takes offsets instead of addresses.
+        address: the address of the range's first byte in peers' requests. This address equals `ptr` unless the memory
+            is a DMA-BUF or the provider takes offsets instead of addresses.
         key: key for peers' requests.
         local_key: key for this rank's own requests; 0 if a provider of libfabric needs none.
         allocation: identifies the range's allocation among all others; None if the range stays registered only while in
@@ -57,10 +57,10 @@ class RegistrationCache:
     """The registrations of a device. All users of a range share one registration, which may be kept after the last use.
     The cache is thread-safe.
 
-    A range whose allocation the caller named stays registered after its last use, for reuse. Without the name, the
-    range could not be distinguished from a later allocation at the same address. At most `KEEP` unused ranges, of
-    `KEEP_BYTES` in all, stay registered; the least recently used are deregistered first. Memory of a registered range
-    stays occupied, even if the program has freed it on the GPU.
+    A range whose allocation the caller named stays registered after its last use, for reuse. A range without a named
+    allocation could not be distinguished from a later allocation at the same address. At most `KEEP` unused ranges, of
+    `KEEP_BYTES` in all, stay registered; the least recently used are deregistered first. GPU memory of a registered
+    range stays occupied even after the program has freed the memory.
     """
 
     KEEP, KEEP_BYTES = 64, 1 << 30
@@ -195,5 +195,5 @@ class RemoteDevice:
         self.write_targets = RemoteWriteTargets()
 
     def close(self) -> None:
-        """Deregisters all memory and closes the device. All endpoints that use the device must be closed before."""
+        """Deregisters all memory and closes the device. All endpoints that use the device must be closed first."""
         raise NotImplementedError

@@ -42,8 +42,8 @@ class _FromEnvironment:
     """
 
     _owner: ClassVar[str]
-    _prefix: ClassVar[str]  # prefix of the environment variables' names
-    _name: ClassVar[str]  # what a text must be, for errors
+    _prefix: ClassVar[str]
+    _name: ClassVar[str]  # describes a valid text in errors
     _choices: ClassVar[dict[str, tuple[object, ...]]]
 
     def __post_init__(self) -> None:
@@ -103,10 +103,10 @@ class RdmaOptions(_FromEnvironment):
         gid_index: index of the port's GID to use; None for RoCE v2 with an IPv4 address if there is one.
         mtu: largest path MTU in bytes, one of 256, 512, 1024, 2048, 4096; None for the port's MTU. A connection uses
             the smaller MTU of its two endpoints.
-        service_level: InfiniBand's service level, or the priority of RoCE's frames, 0 to 15.
+        service_level: the InfiniBand service level, or the priority of RoCE's frames, 0 to 15.
         traffic_class: traffic class of the packets' IP header, with the DSCP in its upper six bits; 0 to 255.
         timeout: exponent of the time after which an unacknowledged request is sent again, which is 4.096 µs ·
-            2^timeout; 1 to 31. An exponent of 14 is 67 ms. A device may wait a few times longer.
+            2^timeout; 1 to 31. An exponent of 14 means 67 ms. The actual wait may be a few times longer.
         retry_count: how often a request is sent again before the connection fails, 0 to 7; with 7, Soft-RoCE never
             gives up.
         rnr_retry_count: how often a request is sent again to a peer that has posted no receive, 0 to 7; with 7, the
@@ -115,7 +115,8 @@ class RdmaOptions(_FromEnvironment):
         signal: how to advance a peer's counter: "write" by an inline write, "fetch_add" by an atomic operation, "auto"
             by a write if the device supports inline data, else by a fetch-add.
         gpu_writes: "auto" to write to a GPU's memory only if the device says that it orders RDMA writes before signals
-            in host memory; "ordered" if the caller promises it. Otherwise the transport is "staged".
+            in host memory; "ordered" if the caller promises this order. With "auto", the transport is "staged" if the
+            device does not say that it keeps this order.
         staging_bytes: bytes of pinned memory per peer and direction of the transport "staged", 4 KiB to 64 MiB; two
             ranks use the smaller of their values.
         staging_chunk: the most bytes of a put that are staged at a time, 64 bytes to 32 MiB; at most half of
@@ -141,7 +142,7 @@ class RdmaOptions(_FromEnvironment):
     staging_chunk: int = 256 << 10
 
     _owner, _prefix, _name = "RDMA", "PROXYCCL_RDMA_", "the name of an RDMA device"
-    _choices = {  # noqa: RUF012  a ClassVar of the base
+    _choices = {  # noqa: RUF012  the base class declares a ClassVar
         "mtu": MTUS,
         "signal": ("auto", "write", "fetch_add"),
         "gpu_writes": ("auto", "ordered"),
@@ -165,15 +166,16 @@ class FabricOptions(_FromEnvironment):
             supports that, else "delivered". With "auto", a provider that stores each message in order gets the data and
             the signal in one message.
         gpu_writes: "auto" to write to a GPU's memory only if the device says that it orders RDMA writes before signals
-            in host memory; "ordered" if the caller promises it. Otherwise the transport is "staged_fabric".
+            in host memory; "ordered" if the caller promises this order. With "auto", the transport is "staged_fabric"
+            if the device does not say that it keeps this order.
         staging_bytes: bytes of pinned memory per peer and direction of the transport "staged_fabric", 4 KiB to 64 MiB;
-            two ranks use the smaller of their values. None for 4 MiB, or 2 MiB for each stream if there are several; a
-            rank with many peers uses less.
+            two ranks use the smaller of their values. None means 4 MiB, or 2 MiB for each stream if there are several
+            streams; a rank with many peers uses less.
         staging_chunk: the most bytes of a put that are staged at a time, 64 bytes to 32 MiB; at most half of
             `staging_bytes`.
         streams: number of connections over which staged data goes to a peer, each served by a separate thread, 1 to 16;
-            two ranks use the smaller of their values. None for a default: 1 if the provider is not based on sockets,
-            else the rank's share of half of the machine's cores.
+            two ranks use the smaller of their values. None means 1 if the provider is not based on sockets, else the
+            rank's share of half of the machine's cores.
 
     Raises:
         ArgumentError: a value is out of range; the error names the field.
@@ -189,7 +191,7 @@ class FabricOptions(_FromEnvironment):
     streams: int | None = None
 
     _owner, _prefix, _name = "the fabric", "PROXYCCL_FABRIC_", "a name"
-    _choices = {  # noqa: RUF012  a ClassVar of the base
+    _choices = {  # noqa: RUF012  the base class declares a ClassVar
         "signal": ("auto", "ordered", "delivered"),
         "gpu_writes": ("auto", "ordered"),
     }
@@ -214,7 +216,7 @@ class RemoteSetup(Struct, frozen=True):
         runtime: the runtime whose device memory peers reach.
         segment: the rank's control segment.
         signals: byte range, in the control segment, of the words that peers' proxies may signal.
-        near: NUMA node that the device should be near; None if all nodes are equally near.
+        near: the NUMA node that the device should be near; None if all nodes are equally near.
         local_rank: the rank's number on its host.
         core_share: cores that the rank's threads may keep busy.
     """

@@ -1,7 +1,7 @@
 """The rings through which kernels pass triggers to the proxy: allocates their memory, and reads their contents.
 
 Reading a ring disturbs neither the producers nor the proxy. The proxy does not clear the slots that it has taken, so a
-ring also holds the last triggers that it handled.
+ring also holds the last triggers that the proxy handled.
 """
 
 from __future__ import annotations
@@ -83,7 +83,6 @@ class Ring:
         size: number of slots, a power of two from 2 to 2**20.
 
     Attributes:
-        pinned: the memory.
         size: number of slots.
         size_log2: the binary logarithm of `size`.
         slots_host: the CPU's address of the slots.
@@ -134,7 +133,7 @@ class Ring:
         import numpy as np  # imported here, because only this method needs numpy
 
         slots = np.frombuffer(ctypes.string_at(self.slots_host, self.tail_offset), np.uint64).reshape(-1, 2)
-        taken = self.taken  # read after the slots, so that a taken trigger is never listed as waiting
+        taken = self.taken  # read after the slots, so that no taken trigger is listed as waiting
 
         def held(first: int, end: int) -> list[int]:
             tickets = np.arange(first, end, dtype=np.uint64)

@@ -16,11 +16,11 @@ STAGES: int = lib.PROXYCCL_SCHEDULE_STAGES
 
 
 class SchedulePost(Message, frozen=True):
-    """A step that lets a peer write to memory of this rank. A send of the peer's schedule then writes to this memory.
+    """A step that lets a peer write to memory of this rank. A send of the peer's schedule writes to this memory.
 
     Attributes:
         channel: a channel to the peer that is used only for posts.
-        memory: the first id of the memory in the peer's proxy.
+        memory: the first of the memory's ids in the peer's proxy.
         offset: where the peer's data begins in that memory, in bytes.
     """
 
@@ -34,11 +34,11 @@ class ScheduleSend(Message, frozen=True):
 
     Attributes:
         channel: a channel to the peer that is used only for sends.
-        src_memory: the first id of the source.
+        src_memory: the first of the source memory's ids.
         src_offset: offset in the source, in bytes.
         nbytes: bytes to copy; 0 to signal only.
         post_channel: the channel of the peer's post, for which the send waits; None to wait for no post.
-        dst_memory: the first id of the destination; None for the memory that the peer posted.
+        dst_memory: the first of the destination memory's ids; None for the memory that the peer posted.
         dst_offset: offset from the destination's start, in bytes.
         gate: the send begins when its gate, which is a counter, has reached this count; 0 to wait for no gate.
         gate_stage: index of the stage that is the gate, for a send that forwards received data; None for the gate that
@@ -91,9 +91,9 @@ class Schedule(Message, frozen=True):
 class SchedulePointers(Struct, frozen=True):
     """The device's addresses of the words by which streams and the proxy synchronize.
 
-    A stream writes a schedule's number to `bell`, and waits until `done` is at least 1. Before `done`, the stream may
-    wait until a stage has reached a count, and may write to `gate` the count up to which gated sends may begin. Finally
-    the stream or its kernel writes 0 to `gate`, and to each word for which it waited.
+    A stream writes a schedule's number to `bell`, and waits until `done` is at least 1. Before waiting for `done`, the
+    stream may wait until a stage has reached a count, and may write to `gate` the count up to which gated sends may
+    begin. Finally the stream or its kernel writes 0 to `gate`, and to each word for which it waited.
 
     Attributes:
         bell: the number of the schedule to start.

@@ -73,7 +73,7 @@ class ProxyService(ProxyWords):
         sleepers: the `Sleepers` that the threads are added to; None to create one.
 
     Attributes:
-        sleepers: the service's threads, which launches wake.
+        sleepers: the service's threads, which kernel launches wake.
         publication: the service's publication for observers; None without a description.
 
     Raises:
@@ -143,7 +143,7 @@ class ProxyService(ProxyWords):
             )
             self.publication = self._describe(description) if description else None
             self._published = publications.try_publish(self.publication) if self.publication else None
-            undo.pop_all()  # no later step fails
+            undo.pop_all()  # no step after this one fails
         self._wires: WireWorkers | None = None
         self._control, self._cores, self._name = control, cores, name
         self.sleepers = sleepers or Sleepers()
@@ -189,10 +189,10 @@ class ProxyService(ProxyWords):
             nbytes: the memory's size.
             key: the memory's key in this rank's requests on remote transports; 0 if it has none.
             handle: returns the handle by which another process opens the memory; a `ProxyService` does not use it.
-            first: the first id, which another service chose; None to choose free ids.
+            first: the first of the ids, which another service chose; None to choose free ids.
 
         Returns:
-            The first id.
+            The first of the memory's ids.
 
         Raises:
             ArgumentError: the proxy can't reach the memory.
@@ -205,15 +205,15 @@ class ProxyService(ProxyWords):
         """Registers pinned memory: this rank's own, or a peer's that this process has opened.
 
         If the source and the destination of a put are both registered by this method, and the put has at most
-        `PROXYCCL_CPU_COPY_BYTES` bytes (copy_transport.h), the CPU copies, in less time than a copy engine takes.
-        Remote links cannot use the returned id.
+        `PROXYCCL_CPU_COPY_BYTES` bytes (copy_transport.h), the CPU makes the copy, in less time than a copy engine
+        would take. Remote links cannot use the returned id.
 
         Args:
             memory: the memory, which must stay open until `remove_memory`.
             first: see `add_memory`.
 
         Returns:
-            The first id.
+            The first of the memory's ids.
 
         Raises:
             ArgumentError: the proxy can't reach the memory.
@@ -262,8 +262,8 @@ class ProxyService(ProxyWords):
         """Returns a new connection over any transport.
 
         Objects that the options name, such as a queue pair, must outlive the service. For a remote transport, register
-        memories with their keys (`add_remote_memory`). The address of a peer's memory, also in `set_channel`, must be
-        the one that the peer's device uses.
+        memories with their keys (`add_remote_memory`), and name a peer's memory, also in `set_channel`, by the address
+        that the peer's device uses.
 
         Args:
             transport: the transport's name.
@@ -286,12 +286,13 @@ class ProxyService(ProxyWords):
         local_rank: int,
         core_share: int,
     ) -> ServiceRemote:
-        """Returns the object that opens the rank's remote links. Call it once, and close the result after the proxy.
+        """Returns the object that opens the rank's remote links. Call this method once, and close the result after the
+        proxy.
 
         Args:
             options: the network device to use, and the device's settings.
             signals: byte range, in the control segment, of the words that peers' proxies may signal.
-            near: NUMA node that the device should be near; None if all nodes are equally near.
+            near: the NUMA node that the device should be near; None if all nodes are equally near.
             local_rank: the rank's number on its host.
             core_share: cores that the rank's threads may keep busy.
 
@@ -489,16 +490,14 @@ class ProxyService(ProxyWords):
         return self.fifos
 
     def _worker_event(self, worker: Worker, reason: int, info: Any) -> None:
-        """Handles an outcome of the engine: calls a handler, or reports a failure. Called in the worker's thread when
-        the engine returns for the worker.
-        """
+        """Calls a handler or reports a failure, in the worker's thread, when the engine returns for the worker."""
         if reason == lib.PROXYCCL_EXIT_HANDLER:
             self._handle(worker, info)
         elif reason == lib.PROXYCCL_EXIT_ERROR:
             self._fail(self._failure(info))
 
     def _thread_lost(self, error: BaseException) -> None:
-        """Fails the proxy after an error has ended a worker. Called in the worker's thread."""
+        """Fails the proxy, in the worker's thread, after an error has ended a worker."""
         reason = f"its proxy's thread has failed: {type(error).__name__}: {error}"
         self._fail(ProxyFailure(native.PROXYCCL_ERROR_LOCAL, None, None, 0, reason, error))
 
@@ -609,7 +608,7 @@ class ProxyService(ProxyWords):
             drained: whether the workers first empty their rings and complete outstanding work.
 
         Returns:
-            False if a worker did not end in time. The service's memory is then kept, and another call waits again.
+            False if a worker did not end in time; the service keeps its memory, and another call waits again.
         """
         if not self._process.is_here:  # this is a fork's child, and the workers belong to the parent
             return True

@@ -23,7 +23,7 @@ _MOST_ENDPOINTS: int = _engine.lib.PROXYCCL_MAX_CONNECTIONS
 class _PeerEndpoint(Struct):
     transport: str
     endpoint: TransportEndpoint
-    options: Any = None  # the connection's options; None until the endpoint is connected
+    options: Any = None
     used: bool = False  # whether a connection is open over the endpoint
 
 
@@ -50,8 +50,8 @@ class ServiceRemote:
         self._connect = connect
         self._setup = setup
         self._options = options
-        self._devices: dict[Callable[[RemoteSetup, TransportOptions], RemoteDevice], RemoteDevice] = {}  # by `open`
-        self._endpoints: dict[int, _PeerEndpoint] = {}  # by peer
+        self._devices: dict[Callable[[RemoteSetup, TransportOptions], RemoteDevice], RemoteDevice] = {}
+        self._endpoints: dict[int, _PeerEndpoint] = {}  # by the peer's rank
 
     def _device(self, transport: str) -> RemoteDevice:
         open_device = remote_functions(transport).open
@@ -123,8 +123,6 @@ class ServiceRemote:
 
         Args:
             ptr: the memory's address in the caller's process.
-            nbytes: the memory's size.
-            transport: name of the transport.
             handle: handle by which another process opens the memory, and which identifies the memory's allocation;
                 empty if the memory has no handle.
 

@@ -23,10 +23,9 @@ was stopped does not count against the workers.
 
 
 class SharedWords:
-    """A ProxycclSharedWords at `offset` in pinned memory. Its `BYTES` bytes must be zeroed.
+    """A ProxycclSharedWords at `offset` in pinned memory, in `BYTES` bytes that the caller has zeroed.
 
     Attributes:
-        memory: the memory.
         table, flushed, completed: arrays, indexed by channel id, of the counters, of the flush words and of the words
             `completed` (engine/engine.h).
         memory_limits: for each memory id, the number of bytes from the id's first byte to the memory's end; 0 for an
@@ -81,7 +80,6 @@ class ProxyWords:
     words: SharedWords
 
     def _words_of(self, channel: int) -> SharedWords:
-        """Returns the shared words that contain a channel's words."""
         return self.words
 
     def flushed(self, channel: int) -> int:
@@ -127,7 +125,7 @@ class ProxyWords:
         return SchedulePointers(bell, done, gate, tuple(on_device(words.stages + i) for i in range(STAGES)))
 
     def end_waits(self) -> None:
-        """Releases streams that wait for schedules or stages. Call it after a failure, when no worker releases them."""
+        """Releases streams that wait for schedules or stages, after a failure, when no worker releases the streams."""
         lib.proxyccl_schedule_words_end_waits(self.words.schedule_words)
 
 

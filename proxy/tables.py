@@ -1,5 +1,5 @@
-"""The tables of a service's channels, memories and schedules. A change is also written to the engine's tables and to
-the memory of observers. Callers must not call methods of a table concurrently.
+"""The tables of a service's channels, memories and schedules. A table writes each change also to the engine's tables
+and to the memory that observers read. Callers must not call methods of a table concurrently.
 """
 
 from __future__ import annotations

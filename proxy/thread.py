@@ -1,8 +1,8 @@
 """A thread that runs workers of the engine, which may belong to one service or to many.
 
 The thread enters the C engine without the GIL, and stays there until the engine returns for one of the thread's
-workers. This module does not know about services: whoever adds a worker passes the function to call when the engine
-returns for it.
+workers. This module does not know about services: the caller that adds a worker passes the function to call when the
+engine returns for this worker.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class IdlePolicy:
     """How a thread waits while the rings of all its workers are empty.
 
     The thread first spins, then yields, then sleeps for a 32nd of the time for which it has been idle, so it notices
-    work late by at most a 32nd of the idle time. While transfers are under way, it yields for 1.6 ms before it sleeps,
-    because a thread takes as long to wake from a short sleep as it slept. A thread that has been idle for long sleeps
-    for a 1024th of its idle time, at most 10 ms, even if `max_sleep_us` is shorter; after 10 s it uses 0.1 % of a core.
-    ProxyCCL wakes a sleeping thread before each of its own launches. When another library replays a CUDA graph, nothing
-    wakes the thread, so it finds the work when its sleep ends.
+    work late by at most a 32nd of the idle time. While transfers are under way, the thread yields for 1.6 ms before it
+    sleeps, because a thread takes as long to wake from a short sleep as it slept. A thread that has been idle for long
+    sleeps for a 1024th of its idle time, at most 10 ms, even if `max_sleep_us` is shorter; after 10 s it uses 0.1 % of
+    a core. ProxyCCL wakes a sleeping thread before each of its own launches. When another library replays a CUDA graph,
+    nothing wakes the thread, so it finds the work when its sleep ends.
 
     The defaults suit machines with few cores. Where there are enough cores, a proxy that was given no policy uses
     `where_cores_suffice`.
@@ -67,7 +67,7 @@ class IdlePolicy:
             value: Any = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= float(value) <= LONGEST_US:
                 raise ArgumentError(name, f"must be a number from 0 to {LONGEST_US:.0e} µs, not {value!r}")
-            object.__setattr__(self, name, float(value))  # because messages can't encode NumPy's numbers
+            object.__setattr__(self, name, float(value))  # messages can't encode NumPy's numbers
 
     @classmethod
     def always_awake(cls) -> IdlePolicy:
@@ -78,8 +78,8 @@ class IdlePolicy:
 
     @classmethod
     def where_cores_suffice(cls) -> IdlePolicy:
-        """Returns a policy with which a thread sleeps at most 50 µs at a time until it has been idle for 50 ms. Such a
-        thread takes about a tenth of a core.
+        """Returns a policy with which a thread sleeps at most 50 µs at a time until it has been idle for 50 ms,
+        which takes about a tenth of a core.
         """
         return cls(max_sleep_us=50.0)
 
@@ -181,7 +181,7 @@ class ProxyThread:
         functions: DriverCalls | None = None,
     ) -> None:
         self._default = self._idle = idle
-        self._served: dict[int, _Served] = {}  # by the worker's address
+        self._served: dict[int, _Served] = {}  # maps a worker's address to the worker
         self.asleep = SharedMemory.allocate(ffi.sizeof("uint32_t"))
         made = lib.proxyccl_thread_create(_policy(idle), ffi.cast("uint32_t *", self.asleep.ptr))
         self._pointer = created(made, "a thread of the proxy")
@@ -292,7 +292,7 @@ class ProxyThread:
             try:
                 served.on_exit(reason, info)
             except BaseException as error:
-                if not runs_on:  # not in _served, so _fail will not call on_lost
+                if not runs_on:  # the worker is not in _served, so _fail will not call on_lost
                     served.on_lost(error)
                 raise
 
@@ -314,5 +314,5 @@ class ProxyThread:
             return False
         pointer = vars(self).pop("_pointer", None)  # a later call then raises AttributeError
         if pointer is not None:
-            lib.proxyccl_thread_destroy(pointer)  # not in __del__, because the thread may still use the pointer
+            lib.proxyccl_thread_destroy(pointer)  # __del__ can't do this, because the thread may still use the pointer
         return True

@@ -19,7 +19,7 @@ PARITY_SHIFT: int = lib.PROXYCCL_PARITY_SHIFT
 
 
 class Operation(enum.IntFlag):
-    """A trigger's operation. Bits combine; `CUSTOM` has no bits set and goes to the channel's Python handler.
+    """A trigger's operation, a combination of bits; `CUSTOM` has no bits and goes to the channel's Python handler.
 
     `DATA` alone is a put; `DATA | GET` is a get.
     """

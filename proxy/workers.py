@@ -59,7 +59,7 @@ class Worker(Struct, frozen=True):
     """A worker of the engine.
 
     Attributes:
-        pointer: a ProxycclWorker. It is freed only with this object, because threads may query a worker that has ended.
+        pointer: a ProxycclWorker, freed only with this object, because threads may query a worker that has ended.
         stats: the worker's ProxycclWorkerStats, which observers read.
         thread: the thread that runs the worker.
         ended: set when the worker has ended.
@@ -78,8 +78,8 @@ valid only during the call.
 
 
 def _begin(runtime: Runtime, unbound_threads: int) -> None:
-    """Prepares a thread of `OwnThreads` before it runs a worker. `unbound_threads` is the number of these threads; 0 if
-    `cores` were chosen for them.
+    """Prepares a thread of `OwnThreads` before it runs a worker. `unbound_threads` is the number of threads in
+    `OwnThreads`; 0 if `cores` were chosen for the threads.
     """
     runtime.activate(for_proxy=True)
     # Some launchers bind each rank to one core, where the program spins while it waits for its GPU. A worker on the
@@ -266,8 +266,8 @@ class WireWorkers:
 
     def add(self, wires: Sequence[tuple[int, Any]]) -> None:
         """Assigns each wire of a connection to the thread that has the wire's number, and that then polls the wire.
-        Call this before the connection is added to a worker of the service. If a thread has no room for a wire, only
-        the service's workers poll that wire.
+        Call this method before the connection is added to a worker of the service. If a thread has no room for a wire,
+        only the service's workers poll that wire.
         """
         for number, wire in wires:
             lib.proxyccl_staged_wire_set_thread(wire, self._shared[number])

@@ -89,7 +89,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Excludes modules and tests from later garbage collections, because tests of memory make hundreds of them."""
+    """Excludes modules and tests from garbage collections, because tests of memory make hundreds of collections."""
     gc.collect()
     gc.freeze()
 

@@ -10,7 +10,7 @@
 #define TEXT(name) #name,
 enum { NAMES_OF(NUMBER) NAMES };
 static const char* const kNames[NAMES] = {NAMES_OF(TEXT)};
-static PyObject* names[NAMES]; /* static, because a process loads the module only once */
+static PyObject* names[NAMES]; /* a static variable, because a process loads the module only once */
 
 int proxyccl_name_array_attributes(void) {
   for (int i = 0; i < NAMES; ++i)
@@ -60,8 +60,8 @@ static int is(PyObject* found, PyObject* expected) {
   return found == expected;
 }
 
-/* Reads a tensor's dtype and shape, and computes its size. Returns 1; or 0 if C can't read them, possibly with an
- * exception, for example for symbolic shapes. */
+/* Reads a tensor's dtype and shape, and computes its size. Returns 1; or 0, possibly with an exception, if C can't read
+ * the dtype or the shape (a symbolic shape, for example). */
 static int read_elements(PyObject* x, GivenArray* array) {
   ArrayKind* kind = &array->kind;
   PyObject* shape = PyObject_GetAttr(x, names[NAME_shape]);
@@ -81,8 +81,8 @@ static int read_elements(PyObject* x, GivenArray* array) {
   return itemsize > 0;
 }
 
-/* Returns whether a tensor's storage holds all the tensor's elements. The program may have shrunk the storage, or have
- * freed it, so that the tensor's address is only an offset. */
+/* Returns whether a tensor's storage holds all the tensor's elements: the program may have shrunk or freed the storage.
+ * The address of a tensor with freed storage is only an offset. */
 static int has_memory(PyObject* x, const GivenArray* array) {
   PyObject* storage = call(x, NAME_untyped_storage);
   const Py_ssize_t held = storage == NULL ? -1 : number(call(storage, NAME_nbytes));
@@ -91,7 +91,7 @@ static int has_memory(PyObject* x, const GivenArray* array) {
   return first != 0 && first <= array->at && array->at + array->bytes <= first + (size_t)held;
 }
 
-/* DLPack's C interface, version 1.3 (github.com/dmlc/dlpack, dlpack.h), which torch supports since 2.10. */
+/* The C interface of DLPack 1.3 (github.com/dmlc/dlpack, dlpack.h), which torch supports since 2.10. */
 typedef struct DlTensor {
   void* data;
   int32_t device_type, device;
@@ -108,7 +108,7 @@ typedef struct DlExchange {
   int (*describe)(void* object, DlTensor* tensor);
 } DlExchange;
 enum { DL_CPU = 1, DL_CUDA = 2, DL_ROCM = 10 };
-enum { DL_UNSIGNED = 1, DL_COMPLEX = 5 }; /* the code of signed integers is 0 */
+enum { DL_UNSIGNED = 1, DL_COMPLEX = 5 }; /* signed integers have code 0 */
 
 static int is_contiguous(const DlTensor* tensor) {
   int64_t stride = 1;
@@ -134,7 +134,8 @@ static int read_tensor(const ArrayTypes* types, PyObject* x, PyObject* exchange,
   memcpy(kind->format, &tensor.code, offsetof(DlTensor, shape) - offsetof(DlTensor, code));
   array->at = (uintptr_t)tensor.data + tensor.offset, array->bytes = count * tensor.lanes * tensor.bits / 8;
   if (count != 0 && !is_contiguous(&tensor)) return 0;
-  /* DLPack describes torch's integers of fewer bits as 8-bit integers, so the dtype must tell them apart. */
+  /* DLPack describes torch's integers of less than 8 bits as 8-bit integers, so the dtype must tell these types
+   * apart. */
   if (tensor.code <= DL_UNSIGNED && tensor.bits == 8 &&
       (kind->element = PyObject_GetAttr(x, names[NAME_dtype])) == NULL)
     return 0;

@@ -51,7 +51,8 @@ static inline void proxyccl_drop_kind(const ArrayKind* kind) {
 
 /* Returns 0, or -1 with an exception. */
 int proxyccl_name_array_attributes(void);
-/* Reads the tuple of `array_types` (launches.py), and takes references. Returns 0, or -1 with an exception. */
+/* Reads the tuple of `array_types` (launches.py), and takes references to its items. Returns 0, or -1 with an
+ * exception. */
 int proxyccl_read_array_types(PyObject* given, ArrayTypes* types);
 int proxyccl_visit_array_types(const ArrayTypes* types, visitproc visit, void* arg);
 void proxyccl_clear_array_types(ArrayTypes* types);

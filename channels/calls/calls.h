@@ -1,4 +1,5 @@
-/* The calls of one group: each is found by its signature, filled in and issued on the group's streams. */
+/* Makes the calls of one group: finds each call's form by the call's signature, fills in the addresses, and issues the
+ * call. */
 #ifndef PROXYCCL_CALLS_TABLE_H
 #define PROXYCCL_CALLS_TABLE_H
 
@@ -10,7 +11,7 @@ int proxyccl_add_calls(PyObject* module);
 int proxyccl_require_calls(PyObject* object);
 /* Returns the types of arrays that a Calls object takes. */
 const ArrayTypes* proxyccl_types_of(PyObject* calls);
-/* Counts calls that were made without the table of forms, and forms that were prepared for such calls. */
+/* Adds `made` and `prepared` to the counts of a Calls object, for calls whose forms the object does not keep. */
 void proxyccl_count(PyObject* calls, int made, int prepared);
 /* Issues a call on a stream (NULL: the stream of the latest call), after the group's earlier calls. Returns 1 if the
  * call was issued; 0, with nothing done, if Python must issue the call; -1 with an exception. */

@@ -1,9 +1,9 @@
-/* Turns a call's arrays and options into *moves*, which must not overlap. Under the lock, sorts the moves into
- * launches, and fills in and issues each launch.
+/* Turns a call's arrays and options into *moves*: copies to a rank, from a rank or within this rank, which must not
+ * overlap. With the group's lock held, sorts the moves into launches, and fills in and issues each launch.
  *
- * A flow is one direction between a pair of ranks. A launch waits for the event that was recorded after the latest
- * launch of each of its flows. Waiting for the whole stream of the earlier launch could deadlock, because later work of
- * that stream may wait for the peer. */
+ * A flow is one direction between a pair of ranks. An event is recorded after each launch. For each of its flows, a
+ * launch waits for the event of the flow's latest launch. Waiting for the whole stream of that launch could deadlock,
+ * because later work of the stream may wait for the peer. */
 #include "flow_calls.h"
 
 #include <stdlib.h>
@@ -15,11 +15,11 @@
 #include "stream_order.h"
 
 enum { FEW_MOVES = 32 };
-static const uintptr_t NO_STREAM = UINTPTR_MAX; /* recorded instead of a handle that may be reused */
+static const uintptr_t NO_STREAM = UINTPTR_MAX; /* stored instead of a handle that another stream may get */
 
 /* Data that this rank sends (`target` is 0), receives (`source` is 0), or copies within itself. */
 typedef struct Move {
-  uint64_t key; /* the order of launches, see `order_moves` */
+  uint64_t key; /* the sort key of `order_moves` */
   uintptr_t source, target;
   uint64_t bytes;
   uint32_t peer;
@@ -35,7 +35,7 @@ typedef struct Moves {
 typedef struct LastOfFlow {
   uint32_t event;   /* number, from 1, of the event recorded after the launch; 0 if there was no launch */
   uintptr_t stream; /* the stream of the launch, or NO_STREAM */
-  int captured;     /* whether a graph captured the launch; nothing outside the graph can wait for the event */
+  int captured;     /* whether a graph captured the launch, so that only the graph can wait for the event */
 } LastOfFlow;
 
 typedef struct Event {
@@ -58,11 +58,11 @@ typedef struct FlowCalls {
   uintptr_t thread_stream; /* the handle of the per-thread default stream; NO_STREAM if there is none */
   LastOfFlow* last;        /* indexed by flow: 2 * peer for receiving, 2 * peer + 1 for sending */
   uint32_t* turns;         /* for each flow, the number of its moves so far; used while moves are ordered */
-  Event* events;           /* at most one per flow, and one for the call being issued */
+  Event* events;           /* at most one event per flow, and one for the call being issued */
   uint32_t event_count;
 } FlowCalls;
 
-static PyObject *state_name, *open_name; /* made once for the process */
+static PyObject *state_name, *open_name; /* made once per process */
 
 static uint32_t flow_of(const Move* move) { return 2 * move->peer + (move->source != 0); }
 
@@ -125,7 +125,7 @@ static int are_apart(const Moves* moves) {
     if (move->target != 0) used[count++] = (Used){move->target, move->target + move->bytes, 1};
   }
   qsort(used, count, sizeof *used, compare_used);
-  uintptr_t sent_to = 0, received_to = 0; /* the greatest end of the sent and of the received ranges so far */
+  uintptr_t sent_to = 0, received_to = 0; /* the greatest end addresses of sent and received ranges so far */
   int apart = 1;
   for (size_t i = 0; i < count && apart; ++i) {
     apart = used[i].begin >= received_to && (!used[i].received || used[i].begin >= sent_to);
@@ -142,8 +142,8 @@ static int compare_moves(const void* a, const void* b) {
 }
 
 /* Sorts moves into the order of launches, with the lock held: first the first move of each flow, then the second move
- * of each flow, and so on; within each of these, by the distance between the ranks. So the launches of a collective on
- * different ranks match. */
+ * of each flow, and so on; within each of these, by the distance between the ranks. This order makes the launches of a
+ * collective match between ranks. */
 static void order_moves(FlowCalls* self, Moves* moves) {
   const uint32_t rank = self->flows->rank, ranks = self->flows->world_size;
   int in_order = 1;
@@ -213,9 +213,9 @@ static void note_launch(FlowCalls* self, const Moves* moves, uint32_t event, uin
   }
 }
 
-/* Issues ordered moves, and records an event after them. `named`: whether the program named the stream, so that its
- * handle stays valid. Returns the driver's status; PROXYCCL_OTHER_CONTEXT, with nothing done; or PROXYCCL_CALL_ABORTED
- * after a failure. */
+/* Issues ordered moves, and records an event after them. `named`: whether the program passed the stream's handle as a
+ * number, and so keeps the stream open. Returns the driver's status; PROXYCCL_OTHER_CONTEXT, with nothing done; or
+ * PROXYCCL_CALL_ABORTED after a failure. */
 static int issue(FlowCalls* self, const Moves* moves, uint32_t event, uintptr_t stream, int named) {
   if (!proxyccl_order_is_current(self->streams)) return PROXYCCL_OTHER_CONTEXT;
   const int captured = proxyccl_stream_captures(self->streams, stream);
@@ -265,7 +265,7 @@ static int issue_without_gil(FlowCalls* self, const Moves* moves, uint32_t event
 
 /* Returns 0, or -1 with an exception. */
 static int issue_here(FlowCalls* self, Moves* moves, uintptr_t stream, int named) {
-  if (!is_open(self)) { /* `issue` reads the abort word */
+  if (!is_open(self)) { /* `issue` checks the abort word in addition */
     PyObject* usable = PyObject_CallMethod(self->failure, "require_usable", NULL);
     Py_XDECREF(usable);
   }
@@ -332,8 +332,8 @@ static int issue_call(FlowCalls* self, Moves* moves, PyObject* stream, PyObject*
     if (agreed == NULL) return -1;
   }
   if (waits) return issue_and_wait(self, moves);
-  /* A stream object may be closed and its handle reused, so only a stream that is passed as a number keeps its
-   * handle. */
+  /* The handle of a stream object may be reused after the object is closed; a stream that is passed as a number stays
+   * open. */
   if (issue_locked(self, moves, handle, PyLong_Check(stream)) != 0) return -1;
   if (owners == NULL || Py_TYPE(stream) == self->current_stream) return 0;
   PyObject* kept = PyObject_CallFunction(self->keep, "OOK", owners, stream, (unsigned long long)handle);
@@ -349,7 +349,7 @@ typedef struct Side {
   PyObject* ranks;  /* see FlowCalls.call in _calls.pyi */
   int receives;
   GivenArray array; /* set for a single array; only its reference to the element type is held */
-  int is_split;     /* 1: the array's rows are sent to all ranks, or received from all ranks */
+  int is_split;     /* 1: the array's rows are split among all ranks */
 } Side;
 
 static int is_sequence(PyObject* object) { return PyTuple_Check(object) || PyList_Check(object); }
@@ -431,7 +431,7 @@ static int pair_own(Reading* reading) {
   return 1;
 }
 
-/* Adds a move for each rank's rows of an array: an equal number of rows per rank, or the numbers in the list `ranks`.
+/* Adds a move for each rank's rows of an array. Each rank has equally many rows, or as many as the list `ranks` says.
  * Returns the same values as `add_side`. */
 static int add_rows(const FlowCalls* self, const Side* side, Reading* reading) {
   const size_t ranks = self->flows->world_size;
@@ -475,7 +475,7 @@ static int add_list(const FlowCalls* self, Side* side, Reading* reading) {
     } else {
       if (array.kind.element != side->array.kind.element ||
           memcmp(array.kind.format, side->array.kind.format, PROXYCCL_LONGEST_FORMAT) != 0)
-        side->array.kind.type = NULL; /* marks arrays that differ in element type */
+        side->array.kind.type = NULL; /* NULL marks a list whose arrays differ in element type */
       Py_XDECREF(array.kind.element);
     }
     if (add_part(self, side, (size_t)rank, array.at, array.bytes, reading) < 0) return -1;
@@ -483,7 +483,8 @@ static int add_list(const FlowCalls* self, Side* side, Reading* reading) {
   return 1;
 }
 
-/* Adds the moves of one side. Returns 1; 0 if Python must handle the arguments; -1 with an exception. */
+/* Adds the moves of the arrays that are sent, or of the arrays that are received. Returns 1; 0 if Python must handle
+ * the arguments; -1 with an exception. */
 static int add_side(const FlowCalls* self, Side* side, Reading* reading) {
   if (is_sequence(side->arrays)) return add_list(self, side, reading);
   const int read = read_array(self, side->arrays, side->receives, &side->array);
@@ -507,8 +508,8 @@ static int overlap(const GivenArray* a, const GivenArray* b) {
 
 static int is_empty_list(PyObject* arrays) { return is_sequence(arrays) && size_of(arrays) == 0; }
 
-/* Returns whether the two sides match. If rows are split, both sides must have rows of the same shape and type; an
- * array that is sent to all ranks must be received in arrays of the same type. */
+/* Returns whether the sent and the received arrays match. If rows are split, sent and received rows must have the same
+ * shape and type; an array that is sent to all ranks must be received in arrays of the same type. */
 static int sides_fit(const Side* x, const Side* out) {
   const ArrayKind *sent = &x->array.kind, *received = &out->array.kind;
   if (sent->type == NULL || received->type == NULL) /* a list of arrays of different types */

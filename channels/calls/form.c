@@ -93,7 +93,7 @@ static int traverse(PyObject* object, visitproc visit, void* arg) {
 
 static int let_go(PyObject* object) {
   CallForm* self = (CallForm*)object;
-  self->prepared.launch = NULL; /* the launch's owner may have been released */
+  self->prepared.launch = NULL; /* releasing `kept` may free the launch */
   self->relocation_count = 0, self->peers_words = NULL;
   Py_CLEAR(self->prepared.kept);
   return 0;

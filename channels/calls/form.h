@@ -31,7 +31,7 @@ typedef struct CallForm {
   PreparedCall prepared; /* `launch` is NULL if nothing is to be launched */
   Relocation* relocations;
   size_t relocation_count;
-  uintptr_t* peers_words; /* for each rank, a word for the address at which its kernels access the output; or NULL */
+  uintptr_t* peers_words; /* for each rank, the word for the output's address in that rank's address space; or NULL */
   size_t ranks, rank;
   AddressRange* ranges; /* memory whose withdrawal drops the form */
   size_t range_count;

@@ -21,7 +21,8 @@ typedef struct FormList {
   Listed listed[MOST_FORMS]; /* the oldest first */
 } FormList;
 
-/* Drops the references of an entry that was removed from the list, because dropping them may run Python code. */
+/* Drops an entry's references. The caller has removed the entry from the list, because dropping references may run
+ * Python code. */
 static void release(Listed listed) {
   for (int i = 0; i < PROXYCCL_MOST_GIVEN; ++i) proxyccl_drop_kind(&listed.kinds[i]);
   Py_XDECREF(listed.form);
@@ -58,7 +59,7 @@ static int read_or_view(const FormList* self, Py_ssize_t argument, PyObject* x, 
   if (known < 0) PyErr_Clear();
   PyObject* view = PyObject_CallFunction(self->view, "nO", argument, x);
   if (view == NULL) return -1;
-  if (known == 0 && PyDict_Contains(types->tensors, (PyObject*)Py_TYPE(x)) > 0) /* `view` has added the type */
+  if (known == 0 && PyDict_Contains(types->tensors, (PyObject*)Py_TYPE(x)) > 0) /* `view` registered the type */
     read = proxyccl_read_listed(types, x, listed);
   if (read == 0 && (read = proxyccl_read_listed(types, view, listed)) > 0)
     listed->object = x, listed->array.kind.type = Py_TYPE(x);
@@ -66,8 +67,8 @@ static int read_or_view(const FormList* self, Py_ssize_t argument, PyObject* x, 
   return read;
 }
 
-/* Returns whether a tuple has a valid number of arrays: at most `width`, or exactly -`width` if negative; none may be
- * None. */
+/* Returns whether a tuple has a valid number of arrays: at most `width`, or exactly -`width` if `width` is negative; no
+ * array may be None. */
 static int is_wide(PyObject* tuple, Py_ssize_t width) {
   const Py_ssize_t count = PyTuple_Size(tuple);
   for (Py_ssize_t i = 0; i < count; ++i)

@@ -1,18 +1,20 @@
-/* A list of the forms of one function, such as an experts' dispatch, which takes arrays of any first extent. A form is
- * found by the kinds of a call's arrays; if the list has none, Python prepares one. */
+/* A list of the prepared forms of one function, such as an experts' dispatch. The first dimension of the function's
+ * arrays may have any extent. A form is found by the kinds of a call's arrays; if no form is listed for them, Python
+ * prepares
+ * one. */
 #ifndef PROXYCCL_FORM_LIST_H
 #define PROXYCCL_FORM_LIST_H
 
 #include "arrays.h"
 
 enum { PROXYCCL_MOST_GIVEN = 6 };
-/* The address of every array without elements, which kernels never read. NULL means that there is no array. */
+/* The address of every array without elements; kernels never read from it. NULL means that there is no array. */
 enum { PROXYCCL_EMPTY = 64 };
 
 /* One array of a call. If the caller passed None, `kind` and all numbers are 0. */
 typedef struct ListedArray {
   PyObject* object;  /* a borrowed reference to the caller's object */
-  GivenArray array;  /* its kind has first extent 0 and alignment 0, because a form takes any of both */
+  GivenArray array;  /* `kind` has first extent 0 and alignment 0, because a form accepts any of each */
   Py_ssize_t extent; /* the first extent */
   uintptr_t at;      /* PROXYCCL_EMPTY for an array without elements */
 } ListedArray;

@@ -13,8 +13,8 @@ typedef struct Entry {
   uint64_t hash;
   PyObject* options;
   uint64_t relations;
-  int by_address; /* 1: the form may be used only for the same addresses of arrays */
-  CallForm* form; /* NULL: forms with this signature are bound to addresses, which also identify them */
+  int by_address; /* 1: the form may be used only for arrays at the same addresses */
+  CallForm* form; /* NULL: forms with this signature are in entries with `by_address` */
   size_t count;
   KeptArray arrays[];
 } Entry;

@@ -1,7 +1,7 @@
 /* The forms that a group keeps, found by the signatures of calls.
  *
  * A signature is what a form depends on: the options, the kinds of the arrays (arrays.h) and how they overlap. A
- * signature has no addresses, except for the rare form that is bound to addresses. */
+ * signature contains no addresses, unless its form is bound to addresses, which is rare. */
 #ifndef PROXYCCL_KEPT_FORMS_H
 #define PROXYCCL_KEPT_FORMS_H
 
@@ -34,8 +34,8 @@ int proxyccl_relate(Signature* signature, size_t rank);
 void proxyccl_hash_signature(Signature* signature);
 /* Returns the form for a hashed signature as a new reference; NULL if no form is kept. */
 CallForm* proxyccl_find_form(KeptForms* forms, const Signature* signature);
-/* Keeps a form, which is found only for the same addresses if its launch holds proxies' ids of memory. If too many
- * forms are kept, drops the least recently used form. Returns 0, or -1 with an exception. */
+/* Keeps a form. If its launch holds proxies' ids of memory, the form is found only for arrays at the same addresses. If
+ * too many forms are kept, drops the least recently used form. Returns 0, or -1 with an exception. */
 int proxyccl_keep_form(KeptForms* forms, const Signature* signature, CallForm* form);
 /* Drops the forms that are bound to memory in a range. */
 void proxyccl_drop_forms_of(KeptForms* forms, uintptr_t start, uintptr_t end);

@@ -1,7 +1,7 @@
 """Orders a group's launches: collectives run one after the other, whatever their streams.
 
-Collectives of a group share scratch memory, so they never run at the same time: a launch on a different stream than the
-last launch waits for it. Before a launch, the call log compares the fields that must agree between ranks.
+Collectives of a group share scratch memory, so they never run at the same time: a launch waits for the previous launch
+if that is on another stream. Before a launch, the call log compares the fields that must agree between ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NUMBERS = (int, CurrentStream)
 
 
 def array_types(runtime: Runtime) -> tuple[type, type, dict[type, object], tuple[str, int], int]:
-    """Returns the argument of `Calls` with the types of arrays that C reads."""
+    """Returns the types of arrays that C reads, in the form of an argument of `Calls`."""
     device = -1 if runtime.name == "host" else runtime.device
     return Array, ArrayView, libraries.tensor_types, (runtime.name, runtime.device), device
 
@@ -100,11 +100,11 @@ class Launches:
         return found
 
     def number_object(self, name: str) -> int:
-        """Returns a number for an object that all ranks make together, in the same order. The call log compares the
-        object's calls separately from other calls (`CollectiveCall.of`).
+        """Returns the number of an object that all ranks make together; all ranks make such objects in the same order.
+        The call log compares the object's calls separately from other calls (`CollectiveCall.of`).
 
         Args:
-            name: the object's name in errors about mismatches, where "#" and the number follow it.
+            name: the object's name in errors about mismatches; "#" and the number are appended.
         """
         with self._lock:
             self._objects.append(f"{name} #{len(self._objects) + 1}")
@@ -135,9 +135,9 @@ class Launches:
     ) -> None:
         """Launches on a stream, after the group's earlier launches on any stream.
 
-        On the host runtime without a stream, waits for the launch's end, because numpy arrays have no streams. With a
-        stream, keeps `kept` alive until the stream has completed the launch; `owners` too, unless the stream is a
-        `CurrentStream`.
+        On the host runtime without a stream, waits for the launch's end, because numpy arrays have no streams. If
+        `stream` is given, keeps `kept` alive until the stream has completed the launch, and also `owners` unless
+        `stream` is a `CurrentStream`.
         """
         with self._lock:
             handle = self._handle_of(stream)
@@ -156,7 +156,7 @@ class Launches:
             self._runtime.in_flight.add(owners, stream, handle)
 
     def issue(self, call: Any, launch: Launchable, stream: StreamLike, owners: tuple[object, ...] = ()) -> None:
-        """Compares and launches a call like `agree` and `launch`; the call's fields are encoded (`encode_fields`).
+        """Does the work of `agree` and `launch` for a call whose fields are encoded (`encode_fields`).
 
         One call into C compares, launches, and waits if the call is synchronous. A NULL `call` means that the ranks
         have already agreed on the call.
@@ -209,8 +209,8 @@ class Launches:
         )
 
     def issuer(self, launch: Launchable) -> tuple[int, int]:
-        """Returns the addresses of the C function that issues a launchable like `issue`, and of that function's first
-        argument.
+        """Returns two addresses: of the C function that issues a launchable as `issue` does, and of that function's
+        first argument.
         """
         return self.log.addresses(operations=not isinstance(launch, Launch))
 
@@ -227,8 +227,8 @@ class Launches:
         return reachable_stream(self._runtime, last)
 
     def recent_calls(self, count: int) -> list[tuple[int, dict[str, str]]]:
-        """Returns the last collective calls of this rank in order: each with its number, from 1, and its fields in
-        words.
+        """Returns this rank's last collective calls in order; each is a pair of the call's number, from 1, and a
+        description of its fields.
         """
         return [(number, describe_call(fields)) for number, fields in self.log.recent(count)]
 
@@ -309,7 +309,7 @@ class Launches:
         return self._next_stream(stream)
 
     def _turn(self, stream: StreamLike) -> int:
-        """Orders a stream after the latest launch, and returns its handle. C calls this with the lock held."""
+        """Orders a stream after the latest launch, and returns the stream's handle. C calls this with the lock held."""
         self._failure.require_usable()
         return self._next_stream(stream)
 
@@ -333,8 +333,8 @@ class Launches:
             self._last, self._last_stream_owner = named, stream
         elif type(stream) is not int or not isinstance(self._last_stream_owner, OwnedStream):
             self._last_stream_owner = stream
-        # C may use a handle again only if the program passed it as a number, and so keeps the stream open. A stream
-        # object may be closed, and another stream may get its handle.
+        # C may use a handle again only if the program passed the handle as a number, because the program then keeps the
+        # stream open. A stream object may be closed, and another stream may get its handle.
         is_number = not self._on_host and isinstance(self._last_stream_owner, int) and named == handle
         self.calls.set_stream(handle if on_default or is_number else None)
         if self._failure.closed:  # the group was closed after this call's check

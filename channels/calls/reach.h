@@ -1,5 +1,5 @@
-/* The ranges of this rank's memory that its peers can access, with the addresses at which they do. Each call looks up
- * its arrays in this table, with the GIL held. */
+/* The ranges of this rank's memory that its peers can access, and the ranges' addresses in the peers' address spaces.
+ * Each call looks up its arrays in this table, with the GIL held. */
 #ifndef PROXYCCL_REACH_H
 #define PROXYCCL_REACH_H
 
@@ -12,7 +12,7 @@ enum {
 };
 
 typedef struct ReachedRange {
-  long number; /* identifies the range in later changes */
+  long number; /* identifies the range when it is replaced or removed */
   uintptr_t start, end;
   unsigned reached;
   uintptr_t* bases; /* the address of `start` for each rank's kernels; NULL unless all kernels can access it */

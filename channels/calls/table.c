@@ -1,8 +1,8 @@
 /* Makes every call of a group: finds the form by the call's signature, or lets Python prepare it; fills in the arrays'
  * addresses; and has the engine log, compare and launch the call.
  *
- * The code is in C because between two calls of a rank, other ranks fill the core's caches and branch predictors; with
- * them cold, the interpreter takes several times as long as in a tight loop.
+ * The code is in C, because the core's caches and branch predictors become cold between two calls, and a cold
+ * interpreter takes several times as long as in a tight loop.
  *
  * The code reads Python objects, so it uses CPython's limited API instead of cffi.
  */
@@ -14,7 +14,7 @@
 enum { LEAST_LENT_BYTES = 1 << 20, MOST_NOTES = 256, MOST_WANTED = 16 };
 enum { MOST_OPTIONS = 10 };
 
-/* Records an array that the call could use in place if peers could access the array. */
+/* An array that calls could use in place if peers could access the array. */
 typedef struct Note {
   uintptr_t at;
   size_t bytes;
@@ -137,7 +137,7 @@ static const ReachedRange* look_up_reach(const Calls* self, Making* call) {
  * output. Returns 0, or -1 with an exception. */
 static int prepare(Calls* self, Making* call, int reached) {
   const size_t count = call->signature.count;
-  const uint64_t changes = self->changes; /* to detect changes during the preparation, which may miss them */
+  const uint64_t changes = self->changes; /* if this count changes during the preparation, the form may be outdated */
   PyObject* made = PyObject_CallFunctionObjArgs(PyTuple_GetItem(call->options, 0), call->x, call->out, call->options,
                                                 reached ? Py_True : Py_False, call->logged ? Py_True : Py_False, NULL);
   if (made == NULL) return -1;
@@ -164,8 +164,9 @@ static int still_fits(const Making* call, const ArrayKind* before, const Reached
   return call->form->peers_words == NULL || output != NULL;
 }
 
-/* Notes the array to announce to peers if calls use it often; passes a wanted array to `lend`. The caller has issued
- * the call and keeps its arrays, because this function may fail. Returns 0, or -1 with an exception. */
+/* Notes the array that is announced to peers if calls use it often; if the array is in `wanted`, passes it to `lend`.
+ * The caller has issued the call and keeps its arrays, because this function may fail. Returns 0, or -1 with an
+ * exception. */
 static int note_lent(Calls* self, const Making* call) {
   if (call->form->lent < 0) return 0;
   const size_t last = call->signature.count - 1, lent = (size_t)call->form->lent;
@@ -174,7 +175,7 @@ static int note_lent(Calls* self, const Making* call) {
   for (size_t i = 0; i < self->wanted_count; ++i) {
     if (self->wanted[i].at != array->at || self->wanted[i].bytes != array->bytes) continue;
     self->wanted[i] = self->wanted[--self->wanted_count];
-    PyObject* lend = Py_NewRef(self->lend); /* `want` may replace self->lend while it runs */
+    PyObject* lend = Py_NewRef(self->lend); /* `want` may replace self->lend while self->lend runs */
     PyObject* lent = PyObject_CallFunction(lend, "KK", (unsigned long long)array->at, (unsigned long long)array->bytes);
     Py_DECREF(lend);
     Py_XDECREF(lent);
@@ -384,7 +385,7 @@ static PyObject* want(PyObject* object, PyObject* arguments) {
   PyObject* before = self->lend;
   self->lend = Py_NewRef(lend);
   Py_XDECREF(before);
-  if (self->wanted_count == MOST_WANTED) self->wanted_count = 0; /* all entries are old */
+  if (self->wanted_count == MOST_WANTED) self->wanted_count = 0; /* all entries are old, so they may be replaced */
   self->wanted[self->wanted_count++] = (Note){(uintptr_t)at, (size_t)bytes};
   Py_RETURN_NONE;
 }

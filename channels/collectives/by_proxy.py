@@ -25,9 +25,10 @@ class ByProxy:
         links: the channels of schedules.
         rings: hands schedules to the proxy.
         in_turn: whether the proxy copies to one peer after the other; true if a single driver call issues all copies.
-        awaits_data: whether a short reduction's kernel is launched when all ranks have joined, and itself waits for
-            their data. True only within a host, where the data arrives shortly after the kernel starts.
-        one_crossing_bytes: a reduction takes one crossing if a rank receives at most this many bytes.
+        awaits_data: whether the kernel of a short reduction is launched as soon as all ranks have joined, and waits for
+            their data itself. True only within a host, where the data arrives shortly after the kernel starts.
+        one_crossing_bytes: if a rank receives at most this many bytes in a reduction, the data crosses the links only
+        once.
         longest_round: the most bytes that one schedule stages. A call of more bytes takes several schedules, the same
             number on all ranks.
     """
@@ -43,7 +44,7 @@ class ByProxy:
         self.longest_round = _LONGEST_ROUND
 
     def close(self) -> None:
-        """Frees the schedules' memory. No rank's stream may still start the schedules."""
+        """Frees the schedules' memory. All streams of all ranks must have completed the schedules."""
         self.memories.close()
 
 

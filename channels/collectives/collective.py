@@ -217,8 +217,8 @@ class Planned(Collective):
 
     def _reached(self, call: Call) -> Reached:
         """Returns the registered arrays that peers reach in place; the same on all ranks, because the call log compares
-        them. For an in-place plan, these are only the array that holds input and output. For other plans an input that
-        overlaps the output is excluded, because the plan would overwrite the input.
+        them. For an in-place plan, only an array that holds both input and output is returned. For other plans an input
+        that overlaps the output is excluded, because the plan would overwrite the input.
         """
         plan, (x, out) = self._plan, self._registered
         if plan.in_place:
@@ -242,7 +242,7 @@ def plain_arrays(x: Any, out: Any) -> tuple[tuple[Any, Any], tuple[RegisteredMem
         if memory is not None:
             memory.require_current()
     arrays = (each if memory is None else memory.array for each, memory in zip((x, out), registered, strict=True))
-    return tuple(arrays), registered  # type: ignore[return-value]  # both have two items
+    return tuple(arrays), registered  # type: ignore[return-value]  # both tuples have two items
 
 
 class _Execute(Collective):

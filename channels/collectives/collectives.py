@@ -34,7 +34,7 @@ from proxyccl.proxy.codec import Codec, Message
 
 
 class _Start(Message, frozen=True):
-    """A rank's message to the others before the first collective.
+    """The message that each rank sends to all other ranks before the first collective.
 
     Attributes:
         standing: the rank's settings for all calls.
@@ -81,7 +81,7 @@ class Collectives:
         self._levels: tuple[Team, Team] | None = None
         self.made_by_proxy: ByProxy | None = None
         self.made_flows: Flows | None = None
-        self._scratch: list[Memory] = []  # prepared calls may use any of these
+        self._scratch: list[Memory] = []  # the earlier items are kept for prepared calls
         self._wide_parts: Memory | None = None
         self._all_mapped = self._whole_lines = False
         self.defaults = default_selector(group)
@@ -153,20 +153,20 @@ class Collectives:
         memory lives until `close`, because prepared calls and captured graphs hold its address.
         """
         if not self._scratch or self._scratch[-1].nbytes < nbytes:
-            least = 2 * self._scratch[-1].nbytes if self._scratch else 1  # the sizes' sum is at most twice the largest
+            least = 2 * self._scratch[-1].nbytes if self._scratch else 1  # so the total is at most twice the largest
             self._scratch.append(self.group.runtime.allocate(max(nbytes, least)))
         return self._scratch[-1]
 
     def wide_parts(self) -> Memory:
-        """Returns WIDE_PARTS_BYTES of memory for an all_reduce that computes in a wider type. The next all_reduce in a
-        wider type overwrites the memory.
+        """Returns WIDE_PARTS_BYTES bytes of memory for an all_reduce that computes in a wider type. The next all_reduce
+        in a wider type overwrites the memory.
         """
         if self._wide_parts is None:
             self._wide_parts = self.group.runtime.allocate(WIDE_PARTS_BYTES)
         return self._wide_parts
 
     def algorithms(self, collective: str = "all_reduce") -> tuple[str, ...]:
-        """Returns the algorithms of a collective that work between these ranks. On an invariant communicator, all
+        """Returns those algorithms of a collective that work between these ranks. On an invariant communicator, all
         returned algorithms add in the same order.
         """
         names = self._working(collective)
@@ -198,7 +198,7 @@ class Collectives:
             launch: makes the launchable; called only if the call has elements.
             logged: whether the call has already been compared with the other ranks' calls.
             ranges: as for `Launches.form`.
-            lent: returns, for the launchable, the index of the array that peers access, as for `Launches.form`.
+            lent: a function from the launchable to the argument `lent` of `Launches.form`.
         """
         launches = self.group.launches
         fields = call.encode() if logged else launches.agree(call)
@@ -215,9 +215,6 @@ class Collectives:
         """Returns the algorithm for a call; the same on all ranks if their calls are the same.
 
         Args:
-            collective: the collective's name.
-            request: the callers' request.
-            dtype: the element type.
             nbytes: size of the larger of a rank's input and output.
 
         Raises:
@@ -251,7 +248,6 @@ class Collectives:
         is the same on all ranks if their calls are the same.
 
         Args:
-            collective, request: as for `choose`.
             source, target: input and output.
             op: the operator, if the call reduces.
         """
@@ -276,7 +272,9 @@ class Collectives:
         return algorithm == "proxy" or not self._kernels_reach_all()
 
     def _kernels_reach_all(self) -> bool:
-        """Whether kernels move data to every peer: directly, or through the proxy to a peer that is not mapped."""
+        """Returns whether kernels move data to every peer: directly, or through the proxy to a peer that is not
+        mapped.
+        """
         return self._all_mapped or proxied_kernel_bytes(self.group) > 0
 
     @property
@@ -296,7 +294,7 @@ class Collectives:
             self.execution_plans.require_executable(plan)
             self.refuse_plan_that_adds(plan, "selector")
         self._selector = selector
-        self._calls.clear()  # prepared calls use the old tables
+        self._calls.clear()  # because prepared calls use the old tables
 
     def close(self) -> None:
         """Frees the kernels' memory. Kernels of all ranks must have ended."""

@@ -57,7 +57,6 @@ class Transfer(Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """The size of the data in bytes."""
         view = self.target if self.source is None else self.source
         assert view is not None
         return view.nbytes
@@ -154,7 +153,7 @@ class Flows:
         except KernelError:
             self._failure.check()
             raise
-        except BaseException as error:  # such as KeyboardInterrupt: the caller may free the arrays
+        except BaseException as error:  # after a KeyboardInterrupt, for example, the caller may free the arrays
             self._failure.abort(f"interrupted by {type(error).__name__}")
             with contextlib.suppress(KernelError):
                 own.synchronize()
@@ -172,7 +171,7 @@ class Flows:
         """Issues transfers whose arrays were checked.
 
         On the host runtime, a call without a stream waits for the transfers. `owners` are kept alive until the stream
-        has passed the launches.
+        has completed the launches.
         """
         self.calls.run([transfer.addresses for transfer in transfers], stream, owners)
 

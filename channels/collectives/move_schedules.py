@@ -28,7 +28,6 @@ class Transfer(Struct, frozen=True):
     Attributes:
         peer: the other rank.
         offset: the offset in the input or in the output, in bytes.
-        nbytes: size in bytes.
     """
 
     peer: int
@@ -73,8 +72,8 @@ def prepare_move(by_proxy: ByProxy, source: ArrayView, target: ArrayView, share:
 
 def _round(by_proxy: ByProxy, source: ArrayView, target: ArrayView, part: Exchange, room: int) -> list[Step]:
     """Returns the steps of one schedule of a call. The stream copies the bytes that stay on the rank while the proxy
-    moves the rest. The input and the output may each be staged in at most `room` bytes, a number that is the same on
-    all ranks.
+    moves the rest. Of the input and of the output, at most `room` bytes each may be staged; all ranks pass the same
+    `room`.
     """
     memories, links = by_proxy.memories, by_proxy.links
 
@@ -91,7 +90,8 @@ def _round(by_proxy: ByProxy, source: ArrayView, target: ArrayView, part: Exchan
             return None
         return memories.target(target.ptr, target.nbytes)
 
-    # All ranks decide by the longer of input and output, so that either both ends of a copy are pinned or neither.
+    # Ranks use pinned memory depending on the longer of input and output, so that source and target of a copy are
+    # either both pinned or both not.
     longest = max(sum({each.offset: each.nbytes for each in side}.values()) for side in (part.sends, part.receives))
 
     def places(
@@ -171,7 +171,7 @@ def prepare_all_gather(by_proxy: ByProxy, source: ArrayView, target: ArrayView, 
     )
     return by_proxy.rings.prepare(
         [
-            CopyBytes(sent.ptr, source.ptr, share),  # in place, this copy and the later ones are dropped
+            CopyBytes(sent.ptr, source.ptr, share),  # in an in-place call, the copies of this list are dropped
             schedule,
             *memories.own_copy(target.ptr + own, source.ptr, share),
             *by_proxy.rings.end(range(len(rails))),

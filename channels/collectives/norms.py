@@ -98,8 +98,8 @@ class _Rows(NamedTuple):
         return self.width * self.views["x"].dtype.itemsize
 
     def _whole(self, x: int) -> bool:
-        """Whether all rows, those of `x` included, are aligned to ALIGNMENT. The alignment may differ between ranks,
-        because it does not change the packets.
+        """Returns whether all rows, those of `x` included, are aligned to ALIGNMENT. The alignment may differ between
+        ranks, because it does not change the packets.
         """
         addresses = [x, *(view.ptr for name, view in self.views.items() if name not in ("x", "scales", "quantize"))]
         return all(number % ALIGNMENT == 0 for number in (self.row_bytes, *addresses))
@@ -244,7 +244,7 @@ class _Preparer:
             shape = packets.row_shape(rows.rows, row_bytes)
             blocks, team = packets.of_rows(shape, rows.rows, request.cta_policy)
             return rows.launch(runtime, shape, chosen, source.ptr, options, blocks, team)
-        lines = packets is not None and len(packets.scratch) > 1  # keeps the packet kernels' order of additions
+        lines = packets is not None and len(packets.scratch) > 1  # to add in the same order as packet kernels
         shape = RowShape.of(defaults, row_bytes, None, lines=lines)
         blocks = min(rows.rows, _NORMS_AT_ONCE * defaults.blocks)
         if alone:

@@ -34,8 +34,8 @@ ALIGNMENT = 16
 """Bytes of a unit of lines, and of the widest access."""
 _MOST_SHARED_ROWS = 8  # the most rows for which clusters share rows; for 16 rows, one block per row is as fast
 _GROUP_BYTES = 4 * 4  # four floats in shared memory for each group of a row's packets
-_MOST_SHARED_BYTES = 46 << 10  # a block has this much shared memory on every target, beside the kernel's own
-_LINE_PACKETS = 2  # a thread's part of two lines fills this many packets
+_MOST_SHARED_BYTES = 46 << 10  # dynamic shared memory that a block has on every target
+_LINE_PACKETS = 2  # the number of packets in which a thread keeps its part of two lines
 
 
 def carries_whole_lines(group: Group) -> bool:
@@ -74,7 +74,7 @@ class RowShape(Struct, frozen=True):
         lines: whether the packets are lines.
         blocks: blocks that share a row.
         threads: threads of a block.
-        share: the number of packets' payloads, or of units of lines, that hold a row.
+        share: the size of a row in payloads of packets, or in units of lines.
         row_packets: the number of packets of a row.
         packets: the number of packets that a block handles in one epoch.
         epochs: the number of epochs that a block needs for its part of a row.
@@ -96,14 +96,11 @@ class RowShape(Struct, frozen=True):
     def of(
         cls, defaults: LaunchDefaults, row_bytes: int, scratch: PacketScratch | None, *, lines: bool, blocks: int = 1
     ) -> RowShape:
-        """Returns the shape of rows of `row_bytes` bytes.
+        """Returns how rows of `row_bytes` bytes are divided.
 
         Args:
-            defaults: the runtime's launch defaults.
             row_bytes: size of a row, not 0.
             scratch: the memory through which packets go; None for a kernel that sends no packets.
-            lines: whether the packets are lines.
-            blocks: blocks that share a row.
         """
         if lines:
             share, group, kept = -(-row_bytes // ALIGNMENT), _LINE_WARP, 2 * ALIGNMENT
@@ -185,8 +182,8 @@ class PacketTeam:
         return PacketLaunch(True, blocks, threads, scratch.parameter(units, epochs, each))
 
     def row_shape(self, rows: int, row_bytes: int) -> RowShape:
-        """Returns the shape of `rows` rows of `row_bytes` bytes in this team's packets. If there are few rows, the
-        blocks of a cluster share each row, so that each block has less to send and to compute.
+        """Returns how `rows` rows of `row_bytes` bytes are divided among this team's packets and blocks. If there are
+        few rows, the blocks of a cluster share each row, so that each block has less to send and to compute.
         """
         lines = len(self.scratch) > 1
         blocks = self._defaults.row_blocks if lines and rows <= _MOST_SHARED_ROWS else 1
@@ -218,7 +215,6 @@ class PacketScratch:
         most: the most packets of a slot; if SCRATCH_BYTES are not enough for them, a slot has fewer.
 
     Attributes:
-        blocks: the most blocks of a kernel.
         slot_packets: packets of a slot.
         epochs: the blocks' counters of epochs, uint32 each, in device memory.
     """

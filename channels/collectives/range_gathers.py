@@ -26,7 +26,6 @@ class RangeGathers:
     """Gathers ranges of an array that each rank has registered. All ranks construct a `RangeGathers` together.
 
     Args:
-        collectives: the group's collectives.
         view: this rank's array, of the same size on all ranks.
 
     Attributes:
@@ -36,7 +35,7 @@ class RangeGathers:
     def __init__(self, collectives: Collectives, view: ArrayView) -> None:
         self._collectives, self._view = collectives, view
         self._by_proxy = collectives.by_proxy()
-        self._prepare = self._form  # `_prepare`'s identity distinguishes arrays that have the same address
+        self._prepare = self._form  # kept, because calls are compared by the identity of this object
         self._span: ScheduleSpan | None = self._by_proxy.memories.target(view.ptr, view.nbytes)
         reached = bytes([self._span is not None])
         answers = collectives.group.exchange.all_gather_bytes(reached, "gathers of ranges")

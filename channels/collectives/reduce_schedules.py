@@ -40,7 +40,7 @@ busy GPU has room for few.
 _SHORTEST_PIECE = 2 << 20
 _MOST_PIECES = 3
 """Most pieces of a share. Two pieces keep the link busy; each further piece adds a pause between copies."""
-_JOINED = _MOST_PIECES  # the stage that counts posts; earlier stages count pieces
+_JOINED = _MOST_PIECES  # the stage whose counter counts posts; the counters of earlier stages count transfers
 _MOST_AWAITED = 16 << 20
 """Most bytes of peers' values for which the kernel waits, instead of its stream: such values take some 40 µs to arrive.
 """
@@ -77,9 +77,9 @@ class _Pieces:
 
     If each link leads to one peer, all peers get the first piece, then all get the second, and so on. If the proxy
     copies to one peer after the other, a peer gets its whole share at once, so that all ranks move on to the next peer
-    at about the same time and no two ranks share a link. Only the last peer then gets values in pieces, so that a piece
-    is reduced while the next piece is in flight. Only the first peer then gets results in pieces, each as soon as it is
-    ready.
+    at about the same time and no two ranks share a link. In this case only the last peer gets values in pieces, so that
+    a piece is reduced while the next piece is in flight, and only the first peer gets results in pieces, each as soon
+    as it is ready.
 
     Args:
         longest: elements of the longest share.
@@ -102,7 +102,9 @@ class _Pieces:
         return [(peer, *bounds) for peer, _, bounds in self._sends(self._peers[-1:])]
 
     def results(self) -> list[tuple[int, int, int, int]]:
-        """Returns a tuple (peer, offset, most elements, number of the last piece it needs) for each send of results."""
+        """Returns a tuple (peer, offset, most elements, number of the last piece that the send contains) for each send
+        of results.
+        """
         return [(peer, *bounds, number) for peer, number, bounds in self._sends(self._peers[:1])]
 
     def values_from(self, peer: int) -> range:
@@ -138,9 +140,9 @@ def prepare_reduce_scatter(by_proxy: ByProxy, source: ArrayView, target: ArrayVi
 def all_reduce_steps(
     by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str, members: Sequence[int], divisor: int
 ) -> list[Step]:
-    """Returns a stream's steps of an all_reduce among `members`; `target` may be `source`. All ranks of the group call
-    this together, with arrays of the same size. Each rank passes the members of the set that it belongs to. `divisor`
-    is the divisor of an average.
+    """Returns the steps that a stream takes for an all_reduce among `members`; `target` may be `source`. All ranks of
+    the group call this together, with arrays of the same size. Each rank passes the members of the set that it belongs
+    to. `divisor` is the divisor of an average.
     """
     ranks, itemsize = len(members), source.dtype.itemsize
     if source.nbytes * (ranks - 1) <= by_proxy.one_crossing_bytes:
@@ -157,7 +159,9 @@ def all_reduce_steps(
 def _all_reduce_round(
     by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str, shares: _Shares, divisor: int
 ) -> list[Step]:
-    """A rank sends its reduced share from its output to its peers' outputs."""
+    """Returns the steps of an all_reduce in which each rank sends its reduced share from its output to its peers'
+    outputs.
+    """
     links, memories, rank = by_proxy.links, by_proxy.memories, by_proxy.group.rank
     peers = others(by_proxy.group, shares.members)
     itemsize, nbytes = source.dtype.itemsize, sum(shares.lengths) * source.dtype.itemsize
@@ -178,7 +182,7 @@ def _all_reduce_round(
     posts = tuple(links.post(peer, output) for peer in peers)
     receives = tuple(ScheduleReceive(links.sends[peer], sends=part.pieces.results_from(peer)) for peer in peers)
     schedule = Schedule((*part.posts(), *posts), (*part.sends(), *sends), (*part.receives(), *receives), joined=_JOINED)
-    copies_out = [CopyBytes(target.ptr + start, output.ptr, nbytes)]  # empty if the call is in place
+    copies_out = [CopyBytes(target.ptr + start, output.ptr, nbytes)]  # no copy if the output is not staged
     reduction = part.reduce(output.ptr + own, posts=2 * len(peers), gated=True)
     return [*part.copies_in, schedule, *reduction, *copies_out]
 
@@ -199,7 +203,7 @@ def _one_crossing(
         receives=tuple(ScheduleReceive(links.sends[peer], stage=0) for peer in peers),
         joined=_JOINED,
     )
-    copy_in = CopyBytes(sent.ptr, source.ptr, nbytes)  # empty if the call is in place
+    copy_in = CopyBytes(sent.ptr, source.ptr, nbytes)  # no copy if the input is not staged
     transfers = len(peers) * (2 if replaced else 1)
     own_wait = transfers if by_proxy.awaits_data else 0
     reduction = slots.reduce(source.ptr, target.ptr, source.size, [(0, source.size)], first=own_wait)
@@ -262,9 +266,9 @@ class _Slots:
         transfers: int = 0,
         gated: bool = False,
     ) -> Launch:
-        """Returns the launch of the kernel that reduces each piece and resets the piece's stage. The kernel waits for
-        each piece except the first. If `first` is not 0, the kernel is launched when all ranks have joined, and
-        therefore also waits for the first piece and resets the stage of the posts.
+        """Returns the launch of the kernel that reduces each piece and then resets the counter of the piece's stage.
+        The kernel waits for each piece except the first. If `first` is not 0, the kernel is launched when all ranks
+        have joined, and therefore also waits for the first piece, and resets the counter of posts.
 
         Args:
             own: the address of this rank's elements.
@@ -351,8 +355,8 @@ class _Reduction:
         )
 
     def reduce(self, result: int, *, posts: int, gated: bool) -> list[Step]:
-        """Returns the steps that wait, reduce this rank's share by a kernel, and end the schedule. If the data is
-        short, the kernel is launched when all ranks have joined, and waits for the data itself; otherwise the stream
+        """Returns the steps that wait for data, reduce this rank's share by a kernel, and end the schedule. If the data
+        is short, the kernel is launched when all ranks have joined, and waits for the data itself; otherwise the stream
         waits for the first piece before the kernel.
 
         Args:

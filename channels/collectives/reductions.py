@@ -56,7 +56,7 @@ ALL_REDUCE = _AllReduce()
 
 
 def steps_of_all_reduce(collectives: Collectives, call: Call, chosen: str) -> Sequence[Step]:
-    """Returns a stream's steps of an all_reduce by the algorithm `chosen`."""
+    """Returns the steps that a stream takes for an all_reduce by the algorithm `chosen`."""
     group, source, target, op = collectives.group, call.source, call.target, call.op
     assert op is not None
     policy = call.request.cta_policy
@@ -81,7 +81,7 @@ def steps_of_all_reduce(collectives: Collectives, call: Call, chosen: str) -> Se
 
 
 def launchable_of(collectives: Collectives, steps: Sequence[Step]) -> Launchable:
-    """Returns a launchable that runs these steps one after the other."""
+    """Returns a launchable that runs `steps` one after the other."""
     if len(steps) == 1 and isinstance(steps[0], Launch):
         return steps[0]
     operations = [step for step in steps if not isinstance(step, Schedule)]
@@ -113,7 +113,7 @@ def _prepare_two_shot(
 def _one_round(
     group: Group, team: Team, op: str, source: ArrayView, target: ArrayView, divisor: int | None = None
 ) -> Launch:
-    """Returns the launch that reduces an array among a team's ranks in one crossing."""
+    """Returns the launch that reduces an array among a team's ranks by one exchange of data."""
     kernel = ALL_REDUCE_KERNELS["proxy"]
     shipped = group.runtime.shipped(kernel.file, kernel.name, target.dtype.name, op)
     return shipped.prepare(1, team.threads, team.parameter(divisor=divisor), source.ptr, target.ptr, target.size)
@@ -160,9 +160,9 @@ def _steps_of_hierarchy(
 
 
 def _reduces_by_schedule(collectives: Collectives, nbytes: int) -> bool:
-    """Whether a hierarchical all_reduce of this many bytes uses schedules between the nodes, and not kernels. A kernel
-    that waits for a proxy's copies would delay these copies. Kernels that send short data through pinned memory are
-    faster than schedules.
+    """Returns whether a hierarchical all_reduce of this many bytes uses schedules between the nodes, and not kernels. A
+    kernel that waits for a proxy's copies would delay these copies. Kernels that send short data through pinned memory
+    are faster than schedules.
     """
     group, topology = collectives.group, collectives.group.topology
     if group.world_size > _MOST_SCHEDULED_RANKS:
@@ -178,8 +178,8 @@ class _Levels(Struct, Generic[_BetweenStep], frozen=True):
     on all nodes, then gathered inside the node, so the data of a node crosses to the other nodes only once.
 
     If the data fits one round, every rank reduces all of it, inside the node and then between nodes. Reducing all data
-    saves a crossing, which would take longer than the transfer of such short data. If longer data can't be divided
-    evenly, every rank also reduces all elements that are left over.
+    saves a second exchange, which would take longer than the transfer of such short data. If longer data can't be
+    divided evenly, every rank also reduces all elements that are left over.
 
     Attributes:
         partial: the operator inside a node.
@@ -282,7 +282,7 @@ def reduce(
     root = as_rank(group.world_size, root, "root")
     if group.rank == root:
         if isinstance(out, tuple):
-            input_view(group, out, "out")  # refuses an empty tuple, which `check` would take for DROPPED
+            input_view(group, out, "out")  # raises for an empty tuple, which `check` would take for DROPPED
         return run(collectives, REDUCE, x, out, op, root, algorithm, stream=stream)
     run(collectives, REDUCE, x, DROPPED, op, root, algorithm, stream=stream)
     return None

@@ -82,7 +82,7 @@ def issue(
     names: tuple[Sequence[str], Sequence[str]] = (("x",), ("out",)),
 ) -> None:
     """Makes a call. `x` and `out` are arrays, or tuples of any number of arrays; `options` are those of `Calls`
-    (_calls.pyi). Errors name the arrays by `names`.
+    (_calls.pyi). `names` are the names of the arrays in errors.
     """
     if not collectives.on_host:
         runtime = collectives.group.runtime
@@ -90,7 +90,7 @@ def issue(
             arrays = (*x, *out) if isinstance(x, tuple) and x else (x, out)
             stream = collectives.group.launches.stream_for(None, *arrays)
         elif type(stream) is int and other_streams(runtime.device, stream):
-            runtime.stream_handle(stream)  # refuses an invalid handle, which C may not check
+            runtime.stream_handle(stream)  # raises for an invalid handle, which C may not check
     if not collectives.call(x, out, options, stream):
         source = _readable(collectives.group, x, names[0])
         target = source if out is x else _readable(collectives.group, out, names[1])
@@ -180,8 +180,8 @@ def _prepare_barrier(
         if inside:
             teams: Sequence[Team] = collectives.levels()[:1]
         elif group.topology.has_levels():
-            # After the barrier of each node, every rank knows that all ranks of its node have arrived. So a rank needs
-            # to exchange signals with only one rank of each other node.
+            # After its node's barrier, every rank knows that all ranks of its node have arrived. So a rank needs to
+            # exchange signals with only one rank of each other node.
             teams = collectives.levels()
         else:
             teams = (collectives.team(),)

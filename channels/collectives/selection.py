@@ -1,4 +1,6 @@
-"""Chooses each call's algorithm by size. Each collective, class of element types and kind of arrays has a table."""
+"""Chooses each call's algorithm by size. There is a table for each combination of a collective, a class of element
+types, and symmetric or ordinary arrays.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,6 @@ class Case(Message, frozen=True):
     """The calls that share a table.
 
     Attributes:
-        collective: the collective's name.
         elements: the class of element types.
         symmetric: whether the callers promise symmetric arrays (`Request.symmetric`).
     """
@@ -69,7 +70,6 @@ class Case(Message, frozen=True):
 
     @classmethod
     def of(cls, collective: str, dtype: DType, *, symmetric: bool) -> Case:
-        """Returns the case of a call."""
         elements = _ELEMENTS[require_collective(collective)]
         sums_are_longer = dtype.accumulator_itemsize > dtype.itemsize
         return cls(collective, elements[0] if sums_are_longer else elements[-1], symmetric)
@@ -151,8 +151,8 @@ class SizeTable:
 class Selector:
     """The tables of all cases. `Communicator.tune` replaces the defaults by measurements on the machine.
 
-    An execution plan in a table runs the calls in its range of sizes that the plan can execute. The default tables
-    choose the algorithm for calls with another operator, or with an array that the plan's chunks don't divide.
+    In its range of sizes, an execution plan in a table runs the calls that it can execute. The default tables choose
+    the algorithm for calls with another operator, or with an array that the plan's chunks don't divide.
 
     Raises ArgumentError unless `tables` has exactly one table for each of `CASES`, whose algorithms the case's
     collective supports. Also raises ArgumentError for a plan that can't execute any of the calls that its table assigns
@@ -210,7 +210,8 @@ class Selector:
                     if lines
                     else _by_packets(ranks, runtime, symmetric=case.symmetric, short=short)
                 )
-                # On GPUs an all_reduce through pinned memory sends each share twice, so its limit is half as large.
+                # On GPUs an all_reduce through pinned memory sends each share twice, so its limit is half of that of
+                # other collectives.
                 reduced = longest if runtime == "host" else longest // 2
                 limits = {"two_shot": packets, "proxy": ((reduced, "two_shot"),)}.get(beyond, ())
                 tables[case] = SizeTable(limits, beyond)
@@ -232,8 +233,6 @@ class Selector:
         """Returns the algorithm of a call.
 
         Args:
-            collective: the collective's name.
-            dtype: the type of the elements.
             nbytes: size of the larger of a rank's input and output.
             symmetric: whether the callers promise symmetric arrays.
         """
@@ -304,7 +303,7 @@ def _by_lines(ranks: int, *, symmetric: bool) -> tuple[tuple[int, str], ...]:
 
 
 def _by_packets(ranks: int, runtime: str, *, symmetric: bool, short: bool) -> tuple[tuple[int, str], ...]:
-    """Returns the sizes up to which the packet algorithms of all_reduce are faster within a node than stores.
+    """Returns the sizes up to which the packet algorithms of all_reduce are faster within a node than `two_shot`.
 
     For GPUs the limits come from measurements on 2 and 4 H200 (benchmarks/results). The data that a one-shot sends
     grows with the number of ranks, so the one-shot's limit shrinks. Recursive doubling needs no extra steps if the
@@ -315,7 +314,7 @@ def _by_packets(ranks: int, runtime: str, *, symmetric: bool, short: bool) -> tu
         symmetric: whether the callers promise symmetric arrays.
         short: whether partial sums are longer than the values, so that no algorithm that sends partial sums is used.
     """
-    if runtime == "host" or ranks == 1:  # on the host a packet costs more than the crossing that it saves
+    if runtime == "host" or ranks == 1:  # on the host, packets cost more than the exchange that they save
         return ()
     doubling = ranks & (ranks - 1) == 0 and not short
     if ranks == 2:
@@ -340,7 +339,7 @@ def invariant_algorithms(algorithms: Sequence[str], ranks: int) -> tuple[str, ..
     """
     if "hierarchical" in algorithms:
         return ("hierarchical",)
-    pairs = ("recursive_doubling",) if ranks <= 2 else ()  # with more ranks, recursive doubling adds sums of pairs
+    pairs = ("recursive_doubling",) if ranks <= 2 else ()  # with more than two ranks, it adds sums of pairs
     return tuple(name for name in algorithms if name in ("one_shot", "two_shot_packets", "two_shot", "proxy", *pairs))
 
 

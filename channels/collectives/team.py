@@ -22,7 +22,7 @@ from proxyccl.device.runtime import Memory, Runtime
 from proxyccl.device.sleepers import ProxiedStruct
 
 if TYPE_CHECKING:
-    from proxyccl.device._native import ProxycclTeamPointer  # only the stub has this name; cffi lacks it
+    from proxyccl.device._native import ProxycclTeamPointer  # this name exists only in the stub, not in cffi
 
 _SHORTEST_PROXIED_PIECE = 512 * 1024
 """Least bytes of a piece that the proxy sends: shorter pieces are not worth a signal, because a copy engine moves this
@@ -130,13 +130,14 @@ class Team:
             raise ResourceError(f"collectives serve at most {lib.PROXYCCL_MAX_BLOCK_THREADS} ranks, not {ranks}")
         accessible = group.topology.accessible
         via_proxy = [peer for peer in members if peer != rank and not accessible[peer]]
-        # Ranks exchange flags, because all ranks of a team must use the same grid and the same kind of lanes (team.h).
+        # Each rank tells the others whether it maps all peers, because all ranks of a team must use the same grid and
+        # the same kind of lanes (team.h).
         flags = group.exchange.all_gather(not via_proxy, FLAG, "the first collective")
         self.all_mapped = self.all_mapped_of(ranks, [flags[peer] for peer in members])
         defaults = runtime.launch_defaults
         self.blocks = defaults.blocks if self.all_mapped else defaults.copy_blocks
         self._efficient_blocks = min(self.blocks, defaults.efficient_blocks)
-        # All ranks of the group make the same decision, because they make the memory together.
+        # All ranks must agree on whether to use pinned memory, because they allocate it together.
         self.pinned = not all(flags) and sends_through_pinned_memory(group)
         self._bytes_per_block = _PINNED_BYTES_PER_BLOCK if self.pinned else defaults.bytes_per_block
         self._meeting_bytes, self._offered_bytes = defaults.meeting_bytes, defaults.offered_bytes
@@ -254,7 +255,7 @@ class Team:
         return ProxiedStruct.of(bytes(ffi.buffer(team)), self._links.sleepers, peers_words=peers_words)
 
     def takes_one_crossing(self, nbytes: int) -> bool:
-        """Returns whether `all_reduce_by_proxy` reduces this many bytes in one crossing."""
+        """Returns whether `all_reduce_by_proxy` reduces this many bytes by one exchange of data."""
         return nbytes <= self._team.one_crossing_bytes
 
     def _call(self, nbytes: int, divisor: int | None = None) -> ProxycclTeamPointer:

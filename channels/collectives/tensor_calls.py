@@ -63,8 +63,8 @@ class TensorCalls:
 
     @property
     def chooses(self) -> bool:
-        """Whether the ranks choose a policy for each long call: they share a node, and the program has named no
-        policy.
+        """Whether the ranks choose a policy for each long call, which they do if they share a node and the program has
+        named no policy.
         """
         group = self._collectives.group
         return self._collectives.standing.cta_policy is None and group.topology.node_count == 1 < group.world_size
@@ -81,12 +81,12 @@ class TensorCalls:
         chosen only if no rank has another communicator on its device.
 
         Args:
-            collective: the collective's name.
             nbytes: size of the larger of a rank's input and output.
             beside: whether this rank's program is expected to run other kernels during the call.
-            late: whether this rank's GPU still has work that the program queued long before the call. If not, the CPU
-                sets the pace, and a call by proxy would only take more of the CPU's time than a kernel.
-            output: returns the output's address.
+            late: whether this rank's GPU still has work that the program queued long before the call. If the GPU has no
+                such work, the program is limited by the CPU, and a call by proxy would take more of the CPU's time than
+                a kernel.
+            output: a function that returns the output's address.
         """
         log = self._collectives.group.launches.log
         wish: CtaPolicy = "efficiency" if beside or log.shares_device else "default"
@@ -95,12 +95,12 @@ class TensorCalls:
         chosen = CTA_POLICIES[log.choose(CTA_POLICIES.index(wish))]
         # All ranks construct `ByProxy` together, so at this point no rank has constructed one.
         if chosen == "zero" and collective == "all_gather" and self._collectives.made_by_proxy is None:
-            self._collectives.by_proxy()  # lets peers' proxies map the next output
+            self._collectives.by_proxy()  # so that peers' proxies map the next output
             return "efficiency"
         return chosen
 
     def _may_go_by_proxy(self, collective: str, output: Callable[[], int], nbytes: int) -> bool:
-        """Whether a call may go by proxy if the program computes during the call. The result is False while the
+        """Returns whether a call may go by proxy if the program computes during the call. The result is False while the
         proxies' process starts, and if the algorithms' tables were measured or set. A gather goes by proxy only if
         peers' proxies can access its output, because otherwise all results would be copied, which costs more than the
         proxy saves.

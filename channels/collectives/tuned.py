@@ -77,7 +77,7 @@ class NamedTable(Message, frozen=True):
     beyond: str
 
     def __post_init__(self) -> None:
-        self.table()  # refuses an invalid table on decoding
+        self.table()  # raises if a decoded table is invalid
 
     def table(self) -> SizeTable:
         return SizeTable(self.limits, self.beyond)
@@ -202,7 +202,7 @@ def load(group: Group) -> Selector | None:
     Warns if this version can't use the file.
     """
     try:
-        if not files():  # avoids the queries of `Machine.of`
+        if not files():  # checked first, because `Machine.of` queries the system
             return None
         return selector_of(read(path_of(Machine.of(group))).tables)
     except FileNotFoundError:

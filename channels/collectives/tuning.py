@@ -65,8 +65,6 @@ def checked_arguments(sizes: Any, iterations: Any, seconds: Any) -> tuple[tuple[
 
 
 class _Trial(Struct):
-    """One algorithm for the calls of one case, at one size."""
-
     case: Case
     algorithm: Algorithm
     call: Callable[[], object]
@@ -240,7 +238,7 @@ def table_from(times: Times, beyond: SizeTable | None = None) -> SizeTable:
 
 
 def selector_from(collectives: Collectives, measured: Mapping[Case, Times]) -> Selector:
-    """Returns the tables that follow from measurements.
+    """Returns the tables that choose the fastest measured algorithms.
 
     If the largest measured size is at least the largest of `default_sizes`, its fastest algorithm also serves larger
     sizes; otherwise the default algorithms serve larger sizes.

@@ -1,4 +1,4 @@
-"""The JSON of an execution plan, as MSCCL++'s language has written it since 2025.
+"""The JSON of an execution plan, in the format that MSCCL++'s language has written since 2025.
 
 A plan with an unknown field is refused, because the field might change the plan's meaning.
 """
@@ -50,7 +50,7 @@ class IterationContext(Message, frozen=True):
 
 
 class Op(Message, frozen=True):
-    """An operation of a threadblock. The `name` determines the other fields; only switches use the last four."""
+    """An operation of a threadblock. The `name` determines the other fields; only switches use the last four fields."""
 
     name: str
     channel_type: ChannelType = "none"
@@ -71,14 +71,14 @@ class Op(Message, frozen=True):
 
 
 class ThreadblockChannels(Message, frozen=True):
-    """The channels that a threadblock uses. An operation names a channel by the index in `channel_ids`."""
+    """The channels that a threadblock uses. An operation refers to a channel by its index in `channel_ids`."""
 
     channel_type: ChannelType
     channel_ids: tuple[Uint32, ...]
 
 
 class RemoteBufferRefs(Message, frozen=True):
-    """The remote buffers that a threadblock accesses over channels of one type. An operation names a buffer by the
+    """The remote buffers that a threadblock accesses over channels of one type. An operation refers to a buffer by its
     index in `remote_buffer_ids`.
     """
 
@@ -141,7 +141,7 @@ class Document(Message, frozen=True):
         inplace: whether input and output are one array.
         reuse_resources: an option of MSCCL++ for scratch memory, which ProxyCCL ignores.
         use_double_scratch_buffer: whether executions alternate between the halves of the scratch memory.
-        buffer_alignment: the bytes to which parts of chunks are aligned.
+        buffer_alignment: the alignment of parts of chunks, in bytes.
         min_message_size, max_message_size: the range of message sizes, in bytes, that the plan accepts.
     """
 

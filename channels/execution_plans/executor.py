@@ -1,8 +1,8 @@
 """Executes plans: makes a plan's resources on this rank, and launches the plan's kernel.
 
 All ranks make a plan's channels, barriers and counters together at its first execution, and larger scratch memory
-together at the first execution that needs it. The call log compares the plan and the size before, so all ranks do this
-in the same call.
+together at the first execution that needs it. The call log first compares the plan and the size, so all ranks make
+these resources in the same call.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class ExecutionPlans:
     """The plans that one group has executed.
 
     Args:
-        forget: called when a plan's memory has moved; must discard the results of earlier `prepare` calls.
+        forget: a function that is called when a plan's memory has moved, and discards the results of earlier `prepare`
+        calls.
     """
 
     def __init__(self, group: Group, forget: Callable[[], None]) -> None:
@@ -56,8 +57,8 @@ class ExecutionPlans:
         group.keep(self)
 
     def require_executable(self, plan: ExecutionPlan) -> None:
-        """Raises ArgumentError for a plan for another number of ranks, or whose kernels would access memory on another
-        node or on a device that the kernels' device can't access.
+        """Raises ArgumentError if the plan is for another number of ranks, or if its kernels would access memory on
+        another node or on a device that the kernels' device can't access.
         """
         if plan.digest in self._resources:
             return
@@ -227,18 +228,17 @@ class _Resources:
         reached = {**self._registered(), **given}
         sized = self._sizes.get(key)
         if sized is None:
-            # No work or graph may use a deregistered array, so its tables can be freed.
+            # No work or graph may use a deregistered array, so the tables of calls with this array can be freed.
             for old in [old for old in self._sizes if any(memory.closed for _, memory in old[1])]:
                 del self._sizes[old]
             sized = self._sizes[key] = self._tables(source, target, reached)
         before, own_in, own_out, after = self._places(source, target, reached)
-        dtype = source.dtype if plan.combinations else DTYPES["uint8"]  # without combinations the type does not matter
+        dtype = source.dtype if plan.combinations else DTYPES["uint8"]  # otherwise the type does not matter
         shipped = runtime.shipped("execute_plan.h", "execute_plan", dtype.name)
         kernel = shipped.prepare(sized[1].blocks, self._threads, self._parameter(sized, own_in, own_out))
         return StreamOperations(runtime, (*before, kernel, *after)) if before or after else kernel
 
     def _scratch_bytes(self, chunk: int) -> int:
-        """Returns the size of the scratch memory of one execution in bytes, the same on all ranks."""
         document = self._plan.document
         chunks = max(gpu.scratch_chunks for gpu in document.gpus)
         nbytes = chunk * chunks * (2 if document.protocol == "LL" else 1)
@@ -247,7 +247,7 @@ class _Resources:
     def _share(self, rank: int, buffer: BufferName, source: ArrayView, target: ArrayView) -> int:
         """Returns the offset of a rank's input or output in the buffer that peers access.
 
-        In place, the smaller of input and output is the rank's share of the larger, as in MSCCL++.
+        In an in-place call, the smaller of input and output is the rank's share of the larger, as in MSCCL++.
         """
         if not self._plan.in_place or buffer == "s":
             return 0

@@ -1,6 +1,7 @@
-"""Checks the programs of a plan's threadblocks, and resolves their names to channels, peers and buffers.
+"""Checks the programs of a plan's threadblocks, and resolves ids in the programs to channels, peers and buffers.
 
-The error for an invalid operation names the operation's place. Each rank reads the whole plan, so all ranks refuse it.
+The error for an invalid operation names the operation's place. Each rank reads the whole plan, so all ranks refuse an
+invalid plan.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ BUFFERS: dict[BufferName, str] = {"i": "input", "o": "output", "s": "scratch mem
 
 
 class Place(Struct, frozen=True):
-    """The place of an operation in a plan, for error messages. A pipeline comes before the operations inside it."""
+    """The place of an operation in a plan, for error messages. A pipeline's number precedes the numbers of the
+    operations inside it.
+    """
 
     rank: int
     threadblock: int
@@ -72,8 +75,8 @@ class Operation(Struct, frozen=True):
         place: the operation's place in the plan.
         moving: how the operation moves data; None if it moves no data.
         channels: the channels that the operation uses, in order.
-        sources, destinations: the ranges that the operation reads and writes; if `moving.pairs`, range i of both belong
-            together.
+        sources, destinations: the ranges that the operation reads and writes; if `moving.pairs`, source i is copied to
+            destination i.
         combination: how sources are combined.
         part, parts: this threadblock's part of the bytes, and the number of parts.
         numbers: a barrier's number and its number of threadblocks; or the numbers of semaphores.
@@ -266,7 +269,7 @@ class Reader:
         ranges: list[Range] = []
         at = 0
         for i, operand in enumerate(wanted):
-            later = len(wanted) - 1 - i  # each later operand takes at least one entry
+            later = len(wanted) - 1 - i  # leaves one entry for each later operand, which needs at least one
             first = at
             while at < len(given) - later and at - first < operand.most:
                 if operand.most > 1 and at > first and (given[at].buffer_id is not None) != operand.remote:

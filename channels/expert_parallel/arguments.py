@@ -1,4 +1,4 @@
-"""Checks of the numbers and arrays that callers of expert-parallel calls pass in."""
+"""Checks the numbers and arrays that programs pass to expert-parallel calls."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def input_array(group: Group, x: Any, argument: str, shape: tuple[int, ...], dty
 
 
 def index_array(group: Group, x: Any, argument: str, shape: tuple[int, ...]) -> ArrayView:
-    """Returns a view of an argument, as `input_array` does, which must have elements of int32 or int64."""
+    """Returns a view of an argument as `input_array` does; the argument's elements must be int32 or int64."""
     dtype = input_view(group, x, argument).dtype.name
     if dtype not in ("int32", "int64"):
         raise ArgumentError(argument, f"has element type {dtype}; expected int32 or int64")

@@ -1,4 +1,4 @@
-"""Arrays for the results of expert-parallel calls, made by the library of the caller's arrays."""
+"""Makes arrays for the results of expert-parallel calls, by the library of the caller's arrays."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Maker = Callable[[], Any]
 
 
 class MemoryPart:
-    """A range of the memory of `owner`, which frees it. This object keeps `kept` alive."""
+    """A range of memory that `owner` frees. This object keeps `kept` alive."""
 
     def __init__(self, owner: Memory, offset: int, nbytes: int, kept: object = None) -> None:
         self._owner, self._kept = owner, kept
@@ -41,8 +41,8 @@ class MemoryPart:
 
 
 class LibraryArrays:
-    """Makes arrays on a group's device. This class makes arrays of this library, as `Communicator.empty` does; each
-    derived class makes the arrays of another library. `strides` count elements.
+    """Makes arrays on a group's device. This class makes ProxyCCL's arrays, as `Communicator.empty` does; each derived
+    class makes the arrays of another library. `strides` count elements.
 
     Attributes:
         kind: the type of the caller's arrays.
@@ -84,7 +84,7 @@ class LibraryArrays:
         return Array(self._group.runtime, part, (nbytes,), as_dtype("uint8"))
 
     def upload(self, values: NDArray[Any]) -> Any:
-        """Returns an array with these values. The array may share the memory of `values`."""
+        """Returns an array with the elements of `values`. The array may share the memory of `values`."""
         return allocate(self._group, values.shape, values.dtype).upload(values)
 
 
@@ -156,8 +156,8 @@ class ExpertArrays:
         self._known: dict[type, LibraryArrays] = {}
 
     def like(self, x: Any) -> LibraryArrays:
-        """Returns the library that makes results for a caller's array: torch for its tensors, numpy for arrays of other
-        libraries on the host, otherwise this library itself.
+        """Returns the library that makes results for a caller's array: torch for torch's tensors, numpy for arrays of
+        other libraries on the host, otherwise ProxyCCL.
         """
         kind = type(x)
         if kind not in self._known:

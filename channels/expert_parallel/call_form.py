@@ -49,7 +49,7 @@ class LayerParts:
     arguments: Arguments = Arguments()
 
     def leading(self, rows: int) -> tuple[int, ...]:
-        """Returns the shape of an array with this many rows, without the last extent."""
+        """Returns all extents except the last of an array with `rows` rows."""
         padded = self.options.padded_rows
         return (self.options.config.num_experts_per_rank, padded) if padded else (rows,)
 
@@ -67,7 +67,9 @@ class LayerParts:
         return rows, input_array(group, input[1], argument, shape, "float32")
 
     def own_desc(self, desc: Any) -> EPAllToAllLayoutDesc:
-        """Returns a caller's descriptor. Raises ArgumentError unless it is of a received dispatch of this layer."""
+        """Returns a caller's descriptor. Raises ArgumentError unless the descriptor belongs to a dispatch of this
+        layer, and the dispatch was received.
+        """
         self.ctx.require_usable()
         if not isinstance(desc, EPAllToAllLayoutDesc):
             raise ArgumentError(
@@ -88,8 +90,8 @@ class LayerParts:
         return runtime.is_capturing(stream if type(stream) is CurrentStream else runtime.stream_handle(stream))
 
     def outlives_no_graph(self, stream: StreamLike) -> bool:
-        """Returns whether an output's memory may be reused when the output's arrays are gone. The result is False while
-        a graph is captured, because the graph may run again later.
+        """Returns whether an output's memory may be reused after the output's arrays have been freed. The result is
+        False while a graph is captured, because the graph may run again later.
         """
         return not self.options.keeps_outputs or not self.is_capturing(stream)
 
@@ -102,8 +104,8 @@ class LayerParts:
             )
 
     def learn_counts(self, desc: EPAllToAllLayoutDesc) -> ProxyCCLError | None:
-        """Reads the number of rows that chose each expert; `await_rows` must have returned before. If all ranks refuse
-        the call, returns the error that they raise.
+        """Reads each expert's number of rows; `await_rows` must have returned before. If all ranks refuse the call,
+        returns the error that they raise.
         """
         ctx, options = self.ctx, self.options
         if options.by_rank or options.expert_alignment:
@@ -114,7 +116,7 @@ class LayerParts:
         return bad
 
     def refuse_bad(self, desc: EPAllToAllLayoutDesc) -> None:
-        """Raises the error of `learn_counts`, if it returns one. All ranks then abandon the call."""
+        """If `learn_counts` returns an error, raises the error; all ranks then abandon the call."""
         bad = self.learn_counts(desc)
         if bad is not None:
             desc.rows = 0
@@ -122,9 +124,9 @@ class LayerParts:
             raise bad
 
     def _bad_expert(self) -> ArgumentError | None:
-        """Returns the error for an invalid expert id, or None. Considers the dispatches whose number of rows became
-        known since the last call of this function. The error names the first invalid id of the latest dispatch that has
-        an invalid id.
+        """Returns the error for an invalid expert id, or None. Checks the dispatches whose number of rows became known
+        since the last call of this function. The error names the first invalid id of the latest dispatch that has an
+        invalid id.
         """
         received, experts = self.ctx.workspace.received_rows, self.options.all_experts
         bad_rank = int(received.bad_rank)
@@ -178,8 +180,8 @@ class LayerParts:
 
     @property
     def sums_ranks_in_turn(self) -> bool:
-        """Whether a combine can use `order_ids`: no rank is lost, and a token's rank sums one row, or one partial sum,
-        from each rank.
+        """Whether a combine can use `order_ids`: no rank may be lost, and a token's rank must sum one row, or one
+        partial sum, from each rank.
         """
         experts = self.ctx.workspace.experts
         by_rank = experts.local_combine or self.options.by_rank
@@ -233,8 +235,8 @@ class CallForm:
         return EPAllToAllLayoutDesc, NOT_RECEIVED, self._ctx, self._ctx.numbers, tables
 
     def _stream(self, x: Any, given: StreamLike) -> StreamLike:
-        """Returns a call's stream: the caller's, or on a GPU the current stream of the library of `x`. Refuses an
-        invalid stream before the dispatch gets a number.
+        """Returns a call's stream: the caller's, or on a GPU the current stream of the library of `x`. Raises an error
+        for an invalid stream before the dispatch gets a number.
         """
         stream = self._ctx.stream_for(given, x)
         return int(stream) if isinstance(stream, CurrentStream) and not self._is_torch else stream
@@ -247,8 +249,8 @@ class CallForm:
 
 
 def kernel_before(parts: LayerParts, *, is_pair: bool, quantizes: bool) -> tuple[list[Launch], tuple[int, ...]]:
-    """Returns the launch of the kernel that packs rows and scales, or quantizes tokens, before a dispatch, as a list
-    that is empty if no such kernel is needed. Also returns the addresses of the kernel's arguments that C fills in
+    """Returns a list with the launch of the kernel that packs rows and scales, or quantizes tokens, before a dispatch;
+    an empty list if no such kernel is needed. Also returns the addresses of the kernel's arguments that C fills in
     (dispatch_form.c).
     """
     ctx = parts.ctx

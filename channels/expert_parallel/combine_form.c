@@ -21,7 +21,7 @@ typedef struct {
   PyObject* buffers;        /* a dict from an output buffer's address to its number; None if peers don't load rows */
   Py_ssize_t passing;       /* the number of the buffer to which rows outside buffers are copied; 0 for none */
   uintptr_t passing_at;     /* the address of buffer `passing` */
-  PyObject* context;        /* the owner of descriptors */
+  PyObject* context;        /* the DispatchCombineContext that made the descriptors */
   PyObject* new_output;     /* new_output(tokens): returns a function that makes outputs of this many tokens */
   PyObject* check_desc;     /* check_desc(desc): raises if the descriptor can't be combined */
   PyObject* check_output;   /* check_output(x, desc, out): returns `out` and its address, or raises */
@@ -87,12 +87,12 @@ static int number_at(const Form* self, uintptr_t at, Py_ssize_t* number) {
   return PyErr_Occurred() == NULL ? 0 : -1;
 }
 
-/* Whether an optional array is absent or has exactly the number of entries that the call needs. */
+/* Returns whether an optional array is absent or has exactly the number of entries that the call needs. */
 static int has_extent(const ListedArray* array, Py_ssize_t extent) {
   return array->object == Py_None || array->extent == extent;
 }
 
-/* Whether the first extents of a call's arrays match those of the descriptor's dispatch. */
+/* Returns whether the first extents of a call's arrays match those of the descriptor's dispatch. */
 static int fits(const Form* self, const ListedArray* given, const Descriptor* desc) {
   const Py_ssize_t rows = self->padded_rows != 0 ? self->experts : desc->rows;
   const int spare = self->spare_rows && given[ROWS].extent > rows;

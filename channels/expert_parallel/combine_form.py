@@ -72,8 +72,8 @@ class Signals:
 
 
 class Combine(CallForm):
-    """A form of combines, which are one kernel. If peers should load rows from memory that they can't reach, a copy to
-    an output buffer precedes the kernel.
+    """A form of combines. Each combine is one kernel. If peers should load rows from memory that they can't reach, a
+    copy to an output buffer precedes the kernel.
 
     Args:
         call: "combine"; or "collect" if each row has one element of any type for each slot, and rows are neither padded

@@ -122,7 +122,7 @@ class EPConfig:
         )
 
     def compared(self, names: Mapping[str, str] = {}) -> dict[str, int | float | bool | str | None]:
-        """Returns the values that must be the same on all ranks. `names` renames fields to the caller's names."""
+        """Returns the values that must be the same on all ranks. `names` maps fields to the caller's names for them."""
         fields = {name: value for name, value in asdict(self).items() if name != "rank"}
         fields |= {"token_dtype": self.token.name, "weight_dtype": self.weight.name, "offset_dtype": "int32"}
         return {names.get(name, name): value for name, value in fields.items()}

@@ -44,7 +44,7 @@ RECEIVE: int = lib.PROXYCCL_EXPERT_RECEIVE
 LAYOUT: int = lib.PROXYCCL_EXPERT_LAYOUT
 TELL: int = lib.PROXYCCL_EXPERT_TELL
 
-_SPINS = 2000  # polls of the count between checks for failed ranks; on a GPU the count arrives after about 20 us
+_SPINS = 2000  # polls of the count between two checks for failed ranks; on a GPU the count arrives after about 20 us
 _HOST_THREADS = 16
 
 
@@ -109,12 +109,12 @@ class DispatchCombineContext:
         self.group = group = members.group
         runtime = group.runtime
         self.runtime_name, self.arrays = runtime.name, ExpertArrays(group)
-        # Some steps need a thread for each rank of a node, or for each node.
+        # Some steps of the kernels use one thread for each rank of a node, or for each node.
         threads = max(_HOST_THREADS, config.world_size) if runtime.name == "host" else lib.PROXYCCL_EXPERT_THREADS
         self.blocks = min(runtime.launch_defaults.blocks, blocks_for(config.max_tokens, options.num_sm))
         self.grid = (self.blocks, threads)
         shipped = functools.partial(runtime.shipped, compiled_only=options.use_aot)
-        if options.use_aot:  # also loads the kernels that only later calls, or only some layers, use
+        if options.use_aot:  # loads all kernels, also those that only later calls or other layers use
             for name in (*DISPATCH_KERNELS.values(), STORE_KERNEL):
                 shipped("experts/dispatch.h", name, AS_BYTES)
             shipped("experts/spread.h", "expert_spread")
@@ -201,13 +201,13 @@ class DispatchCombineContext:
             group.launches.agree(CollectiveCall(FINALIZE))
             group.synchronize()
             group.links.drain()
-            group.exchange.barrier("finalize")  # no rank frees memory that a peer may still write to
+            group.exchange.barrier("finalize")  # so that no rank frees memory that a peer may still write to
             group.let_go(self.workspace)
             self.workspace.close()
         self.members.close()
 
     def require_usable(self) -> None:
-        """Raises ClosedError after `finalize`, or the error that ended the communicator."""
+        """Raises ClosedError after `finalize`, or the error with which the communicator failed."""
         if self.closed:
             raise ClosedError("the expert-parallel layer was finalized")
         self.group.failure.require_usable()
@@ -332,7 +332,7 @@ class DispatchCombineContext:
     # -- launching ---
 
     def stream_for(self, stream: StreamLike, x: Any) -> StreamLike:
-        """Returns the stream of a call. Refuses an invalid stream before the ranks compare the call."""
+        """Returns the stream of a call. Raises an error for an invalid stream before the ranks compare the call."""
         found = self.group.launches.stream_for(stream, x)
         self.group.runtime.stream_handle(found)
         return found
@@ -346,7 +346,7 @@ class DispatchCombineContext:
         owners: tuple[object, ...],
     ) -> None:
         """Compares the ranks' calls, unless `call` is NULL, and queues a launch. Keeps `owners` and the descriptor
-        until the stream has passed the launch, unless the stream's order already protects their memory from reuse.
+        until the stream has completed the launch, unless the stream's order already protects their memory from reuse.
         """
         described = () if desc is None else (desc,)
         if not isinstance(stream, CurrentStream):

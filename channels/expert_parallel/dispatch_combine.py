@@ -130,7 +130,7 @@ class DispatchCombine:
 
     @property
     def rows_sent(self) -> NDArray[np.int64]:
-        """[world_size]: for each rank, the number of this rank's slots that chose one of that rank's experts."""
+        """[world_size]: entry r is the number of this rank's slots that chose an expert of rank r."""
         own = self._require_prepared().counts[self._ctx.ep_config.rank]
         rows: NDArray[np.int64] = own.reshape(-1, self.experts_per_rank).sum(axis=1)
         return rows
@@ -138,7 +138,7 @@ class DispatchCombine:
     def prepare(
         self, tokens: Any, expert_ids: Any, weights: Any = None, *, stream: StreamLike = None
     ) -> NDArray[np.int64]:
-        """Exchanges the routing. Returns when the numbers of rows of all ranks are known.
+        """Exchanges the routing. The call returns as soon as the numbers of rows of all ranks are known.
 
         The tokens must not change before `dispatch`, which reads them.
 

@@ -1,6 +1,6 @@
-/* A form of dispatches: a dispatch that Python prepared for certain kinds of arrays. Python checked everything that is
- * the same in all calls, and chose the kernel. This code fills in the arguments that differ from call to call, and
- * issues the call. */
+/* A form of dispatches: a dispatch that Python prepared for certain kinds of arrays. Python has checked everything that
+ * is the same in all calls of a form, and has chosen the kernel. This code fills in the arguments that differ from call
+ * to call, and issues the call. */
 #include <string.h>
 
 #include "layer_form.h"
@@ -21,17 +21,17 @@ typedef struct {
   Py_ssize_t topk, max_tokens;
   int grows; /* whether all ranks are notified if a rank has more than max_tokens tokens */
   ProxycclDispatch* call;
-  int before;                  /* which kernel, if any, makes the rows to send before the dispatch */
+  int before;                  /* which kernel, if any, runs before the dispatch and makes the rows to send */
   ProxycclCombine* quantizing; /* the arguments of a kernel that quantizes tokens before the dispatch */
   uint64_t* packing[2];        /* the arguments of a kernel that packs float8 rows before the dispatch */
   uint32_t* packed_tokens;
   const char* packed; /* the rows that a kernel makes before the dispatch */
-  PyObject* new_lost; /* new_lost(tokens): returns the maker of `lost_slots`; None if no rank is lost */
+  PyObject* new_lost; /* new_lost(tokens): returns a function that makes `lost_slots`; None if no rank is lost */
   uint64_t *renumbered_ids, *lost_slots; /* ids and lost slots, for the kernel that renumbers ids */
   uint32_t* renumbered;                  /* the number of ids, for the kernel that renumbers ids */
   const char* kept_ids;                  /* the new ids, which the kernel that renumbers ids stores */
-  ProxycclStreamStep* clearing;          /* fills a table of rows before rows are received; NULL if not needed */
-  int cleared;                           /* which of ProxycclExpertLayout's tables `clearing` fills */
+  ProxycclStreamStep* clearing; /* the launch that fills a table before rows are received; NULL if not needed */
+  int cleared;                  /* which of ProxycclExpertLayout's tables `clearing` fills */
   uint32_t phases, send_phases, receive_phases;
   /* A new descriptor gets `not_received` as its field `missing`, and `context` as its owner. */
   PyObject *descriptor_type, *not_received, *context, *numbers;
@@ -41,7 +41,7 @@ typedef struct {
   int counts_rows;
   Py_ssize_t received;                           /* offset of the number of received rows in the tables */
   uint32_t scale_bytes, scale_column;            /* see ProxycclDispatch */
-  PyObject *new_rows, *new_scales, *new_weights; /* make the output's arrays; None for parts that the output lacks */
+  PyObject *new_rows, *new_scales, *new_weights; /* functions that make the output's arrays; None for missing parts */
   PyObject* begun; /* begun(like, stream, given): returns the output buffer of a call that `proceed` completes */
   /* Completes a call: proceed(desc, buffer, weights) for STORED, (desc, arrays) for COUNTED, (desc, stream, out,
    * arrays) for AGAIN, and (sent, stream) for a second half whose number of rows is not known. */
@@ -50,9 +50,9 @@ typedef struct {
   Py_ssize_t buffer_bytes, scales_offset;
 } Form;
 
-/* Fills in the tokens of the dispatch, and of a kernel that makes the rows to send. If a layer that `grows` gets too
- * many tokens, it sends none. `expected` is the number of tokens that the call must have; a negative number accepts any
- * number. Returns whether the number of tokens is valid. */
+/* Fills in the tokens' address and number in the arguments of the dispatch, and of a kernel that makes the rows to
+ * send. If there are too many tokens and the layer `grows`, the dispatch sends none. `expected` is the number of tokens
+ * that the call must have; a negative number accepts any number. Returns whether the number of tokens is valid. */
 static int fill_tokens(const Form* self, const ListedArray* given, Py_ssize_t expected) {
   const Py_ssize_t tokens = given[ROWS].extent;
   const int wanted = tokens > self->max_tokens;
@@ -186,7 +186,7 @@ static void mark_received(Descriptor* desc) {
   Py_XDECREF(old);
 }
 
-/* Makes a whole call, or the first half of one. */
+/* Makes a whole call, or the first half of a call. */
 static PyObject* issue_first(Form* self, Descriptor* desc, CallArrays* arrays) {
   uintptr_t at[3];
   if (new_output(self, at, arrays) != 0 || number_call(self, desc) != 0) return NULL;

@@ -68,7 +68,7 @@ class _Outputs:
     elements and scales of the layer's dispatch_dtype. Raises ArgumentError if the library can't make such arrays.
 
     Attributes:
-        rows, scales, weights: make the parts of a result; None for parts that a result lacks.
+        rows, scales, weights: functions that make the parts of a result; None for parts that a result lacks.
         dtype: the type of a row's elements.
         row_bytes: bytes of a row without its scales.
     """
@@ -165,7 +165,7 @@ class Dispatch(CallForm):
         elif self._buffers is not None and not prepares:
             way, proceed = _STORED, self._receive_stored
         else:
-            way, proceed = _COUNTED if self._exact else _WHOLE, self._receive_exact  # _WHOLE calls no `proceed`
+            way, proceed = _COUNTED if self._exact else _WHOLE, self._receive_exact  # _WHOLE forms don't call `proceed`
         self.form = self._make_form(way, proceed, id_bytes, is_pair=is_pair, scatters=scatter is not None)
 
     def _make_form(
@@ -222,8 +222,8 @@ class Dispatch(CallForm):
         )
 
     def _renumbering(self, id_bytes: int) -> tuple[list[Launch], tuple[Any, ...]]:
-        """Returns the launch of the kernel that renumbers ids, as a list that is empty if no rank is lost. Also returns
-        the values of this kernel's fields in dispatch_form.c.
+        """Returns a list with the launch of the kernel that renumbers ids; the list is empty if no rank is lost. Also
+        returns the values of this kernel's fields in dispatch_form.c.
         """
         surviving, topk = self._ctx.surviving, self._parts.options.config.topk
         if surviving is None:
@@ -233,8 +233,8 @@ class Dispatch(CallForm):
         return [launch], (lambda n: arrays.maker((n, topk), (topk, 1), truth), *filled, surviving.ids.ptr)
 
     def _receive_exact(self, desc: EPAllToAllLayoutDesc, owners: tuple[object, ...]) -> Dispatched:
-        """Counts the rows by one launch, and moves them by another when their number is known. In a `prepare`, the
-        second launch only computes the positions of rows, because a redispatch sends the rows later.
+        """Counts the rows by one launch, and, when the number is known, moves the rows by another launch. In a
+        `prepare`, the second launch only computes the positions of rows, because a redispatch sends the rows later.
         """
         self.form.issue(desc, desc.stream, owners, True, ROUTE | GATHER | TELL, 0, _NOWHERE)
         return self._receive_counted(desc, owners, desc.stream, LAYOUT if self._prepares else SEND | RECEIVE, LAYOUT)

@@ -37,7 +37,7 @@ BATCH_TOKENS = 1024
 _TOKENS_PER_BLOCK = 4
 _TOKENS_PER_PACKET = 64  # each token is one bit of a mask's packet
 _LINE = 128
-_LEAST_COPY = 64 << 10  # bytes; shorter copies of another process take turns with kernels
+_LEAST_COPY = 64 << 10  # bytes; a GPU runs shorter copies of another process and kernels in alternating time slices
 _PIECES = 4  # kMaxPieces of experts/expert_team.h: a combine's row has a weight for each piece
 
 
@@ -46,8 +46,8 @@ def aligned(nbytes: int, to: int = _LINE) -> int:
 
 
 def blocks_for(max_tokens: int, num_sm: int) -> int:
-    """Returns the number of blocks of a kernel. There are no blocks without work, because each block waits for all
-    other blocks.
+    """Returns the number of blocks of a kernel: at most as many as there is work for, because each block waits for all
+    others.
     """
     return min(num_sm, -(-max_tokens // _TOKENS_PER_BLOCK))
 
@@ -115,7 +115,7 @@ class Geometry:
     Args:
         nodes, local_size: the number of nodes as the kernels see them, and the number of ranks of each node.
         copied: whether GPU copies move the data between nodes.
-        output_room: returns the size of an output buffer for a number of bytes.
+        output_room: a function that returns the size of an output buffer for a number of bytes.
 
     Attributes:
         announces: the kind of a dispatch's announcement: "ids", "masks" or "shared_masks"; "counts" if counts are sent
@@ -142,7 +142,8 @@ class Geometry:
         e.output_buffers, e.output_rows = (layout.buffers, layout.buffer_rows) if nodes == 1 else (0, 0)
         e.weight_bytes = ffi.sizeof("ProxycclExpertChoice") if layout.chosen_per_rank else config.weight.itemsize
         e.blocks = blocks
-        # With two kept calls, a call in halves with few tokens sends its rows without waiting for any peer.
+        # With inboxes for two calls, the first half of a call with few tokens sends its rows without waiting for any
+        # peer.
         e.kept_calls = 2 if layout.padded_rows and nodes == 1 and not shape.local_combine else 1
         self._cut(config, blocks)
         self.announces = self._announce(config)
@@ -152,8 +153,8 @@ class Geometry:
         e.return_segment_bytes = e.segment_tokens * (row_bytes + 4 * _PIECES)
         return_bytes = blocks * e.return_segment_bytes
         e.least_message = _LEAST_COPY if copied else 0
-        # A message that is lengthened to `least_message` must end before the next batch's rows. Batches differ in size
-        # by up to half.
+        # A message that is lengthened to `least_message` must end before the next batch's rows. The factor 2 allows for
+        # batches that differ in size by up to half.
         shortest = -(-2 * e.least_message // row_bytes)
         e.batch_tokens = max(1, shortest, min(MESSAGE_BYTES // row_bytes, BATCH_TOKENS))
         e.partial_bytes = return_bytes + e.least_message
@@ -167,7 +168,7 @@ class Geometry:
         e.slots_offset = routing.take(ffi.sizeof("ProxycclExpertSlot") * slots)
         e.places_offset = routing.take(4 * e.segment_tokens)
         e.weights_offset = routing.take(e.weight_bytes * slots)
-        e.routing_bytes = max(routing.end, aligned(-(-e.least_message // e.segments)))  # one message per batch
+        e.routing_bytes = max(routing.end, aligned(-(-e.least_message // e.segments)))  # the routing is one message
         e.segment_bytes = e.segment_tokens * row_bytes
         e.slab_bytes = aligned(e.segments * (e.routing_bytes + e.segment_bytes) + e.least_message)
 
@@ -201,10 +202,10 @@ class Geometry:
         """Returns the number of a dispatch's blocks that only send rows; with output buffers, the number of blocks that
         only store rows that stay on this rank.
 
-        A multiprocessor issues stores in order, so stores to its own memory would wait behind stores that a link
-        delays. Therefore a block either sends or receives. The numbers of the two kinds of blocks are in proportion to
-        the bytes that each kind loads and stores per token if experts are chosen evenly. A byte stored in a peer's
-        memory counts as 4/3 bytes, as measured on 4 H200.
+        A multiprocessor issues stores in order, so stores to the device's own memory would wait behind stores that a
+        link delays. Therefore a block either sends or receives. The numbers of the two kinds of blocks are in
+        proportion to the bytes that each kind loads and stores per token if experts are chosen evenly. A byte stored in
+        a peer's memory counts as 4/3 bytes, as measured on 4 H200.
         """
         ranks, blocks = int(self.experts.local_size), int(self.experts.blocks)
         arriving = ranks * (1 - (1 - 1 / ranks) ** config.topk)  # expected number of ranks that a token goes to
@@ -241,11 +242,13 @@ class Geometry:
 
     @staticmethod
     def _masks_fit(config: EPConfig) -> bool:
-        """Whether a block's shared memory can hold all ranks' masks (device/kernels/experts/announcement_masks.h)."""
+        """Returns whether a block's shared memory can hold all ranks' masks
+        (device/kernels/experts/announcement_masks.h).
+        """
         ranks = config.world_size
         words = _TOKENS_PER_PACKET // 32 * -(-config.max_tokens // _TOKENS_PER_PACKET)
         sums = -(-words // lib.PROXYCCL_SUMMED_WORDS)
-        kept = (2 + 1) * ranks + -(-ranks * ranks // 2) + 2 * ranks * (words + sums)  # counted in words of 4 bytes
+        kept = (2 + 1) * ranks + -(-ranks * ranks // 2) + 2 * ranks * (words + sums)  # in words of 4 bytes
         return (
             ranks <= lib.PROXYCCL_MASKED_RANKS
             and config.max_tokens < 1 << 16

@@ -119,11 +119,11 @@ class EPAll2AllLayer:
             arrays; `dispatch_recv` and `redispatch` always do this. If torch records a call, its results are copied
             from the buffer to new arrays.
         keeps_outputs: with output_buffers: an output of `dispatch` stays valid as long as it is referenced, like a new
-            array, also in calls that torch records. A buffer is then free again when the last array in it is gone. If
-            no buffer is free, the rows of a dispatch pass through an additional buffer, and are copied to new arrays.
-            On GPUs the rows are also copied if the arrays are not torch's, if torch is older than 2.8, or if the
-            dispatch is captured in a graph or is given a stream. If rows of a combine lie outside the buffers, they are
-            copied to the additional buffer, from which peers load them.
+            array, also in calls that torch records. A buffer can then be reused when the last array in the buffer has
+            been freed. If no buffer is free, the rows of a dispatch pass through an additional buffer, and are copied
+            to new arrays. On GPUs the rows are also copied if the arrays are not torch's, if torch is older than 2.8,
+            or if the dispatch is captured in a graph or is given a stream. If rows of a combine lie outside the
+            buffers, they are copied to the additional buffer, from which peers load them.
         minus_one_drops: whether expert ids are as in DeepEP: int32 or int64 with every layout, and only -1 drops a
             slot. The id num_tot_experts is then out of range.
         capacity: see `DispatchCombineContext.create`.
@@ -325,9 +325,9 @@ class EPAll2AllLayer:
         Raises:
             ArgumentError: an argument is wrong on this rank, and the call had no effect; or an expert id of any rank is
                 out of range, in which case all ranks raise the error, and the layer stays usable.
-            CapacityError: more rows arrived at a rank than max_recv_tokens, or with layout="padded" at an expert than
-                the expert has room for; see `check`. With `grows`, also raised if a rank has more than max_tokens
-                tokens.
+            CapacityError: a rank received more rows than max_recv_tokens, or with layout="padded" an expert received
+                more rows than it has room for; see `check`. With `grows`, also raised if a rank has more than
+                max_tokens tokens.
             MismatchError: another rank makes a different call.
             CommunicatorError: a peer failed; see its subclasses.
         """
@@ -382,7 +382,9 @@ class EPAll2AllLayer:
         return sent
 
     def dispatch_recv(self, pending: SentCall, *, stream: StreamLike = None) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
-        """Makes the second half of `dispatch`: receives the rows. Returns and raises as `dispatch`."""
+        """Makes the second half of `dispatch`: receives the rows. Returns the results of `dispatch`, and raises its
+        errors.
+        """
         self.ctx.require_usable()
         under_way = self.under_way
         if pending is not under_way.sent or pending is None:
@@ -451,9 +453,9 @@ class EPAll2AllLayer:
                 memory, and without enable_local_combine.
             added: up to two arrays [T, hidden] of `dtype`, with which each sum begins. The arrays `added` get no
                 gradients.
-            order_ids: the expert ids of the dispatch. The rows that a token has on several ranks are then added in the
-                order of the token's last slot on each rank. This argument can be given only on one node, with
-                layout="rank" or enable_local_combine, and without lost ranks.
+            order_ids: the expert ids of the dispatch. With `order_ids`, the rows that a token has on several ranks are
+                added in the order of the token's last slot on each rank. This argument can be given only on one node,
+                with layout="rank" or enable_local_combine, and without lost ranks.
             out: [T, hidden], or None for a new array.
             stream: as for `dispatch`.
 
@@ -501,9 +503,9 @@ class EPAll2AllLayer:
 
     def combine_input(self, ep_a2a_layout_desc: EPAllToAllLayoutDesc) -> Any:
         """Returns an array for the experts' results, [R, hidden] of `dtype`. With output_buffers the array lies in a
-        buffer, from which peers load rows in `combine`, so that no rows are sent. Every dispatch gets the same buffer,
-        which is free again after `combine`. But with keeps_outputs the array stays valid, and lies outside the buffers
-        if no buffer is free.
+        buffer, from which peers load rows in `combine`, so that no rows are sent. All calls return an array in the same
+        buffer, which is free again after `combine`. But with keeps_outputs the array stays valid, and lies outside the
+        buffers if no buffer is free.
 
         Args:
             ep_a2a_layout_desc: the descriptor of the dispatch.
@@ -539,7 +541,9 @@ class EPAll2AllLayer:
         return sent
 
     def combine_recv(self, pending: SentCall, *, out: Any = None, stream: StreamLike = None) -> Any:
-        """Makes the second half of `combine`: sums the received rows. Returns and raises as `combine`."""
+        """Makes the second half of `combine`: sums the received rows. Returns the result of `combine`, and raises its
+        errors.
+        """
         self.ctx.require_usable()
         under_way = self.under_way
         if pending is not under_way.returned or pending is None:
@@ -613,9 +617,10 @@ class EPAll2AllLayer:
         With max_recv_tokens only this call raises these errors, because `dispatch` does not wait.
 
         Raises:
-            CapacityError: more rows arrived at a rank than max_recv_tokens, or with layout="padded" at an expert than
-                the expert has room for, because tokens chose the expert twice. Rows that did not fit were dropped, and
-                `combine` adds zero for them. The error's `needed` is the most rows that a rank, or an expert, received.
+            CapacityError: a rank received more rows than max_recv_tokens, or with layout="padded" an expert received
+                more rows than it has room for, because tokens chose the expert twice. Rows that did not fit were
+                dropped, and `combine` adds zero for them. The error's `needed` is the most rows that a rank, or an
+                expert, received.
             ArgumentError: an expert id was out of range, and its slot was dropped; or full_scatter_indices were not a
                 permutation, or covered fewer tokens than the ranks have. Only ranks whose rows are affected raise the
                 error about full_scatter_indices.

@@ -19,8 +19,8 @@ typedef struct LayerForm {
    * exception set on failure. */
   PyObject* (*receive)(SentCall* sent, PyObject* stream, PyObject* out);
   PyObject* arguments;             /* the constructor's arguments, which own the objects that other fields borrow */
-  PyObject* latest_stream;         /* owned: a CurrentStream (launches.py) that is NULL at first */
-  PyObject *element, *make_latest; /* owned: combine_form.c replaces both */
+  PyObject* latest_stream;         /* an owned reference to a CurrentStream (launches.py); NULL at first */
+  PyObject *element, *make_latest; /* owned references, because combine_form.c replaces both */
   PyObject* calls;                 /* the group's Calls */
   int on_host;                     /* whether this is the host runtime, where calls without a stream are synchronous */
   PyObject* current;     /* current(device): returns the handle of torch's current stream; None for other libraries */
@@ -33,8 +33,8 @@ typedef struct LayerForm {
   PreparedCall first, second; /* first: a whole call or a call's first half; second: the call's other parts */
 } LayerForm;
 
-/* The arrays of one part of a call. The caller passed `given`; `rows` and `weights` are the result's. Missing arrays
- * are NULL. */
+/* The arrays of one part of a call. `given` are the caller's arrays; `rows` and `weights` are the arrays of the result.
+ * Missing arrays are NULL. */
 typedef struct CallArrays {
   const ListedArray* given;
   int count;
@@ -49,12 +49,12 @@ int proxyccl_add_combine_form(PyObject* module);
 /* Returns a new form of a type, or NULL with an exception set. The first argument is the result of `CallForm.common`
  * (call_form.py). */
 PyObject* proxyccl_new_form(PyTypeObject* type, PyObject* arguments);
-/* Adds a type of forms to the module, once in a process. Returns 0, or -1 with an exception set. `methods` may be NULL.
+/* Adds a type of forms to the module, once per process. Returns 0, or -1 with an exception set. `methods` may be NULL.
  */
 int proxyccl_add_layer_form(PyObject* module, PyTypeObject** type, const char* name, size_t size, newfunc make,
                             PyMethodDef* methods);
-/* Converters for PyArg_ParseTuple: from an address to a pointer, and from a result of `CallForm.prepared` or None to a
- * PreparedCall, which borrows references from the arguments. */
+/* Converters for PyArg_ParseTuple. The first converts an address to a pointer. The second converts a result of
+ * `CallForm.prepared`, or None, to a PreparedCall, which borrows the arguments' references. */
 int proxyccl_as_pointer(PyObject* number, void* pointer);
 int proxyccl_as_prepared(PyObject* given, void* call);
 /* Returns a SentCall, or NULL with an exception set. Steals the reference to `owners`, which may be NULL with an

@@ -44,8 +44,8 @@ class EPAllToAllLayoutDesc(Descriptor):
         lost_slots: bool [T, topk]: the slots that were dropped because their experts' ranks are lost; None if the layer
             has no lost ranks. In all other fields, the numbers of ranks and experts count only the remaining ranks and
             their experts.
-        chosen_rows: in the exact mode with layout="rank" or expert_alignment, the number of rows that chose each expert
-            of this rank; otherwise None.
+        chosen_rows: in the exact mode with layout="rank" or expert_alignment, for each expert of this rank, the number
+            of rows whose tokens chose the expert; otherwise None.
         output_buffer: the number, from 1, of the layer's output buffer that holds the rows; 0 if no buffer does.
         stream: the dispatch's stream.
         num_input_tokens_per_rank: int32 [world_size]: the number of tokens that each rank dispatched.
@@ -119,7 +119,7 @@ class EPAllToAllLayoutDesc(Descriptor):
         self.rows = rows
 
     def pointer(self, name: str) -> int:
-        """Returns the address of a table."""
+        """Returns the address of a table. Raises KeyError for an unknown name."""
         for _, at, tables in self.blocks:
             if name in tables.places:
                 return int(at + tables.places[name][0])
@@ -140,8 +140,9 @@ class EPAllToAllLayoutDesc(Descriptor):
         return bool(self.owner.tables.alignment > 1)
 
     def num_tokens_per_expert(self, alignment: int = 1) -> list[int]:
-        """Returns the number of rows that chose each expert of this rank, rounded up to a multiple of `alignment`. A
-        program that sorts rows by expert finds each expert's first row as the sum of the preceding numbers.
+        """Returns, for each expert of this rank, the number of rows whose tokens chose the expert, rounded up to a
+        multiple of `alignment`. A program that sorts rows by expert finds each expert's first row as the sum of the
+        preceding numbers.
 
         Raises:
             ArgumentError: the layer is not in the exact mode, or has neither layout="rank" nor expert_alignment; or the

@@ -20,8 +20,8 @@ from proxyccl.channels.segment.error_record import raised
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy.codec import Codec
 
-# The names by which ranks compare three calls: making a layer, exchanging the numbers of tokens before a layer is made,
-# and finalizing a layer. Ranks may finalize several layers in different orders.
+# The names under which the call log compares three calls: making a layer, exchanging the numbers of tokens before a
+# layer is made, and finalizing a layer. Ranks may finalize several layers in different orders.
 NEW_LAYER, LAYER_SIZE, FINALIZE = "new_layer", "layer_size", "finalize"
 register_names(NEW_LAYER, LAYER_SIZE, FINALIZE)
 
@@ -113,8 +113,8 @@ def _open(ep_group: Any, local_world_size: int) -> Communicator:
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of a layer. `counterpart` uses the configuration's nodes. All else uses the kernels' nodes, in which
-    each rank may be a separate node. `members` lists the ranks of each of the kernels' nodes.
+    """The nodes of a layer. The kernels may treat each rank as a separate node: all methods except `counterpart` use
+    the kernels' nodes, whose ranks `members` lists; `counterpart` uses the nodes of `config`.
     """
 
     config: EPConfig

@@ -39,7 +39,7 @@ _MAY_DIFFER = {"rank", "use_aot", "capacity", "config"}  # these options may dif
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """The arguments of an `EPAll2AllLayer` except its group; the docstring of `EPAll2AllLayer` describes them.
+    """The arguments of an `EPAll2AllLayer` except the group; the class's docstring describes the arguments.
 
     Attributes:
         proxied: whether all rows go through the proxies.

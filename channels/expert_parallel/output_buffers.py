@@ -52,9 +52,9 @@ class OutputBuffers:
         self._whole: dict[tuple[int, LibraryArrays], Any] = {}
 
     def take(self, arrays: LibraryArrays, dtype: DType, *, on_current_stream: bool) -> TakenBuffer:
-        """Returns the buffer for the next output. Outputs take all buffers except the last in turn. The result's
-        `whole` may have the type `dtype`. `on_current_stream`: whether the output is made on the library's current
-        stream, and that stream captures no graph.
+        """Returns the buffer for the next output. Successive outputs cycle through all buffers except the last. The
+        result's `whole` may have the type `dtype`. `on_current_stream`: whether the output is made on the library's
+        current stream, and that stream captures no graph.
         """
         number = self._next
         self._next = (number + 1) % (self._count - 1)
@@ -84,7 +84,7 @@ KEPT_OUTPUTS = 2
 
 def _lease_of(nbytes: int) -> Any:
     """Returns a ctypes array type for a buffer's bytes. Arrays that a library makes over an object of this type keep
-    the object alive. DLPack capsules would do the same, but take ten times as long.
+    the object alive. DLPack capsules would also keep it alive, but take ten times as long.
     """
 
     class Lease(ctypes.c_ubyte * nbytes):  # type: ignore[misc]
@@ -97,13 +97,13 @@ def _lease_of(nbytes: int) -> Any:
 class KeptOutputs(OutputBuffers):
     """Buffers whose arrays stay valid as long as they are referenced, like new arrays.
 
-    A buffer is free again when the last array in it is gone. On the host runtime a free buffer can be reused at once.
-    On a GPU, several streams may still have queued work on an array when it is freed. torch's caching allocator knows
-    these streams (`record_stream`), so it allocates the buffers, as places of a pool.
+    A buffer is free again when the last array in the buffer has been freed. On the host runtime a free buffer can be
+    reused at once. On a GPU, several streams may still have queued work on an array when it is freed. torch's caching
+    allocator knows these streams (`record_stream`), so it allocates the buffers, as places of a pool.
 
     If no other buffer is free, rows pass through the last buffer and are copied to new arrays. Rows are also copied if
-    the layer can't observe when the arrays are gone: on a GPU with another library than torch or with a torch without
-    pools, in a graph (which may run after the arrays are gone), and on streams other than the current stream.
+    the layer can't observe when the arrays are freed: on a GPU with a library other than torch or with a torch without
+    pools, in a graph (which may run after the arrays are freed), and on streams other than the current stream.
     """
 
     def __init__(self, runtime: BaseRuntime, memory: Memory, experts: Any) -> None:
@@ -111,7 +111,7 @@ class KeptOutputs(OutputBuffers):
         self._memory, self._at, self.passing = memory, int(experts.outputs), self._count
         self._free = set(range(1, self._count))  # used on the host runtime
         self._lease = _lease_of(self.nbytes)
-        self._places: Any = None  # used on GPUs: places of torch's allocator (torch_tensors/places.py)
+        self._places: Any = None  # used on GPUs: a pool of torch's allocator (torch_tensors/places.py)
         self._was_opened = False
 
     def take(self, arrays: LibraryArrays, dtype: DType, *, on_current_stream: bool) -> TakenBuffer:

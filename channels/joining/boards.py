@@ -22,7 +22,7 @@ BUNDLE = "all"
 
 
 class BoardBootstrap:
-    """A `Bootstrap` over a board, which subclasses implement. A message's key is the number of the all-gather (the
+    """A `Bootstrap` over a board. Subclasses implement the board. A message's key is the number of the all-gather (the
     round) and the sender's rank, or `BUNDLE`.
 
     Attributes:
@@ -46,7 +46,8 @@ class BoardBootstrap:
         raise NotImplementedError
 
     def _get(self, number: int, names: Sequence[str]) -> dict[str, bytes]:
-        """Returns, by name, the messages of round `number` that have arrived; while one is missing, may return none."""
+        """Returns, by name, the messages of round `number` that have arrived. The result may be empty until all have
+        arrived."""
         raise NotImplementedError
 
     def _remove(self, number: int, of: str) -> None:
@@ -54,8 +55,8 @@ class BoardBootstrap:
         raise NotImplementedError
 
     def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
-        """See `Bootstrap.all_gather`. Raises, in addition, ExchangeError if rank 0's bundle is invalid, and the errors
-        of the board's methods."""
+        """See `Bootstrap.all_gather`. Also raises ExchangeError if rank 0's bundle is invalid, and the errors of the
+        board's methods."""
         deadline = time.monotonic() + timeout
         with self._lock:
             number, self._round = self._round, self._round + 1

@@ -48,7 +48,7 @@ _RAN_OUT = (ResourceError, OSError, MemoryError)
 
 
 class Exchange:
-    """All-gathers between the ranks of a group, which all ranks make in the same order.
+    """Makes all-gathers between the ranks of a group. All ranks make the same all-gathers in the same order.
 
     Args:
         bootstrap: transfers the messages.
@@ -85,9 +85,9 @@ class Exchange:
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
         """Returns a context for this rank's work between exchanges: if the work raises an error, the peers' next
-        exchange fails with this error. An error of an exchange itself is not sent, because all ranks get it. After
-        `guard`, only errors about exhausted resources are sent, and the group survives only if all ranks send such an
-        error.
+        exchange fails with this error. If an exchange raises the error, the error is not sent, because all ranks raise
+        it. After `guard`, only errors about exhausted resources are sent, and the group survives only if all ranks send
+        such an error.
 
         Raises:
             ResourceError: no file descriptor is left.
@@ -110,14 +110,15 @@ class Exchange:
         self._ended = True
 
     def _tell(self, error: Exception) -> None:
-        # If the group has ended, the peers know of the failure already.
+        # Nothing is sent if the group has ended, because the peers then know of the failure already.
         if self._ended or (self._guard is not None and self._guard[0].inherited):
             return
         reason = f"{type(error).__name__}: {error}"
         longest = _TELLING_SECONDS if self._guard is None else _TELLING_OPEN_SECONDS
         everyone: list[bytes] = []
         self.made += 1
-        with contextlib.suppress(ProxyCCLError, OSError):  # a peer that gets no message notices that by its time-out
+        # A peer that gets no message notices the failure by its time-out.
+        with contextlib.suppress(ProxyCCLError, OSError):
             message = _FAILED + reason.encode()[:_LONGEST_REASON]
             everyone = self._bootstrap.all_gather(message, min(self.timeout, longest), self._give_up_wait)
         in_step = bool(everyone) and all(theirs.startswith(_FAILED) for theirs in everyone)

@@ -60,7 +60,7 @@ class FileBootstrap(BoardBootstrap):
         return FileBootstrap(place, list(members).index(self.rank), len(members))
 
     def withdraw(self) -> None:
-        """See `Bootstrap`. Afterwards, a new `FileBootstrap` of this rank may use the directory."""
+        """See `Bootstrap`. After this call, a new `FileBootstrap` of this rank may use the directory."""
         super().withdraw()
         self._directory.remove(f"rank-{self.rank}")
 
@@ -102,8 +102,8 @@ def _close_all(descriptors: list[int]) -> None:
 class _Directory:
     """A directory that only this user can access. The directory is held open, so that nobody can replace it.
 
-    A spare descriptor is also held open, and closed to open a file, so that a process that has run out of descriptors
-    can still report that to its peers.
+    The object also holds a spare descriptor, which it closes before it opens a file, so that a process that has run out
+    of descriptors can still report this error to its peers.
 
     Raises:
         ArgumentError: the directory can't be used.
@@ -171,6 +171,6 @@ class _Directory:
             try:
                 yield
             finally:
-                # If this fails because another thread has taken the freed descriptor, a later call tries again.
+                # If `dup` fails because another thread has taken the freed descriptor, a later call tries again.
                 with contextlib.suppress(OSError):
                     self._held.append(os.dup(self._descriptor))

@@ -61,7 +61,7 @@ _PART = Codec[tuple[list[int], str]](tuple[list[int], str], 1 << 20, name="split
 
 
 class Options(Struct, frozen=True):
-    """The options that the caller passed to `Communicator`. A rank keeps them in a group made by `grow`."""
+    """The options that the caller passed to `Communicator`. `grow` passes an old rank's options on to the new group."""
 
     proxy: ProxyOptions
     transports: TransportOptions
@@ -120,7 +120,7 @@ def meet(
     raises the errors of `Communicator`. Closes the bootstrap on failure if `owns_bootstrap` is true.
     """
     exchange = Exchange(bootstrap, timeout)
-    # If this rank fails, the other ranks learn of it before this rank undoes its part.
+    # If this rank fails, it reports the failure to the other ranks before it frees what it has made.
     with contextlib.ExitStack() as undo, exchange.telling():
         if owns_bootstrap:
             undo.callback(bootstrap.close)
@@ -160,7 +160,7 @@ def meet(
             undo.callback(segments[peer].close)
         control.introduce(segments)
         # No rank leaves this exchange before all ranks have mapped all segments, so no segment is freed too early. A
-        # rank that could not map a segment reports that in this exchange.
+        # rank that could not map a segment reports this failure in the exchange.
         job = exchange.all_gather(os.urandom(4).hex(), _NAME, "job")[0]
         if not topology.spans_hosts:
             exchange.carry_over(_mailboxes(rank, control, segments))
@@ -188,8 +188,8 @@ def _processes(topology: Topology, segments: Mapping[int, ControlSegment]) -> di
 
 
 def regroup(whole: Meeting, bootstrap: Bootstrap, timeout: float, *, owns_bootstrap: bool) -> Meeting:
-    """Forms a group of the ranks of a bootstrap, in which this rank keeps the runtime and options of its old group. See
-    `meet`."""
+    """Forms a group of the ranks of a bootstrap. In the new group this rank keeps the runtime and options of its old
+    group. See `meet`."""
     topology = whole.topology
     transport, of_node = topology.forced_for_all or topology.forced, topology.ranks[topology.rank].local_world_size
     options = replace(whole.options, transport=transport, local_world_size=of_node)
@@ -213,13 +213,14 @@ def meet_apart(
         whole: the meeting of all ranks.
         topology: the topology of all ranks.
         members: the ranks of the new group; the same list on all of them.
-        meetings: by list of ranks, how often these ranks have called this without `own`; this function counts the call.
+        meetings: for each list of ranks, the number of their calls of `meet_apart` without `own`, which this function
+            increments.
         timeout: the longest that each wait of the new group may take, in seconds.
         give_up: called while waiting; it raises to end the wait early.
-        mapping_of: returns a context for mapping a rank's memory, in which a failure raises its cause
-            (`Group.mapping_of`).
-        own: a bootstrap of the members, which the caller must close. With None, the members meet in their control
-            segments, under a key of the members and the number of their earlier meetings.
+        mapping_of: returns a context for mapping a rank's memory; if the mapping fails because the rank has failed, the
+            context raises the rank's failure (`Group.mapping_of`).
+        own: a bootstrap of the members, which the caller must close. If None, the members meet in their control
+            segments, under a key made from their numbers and the number of their earlier meetings.
 
     Raises:
         WaitTimeoutError: not all members called this within `timeout`.
@@ -243,7 +244,7 @@ def meet_apart(
         exchange = Exchange(bootstrap, timeout, give_up)
         telling, explaining = exchange.telling(), contextlib.nullcontext
     counting = _counted(meetings, ranks, bootstrap) if own is None else contextlib.nullcontext()
-    # If this rank fails, the other members learn of it before this rank undoes its part.
+    # If this rank fails, it reports the failure to the other members before it frees what it has made.
     with contextlib.ExitStack() as undo, telling, counting:
         control = create_segment(whole.runtime, part.rank, timeout, len(members))
         undo.callback(control.close)
@@ -302,7 +303,7 @@ def _naming_as_in_whole(members: Sequence[int], give_up: Callable[[], None]) -> 
     try:
         yield
     except CommunicatorError as error:
-        give_up()  # if the whole group failed, raises its error, which has that group's numbers
+        give_up()  # if the old group failed, raises the old group's error, with that group's rank numbers
         raise_in_place_of(error, renumbered(error, members))
 
 
@@ -338,8 +339,8 @@ def meet_survivors(
         topology: the topology of all ranks.
         excluded: ranks that must not be in the new group; the same on all callers.
         has_ended: returns whether a rank can no longer take part.
-        timeout: the time-out of the new group, and the longest wait for other ranks, in seconds. Ranks that come later
-            are excluded.
+        timeout: the time-out of the new group, and the longest wait for other ranks, in seconds. Ranks that arrive
+            after the wait are excluded.
 
     Raises:
         ExcludedError: this rank came too late, so the new group does not include it.

@@ -33,7 +33,7 @@ class ProxyPlace(Struct, frozen=True):
     Attributes:
         where: "thread" (in the rank's process), "process" (in the job's own daemon), or "daemon" (in the node daemon).
         job_daemon: the name of the job's own daemon; "" if no rank of the host uses it.
-        chosen: whether the caller or the environment chose `where`, so that it is not the default.
+        chosen: whether the caller or the environment chose `where`; False if `where` is the default.
     """
 
     where: Where
@@ -95,7 +95,7 @@ _WISH = Codec(Wish, 4096, "proxy")
 
 
 def requested_place(argument: str | None) -> Where | None:
-    """Returns where the caller or else ``PROXYCCL_PROXY`` wants the proxy to run; None without such a request.
+    """Returns where the caller or else ``PROXYCCL_PROXY`` wants the proxy to run; None if neither is given.
 
     Raises:
         ArgumentError: the value is not one of `PLACES`.

@@ -1,13 +1,13 @@
-"""How the remaining ranks of a group agree on which ranks remain, even if some of them end meanwhile.
+"""How the remaining ranks of a group agree on which ranks remain, even if some of these ranks end during the protocol.
 
 Because an exchange would need every rank, each rank leaves notes and answers questions on a board that outlives the
 ranks. The first answer to a question is final, so all ranks read the same answer. tests/models/protocols/survivors.pml
 is a model of the protocol.
 
 In each attempt a rank posts that it has arrived, and waits until each other rank has arrived, has ended, or is late.
-The first rank whose wait is over answers which ranks are members. Each member maps the others' segments, posts that it
-has done so, and waits until all members have posted or a member has ended. The first member whose wait is over answers
-whether the attempt succeeded. After a failed attempt, the remaining members try again.
+The first rank whose wait is over answers which ranks are members. Each member maps the others' segments, posts that the
+mapping is complete, and waits until all members have posted or a member has ended. The first member whose wait is over
+answers whether the attempt succeeded. After a failed attempt, the remaining members try again.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class NotePlace(Protocol):
 
 
 class NoteBoard:
-    """A `Board` in a `NotePlace`."""
+    """A `Board` that stores its notes and answers in a `NotePlace`."""
 
     def __init__(self, place: NotePlace, rank: int) -> None:
         self._place, self._rank = place, rank
@@ -153,7 +153,7 @@ class Survivors:
         world_size: the number of ranks of the old group.
         excluded: ranks that must not be members; the same on all ranks.
         has_ended: returns whether a rank can no longer take part; once True for a rank, always True.
-        timeout: the longest wait for the other ranks, in seconds. Ranks that come later are excluded.
+        timeout: the longest wait for the other ranks, in seconds. Ranks that arrive after the wait are excluded.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class Survivors:
 
         def all_came() -> bool:
             for peer in sorted(missing):
-                ended = self._has_ended(peer)  # read first, because the peer may arrive and then end
+                ended = self._has_ended(peer)  # checked first, because the peer may arrive and then end
                 if board.read(peer, _Subject.ARRIVED.of(attempt)) is not None:
                     theirs = board.read(peer, _Subject.EXCLUDED.of(attempt)) or b""
                     if theirs != self._excluded:

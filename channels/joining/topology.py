@@ -85,7 +85,7 @@ class RankInfo(Message, frozen=True):
 
     @property
     def process(self) -> PeerProcess:
-        """The rank's process, by which other processes of its host identify it."""
+        """The identity of the rank's process, for other processes of the host."""
         return PeerProcess(self.pid, self.view, bytes.fromhex(self.token), self.started)
 
     def missing_for(self, transport: str) -> str:
@@ -94,8 +94,8 @@ class RankInfo(Message, frozen=True):
 
     @property
     def abilities(self) -> tuple[tuple[bool, bool], ...]:
-        """For each transport, whether the rank lacks something to use it, and whether its GPU's memory can't be
-        registered.
+        """For each transport, whether the rank lacks a requirement of the transport, and whether the transport can't
+        register the memory of the rank's GPU.
         """
         return tuple((bool(self.missing_for(name)), bool(self.unsupported.get(name))) for name in TRANSPORTS)
 
@@ -244,9 +244,9 @@ class Topology(Struct, frozen=True, dict=True):
         return self.ranks[peer].host == self.ranks[self.rank].host
 
     def transport(self, first: int, second: int) -> str:
-        """Returns the transport between two ranks. Within a node, the transport is that for copies. Between nodes, it
-        is the first remote transport in `TRANSPORTS` that can register both ranks' memory. Between nodes of one host
-        without RDMA adapters, it is also that for copies.
+        """Returns the transport between two ranks. Within a node, this is the copy transport. Between nodes, it is the
+        first remote transport in `TRANSPORTS` that can register both ranks' memory. Between nodes of one host without
+        RDMA adapters, it is the copy transport.
 
         Raises:
             RuntimeUnavailableError: no transport connects the two ranks.
@@ -306,14 +306,14 @@ class Topology(Struct, frozen=True, dict=True):
             return
         first_of_node: dict[int, int] = {}
         beside: tuple[int, int] | None = None
-        on_host: dict[str, dict[object, dict[int, int]]] = {}  # the first rank, by host, abilities and node
+        on_host: dict[str, dict[object, dict[int, int]]] = {}  # by host, abilities and node: the first rank with these
         for rank, (info, node) in enumerate(zip(self.ranks, self.nodes, strict=True)):
             first = first_of_node.setdefault(node, rank)
             beside = (rank, first) if beside is None and rank != first else beside
             _keep_two(on_host.setdefault(info.host, {}).setdefault(info.abilities, {}), node, rank)
         if beside is not None:
             yield beside
-        on_hosts: dict[object, dict[str, dict[int, int]]] = {}  # the first rank, by abilities, host and node
+        on_hosts: dict[object, dict[str, dict[int, int]]] = {}  # by abilities, host and node: the first rank with these
         for host, by_abilities in on_host.items():
             yield from _pairs_of(by_abilities.values())
             for abilities, ranks in by_abilities.items():
@@ -333,7 +333,7 @@ class Topology(Struct, frozen=True, dict=True):
 
 def _refuse_shared_context(ranks: Sequence[RankInfo]) -> None:
     # Some driver calls, such as loading a kernel, wait for all kernels of a context. If two ranks shared a context,
-    # such a call of one rank would never return while a kernel of the other rank waits for this rank.
+    # such a call of one rank would never return while a kernel of the other rank waits for the calling rank.
     first: dict[tuple[str, str], int] = {}
     for rank, info in enumerate(ranks):
         other = first.setdefault((info.token, info.device_id), rank)

@@ -2,7 +2,7 @@
 
 A rank that closes a failed communicator waits for its own kernels and its proxy to end, and then records in its control
 segment that they have ended. No allocation of this process is freed (device/gpu/unused_memory.py) until each rank of
-the host has recorded that its kernels have ended, or its process has ended. Memory that peers can access is kept even
+the host has recorded the end of its kernels, or the rank's process has ended. Memory that peers can access is kept even
 if nothing else refers to it.
 """
 
@@ -81,7 +81,7 @@ class Aftermath:
                     self._processes[peer] = process_descriptors.acquire(self._peers[peer])
                 except ProcessLookupError:
                     del self._running[peer]
-                except (OSError, ResourceError):  # without a descriptor, the peer's record still shows its end
+                except (OSError, ResourceError):  # the peer's own record still shows that it has ended
                     continue
 
     def follow(self, kept: Iterable[object]) -> None:

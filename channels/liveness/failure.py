@@ -21,8 +21,7 @@ _OWNED = "the communicator"
 
 
 class Observer:
-    """Callbacks for a group's failures and exchanges, which write reports. The methods of this base class do
-    nothing."""
+    """Callbacks that write reports on a group's failures and exchanges. The methods of this base class do nothing."""
 
     def failed(self) -> None:
         """The watcher's thread calls this method when the group has failed."""
@@ -43,8 +42,8 @@ class Observer:
 
 
 def _copied(error: CommunicatorError) -> CommunicatorError:
-    """Copies an exception before it is stored or raised, because a raised exception refers to the frames that it has
-    passed, and so to their arrays.
+    """Copies an exception before it is stored or raised, because a raised exception keeps alive the frames that it has
+    passed, and the arrays of these frames.
     """
     copied = copy.copy(error)
     if error.__cause__ is not None:  # assigning even None sets `__suppress_context__`
@@ -155,8 +154,8 @@ class FailureState:
         return self._parent.exception() if self._parent.aborted else None
 
     def find_cause(self) -> None:
-        """Determines the exception right after a failure, because the proxy may no longer be stopped when the exception
-        is raised."""
+        """Determines the exception right after a failure, because a stopped proxy may continue before the exception is
+        raised."""
         with self._lock:
             if self._exception is None and self._control.record().code == lib.PROXYCCL_ERROR_TIMEOUT:
                 self._exception = self._of_stopped_proxy(exception_from(self._control.record(), self._rank, self.cause))
@@ -190,8 +189,8 @@ class FailureState:
         """Ends the group because a peer's call differs from this rank's call. Returns the exception to raise.
 
         Args:
-            cause: returns a text that describes both calls. The text must use the two arguments as this rank's name and
-                place: "this rank" and "here" in this rank's error, "rank N" and "on rank N" in other ranks' errors.
+            cause: returns a text that describes both calls. The two arguments are the words for this rank in the text:
+                "this rank" and "here" in this rank's error, "rank N" and "on rank N" in other ranks' errors.
             field: the index in CALL_FIELDS of the argument that differs.
         """
         self.note_mismatch(peer, cause, field)

@@ -46,7 +46,7 @@ MOST_GREETED = 256
 """The most connections whose hello is awaited at the same time; a further connection replaces the one that has been
 silent for longest.
 """
-_MOST_ACCEPTED = 64  # connections accepted before deadlines are checked again
+_MOST_ACCEPTED = 64  # the number of connections to accept before deadlines are checked again
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _GONE = (errno.ECONNABORTED, errno.EPROTO)
 
@@ -75,8 +75,8 @@ class Greetings:
         self._strangers: dict[socket.socket, _Stranger] = {}  # connections in the order of arrival
 
     def wait(self, seconds: float) -> list[tuple[socket.socket, bytes]]:
-        """Returns each connection that has sent a complete hello since the last call, with its hello. The connections
-        are non-blocking, and the caller closes them.
+        """Returns the connections that have sent a complete hello since the last call, each with the hello's bytes. The
+        connections are non-blocking, and the caller closes them.
 
         Args:
             seconds: the longest wait for a new connection or data.
@@ -164,7 +164,7 @@ _MESSAGE = Codec[ErrorRecord | Presence](ErrorRecord | Presence, 16 << 10, name=
 
 
 class HostLink:
-    """A connection to one rank of another host. Over it, each rank reports when it closes or aborts the
+    """A connection to one rank of another host. Over this connection, each rank reports when it closes or aborts the
     communicator."""
 
     def __init__(self, peer: int, connection: socket.socket) -> None:
@@ -172,7 +172,7 @@ class HostLink:
         self._socket = connection
         self._socket.setblocking(False)
         forks.keep_from_children(connection)
-        for option, value in _KEEP_ALIVE.items():  # to notice a host that lost power or its network
+        for option, value in _KEEP_ALIVE.items():  # so that the loss of the peer's host or network is noticed
             self._socket.setsockopt(*option, value)
         self._received = b""
 
@@ -188,8 +188,7 @@ class HostLink:
             self._socket.send(_MESSAGE.encode(message) + b"\n")
 
     def receive(self) -> ErrorRecord | Presence | str | None:
-        """Returns the peer's next message, None if no message has arrived yet, or "lost" after the end of the
-        connection.
+        """Returns the peer's next message, None if no message has arrived yet, or "lost" if the connection has ended.
 
         After an invalid message, the result is also "lost".
         """

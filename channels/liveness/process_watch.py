@@ -21,7 +21,7 @@ class ProcessWatch:
 
     Args:
         processes: the processes of the host's other ranks, by rank.
-        has_left: returns whether a rank has closed the communicator, so that its process may end and no longer watches
+        has_left: returns whether a rank has closed the communicator. The process of such a rank may end, and watches no
             others.
 
     Attributes:
@@ -37,14 +37,14 @@ class ProcessWatch:
         self._lock = threading.Lock()  # guards `_asked`
 
     def follow(self) -> tuple[list[int], list[int], list[int]]:
-        """Watches other processes instead of those whose ranks have closed the communicator.
+        """Replaces watched processes whose ranks have closed the communicator by other processes.
 
         Returns:
             The new descriptors, the replaced descriptors, which the caller must release, and the ranks whose processes
             had ended before they could be watched.
 
         Raises:
-            ResourceError: no descriptor is left, or the system forbids pidfds. `watched` is then unchanged.
+            ResourceError: no descriptor is left, or the system forbids pidfds. After this error `watched` is unchanged.
         """
         if self.watched and not any(self._has_left(peer) for peer in self.watched.values()):
             return [], [], []
@@ -81,7 +81,7 @@ class ProcessWatch:
             return process_descriptors.acquire(self.processes[peer])
 
     def descriptor_of(self, peer: int) -> int:
-        """Returns a descriptor of any rank's process, which is valid until `close`. Any thread may call this.
+        """Returns a descriptor, valid until `close`, of a rank's process. Any thread may call this.
 
         Raises:
             ProcessLookupError: the process has ended.

@@ -1,9 +1,10 @@
 """Determines whether the program failed: whether it ends by an exception or with a nonzero exit status.
 
 Python does not pass the exit status to exit handlers. This module therefore replaces `sys.exit` and `exit` by functions
-that raise a SystemExit that records the exit status: when Python reads its `code` while no frame of the program is
-left, the program ends. Under `python -m mpi4py`, mpi4py reports the status, whatever the program raised. A SystemExit
-that the program raises itself, without `sys.exit` and without `python -m mpi4py`, is treated as a normal end.
+that raise a SystemExit that records the exit status when Python reads the exception's `code` while no frame of the
+program is left, because the program then ends. Under `python -m mpi4py`, mpi4py reports the status, whatever the
+program raised. A SystemExit that the program raises itself, without `sys.exit` and without `python -m mpi4py`, is
+treated as a normal end.
 """
 
 from __future__ import annotations
@@ -28,8 +29,7 @@ def failure() -> str:
 
 
 def _note(code: object) -> None:
-    """Records the exit status; `code` is the argument of `sys.exit`."""
-    global _status  # noqa: PLW0603  a program ends once
+    global _status  # noqa: PLW0603  the status is global because a program ends once
     _status = code if isinstance(code, int) else int(code is not None)
 
 
@@ -49,8 +49,8 @@ class _ProgramExit(SystemExit):
 
 
 def _noting(leave: Callable[..., object]) -> Callable[..., NoReturn]:
-    """Wraps a function that raises SystemExit, so that it raises `_ProgramExit`. In threads other than the main thread,
-    SystemExit is still raised, because there it ends only the thread.
+    """Wraps a function that raises SystemExit, so that it raises `_ProgramExit`. Threads other than the main thread
+    still raise SystemExit, because SystemExit ends only such a thread.
     """
 
     @functools.wraps(leave)
@@ -67,8 +67,8 @@ def _noting(leave: Callable[..., object]) -> Callable[..., NoReturn]:
 
 
 def _runs_thread() -> bool:
-    """Returns whether `threading` started this thread. `threading.main_thread` does not tell this in a forked child,
-    where the thread that forked is the main thread."""
+    """Returns whether `threading` started this thread. Does not use `threading.main_thread`, because in a forked child
+    the main thread is the thread that called fork."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back

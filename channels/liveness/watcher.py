@@ -3,8 +3,8 @@ and reports failures to all ranks.
 
 The thread also maps memory that peers have registered. The thread wakes every INTERVAL_MS while this rank makes calls,
 and otherwise every IDLE_INTERVAL_MS, so that an idle rank uses almost no CPU time. A communicator and the communicators
-that were split from it share the thread. After a failure the thread releases streams that wait for the proxy. This
-existing thread does so because, once memory has run out, no thread can be started.
+that were split from it share the thread. After a failure the thread releases streams that wait for the proxy. No
+separate thread does this, because once memory has run out, no thread can be started.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _logger = logging.getLogger("proxyccl")
 
 class WatchThread:
     """The thread that runs the watchers of a communicator and of the communicators that were split from it. Between
-    runs it sleeps in poll().
+    runs the thread sleeps in poll().
 
     Raises:
         ResourceError: there is no memory for a thread.
@@ -41,7 +41,7 @@ class WatchThread:
 
     INTERVAL_MS = 20
     IDLE_INTERVAL_MS = 200
-    BUSY_SECONDS = 1.0  # after a call, the thread wakes every INTERVAL_MS for this time
+    BUSY_SECONDS = 1.0  # for this time after a call, the thread wakes every INTERVAL_MS
     RELEASING_MS = 1
 
     def __init__(self, name: str) -> None:
@@ -60,7 +60,7 @@ class WatchThread:
             raise
 
     def add(self, watcher: Watcher) -> None:
-        """From this call on, runs a watcher each time the thread wakes, and as soon as a descriptor of the watcher is
+        """Makes the thread run a watcher each time the thread wakes, and as soon as a descriptor of the watcher is
         readable."""
         with self._lock:
             self._watchers.append(watcher)
@@ -107,7 +107,7 @@ class WatchThread:
             watcher.look(readable)
         except MemoryError:
             return  # retried: `poll` returns the same events again
-        except Exception as error:  # the other watchers continue
+        except Exception as error:  # the thread continues to run the other watchers
             watcher.fail(error)
 
     def _fail(self, error: BaseException) -> None:
@@ -117,7 +117,7 @@ class WatchThread:
             watcher.fail(error)
 
     def end(self) -> None:
-        """Ends the thread. All watchers of the thread must be closed before."""
+        """Ends the thread. All watchers of the thread must already be closed."""
         os.write(self._stop_write, b"x")
         self._thread.join()
         self._close_descriptors()
@@ -233,7 +233,7 @@ class Watcher:
             self._calls, self.busy_until = calls, time.monotonic() + WatchThread.BUSY_SECONDS
 
     def _follow_processes(self) -> None:
-        # If no descriptor is left, the next wake-up tries again. Until then, other ranks watch the same processes.
+        # If no descriptor is left, the next wake-up tries again. In the meantime other ranks watch the same processes.
         with contextlib.suppress(ResourceError):
             new, old, lost = self._processes.follow()
             for descriptor in old:
@@ -289,8 +289,8 @@ class Watcher:
         self._own.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_PEER_LOST, self._rank, peer))
 
     def check_for_end(self, peer: int) -> None:
-        """Ends the communicator with a PeerLostError if the peer's process ends, or its connection from another host
-        closes, within ENDING_MS.
+        """Ends the communicator with a PeerLostError if, within ENDING_MS, the peer's process ends or, for a peer on
+        another host, its link closes.
 
         Call this when this rank could not reach the peer, because the operating system closes a dying process's files,
         verbs objects and libfabric connections before the process's pidfd becomes readable, and maybe before it closes
@@ -348,7 +348,7 @@ class Watcher:
 
     def pass_on(self) -> None:
         """Sends this rank's error record to all other ranks, even if the failure came from another rank, which may have
-        been killed before it reached all ranks.
+        been killed before its record reached all ranks.
         """
         record = self._own.record()
         self._own.raise_abort(record)
@@ -356,8 +356,8 @@ class Watcher:
             link.send(record)
 
     def announce(self, presence: Presence, exchanges: int = 0) -> None:
-        """Tells all peers whether this rank may still access their memory. With LEFT, `exchanges` is the number of
-        exchanges that this rank has made.
+        """Tells all peers whether this rank may still access their memory. If the presence is LEFT, `exchanges` is the
+        number of exchanges that this rank has made.
         """
         self._own.set_presence(presence, exchanges)
         for _, link in self._links.values():
@@ -377,7 +377,7 @@ class Watcher:
         return None
 
     def end_waits(self) -> None:
-        """Makes the thread release streams that wait for the proxy, until `close`, because the proxy has ended."""
+        """After the proxy has ended, makes the thread release streams that wait for the proxy, until `close`."""
         self.releasing = True
 
     def finish(self) -> None:

@@ -129,12 +129,12 @@ def collect(
     def part(what: str, read: Callable[[], T], otherwise: T) -> T:
         try:
             return read()
-        except Exception as error:  # continues with the other parts
+        except Exception as error:  # the report continues with its other parts
             unread.append(f"{what}: {type(error).__name__}: {error}")
             return otherwise
 
     # The most volatile state is read first, because the program continues after its exception and frees memory.
-    # Meanwhile kernels answer the question.
+    # Kernels answer the question while the CPU reads this state.
     with _asking(group, question) as answers:
         threads: list[Thread] = part("the threads", lambda: _threads(group.thread), [])
         proxy = group.links.proxy_if_started
@@ -178,8 +178,8 @@ def collect(
 
 @contextlib.contextmanager
 def _asking(group: Group, question: int) -> Iterator[Callable[[], list[KernelWait]]]:
-    """Asks this rank's kernels for their waits; after a failure, for the failed waits. Yields a function that waits for
-    the answers and returns them.
+    """Asks this rank's kernels to describe their waits or, after a failure, the waits that failed. Yields a function
+    that waits for the answers and returns them.
     """
     control = group.control
     deadline = time.monotonic() + ANSWER_SECONDS
@@ -312,16 +312,17 @@ _CALLERS = ("f_back",) * (FRAMES - 1)
 
 
 def _walks() -> Iterator[tuple[int, list[FrameType]]]:
-    innermost = itertools.islice(iter(sys._current_frames, None), 1)  # takes all frames when it is first iterated
+    innermost = itertools.islice(iter(sys._current_frames, None), 1)  # the first iteration takes all threads' frames
     idents, frames = itertools.tee(itertools.chain.from_iterable(map(dict.items, innermost)))
     chains = map(itertools.chain, map(operator.itemgetter(slice(1, 2)), frames), itertools.repeat(_CALLERS))
     walks: Iterator[Any] = map(itertools.accumulate, chains, itertools.repeat(getattr))
-    walks = map(itertools.takewhile, itertools.repeat(bool), walks)  # stops at None, the caller of an outermost frame
+    # A stack ends at None, the caller of its outermost frame.
+    walks = map(itertools.takewhile, itertools.repeat(bool), walks)
     return zip(map(operator.itemgetter(0), idents), map(list, walks), strict=True)
 
 
 def _frames() -> dict[int, list[FrameType]]:
-    """Returns the frames of each other thread, from the innermost on, at most FRAMES.
+    """Returns the frames of each other thread, from the innermost on, at most FRAMES per thread.
 
     While the interpreter returns the frames, it holds an internal lock. No garbage collection may begin then, because a
     finaliser may switch to a thread that waits for this lock without releasing the GIL. Iterators in C take the frames

@@ -121,7 +121,6 @@ def _client(report: DaemonReport, client: Client) -> Iterator[str]:
 
 
 def _cores(cores: list[int]) -> str:
-    """Returns the numbers of cores as text that `parse_cores` reads, such as "0-3,8"."""
     runs: list[list[int]] = []
     for core in cores:
         if runs and core == runs[-1][-1] + 1:

@@ -239,7 +239,7 @@ class _WaitGraph:
         return findings
 
     def _mismatches(self) -> list[Finding]:
-        """Finds each communicator's first call with different arguments on its ranks."""
+        """Finds, for each communicator, the first call whose arguments differ between ranks."""
         findings = []
         for name, by_rank in self._reports.items():
             calls: dict[int, dict[int, Call]] = {}
@@ -324,7 +324,6 @@ class _WaitGraph:
         return findings
 
     def _explain(self, node: Node, edges: Sequence[_Edge]) -> list[str]:
-        """Returns reasons why other ranks wait for a rank that itself waits for none."""
         name = self._name(node)
         reasons: list[str] = []
         for communicator in dict.fromkeys(edge.communicator for edge in edges):
@@ -346,12 +345,8 @@ class _WaitGraph:
         return reasons
 
     def _at_daemon(self, communicator: str, rank: int, *, idle: bool = True) -> list[str]:
-        """Returns the statements of the node daemons' reports about a rank.
-
-        Args:
-            communicator: name of the communicator.
-            rank: the rank's number in the communicator.
-            idle: whether to include the statement that nothing is outstanding.
+        """Returns the statements of the node daemons' reports about a rank. If `idle` is true, they include the
+        statement that nothing is outstanding.
         """
         own = self._reports[communicator].get(rank)
         name = f"{self._name(self._node(communicator, rank))}{self._inside(communicator)}"
@@ -474,7 +469,6 @@ def _absence(member: Member) -> str:
 
 
 def _proxy_state(report: Report) -> list[str]:
-    """Returns reasons why a rank's proxy makes no progress."""
     own = [f"its proxy waits for {wait.what}" for wait in report.proxy_waits if wait.kind not in SCHEDULE_PEER_WAITS]
     full = sum(ring.full for ring in report.rings)
     behind = f"its rings hold {counted(full, 'trigger')} that the proxy has not taken"

@@ -1,4 +1,4 @@
-"""If a communicator has failed, waits briefly before the program exits for its peers' reports.
+"""If a communicator has failed, waits for the peers' reports for a short time before the program exits.
 
 When one rank's process exits, the whole job may be killed: mpi4py's runner aborts the job, and launchers kill the other
 ranks. Without the wait, a hanging rank would be killed before it wrote its report.
@@ -33,7 +33,6 @@ class _Awaited:
     deadline: float
 
     def is_due(self) -> bool:
-        """Returns whether the report is missing and may still be written."""
         if time.monotonic() > self.deadline:
             return False
         if not self.process.is_visible:
@@ -53,7 +52,7 @@ def expect(group: Group) -> None:
     now, own = time.monotonic(), group.topology.ranks[group.rank]
     with _lock:
         _awaited[:] = [awaited for awaited in _awaited if awaited.deadline > now]
-        for peer, info in enumerate(group.topology.ranks):  # also ranks that have left but still run
+        for peer, info in enumerate(group.topology.ranks):  # includes ranks that have left but still run
             if info.token != own.token:
                 process = Member(info.host, info.pid, info.started, info.view)
                 seconds = _SECONDS if process.is_visible else _ELSEWHERE_SECONDS

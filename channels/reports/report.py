@@ -29,7 +29,7 @@ class Wait(Message, frozen=True):
     """A wait of some threads of a kernel.
 
     Attributes:
-        what: the object of the wait in words.
+        what: what the kernel waits for, in words.
         kind: the ProxycclWaitKind.
         peer: the rank that the kernel waits for; None if the kernel waits for its rank's proxy or for other blocks.
         channel: channel id, if a channel is involved.
@@ -49,7 +49,7 @@ class ProxyWait(Message, frozen=True):
     """A wait of the proxy in a schedule that makes no progress or has failed.
 
     Attributes:
-        what: the object of the wait in words.
+        what: what the proxy waits for, in words.
         kind: the ProxycclWaitKind.
         peer: the rank that the proxy waits for, or to which its sends do not complete; None if the proxy waits for this
             rank's stream.
@@ -63,7 +63,8 @@ class ProxyWait(Message, frozen=True):
 
 
 class Exchange(Message, frozen=True):
-    """A call of the bootstrap that was in progress. All ranks make the bootstrap's calls together.
+    """The call of the bootstrap that was in progress when the report was made. All ranks make the bootstrap's calls
+    together.
 
     Attributes:
         purpose: the call's purpose in words.

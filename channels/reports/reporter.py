@@ -103,7 +103,7 @@ class Reporter(Observer):
                 others = [other for other in _open_reporters() if other._group.job != name]
                 others = [other for other in others if name not in other._reported_failures]
                 peers.expect(self._group)
-                _requests.take()  # the following reports also answer peers that ask because of this failure
+                _requests.take()  # the reports below also answer peers that ask because of this failure
                 for other in others:
                     other._ask_peers(name)
                 self._path = self.write("the communicator failed")
@@ -113,8 +113,8 @@ class Reporter(Observer):
             self._done.set()
 
     def _ask_peers(self, failed: str) -> None:
-        """Asks this communicator's other ranks for reports, because the communicator `failed` of this process has
-        failed.
+        """Asks this communicator's other ranks for reports, because another communicator of this process, named
+        `failed`, has failed.
         """
         self._reported_failures.add(failed)
         with self._lock:
@@ -123,7 +123,7 @@ class Reporter(Observer):
                 self._group.request_reports()
 
     def asked(self) -> None:
-        """Writes reports on this process's communicators in a separate thread, because a peer has asked."""
+        """After a peer has asked, writes reports on this process's communicators in a separate thread."""
         if self._enabled and _requests.take():
             with contextlib.suppress(ResourceError, MemoryError):  # if no thread can be started, no report is written
                 Thread(report_all, "proxyccl-report", "another communicator of a peer failed").start()
@@ -166,7 +166,7 @@ class _Requests:
         self._lock = threading.Lock()
 
     def take(self) -> bool:
-        """Takes a request. Returns False for a repetition."""
+        """Takes a request. Returns False if the request only repeats an earlier one."""
         with self._lock:
             now = time.monotonic()
             if now < self._last + _ASKED_SECONDS:

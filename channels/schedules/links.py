@@ -32,7 +32,7 @@ class ScheduleLinks:
         self.posts, self.scratch_posts, self.sends = schedule_channels(group, peers, _KINDS)
 
     def post(self, peer: int, place: ScheduleSpan) -> SchedulePost:
-        """Returns a post that lets a peer write its part of this rank's output at `place`."""
+        """Returns a post that lets a peer write at `place`, which is in this rank's output."""
         return SchedulePost(self.posts[peer], place.memory.id_at(peer), place.offset)
 
     def send(
@@ -47,7 +47,7 @@ class ScheduleLinks:
         stage: int | None = None,
         to_scratch: bool = False,
     ) -> ScheduleSend:
-        """Returns a send of the bytes at `place` to the address that the peer posts, in its output or its scratch
+        """Returns a send of the bytes at `place` to the address that the peer posts, in the peer's output or scratch
         memory.
         """
         channels = self.scratch_posts if to_scratch else self.posts

@@ -42,11 +42,11 @@ offsets, an array with one word per stage begins.
 
 class ScheduleMemory(Protocol):
     def source_id(self, peer: int) -> int:
-        """Returns the memory's first id in this rank's proxy, for sends to a peer."""
+        """Returns the id, in this rank's proxy, of the memory's first 4 GiB, for sends to a peer."""
         ...
 
     def id_at(self, peer: int) -> int:
-        """Returns the memory's first id in a peer's proxy, for posts to that peer."""
+        """Returns the id, in a peer's proxy, of the memory's first 4 GiB, for posts to that peer."""
         ...
 
 
@@ -106,7 +106,8 @@ class ScheduleMemories:
         defaults = group.runtime.launch_defaults
         staged_bytes = defaults.staged_pinned_bytes * (group.world_size - 1)
         self.pinned_bytes = staged_bytes if self.staged_together else defaults.pinned_bytes
-        own_box = group.world_size > 1 and not self.staged_together  # ranks of one host have the same driver
+        # The same on all ranks, because one host has one driver.
+        own_box = group.world_size > 1 and not self.staged_together
         self.own_box_bytes = defaults.own_box_bytes * (group.world_size - 1) if own_box else 0
         # The next rank's box is mapped now, because a graph capture may be the first to use the box.
         self._box = allocate(group, self.own_box_bytes, "uint8") if self.own_box_bytes else None
@@ -142,7 +143,7 @@ class ScheduleMemories:
         """Returns pinned memory if the data is so short that CPUs move it faster than the driver; None for longer data.
 
         Args:
-            side: the memory's purpose.
+            side: whether the schedule uses the memory as a send's source, as a send's target or as scratch memory.
             nbytes: the size of the longest input or output of all ranks, so that all ranks make the same choice.
         """
         if self._boxes is None or nbytes > min(self.pinned_bytes, _BOX_BYTES):
@@ -159,7 +160,7 @@ class ScheduleMemories:
         return [CopyBytes(self._own_box, src, nbytes), CopyBytes(dst, self._own_box, nbytes)]
 
     def found_or_staged(self, found: ScheduleSpan | None, side: Side, nbytes: int) -> ScheduleSpan:
-        """Returns `found`, the result of `source` or `target`; or staging memory of `nbytes` if `found` is None.
+        """Returns `found` (the result of `source` or `target`) or, if `found` is None, staging memory of `nbytes`.
 
         If `staged_together`, all ranks call this together. Raises the errors of `stage`.
         """
@@ -216,8 +217,8 @@ class ScheduleMemories:
     def _find(self, ptr: int, nbytes: int) -> Announced | None:
         """Returns the announced range that holds an array; None if there is none, or no memory ids are left for arrays.
 
-        Also returns None if `Calls` has not found the array in memory for schedules, because the call's form is reused
-        for all such arrays.
+        Also returns None if `Calls` does not list the array as memory for schedules, because the library reuses one
+        prepared call for all arrays that `Calls` does not list.
         """
         if not self._group.launches.calls.reach_of(ptr, nbytes) & NAMED_BY_PROXIES:
             return None

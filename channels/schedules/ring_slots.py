@@ -20,11 +20,11 @@ from proxyccl.device.stream_operations import CopyBytes, StreamOperations, WaitV
 from proxyccl.proxy.schedule import Schedule, ScheduleReceive, ScheduleSend
 
 _MOST_PREPARED = 1024
-_COPY = 1  # index of the copy in a receive's operations, in which adjacent operations on words are one
+_COPY = 1  # index of the copy in a receive's operations, where adjacent waits and writes are merged into one operation
 
 
 class _Flow:
-    """One direction between this rank and a neighbour, with its slots.
+    """This rank's sends to a neighbour, or its receives from a neighbour, with their slots.
 
     Attributes:
         channel: carries the flow's data, and in the opposite direction the signals that free slots.
@@ -112,7 +112,7 @@ class RingSlots:
             flow.count += 1
 
     def receive(self, view: ArrayView, peer: int, stream: StreamLike) -> None:
-        """Receives an array from a neighbour, whose sends arrive in order. Arguments and errors as for `send`."""
+        """Receives an array from a neighbour, whose sends arrive in order. Has the arguments and errors of `send`."""
         flow = self._receives[peer]
         with self._lock:
             slot = flow.count % self._slots
@@ -135,7 +135,6 @@ class RingSlots:
         return number * self._slots * self._slot_bytes
 
     def _ring(self, peer: int, slot: int, nbytes: int, *, sends: bool) -> StreamOperations:
-        """Returns the stream operations of a send or a receive, which are cached."""
         waits = sends and self._sends[peer].count >= self._slots
         key = peer, sends, slot, nbytes << 1 | waits
         if key not in self._prepared:
@@ -163,7 +162,7 @@ class RingSlots:
         return [Schedule(sends=(send,), receives=(freed,)), *self._turn(), *rings.end([0], gated=True)]
 
     def _turn(self) -> tuple[WaitValue, WriteValue]:
-        """Returns the stream operations that wait for the schedule's receive, and then open its gate."""
+        """Returns the stream operations that wait for the schedule's receive, and then open the schedule's gate."""
         words = self._rings.words
         return WaitValue(words.stages[0], 1), WriteValue(words.gate, 1)
 

@@ -39,8 +39,8 @@ class ScheduleRings:
         """Returns stream operations that wait for the end of the schedule, and then reset the words that were used.
 
         Args:
-            stages: the numbers of the stages to reset, which takes one write of the stream each; a kernel may reset
-                others.
+            stages: the numbers of the stages to reset, each by one write of the stream; a kernel may reset other
+                stages.
             gated: whether the schedule's gate was used.
         """
         words = self.words

@@ -38,7 +38,7 @@ class Announcement(Struct, frozen=True):
 
 
 class Announcements:
-    """The table of announcements of this rank or of a peer, which takes TABLE_BYTES.
+    """The table of announcements, of TABLE_BYTES bytes, of this rank or of a peer.
 
     Args:
         address: the table's CPU address. Zeroed memory is an empty table.
@@ -54,7 +54,7 @@ class Announcements:
         return lib.proxyccl_announcement_changes(self._table)
 
     def announce(self, entry: int, handle: bytes) -> None:
-        """For the owner: announces the memory of a handle in a free entry. An empty handle withdraws the entry's
+        """For the owner: announces, in a free entry, the memory of a handle. An empty handle withdraws the entry's
         memory.
         """
         lib.proxyccl_announce(self._table, entry, handle, len(handle))
@@ -85,13 +85,13 @@ class Announcements:
         self._handled = ffi.new("uint64_t[]", ENTRIES)
 
     def reply(self, entry: int, peer: int, version: int, address: int) -> None:
-        """For a peer, given by its number on the host: replies with the address of its mapping of a version's memory; 0
-        if the version is a withdrawal.
+        """For the peer with this number on the host: replies with the address at which the peer has mapped a version's
+        memory, or 0 if the version is a withdrawal.
         """
         lib.proxyccl_announcement_reply(self._table, entry, peer, version, address)
 
     def reply_memory(self, entry: int, peer: int, version: int, memory: int) -> None:
-        """For a peer, given by its number on the host: replies with its proxy's id of a version's memory, or
+        """For the peer with this number on the host: replies with the id of a version's memory in the peer's proxy, or
         NO_MEMORY.
         """
         lib.proxyccl_announcement_reply_memory(self._table, entry, peer, version, memory)

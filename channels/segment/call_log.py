@@ -61,8 +61,8 @@ class CallLog:
         """ring(call, operations, stream): like `issue`, with prepared stream operations instead of a launch."""
 
     def addresses(self, *, operations: bool) -> tuple[int, int]:
-        """Returns the addresses of the C function of `ring` if `operations`, else of `issue`, and of the function's
-        first argument.
+        """Returns the address of a C function (of `ring` if `operations` is true, else of `issue`), and the address of
+        the function's first argument.
         """
         function = ffi.addressof(lib, "proxyccl_calls_ring" if operations else "proxyccl_calls_issue")
         return int(ffi.cast("uintptr_t", function)), int(ffi.cast("uintptr_t", self._callers))
@@ -77,20 +77,20 @@ class CallLog:
         lib.proxyccl_calls_wait_on(self._callers, stream, synchronize)
 
     def choose(self, wish: int) -> int:
-        """Returns the ranks' common choice for this rank's next call, from 0 to 3: the `wish` of the first rank of the
-        host that asks. The program's other threads must make no call before this rank has made the next call.
+        """Returns the ranks' common choice for this rank's next call, from 0 to 3: the `wish` of the rank of the host
+        that asked first. The program's other threads must make no call before this rank has made the next call.
         """
         return int(lib.proxyccl_calls_choose(self._callers, wish))
 
     @property
     def shares_device(self) -> bool:
-        """Whether any rank of the host has had another communicator on its device; that communicator's kernels may wait
-        for this one's.
+        """Whether any rank of the host has had another communicator on its device. Kernels of that communicator may
+        wait for kernels of this communicator.
         """
         return bool(self._sharing.value)
 
     def share_device(self) -> None:
-        """Records that this rank has another communicator on its device. Must precede that communicator's first
+        """Records that this rank has another communicator on its device. Call this before that communicator's first
         call.
         """
         self._sharing.value = 1
@@ -117,8 +117,8 @@ class CallLog:
 
 
 def calls_in(segment: ControlSegment, count: int) -> list[tuple[int, tuple[int, ...]]]:
-    """Returns the last calls of a segment's rank, like `recent`. Calls that the rank overwrites during the reading are
-    missing.
+    """Returns the last calls of a segment's rank, in the format of `recent`. Calls that the rank overwrites during the
+    reading are missing.
     """
     last = sum(counts_in(segment).values())
     if last > _LAST_NUMBER:  # this isn't the segment of a rank

@@ -1,7 +1,7 @@
 """The fields of a collective call that must agree between ranks, which the call log compares.
 
-A field is a 64-bit number (calls.h). Names and shapes are logged as digests. So a new collective needs no number; its
-module registers its name.
+A field is a 64-bit number (calls.h). Names and shapes are logged as digests. A new collective needs no number, because
+its module registers its name.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _texts: dict[int, str] = {}
 
 
 def register_names(*names: str) -> None:
-    """Registers names of collectives, operators or algorithms for the call log. Every rank does this before its first
-    call.
+    """Registers names of collectives, operators or algorithms for the call log. Every rank registers its names before
+    its first call.
 
     Raises:
         ValueError: another name has the same digest.
@@ -61,7 +61,7 @@ def _digest(name: str) -> int:
 
 
 class CollectiveCall(Struct, frozen=True):
-    """A collective call as ranks compare it.
+    """The fields of a collective call that ranks compare.
 
     Attributes:
         collective: the collective's registered name.
@@ -111,7 +111,7 @@ def name_of(digest: int, otherwise: str) -> str:
 
 
 def describe_call(fields: Sequence[int]) -> dict[str, str]:
-    """Returns the fields of a logged call as text, by name. Omits `shape`, which is only a digest."""
+    """Returns the fields of a logged call as text, by name. Omits `shape`, which is logged only as a digest."""
     return {
         name: name_of(value, "unknown (0x0)") if name in _NAMED else str(value)
         for name, value in zip(CALL_FIELDS, fields, strict=True)

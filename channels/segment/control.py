@@ -44,7 +44,7 @@ class Presence(IntEnum):
 
 
 class KernelWait(Struct, frozen=True):
-    """The contents of a ProxycclWait (control.h): a kernel's wait when the kernel answered a question (see `ask`)."""
+    """The contents of a ProxycclWait (control.h): a wait that a kernel describes for a report (see `ask`)."""
 
     kind: int
     peer: int | None
@@ -240,7 +240,7 @@ class ControlSegment:
         return Presence(lib.proxyccl_control_presence(self._control))
 
     def set_presence(self, presence: Presence, exchanges: int = 0) -> None:
-        """Sets this rank's `presence`; with LEFT, also its `exchanges`."""
+        """Sets this rank's `presence` and, if the presence is LEFT, also its `exchanges`."""
         lib.proxyccl_control_set_presence(self._control, presence, exchanges)
 
     @property

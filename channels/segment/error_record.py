@@ -115,7 +115,6 @@ class _Account:
     """An error record in words.
 
     Attributes:
-        record: the record.
         cause: as for `exception_from`; empty if the cause is not known.
         who: the rank that noticed the failure, as text.
         peer: " from rank" and the rank that the error concerns; "" if there is none.
@@ -291,6 +290,5 @@ def _operation(record: ErrorRecord) -> str:
 
 
 def _execution_place(place: int) -> str:
-    """Describes the operation of an execution plan at a `place` (execution.h)."""
     bits = lib.PROXYCCL_PLACE_OPERATION_BITS
     return f"operation {place & (1 << bits) - 1} of threadblock {place >> bits} of its execution plan"

@@ -1,6 +1,6 @@
 """Descriptors of other processes (pidfd_open(2)). All watchers in this process share one descriptor per watched
-process. A process in another PID namespace can't be opened by its number, so it opens a descriptor of itself and passes
-the descriptor over a socket.
+process. A process in another PID namespace can't be opened by its number, so such a process opens a descriptor of
+itself and passes the descriptor over a socket.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _open(process: PeerProcess) -> int:
         return descriptor
     try:
         return fetch_descriptor(process.token, _KIND)
-    except UnreachableError as error:  # its socket is gone
+    except UnreachableError as error:  # the process's socket is gone
         raise ProcessLookupError(str(error)) from None
     except OSError as error:
         raise ResourceError(f"process {process.pid} of another PID namespace can't be watched: {error}") from None

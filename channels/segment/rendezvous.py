@@ -26,8 +26,8 @@ _LONGEST_PAUSE_SECONDS = 1e-3
 
 
 def ranks_missing(exchange: str, missing: Sequence[int], rank: int) -> WaitTimeoutError:
-    """Returns the error of `rank` if other ranks were missing in an exchange; `exchange` describes the exchange in
-    words.
+    """Returns the error that `rank` raises if other ranks were missing in an exchange; `exchange` describes the
+    exchange in words.
     """
     return WaitTimeoutError(
         f"{exchange}: ranks {list(missing)} did not come in time",
@@ -90,8 +90,8 @@ class Rendezvous:
             self._used.discard(place)
 
     def refuse(self, key: int, reason: str) -> None:
-        """For the owner: publishes under a key the reason why this rank can't take part. Later refusals may replace
-        it.
+        """For the owner: publishes under a key the reason why this rank can't take part. Later calls may replace the
+        reason.
         """
         message = reason.encode()[: lib.PROXYCCL_INVITATION_BYTES]
         with self._lock:

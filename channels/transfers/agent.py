@@ -85,9 +85,9 @@ class Agent:
         listen: the addresses of this host at which agents of other hosts can connect; None for all addresses; () for
             none, so that only agents of this host can connect.
         paths: the paths that this agent's transfers may use, from "shared_memory", "process_vm", "unix", "fabric" and
-            "tcp". With None, these are the paths in ``PROXYCCL_TRANSFER_PATHS``, separated by commas, or if that isn't
-            set all paths ("fabric" only if there is an RDMA adapter). Connecting to a peer fails if none of the paths
-            leads to the peer.
+            "tcp". None for the paths in ``PROXYCCL_TRANSFER_PATHS``, separated by commas, or if that isn't set all
+            paths ("fabric" only if there is an RDMA adapter). Connecting to a peer fails if none of the paths leads to
+            the peer.
         timeout: the longest that connecting or a call of `wait` may take, in seconds; None for ``PROXYCCL_TIMEOUT``, or
             if that isn't set 30 s.
 
@@ -599,7 +599,7 @@ class Agent:
     def _sides(self, peer: str, rows: Rows) -> tuple[Side, Side]:
         with self._lock:
             known = self._known(peer)
-            regions = self._regions(known)  # read only once, because the regions may change at any moment
+            regions = self._regions(known)  # stored once, because the agent's regions may change at any moment
             here = kind_of(self._own, rows[:, 0], rows[:, 2], "local", "")
             there = kind_of(regions, rows[:, 1], rows[:, 2], "remote", peer)
             return Side(self.name, None, here, self._own.view(here)), Side(peer, known, there, regions.view(there))
@@ -698,8 +698,7 @@ class Agent:
         """Waits until `messages` would return a message.
 
         Raises:
-            TransferTimeoutError: no message arrived within `timeout` seconds, or if that is None within the agent's
-                time-out.
+            TransferTimeoutError: no message arrived within `timeout` seconds (None: the agent's time-out).
             ClosedError: the agent was closed.
         """
         bounded = self.timeout if timeout is None else timeout_from(timeout)

@@ -66,17 +66,17 @@ class Table:
 
     def __del__(self) -> None:
         if hasattr(self, "_place"):
-            self._free.append(self._place)  # without the lock, which this thread may already hold
+            self._free.append(self._place)  # doesn't take the lock, which this thread may already hold
 
 
 class Stages:
-    """Pinned memory that is registered with libfabric, as fields of the engine's ProxycclStaging."""
+    """Pinned memory that is registered with libfabric, described by fields of the engine's ProxycclStaging."""
 
     fields: dict[str, int]
 
 
 class Copier:
-    """Prepares copies that one device makes. Any thread may use it.
+    """Prepares copies that one device makes. Any thread may use a copier.
 
     Attributes:
         runtime: the device's runtime.
@@ -143,8 +143,8 @@ class Copier:
         return self._kernel.prepare(blocks, threads, table.ptr, len(pieces)), table
 
     def staging(self, registered: Callable[[Table], Stages] | None = None) -> tuple[ProxycclStagingPointer, object]:
-        """Returns the engine's description of pinned staging buffers, and objects that must live as long as it.
-        `registered`, if given, registers the buffers with libfabric.
+        """Returns the engine's description of pinned staging buffers, and objects that must live as long as the
+        description. `registered`, if given, registers the buffers with libfabric.
         """
         count, nbytes = lib.PROXYCCL_STAGES, lib.PROXYCCL_STAGE_BYTES
         table = Table(self, count * nbytes)

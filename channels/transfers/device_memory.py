@@ -46,7 +46,7 @@ def runtime_name() -> str:
 class Devices:
     """The copiers of the devices that an agent's transfers use, each made at its first use.
 
-    Any thread may use it.
+    Any thread may use this object.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Devices:
 
     def of_stream(self, stream: StreamLike) -> Copier:
         """Returns the copier of the stream's device, if the stream has a `device_index`, as torch's streams do;
-        otherwise that of the device that the agent used first. Raises the errors of `copier`.
+        otherwise the copier of the device that the agent used first. Raises the errors of `copier`.
         """
         named = getattr(stream, "device_index", None)
         with self._lock:
@@ -84,9 +84,9 @@ class Devices:
         return self.copier(*(used[::-1] if named is None else (int(named), used[0])))
 
     def nearest(self, share: Share) -> Copier:
-        """Returns the copier for copies between host memory and a region: that of the region's own device, if it is
-        visible in this process, otherwise that of any device with peer access. Raises NoPathError if no device can
-        access the region.
+        """Returns a copier for copies between host memory and a region: the copier of the region's own device, if this
+        device is visible in this process, otherwise the copier of any device with peer access. Raises NoPathError if no
+        device can access the region.
         """
         name = share.place.partition(":")[0]
         if name == "host":
@@ -127,7 +127,7 @@ class Reached:
     """One agent's shared regions, which this process maps at their first use. Device memory is mapped in the context of
     the device that copies, because copies in another context are slower than the link.
 
-    Any thread may use it.
+    Any thread may use this object.
     """
 
     def __init__(self) -> None:

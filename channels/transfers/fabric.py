@@ -42,7 +42,7 @@ class Key(Message, frozen=True):
 
 
 class Keys:
-    """The keys of one peer's regions. Any thread may use it."""
+    """The keys of one peer's regions. Any thread may use this object."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -75,7 +75,7 @@ class Keys:
 
 
 class AgentFabric:
-    """The libfabric endpoint of one agent. Any thread may use it.
+    """The libfabric endpoint of one agent. Any thread may use the endpoint.
 
     Attributes:
         address: the endpoint's address, encoded for the metadata.
@@ -101,7 +101,7 @@ class AgentFabric:
         self._lock = threading.Lock()
         self._registered: dict[Region, Registration] = {}
         self._ended: deque[tuple[Registration, object]] = deque()  # registrations of unused stages
-        self._unreached: dict[int, str] = {}  # by device, why the provider can't access its memory
+        self._unreached: dict[int, str] = {}  # by device, the reason why the provider can't access the device's memory
         parts, offer = self.endpoint.parts, self.endpoint.offer
         named = {name: getattr(parts, name) for name in ("endpoint", "queue", "fabric", "peers", "descriptor")}
         limits = {"depth": self.endpoint.depth, "max_message": offer.max_message}
@@ -204,7 +204,7 @@ class AgentFabric:
             raise NoPathError(
                 f"some of {side} memory is not registered with libfabric" + (f" ({unreached})" if unreached else "")
             )
-        shift = there[0] - rows[:, 1]  # equal for all blocks of a region
+        shift = there[0] - rows[:, 1]  # the difference is the same for all blocks of a region
         merged = joined(np.column_stack((rows, descriptors[holder_of(rows[:, 0], holders)], there[1], shift)))
         columns = (merged[:, 0], merged[:, 1] + merged[:, 5], *merged[:, 2:5].T, merged[:, 1])
         return np.column_stack(columns)

@@ -19,8 +19,8 @@ _event = -1
 
 
 def event_of_losses(task: Callable[[], object]) -> int:
-    """Returns an eventfd. When the engine signals the eventfd, because a link is lost, a thread calls `task`, a method
-    that this module references weakly. Raises ResourceError.
+    """Returns an eventfd, which the engine signals when a link is lost. A thread then calls `task`, a method that this
+    module references weakly. Raises ResourceError.
     """
     global _event  # noqa: PLW0603
     with _lock:

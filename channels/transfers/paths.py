@@ -75,9 +75,9 @@ class Path(Struct, frozen=True):
 
 
 def device_path(by: str, ways: Iterable[str], unpinned: str = "") -> Path:
-    """Returns the path of a transfer that a device copies, such as "copy engine (IPC)". `by` is what copies, and `ways`
-    is how it accesses memory of other processes and of the host. `unpinned` is the reason why the driver must copy
-    through its own buffers; "" if it copies directly.
+    """Returns the path of a transfer that a device copies, such as "copy engine (IPC)". `by` names the copying engine,
+    and `ways` names how it accesses memory of other processes and of the host. `unpinned` is the reason why the driver
+    must copy through its own buffers; "" if it copies directly.
     """
     named = sorted({way for way in ways if way} | ({"staged by the driver"} if unpinned else set()))
     return Path(f"{by} ({', '.join(named)})" if named else by, unpinned)
@@ -89,8 +89,8 @@ def fabric_path(provider: str, *, of_devices: bool = False) -> str:
 
 
 def staged_path(link: Path, kinds: tuple[str, str], reason: str = "") -> Path:
-    """Returns the path of a transfer whose devices copy to and from pinned memory, which is sent over a link, such as
-    "copy engine and tcp, staged". `reason` says why no device can access both sides' memory.
+    """Returns the path of a transfer whose devices copy to and from pinned memory, whose contents are sent over a link,
+    such as "copy engine and tcp, staged". `reason` says why no device can access both sides' memory.
     """
     steps = ["copy engine"] * (kinds[0] == VRAM) + [link.name] + ["copy engine"] * (kinds[1] == VRAM)
     by = " and ".join((", ".join(steps[:-1]), steps[-1]))
@@ -210,8 +210,8 @@ def _set_options(connection: socket.socket) -> None:
 
 
 def allowed_paths(names: Sequence[str] | None) -> tuple[frozenset[str], bool]:
-    """Returns the allowed paths: `names`, or if that is None the paths in ``PROXYCCL_TRANSFER_PATHS``, or if that isn't
-    set all paths. The second result is whether `names` or the variable named the paths.
+    """Returns the allowed paths: `names`, if not None, else the paths in ``PROXYCCL_TRANSFER_PATHS``, if set, else all
+    paths. The second result is whether `names` or the variable named the paths.
 
     Raises:
         ArgumentError: the list is empty, or a name is not that of a path.
@@ -316,8 +316,9 @@ def _choose(
     failures: list[str],
     fabric: AgentFabric | None,
 ) -> Link | None:
-    """Chooses the best allowed path over a connection; without one, closes the connection and returns None. Agents on
-    one host without a common network namespace use TCP for messages, but the kernel may still copy their data.
+    """Chooses the best allowed path over a connection. If no path is allowed, closes the connection and returns None.
+    Agents on one host without a common network namespace use TCP for messages, but the kernel may still copy their
+    data.
     """
     here = place.host == boot_id()
     with contextlib.ExitStack() as undo:

@@ -39,7 +39,8 @@ class Peer:
         self._to_close: weakref.WeakSet[Transfer] = weakref.WeakSet()
 
     def keep(self, transfer: Transfer) -> Transfer:
-        """Returns `transfer`, which will be closed before the peer's memory is unmapped or its address is removed."""
+        """Records a transfer, so that it is closed before the peer's memory is unmapped or the peer's address is
+        removed. Returns the transfer."""
         with self._lock:
             self._to_close.add(transfer)
         return transfer
@@ -66,8 +67,8 @@ class Peer:
         self._ended = -1
 
     def forget_ended(self) -> list[Region]:
-        """If the peer is on this host, removes the regions that it has deregistered, and returns them. Regions that are
-        mapped stay mapped while transfers use them.
+        """If the peer is on this host, removes the regions that the peer has deregistered, and returns these regions.
+        Mapped regions stay mapped while transfers use them.
         """
         ledger = self.ledger
         if ledger is None:

@@ -279,7 +279,6 @@ class Preparer(Struct, eq=False):
         return self._of_blocks(pair, path, create, staging, 0, copier=copier, kept=staged)
 
     def _local_copier(self, pair: Pair) -> Copier:
-        """Returns the copier of the local blocks' device."""
         return self._devices.of(self._reached.share(pair.holders[0][0]))
 
     def _mapped_here(self, pair: Pair) -> tuple[Copier, Pair]:

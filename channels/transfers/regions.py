@@ -171,7 +171,7 @@ class Regions:
         return found
 
     def ended(self, words: Rows) -> list[Region]:
-        """Returns the regions that were deregistered, according to their ledger's words (`Ledger.words`)."""
+        """Returns the regions that their ledger's words (`Ledger.words`) show to be deregistered."""
         numbers = self._table.numbers
         now = words[numbers % np.uint64(len(words))]
         ended: list[Region] = self._table.regions[(now != numbers) & (now != ~numbers)].tolist()

@@ -1,5 +1,5 @@
-"""Orders transfers that no device copies with a stream's work. A transfer waits until the stream writes one word, and
-the stream then waits for another word.
+"""Makes a transfer that no device copies run after a stream's earlier work, and before the stream's later work. A
+transfer waits until the stream writes one word, and the stream then waits for another word.
 
 Both words are in pinned memory. The agent's thread, or a caller that waits, begins the transfer when it sees the first
 word, and stores the second word at the transfer's end. After its wait, the stream writes the first word again. The

@@ -99,7 +99,7 @@ class Transfer:
     """Blocks to read from or write to a peer's memory. `Agent.prepare` makes a transfer, which can be started many
     times.
 
-    Any thread may use it. A transfer keeps the peer's link alive, but not the memory of the blocks.
+    Any thread may use a transfer. A transfer keeps the peer's link alive, but not the memory of the blocks.
 
     Attributes:
         peer: the other agent's name.
@@ -285,8 +285,8 @@ class Transfer:
 
 
 def has_ended(transfer: Transfer, seconds: float) -> bool:
-    """Waits up to `seconds` until a transfer is not active, and returns whether it is inactive, so that nothing
-    accesses its memory. Only threads of the library may call this.
+    """Waits up to `seconds` until a transfer is inactive, and returns whether it is. Nothing accesses the memory of an
+    inactive transfer. Only threads of the library may call this.
     """
     if transfer._closed:
         return True

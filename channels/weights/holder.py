@@ -94,7 +94,7 @@ class Holder:
 
     def card(self) -> bytes:
         """Returns this holder's card, with which others connect to it. Anyone who has the card may read and write this
-        agent's registered memory. Call `add` for all parts before.
+        agent's registered memory. Call `add` for all parts before this call.
         """
         address = self._version_region.address
         metadata = self._agent.metadata()
@@ -173,7 +173,7 @@ class Holder:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TransferTimeoutError(f"agent {self._agent.name}: {expected()} within the time")
-            with contextlib.suppress(TransferTimeoutError):  # `met` may change without a message
+            with contextlib.suppress(TransferTimeoutError):  # `met` may become true without a message
                 self._agent.wait_for_message(min(left, _SLICE))
             self._take_messages()
 

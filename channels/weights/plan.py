@@ -88,7 +88,7 @@ class _Planner:
         self._nodes, self._chosen = nodes, chosen
         self._sent: Counter[str] = Counter()
         self._received: Counter[str] = Counter()
-        self._cells: dict[tuple[object, ...], list[_Cell]] = {}  # by the parts' layout
+        self._cells: dict[tuple[object, ...], list[_Cell]] = {}  # by the positions and shapes of a tensor's parts
         # The blocks are grouped by pair of parts, because blocks of different parts, which may be registered
         # separately, must not be joined.
         self.links: dict[tuple[str, str, bool], dict[tuple[int, int], list[Rows]]] = {}

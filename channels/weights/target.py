@@ -164,8 +164,8 @@ class WeightTarget(Holder):
         self._groups.append(len(self._parts))
 
     def connect(self, sources: Iterable[bytes], *, peers: Iterable[bytes] = ()) -> None:
-        """Connects to the sources, and plans and prepares the reads. Call `add` for all parts before. If a source or
-        peer ends and another one replaces it, call this again.
+        """Connects to the sources, and plans and prepares the reads. Call `add` for all parts before this call. If a
+        source or peer ends and another one replaces it, call this again.
 
         Args:
             sources: the cards of all sources.
@@ -305,7 +305,7 @@ class WeightTarget(Holder):
             while not whole:
                 self._wait(peers_have_theirs, deadline, lambda: f"{connected.peers} did not read their shares")
                 connected.move(group.relayed, deadline, stream)
-                whole = peers_have_theirs()  # if False, a peer may have overwritten its share meanwhile
+                whole = peers_have_theirs()  # if False, a peer may have overwritten its share during the reads
             for peer in connected.peers:
                 self._agent.notify(peer, MESSAGE.encode(HasRead(number, self._number)))
             self._wait(peers_have_mine, deadline, lambda: f"{list(self._readers)} did not read this target's share")

@@ -1,7 +1,7 @@
-"""Chooses the daemon of a rank's proxy: the first of several that sees the rank's device.
+"""Chooses the daemon of a rank's proxy: the first of several daemons that sees the rank's device.
 
-A daemon needs a second or two to start and to create its device contexts. A rank that connects before it uses the proxy
-runs its program during that time.
+A daemon needs a second or two to start and to create its device contexts. If a rank connects before it uses the proxy,
+the rank's program runs during that time.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class ChosenDaemon(DaemonAddress):
             early.add_done_callback(_close_made)
 
     def connect(self, timeout: float) -> tuple[socket.socket, int]:
-        """See `DaemonAddress.connect`. Also raises ArgumentError if no daemon sees the device or the daemon refuses an
-        option, and ProxyLostError if the daemon does not answer.
+        """See `DaemonAddress.connect`. Raises, in addition, ArgumentError if no daemon sees the device or the daemon
+        refuses an option, and ProxyLostError if the daemon does not answer.
         """
         prepared = self._made_early() or self._prepare(timeout)
         self._chosen = prepared.address
@@ -99,8 +99,8 @@ class ChosenDaemon(DaemonAddress):
         if early is None:
             return None
         try:
-            prepared = early.result()  # ends in time: each step of the thread has a time-out
-        except ProxyLostError:  # connect then makes a new connection
+            prepared = early.result()  # each step of the thread has a time-out, so the wait ends
+        except ProxyLostError:
             return None
         if prepared.is_lost:
             prepared.close()

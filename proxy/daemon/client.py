@@ -80,7 +80,7 @@ class DaemonRemote:
         self._daemon.ask(SessionService.withdraw, memory.owner)
 
     def close(self) -> None:
-        """Does nothing: the daemon frees remote links with the proxy."""
+        """Does nothing, because the daemon frees remote links when it frees the proxy."""
 
 
 class DaemonClient(ProxyWords):
@@ -102,7 +102,7 @@ class DaemonClient(ProxyWords):
     Attributes:
         daemon: the daemon's process id.
         daemon_started: start time of the daemon's process (`proxyccl.proxy.processes.start_of`).
-        sleepers: the proxy's threads, which launches wake.
+        sleepers: the proxy's threads, which kernel launches wake.
 
     Raises:
         ArgumentError: there are fewer rings than threads, or the daemon does not see the device.
@@ -152,15 +152,14 @@ class DaemonClient(ProxyWords):
         self._own_channels: set[int] = set()
         self._spare_channels: list[int] = []  # free ids that the daemon reserved for this process
         self._takes_private = takes_private
-        # For each memory that copies can use, by its first id: a function that registers the memory with the service in
-        # this process.
+        # Maps the first id of each memory that copies can use to a function that registers the memory with the service
+        # in this process.
         self._memories: dict[int, Callable[[ProxyService], int]] = {}
         self._ring_of: dict[int, int] = {}
         self._lock = threading.RLock()
         self._observed: ObservedSegment | None = None
         self.fifos = [Fifo(runtime, fifo_size) for _ in range(fifos)]
         self._daemon = DaemonConnection(timeout, name, on_failure, self._watch_turns, address)
-        # These methods only call the daemon.
         self.request_report, self.stopped = self._daemon.request_report, self._daemon.stopped
         self.daemon, self.daemon_started = self._daemon.daemon, self._daemon.daemon_started
         try:
@@ -188,7 +187,7 @@ class DaemonClient(ProxyWords):
         try:
             for handle in handles:
                 self.sleepers.add(SharedMemory.open(handle))
-        except ArgumentError as error:  # the daemon's threads then find work only when they poll
+        except ArgumentError as error:  # without the words, the daemon's threads find work only when they poll
             logging.getLogger("proxyccl").warning("launches cannot wake the node daemon's threads: %s", error)
 
     def __repr__(self) -> str:
@@ -265,9 +264,7 @@ class DaemonClient(ProxyWords):
         return first
 
     def _repeat(self, first: int, add: Callable[[ProxyService], int]) -> None:
-        """Registers memory, which the daemon has registered, with this process's service too, as soon as that service
-        exists.
-        """
+        """Registers memory of the daemon's service with this process's service too, as soon as that service exists."""
         with self._lock:
             self._memories[first] = add
             if self._own is not None:
@@ -281,7 +278,7 @@ class DaemonClient(ProxyWords):
 
     def connect_copy(self, *, peer: int | None = None, transport: str = "copy", private: bool = False) -> Connection:
         """Returns a connection whose transfers are copies within the host. If `private`, a service in this process
-        makes the copies, otherwise the daemon.
+        makes the copies, otherwise the daemon makes the copies.
         """
         if private and self._takes_private:
             return replace(self._own_service().connect_copy(peer=peer, transport=transport), private=True)
@@ -370,7 +367,7 @@ class DaemonClient(ProxyWords):
         return channel
 
     def drain(self, timeout: float, given_up: Callable[[], bool] = lambda: False) -> bool:
-        """See `ProxyService.drain`. An abort, or the loss of the daemon, also ends the wait."""
+        """See `ProxyService.drain`. The call also ends after an abort or the loss of the daemon."""
         if not self._daemon.is_open or given_up():
             return False
         if self._own is not None and not self._own.drain(timeout, given_up):
@@ -382,7 +379,7 @@ class DaemonClient(ProxyWords):
 
     def close(self, timeout: float = 30.0) -> bool:
         """Drains the rings, and makes the daemon free all of this client's objects. If a handler or a worker does not
-        end in time, returns False and keeps the memory that it uses.
+        end in time, returns False and keeps the memory that this handler or worker uses.
         """
         with self._lock:
             own_ended = self._own is None or self._own.close(timeout)

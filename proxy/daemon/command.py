@@ -31,7 +31,7 @@ Server: TypeAlias = AbstractContextManager[str]
 class _Lines(logging.Formatter):
     """Formats each record as one line, whatever characters a client's description or error contains."""
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  the base class's name
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  the base class defines the name
         return shown(super().formatMessage(record))
 
 
@@ -70,8 +70,8 @@ def run_for_job(listener: int, options: str, starter: int, on_ready: Callable[[]
     # on such a core would run once in a time slice.
     suffice = len(chosen.affinity) >= chosen.threads + chosen.programs
     os.sched_setaffinity(0, chosen.affinity if suffice else every)
-    with contextlib.suppress(ArgumentError):  # if the path in PROXYCCL_DAEMON_SOCKET is not valid
-        reach_through(socket_path())  # clients' peers in containers are reached this way
+    with contextlib.suppress(ArgumentError):
+        reach_through(socket_path())  # reaches clients' peers that run in other containers
     daemon_options = DaemonOptions(threads=chosen.threads, cores=chosen.cores, programs=chosen.programs)
     with Daemon(HandedOver(listener), daemon_options, Attendance(starter)) as daemon:
         on_ready()
@@ -97,8 +97,8 @@ class _Ending:
     def serve(self, daemon: Daemon) -> None:
         """Makes the daemon serve until a signal ends it. Returns immediately if a signal has already arrived."""
         self._daemon = daemon
-        # The system may deliver a signal to another thread, as happens if a stopped process gets SIGCONT and then
-        # SIGTERM. Such a signal ends the main thread's poll() only through this descriptor.
+        # The system may deliver a signal to a thread other than the main thread, for example if a stopped process gets
+        # SIGCONT and then SIGTERM. Such a signal ends the main thread's poll() only through this descriptor.
         signal.set_wakeup_fd(daemon.wake_descriptor, warn_on_full_buffer=False)
         if self._asked:
             daemon.stop()

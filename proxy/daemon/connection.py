@@ -210,7 +210,7 @@ class DaemonConnection:
         try:
             return cast(R, self._result(method, *method.request_of(args, kwargs)))
         except ProxyLostError:
-            if not method.releases:  # the daemon's end has released the objects
+            if not method.releases:  # a lost daemon has already released the objects
                 raise
             return cast(R, nothing)
 
@@ -238,7 +238,7 @@ class DaemonConnection:
         takes = method.timeouts * getattr(request, "timeout", 0.0) + (self._timeout() if method.opens else 0.0)
         turns = self._watch_turns() if method.needs_turns else None
         number = next(self._numbers)
-        self._awaited.add(number)  # added before the send, which a signal handler's request may interrupt
+        self._awaited.add(number)  # a signal handler's request may interrupt the send below
         try:
             send(self._socket, REQUESTS, structs.replace(request, request=number), descriptors)
             return self._answer_to(number, takes + min(self._timeout(), _MARGIN), turns)
@@ -313,7 +313,7 @@ class DaemonConnection:
         self._lose(f"{process_name(self.daemon)} {what}{stopped}")
 
     def stopped(self) -> str:
-        """See `ProxyService.stopped`. Returns "" if the daemon is lost."""
+        """See `ProxyService.stopped`. Returns "" also if the daemon is lost."""
         return f"{process_name(self.daemon)} {_STOPPED}" if self.is_open and is_stopped(self.daemon) else ""
 
     def close_service(self, timeout: float) -> bool:

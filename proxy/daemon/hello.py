@@ -56,7 +56,7 @@ class DaemonAddress:
         return ""
 
     def close(self) -> None:
-        """Frees what the address holds, such as descriptors."""
+        """Frees the resources of the address, such as descriptors."""
 
 
 def introduce(address: str, timeout: float) -> tuple[socket.socket, HelloAnswer]:
@@ -93,8 +93,7 @@ def _refused(address: str, reason: str) -> RuntimeUnavailableError:
 
 
 def _say_hello(connection: socket.socket) -> HelloAnswer:
-    """Sends a `Hello`. Returns the daemon's answer. Raises ConnectionResetError if the daemon hung up."""
-    with contextlib.suppress(BrokenPipeError):  # if the daemon has already refused this user
+    with contextlib.suppress(BrokenPipeError):  # the daemon has already refused this user
         send(connection, HELLOS, Hello(VERSION, LAYOUT))
     message = receive(connection, HELLO_ANSWERS, DAEMON)
     if message is None:

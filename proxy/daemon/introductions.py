@@ -1,5 +1,5 @@
-"""Lets the daemon connect processes that share no other socket: the daemon makes a pair of connected sockets, and sends
-one to each process.
+"""Lets the daemon connect processes that can't reach each other directly: the daemon makes a pair of connected sockets,
+and sends one to each process.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Introductions:
         sockets.add_broker(self._name, self._connect)
 
     def offer(self, process: bytes, hand: Hand, confirm: Callable[[], object]) -> None:
-        """Lets others reach the process with this token. First calls `confirm`, which must send the answer to the
-        process's request, so that the process gets this answer before the first connection. `confirm` must not wait,
-        because all introductions wait for it.
+        """Lets other processes reach the process with this token. First calls `confirm`, which must send the answer to
+        the process's request, so that the process gets this answer before the first connection. `confirm` must not
+        wait, because all introductions wait for it.
         """
         with self._lock:
             confirm()
@@ -78,7 +78,7 @@ class Introductions:
         return connection
 
     def close(self) -> None:
-        """Stops this process from reaching others through the daemon."""
+        """Stops this process from reaching other processes through the daemon."""
         sockets.remove_broker(self._name)
 
 

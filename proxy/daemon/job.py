@@ -105,7 +105,7 @@ class JobDaemon(DaemonAddress):
                 limit_waits(connection, timeout, 0)
                 _served[self._name] = answer.pid, start_of(answer.pid)
                 # SO_PEERCRED would name the process that called listen(): the rank that started the daemon.
-                with contextlib.suppress(OSError):  # if the daemon has ended
+                with contextlib.suppress(OSError):
                     self._errors = os.open(f"/proc/{answer.pid}/fd/2", os.O_RDONLY | os.O_CLOEXEC)
                 return connection, answer.pid
 
@@ -200,6 +200,5 @@ def _environment() -> dict[str, str]:
 
 
 def _text_of(file: int) -> str:
-    """Returns the text at the end of a memory file."""
     size = os.fstat(file).st_size
     return os.pread(file, _MOST_WORDS, max(0, size - _MOST_WORDS)).decode(errors="replace")

@@ -53,7 +53,7 @@ class SocketFile:
 
 
 class HandedOver:
-    """A listening socket that another process has bound to an abstract name. It needs no file and no lock."""
+    """A listening socket that another process has bound to an abstract name, which needs no file and no lock."""
 
     def __init__(self, descriptor: int) -> None:
         os.set_inheritable(descriptor, False)  # otherwise a child process would keep the name in use
@@ -83,7 +83,6 @@ def shown(address: str | bytes) -> str:
 
 
 def _open_directory(directory: Path) -> int:
-    """Opens the socket's directory, and creates it if it is missing. Returns a descriptor."""
     try:
         if not os.path.lexists(directory):
             directory.mkdir(mode=0o700, exist_ok=True)
@@ -115,7 +114,7 @@ def _lock_beside(path: Path, directory: int) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = os.open(name.name, flags, 0o600, dir_fd=directory)
     except OSError as error:
-        with contextlib.suppress(FileNotFoundError):  # raises if the file has another owner
+        with contextlib.suppress(FileNotFoundError):  # raises UntrustedPathError if the file has another owner
             _require_own(os.stat(name.name, dir_fd=directory, follow_symlinks=False), name)
         if error.errno == errno.ELOOP:
             raise UntrustedPathError("socket", f"{name} is a link; remove it, or name another --socket") from None

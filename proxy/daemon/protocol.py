@@ -1,12 +1,12 @@
 """The protocol between a client and the node daemon: the daemon's address, the frames, the messages and the methods.
 
-Both ends first identify their build, by `Hello` and `HelloAnswer`. Then the client calls methods: the functions of the
-daemon's `Session` and `SessionService` that have the decorator `method`. A function completely defines its method: the
-request, the checks of arguments, the session's dispatch and the client's call follow from the function's name and
-types. The daemon answers requests in order, and each answer has the request's number. The daemon sends an event when a
-worker fails, when it introduces another process, and when the daemon itself ends.
+The client and the daemon first identify their builds, by `Hello` and `HelloAnswer`. Then the client calls methods: the
+functions of the daemon's `Session` and `SessionService` that have the decorator `method`. A function completely defines
+its method: the request, the checks of arguments, the session's dispatch and the client's call follow from the
+function's name and types. The daemon answers requests in order, and each answer has the request's number. The daemon
+sends an event when a worker fails, when it introduces another process, and when the daemon itself ends.
 
-A frame is one packet of a Unix socket. It contains one message, and the file descriptors that belong to the message.
+A frame is one packet of a Unix socket, with one message and the file descriptors that belong to the message.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Hello(Message, frozen=True):
-    """A client's first frame. Its fields are the same in every version of the protocol; `hello` is the client's
-    version.
+    """A client's first frame. The fields of `Hello` are the same in every version of the protocol; `hello` is the
+    client's version.
     """
 
     hello: Uint64
@@ -71,8 +71,8 @@ class Hello(Message, frozen=True):
 
 
 class HelloAnswer(Message, frozen=True, omit_defaults=True):
-    """The daemon's first frame: its version and process, or the reason why it refuses the client. The fields are the
-    same in every version of the protocol.
+    """The daemon's first frame: its version and process, or the reason why it refuses the client. The fields of
+    `HelloAnswer` are the same in every version of the protocol.
     """
 
     version: Uint64 = 0
@@ -120,7 +120,7 @@ class Refused(Reply, frozen=True):
     """The answer to a request that the daemon did not carry out.
 
     Attributes:
-        error: the kind of exception that the client raises. If it is "protocol", the daemon also hangs up.
+        error: the kind of exception that the client raises. With the kind "protocol", the daemon also hangs up.
         message: the reason.
         argument: the argument's name, if `error` is "argument".
     """
@@ -188,8 +188,8 @@ class Method(Struct, frozen=True, kw_only=True):
         timeouts: the method may take this many times its argument `timeout`; 0 if it has no such argument.
         opens: whether the method may open a device or register memory; if so, the client waits for one more time-out.
         needs_turns: whether the client gives up if the client's workers do not poll their rings during a time-out.
-        releases: whether the method only frees objects that the daemon holds for the client. The end of the daemon or
-            the connection also frees these objects, so a later call does nothing.
+        releases: whether the method only frees objects that the daemon holds for the client. The objects are also freed
+            when the daemon or the connection ends, so a later call does nothing.
         answered: whether the daemon answers the request.
     """
 

@@ -85,7 +85,7 @@ class Client(Message, frozen=True):
 
 
 class DaemonReport(Message, frozen=True, tag_field="format", tag="proxyccl daemon report"):
-    """A node daemon at one moment.
+    """The state of a node daemon at one moment.
 
     Attributes:
         version: version of the report's format.

@@ -63,7 +63,7 @@ class DaemonReporter:
         self._numbers = itertools.count(1)
         self._turn = threading.Lock()  # held while a report is written
         self._lock = threading.Lock()
-        self._requested: dict[str, float] = {}  # by job: time.monotonic() of the last request that started a report
+        self._requested: dict[str, float] = {}  # when each job's last report was started (time.monotonic())
 
     def request(self, job: str, cause: str) -> None:
         """Writes a report in a separate thread, unless a report for the job was started within the last seconds. The
@@ -92,7 +92,7 @@ class DaemonReporter:
             report = self._report(cause, clients, snapshots.unread)
             path = files.write(self._group, "daemon", next(self._numbers), report.encode())
         except (OSError, UntrustedPathError) as error:
-            log.error("cannot write a report: %s; set PROXYCCL_REPORT_DIR", error)  # noqa: TRY400  not our fault
+            log.error("cannot write a report: %s; set PROXYCCL_REPORT_DIR", error)  # noqa: TRY400  needs no traceback
             return None
         finally:
             self._turn.release()

@@ -67,8 +67,8 @@ class DaemonOptions:
 
 
 class Attendance:
-    """Decides when a job's own daemon ends. Knows the live processes that have been clients, and when the last client
-    left.
+    """Decides when a job's own daemon ends. An `Attendance` keeps the live processes that have been clients, and the
+    time when the last client left.
 
     Args:
         starter: id of the process that starts the daemon and will be a client.
@@ -86,8 +86,8 @@ class Attendance:
         return list(self._pids)
 
     def came(self, pid: int) -> int | None:
-        """Records that a process has connected. Returns a new pidfd for the process; None if it has one already, has
-        ended, or is in another PID namespace.
+        """Records that a process has connected. Returns a new pidfd for the process; None if there is a pidfd already,
+        or if the process has ended or is in another PID namespace.
         """
         self._anybody_came = True
         return self._add(pid)
@@ -103,7 +103,7 @@ class Attendance:
         return descriptor
 
     def ended(self, descriptor: int) -> int:
-        """Forgets the process with this pidfd, which has ended. Returns its process id."""
+        """Forgets the ended process with this pidfd, and returns the process's id."""
         os.close(descriptor)
         return self._pids.pop(descriptor)
 
@@ -128,7 +128,7 @@ class Attendance:
 
 
 class Daemon:
-    """A daemon. Its constructor starts to listen, `serve` accepts clients, and `close` ends their sessions.
+    """A daemon. The constructor starts to listen, `serve` accepts clients, and `close` ends the clients' sessions.
 
     Args:
         place: path of the socket to create, or a listening socket.
@@ -195,7 +195,7 @@ class Daemon:
         return self._wake_write
 
     def stop(self) -> None:
-        """Makes `serve` return. May be called from any thread and from signal handlers."""
+        """Makes `serve` return. Any thread and any signal handler may call this method."""
         self._stopping = True
         self._wake()
 
@@ -255,7 +255,7 @@ class Daemon:
                 longest.abandon()
 
     def _process_ended(self, descriptor: int) -> None:
-        """Ends the sessions of a process that has ended. A forked child may still hold the process's sockets open."""
+        """Ends the sessions of an ended process, whose sockets a forked child may still hold open."""
         assert self._attendance is not None
         pid = self._attendance.ended(descriptor)
         with self._lock:
@@ -287,7 +287,7 @@ class Daemon:
         try:
             session.run()
         finally:
-            with self._lock:  # held during the wake, because `close` closes the pipe once `_sessions` is empty
+            with self._lock:  # keeps `close` from closing the pipe before the call of `_wake`
                 del self._sessions[session]
                 if not self._stopping:
                     self._wake()
@@ -303,8 +303,8 @@ class Daemon:
             return self._runtimes[key]
 
     def _assign_threads(self, workers: int) -> Sequence[ProxyThread]:
-        """Returns a thread for each worker, from the threads with the fewest workers. A thread occurs twice only if
-        there are more workers than threads.
+        """Returns a thread for each worker, from the threads with the fewest workers. The result has a thread twice
+        only if there are more workers than threads.
         """
         with self._lock:
             users = [thread for session in self._sessions for thread in session.threads]
@@ -312,7 +312,6 @@ class Daemon:
             return [by_load[i % len(by_load)] for i in range(workers)]
 
     def _choose_idle(self) -> IdlePolicy:
-        """Chooses the idle policy for a client that requests none."""
         if self._options.idle is not None:
             return self._options.idle
         with self._lock:

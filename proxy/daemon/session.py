@@ -75,7 +75,7 @@ def refuse_user(connection: socket.socket, user: int) -> None:
 
 
 class Session:
-    """One connection of a client, from its hello to its end.
+    """Serves one connection of a client, from the client's hello to the connection's end.
 
     Args:
         connection: the socket; the session closes it.
@@ -153,13 +153,13 @@ class Session:
         return self._greeted
 
     def end(self, timeout: float) -> None:
-        """Makes the session's thread finish the triggers in the client's rings, then end. Any thread may call this."""
+        """Makes the session finish the triggers in the client's rings, then end. Any thread may call this method."""
         self._end_within = timeout
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RD)
 
     def abandon(self) -> None:
-        """Ends the session as if the client had hung up. Any thread may call this."""
+        """Ends the session as if the client had hung up. Any thread may call this method."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
@@ -242,7 +242,7 @@ class Session:
         self._send_event(Answer(Raw(b"null"), request=self._number))
 
     def _hand(self, theirs: socket.socket) -> None:
-        """Sends the client the socket `theirs`, which is connected to another process. Any thread may call this."""
+        """Sends the client a socket that is connected to another process. Any thread may call this method."""
         send(self._connection, REPLIES, Introduced(), [theirs.fileno()], socket.MSG_DONTWAIT)
 
     def _send_event(self, event: AnyReply) -> None:
@@ -256,7 +256,6 @@ class Session:
                 self._connection.shutdown(socket.SHUT_RDWR)
 
     def _refuse(self, error: ProtocolError) -> None:
-        """Sends the client the reason for the session's end."""
         with contextlib.suppress(OSError):
             if self._greeted:
                 send(self._connection, REPLIES, Refused.of(error), flags=socket.MSG_DONTWAIT)
@@ -305,7 +304,7 @@ class Session:
         opened = self._open_runtime(runtime, device_id)
         try:
             opened.warm_up(peers)
-        except DriverError as error:  # the client's copies may still succeed
+        except DriverError as error:  # the client's copies may succeed without a warm-up
             log.warning("%s: its first copies will take longer: %s", self.name, error)
 
     @method(opens=True)
@@ -348,7 +347,7 @@ class Session:
 
     def _free(self, timeout: float) -> bool:
         """Ends the workers immediately, and frees all of the client's objects. If a worker did not end in time, returns
-        False and keeps the memory.
+        False and keeps the client's memory.
         """
         service = self._service
         if service is None:
@@ -374,7 +373,7 @@ class Session:
 
 
 def _token(process: str) -> bytes:
-    """Checks a process's token in a request. Raises ProtocolError for any other text."""
+    """Returns the token that a request contains as hexadecimal text. Raises ProtocolError for any other text."""
     try:
         token = bytes.fromhex(process)
     except ValueError:
@@ -384,4 +383,4 @@ def _token(process: str) -> bytes:
     return token
 
 
-REQUESTS = Codec[Request](Union[tuple(each.request for each in METHODS.values())], LONGEST_FRAME, name="request")  # noqa: UP007  made of a tuple
+REQUESTS = Codec[Request](Union[tuple(each.request for each in METHODS.values())], LONGEST_FRAME, name="request")  # noqa: UP007  the types are in a tuple

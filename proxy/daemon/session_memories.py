@@ -24,7 +24,7 @@ _Unmap = Callable[[], None]
 
 
 class SessionMemories:
-    """The mappings of a client's handles. Each mapping belongs to an object, such as a channel, that needs it."""
+    """The mappings of a client's handles. Each mapping belongs to the object, such as a channel, that needs it."""
 
     def __init__(self, proxy: ProxyService, runtime: Runtime) -> None:
         self._proxy = proxy
@@ -41,8 +41,8 @@ class SessionMemories:
         try:
             memory = self._mappings.acquire(handle)
         except ArgumentError:
-            # The new memory may have the address of freed memory that this process still maps; drivers may refuse its
-            # handle.
+            # The new memory may have the address of freed memory that this process still maps; drivers may refuse the
+            # new memory's handle.
             if not self._retired or not self._proxy.drain(REST_SECONDS):
                 raise
             self.unmap_retired()
@@ -67,7 +67,7 @@ class SessionMemories:
         self._retire(replaced)
 
     def retire(self, kind: str, number: int) -> None:
-        """Unmaps an object's memory, if it has any, once the workers are idle. Until then copies may be in flight."""
+        """Unmaps an object's memory, if it has any, once the workers are idle and so no copy is in flight."""
         self._retire(self._kept.pop((kind, number), None))
 
     def _retire(self, unmap: _Unmap | None) -> None:

@@ -136,7 +136,7 @@ class SessionService:
         self._segment = segment
         self._has_left = has_left
         self.memories = SessionMemories(self.proxy, runtime)
-        self._sizes: dict[int, int] = {}  # by a memory's first id
+        self._sizes: dict[int, int] = {}  # maps a memory's first id to its size
         self._connections: list[Connection] = []
         self._channels: dict[int, Connection | None] = {}  # None for a channel that the client's process serves
         self._schedules: set[int] = set()
@@ -148,7 +148,7 @@ class SessionService:
 
     @method()
     def add_memory(self, handle: bytes, nbytes: Nbytes, key: Uint32) -> MemoryId:
-        """Maps memory by its handle, and registers it for copies. Returns the memory's first id."""
+        """Maps memory by its handle, and registers it for copies. Returns the first of the memory's ids."""
         if nbytes == 0:
             return self._register(0, lambda: self.proxy.add_memory(0, 0, key))
         with contextlib.ExitStack() as undo:
@@ -157,8 +157,8 @@ class SessionService:
 
     @method()
     def add_pinned_memory(self, handle: bytes) -> MemoryId:
-        """Maps pinned memory by its handle, and registers it for copies by the device and by the CPU. Returns the
-        memory's first id.
+        """Maps pinned memory by its handle, and registers it for copies by the device and by the CPU. Returns the first
+        of the memory's ids.
         """
         with contextlib.ExitStack() as undo:
             memory = self.memories.map_pinned(handle, undo)
@@ -166,7 +166,7 @@ class SessionService:
 
     @method()
     def add_remote_memory(self, address: Uint64, nbytes: Nbytes, key: Uint64) -> MemoryId:
-        """Registers memory that remote transports reach by an address and a key. Returns the memory's first id."""
+        """Registers memory that remote transports reach by address and key. Returns the first of the memory's ids."""
         return self._register(nbytes, lambda: self.proxy.add_remote_memory(address, nbytes, key))
 
     def _register(self, nbytes: int, add: Callable[[], int], undo: contextlib.ExitStack | None = None) -> int:
@@ -260,8 +260,8 @@ class SessionService:
 
     @method()
     def add_schedule(self, schedule: Schedule) -> ScheduleNumber:
-        """Adds a schedule, which the client's streams may then start. The schedule's ids are looked up only when it
-        runs.
+        """Adds a schedule, which the client's streams may then start. The schedule's ids are looked up only when the
+        schedule runs.
         """
         number = self.proxy.add_schedule(schedule)
         self._schedules.add(number)
@@ -348,14 +348,14 @@ class SessionService:
         if exposed is None:
             raise ProtocolError(f"number: this client has no exposed memory {number}")
         if remote_functions(exposed.transport).stages:
-            self._opened.withdraw(exposed)  # from here on refuses peers' data
+            self._opened.withdraw(exposed)  # the engine refuses peers' data from here on
         self.memories.retire("exposed", number)
 
     # -- the end ---
 
     @method(timeouts=1, needs_turns=True)
     def drain(self, timeout: Seconds) -> bool:
-        """See `ProxyService.drain`. The wait also ends if the client leaves."""
+        """See `ProxyService.drain`. The call also ends if the client leaves."""
         return self.proxy.drain(timeout, self._has_left)
 
     def free(self) -> None:

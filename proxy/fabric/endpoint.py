@@ -92,7 +92,7 @@ class FabricEndpoint(RegistrationCache):
         self._endpoint: Any = made[0]
         self.parts: Any = ffi.new("ProxycclFabricParts *")
         lib.proxyccl_fabric_parts(self._endpoint, self.parts)
-        self._descriptors = ffi.new("uint64_t[]", _LOCAL_KEYS)  # local key 0 stands for memory without a descriptor
+        self._descriptors = ffi.new("uint64_t[]", _LOCAL_KEYS)  # memory without a descriptor has the local key 0
         self._looks = ffi.new("uint64_t *")
         self._free_keys = deque(range(1, _LOCAL_KEYS))
         self._lock = threading.Lock()

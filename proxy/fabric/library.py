@@ -25,8 +25,10 @@ ffi, lib = _engine.ffi, _engine.lib
 
 _FUNCTIONS = ("fi_getinfo", "fi_freeinfo", "fi_dupinfo", "fi_fabric")
 _SIGACTION_BYTES = 256  # at least the size of C's struct sigaction
-_NO_DATA = 61  # FI_ENODATA, libfabric's error if no provider has a matching offer
-_EXHAUSTED = (12, 24)  # FI_ENOMEM, FI_EMFILE
+_NO_DATA = 61
+"""FI_ENODATA, libfabric's error if no provider has a matching offer."""
+_EXHAUSTED = (12, 24)
+"""FI_ENOMEM and FI_EMFILE."""
 _STREAMS = frozenset({"tcp", "net"})
 """Providers that send messages over a byte stream and store the received data in the stream's order."""
 _LAST_RESORT = frozenset({"udp", "sockets", "net"})
@@ -190,8 +192,7 @@ class FabricOffer:
 
 def fabric_offers(*, device_memory: bool = False) -> list[FabricOffer]:
     """Returns the endpoints that providers offer, in libfabric's order of preference. All offered endpoints can write
-    to peers' memory. If their provider supports it, they can also read peers' memory and, with `device_memory`, access
-    GPU memory.
+    to peers' memory. Some can also read peers' memory or, with `device_memory`, access GPU memory.
 
     Raises:
         ResourceError: out of memory.
@@ -205,8 +206,8 @@ def fabric_offers(*, device_memory: bool = False) -> list[FabricOffer]:
 
 def best_of(answers: list[list[FabricOffer]]) -> list[FabricOffer]:
     """Merges libfabric's answers to successively weaker requests. Each offer is taken from the first answer that
-    contains the offer. The result has the order of the last answer, which is libfabric's preference if nothing optional
-    is requested.
+    contains the offer. The result has the order of the last answer, whose request asked for nothing optional, so this
+    is libfabric's order of preference.
     """
     best: dict[tuple[str, str, object, int], FabricOffer] = {}
     for answer in reversed(answers):

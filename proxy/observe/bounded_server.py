@@ -31,13 +31,11 @@ class BoundedServer(ThreadingTCPServer):
     """Serves at most `MOST` connections at a time, each in a thread. A further connection ends the oldest one, so
     silent clients do not block the server.
 
-    Use it as a context manager, or call `end`.
+    Use the server as a context manager, or call `end`.
 
     Args:
         host: name or address to listen at.
         port: the port; 0 for any free port.
-        handler: the handler class of a connection.
-        name: name of the server's thread.
 
     Raises:
         ArgumentError: the port is not from 0 to 65535, or the host has no address.
@@ -58,7 +56,7 @@ class BoundedServer(ThreadingTCPServer):
         self._accepted: list[Any] = []
         self._lock = threading.Lock()
         try:
-            super().__init__(address, handler)  # type: ignore[arg-type]  # an IPv6 address has four parts
+            super().__init__(address, handler)  # type: ignore[arg-type]  # IPv6 addresses have four parts
         except OSError as error:
             raise ResourceError(f"cannot listen at port {port} of {host}: {error.strerror}") from None
         self.port = int(self.server_address[1])
@@ -81,7 +79,7 @@ class BoundedServer(ThreadingTCPServer):
         self._thread.join()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serves a connection in a thread. Ends the oldest connection if there are too many."""
+        """Serves a connection in a thread. Ends the oldest connection if too many connections are open."""
         with self._lock:
             self._accepted.append(request)
             if len(self._accepted) > self.MOST:
@@ -101,8 +99,8 @@ class BoundedServer(ThreadingTCPServer):
 
 
 def _hang_up(request: Any) -> None:
-    with contextlib.suppress(OSError):  # if the connection has just ended
-        request.shutdown(socket.SHUT_RDWR)  # the connection's thread then reads the end, and closes the socket
+    with contextlib.suppress(OSError):
+        request.shutdown(socket.SHUT_RDWR)  # the connection's thread reads the end of the stream, and closes the socket
 
 
 def split_address(text: str, port: int, argument: str) -> tuple[str, int]:
@@ -134,8 +132,8 @@ class LocalPages(BaseHTTPRequestHandler):
     host = "localhost"
 
     def parse_request(self) -> bool:
-        """Parses and checks a request. Returns False if the request is refused. Otherwise the base class calls the
-        request's method, such as `do_GET`.
+        """Parses and checks a request. Returns False if the request is refused. If the request is accepted, the base
+        class calls the request's method, such as `do_GET`.
         """
         if not super().parse_request():
             if not self.requestline.split():  # the base class answers other malformed requests
@@ -156,7 +154,7 @@ class LocalPages(BaseHTTPRequestHandler):
         """Reads the rest of the request, because closing a connection with unread bytes would discard the answer."""
         super().finish()
         left, until = _LINGER_BYTES, time.monotonic() + _LINGER_SECONDS
-        with contextlib.suppress(OSError):  # if the client has gone
+        with contextlib.suppress(OSError):  # the client has gone
             self.connection.shutdown(socket.SHUT_WR)
             while left > 0 and (seconds := until - time.monotonic()) > 0:
                 self.connection.settimeout(seconds)

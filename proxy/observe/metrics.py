@@ -66,7 +66,7 @@ def _sample(name: str, labels: Labels, value: float) -> str:
 
 
 def _labels_of(view: ServiceView) -> Labels:
-    who = view.publication  # "job" is a label of Prometheus's own
+    who = view.publication  # Prometheus itself uses the label "job"
     return {"communicator": who.description.job, "rank": who.description.rank, "pid": who.pid}
 
 
@@ -117,7 +117,7 @@ def serve(port: int) -> Iterator[str]:
     """
 
     class Handler(LocalPages):
-        def do_GET(self) -> None:  # noqa: N802  the base class's name
+        def do_GET(self) -> None:  # noqa: N802  the base class defines the name
             if self.path_asked != "/metrics":
                 self.send_error(404, "the metrics are at /metrics")
                 return

@@ -76,8 +76,8 @@ class Description(Message, frozen=True):
 
 
 def way_text(way: str) -> str:
-    """Returns a text that names the socket that passes descriptors of memory; `way` is its kind. Returns "" if `way` is
-    empty.
+    """Returns a text that names the socket that passes descriptors of memory; `way` is the kind of the socket. Returns
+    "" if `way` is empty.
     """
     return f"memory by descriptors over {_WAYS.get(way, way)}" if way else ""
 
@@ -111,7 +111,7 @@ class OfProcess(Message, frozen=True):
 
 
 def this_process(started: int | None = None) -> tuple[int, int, str]:
-    """Returns this process's `pid`, `started` and `namespace`, as in `OfProcess`. If `started` is None, looks it up."""
+    """Returns this process's `pid`, `started` (which is looked up if None) and `namespace`, as in `OfProcess`."""
     pid = os.getpid()
     return pid, started or start_of(pid) or 0, pid_namespace()
 
@@ -186,7 +186,7 @@ def write(name: str, data: bytes) -> Path:
     check_directory(directory)
     path = directory / name
     written = path.with_name(f".{path.name}")
-    written.unlink(missing_ok=True)  # a killed process with the same id may have left such a file
+    written.unlink(missing_ok=True)  # a killed process with the same id may have left a file of this name
     descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with open(descriptor, "wb") as file:
         file.write(data)
@@ -195,18 +195,18 @@ def write(name: str, data: bytes) -> Path:
 
 
 def try_publish(publication: Publication) -> Path | None:
-    """Calls `publish`. If it fails, logs the error and returns None."""
+    """Calls `publish`. If the call fails, logs the error and returns None."""
     return try_write(new_name(_SUFFIX), _PUBLICATIONS.encode(publication))
 
 
 def try_write(name: str, data: bytes) -> Path | None:
-    """Calls `write`. If it fails, logs the error, once per reason, and returns None, because a service works without
-    observers.
+    """Calls `write`. If the call fails, logs the error, once per reason, and returns None, because a service works
+    without observers.
     """
     try:
         return write(name, data)
     except (OSError, ArgumentError) as error:
-        with _warning:  # functools.cache may call a function twice if threads call it at once
+        with _warning:  # functools.cache may call a function twice if several threads call it at once
             _warn(str(error))
         return None
 
@@ -246,9 +246,9 @@ def find_running(suffix: str, codec: Codec[P]) -> list[tuple[Path, P]]:
     with contextlib.suppress(FileNotFoundError):
         check_directory(directory)
     for path in sorted(each for each in directory.glob(f"*{suffix}") if each.is_file()):
-        with contextlib.suppress(OSError):  # if the file was removed or is not readable
+        with contextlib.suppress(OSError):  # the file was removed or is not readable
             publication = _read(path, codec)
-            if publication is None:  # written by another version
+            if publication is None:  # another version wrote the file
                 if _is_stale(path):
                     withdraw(path)
             elif publication.namespace == pid_namespace():

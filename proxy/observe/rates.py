@@ -20,7 +20,7 @@ class WorkerRates(Message, frozen=True):
         looks_per_s: polls of the worker's rings and connections per second.
         sleeps_per_s: sleeps of the thread per second.
         wakes_per_s: how often per second a launch woke the thread.
-        core: CPU time of the thread per unit of time; 1.0 is a whole core. None if the system does not report the CPU
+        core: the thread's CPU time per unit of time, 1.0 for a whole core; None if the system does not report the CPU
             time.
         idle_times: the fields of the thread's `IdlePolicy`, in order.
     """
@@ -122,8 +122,8 @@ class ServiceRates(Message, frozen=True):
     ways: dict[int, str] = msgspec.field(default_factory=dict)
 
     def paths(self) -> dict[str, list[int]]:
-        """Maps each path to the sorted ranks that are reached by it. A path is a text: the transport of a rank's
-        channels, if there are any, and the rank's entry in `ways`, if there is one.
+        """Returns a dict that maps each path to the sorted ranks that the path reaches. A path is a text: the transport
+        of a rank's channels, if there are any, and the rank's entry in `ways`, if there is one.
         """
         transports = dict.fromkeys(self.ways, "") | {each.peer: each.transport for each in self.channels}
         found: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Reads a service's state at one moment, from the memory of engine/observe.h and from the channels' counters.
+"""Reads a service's current state, from the memory that engine/observe.h declares and from the channels' counters.
 
 An observer opens the memory that a publication names. The observer does not write to the memory, and reads only a few
 slots of each ring, so the service is not disturbed.
@@ -39,7 +39,7 @@ class WorkerView(Message, frozen=True):
         sleeps: number of the thread's sleeps.
         slept_ns: time that the thread slept.
         wakes: how often a launch woke the thread.
-        cpu_ns: CPU time of the thread, for all its workers together; None if the system does not report the CPU time.
+        cpu_ns: the thread's CPU time, for all its workers together; None if the system does not report the CPU time.
         idle_times: the fields of the thread's `IdlePolicy`, in order.
     """
 
@@ -105,7 +105,7 @@ class ChannelView(ChannelCounters, frozen=True, kw_only=True):
         connection: number, in that worker, of the channel's connection; None for a Python handler.
         flush_ns: sum of the times of timed flushes, from issue to completion.
         timed_flushes: number of timed flushes. A flush is timed unless it completes immediately or its connection is
-            timing another one.
+            timing another flush.
         errors: number of triggers that have failed.
     """
 
@@ -119,7 +119,7 @@ class ChannelView(ChannelCounters, frozen=True, kw_only=True):
 
 
 class ServiceView(Struct, frozen=True):
-    """A service at one moment.
+    """The state of a service at one moment.
 
     Attributes:
         publication: the service's publication.
@@ -145,7 +145,7 @@ class ServiceView(Struct, frozen=True):
 
 
 def connection_of(channel: ChannelView, connections: Iterable[ConnectionView]) -> ConnectionView | None:
-    """Returns the one of `connections` that carries the channel's triggers; None for a handler's channel."""
+    """Returns the connection, from `connections`, that carries the channel's triggers; None for a handler's channel."""
     place = channel.worker, channel.connection
     return next((each for each in connections if (each.worker, each.number) == place), None)
 
@@ -193,7 +193,7 @@ class Observer:
         connections = []
         for number in range(self.publication.workers):
             stats = self.worker_stats(number)
-            age = max(0, now - stats.started_ns) if stats.started_ns else 0  # else the worker has ended
+            age = max(0, now - stats.started_ns) if stats.started_ns else 0
             idle = min(stats.idle_ns, age)  # idle_ns may have grown since `now` was read
             slept = min(stats.slept_ns, idle)
             cpu = cpu_time_of(self.publication.pid, stats.thread)
@@ -224,7 +224,7 @@ class Observer:
         for number, stats in enumerate(self.worker_stats(worker).connections):
             if not stats.in_use:
                 break
-            completed = int(stats.completed)  # read first, so that `issued - completed` is not negative
+            completed = int(stats.completed)  # read before `issued`, so that the difference is not negative
             transport = ffi.string(stats.transport).decode(errors="replace")
             outstanding = max(0, stats.issued - completed)
             connections.append(
@@ -253,6 +253,6 @@ def snapshots(job: str | None = None, process: int | None = None) -> dict[Path, 
     """
     views = {}
     for path, publication in find(job, process=process):
-        with contextlib.suppress(ArgumentError), Observer(publication) as observer:  # if the service has just closed
+        with contextlib.suppress(ArgumentError), Observer(publication) as observer:  # the service has just closed
             views[path] = observer.snapshot()
     return views

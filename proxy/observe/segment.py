@@ -39,11 +39,10 @@ def open_published(handle: str, nbytes: int) -> SharedMemory:
 
 
 class ObservedSegment:
-    """The segment in which a service publishes its activity. With a `handle` (in hexadecimal) it is the existing
-    segment that the handle names; without a handle, a new one.
+    """The segment in which a service publishes its activity. With a `handle` (in hexadecimal), this object maps the
+    existing segment that the handle names; without a handle, it creates a new segment.
 
     Attributes:
-        memory: the segment's memory.
         pointer: the memory as a ProxycclObserved.
 
     Raises:
@@ -85,7 +84,7 @@ class ObservedSegment:
         if place.connection in (0, lib.PROXYCCL_PLACE_HANDLER):
             return None
         stats = self.worker(place.worker).connections[place.connection - 1]
-        completed = stats.completed  # read first, so that `issued - completed` is not negative
+        completed = stats.completed  # read before `issued`, so that the difference is not negative
         return int(stats.issued - completed)
 
     def schedule_waits(self) -> list[ScheduleWait]:

@@ -78,7 +78,7 @@ class TracedWait:
     Attributes:
         schedule: the schedule's number.
         channel: id of the channel to the peer.
-        joins: True if the worker waited for the peer to join the schedule, False if for the peer's data.
+        joins: whether the worker waited for the peer to join the schedule; if not, it waited for the peer's data.
         begin_ns: when the worker began the schedule.
         end_ns: when the worker found that the peer had joined or the data had arrived.
     """
@@ -95,7 +95,6 @@ class ServiceTrace:
     """The trace of one service.
 
     Attributes:
-        publication: the service's publication.
         triggers: the triggers and the sends of schedules: worker by worker, and for each worker in the order in which
             they were issued.
         routes: the peer and the transport of each channel in use; (None, "handler") for a handler's channel.
@@ -122,14 +121,15 @@ class TraceDecoder:
         self._worker = worker
         self._connections = connections
         self._ring: int | None = None
-        self._ticket: int | None = None  # ticket of the next trigger
+        self._ticket: int | None = None
         self._schedule: int | None = None  # schedule of the next send
         self._looked = 0
         self._look = 0
         self._unissued: list[TracedTrigger] = []
-        self._outstanding: dict[int, deque[TracedTrigger]] = {}  # by connection
-        self._handled: dict[int, TracedTrigger] = {}  # by channel
-        self._sent: dict[int, deque[TracedTrigger]] = {}  # schedules' sends that are not complete, by channel
+        # `_outstanding` is by connection; `_handled` and `_sent` (incomplete sends of schedules) are by channel.
+        self._outstanding: dict[int, deque[TracedTrigger]] = {}
+        self._handled: dict[int, TracedTrigger] = {}
+        self._sent: dict[int, deque[TracedTrigger]] = {}
         self._begun: tuple[int, int] | None = None  # the running schedule, and its start time
         self.triggers: list[TracedTrigger] = []
         self.waits: list[TracedWait] = []
@@ -209,15 +209,15 @@ class Allowance:
 
     Args:
         triggers: the number of triggers to keep. Further triggers are kept if they share a clock reading with the last
-            one.
+            of these.
     """
 
     def __init__(self, triggers: int) -> None:
         self._left = triggers
 
     def end_of_kept(self, is_mark: npt.NDArray[np.bool_]) -> int | None:
-        """Returns how many of the fetched records to keep, or None to keep all. `is_mark` tells for each record whether
-        it is a mark or a trigger; the last record is a mark.
+        """Returns how many of the fetched records to keep, or None to keep all. `is_mark` states for each record
+        whether it is a mark or a trigger; the last record is a mark.
         """
         triggers = np.flatnonzero(~is_mark)
         if len(triggers) <= self._left:
@@ -277,7 +277,6 @@ class Tracer:
 
     Args:
         path: the file of the service's publication.
-        publication: the publication in that file.
         allowance: the number of triggers to keep, shared with other tracers; None for `MOST_TRIGGERS` in this tracer.
 
     Raises:

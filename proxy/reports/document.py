@@ -17,7 +17,7 @@ MOST_BYTES = 64 << 20
 
 
 class ReportError(ProxyCCLError):
-    """A file is not a report, or cannot be read. The message names the file."""
+    """Raised if a file is not a report or cannot be read. The message names the file."""
 
 
 class Member(Message, frozen=True, eq=False):
@@ -54,7 +54,7 @@ class Member(Message, frozen=True, eq=False):
 
     @property
     def place(self) -> tuple[str, int]:
-        """A text that identifies the host and the PID namespace, and the process's id in that namespace."""
+        """A text that identifies the host and the PID namespace, followed by the process's id in that namespace."""
         return f"{self.host.partition('/')[2]}/{self.view}", self.pid
 
     @property

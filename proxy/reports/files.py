@@ -18,7 +18,7 @@ _NAME = re.compile(r"[0-9a-f]{8}-(rank\d+|daemon)-\d+-\d+\.json")
 
 
 def wanted() -> bool:
-    """Whether reports are written: ``PROXYCCL_REPORTS=off`` turns them off."""
+    """Whether reports are written: ``PROXYCCL_REPORTS=off`` turns reports off."""
     value = os.environ.get("PROXYCCL_REPORTS") or "on"
     if value not in ("on", "off"):
         raise ArgumentError("PROXYCCL_REPORTS", f"unknown value {value!r}; expected 'on' or 'off'")
@@ -26,8 +26,8 @@ def wanted() -> bool:
 
 
 def default_directory() -> Path:
-    """Returns the directory that is used without ``PROXYCCL_REPORT_DIR``. It may be on a file system that hosts
-    share.
+    """Returns the directory that is used without ``PROXYCCL_REPORT_DIR``. Several hosts may share the directory's file
+    system.
     """
     return user_directory("XDG_STATE_HOME", ".local/state", "state") / "reports"
 
@@ -59,7 +59,7 @@ def write(group: str, who: str, number: int, text: str) -> Path:
         require_private(where)
     path = where / f"{group}-{who}-{os.getpid()}-{number}.json"
     unfinished = path.with_suffix(".unfinished")
-    # O_NOFOLLOW, because other users may create links in a shared directory.
+    # O_NOFOLLOW is needed, because other users may create links in a shared directory.
     descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     with open(descriptor, "w") as file:
         file.write(text)
@@ -79,7 +79,7 @@ def reports_in(where: Path) -> list[Path]:
     found = []
     for path in where.iterdir():
         if _NAME.fullmatch(path.name) and path.is_file():
-            with contextlib.suppress(FileNotFoundError):  # if another process has just removed the file
+            with contextlib.suppress(FileNotFoundError):  # another process has just removed the file
                 found.append((path.stat().st_mtime_ns, path))
     return [path for _, path in sorted(found)]
 

@@ -26,7 +26,7 @@ def install(report: Callable[[str], object]) -> None:
     Does nothing in a second call, or if the program handles or ignores the signal in Python. An existing handler in C,
     such as MPICH's, is still called.
     """
-    global _tried  # noqa: PLW0603  a process has one disposition for a signal
+    global _tried  # noqa: PLW0603  the process has only one handler for the signal
     with _lock:
         if _tried:
             return
@@ -44,7 +44,7 @@ def install(report: Callable[[str], object]) -> None:
 
 def _wait(descriptor: int, report: Callable[[str], object]) -> None:
     while True:
-        os.read(descriptor, _COUNT_BYTES)  # os.eventfd_read would not continue after another signal's handler
+        os.read(descriptor, _COUNT_BYTES)  # os.eventfd_read, unlike os.read, does not retry after a signal
         try:
             report(f"signal {SIGNAL.name}")
         except Exception:  # the thread must survive for the next signal

@@ -19,8 +19,8 @@ int proxyccl_process_read(int32_t pid, uint64_t address, char *to, uint64_t byte
   return read == (ssize_t)bytes ? 0 : read < 0 ? errno : EFAULT;
 }
 
-/* A piece of a copy. If it consists of whole blocks, `local` and `remote` point into the transfer's lists; if it is a
- * part of one long block, `local` and `remote` point to `parts`. */
+/* A piece of a copy. If a piece consists of whole blocks, `local` and `remote` point into the transfer's lists; if it
+ * is a part of one long block, `local` and `remote` point to `parts`. */
 typedef struct Piece {
   struct iovec parts[2];
   const struct iovec *local, *remote;
@@ -60,7 +60,6 @@ static void next_piece(CopyTransfer *self, Piece *piece) {
   all->left -= piece->bytes;
 }
 
-/* Copies a piece. Returns 0 or an errno. */
 static int copy_piece(Piece *piece, int writes, pid_t pid) {
   if (pid != 0) {
     const ssize_t copied = writes ? process_vm_writev(pid, piece->local, piece->blocks, piece->remote, piece->blocks, 0)
@@ -159,12 +158,12 @@ static int copy(ProxycclTransfer *transfer) {
   pthread_mutex_lock(&agent->lock);
   --transfer->copying;
   self->staged[stage] = 0;
-  if (self->staging != NULL) { /* a thread may be waiting for a free stage */
+  if (self->staging != NULL) { /* wakes threads that wait for a free stage */
     pthread_cond_broadcast(&agent->changed);
     if (agent->waits_for_stage) agent_wake(agent);
   }
   if (error == EFAULT && (transfer->error == 0 || (transfer->error == EFAULT && left > self->faulted))) {
-    note_fault(self, &piece); /* if several pieces fail, keeps the fault of the piece that comes first in the list */
+    note_fault(self, &piece); /* if several pieces fail, the first one in the list determines the fault */
     self->faulted = left;
   }
   if (transfer->error == 0) transfer->error = error;
@@ -198,7 +197,7 @@ static int finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
 static void lose(ProxycclTransfer *transfer) {
   drop_rest((CopyTransfer *)transfer);
   if (transfer->copying == 0)
-    transfer_end(transfer, PROXYCCL_TRANSFER_LOST); /* otherwise the last running copy ends the transfer */
+    transfer_end(transfer, PROXYCCL_TRANSFER_LOST); /* if copies are running, the last one ends the transfer */
 }
 
 ProxycclTransfer *proxyccl_transfer_create(ProxycclAgent *agent, ProxycclLink *link, const ProxycclBlocks *blocks,

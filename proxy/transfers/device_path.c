@@ -58,7 +58,7 @@ static void end(ProxycclTransfer *transfer) {
 }
 
 static void begin(ProxycclTransfer *transfer, const uint64_t *stream) {
-  static uint64_t turns; /* unique, so that the late write of an abandoned transfer does not end a later transfer */
+  static uint64_t turns; /* unique values keep a late write of an abandoned transfer from ending a later one */
   DeviceTransfer *self = (DeviceTransfer *)transfer;
   ProxycclAgent *agent = transfer->agent;
   const int is_short = stream == NULL && transfer->bytes <= SHORT_BYTES;
@@ -111,7 +111,7 @@ static int finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
   const uint64_t deadline = now_ns() + LONGEST_CANCEL_S * 1000000000ull;
   const struct timespec pause = {0, SHORTEST_PAUSE_NS};
   (void)timeout_ns;
-  ++transfer->copying; /* keeps the transfer allocated, and keeps other threads from polling it */
+  ++transfer->copying; /* while `copying` is not 0, the transfer stays allocated and other threads do not poll it */
   pthread_mutex_unlock(&transfer->agent->lock);
   while (!is_over(self) && failure(self) == 0 && now_ns() < deadline) nanosleep(&pause, NULL);
   pthread_mutex_lock(&transfer->agent->lock);

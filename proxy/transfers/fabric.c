@@ -14,8 +14,8 @@
 #include "fabric_queue.h"
 
 enum {
-  ACTIVE_NS = 20000, /* ns between two polls of a completion queue that has no descriptor */
-  IDLE_NS = 1000000  /* ns between two polls of such a queue while the agent has no outstanding request */
+  ACTIVE_NS = 20000, /* ns between two polls of a completion queue without a descriptor */
+  IDLE_NS = 1000000  /* ns between two polls of a completion queue without a descriptor if no request is outstanding */
 };
 #define LONGEST_STOP_NS 1000000000ull
 
@@ -81,7 +81,7 @@ static void fail(Fabric *fabric, Rdma *rdma, int error, uint64_t remote) {
   drop_rest(fabric, rdma);
 }
 
-/* Posts the next request of the first waiting Rdma. Returns 0 if the provider has no room. */
+/* Posts the next request of the first waiting Rdma. Returns 0 if the provider's queue is full. */
 static int post(Fabric *fabric) {
   Rdma *rdma = (Rdma *)fabric->waiting.first;
   const uint64_t *row = rdma->rows + ROW * rdma->at.index, offset = rdma->at.offset;
@@ -114,7 +114,7 @@ static void complete(void *owner, void *context, int error, const struct fi_cq_e
   Fabric *fabric = owner;
   Posted *posted = context;
   (void)entry;
-  if (posted == NULL) return; /* NULL reports a failure of the queue, not a completion */
+  if (posted == NULL) return; /* without a `context`, the call reports a failure of the queue */
   Rdma *rdma = posted->rdma;
   posted->rdma = NULL;
   posted->next = fabric->unused;
@@ -164,7 +164,7 @@ void rdma_start(ProxycclAgent *agent, Rdma *rdma, uint64_t bytes) {
   rdma->fault = 0;
   queue_push(&fabric->waiting, rdma);
   fabric_poll(agent);                             /* fabric_poll may end and free the Rdma */
-  if (fabric->outstanding > 0) agent_wake(agent); /* completions may not wake the thread */
+  if (fabric->outstanding > 0) agent_wake(agent); /* the thread must poll, because completions may not wake it */
 }
 
 void rdma_drop(ProxycclAgent *agent, Rdma *rdma) { drop_rest(agent->fabric, rdma); }

@@ -44,7 +44,7 @@ static int finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
   const struct timespec pause = {0, PAUSE_NS};
   rdma_drop(agent, &self->rdma);
   for (fabric_poll(agent); self->rdma.unanswered > 0 && now_ns() < deadline; fabric_poll(agent)) {
-    ++transfer->copying; /* keeps the transfer allocated */
+    ++transfer->copying; /* while `copying` is not 0, the transfer stays allocated */
     pthread_mutex_unlock(&agent->lock);
     nanosleep(&pause, NULL);
     pthread_mutex_lock(&agent->lock);

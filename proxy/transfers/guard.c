@@ -15,18 +15,17 @@
 enum {
   MOST_REPLACED = 8,
   SMALLEST_PAGE = 4096,
-  NEAR = 1 << 16 /* size of the largest page, because a signal may report the page instead of the byte */
+  NEAR = 1 << 16 /* size of the largest page, because a signal may report the page's address, not the byte's */
 };
 
-/* A guarded copy that a thread is making: the point to which the handler jumps back, and the blocks. */
+/* A thread's running guarded copy: the point to which the handler jumps back, and the blocks. */
 typedef struct GuardedCopy {
   sigjmp_buf back;
   const struct iovec *to, *from;
   uint64_t count;
 } GuardedCopy;
 
-/* A call of a replaced handler that a thread is making: the stack frame of pass_on, and the handler's index in
- * Replaced. */
+/* A thread's running call of a replaced handler: the stack frame of pass_on, and the handler's index in Replaced. */
 typedef struct Passing {
   const char *frame;
   int level;
@@ -58,7 +57,7 @@ static int is_near(const struct iovec *blocks, uint64_t count, uintptr_t address
  * again. */
 static int is_of(const GuardedCopy *guard, const siginfo_t *info) {
   if (info->si_code <= 0) return info->si_pid == getpid();
-  if (info->si_code == SI_KERNEL) return 1; /* an access to a non-canonical address, which the kernel does not report */
+  if (info->si_code == SI_KERNEL) return 1; /* the kernel does not report a non-canonical address */
   const uintptr_t address = (uintptr_t)info->si_addr;
   return is_near(guard->to, guard->count, address) || is_near(guard->from, guard->count, address);
 }
@@ -67,7 +66,7 @@ static int is_of(const GuardedCopy *guard, const siginfo_t *info) {
 static void end_process(int number, const siginfo_t *info) {
   const struct sigaction end = {.sa_handler = SIG_DFL};
   sigaction(number, &end, NULL);
-  if (info->si_code <= 0) raise(number); /* not after a fault, which recurs when the handler returns */
+  if (info->si_code <= 0) raise(number); /* a fault needs no `raise`, because it recurs when the handler returns */
 }
 
 /* Passes a signal to the newest replaced handler. If the replaced handler calls this file's handler, because it was
@@ -76,7 +75,7 @@ static void pass_on(int number, siginfo_t *info, void *context) {
   const Replaced *before = &replaced[number == SIGBUS];
   const char *frame = __builtin_frame_address(0);
   const int nested =
-      passing.frame != NULL && frame < passing.frame; /* 0 if the program has left the recorded call by longjmp */
+      passing.frame != NULL && frame < passing.frame; /* a frame that the program has left by longjmp is not nested */
   const int level = nested ? passing.level - 1 : __atomic_load_n(&before->count, __ATOMIC_ACQUIRE) - 1;
   const struct sigaction *action = &before->actions[level < 0 ? 0 : level];
   const Passing outer = passing;
@@ -84,7 +83,7 @@ static void pass_on(int number, siginfo_t *info, void *context) {
   if (level >= 0 && (action->sa_flags & SA_SIGINFO) != 0) {
     action->sa_sigaction(number, info, context);
   } else if (level < 0 || action->sa_handler == SIG_DFL || (action->sa_handler == SIG_IGN && info->si_code > 0)) {
-    end_process(number, info); /* also for SIG_IGN after a fault, because a fault can't be ignored */
+    end_process(number, info); /* a fault ends the process even with SIG_IGN, because a fault can't be ignored */
   } else if (action->sa_handler != SIG_IGN) {
     action->sa_handler(number);
   }
@@ -140,7 +139,7 @@ void guard_admit(sigset_t *blocked) {
   for (int i = 0; i < 2; ++i) sigdelset(blocked, signals[i]);
 }
 
-/* Copies blocks. Returns 1, or 0 if a byte can't be accessed. */
+/* Copies blocks. Returns 0 if a byte can't be accessed, else 1. */
 static int copy(const struct iovec *to, const struct iovec *from, uint64_t count) {
   GuardedCopy guard;
   guard.to = to;

@@ -1,6 +1,4 @@
-/* Links, which are sockets between agents. See transfers.h and parts.h. link_send.c and link_receive.c send and receive
- * the links' frames.
- */
+/* Links, which are sockets between agents. link_send.c and link_receive.c send and receive the links' frames. */
 #include <errno.h>
 #include <sys/epoll.h>
 #include <unistd.h>

@@ -211,7 +211,7 @@ static const char *take_body(ProxycclLink *link) {
     in->left = frame->count == 0 ? frame->bytes : 0;
     in->part = IN_DATA;
   } else {
-    const struct iovec *blocks = (const struct iovec *)in->body.bytes; /* aligned, because malloc allocated the body */
+    const struct iovec *blocks = (const struct iovec *)in->body.bytes; /* malloc aligned the body */
     if (!blocks_have(blocks, frame->count, frame->bytes)) return "the peer sent an invalid request";
     Device *device;
     in->block = agent_lacks(agent, blocks, frame->count, &device);

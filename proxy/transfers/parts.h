@@ -22,7 +22,7 @@ enum {
   FRAME_BLOCKS = 512,        /* most blocks of one frame */
   FRAME_BYTES = 512 << 10,   /* most bytes of one frame's data */
   WINDOW = 16,               /* most unanswered frames of one link */
-  VERSION = 2,               /* version of the frames */
+  VERSION = 2,               /* version of the frames' format */
   TURN_BYTES = 2 << 20,      /* most bytes that a link sends or receives before other links are served */
   PIECE_BYTES = 1 << 20,     /* most bytes of one piece of a copy */
   SHORT_BYTES = 64 << 10,    /* a thread that queues a device copy of at most this length spins until the copy ends */
@@ -42,7 +42,7 @@ enum {
 enum { TAG_LINK = 0, TAG_PROCESS = 1, TAG_LISTENER = 2, TAG_FABRIC = 3, TAG_BITS = 3 };
 
 /* Ranges of registered memory. `bounds` has the first addresses of the `count` ranges in ascending order, and then
- * `count` ends: for each range, the highest end of the range and all ranges before it. */
+ * `count` ends: for each range, the highest end among this range and all ranges before it. */
 typedef struct Ranges {
   uint64_t *bounds, count;
 } Ranges;
@@ -78,7 +78,7 @@ typedef struct Stage {
   int copying;        /* whether a device's copy or a libfabric request uses the stage */
   int status;         /* the driver's status of a failed copy; -1 if a libfabric request failed; 0 otherwise */
   Rdma rdma;          /* the libfabric request of the stage */
-  uint64_t row[ROW];  /* the row of `rdma` */
+  uint64_t row[ROW];  /* the words that describe the request of `rdma` */
   uint64_t turn;      /* number of the stage's last device copy; each agent numbers its copies */
   ProxycclLink *link; /* the link that uses the stage; NULL if the link is lost */
 } Stage;
@@ -260,10 +260,10 @@ typedef struct TransferPath {
    * does this work. */
   void (*help)(ProxycclTransfer *self);
   /* Stops the transfer's work for a cancel, and waits until nothing accesses the local memory. Returns 1, or 0 on a
-   * time-out. Called only if the transfer's request is not active; `finish` is NULL if such a transfer has no work to
-   * stop. */
+   * time-out. This function is called only if the transfer's request is not active; `finish` is NULL if such a transfer
+   * has no work to stop. */
   int (*finish)(ProxycclTransfer *self, uint64_t timeout_ns);
-  /* Called for a transfer in the agent's list `copies` when the transfer's link is lost. */
+  /* This function is called when the link of a transfer in the agent's list `copies` is lost. */
   void (*lose)(ProxycclTransfer *self);
   int silent; /* whether waiting callers must poll, because no event wakes them */
   int soon;   /* whether the agent's thread polls at the shortest interval, even if the transfer takes long */
@@ -383,15 +383,15 @@ int fabric_know(ProxycclLink *link, const void *address, uint64_t bytes); /* rec
 void fabric_forget(ProxycclLink *link);
 int fabric_failed(const ProxycclAgent *agent); /* returns 1 if the completion queue has failed */
 void fabric_poll(ProxycclAgent *agent);
-uint64_t fabric_rest(ProxycclAgent *agent); /* ns until the next poll; UINT64_MAX if an event wakes the thread */
+uint64_t fabric_rest(ProxycclAgent *agent); /* returns the ns until the next poll; UINT64_MAX if none is needed */
 void fabric_lose(ProxycclLink *link);       /* drops a lost link's requests that are not posted */
-/* Waits at most a second for posted requests, and then ends the remaining requests without a completion. This is safe,
- * because their memory is not reused before the endpoint is closed. */
+/* Waits at most a second for posted requests, and then ends the remaining requests without a completion, which is safe,
+ * because the requests' memory is not reused before the endpoint is closed. */
 void fabric_stop(ProxycclAgent *agent);
 
 /* The functions of stages.c are called by the agent's thread. */
 Stage *stage_take(ProxycclLink *link, Device *device); /* returns NULL if out of memory */
-/* Returns NULL if no pinned stage is free; the agent's `feeds` is then set when one becomes free. */
+/* If no pinned stage is free, returns NULL; the agent's `feeds` is set when a stage becomes free. */
 Stage *stage_take_pinned(ProxycclLink *link, Device *device);
 void stage_give(Stage *stage); /* releases a stage that its link no longer needs */
 void stage_copy(Stage *stage, int to_device, const struct iovec *blocks, uint64_t count); /* unlocks the agent */
@@ -431,7 +431,8 @@ void link_look(ProxycclLink *link);                     /* ends the link if the 
 void log_end(const ProxycclTransfer *transfer, ProxycclTransferState state);
 
 /* transfer.c */
-/* Creates a path's struct of `bytes` bytes. Called without the agent's lock. Returns NULL on failure and sets errno. */
+/* Creates a path's struct of `bytes` bytes. The caller does not hold the agent's lock. Returns NULL on failure and sets
+ * errno. */
 ProxycclTransfer *transfer_new(ProxycclAgent *agent, ProxycclLink *link, size_t bytes, const TransferPath *path);
 ProxycclTransfer *transfer_of_blocks(ProxycclAgent *agent, ProxycclLink *link, size_t bytes, const TransferPath *path,
                                      const ProxycclBlocks *blocks);
@@ -440,8 +441,8 @@ ProxycclTransfer *transfer_of_blocks(ProxycclAgent *agent, ProxycclLink *link, s
 void transfer_end(ProxycclTransfer *transfer, ProxycclTransferState state);
 /* Ends a transfer with the result that the answers to its request report. */
 void transfer_answered(Request *request);
-/* Returns 1 if all registrations in the transfer's `guards` are valid. Otherwise sets the transfer's `fault` to the
- * first invalid registration, and returns 0. */
+/* Returns 1 if all registrations in the transfer's `guards` are valid. If one is invalid, sets the transfer's `fault`
+ * to the first invalid registration, and returns 0. */
 int transfer_stands(ProxycclTransfer *transfer);
 void transfer_end_deregistered(ProxycclTransfer *transfer); /* ends a transfer after transfer_stands has returned 0 */
 void transfer_watch(ProxycclTransfer *transfer);            /* makes the thread poll the transfer */

@@ -1,4 +1,4 @@
-/* Transfers between a device and a link, through stages. See transfers.h and parts.h.
+/* Transfers between a device and a link, through stages.
  *
  * Each stage holds one part of the data at a time, which is sent in one frame. For a write, the device fills the stage
  * and the link sends the stage's data; for a read, the link fills the stage and the device copies the data out. The
@@ -173,7 +173,7 @@ static int finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
   const struct timespec deadline = agent_deadline(timeout_ns);
   int timed_out = 0, over = 1;
   transfer->request.left = 0;
-  ++transfer->copying; /* keeps the transfer allocated */
+  ++transfer->copying; /* while `copying` is not 0, the transfer stays allocated */
   link_wake(transfer->link);
   for (uint32_t i = 0; i < PROXYCCL_STAGES; ++i) {
     Part *part = &self->parts[i];

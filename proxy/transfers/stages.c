@@ -1,5 +1,4 @@
-/* Implements stages: pinned buffers through which an agent serves requests for a device's memory. See transfers.h and
- * parts.h.
+/* Implements stages: pinned buffers through which an agent serves requests for a device's memory.
  *
  * The agent's thread queues a frame's copies and later polls for their end, so the device copies one frame while the
  * socket carries another.
@@ -56,7 +55,8 @@ void stage_give(Stage *stage) {
   if (!stage->copying) free_stage(stage);
 }
 
-/* Ends a stage's copy by libfabric: records its result, and lets the link continue the answer. */
+/* Ends a stage's copy by libfabric: records the copy's result, and wakes the agent's thread, which then begins the next
+ * step of the link's answer. */
 static void carried(Rdma *rdma) {
   Stage *stage = (Stage *)((char *)rdma - offsetof(Stage, rdma));
   if (rdma->error != 0 || rdma->canceled || rdma->link->lost != NULL) stage->status = -1;
@@ -66,7 +66,7 @@ static void carried(Rdma *rdma) {
     agent_wake(stage->agent); /* the thread may now free the link */
     free_stage(stage);
   } else {
-    feed(stage->agent); /* wakes the agent's thread, because only that thread serves links */
+    feed(stage->agent); /* only the agent's thread serves links */
   }
 }
 
@@ -119,13 +119,14 @@ void stages_look(ProxycclAgent *agent) {
     if (stage->link == NULL) {
       free_stage(stage);
     } else {
-      agent->feeds = 1; /* the stage's answer may be sent */
+      agent->feeds = 1; /* the stage's answer may be ready to be sent */
     }
   }
 }
 
+/* Frees the stages, all of which belonged to lost links. */
 void stages_finish(ProxycclAgent *agent) {
-  for (Stage *stage; (stage = queue_pop(&agent->stages)) != NULL; free_stage(stage)) { /* stages of lost links */
+  for (Stage *stage; (stage = queue_pop(&agent->stages)) != NULL; free_stage(stage)) {
     if (stage->number < PROXYCCL_STAGES) staging_await(stage->device->staging, stage->number);
   }
 }

@@ -71,7 +71,7 @@ static void handle(ProxycclAgent *agent, const struct epoll_event *event) {
     case TAG_LISTENER:
       accept_link(agent, *(const int *)object);
       break;
-    case TAG_FABRIC: /* nothing to do, because the thread's loop polls the completion queue */
+    case TAG_FABRIC: /* the thread's loop polls the completion queue */
       break;
     case TAG_PROCESS:
       link_ready(object, EPOLLIN); /* first reads the last messages of the ended process */
@@ -82,9 +82,9 @@ static void handle(ProxycclAgent *agent, const struct epoll_event *event) {
   }
 }
 
-/* Copies one piece of the first transfer that has a piece to copy and a free stage if it needs one, and moves the
- * transfer to the queue's end. Returns 0 if there is no such transfer. A thread that starts a transfer or frees a stage
- * wakes this thread. */
+/* Copies one piece of the first transfer that has a piece to copy and, if it needs a stage, a free stage. Moves the
+ * transfer to the queue's end. Returns 0 if no transfer can copy a piece. A thread that starts a transfer or frees a
+ * stage wakes this thread. */
 static int copy_next(ProxycclAgent *agent) {
   agent->waits_for_stage = 0;
   for (Node *each = agent->copies.first; each != NULL; each = each->next) {
@@ -103,7 +103,7 @@ static void *run(void *argument) {
   ProxycclAgent *agent = argument;
   struct epoll_event events[EVENTS];
   uint64_t woken = 0;
-  prctl(PR_SET_TIMERSLACK, SLACK_NS, 0, 0, 0); /* the default slack of 50 us is too long for the pauses below */
+  prctl(PR_SET_TIMERSLACK, SLACK_NS, 0, 0, 0); /* the default timer slack of 50 us is too long for the pauses below */
   pthread_mutex_lock(&agent->lock);
   while (!agent->stopped) {
     const int copied = copy_next(agent);
@@ -119,7 +119,7 @@ static void *run(void *argument) {
     uint64_t pause = !copied && looks ? transfers_pause(agent) : 0;
     if (!copied && rest != UINT64_MAX && (!looks || rest < pause)) pause = rest;
     pthread_mutex_unlock(&agent->lock);
-    if (pause > 0) { /* ppoll, because the time-outs of epoll_wait are in milliseconds */
+    if (pause > 0) { /* ppoll is used, because the time-outs of epoll_wait are in milliseconds */
       struct pollfd any = {.fd = agent->epoll, .events = POLLIN};
       ppoll(&any, 1, &(struct timespec){0, (long)pause}, NULL);
     }
@@ -226,7 +226,7 @@ void proxyccl_agent_release(ProxycclAgent *agent) {
 }
 
 void proxyccl_agent_forget(ProxycclAgent *agent) {
-  /* Does not take the lock, because a thread may have held it at the fork, and so only closes descriptors. */
+  /* The lock can't be taken here, because a thread of the parent may have held it at the fork. */
   close(agent->epoll);
   close(agent->wake);
   close(agent->spare);

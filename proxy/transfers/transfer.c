@@ -88,8 +88,8 @@ void transfer_end(ProxycclTransfer *transfer, ProxycclTransferState state) {
   if (transfer->abandoned) {
     state = PROXYCCL_TRANSFER_CANCELED;
   } else if (lost && state != PROXYCCL_TRANSFER_CANCELED) {
-    state = PROXYCCL_TRANSFER_LOST; /* even if the copies succeeded, because another process may have got the peer's
-                                       process id */
+    /* Copies may have accessed another process that got the ended peer's process id. */
+    state = PROXYCCL_TRANSFER_LOST;
   }
   if (state == PROXYCCL_TRANSFER_DONE && transfer->has_message) {
     ProxycclAgent *agent = transfer->agent;
@@ -105,7 +105,7 @@ void transfer_end(ProxycclTransfer *transfer, ProxycclTransferState state) {
     if (error != 0) state = error == ENOTCONN ? PROXYCCL_TRANSFER_LOST : PROXYCCL_TRANSFER_FAILED;
   }
   transfer->times.ended = now_ns();
-  if (transfer->words != NULL) { /* release: the stream that sees words[1] also sees the data */
+  if (transfer->words != NULL) { /* release: a stream that sees words[1] also sees the data */
     __atomic_store_n(&transfer->words[1], 1, __ATOMIC_RELEASE);
     transfer->words = NULL;
   }
@@ -259,7 +259,7 @@ uint64_t transfers_pause(const ProxycclAgent *agent) {
 static void rest(ProxycclTransfer *transfer) {
   const uint64_t elapsed = now_ns() - transfer->times.posted;
   pthread_mutex_unlock(&transfer->agent->lock);
-  if (elapsed > SPIN_NS) { /* sleeps, at the cost of noticing the end of a long copy a little late */
+  if (elapsed > SPIN_NS) { /* the caller may notice the end of a long copy a little late */
     const uint64_t pause = elapsed / 16 < SHORTEST_PAUSE_NS ? elapsed / 16 : SHORTEST_PAUSE_NS;
     nanosleep(&(struct timespec){0, (long)pause}, NULL);
   }
@@ -270,7 +270,8 @@ int transfer_cancel(ProxycclTransfer *transfer, uint64_t timeout_ns) {
   ProxycclAgent *agent = transfer->agent;
   if (transfer->state != PROXYCCL_TRANSFER_ACTIVE) return 0;
   transfer->cancel = 1;
-  while (transfer->copying > 0) pthread_cond_wait(&agent->changed, &agent->lock); /* waits for one piece per thread */
+  /* Waits until each copying thread has completed its current piece. */
+  while (transfer->copying > 0) pthread_cond_wait(&agent->changed, &agent->lock);
   if (transfer->state != PROXYCCL_TRANSFER_ACTIVE) return 0;
   if (transfer->request.active) {
     link_forget(transfer->link, &transfer->request);

@@ -85,7 +85,7 @@ typedef struct ProxycclCopier {
 typedef struct ProxycclDeviceCopies {
   const uint64_t *rows; /* (to, from, bytes) of each copy by the copy engine, with device addresses */
   uint64_t count;
-  uint64_t launch;        /* a ProxycclLaunch that copies the blocks that have no row, or 0 */
+  uint64_t launch;        /* a ProxycclLaunch that copies the blocks that are not in `rows`, or 0 */
   uint64_t blocks, bytes; /* blocks and bytes of the whole transfer */
   uint64_t stream;        /* the stream for a post without a stream */
   uint64_t event;         /* never recorded, so that a query of the event only tells whether the device has failed */
@@ -130,10 +130,10 @@ uint32_t proxyccl_transfer_log_read(const ProxycclTransferLog *log, uint64_t *ne
  * process's memory. */
 uint64_t proxyccl_agent_secret(const ProxycclAgent *agent);
 /* Replaces the ranges that peers may reach through sockets. `ranges`: the first addresses of `count` ranges in
- * ascending order, and then `count` ends: for each range, the highest end of the range and all ranges before it.
- * `staging`: the stages of the device that owns the memory; NULL for host memory. The pointer identifies the device in
- * later calls, and the stages must outlive the agent's thread. Waits at most 30 s for the device's copies from and to
- * removed ranges; afterwards no socket accesses these ranges. Returns 0 or ENOMEM. */
+ * ascending order, and then `count` ends: for each range, the highest end among this range and all ranges before it.
+ * `staging`: the stages of the device that owns the memory; NULL for host memory. `staging` also identifies the device
+ * in later calls, and the stages must outlive the agent's thread. Waits at most 30 s for the device's copies from and
+ * to removed ranges; afterwards no socket accesses these ranges. Returns 0 or ENOMEM. */
 int proxyccl_agent_set_memory(ProxycclAgent *agent, const ProxycclStaging *staging, const uint64_t *ranges,
                               uint64_t count);
 /* Returns the number of unread bytes in the inbox. A message in the inbox consists of the lengths of the sender's name
@@ -151,12 +151,12 @@ int proxyccl_agent_tell_itself(ProxycclAgent *agent, const char *message, uint64
 int proxyccl_process_read(int32_t pid, uint64_t address, char *to, uint64_t bytes);
 
 /* Asks the agent at the other end of a connected Unix socket to let this process copy from and to the agent's process.
- * Needed on systems where Yama permits such copies only to parent processes. Use the socket for nothing else, because
- * the answer may arrive after the time-out. Returns 0 or an errno, which is ETIMEDOUT after `timeout_ms`. */
+ * The request is needed where Yama permits such copies only to parent processes. Use the socket for nothing else,
+ * because the answer may arrive after the time-out. Returns 0 or an errno, which is ETIMEDOUT after `timeout_ms`. */
 int proxyccl_ask_to_copy(int socket, const char *secret, int timeout_ms);
 
-/* An agent's ledger shows which of its registrations are valid. It has PROXYCCL_LEDGER_WORDS words in memory that peers
- * of the host map. Each registration has a number n, which is never used again, and uses the word n %
+/* An agent's ledger shows which of its registrations are valid. A ledger has PROXYCCL_LEDGER_WORDS words in memory that
+ * peers of the host map. Each registration has a number n, which is never used again, and uses the word n %
  * PROXYCCL_LEDGER_WORDS. The word is n while the memory is registered, and ~n if the memory was freed before it was
  * deregistered. Word 0 counts the registrations that have ended. */
 void proxyccl_ledger_begin(uint64_t *ledger, uint64_t number);
@@ -171,7 +171,7 @@ uint64_t proxyccl_ledger_count(const uint64_t *ledger);
  * NULL on failure and sets errno. */
 ProxycclLink *proxyccl_link_create(ProxycclAgent *agent, int socket, const char *peer_secret, int process, int32_t pid,
                                    const char *address, uint64_t address_bytes);
-/* Ends the link. Its active transfers end with the state LOST. */
+/* Ends the link, and ends the link's active transfers with the state LOST. */
 void proxyccl_link_end(ProxycclLink *link);
 /* Ends the link and releases its handle. */
 void proxyccl_link_release(ProxycclLink *link);
@@ -195,8 +195,8 @@ typedef struct ProxycclBlocks {
  * On failure these functions return NULL and set errno.
  *
  * proxyccl_transfer_create creates a transfer that threads copy. `pid`: the process that the kernel copies from and to,
- * or 0 if the CPU copies between addresses of this process. `staging`: NULL if the local blocks are in host memory,
- * otherwise stages that only this transfer uses. */
+ * or 0 if the CPU copies between addresses of this process. `staging`: stages that only this transfer uses; NULL if the
+ * local blocks are in host memory. */
 ProxycclTransfer *proxyccl_transfer_create(ProxycclAgent *agent, ProxycclLink *link, const ProxycclBlocks *blocks,
                                            const ProxycclStaging *staging, int32_t pid);
 /* Creates a transfer through the link's socket. */
@@ -232,7 +232,7 @@ ProxycclTransfer *proxyccl_transfer_create_on_device(ProxycclAgent *agent, Proxy
  * piece. */
 void proxyccl_transfer_guard(ProxycclTransfer *transfer, int remote, const uint64_t *ledger, const uint64_t *rows,
                              uint64_t count);
-/* Sets the number in the transfer's log records by which Python finds the transfer's peer and path. */
+/* Sets a number that the transfer's log records contain, and by which Python finds the transfer's peer and path. */
 void proxyccl_transfer_set_label(ProxycclTransfer *transfer, uint32_t label);
 /* Cancels the transfer if it is active, and frees it. Returns 0. If the cancel has not succeeded after 30 s, returns
  * EBUSY (see proxyccl_transfer_cancel), and the transfer's stages must then stay allocated. */
@@ -245,7 +245,8 @@ int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint
 /* Starts the transfer once a stream has set words[0] to a nonzero value. When the transfer has ended, successfully or
  * not, words[1] becomes 1, and the stream's later work waits for words[1]. At the call both words must be 0. The words
  * must not be used for another start, must be in memory that streams can write and wait for, and must outlive the
- * transfer. Must not be called for transfers that a device copies. Returns 0 or an error of proxyccl_transfer_post. */
+ * transfer. This function must not be called for transfers that a device copies. Returns 0 or an error of
+ * proxyccl_transfer_post. */
 int proxyccl_transfer_post_after(ProxycclTransfer *transfer, const char *message, uint64_t bytes, uint64_t *words);
 /* Cancels an active transfer. A device's copies and both agents' libfabric requests can't be withdrawn, so this
  * function waits for them: at most 30 s for the copies and the stream's work before the copies, and at most

@@ -42,7 +42,7 @@ def _status_text(status: int) -> str:
 
     try:
         return load().words(error)
-    except RuntimeUnavailableError:  # a rank with libfabric sent the status to this machine without it
+    except RuntimeUnavailableError:  # the status may come from a rank of a machine that has libfabric
         return f"libfabric's error {error}"
 
 

@@ -170,7 +170,7 @@ class StagedEndpoint:
         self.info = EndpointInfo(first.endpoint, segment, first.rkey, first.area, ring_bytes, tuple(more))
 
     def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> StagedOptions:
-        """Implements `TransportEndpoint.connect`. Both sides use the smaller of their two ring sizes and the smaller of
+        """Implements `TransportEndpoint.connect`. Both ranks use the smaller of their two ring sizes and the smaller of
         their two numbers of wires.
         """
         if not theirs.ring_bytes:
@@ -194,7 +194,7 @@ class StagedEndpoint:
         )
 
     def close(self) -> None:
-        """Frees the wires and the staging area. No copy or request that uses them may be outstanding."""
+        """Frees the wires and the staging area, which no outstanding copy or request may use."""
         self._close()
 
 
@@ -216,7 +216,7 @@ def staged_over(
     of `wire`, in words. `make_endpoint`, `statuses` and `error_text` are fields of the new transport; `error_text`
     defaults to the field of `wire`.
     """
-    assert wire.remote is not None  # a wire is always a remote transport
+    assert wire.remote is not None  # a wire's transport is always remote
     return Transport(
         name,
         connect=lambda engine, options: _connect(engine, name, options, needs),

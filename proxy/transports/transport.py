@@ -1,7 +1,7 @@
 """The Python side of a transport: a record of functions. The engine's side is in transport.h.
 
 A transport has a file in this package, a file in the engine, and an entry in Python's and in the engine's table of
-transports. Other modules use a transport's record and never compare its name.
+transports. Other modules use a transport's record and never compare transports' names.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ class EngineRuntime:
     """A runtime, the addresses of the driver functions that the engine calls, and device memory that connections share.
 
     Attributes:
-        runtime: the runtime.
         functions: the addresses of the driver's functions.
         table: the same addresses as a ProxycclRuntimeTable.
     """
@@ -49,7 +48,7 @@ class EngineRuntime:
         """
         with self._lock:
             if self._shorts is None:
-                import numpy as np  # imported here: `proxyccl info` and `top` need no numpy
+                import numpy as np  # imported here, because `proxyccl info` and `top` need no numpy
 
                 table = np.arange(1 << 16, dtype=np.uint16)
                 memory = self.runtime.allocate(table.nbytes)
@@ -88,8 +87,6 @@ def create(engine: EngineRuntime, transport: str, native_options: Any, *parts: A
 
     Args:
         engine: the runtime whose driver issues the connection's copies.
-        transport: the transport's name.
-        native_options: the transport's options struct.
         parts: structs to which `native_options` points; a refused option may be in one of them.
         needs: the build requirements of the transport, and how to install them.
 

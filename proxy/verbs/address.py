@@ -30,10 +30,10 @@ class EndpointAddress:
     Attributes:
         qp_number: number of the queue pair.
         psn: the first packet sequence number that the endpoint sends.
-        gid: GID of the port, 16 bytes.
+        gid: the port's GID, 16 bytes.
         gid_type: "IB", "RoCE v1" or "RoCE v2".
         link_layer: "infiniband" or "ethernet".
-        lid: LID of the port on InfiniBand, otherwise 0.
+        lid: the port's LID on InfiniBand, otherwise 0.
         port: number of the port.
         mtu: the largest path MTU that the endpoint supports, in bytes.
         atomics: number of the peer's atomics that the device executes at a time; 0 if it supports none.

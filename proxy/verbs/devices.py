@@ -50,8 +50,8 @@ class RdmaPort:
         lid: local identifier on InfiniBand, otherwise 0.
         netdev: name of the port's network interface; None if it has none.
         gids: the port's GIDs, by index.
-        active_mtu: MTU of the link, in bytes. From pyverbs.
-        max_message: bytes that one work request can carry. From pyverbs.
+        active_mtu: the link's MTU, in bytes (from pyverbs).
+        max_message: bytes that one work request can carry (from pyverbs).
     """
 
     number: int
@@ -88,14 +88,14 @@ class RdmaDevice:
     Attributes:
         name: the device's name, such as "mlx5_0".
         guid: node GUID, in hexadecimal with colons.
-        numa_node: NUMA node that the device is attached to; None if unknown.
+        numa_node: the NUMA node that the device is attached to; None if unknown.
         ports: the device's ports, by number.
-        atomics: whether the device supports fetch-and-add on a peer's memory. From pyverbs.
-        max_queue_pairs: most queue pairs on the device. From pyverbs.
-        max_work_requests: most work requests in one queue. From pyverbs.
-        max_completions: most completions in one completion queue. From pyverbs.
-        max_registrations: most memory registrations on the device. From pyverbs.
-        max_registered_bytes: most bytes in one registration. From pyverbs.
+        atomics: whether the device supports fetch-and-add on a peer's memory (from pyverbs).
+        max_queue_pairs: most queue pairs on the device (from pyverbs).
+        max_work_requests: most work requests in one queue (from pyverbs).
+        max_completions: most completions in one completion queue (from pyverbs).
+        max_registrations: most memory registrations on the device (from pyverbs).
+        max_registered_bytes: most bytes in one registration (from pyverbs).
         problem: the reason why pyverbs can't open the device; "" if it can, or if pyverbs is missing.
     """
 
@@ -298,7 +298,7 @@ def choose_device(
     Args:
         devices: the machine's devices (`rdma_devices`).
         options: the device, the port and the GID to use; each may be None.
-        near: NUMA node of the rank's GPU or process; None to treat all NUMA nodes as equally near.
+        near: the NUMA node of the rank's GPU or process; None to treat all NUMA nodes as equally near.
         local_rank: the rank's number on its node.
         root: the directory where sysfs is mounted, from which the distances between NUMA nodes are read.
 
@@ -313,7 +313,7 @@ def choose_device(
         if not devices:
             raise ArgumentError("device", f"no RDMA device {options.device!r}; there is {names}")
         if options.port is not None:
-            devices[0].port(options.port)  # raises for a port that the device lacks
+            devices[0].port(options.port)  # raises ArgumentError for a port that the device lacks
     ports = [(device, port) for device, port in _ports(devices) if options.port in (None, port.number)]
     usable = [(device, port) for device, port in ports if _state(device, port) == "active"]
     if not usable:

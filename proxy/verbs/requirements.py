@@ -1,5 +1,5 @@
-"""Checks this machine for the requirements of verbs. The check is cheap, because every rank makes the check and few
-machines have an RDMA device.
+"""Checks this machine for the requirements of verbs. The check must be cheap, because every rank makes the check and
+few machines have an RDMA device.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def test_an_answer_of_the_type_that_is_expected_is_returned(daemon: Daemon) -> N
 
 
 def test_objects_need_not_be_freed_in_a_daemon_that_is_lost_or_closed(daemon: Daemon) -> None:
-    """Freeing an array must not raise an error, because arrays may be collected where no caller could handle it."""
+    """Freeing an array must not raise an error, because the garbage collector frees arrays and can't handle errors."""
     daemon.answer(Ending())
     for _ in range(2):
         daemon.client.ask(SessionService.remove_memory, 0)

@@ -291,7 +291,7 @@ def test_a_ring_full_of_garbage_ends_its_client_alone(daemon: RunningDaemon) -> 
     assert run_ranks(2, all_reduce) == [3.0] * 2
 
 
-# Triggers leave nothing in the daemon that a collective does not leave, so the kernel's case runs only with --full.
+# The kernel's case runs only with --full, because the collective's case leaves the same state in the daemon.
 @pytest.mark.parametrize(
     "scenario", ["killed_in_a_collective:proxy", pytest.param("killed_in_a_kernel", marks=pytest.mark.full)]
 )
@@ -397,7 +397,7 @@ def test_a_killed_daemon_ends_the_waits_of_streams(own_daemon: RunningDaemon) ->
     assert all(isinstance(error, ProxyLostError) for error in errors), errors
 
 
-# all_gather runs only with --full: all_reduce does the same and also has stages and a gate
+# all_gather runs only with --full, because all_reduce's schedule has the same kinds of steps, and more
 @pytest.mark.parametrize("collective", [pytest.param("all_gather", marks=pytest.mark.full), "all_reduce"])
 def test_a_stopped_daemon_ends_the_waits_of_streams_at_the_time_out(own_daemon: RunningDaemon, collective: str) -> None:
     def body(comm: Communicator) -> BaseException | None:
@@ -411,7 +411,7 @@ def test_a_stopped_daemon_ends_the_waits_of_streams_at_the_time_out(own_daemon: 
                 comm.all_reduce(x, algorithm="proxy")
             comm.synchronize()
 
-        for _ in range(4):  # later calls need no answer from the daemon
+        for _ in range(4):  # prepares the call, so that later calls need no answer from the daemon
             call()
         comm.all_gather_bytes(b"")
         if comm.rank == 0:
@@ -636,13 +636,13 @@ def test_a_proxy_that_is_closed_says_so(daemon: RunningDaemon) -> None:
 
 
 def test_a_proxy_is_closed_only_when_its_handler_has_returned(daemon: RunningDaemon) -> None:
-    """A second close() must not report success either, else the caller would free memory that the handler uses."""
+    """No close() may report success while a handler runs, else the caller would free memory that the handler uses."""
     returns = threading.Event()
 
     def body(comm: Communicator) -> list[bool]:
         comm.compile(KERNELS, "signal")(1, 1, comm.handler_channel(lambda _: returns.wait(TIMEOUT)))
         wait_for(lambda: comm.proxy.handling, "the handler runs")
-        comm.synchronize()  # no kernel may run when the proxy frees its memory
+        comm.synchronize()  # no kernel may run while the proxy is closed
         closed = [comm.proxy.close(0.01) for _ in range(2)]
         returns.set()
         return [*closed, comm.proxy.close(TIMEOUT)]

@@ -50,7 +50,7 @@ OPTIONS = JobOptions(1, None, sorted(os.sched_getaffinity(0)), 1)
 
 @pytest.fixture(autouse=True)
 def _fresh_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes this process forget the daemon that it knows, so that each test has its own."""
+    """Makes this process forget its daemon's name, so that each test starts a new daemon."""
     monkeypatch.setattr(proxy_place, "_known_name", "")
 
 
@@ -124,8 +124,8 @@ def test_later_communicators_and_groups_use_the_same() -> None:
 
 
 def test_its_devices_have_their_usual_queues(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the ranks' process, CUDA may be limited to one queue, to order its kernels; the daemon must not
-    inherit that.
+    """In the ranks' process, CUDA may be limited to one queue, to order its kernels; the daemon must not inherit this
+    limit.
     """
 
     def environment(comm: Communicator) -> set[str]:

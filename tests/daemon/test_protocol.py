@@ -1,5 +1,5 @@
-"""Attacks of a client on the node daemon: the daemon refuses invalid requests or ends that client alone, and leaves
-nothing behind.
+"""Attacks of a client on the node daemon: the daemon refuses invalid requests or disconnects the client, serves other
+clients, and frees what it allocated for the client.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ REMOTE = {"rdma": asdict(RdmaOptions()), "fabric": asdict(FabricOptions())}
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
     with running_daemon(tmp_path_factory.mktemp("protocol") / "socket") as running:
-        with RawClient(running) as first:  # a first job: the daemon keeps some resources until it exits
+        with RawClient(running) as first:  # some resources of the first job stay until the daemon exits
             assert first.opens()
             first.use()
         yield running
@@ -150,7 +150,7 @@ def test_descriptors_that_are_no_such_memory_are_refused(daemon: RunningDaemon, 
 
 
 def test_ids_of_another_client_are_none_of_this_ones(daemon: RunningDaemon, bystander: RawClient) -> None:
-    theirs = bystander.use()  # the other client has fewer objects, so it uses none of these ids
+    theirs = bystander.use()  # the test's client has fewer objects, so none has one of these ids
     strange = [
         {"do": "remove_memory", "first": theirs["first"]},
         {"do": "reserve_channel", "connection": theirs["connection"]},
@@ -287,7 +287,7 @@ def test_pinned_memory_is_unmapped_with_its_client(daemon: RunningDaemon) -> Non
     memory = SharedMemory.allocate(4096)
     with RawClient(daemon) as client:
         assert client.opens()
-        for _ in range(600):  # there are fewer ids
+        for _ in range(600):  # more requests than a client has ids
             answer = client.say({"do": "add_pinned_memory", "handle": memory.handle})
             assert answer is not None
         assert answer["error"] == "resource"
@@ -398,7 +398,7 @@ def test_tables_that_change_under_a_flood_of_triggers_do_no_harm(
 def test_tables_that_change_under_a_schedule_do_no_harm(
     daemon: RunningDaemon, bystander: RawClient, attempts: int
 ) -> None:
-    """Lets a client keep ringing a schedule, and withdraw the memory that the schedule names."""
+    """Lets a client start a schedule repeatedly, and remove the memory that the schedule names."""
     before = daemon.resources()
     for attempt in range(attempts):
         with RawClient(daemon) as client:

@@ -62,7 +62,7 @@ def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def daemon(reports: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningDaemon]:
-    """A daemon for the test's ranks, which writes its reports to the same directory as the ranks."""
+    """A daemon for the test's ranks. Daemon and ranks write reports to the same directory."""
     monkeypatch.setenv("PROXYCCL_DAEMON_SOCKET", str(tmp_path / "socket"))
     monkeypatch.setenv("PROXYCCL_PROXY", "daemon")
     with running_daemon(tmp_path / "socket", "--threads", "2") as running:
@@ -82,11 +82,11 @@ def report_of(running: RunningDaemon, directory: Path) -> DaemonReport:
     return report
 
 
-# -- contents of reports, which nothing may delay ---
+# -- contents of reports, and what must not delay them ---
 
 
 def test_the_daemon_reports_on_a_signal_and_goes_on(daemon: RunningDaemon, reports: Path) -> None:
-    run_ranks(2, channels_of)  # a first job: the daemon keeps some resources until it exits
+    run_ranks(2, channels_of)  # some resources of the first job stay until the daemon exits
     wait_for(lambda: daemon.log.count("has left") == 2, "they have left")
     before = daemon.resources()
     found: list[DaemonReport] = []
@@ -238,7 +238,7 @@ def test_a_client_that_asks_and_leaves_is_in_the_report(inside: Daemon, reports:
 
 
 def test_no_report_waits_for_the_daemons_lock(inside: Daemon, reports: Path) -> None:
-    """A driver that opens a device may hang while the daemon holds the lock, so reports must not wait for the lock."""
+    """Reports must not wait for the daemon's lock, because the daemon holds it during driver calls, which may hang."""
     with inside._lock:
         writing = threading.Thread(target=inside.reporter.write, args=("a test",), daemon=True)
         writing.start()
@@ -278,7 +278,6 @@ def test_ranks_that_time_out_have_the_daemon_report(daemon: RunningDaemon, repor
     assert sender is not None
     assert [trigger.operation for trigger in sender.rings[0].recent] == ["data+signal+flush"] * 2
     assert [client.request for client in report.clients] == [None, None]
-    # the daemon logs this after it has written the report
     wait_for(lambda: "report: " in daemon.log, "the daemon says so")
 
 
@@ -287,7 +286,7 @@ def test_a_proxy_that_fails_is_in_the_daemons_report(daemon: RunningDaemon, repo
         channels = comm.proxy_channels(comm.empty(8, "uint8"))
         barrier(comm)
         if comm.rank == 0:
-            comm.compile(KERNELS, "mixed")(1, 1, channels, 1, 0, 0)  # puts 100 bytes from memory of 8 bytes
+            comm.compile(KERNELS, "mixed")(1, 1, channels, 1, 0, 0)  # puts 100 bytes from a source of 8 bytes
         wait_for(lambda: comm.group.failure.aborted, "the trigger is refused")
         comm.check()
 
@@ -481,7 +480,7 @@ def test_a_rank_that_has_no_session_any_more(sample: Sample) -> None:
     without = replace(report, clients=[client_of(sample, 1)])
     process = sample[1].process.pid
     assert reason_of(sample, without) == f"rank 0 no longer has a session at the node daemon, process {process}"
-    silent = reason_of(sample, without, ranks[1:])  # without rank 0's report
+    silent = reason_of(sample, without, ranks[1:])  # rank 0's report is missing
     assert silent.endswith(", which runs other ranks' proxies")
 
 

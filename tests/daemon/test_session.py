@@ -89,7 +89,7 @@ def test_a_service_that_can_not_be_made_leaves_nothing(
 ) -> None:
     owner, name = (os, "dup") if place == "the client's memory" else (Publication, "of_this_process")
     with RawClient(RunningDaemon(Path(client.connection.getpeername()), None)) as other:
-        assert other.open(**NAMED) is not None  # a first client: the process keeps some resources until it exits
+        assert other.open(**NAMED) is not None  # some resources of the first client stay until the process exits
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
     with monkeypatch.context() as full:
         full.setattr(owner, name, no_descriptor_is_left)
@@ -170,7 +170,7 @@ def test_pinned_memory_is_mapped_until_it_is_removed_or_its_client_goes(
 def test_removed_memory_is_unmapped_when_the_worker_comes_to_rest(
     client: RawClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The daemon unmaps the memory without another request, because the client may not send one for a long time."""
+    """The daemon must not wait for the client's next request to unmap the memory."""
     open_handle, mapped = HostRuntime.open, []
     drain, rests = ProxyService.drain, threading.Event()
 
@@ -195,7 +195,7 @@ def test_removed_memory_is_unmapped_when_the_worker_comes_to_rest(
 def test_a_channel_may_be_freed_while_its_work_is_outstanding(
     client: RawClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The connection's other channels still learn of their completed puts."""
+    """Puts through other channels of the same connection still complete."""
     under_way = threading.Event()
 
     @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)

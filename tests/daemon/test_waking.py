@@ -19,7 +19,7 @@ from support.device_arrays import on_device
 from support.observing import KERNELS, channels_of
 from support.running import TIMEOUT, run_ranks, wait_for
 
-REST = 0.02  # seconds: after so long without work, a proxy thread sleeps most of the time
+REST = 0.02  # seconds without work after which a proxy thread sleeps most of the time
 
 
 @pytest.fixture(params=["process", "daemon"])
@@ -62,7 +62,7 @@ def test_what_uses_the_proxy_wakes_it_and_what_does_not_lets_it_sleep(place: str
         woken = [wakes(True) for _ in range(20)]
         assert sum(woken) > 10
         before = worker_of(comm).wakes
-        unwoken = [wakes(False) for _ in range(20)]  # a list, because both ranks must make all 20 calls
+        unwoken = [wakes(False) for _ in range(20)]  # a list, because any() over a generator might skip calls
         assert not any(unwoken)
 
         def pushed() -> bool:
@@ -95,6 +95,6 @@ def test_a_proxy_that_is_idle_for_long_sleeps_longer_than_its_policy_says(place:
         time.sleep(0.5)
         before = worker_of(comm).sleeps
         time.sleep(0.5)
-        assert 0 < worker_of(comm).sleeps - before < 2000  # sleeps last 0.5 to 1 ms, not 50 µs
+        assert 0 < worker_of(comm).sleeps - before < 2000  # a sleep lasts 0.5 to 1 ms, so there are at most 1000
 
     run_ranks(1, body, proxy=place, idle=IdlePolicy.where_cores_suffice())

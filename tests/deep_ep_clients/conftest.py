@@ -1,4 +1,4 @@
-"""Runs the tests of a module in each of the worlds that the module names in `WORLDS`."""
+"""Runs a module's tests once for each entry of its `WORLDS`: a number of ranks, and their communicators' options."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from support.ranks import Ranks
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrizes tests with the module's worlds. A world is a number of ranks, and options of their communicators."""
     if "ranks" in metafunc.fixturenames and hasattr(
         metafunc.module, "WORLDS"
     ):  # modules without WORLDS define their own fixture `ranks`

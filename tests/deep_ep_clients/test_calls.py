@@ -1,4 +1,4 @@
-"""Repeated calls of a buffer: each kind of call is prepared once, and each call notices changes."""
+"""Repeated calls of a buffer: each kind of call is prepared once, and each call notices changed arguments."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_calls_of_normal_mode_while_their_outputs_live(ranks: Ranks, prepared: l
         buffer = deep_ep.Buffer(comm, explicitly_destroy=True)
         batches = [Batch(comm, turn, TOKENS - turn % 3) for turn in range(5)]
         sent = []
-        for batch in batches:  # more outputs than the layer has memory for
+        for batch in batches:  # the batches' outputs need more memory than the layer has
             per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(batch.ids, EXPERTS)
             rows, ids, weights, counts, handle, _ = buffer.dispatch(
                 batch.x,
@@ -194,7 +194,7 @@ def test_what_a_call_refuses(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("hooked", [False, True], ids=["", "return_recv_hook"])
 def test_the_most_tokens_may_vary_within_the_same_memory(hooked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Callers pass the largest number of tokens of each step, which varies. Ranks that pass different numbers get an
+    """Callers may pass another maximum number of tokens in each step, but ranks that pass different maxima get an
     error.
     """
     made: list[int] = []

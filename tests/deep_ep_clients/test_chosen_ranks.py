@@ -24,7 +24,7 @@ WORST = 60
 
 @dataclass(frozen=True)
 class Sent:
-    """A rank's buffer and tokens, and the layout with which it sends them."""
+    """A rank's buffer and tokens, and the layout with which the rank sends the tokens."""
 
     buffer: Any
     mixture: Mixture

@@ -52,7 +52,7 @@ def one() -> Iterator[Ranks]:
 
 
 def begun(comm: Communicator, **options: Any) -> tuple[Any, Mixture, Arrived]:
-    """Returns a new buffer, this rank's mixture, and the tokens that arrive at this rank."""
+    """Returns a new buffer, this rank's tokens with their experts, and the tokens that arrive at this rank."""
     mixture = Mixture.of(comm.rank, comm.world_size, torch_device(comm))
     buffer = deep_ep.ElasticBuffer(
         comm, num_max_tokens_per_rank=MOST, hidden=HIDDEN, num_topk=mixture.ids.shape[1], **options
@@ -82,16 +82,16 @@ def kept(mixture: Mixture) -> Any:
 
 
 def heads_of(arrived: Arrived, here: Any, scaleup: int) -> Any:
-    """Returns int64 [N, 2]: each token's global number, and 4 * its source rank (within the scale-up domain) + its last
-    slot in `here`.
+    """Returns int64 [N, 2]: a token's global number; 4 * its source rank within the scale-up domain + its last slot for
+    which `here` is true.
     """
     last = torch.where(here, torch.arange(4, device=here.device), -1).amax(1)
     return torch.stack([arrived.sources * MOST + arrived.numbers, arrived.sources % scaleup * 4 + last], 1)
 
 
 def sent_slots(mixture: Mixture, comm: Communicator) -> Any:
-    """Returns int32 [T, 4]. A token's last slot for a rank holds this rank * MOST + the token's number among this
-    rank's tokens for that rank; other slots hold -1.
+    """Returns int32 [T, 4], with -1 except in the last slot that a token has for a destination rank. This slot holds
+    this rank * MOST + the number of this rank's earlier tokens for the same destination.
     """
     sent = [0] * comm.world_size
     numbers = torch.full(mixture.ids.shape, -1, dtype=torch.int32)
@@ -134,7 +134,7 @@ def test_what_a_dispatch_gives(ranks: Ranks) -> None:
         assert handle.topk_idx is not mixture.ids
         same(handle.topk_idx, mixture.ids)
 
-        # Dispatch again with the handle and other values; then send the weights back to their origin.
+        # Dispatch different values with the same handle, then return the weights to their source ranks.
         again, same_ids, nothing, same_handle, _ = buffer.dispatch(2 * mixture.tokens, handle=handle)
         same(again, 2 * arrived.tokens)
         same(same_ids, ids)
@@ -193,7 +193,7 @@ def test_what_an_expanded_dispatch_gives(ranks: Ranks, alignment: int, once: boo
         same(other_weights, 2 * expected_weights)
         combined, back, _ = buffer.combine(received, handle, topk_weights=weights)
         same(back, kept(mixture))
-        factors = mixture.ids.ge(0).sum(1, keepdim=True)  # small integers, so that rounding sums changes little
+        factors = mixture.ids.ge(0).sum(1, keepdim=True)  # small integers, so that the sums' rounding errors are small
         torch.testing.assert_close(combined.float(), mixture.tokens.float() * factors, rtol=0.01, atol=0.01)
 
     ranks.run(body)
@@ -205,7 +205,7 @@ def test_ranks_are_added_to_the_bias_in_the_order_of_their_last_slots(ranks: Ran
         buffer, mixture, _ = begun(comm)
         received, _, _, handle, _ = dispatched(buffer, mixture, do_expand=expands)
         per_rank = mixture.experts // comm.world_size
-        values = [2.0**25, 1.0, -(2.0**25), 0.5]  # floating-point sums of these depend on the order
+        values = [2.0**25, 1.0, -(2.0**25), 0.5]  # their floating-point sum depends on the order of addition
         bias = torch.full_like(mixture.tokens, 0.25)
         given = torch.full_like(received, values[comm.rank])
         combined = buffer.combine(given, handle, bias=bias)[0]

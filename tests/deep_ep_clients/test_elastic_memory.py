@@ -71,7 +71,7 @@ def test_signatures(name: str) -> None:
 
 def test_sizes() -> None:
     assert Elastic.get_pp_buffer_size_hint(33, 4) == 2 * MIB
-    assert Elastic.get_pp_buffer_size_hint(MIB + 1, 2) == 10 * MIB  # 64 * 32 bytes more than 8 MiB, rounded up
+    assert Elastic.get_pp_buffer_size_hint(MIB + 1, 2) == 10 * MIB  # 8 MiB + 2 KiB, rounded up to a multiple of 2 MiB
     assert Elastic.get_engram_storage_size_hint(3 * MIB, 15, 9) == (2 * MIB, 96 * MIB)
     assert Elastic.get_engram_storage_size_hint(MIB, 32, MIB, torch.float8_e4m3fn) == (32 * MIB, 32 * MIB)
 
@@ -167,7 +167,7 @@ def test_a_send_without_a_free_slot_waits_for_a_receive() -> None:
             refused("the data of rank 1", lambda: buffer.pp_send(numbers(comm, 10, 0), 1), WaitTimeoutError)
             ended.set()
         assert ended.wait(4 * TIMEOUT)
-        buffer.barrier()  # the pipeline's end does not affect the barrier
+        buffer.barrier()  # a barrier still works after the pipeline's failure
 
     run_ranks(2, body)
 
@@ -204,7 +204,7 @@ def test_gathers_of_a_session(ranks: Ranks) -> None:
     def body(comm: Communicator) -> None:
         shapes = [(3, 5), (7,), (2, 64, 40), (1,)]
         buffer = sessions(comm, shapes, 4)
-        order = random.Random(3)  # all ranks draw the same sequence
+        order = random.Random(3)  # all ranks draw the same random numbers
 
         def values(rank: int, number: int, shape: tuple[int, ...]) -> Any:
             return numbers(comm, torch.Size(shape).numel(), 100 * number + rank).view(shape)
@@ -246,7 +246,7 @@ def test_ranks_that_gather_other_sizes_are_told(count: int) -> None:
 
         def gathered() -> None:
             buffer.all_gather(tensors)
-            comm.synchronize()  # on a GPU a rank may get the error only here
+            comm.synchronize()  # on a GPU, synchronize() may raise the error instead of all_gather()
 
         with buffer.agrs_new_session():
             refused("all_gather", gathered, MismatchError)

@@ -86,8 +86,8 @@ def test_an_idle_rank_makes_no_layer_that_its_peers_do_not_make(hidden: int, top
         step(4, 64, 2)
         step(4, 64, 2)
         step(4, hidden, topk)
-        step(4 * comm.rank, 64, 2)  # without tokens, rank 0 sees no difference between the shapes
-        step(4, hidden, topk, np.int64(4) if comm.rank else 4)  # the number's type makes no difference
+        step(4 * comm.rank, 64, 2)  # rank 0 has no tokens, so it can't tell the shapes apart
+        step(4, hidden, topk, np.int64(4) if comm.rank else 4)  # int and np.int64 are equivalent
         step(4, hidden, topk)
 
     run_ranks(2, body, make_runtime=runtime_with_blocks)
@@ -122,7 +122,7 @@ def test_a_hook_that_is_not_called_holds_up_no_later_call(losing: list[int]) -> 
             before = stats.clone()
             for times in (2, 3, 4):
                 step(times, hooked=hooked)
-            assert torch.equal(stats - before, 3 * dropped[1])  # the dropped dispatch is not counted
+            assert torch.equal(stats - before, 3 * dropped[1])  # a dispatch is not counted before its hook is called
             if loses:  # a late hook finishes the dispatch that returned it
                 dropped[-1]()
                 assert torch.equal(stats - before, 4 * dropped[1])
@@ -138,7 +138,7 @@ def test_a_hook_that_is_not_called_holds_up_no_later_call(losing: list[int]) -> 
             for times in (6, 7, 8):
                 step(times, hooked=hooked)
             if loses:
-                assert not out.any()  # without its hook, a call must not write its output, which the caller may reuse
+                assert not out.any()  # before its hook is called, a call must not write its output
                 hook()
             assert torch.equal(out, 10 * x)
 
@@ -167,5 +167,5 @@ def test_a_lack_of_memory_after_the_sends_holds_up_no_later_call(monkeypatch: py
             *_, hook = dispatched()
             hook()
 
-    monkeypatch.setattr(low_latency, "column_major", refuse)  # the caller's scales would be allocated by this function
+    monkeypatch.setattr(low_latency, "column_major", refuse)  # column_major() allocates the scales that the caller gets
     run_ranks(2, body, make_runtime=runtime_with_blocks)

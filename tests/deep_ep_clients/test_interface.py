@@ -123,7 +123,7 @@ def test_what_a_dispatch_gives(ranks: Ranks) -> None:
         same(sources, tokens)
         assert in_rank.shape == (len(mixture.tokens), RANKS)
 
-        # Dispatch again with the handle and other values; then send the weights back to their origin.
+        # Dispatch different values with the same handle, then return the weights to their source ranks.
         again, *nothing, _ = buffer.dispatch(2 * mixture.tokens, handle=handle)
         same(again, 2 * rows)
         assert nothing == [None] * 4
@@ -243,7 +243,7 @@ def test_low_latency(ranks: Ranks) -> None:
             hook()
             assert rows.shape == (PER_RANK, RANKS * most, HIDDEN)
             assert scales.shape == (PER_RANK, RANKS * most, HIDDEN // 128)
-            column = -(-RANKS * most // 4) * 4  # a column is a multiple of 16 bytes
+            column = -(-RANKS * most // 4) * 4  # a column's size is rounded up to 16 bytes
             assert scales.stride() == (column * HIDDEN // 128, 1, column)
             sources, ranges, *sizes = handle
             assert sizes == [most, HIDDEN, mixture.experts]

@@ -1,4 +1,4 @@
-"""A GPU profile shows low-latency calls under the names that DeepEP's programs search for, and no other kernels."""
+"""In a GPU profile, exactly the kernels of low-latency calls have the names that DeepEP's programs search for."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_expert_ids_are_read_in_all_their_bits(pair: Ranks) -> None:
             "expanded": lambda topk_idx: given.expandable(topk_idx=topk_idx, do_expand=True),
             "elastic": given.expandable,
         }
-        if ON_HOST:  # on GPUs these calls don't wait for the ids, so they can't check them
+        if ON_HOST:  # on GPUs these calls don't wait for the ids, so they can't check the ids
             calls["low latency"] = given.low_latency
             calls["float8"] = lambda topk_idx: given.low_latency(topk_idx=topk_idx, use_fp8=True)
             calls["worst tokens"] = lambda topk_idx: given.normal(topk_idx=topk_idx, num_worst_tokens=2 * MOST)
@@ -352,7 +352,7 @@ def test_size_hints_are_of_integers_within_bounds(value: Any) -> None:
     config, buffer = deep_ep.Config(), deep_ep.Buffer
     numbers = ("num_max_dispatch_tokens_per_rank", "hidden", "num_ranks", "num_experts")
     for hint in (config.get_nvl_buffer_size_hint, config.get_rdma_buffer_size_hint):
-        refused("hidden_bytes", lambda: hint(value, 16))  # noqa: B023  (called at once)
+        refused("hidden_bytes", lambda: hint(value, 16))  # noqa: B023  (the lambda is called at once)
         refused("num_ranks", lambda: hint(1024, value))  # noqa: B023
     for argument in numbers:
         sizes = dict.fromkeys(numbers, 8) | {argument: value}
@@ -378,8 +378,8 @@ def test_flags_that_are_neither_are_refused_before_rows_move(pair: Ranks) -> Non
 @pytest.mark.parametrize("known", ["", "normal", "low_latency", "normal low_latency"])
 @pytest.mark.parametrize("other", ["low_latency", "without ids"])
 def test_ranks_in_different_modes_are_told_at_once(known: str, other: str) -> None:
-    """Ranks in different modes get an error immediately. The first call of a kind creates a layer or an exchange, so
-    both orders are tested.
+    """Ranks in different modes get an error immediately. Each pair of modes is tested with and without earlier calls,
+    because the first call of a mode creates its layer or exchange.
     """
 
     def body(comm: Communicator) -> None:

@@ -1,4 +1,4 @@
-"""The modules of deep_ep.utils that DeepEP's tests and benchmarks import, under DeepEP's names of the modules."""
+"""The modules of deep_ep.utils that DeepEP's tests and benchmarks import."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_float8_there_and_back() -> None:
     packed = (powers.view(torch.int32) >> 23).to(torch.uint8).view(torch.int32)
     assert packed.shape == (5, 1)
     ones = torch.ones(5, 512, dtype=torch.float32).to(torch.float8_e4m3fn)
-    for words in (packed, packed.t().contiguous().t()):  # a tensor of one column has a different stride
+    for words in (packed, packed.t().contiguous().t()):  # two strides are possible, because the tensor has one column
         assert torch.equal(math.per_token_cast_back(ones, words), math.per_token_cast_back(ones, powers))
     assert math.per_token_cast_back(rows[:0], scales[:0]).shape == (0, 300)
     assert math.calc_diff(x, x) == 0

@@ -1,4 +1,4 @@
-"""A repeated call is one call into C, which compares and launches it, and on some streams also waits for it."""
+"""For a repeated collective call, one C function compares the ranks' calls, launches, and on some streams waits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CALL = encode_fields((1,) * lib.PROXYCCL_CALL_FIELDS)
 
 
 class Driver:
-    """A driver that launches and waits for streams, and records its calls.
+    """A fake driver that records launches and waits for streams.
 
     Attributes:
         done: the calls made, in order: "launch" for a launch, the stream's handle for a wait.

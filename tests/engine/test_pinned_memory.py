@@ -189,8 +189,8 @@ class Rank:
         self._segment.close()
 
     def pinned(self, nbytes: int = SIZE, seed: int = 0) -> tuple[int, TwoAddresses]:
-        """Adds pinned memory to the service. Returns its id and the memory. The bytes at the device's address hold the
-        pattern of `seed`, those at the CPU's address the pattern of `seed` + 1.
+        """Adds pinned memory to the service. Returns the memory's id, and the memory. The bytes at the device's address
+        hold the pattern of `seed`, those at the CPU's address the pattern of `seed` + 1.
         """
         memory = TwoAddresses(SharedMemory.allocate(nbytes), SharedMemory.allocate(nbytes))
         for i, side in enumerate((memory.device, memory.host)):
@@ -270,7 +270,7 @@ def test_a_short_put_behind_an_outstanding_copy_keeps_its_place(rank: Rank) -> N
     destination, inbox = rank.pinned(seed=50)
     rank.driver.held.set()
     rank.put(PUT, SIZE, source, destination)
-    rank.put(ALL, 24, source, destination, at=64)  # overlaps the first put
+    rank.put(ALL, 24, source, destination, at=64)
     expected = [f"copy {SIZE}", "copy 24", "write", "write"]
     rank.wait(lambda: rank.driver.moves == expected, "the driver has both")
     rank.wait(lambda: "record" in rank.driver.calls, "their end is asked for")

@@ -232,7 +232,7 @@ def test_close_drains_or_ends_at_once(
 def test_a_service_may_be_closed_while_others_wait_for_its_workers(
     thread: ProxyThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Threads that wait may read a worker until they notice its end, so it must not be freed before."""
+    """Threads that wait for a worker may read it until they notice its end, so the worker must not be freed earlier."""
     freed: list[object] = []
 
     class Recorded:
@@ -275,7 +275,9 @@ Help = Callable[[bool], int]
 
 @contextmanager
 def helped_thread(idle: IdlePolicy) -> Iterator[tuple[ProxyThread, Help]]:
-    """Yields a proxy thread and a function that helps it. The function's argument says whether its caller waits."""
+    """Yields a proxy thread, and a function by which another thread runs the proxy thread's workers. The function's
+    argument says whether the caller waits for the proxy.
+    """
     helpers: dict[int, Callable[[int, int], int]] = {}
     helper = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
     add = ctypes.CFUNCTYPE(None, helper, ctypes.c_void_p)(lambda call, argument: helpers.update({argument: call}))
@@ -311,7 +313,7 @@ def test_helpers_give_the_workers_their_turns_and_handlers_stay_with_the_thread(
 
 
 def test_a_thread_that_is_helped_sleeps_whatever_it_would_yield() -> None:
-    """A helped thread that yielded instead of sleeping would take a core from its helper."""
+    """A proxy thread whose workers another thread runs must sleep; yielding would take a core from that thread."""
     with helped_thread(IdlePolicy(yield_us=1e6 * TIMEOUT)) as (thread, help_), Client(thread) as client:
         stats = client.service._workers[0].stats
         until(lambda: stats.looks > 1000)

@@ -55,7 +55,7 @@ extern "C" __global__ void put_and_flush_each(DeviceHandle<ProxyChannel>* channe
 
 
 def copying_runtime(rank: int) -> Runtime:
-    """Returns a runtime whose copies for the proxy run asynchronously to the proxy's thread, like a GPU's."""
+    """Returns a runtime that copies for the proxy asynchronously to the proxy's thread, as a GPU does."""
     return HostRuntime(async_copies=True) if ON_HOST else rank_runtime(rank)
 
 
@@ -150,7 +150,7 @@ def test_the_ring_survives_many_laps_of_transfers() -> None:
     ],
 )
 def test_a_flush_covers_the_puts_before_it(async_copies: bool) -> None:
-    """The source is overwritten after each flush: every value must have left by then."""
+    """The source is overwritten after each flush, so the flush must wait until the previous value has been sent."""
 
     def body(comm: Communicator) -> None:
         array = comm.empty(32, "int32").fill(0)

@@ -42,7 +42,7 @@ HEADER = 64
 OUTSIDE = "the peer put or got data outside the memory that this rank offers"
 REM_ACCESS_ERR = 10
 ARRIVED, CREDITED = 0, int(lib.PROXYCCL_STAGED_WIRES) * 128 // 8  # indices of 64-bit words in a peer's memory area
-RECEIVING = int(lib.PROXYCCL_STAGED_WORDS_BYTES)  # bytes that an area needs besides its ring
+RECEIVING = int(lib.PROXYCCL_STAGED_WORDS_BYTES)  # bytes of an area before its rings
 
 MakeWire = Callable[[int, int], FakeWire]
 built = pytest.mark.skipif(
@@ -66,7 +66,7 @@ pytestmark = [
 
 
 class Stuck:
-    """Blocks the worker of a connection's end in a handler, which blocks all work of this end."""
+    """Blocks the worker at one end of a connection in a handler, so that this end does no other work."""
 
     def __init__(self, end: End) -> None:
         self._gate = Gate()
@@ -205,7 +205,7 @@ def test_what_follows_a_get_waits_for_its_data() -> None:
 def test_draining_waits_for_an_answer_that_the_peer_has_not_sent() -> None:
     with Ends() as ends:
         here, there = ends
-        there.device.allow(1)  # the peer may return the request's credit, but not send its answer
+        there.device.allow(1)  # the peer may return the request's credit, but not send the answer
         here.push(GET, 4000)
         ends.wait(lambda: there.device.counts.executed == 1, "the credit")
         assert not here.service.drain(0.05)
@@ -225,7 +225,7 @@ def test_a_put_of_25_megabytes_through_a_ring_of_two() -> None:
 
 
 def test_a_small_rest_of_the_ring_is_filled_and_not_used_for_a_short_piece() -> None:
-    """Four messages leave 256 bytes at the ring's end. The next put starts at the beginning of the ring instead."""
+    """Four messages leave 256 bytes at the ring's end. The next put skips these bytes and starts at offset 0."""
     size, puts, per_lap = 16_256, 20, 4
     with Ends(puts * size, ring_bytes=1 << 16, chunk_bytes=size) as ends:
         here, there = ends
@@ -237,7 +237,7 @@ def test_a_small_rest_of_the_ring_is_filled_and_not_used_for_a_short_piece() -> 
 
 
 def test_a_put_is_cut_into_parts_of_one_length() -> None:
-    longest, size = 1 << 17, 150_000  # two parts of equal length, not one of `longest` and a short one
+    longest, size = 1 << 17, 150_000  # the put is cut into two equal parts, instead of `longest` and a short rest
     with Ends(size, ring_bytes=1 << 20, chunk_bytes=longest) as ends:
         here, there = ends
         here.push(PUT | SIGNAL, size)
@@ -278,7 +278,7 @@ def test_everything_happens_as_if_one_after_another(seed: int, wire: MakeWire, r
     rng = random.Random(seed)
     ring_bytes = rng.choice([128, 192, 1024, 65536])
     chunk_bytes, max_message = rng.choice([1, 50, 64, 500, 4096]), rng.choice([7, 64, 4096])
-    longest = min(300, 20 * min(chunk_bytes, max_message))  # limits a put to tens of messages, to save time
+    longest = min(300, 20 * min(chunk_bytes, max_message))  # at most tens of messages per put, to save time
     with Ends(
         1 << 12,
         channels=3,
@@ -418,8 +418,8 @@ def test_several_wires_have_a_thread_each_until_their_service_ends() -> None:
 
 @built
 def test_a_thread_serves_a_wire_while_the_worker_is_busy() -> None:
-    """A fabric wire must be polled even without requests of this side, because polling carries out the peer's
-    writes.
+    """A fabric endpoint must be polled even if this process has no requests, because libfabric executes the peer's
+    writes only during polls.
     """
     with Ends(ring_bytes=1 << 16, chunk_bytes=100, wires=2, wire=FabricWire) as ends:
         here, there = ends
@@ -619,7 +619,7 @@ def test_an_end_that_stalls_holds_back_its_ring_alone() -> None:
         with Stuck(there):
             flood = threading.Thread(target=here.push, args=(PUT | SIGNAL, size), kwargs={"count": puts})
             flood.start()
-            # The ring holds 8 messages of 128 bytes. At most 256 more operations wait, up to three for a trigger.
+            # The ring holds 8 messages of 128 bytes. At most 256 more operations may wait; a trigger needs up to 3.
             most = 1024 // 128 + (256 - 2) // 2
             ends.wait(lambda: here.taken() >= most, "a full connection")
             assert here.device.counts.executed <= 2 * 1024 // 128
@@ -745,7 +745,7 @@ def test_more_requests_than_may_be_outstanding_are_refused() -> None:
     most = int(lib.PROXYCCL_STAGED_GETS)
     with Ends(ring_bytes=1 << 16) as ends:
         _, there = ends
-        there.device.allow(0)  # the end's answers fill its ring, because its device executes nothing
+        there.device.allow(0)  # the device executes nothing, so the answers to the gets fill the ring
         area = seen_as(there.area, np.uint64)
         size = there.destination.nbytes
         for i in range(most + 20):
@@ -768,7 +768,7 @@ def test_a_damaged_ring_is_refused(arrived: int, nbytes: int, reason: str) -> No
     with Ends(ring_bytes=4096) as ends:
         _, there = ends
         area = seen_as(there.area, np.uint64)
-        area[(RECEIVING + 4096) // 8 + 2] = nbytes  # the size field in the header of the first message
+        area[(RECEIVING + 4096) // 8 + 2] = nbytes  # sets the size field in the first message's header
         area[ARRIVED] = arrived
         assert there.fails().reason == f"completion: refused: {reason}"
 

@@ -47,7 +47,7 @@ def words() -> Any:
 
 
 def passes(watch: TurnWatch, clock: Clock, seconds: float) -> float:
-    """Advances the clock by `seconds`, and lets the watch look ten times per second. Returns the last result."""
+    """Advances the clock by `seconds`, and calls the watch ten times per simulated second. Returns the last result."""
     idle = 0.0
     for _ in range(round(10 * seconds)):
         clock.now += 0.1
@@ -80,12 +80,12 @@ def test_time_in_which_nobody_could_look_does_not_count(words: Any, clock: Clock
     watch = TurnWatch(words, 1)
     words.bell = 3
     passes(watch, clock, 1)
-    clock.now += 1000  # simulates that this process was stopped too
+    clock.now += 1000  # simulates that this process itself was stopped
     assert watch.look_for_streams() < 2
 
 
 def held_up(seconds: float, timeout: float) -> list[BaseException | None]:
-    """Makes a collective by proxy while rank 0's proxy is in a handler for `seconds`. Returns each rank's error, or
+    """Runs a collective by proxy while a handler blocks rank 0's proxy for `seconds`. Returns each rank's error, or
     None.
     """
 
@@ -105,7 +105,7 @@ def held_up(seconds: float, timeout: float) -> list[BaseException | None]:
             comm.synchronize()
             assert began.wait(60)
         comm.all_gather_bytes(b"")
-        if comm.rank == 1:  # rank 1's proxy starts to wait earlier than rank 0's, so its time-out must be longer
+        if comm.rank == 1:  # rank 1's proxy starts to wait before rank 0's, so rank 1 needs a longer time-out
             comm.group.set_timeout(60)
         started = time.monotonic()
 

@@ -1,5 +1,3 @@
-"""Fixtures for the tests of the fabric transport."""
-
 from __future__ import annotations
 
 import pytest

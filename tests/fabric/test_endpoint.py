@@ -78,7 +78,7 @@ def test_signals_join_no_data_where_a_write_takes_one_range(tcp: FabricOffer) ->
 
 
 def test_an_endpoint_that_cant_register_the_segment_is_closed(tcp: FabricOffer) -> None:
-    FabricEndpoint(tcp, FabricOptions()).close()  # a first endpoint: the process keeps some resources until it exits
+    FabricEndpoint(tcp, FabricOptions()).close()  # some resources of the first endpoint stay until the process exits
     before = len(os.listdir("/proc/self/fd"))
     nothing = cast(PinnedMemory, SimpleNamespace(host_ptr=4096, nbytes=0))
     setup = RemoteSetup(HostRuntime(), nothing, range(0), near=None, local_rank=0, core_share=1)

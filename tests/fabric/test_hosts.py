@@ -30,7 +30,7 @@ def hosts() -> Iterator[Hosts]:
 
 
 class Job:
-    """A job: ranks of the program on hosts.
+    """A job whose ranks run the test program on emulated hosts.
 
     Args:
         ranks: number of ranks on each host.
@@ -63,7 +63,7 @@ class Job:
         return outputs
 
 
-# "delivered" runs only with --full: the flood below, and staged memory in a daemon, also test such signals.
+# "delivered" signals run only with --full, because tests below use them for a flood and for staged memory.
 @pytest.mark.parametrize(
     ("ranks", "env"),
     [
@@ -98,7 +98,7 @@ def test_mpiexec_starts_ranks_on_three_hosts(tmp_path: Path, each: int, what: st
 SMALL_STAGES = {"PROXYCCL_FABRIC_STAGING_BYTES": "32768", "PROXYCCL_FABRIC_STAGING_CHUNK": "8192"}
 
 
-# "ordered" runs only with --full: execution plans, below, also test staging by a thread over an ordered fabric.
+# "ordered" signals run only with --full, because the test of execution plans below covers them.
 @pytest.mark.parametrize(
     ("proxy", "signal"),
     [pytest.param("thread", "ordered", marks=pytest.mark.full), ("process", "delivered")],
@@ -110,7 +110,7 @@ def test_memory_that_can_not_be_registered_is_staged(hosts: Hosts, tmp_path: Pat
     Job(hosts, [1, 1], tmp_path, "collectives", **env, **SMALL_STAGES).succeeds("staged_fabric")
 
 
-# "delivered" runs only with --full: it makes no difference to plans, and the tests of collectives cover it.
+# "delivered" signals run only with --full, because plans don't depend on the kind of signal.
 @pytest.mark.parametrize(
     ("ranks", "transport", "env"),
     [
@@ -138,7 +138,7 @@ def on_hip() -> dict[str, str]:
     return {"PROXYCCL_RUNTIME": "hip", "ROCM_PATH": str(ROOT / "build/rocm-on-host")}
 
 
-# Short calls of staged GPUs go through pinned memory, which the CPU copies.
+# For short calls on GPUs whose data is staged, the CPU copies the data through pinned memory.
 @pytest.mark.parametrize(
     ("ranks", "proxy"),
     [([1, 1], "process"), pytest.param([2, 2], "thread", marks=pytest.mark.full)],
@@ -172,7 +172,7 @@ def test_ipv6_is_enough_and_a_provider_is_chosen_by_name(tmp_path: Path) -> None
         Job(hosts, [1, 1], tmp_path, "one", PROXYCCL_FABRIC_PROVIDER="net").succeeds()
 
 
-# "ordered" runs only with --full: the limit on outstanding writes is the same for both kinds of signal.
+# "ordered" signals run only with --full, because the limit on outstanding writes doesn't depend on the signals.
 @pytest.mark.parametrize("signal", [pytest.param("ordered", marks=pytest.mark.full), "delivered"])
 def test_a_flood_through_few_writes_loses_nothing(hosts: Hosts, tmp_path: Path, signal: str) -> None:
     few = {"PROXYCCL_FABRIC_DEPTH": "2", "PROXYCCL_FABRIC_SIGNAL": signal}
@@ -192,7 +192,7 @@ def test_a_killed_rank_is_noticed_on_other_hosts_and_those_that_are_left_go_on(h
 
 @pytest.mark.parametrize(("each", "times"), [(1, 2), pytest.param(2, 6, marks=pytest.mark.full)])
 def test_connections_that_meet_are_made(hosts: Hosts, tmp_path: Path, each: int, times: int) -> None:
-    """Both ends of each pair open their connection at the same time, repeatedly."""
+    """The ranks of each pair repeatedly connect to each other at the same time."""
     Job(hosts, [each] * 2, tmp_path, "meetings", MEETINGS=str(times)).succeeds()
 
 

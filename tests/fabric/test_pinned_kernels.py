@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(not _engine.lib.proxyccl_fabric_built(), reason="this build has no fabric transport"),
 ]
 
-LONGEST = 6 << 10  # most bytes that a kernel sends by default
+LONGEST = 6 << 10  # kernels send at most this many bytes by default
 BUFFER = 16 << 10
 
 
@@ -54,7 +54,7 @@ def run_nodes(ranks: int, each: int, body: Callable[[Communicator], None]) -> No
 
 
 def run(ranks: int, each: int, call: Call, *, by_kernels: bool) -> None:
-    """Checks a call with the default algorithm, which must be kernels if and only if `by_kernels`, and then with
+    """Checks a call twice: with the default algorithm, which must use kernels if `by_kernels`, else the proxy, and with
     kernels.
     """
 

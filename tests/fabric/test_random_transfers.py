@@ -35,7 +35,7 @@ def test_they_keep_their_order(
         assert run_random_transfers(comm, 3).transport == transport
 
     def options_of(rank: int) -> dict[str, FabricOptions]:
-        # a connection has the smaller of both ranks' numbers of streams
+        # if ranks set different numbers of streams, their connection has the smaller number
         own = None if streams is None else streams[rank]
         return {"fabric": FabricOptions(provider="tcp", interface="=lo", signal=signal, streams=own)}
 

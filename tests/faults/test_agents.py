@@ -1,6 +1,6 @@
-"""Runs a few cases in which agents come and go under load, or start again under their names.
+"""Runs a few cases in which agents start and exit under load, or restart under the same names.
 
-`make test-faults COUNT=1000` runs more.
+`make test-faults COUNT=1000` runs 1000 cases.
 """
 
 from __future__ import annotations

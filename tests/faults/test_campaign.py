@@ -1,4 +1,4 @@
-"""Runs a few cases of random work with faults. `make test-faults COUNT=1000` runs more."""
+"""Runs a few cases of random work with faults. `make test-faults COUNT=1000` runs 1000 cases."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ WITH_FAULTS = (
     "clock jumps",
     "daemon stopped",
 )
-# Faults that run only with --full. Peers can't distinguish a rank that exits from a killed rank; other tests cover the
-# other faults.
+# Faults that run only with --full: peers can't distinguish "exit" from a killed rank, and other tests cover "fork",
+# "signals" and "full disk".
 FURTHER = {"exit", "fork", "signals", "full disk"}
 CASES = [
     pytest.param(Case.of(FAULTS.index(fault), brief=True), id=fault, marks=pytest.mark.full if fault in FURTHER else [])

@@ -1,4 +1,4 @@
-"""Runs a few cases in which memory is freed during transfers. `make test-faults COUNT=1000` runs more."""
+"""Runs a few cases in which memory is freed during transfers. `make test-faults COUNT=1000` runs 1000 cases."""
 
 from __future__ import annotations
 

@@ -232,8 +232,8 @@ def no_segments() -> Iterator[Callable[[], bool]]:
 def test_tensors_of_torchs_pool_are_registered(
     torch: ModuleType, no_segments: Callable[[], bool], algorithm: str | None
 ) -> None:
-    """Slices at any offset of the pool's tensors are registered memory, from the first call on and before peers have
-    mapped them.
+    """Slices at any offset of the pool's tensors are registered memory from the first call on, even before peers have
+    mapped the tensors.
     """
     count = 300_007
 
@@ -482,7 +482,7 @@ def test_a_graph_of_many_calls_is_replayed_without_waits(ranks: Ranks) -> None:
                 x.upload(np.arange(1009) + turn * 100 + number + comm.rank)
             for _ in range(REPLAYS):
                 graph.launch()
-            comm.all_reduce(arrays[0], "max", stream=stream)  # a call outside the graph
+            comm.all_reduce(arrays[0], "max", stream=stream)  # this call is not part of the graph
             comm.synchronize(stream)
             for number, x in enumerate(arrays):
                 assert np.array_equal(x.numpy(), np.arange(1009) + turn * 100 + number + comm.world_size - 1)
@@ -745,8 +745,8 @@ def test_a_handle_beyond_its_memory_is_refused(field: int) -> None:
 def test_waiters_for_the_device_are_called_behind_launches(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, call: str, launched: str
 ) -> None:
-    """A driver call that waits for the device holds the context, and would block the proxy's copies for running
-    kernels.
+    """A driver call that waits for the device locks the context. If such a call were made while kernels run, the call
+    would block the copies that the proxy makes for the kernels.
     """
     begun = threading.Event()
     done: list[bool] = []
@@ -864,7 +864,7 @@ def test_a_users_kernel_that_waits_in_vain_ends_too() -> None:
 
 
 def test_an_abort_ends_everything_while_copies_are_in_flight() -> None:
-    nbytes = (64 if RUNTIME == "cuda" else 2) << 20  # fewer bytes where the CPU emulates the GPU's copies
+    nbytes = (64 if RUNTIME == "cuda" else 2) << 20  # emulated GPUs copy by CPU, which takes longer
 
     def body(comm: Communicator) -> ProxyCCLError:
         channels = comm.proxy_channels(comm.empty(nbytes, "uint8"))
@@ -903,7 +903,7 @@ def check_lost_context(noticed_by: str, **env: str) -> None:
 def test_a_lost_context_ends_its_communicator_alone(noticed_by: str) -> None:
     def body(comm: Communicator) -> None:
         check_lost_context(noticed_by)
-        Call("all_reduce", "float32", "sum", None, 1000).run(comm)  # uses one of the other job's devices
+        Call("all_reduce", "float32", "sum", None, 1000).run(comm)  # this job shares a device with the other job
 
     run_ranks(1, body)
 
@@ -921,7 +921,7 @@ def test_device_memory_that_runs_out_is_a_resource_error() -> None:
     def body(comm: Communicator) -> None:
         with pytest.raises(ResourceError, match=rf"can't allocate {1 << 44} bytes on {RUNTIME} device"):
             comm.empty(1 << 44, "uint8")
-        if RUNTIME == "cuda":  # on emulated GPUs this would fill the machine's memory
+        if RUNTIME == "cuda":  # on emulated GPUs the allocations would fill the machine's memory
             kept: list[Array] = []
             with pytest.raises(ResourceError, match="can't allocate"):
                 kept.extend(iter(lambda: comm.empty(16 << 30, "uint8"), None))

@@ -54,7 +54,7 @@ if DEEP:
         "survivors, some late, one ends": ("survivors", ("DEATHS=1", "LATE=1", "ATTEMPTS=2")),
     }
 
-# For each planted bug: the verifier that must find it, and its number in the model.
+# For each planted bug: the verifier that must find it, and the bug's number in the model.
 BUGS = {
     "the sender takes the ring for longer than it is": ("staged, one side sends several laps", 1),
     "a message is posted before it is copied": ("staged, both sides send", 2),
@@ -108,14 +108,14 @@ def run(command: list[str], directory: Path, **environment: str) -> str:
 
 
 def build(own: Path) -> None:
-    """Builds the verifier with the name of the directory `own`."""
+    """Builds a verifier in the directory `own`, which has the verifier's name."""
     model, sizes = VERIFIERS[own.name]
     includes = [f"-I{ROOT / place}" for place in ("device/include", "proxy/engine", "proxy/segment")]
     shutil.copytree(MODELS, own, dirs_exist_ok=True)
     run(["gcc", *includes, str(MODELS / "constants.c"), "-o", "constants"], own)
     (own / "constants.h").write_text(run(["./constants"], own))
     run([str(checkers() / "usr/bin/spin"), *(f"-D{size}" for size in sizes), "-a", f"{model}.pml"], own)
-    # Safety properties suffice, because an endless wait is a deadlock. With few states, -O0 is faster.
+    # Safety properties suffice, because an endless wait is a deadlock. For few states, compiling with -O0 saves time.
     level = "-O2" if DEEP else "-O0"
     run(["gcc", level, "-w", "-DSAFETY", "-DCOLLAPSE", "pan.c", "-o", "verify"], own)
 
@@ -131,7 +131,7 @@ def verify(directory: Path, bug: int = 0) -> str:
     """Runs a verifier, with a planted bug if `bug` is not 0. Returns SPIN's report: the number of states, and the first
     error.
     """
-    table = "-w18" if bug else "-w22"  # log2 of the hash table's slots: few states lead to a bug
+    table = "-w18" if bug else "-w22"  # log2 of the hash table's slots; a search that ends at a bug visits few states
     report = run(["./verify", "-m1000000", table], made_once(directory, build), BUG=str(bug))
     assert "max search depth too small" not in report, report
     return report

@@ -2,8 +2,8 @@
 
 The device headers and the engine are compiled unchanged, but the compiler's atomic built-ins access memory that Relacy
 simulates (weak_memory/checked_builtins.h). Each scenario (weak_memory/scenarios.cpp) is executed many times, with
-different schedules and different values of its loads. Then they are executed with planted bugs, each of which Relacy
-must find.
+different schedules and different values of its loads. Then the scenarios are executed with planted bugs, each of which
+Relacy must find.
 
 PROXYCCL_MODELS_DEPTH multiplies the executions (make test-models DEPTH=100).
 """
@@ -28,7 +28,7 @@ DEPTH = int(os.environ.get("PROXYCCL_MODELS_DEPTH", "1"))
 TIMEOUT = 280.0 if DEPTH == 1 else 3600.0
 WARNINGS = ("-Wall", "-Wextra", "-Wno-ignored-qualifiers")
 
-# For each scenario: the bound on switches between threads in the exhaustive search, with depth 1 and with more.
+# For each scenario: the bounds on switches between threads in the exhaustive search, if DEPTH is 1 and if it is larger.
 BOUNDS = {
     "ring_of_2_with_2_producers": (1, 2),
     "channel_by_the_cpu": (1, 2),

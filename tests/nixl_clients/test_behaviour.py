@@ -144,7 +144,7 @@ def test_memory_that_is_not_registered(two: Two) -> None:
             two.a.prep_xfer_dlist(name, descs)
     with not_found():
         two.a.initialize_xfer("READ", bad, two.descs(1, nbytes=100), "agent1")
-    with invalid():  # different lengths are reported first
+    with invalid():  # the error is about the different lengths, not about `bad`
         two.a.initialize_xfer("READ", bad, two.descs(1), "agent1")
 
 
@@ -370,7 +370,7 @@ def test_a_peer_that_is_killed() -> None:
             for call in (two.a.transfer, two.a.check_xfer_state):
                 with pytest.raises(nb.nixlRemoteDisconnectError):
                     call(handle)
-        with pytest.raises(nb.nixlRemoteDisconnectError):  # noqa: PT012  the first call may raise
+        with pytest.raises(nb.nixlRemoteDisconnectError):  # noqa: PT012  the loop calls until the error is raised
             while True:
                 two.a.send_notif("agent1", b"x")
         assert two.a.check_remote_metadata("agent1") is True

@@ -189,5 +189,5 @@ def test_sglangs_prefiller_writes_blocks_and_small_arrays() -> None:
     assert prefill.agent.check_remote_metadata(name)
     prefill.agent.remove_remote_agent(name)
     assert not prefill.agent.check_remote_metadata(name)
-    prefill.agent.add_remote_agent(metadata)  # SGLang does this after a failure
+    prefill.agent.add_remote_agent(metadata)  # SGLang adds the agent again after a failure
     assert prefill.agent.check_remote_metadata(name)

@@ -1,4 +1,4 @@
-"""Kernels in Numba, if Numba-CUDA is installed: in `make test-numba`, and on machines with GPUs that have it."""
+"""Skips the tests of kernels in Numba unless Numba-CUDA is installed."""
 
 import importlib.util
 

@@ -43,8 +43,8 @@ def test_the_functions_are_inlined(monkeypatch: pytest.MonkeyPatch, capability: 
     assert len(re.findall(r"^\.visible \.entry \w*everything", ptx, re.MULTILINE)) == 1
     assert ".extern .func" not in ptx
     assert not re.findall(r"\bproxyccl_(?!default_control)\w+", ptx)
-    assert len(re.findall(push, ptx)) == 8  # two calls push one trigger, three may push two
-    assert len(re.findall(r"ld\.acquire\.sys\.b64", ptx)) >= 5  # polls of waits
+    assert len(re.findall(push, ptx)) == 8  # two functions push one trigger each, three push up to two each
+    assert len(re.findall(r"ld\.acquire\.sys\.b64", ptx)) >= 5  # each wait polls with an acquire load
 
 
 def test_a_kernel_links_to_a_cubin(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,7 +202,7 @@ def test_a_signal_that_a_rank_has_not_sent(reports: Path) -> None:
 
 @pytest.mark.own_proxy(reason="the daemon has rings without handlers")
 def test_a_ring_behind_a_handler_that_blocks(reports: Path) -> None:
-    kept: list[object] = []  # keeps memory that the proxy accesses after the communicator has failed
+    kept: list[object] = []  # arrays that the proxy accesses even after the communicator has failed
     with Gate() as gate:
 
         def body(comm: Communicator) -> None:

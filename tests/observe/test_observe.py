@@ -197,7 +197,7 @@ def test_a_trigger_that_is_refused_counts_as_an_error() -> None:
         channels = comm.proxy_channels(comm.empty(8, "uint8"))
         barrier(comm)
         if comm.rank == 0:
-            comm.compile(KERNELS, "mixed")(1, 1, channels, 1, 0, 0)  # puts 100 bytes from memory of 8 bytes
+            comm.compile(KERNELS, "mixed")(1, 1, channels, 1, 0, 0)  # puts 100 bytes from a source of 8 bytes
             wait_for(lambda: comm.group.failure.aborted, "the trigger is refused")
             assert look(comm).channels[0].errors == 1
         comm.synchronize()
@@ -269,7 +269,7 @@ def test_files_of_processes_that_are_gone_are_removed(directory: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], stdout=subprocess.PIPE, check=True)
     there = publications.publish(a_publication())
     publications.publish(a_publication(pid=int(ended.stdout)))
-    publications.publish(a_publication(started=12345))  # an earlier process with this process's id
+    publications.publish(a_publication(started=12345))  # the recorded process started earlier and had this process's id
     (directory / f".{int(ended.stdout)}-7.json").write_text("it was killed while it wr")
     (directory / f"{os.getpid()}-77.json").write_text('{"format": 0, "of": "another version"}')
     assert [path for path, _ in publications.find()] == [there]
@@ -354,7 +354,7 @@ def test_of_ranks_that_cant_publish_at_the_same_time_one_says_so(
     together = threading.Barrier(4)
 
     def slowly(_: logging.LogRecord) -> bool:
-        time.sleep(0.1)  # lets the other threads reach the same point
+        time.sleep(0.1)  # gives the other threads time to log the same warning
         return True
 
     def rank_main() -> None:

@@ -49,7 +49,7 @@ def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def written(directory: Path) -> dict[int, Report]:
-    """Returns the reports in a directory, which must be of one communicator, by rank."""
+    """Returns the reports in a directory, by rank; all must be about one communicator."""
     found = find([directory])
     assert not found.problems
     assert len({report.communicator for report in found.ranks}) == 1
@@ -226,7 +226,7 @@ def test_reports_can_be_turned_off(reports: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_default_directory_keeps_the_newest_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PROXYCCL_REPORT_DIR", raising=False)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setenv("PROXYCCL_PROXY", "thread")  # else a daemon would write a report too
+    monkeypatch.setenv("PROXYCCL_PROXY", "thread")  # if the proxies ran in a daemon, it would write a report too
     monkeypatch.setattr(files, "KEPT", 3)
     (directory := files.directory()).mkdir(parents=True)
     (directory / "of somebody else.json").touch()
@@ -245,7 +245,7 @@ def test_the_default_directory_keeps_the_newest_only(tmp_path: Path, monkeypatch
 
 
 def run_hangs(directory: Path, scenario: str) -> tuple[dict[int, Report], list[str]]:
-    """Runs a scenario of `PROGRAM`. Returns its reports by rank, and its ranks' output."""
+    """Runs a scenario of `PROGRAM`. Returns the reports by rank, and the ranks' outputs."""
     environment = {"PROXYCCL_REPORT_DIR": str(directory)}
     ended = run_processes(PROCESSES, PROGRAM, scenario, env=environment)
     assert all(process.returncode == 0 for process in ended), [process.stderr for process in ended]
@@ -315,7 +315,7 @@ def test_a_ring_seen_from_the_side() -> None:
     push(0, 6, 100)
     assert [trigger.ticket for trigger in fifo.snapshot().waiting] == list(range(6))
     fifo.tail[0] = 6
-    push(6, 5, 200)  # wraps around the ring's end
+    push(6, 5, 200)
     view = fifo.snapshot(3)
     assert (view.size, view.taken, view.full) == (8, 6, 5)
     assert [(trigger.ticket, trigger.size) for trigger in view.waiting] == [(6, 200), (7, 200), (8, 200)]

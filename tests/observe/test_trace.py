@@ -46,7 +46,7 @@ def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tracer_of(comm: Communicator) -> Tracer:
-    """Starts a tracer of this rank's proxy. Returns it when the proxy records."""
+    """Starts a tracer of this rank's proxy, waits until the proxy records, and returns the tracer."""
     ((path, publication),) = publications.find(comm.job, {comm.rank})
     tracer = Tracer(path, publication)
     wait_until_traced(publication)
@@ -73,7 +73,7 @@ def is_off(comm: Communicator) -> bool:
 
 
 def traced(comm: Communicator, *arguments: Any, kernel: str = "mixed") -> ServiceTrace:
-    compiled = comm.compile(KERNELS, kernel)  # before tracing, because compiling may take longer than records are kept
+    compiled = comm.compile(KERNELS, kernel)  # compiling may take longer than trace records are kept
     with tracer_of(comm) as tracer:
         compiled(1, 1, *arguments)
         comm.synchronize()
@@ -180,7 +180,7 @@ def test_nothing_is_recorded_while_nobody_asks() -> None:
         channels = channels_of(comm)
         traced(comm, channels, 5, 5, 5)
         ((_, publication),) = publications.find(comm.job, {comm.rank})
-        wait_for_looks(publication)  # a pass over the rings that began during tracing still records its triggers
+        wait_for_looks(publication)  # a pass over the rings that began during tracing records until the pass ends
         before = trace_words(comm)
         assert before[0][1] > 15
         comm.compile(KERNELS, "mixed")(1, 1, channels, 5, 5, 5)
@@ -199,7 +199,7 @@ def test_records_that_are_written_over_are_counted_as_lost(tmp_path: Path) -> No
         trace = traced(comm, channels, count, kernel="empty_puts")
         assert 0 < len(trace.triggers) < lib.PROXYCCL_TRACE_RECORDS
         assert trace.lost > 5000
-        assert len(trace.triggers) + trace.lost >= count  # `lost` also counts marks, which are not triggers
+        assert len(trace.triggers) + trace.lost >= count  # `lost` also counts records that are not triggers
         assert trace.triggers[-1].trigger.operation is Operation.FLUSH
         assert trace.triggers[-1].completed_ns is not None
         file = tmp_path / f"{comm.rank}.json"
@@ -268,7 +268,7 @@ def test_sends_of_schedules_have_a_schedule_in_place_of_a_ticket() -> None:
 
 def test_a_schedules_waits_last_from_its_beginning(tmp_path: Path) -> None:
     decoder = TraceDecoder(0, {3: 0, 4: 0})
-    # recording began during the schedule, so its beginning is missing
+    # recording began during the schedule, so the schedule's beginning is missing
     decoder.feed([step(lib.PROXYCCL_TRACED_JOINED, 5, 3)])
     decoder.feed([step(lib.PROXYCCL_TRACED_BEGIN, 1000, 9), step(lib.PROXYCCL_TRACED_JOINED, 3000, 3)])
     decoder.feed([step(lib.PROXYCCL_TRACED_RECEIVED, 9000, 4)])
@@ -302,7 +302,7 @@ def test_what_is_kept_ends_with_a_look_at_the_clock() -> None:
 
     allowance = Allowance(5)
     assert end(allowance, "MTTMTM") is None
-    assert end(allowance, "MTTMM") is None  # exactly five triggers: the records of their completions are kept
+    assert end(allowance, "MTTMM") is None  # exactly five triggers, so the records after them are kept
     assert end(allowance, "MM") is None
     assert end(allowance, "MMTM") == 2
     assert end(Allowance(2), "MTTTTMTM") == 6

@@ -84,7 +84,7 @@ def test_a_destination_reads_an_object_and_both_let_go_of_it(transports: tuple[A
     assert len(source._agent.regions) == 5
     source.garbage_collect("one", meta, tensors)
     assert source._agent.regions == []
-    source.garbage_collect("one", meta, tensors)  # Ray may call this twice
+    source.garbage_collect("one", meta, tensors)  # Ray may call garbage_collect() twice
 
 
 def test_all_fetches_of_a_call_are_begun_before_any_is_waited_for(
@@ -237,7 +237,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def process(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
-    """Starts a source in another process, with data copied through a socket, so that both processes take part."""
+    """Starts a source in another process. Data goes through a socket, so both processes take part."""
     monkeypatch.setenv("PROXYCCL_TRANSFER_PATHS", "unix")
     environment = {**os.environ, "PYTHONPATH": str(stand_in)}
     source = subprocess.Popen(

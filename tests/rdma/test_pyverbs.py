@@ -1,6 +1,6 @@
 """The Python code for RDMA, without devices: options, addresses, the choice of a device, and missing parts.
 
-tests/rdma/soft_roce tests it with devices.
+tests/rdma/soft_roce tests this code with devices.
 """
 
 from __future__ import annotations
@@ -278,7 +278,7 @@ def test_devices_are_read_from_sysfs(sysfs: Path) -> None:
         RdmaGid(10, "::ffff:10.0.0.1", "RoCE v2", "eth1"),
     )
     assert second == RdmaPort(2, "down", "ethernet", 40, 0, None, ())
-    # sysfs lacks these attributes, which only pyverbs can query.
+    # These attributes are None, because sysfs lacks them and only pyverbs can query them.
     assert roce.atomics is roce.max_queue_pairs is roce.max_registrations is None
     assert first.active_mtu is first.max_message is None
 
@@ -329,7 +329,7 @@ def test_the_nearest_device_is_chosen(sysfs: Path) -> None:
     there = [roce_device("a", 0), roce_device("b", 1), roce_device("c")]
     assert chosen(there, 0) == ("a", 1, 1)
     assert chosen(there, 1) == ("b", 1, 1)
-    # A NUMA node without a device takes the nearest device; if distances are unknown, a device of a known node.
+    # A NUMA node without a device uses the nearest device or, if distances are unknown, a device whose node is known.
     assert choose_device(there[1:], RdmaOptions(), 0, root=sysfs).device.name == "b"
     put(sysfs / "devices/system/node", {"node2/distance": "30 20 10", "node2/cpulist": ""})
     assert choose_device(there, RdmaOptions(), 2, root=sysfs).device.name == "b"
@@ -429,7 +429,7 @@ def fresh_pyverbs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def stand_in(fresh_pyverbs: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Installs the stand-in as pyverbs. Returns its device's capabilities."""
+    """Installs the stand-in as pyverbs, and returns the capabilities of the stand-in's device."""
     pyverbs_stand_in.write(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     return pyverbs_stand_in.device()
@@ -490,7 +490,7 @@ def test_importing_pyverbs_leaves_the_programs_logging_alone() -> None:
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     try:
-        root.handlers.clear()  # with a handler, logging.basicConfig would do nothing
+        root.handlers.clear()  # a remaining handler would make logging.basicConfig do nothing
         root.setLevel(logging.WARNING)
         pyverbs_api.load()
         assert (root.handlers, root.level) == ([], logging.WARNING)
@@ -774,7 +774,7 @@ def test_the_least_recently_used_go_first(opened: Open) -> None:
     assert use("a") == kept["a"]
     assert use("c") == kept["c"]
     assert use("b") != kept["b"]
-    big = use("big", 950)  # 950 bytes, which fit only after the others are discarded
+    big = use("big", 950)  # its 950 bytes fit only after a and c are discarded
     assert use("a") != kept["a"]
     assert use("big", 950) != big
     assert use("bigger", 1001) != use("bigger", 1001)

@@ -1,6 +1,6 @@
 """The verbs transport, through the engine, over a fake device that copies memory and checks every limit.
 
-The device counts its requests. It can hold requests back, execute them late, and fail.
+The device counts requests, and can hold them back, execute them late, and fail.
 """
 
 from __future__ import annotations
@@ -313,7 +313,7 @@ def test_a_signal_arrives_behind_its_data(depth: int, fetch_add: bool) -> None:
         assert peer.device.signals == [(peer.words.ctypes.data, i + 1, total) for i, total in enumerate(before)]
         assert peer.words[0] == len(sizes)
         assert peer.device.counts.inlined == (0 if fetch_add else len(sizes))
-        # the last fetch-and-add returned the value before it
+        # a fetch-and-add returns the value before the addition
         assert peer.scratch[0] == (len(sizes) - 1 if fetch_add else 0)
 
 
@@ -354,7 +354,7 @@ def test_an_observer_sees_outstanding_work_complete(tmp_path: Path, monkeypatch:
         with Observer(publication) as observer, Tracer(path, publication) as tracer:
 
             def progress() -> tuple[int, int]:
-                tracer.fetch()  # a fetch prolongs the recording
+                tracer.fetch()  # the proxy records only for some time after each fetch
                 (connection,) = observer.snapshot().connections
                 return connection.completed, connection.outstanding
 
@@ -389,7 +389,7 @@ def test_flushes_wait_each_for_what_is_before_it() -> None:
 
 @needs_transport
 def test_more_flushes_than_a_connection_notes_are_all_kept() -> None:
-    """Many flushes wait for one put. The connection records some of them; the others stay in the ring."""
+    """Many flushes wait for one put. The connection records some of the flushes; the other flushes stay in the ring."""
     with Loop(memory(64), np.zeros(64, np.uint8), service={"fifo_size": 1024}) as loop:
         (peer,) = loop.peers
         peer.device.allow(0)
@@ -431,7 +431,7 @@ def test_a_full_connection_holds_back_its_own_ring_alone() -> None:
         flood = threading.Thread(target=loop.push, args=(0, PUT | SIGNAL, 8), kwargs={"count": puts})
         flood.start()
         try:
-            # A trigger needs 2 of the send queue's 16 operations. The worker takes one only if 3 operations are free.
+            # A trigger needs 2 of the send queue's 16 operations. The worker takes a trigger only if 3 are free.
             most = (16 + OPERATIONS - 2) // 2
             loop.wait(lambda: loop.producer.taken(full.channels[0]) == most, "a full connection")
             loop.push(1, PUT, 8, count=1000)

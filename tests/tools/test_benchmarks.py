@@ -1,4 +1,4 @@
-"""The benchmark programs: those without a GPU are run, kernels are compiled, and the page must show the results.
+"""Runs the benchmark programs that need no GPU, compiles the others' kernels, and checks the page of results.
 
 Without --full only some programs run. Pages made from fictitious results show each program's section.
 """
@@ -122,6 +122,19 @@ def test_execution_plans_run_on_the_host() -> None:
         assert len(re.findall(rf"^ +\d+ .*ProxyCCL {name} .* 0$", done.stdout, re.MULTILINE)) == 2, done.stdout
     assert re.search(r"^ +4 KiB +float32( +[\d.]+){2} +plan, [a-z ]+[\d.]+$", done.stdout, re.MULTILINE), done.stdout
     assert "# out of bounds values: 0 OK" in done.stdout
+
+
+@pytest.mark.full
+def test_norms_run_on_the_host_and_are_on_the_page(tmp_path: Path) -> None:
+    path = tmp_path / "norms_2.json"
+    options = ("--quick", "--rows", "1", "5", "--width", "136", "--json", str(path))
+    done = run_mpi(2, BENCHMARKS / "norms.py", *options, env={"PROXYCCL_RUNTIME": "host"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(path.read_text())["comparison"]
+    assert [row["rows"] for row in rows] == [1, 5]
+    assert all(list(row["times_us"].values())[:3] > [0.0] * 3 for row in rows)
+    assert make_page(tmp_path).returncode == 0
+    assert "all_reduce with RMSNorm" in (tmp_path / "README.md").read_text()
 
 
 @pytest.mark.full
@@ -507,7 +520,7 @@ def test_an_all_reduce_by_proxy_is_shown_beside_its_aims(tmp_path: Path, ranks: 
     page = (tmp_path / "README.md").read_text()
     assert "| 12.50 | 1.22 | 3.56 |" in page
     aim = "By proxy with registered arrays, 1 KiB: 12.50 µs, the best peer 15.25 µs; aim: at most 16 µs."
-    assert (aim in page) == said  # the page states the aim only for 2 GPUs
+    assert (aim in page) == said  # the page states the target only for 2 GPUs
 
 
 def test_proxies_in_a_process_are_shown_beside_proxies_in_the_ranks(tmp_path: Path) -> None:
@@ -544,7 +557,7 @@ class FakeGraphs:
     def __init__(self, *, status: int = 0) -> None:
         self.status = status
 
-    def CUgraph(self, graph: Any) -> Any:  # noqa: N802  these are the driver's names
+    def CUgraph(self, graph: Any) -> Any:  # noqa: N802  the method has the name of the driver's function
         return graph
 
     def cuGraphGetNodes(self, graph: Any, count: int) -> tuple[Any, ...]:  # noqa: N802
@@ -681,7 +694,7 @@ def test_sizes_are_shown_as_they_are_read(text: str, nbytes: int) -> None:
 def test_the_cost_of_observing_is_measured_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     path = tmp_path / "observing.json"
-    other = publications.publish(  # stands for a concurrent run of the benchmark
+    other = publications.publish(  # simulates a concurrent run of the benchmark
         Publication.of_this_process(
             Description(0, 1, "observing", "observing.py"), "host", workers=1, observed="", counters="", rings=()
         )
@@ -710,5 +723,5 @@ def test_a_trace_is_drawn(tmp_path: Path) -> None:
     picture = ElementTree.parse(tmp_path / "trace.svg").getroot()
     texts = [element.text for element in picture if element.tag.endswith("text")]
     assert texts[:2] == ["rank 0", "proxy thread 0"]
-    assert texts[-1] == "25 µs"  # shows the burst of median length among those of two triggers
+    assert texts[-1] == "25 µs"  # the picture shows the burst of median length among the bursts of two triggers
     assert len([element for element in picture if element.tag.endswith("rect")]) == 1 + 2

@@ -24,7 +24,7 @@ from proxyccl.tools.tables import Column, Table
 from support.running import run_alone, run_mpi
 
 _INSTALLED = Path(sys.executable).with_name("proxyccl")
-COMMAND = (str(_INSTALLED),) if _INSTALLED.exists() else ("-m", "proxyccl")  # for a source tree that is not installed
+COMMAND = (str(_INSTALLED),) if _INSTALLED.exists() else ("-m", "proxyccl")  # works without an installation
 
 
 def proxyccl(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -83,7 +83,7 @@ def test_info_shows_the_measured_tables_of_this_machine(tmp_path: Path, monkeypa
 
 @pytest.mark.slow
 def test_tune_keeps_tables_that_info_shows(tmp_path: Path) -> None:
-    for compiled in cache_dir().glob("*.so"):  # reuses compiled kernels, but not tables
+    for compiled in cache_dir().glob("*.so"):  # copies compiled kernels to the test's cache, but no tables
         shutil.copy(compiled, tmp_path)
     cache = {"PROXYCCL_CACHE": str(tmp_path)}
     result = run_mpi(2, *COMMAND, "tune", "-t", "0.01", env=cache)

@@ -25,7 +25,7 @@ from support.running import run_alone, run_mpi
 pytestmark = pytest.mark.slow
 
 NOT_PROGRAMS = {"demo.py", "traffic.py"}
-ENVIRONMENT = {"TRITON_INTERPRET": "1"} if ON_HOST else {}  # for the examples in Triton
+ENVIRONMENT = {"TRITON_INTERPRET": "1"} if ON_HOST else {}  # the examples in Triton need its interpreter
 
 
 def run_example(world_size: int, name: str, *options: str) -> str:
@@ -229,7 +229,7 @@ def test_the_demo_fails_with_the_reason_when_a_training_does() -> None:
     assert "abacus" in done.stderr
 
 
-# Without --full, these three are compiled: one that can't run without RDMA, the shortest, and the one with most
+# Without --full, three examples are compiled: one that can't run without RDMA, the shortest, and the one with most
 # features.
 ALWAYS_COMPILED = {"gpu_data_interchange.py", "custom_kernel.py", "fused.py"}
 

@@ -1,4 +1,4 @@
-"""The page's table of ProxyCCL's and DeepEP's memory shows what the program prints."""
+"""The documentation's table of ProxyCCL's and DeepEP's memory is the output of expert_memory.py."""
 
 from __future__ import annotations
 

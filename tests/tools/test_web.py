@@ -163,7 +163,7 @@ def test_a_trace_is_recorded(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         with ThreadPoolExecutor(1) as pool:
             recording = pool.submit(ask, url, path="/trace", method="POST", query=f"{query}&seconds=0.1")
             assert begun.wait(TIMEOUT)
-            assert ask(url, path="/trace", method="POST")[0] == 409  # only one trace at a time
+            assert ask(url, path="/trace", method="POST")[0] == 409  # a second trace at the same time is refused
             may_go_on.set()
             status, text = recording.result(TIMEOUT)
         assert status == 200

@@ -1,5 +1,3 @@
-"""Settings for the tests of agents."""
-
 from __future__ import annotations
 
 from support.agents import mapped, pair

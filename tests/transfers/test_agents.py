@@ -168,7 +168,7 @@ def test_memory_that_the_peer_has_deregistered_is_refused(pair: Pair, path: str)
     assert transfer.state is State.REFUSED
     assert not pair.ours.any()
     np.testing.assert_array_equal(pair.theirs, before)
-    pair.b.register(pair.theirs)  # a new registration at the same address
+    pair.b.register(pair.theirs)  # registers the same address again
     with pytest.raises(NotRegisteredError):
         transfer.start().wait()
     pair.a.add(pair.b.metadata())
@@ -183,11 +183,12 @@ def test_canceled_transfers_write_nothing_more_and_links_go_on(pair: Pair, path:
             transfer.start(b"canceled")
             transfer.cancel()
             pair.ours[:] = 0
-            if transfer.state is State.DONE:  # it ended before cancel()
+            if transfer.state is State.DONE:  # the transfer ended before cancel()
                 continue
             with pytest.raises(CanceledError):
                 transfer.wait()
-    pair.a.read("b", pair.blocks((0, 0, 100)), message=b"last").wait()  # arrives after the canceled transfers' data
+    # Data of the canceled transfers would arrive before this read's data.
+    pair.a.read("b", pair.blocks((0, 0, 100)), message=b"last").wait()
     assert not pair.ours[100:].any()
     np.testing.assert_array_equal(pair.ours[:100], pair.theirs[:100])
 
@@ -240,7 +241,7 @@ def test_a_closed_agent(pair: Pair, path: str) -> None:
     transfer = pair.a.read("b", pair.whole())
     transfer.wait()
     pair.b.close()
-    with pytest.raises(DisconnectedError):  # noqa: PT012  until the agent notices the lost link
+    with pytest.raises(DisconnectedError):  # noqa: PT012  the loop ends when the agent notices the lost link
         while True:
             pair.a.notify("b", b"")
     with pytest.raises(DisconnectedError, match="closed the link"):
@@ -341,7 +342,7 @@ def test_blocks_that_follow_each_other_are_one(pair: Pair) -> None:
 def test_an_active_transfer_is_not_started_again(pair: Pair) -> None:
     force_path(pair.a, "unix")
     transfer = pair.a.prepare("read", "b", pair.whole())
-    with pytest.raises(ActiveError):  # noqa: PT012  nearly always the second start raises
+    with pytest.raises(ActiveError):  # noqa: PT012  the loop ends when start() raises, usually at the second call
         while True:
             transfer.start()
     transfer.wait()

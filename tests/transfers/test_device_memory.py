@@ -76,7 +76,7 @@ class OnDevices:
 
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[OnDevices]:
-    monkeypatch.setattr(copier, "_LONG_BYTES", 1 << 20)  # so that 1 MiB is already a long block
+    monkeypatch.setattr(copier, "_LONG_BYTES", 1 << 20)  # a block of 1 MiB counts as long
     made = OnDevices()
     yield made
     made.close()
@@ -92,8 +92,8 @@ def blocks_of(here: int, there: int) -> Any:
 
 
 def expected(before: Any, source: Any, rows: Any, to: int, base: tuple[int, int]) -> Any:
-    """Returns the target after a copy of `rows` (a's address, b's address, bytes). The target is a if `to` is 0, else
-    b.
+    """Returns the contents that the target memory must have after `rows` (a's address, b's address, bytes) are copied.
+    The target is agent a's memory if `to` is 0, else agent b's.
     """
     after = before.copy()
     for row in (rows - np.array([*base, 0], np.uint64)).astype(int):
@@ -157,7 +157,7 @@ def test_a_path_is_named(pair: OnDevices) -> None:
 
 
 def test_a_transfer_may_start_again_and_ends_by_itself(pair: OnDevices) -> None:
-    """Without queries of the transfer's state, the agent's thread notices its end, and sends the peer the message."""
+    """If no caller queries the transfer's state, the agent's thread notices the end and sends the message."""
     transfer = pair.a.prepare("write", "b", [(pair.regions[0].address, pair.regions[1].address, NBYTES)])
     for value in (1, 2, 3):
         pair.arrays[0].fill(value)
@@ -203,7 +203,7 @@ def test_on_a_stream(pair: OnDevices, number: int | None) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_the_hosts_memory_on_a_stream(pair: OnDevices, path: str) -> None:
-    """No device copies between host memories: the stream signals the agent, whose CPU copies, and waits for it."""
+    """The agent's CPU copies between host memories: the stream signals the agent and waits for the copy."""
     far = Agent("far", listen=["127.0.0.1"])
     theirs = np.zeros(NBYTES, np.uint8)
     region = far.register(theirs)
@@ -338,7 +338,7 @@ def test_a_registration_that_ended(pair: OnDevices, kinds: tuple[str, str], side
     transfer.start().wait()
     owner = (pair.a, pair.b)[side]
     owner.deregister(regions[side])
-    owner.register(pair.arrays[side] if kinds[side] == "device" else pair.hosts[side])  # the address is unchanged
+    owner.register(pair.arrays[side] if kinds[side] == "device" else pair.hosts[side])
     with pytest.raises(NotRegisteredError, match=f"has deregistered its memory at {regions[side].address:#x}"):
         transfer.start().wait()
 
@@ -405,9 +405,9 @@ def test_between_processes(pair: OnDevices, allocator: str) -> None:
             writing.wait()
             way = "VMM" if allocator == "torch" else "shared memory" if RUNTIME == "host" else "IPC"
             assert writing.path.name == f"copy engine ({way})"
-            assert process.stdout.readline() == b"written\n"  # the other process has found the values, and doubled them
+            assert process.stdout.readline() == b"written\n"  # the other process found and doubled the values
             pair.arrays[0].fill(1)
-            before = pair.a.regions_of(peer)[1]  # a region of zeros in the same allocation
+            before = pair.a.regions_of(peer)[1]  # this region, in the same allocation, holds zeros
             pair.a.read(peer, [(here, before.address, before.nbytes)]).wait()
             assert not pair.arrays[0].numpy()[: before.nbytes].any()
             pair.arrays[0].fill(0)
@@ -438,7 +438,7 @@ def test_between_processes(pair: OnDevices, allocator: str) -> None:
             assert (pair.arrays[0].numpy()[:3_000_000] == 5).all()
         finally:
             process.kill()
-    with pytest.raises(DisconnectedError):  # noqa: PT012  until the agent notices the lost link
+    with pytest.raises(DisconnectedError):  # noqa: PT012  the loop ends when the agent notices the lost link
         while True:
             reading.start().wait()
 

@@ -1,4 +1,4 @@
-"""Device memory between hosts by libfabric: the adapter accesses it if it can, else data is staged in pinned memory.
+"""Device memory between hosts by libfabric: the adapter accesses it if possible, else pinned memory is used.
 
 Both agents are on this host, but each believes that the other is on another host. libfabric's TCP provider can access
 the memory of the host runtime's devices, but not of GPUs.
@@ -132,7 +132,7 @@ def unreached(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("operation", ["read", "write"])
 @pytest.mark.parametrize("kinds", KINDS)
 def test_memory_that_the_adapter_does_not_reach_is_staged(operation: str, kinds: tuple[str, str]) -> None:
-    """The blocks are short, of all alignments, and one is long."""
+    """Moves short blocks of all alignments, and one long block."""
     two = TwoHosts()
     near, far = two.regions[kinds[0]][0], two.regions[kinds[1]][1]
     rows = strided(near.address, far.address, 1003, 600, 1501, 2003)
@@ -155,7 +155,7 @@ def test_memory_that_the_adapter_does_not_reach_is_staged(operation: str, kinds:
 
 @pytest.mark.usefixtures("unreached")
 def test_staged_transfers_that_end_otherwise() -> None:
-    """Staged transfers can be canceled, run concurrently and be refused. A warning says why they are staged."""
+    """Staged transfers may be canceled, run concurrently or be refused. A warning says why transfers are staged."""
     two = TwoHosts()
     near, far = two.regions["device"][0], two.regions["device"][1]
     with pytest.warns(RuntimeWarning, match="through pinned memory: .* does not reach memory of"):

@@ -37,7 +37,7 @@ pytestmark = [
 
 @contextlib.contextmanager
 def with_mapped(pair: Pair, mapped: Mapped) -> Iterator[Region]:
-    """Registers memory with b, and gives a its metadata. Yields the region, and deregisters it after the block."""
+    """Registers memory with b, and gives b's metadata to a. Yields the region, and deregisters it after the block."""
     region = pair.b.register((mapped.address, NBYTES))
     pair.a.add(pair.b.metadata())
     yield region
@@ -174,7 +174,7 @@ def test_memory_of_this_agent(mapped: Mapped, path: str, operation: str, nbytes:
 def test_a_socket_and_a_hole(
     pair: Pair, mapped: Mapped, path: str, hole: tuple[int, int], operation: str, side: str
 ) -> None:
-    """The kernel finds the hole after part of a frame has been sent. Other transfers must continue."""
+    """The kernel reaches the freed memory after part of a frame has been sent. Other transfers must continue."""
     force_path(pair.a, path)
     far, others = np.zeros(NBYTES, np.uint8), pair.a.prepare("read", "b", pair.whole())
     ours = pair.a.register((mapped.address, NBYTES) if side == "here" else far)
@@ -255,7 +255,7 @@ if "raised elsewhere" in case:
     ],
 )
 def test_other_handlers_of_the_same_signals(case: str, status: int) -> None:
-    """Another handler may be installed after ProxyCCL's, or none. Faults outside transfers still end the process."""
+    """A signal handler may be installed after ProxyCCL's. Faults outside transfers still end the process."""
     result = subprocess.run(
         [sys.executable, "-c", _HANDLERS, case],
         env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},

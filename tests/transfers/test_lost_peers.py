@@ -78,7 +78,7 @@ def test_a_peer_that_ends_while_the_link_is_idle(path: str, how: str) -> None:
         lost_soon(lambda: _until_lost(read))
         lost_soon(lambda: write.start().wait())
         assert done.done()
-        with pytest.raises(DisconnectedError):  # noqa: PT012  the first call may raise
+        with pytest.raises(DisconnectedError):  # noqa: PT012  the loop calls until the error is raised
             while True:
                 initiator.agent.notify("b", b"x")
         initiator.agent.close()
@@ -91,7 +91,7 @@ def test_a_peer_killed_in_the_middle(path: str, operation: str) -> None:
         initiator = Initiator(process.receive())
         force_path(initiator.agent, path)
         initiator.prepare("read", 100).start().wait()
-        process.stop()  # keeps the transfer active
+        process.stop()  # a stopped peer keeps the transfer active
         transfer = initiator.prepare(operation).start()
         with pytest.raises(TransferTimeoutError):
             transfer.wait(0.05)
@@ -173,7 +173,7 @@ def test_agents_come_and_go() -> None:
         memory = np.zeros(100, np.uint8)
         region = agent.register(memory)
         before = len(os.listdir("/proc/self/fd"))
-        for number in range(9):  # a third of the children is killed, a third closes, a third only exits
+        for number in range(9):  # a third of the children is killed, a third closes the agent, a third only exits
             with child(lambda connection, number=number: serve_memory(connection, 100, number)) as process:  # type: ignore[misc]
                 name = agent.add(process.receive())
                 agent.read(name, [(region.address, agent.regions_of(name)[0].address, 100)], message=b"read").wait()

@@ -50,7 +50,7 @@ def test_the_kernel_copies_between_network_namespaces(pair: Pair, apart: None) -
     np.testing.assert_array_equal(pair.ours, pair.theirs)
     pair.b.wait_for_message(60)
     pair.b.close()
-    with pytest.raises(DisconnectedError):  # noqa: PT012  until the agent notices the lost link
+    with pytest.raises(DisconnectedError):  # noqa: PT012  the loop ends when the agent notices the lost link
         while True:
             pair.a.notify("b", b"")
 
@@ -100,7 +100,7 @@ def test_an_address_that_does_not_answer_takes_no_time_of_the_next(
 
 
 class Yama:
-    """Emulates a kernel with Yama: copying from a process needs its permission, which its last agent gives."""
+    """Emulates a kernel with Yama, where a peer must permit copies of its memory; if asked, it does if `permits`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, scope: Path) -> None:
         self.permits = True

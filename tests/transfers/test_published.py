@@ -28,8 +28,8 @@ pytestmark = pytest.mark.host_only("agents move the host's memory, whatever the 
 
 
 def seen(name: str, pid: int | None = None) -> list[str]:
-    """Returns the peers and paths of agents with this name in process `pid`, by default in this process, because
-    concurrent tests have agents too.
+    """Returns the peers and paths of agents with this name in process `pid`, by default this process. Other processes
+    run concurrent tests, which also have agents.
     """
     return [each.reaches for each in find_agents() if (each.name, each.pid) == (name, pid or os.getpid())]
 
@@ -72,7 +72,7 @@ def test_a_trace_lists_transfers_and_their_paths(pair: Pair, tmp_path: Path) -> 
     read = pair.a.prepare("read", "b", pair.whole())
     read.start().wait()
     tracer.fetch()
-    for _ in range(5000):  # more transfers than the agent records
+    for _ in range(5000):  # the agent records fewer transfers
         transfer.start().wait()
     traced = tracer.stop()
     first, second = traced.transfers[:2]

@@ -40,8 +40,8 @@ pytestmark = [
 
 
 def serve_orders(connection: socket.socket) -> None:
-    """Serves an agent "b", which executes the orders that the test sends. The answer to an order is the agent's
-    metadata; the answer to b"sum" is the sum of its memory.
+    """Serves an agent "b", which executes the orders that the test sends. The agent answers b"sum" with the sum of its
+    memory, and other orders with its metadata.
     """
     agent = Agent("b", listen=["127.0.0.1"])
     memory: Any = None
@@ -66,7 +66,7 @@ def serve_orders(connection: socket.socket) -> None:
 
 
 class Owner:
-    """The process of `serve_orders`, and an agent "a" that knows it."""
+    """The process of `serve_orders`, and an agent "a" that has the metadata of its agent."""
 
     def __init__(self, process: Child) -> None:
         self._process = process
@@ -156,7 +156,7 @@ def test_local_memory_that_was_deregistered(pair: Pair, path: str) -> None:
     transfers = [pair.a.prepare(operation, peer, blocks) for operation in ("read", "write")]
     before = pair.theirs.copy()
     pair.a.deregister(pair.our_region)
-    pair.a.register(pair.ours)  # a new registration of the same address
+    pair.a.register(pair.ours)  # registers the same address again
     for transfer in transfers:
         with pytest.raises(NotRegisteredError, match="this agent has deregistered its memory at 0x"):
             transfer.start(b"never told").wait()

@@ -28,7 +28,7 @@ pytestmark = [
 
 def serve_shared(connection: socket.socket) -> None:
     """Serves an agent with private memory and shared memory, both filled with 7. Each message names one of these
-    memories, and is answered with the sum of its bytes.
+    memories, and the answer is the sum of this memory's bytes.
     """
     agent = Agent("b", listen=())
     memory = shared_empty(NBYTES)
@@ -113,7 +113,7 @@ def test_a_peer_that_is_killed_or_removed(process: Child, shared: Shared) -> Non
     transfer = shared.agent.prepare("read", "b", [(shared.near.address, shared.far.address, NBYTES // 2)])
     transfer.start().wait()
     process.kill()
-    with pytest.raises(DisconnectedError):  # noqa: PT012  until the agent notices the peer's exit
+    with pytest.raises(DisconnectedError):  # noqa: PT012  the loop ends when the agent notices the peer's exit
         while True:
             transfer.start().wait()
     shared.agent.remove("b")
@@ -173,7 +173,7 @@ def test_memory_at_an_address_where_other_memory_was() -> None:
             METADATA.encode(
                 Metadata("proxyccl-agent-2", "b", b._token, None, [Region(at + 500, 0)], [b._ledger.begin()], [], [])
             )
-        )  # an empty region within another takes no memory from it
+        )  # an empty region inside another region does not affect transfers of the outer region
         assert a.prepare("read", "b", [(here, at, 1000)]).path.name == "shared_memory"
         a.add(
             METADATA.encode(

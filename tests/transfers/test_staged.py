@@ -100,7 +100,7 @@ def test_blocks_arrive_where_they_belong(hosts: TwoHosts, operation: str, kinds:
 
 
 def test_a_caller_that_asks_and_many_at_once(hosts: TwoHosts) -> None:
-    """Concurrent transfers in both directions, some of host memory, make more requests than there are stages."""
+    """Concurrent transfers in both directions, some of host memory, need more than the available staging buffers."""
     size = NBYTES // 8
     here, there = (region.address for region in hosts.regions["device"])
     plain = [region.address for region in hosts.regions["host"]]

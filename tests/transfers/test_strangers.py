@@ -1,4 +1,4 @@
-"""Bytes on an agent's sockets that no agent would send only end the connection."""
+"""If an agent receives bytes that no agent would send, it closes that connection and is otherwise undisturbed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Target:
         return connection
 
     def greeted(self) -> socket.socket:
-        """Returns a connection to the agent on which an agent "s" has greeted."""
+        """Returns a connection to the agent, after a greeting in the name of an agent "s"."""
         connection = self.link()
         connection.sendall(FRAME.pack(HELLO, VERSION, 17) + self.place.secret + b"s")
         return connection
@@ -103,8 +103,8 @@ def test_a_link_without_the_secret_is_closed(target: Target, greeting: bytes) ->
         FRAME.pack(CHECK, 1, 8) + struct.pack("<QQ", 0, 9),
         FRAME.pack(WRITE, 1, 1 << 40),
         FRAME.pack(READ, 1, 8) + struct.pack("<QQ", 0, 9),  # the block's length, 9, exceeds the frame's length, 8
-        FRAME.pack(READ, 2, 8) + struct.pack("<QQQQ", 0, 8, 0, 0),  # an empty block
-        FRAME.pack(READ, 2, 8) + struct.pack("<QQQQ", 0, 2**64 - 1, 0, 9),  # lengths that wrap around
+        FRAME.pack(READ, 2, 8) + struct.pack("<QQQQ", 0, 8, 0, 0),  # the second block is empty
+        FRAME.pack(READ, 2, 8) + struct.pack("<QQQQ", 0, 2**64 - 1, 0, 9),  # the sum of the lengths wraps around
     ],
 )
 def test_an_invalid_frame_ends_its_link_alone(target: Target, frame: bytes) -> None:
@@ -170,7 +170,7 @@ def test_strangers_that_stay_silent_hold_few_descriptors(target: Target) -> None
     silent = [target.link() for _ in range(100)]
     with target.greeted() as connection:
         connection.sendall(FRAME.pack(MESSAGE, 0, 2) + b"hi")
-        target.agent.wait_for_message(60)  # the agent has then accepted all connections
+        target.agent.wait_for_message(60)  # when the message arrives, the agent has accepted all connections
         assert ends(silent[0])
         assert len(os.listdir("/proc/self/fd")) - before <= 100 + 64 + 2
     for each in silent:

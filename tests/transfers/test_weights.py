@@ -35,7 +35,7 @@ ROWS, COLUMNS = 12, 8
 
 
 def matrix(version: int, name: str = "w") -> NDArray[np.float32]:
-    """Returns the values of a tensor in a version."""
+    """Returns the values that a tensor has in a version of the weights."""
     return np.arange(ROWS * COLUMNS, dtype=np.float32).reshape(ROWS, COLUMNS) + 1000 * version + len(name)
 
 
@@ -59,7 +59,7 @@ class Trainer:
                 array[:] = matrix(version, tensor)[box.start[0] : box.start[0] + box.shape[0]]
 
     def offer(self, version: int, **options: Any) -> list[Any]:
-        """Offers a version, in a thread for each source. Returns the results."""
+        """Makes each source offer a version, in its own thread. Returns the results."""
         return run([lambda source=source: source.offer(version, **options) for source in self.sources])
 
 
@@ -92,7 +92,7 @@ class Staged:
 
 
 def connect(trainer: Trainer, samplers: Sequence[Sampler | Staged]) -> None:
-    """Connects samplers that share their reads."""
+    """Connects each sampler to the trainer and to the other samplers."""
     cards = [sampler.target.card() for sampler in samplers]
     for number, sampler in enumerate(samplers):
         sampler.target.connect(trainer.cards, peers=cards[:number] + cards[number + 1 :])
@@ -105,7 +105,7 @@ def run(bodies: list[Callable[[], Any]]) -> list[Any]:
 
 @pytest.fixture
 def keep() -> Iterator[Callable[[Any], Any]]:
-    """Yields a function that returns its argument, a trainer or a sampler, whose agents are closed after the test."""
+    """Yields a function that takes a trainer or a sampler, returns it, and closes its agents after the test."""
     with contextlib.ExitStack() as stack:
 
         def kept(holder: Any) -> Any:
@@ -124,7 +124,8 @@ def test_each_version_arrives_in_another_sharding(keep: Keep) -> None:
     samplers = [keep(Sampler("s", 0, 3)), keep(Sampler("t", 3))]
     for sampler in samplers:
         sampler.target.connect(trainer.cards)
-    tail = Agent("tail")  # reads from one source, but each source must count it among its 3 targets
+    # This target reads from one source, but every source counts it, so each source has 3 targets.
+    tail = Agent("tail")
     last = WeightTarget(tail)
     last.add("w", np.zeros((1, COLUMNS), np.float32), start=(ROWS - 1, 0), size=(ROWS, COLUMNS))
     last.connect(trainer.cards)
@@ -197,7 +198,7 @@ def test_a_version_that_is_withdrawn_while_it_is_read_does_not_count(
         move(transfers, *rest)
         if transfers == connected.groups[0].direct:
             moved += 1
-            if moved == 1:  # as if the source had timed out and offered the next version
+            if moved == 1:  # simulates that the source timed out and offered the next version
                 source._shut()
                 trainer.train(2)
                 source._open(2)
@@ -371,7 +372,7 @@ def test_groups_share_memory(keep: Keep, count: int) -> None:
 
 
 def test_a_version_may_be_offered_again_while_groups_share_memory(keep: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the second offer one target reads its peer's share late, and the peer must not overwrite the share earlier."""
+    """In the second offer one target reads its peer's share late; until then the peer must not overwrite the share."""
     trainer, samplers = keep(Trainer("a", "b")), [keep(Staged(name)) for name in "st"]
     connect(trainer, samplers)
     trainer.train(1)
@@ -442,7 +443,7 @@ def test_a_share_that_its_peer_gives_up_while_it_is_read_is_read_again(
 
     def looking(*arguments: Any) -> set[int]:
         seen = versions(*arguments)
-        if kept and not back.is_set():  # only once, because the target may later be between two groups
+        if kept and not back.is_set():  # restores the memory only once: later the target may be between two groups
             back.set()
             gives_up.memory[:] = kept[0][1]
             gives_up.target._version[0] = kept[0][0]

@@ -24,7 +24,7 @@ def array_of(number: int, shape: tuple[int, ...]) -> Array:
 @pytest.mark.parametrize("peers", [False, True])
 def test_rows_of_two_devices_become_columns_of_two(peers: bool) -> None:
     rows = Sharding(SIZE, ["a", "b"], [Shard(0)])
-    columns = {"s": slice(0, 40), "t": slice(24, 64)}  # columns 24 to 39 are in both
+    columns = {"s": slice(0, 40), "t": slice(24, 64)}  # both targets read columns 24 to 39
     agents = {name: Agent(name, listen=()) for name in "abst"}
     sources, theirs = [WeightSource(agents[name]) for name in "ab"], [array_of(n, (48, 64)) for n in range(2)]
     for source, array in zip(sources, theirs, strict=True):

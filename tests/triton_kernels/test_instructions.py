@@ -32,8 +32,8 @@ OLDER = {"sm_80", "gfx90a"}  # of each vendor
 
 
 def marked(architecture: str, *more: str) -> object:
-    """Returns a test parameter for an architecture. Older architectures, which only spell accesses differently, run
-    only with --full.
+    """Returns a test parameter for an architecture. Older architectures run only with --full, because only the names of
+    their instructions differ.
     """
     return pytest.param(architecture, *more, marks=pytest.mark.full if architecture in OLDER else [])
 
@@ -73,7 +73,7 @@ def ordered_by_nvidia(compiled: Compiled, architecture: str, kernel: str) -> lis
     return list(dict.fromkeys(found))
 
 
-# With Triton's atomic loads and stores. Before Triton 3.9, loads are additions of 0, and stores are exchanges.
+# Opcodes of atomic loads and stores. Before Triton 3.9, additions of 0 replace loads, and exchanges replace stores.
 NVIDIA = {
     "relaxed_signal": ["ld.relaxed.gpu.b64", "st.relaxed.sys.b64"],
     "signal": ["ld.relaxed.gpu.b64", "fence.release.sys", "st.relaxed.sys.b64"],
@@ -85,8 +85,8 @@ NVIDIA = {
     "sync_grid": [
         "ld.relaxed.gpu.b64",  # load of the current generation
         "atom.gpu.acq_rel.add.u64",  # count of the arriving block
-        "st.relaxed.gpu.b64",  # reset of the count, and store of the next generation …
-        "fence.release.gpu",  # … after this release
+        "st.relaxed.gpu.b64",  # reset of the count; after the release below, store of the next generation
+        "fence.release.gpu",
         "ld.relaxed.sys.b64",
         "fence.acquire.sys",
     ],
@@ -97,7 +97,7 @@ NVIDIA_OLDER = {
     "poll": ["ld.gpu.relaxed.b64", "ld.sys.acquire.b64"],
     "wait": ["ld.gpu.relaxed.b64", "ld.sys.acquire.b64"],
     "put_packets": ["st.wt.b64"],
-    "get_packets": ["ld.volatile.b64", "ld.relaxed.sys.b64"],  # the first poll, and the loop, which is inline assembly
+    "get_packets": ["ld.volatile.b64", "ld.relaxed.sys.b64"],  # first poll; the loop's polls, in inline assembly
     "sync_grid": [
         "ld.gpu.relaxed.b64",
         "atom.gpu.acq_rel.add.u64",
@@ -178,7 +178,7 @@ class TestAmd:
         assert all(store.endswith(scope) for store in stores)
         wanted = scope or " glc"
         loads = re.findall(r"global_load_dwordx2 .*", self.code(compiled, architecture, "get_packets"))
-        assert sum(load.endswith(wanted) for load in loads) >= 2  # one before the loop, one in the loop
+        assert sum(load.endswith(wanted) for load in loads) >= 2  # one load before the polling loop, one in the loop
 
     def test_an_acquire_drops_what_the_caches_hold(self, compiled: Compiled, architecture: str, scope: str) -> None:
         code = self.code(compiled, architecture, "poll")
@@ -233,7 +233,7 @@ def test_a_variant_is_loaded_once_and_launched_with_its_arguments() -> None:
         "launch (4, 2, 1) 64 (4100, 65, 3.0, None, None) None 0",
         *[filled, launched, filled, launched, launched],
         filled,
-        "launch (1, 1, 1) 128 (<ProxyChannel to rank 1>, None, None) None 0",  # the channel's argument wakes its proxy
+        "launch (1, 1, 1) 128 (<ProxyChannel to rank 1>, None, None) None 0",  # the launch wakes the channel's proxy
         f"load typed True {[(8, POINTER), (8, INTEGER), (8, FLOAT), (1, INTEGER), *[(8, POINTER)] * 2]} 0",
         "launch (1, 1, 1) 128 (4096, 1, 2.0, 3, None, None) None 0",
         "num_ctas: clusters of programs can't be launched; expected 1, not 2",

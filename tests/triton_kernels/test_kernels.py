@@ -659,7 +659,7 @@ def test_a_push_that_waits_for_room_is_made_if_another_program_raises() -> None:
         with pytest.raises(KernelError, match="kernel one_makes_room_and_fails raised AssertionError"):
             pt.compile(comm, kernels.one_makes_room_and_fails, grid=2)(channel, words)
         assert words[1] == 3  # three tickets were taken
-        # parities of the second and the first lap
+        # parity bits: slot 0 was reused in the second lap, slot 1 is from the first lap
         assert (ring[:, 1] >> np.uint64(63)).tolist() == [0, 1]
 
     run_ranks(1, body)

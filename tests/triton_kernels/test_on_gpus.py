@@ -45,7 +45,7 @@ def test_a_launch_that_a_capture_would_miss_is_refused() -> None:
 
     def body(comm: Communicator) -> None:
         torch.cuda.set_device(comm.runtime.device)
-        x = comm.empty(300, "float32").fill(1)  # no torch tensor, so there is no current stream
+        x = comm.empty(300, "float32").fill(1)  # x is not a torch tensor, so the launch has no current stream
         kernel, graph = pt.compile(comm, kernels.scale, grid=1), torch.cuda.CUDAGraph()
         kernel(x, 100, 2.0, BLOCK=128)
         comm.synchronize()

@@ -465,7 +465,7 @@ def closed_memory() -> memoryview:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: OfDLPack((1, 0), RuntimeError("Array has been deleted")),  # jax raises this for donated memory
+        lambda: OfDLPack((1, 0), RuntimeError("Array has been deleted")),  # jax raises this error for donated memory
         lambda: OfDLPack((1, 0), TypeError("no")),
         lambda: OfDLPack((1, 0), None),
         lambda: OfDLPack((1, 0), np.ones(4).__dlpack__(max_version=(1, 0))),

@@ -121,7 +121,7 @@ def test_a_request_to_mpi_that_was_abandoned_keeps_its_buffers_and_is_the_last(
         bootstrap.all_gather(b"", 0, patient)
     with pytest.raises(ExchangeError, match="an earlier call was abandoned"):
         bootstrap.all_gather(b"", 0, patient)
-    bootstrap.close()  # must not free the communicator, because a request is pending
+    bootstrap.close()  # close() must not free the MPI communicator, because a request is pending
     del bootstrap
     gc.collect()
     (buffer,) = lonely_mpi
@@ -340,8 +340,8 @@ def test_a_wait_in_torch_ends_by_what_ends_any_wait(how: str, torch_distributed:
 
 
 class GarblingBootstrap:
-    """A bootstrap that corrupts one of its rank's messages. In message number `exchange` (counted from 0, among
-    messages with a payload), it replaces everything after the first NUL byte by garbage.
+    """A bootstrap that corrupts one of its rank's messages: in message number `exchange` (counted from 0, among
+    messages with a payload), garbage replaces everything after the first NUL byte.
     """
 
     def __init__(self, bootstrap: ThreadBootstrap, exchange: int) -> None:

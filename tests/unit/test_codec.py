@@ -1,4 +1,4 @@
-"""The codec decodes what it encoded unchanged, and rejects other bytes with a ProtocolError that gives the reason."""
+"""Decoding returns what was encoded; other bytes raise a ProtocolError that gives the reason."""
 
 from __future__ import annotations
 

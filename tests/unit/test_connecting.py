@@ -1,4 +1,4 @@
-"""Connections to hosts of several addresses."""
+"""Connections to hosts that have several addresses."""
 
 from __future__ import annotations
 

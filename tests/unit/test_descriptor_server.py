@@ -1,4 +1,4 @@
-"""A server in one process, which another process finds by its name, passes file descriptors to it."""
+"""A server passes file descriptors to another process, which finds the server by name."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_kind_that_nobody_supplies_is_refused(name: bytes) -> None:
 
 @pytest.fixture
 def socket_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Makes a directory for sockets with a short path."""
+    """Makes a directory with a short path, for sockets."""
     with tempfile.TemporaryDirectory(dir="/tmp") as made:
         monkeypatch.setenv("PROXYCCL_SOCKETS", made)
         yield Path(made)
@@ -107,10 +107,10 @@ def socket_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_another_network_namespace_is_served_in_the_directory(
     name: bytes, socket_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (socket_directory / f"{bytes(TOKEN_BYTES).hex()}.descriptors").touch()  # a regular file, which must not be removed
+    (socket_directory / f"{bytes(TOKEN_BYTES).hex()}.descriptors").touch()  # not a socket, so it stays
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as killed:
         killed.bind(str(socket_directory / "killed.descriptors"))
-    monkeypatch.setattr(sockets, "_abstract", lambda _: bytes(16))  # as if the server were in another network namespace
+    monkeypatch.setattr(sockets, "_abstract", lambda _: bytes(16))  # simulates another network namespace
     with pytest.raises(UnreachableError, match=f"not in {socket_directory}"):
         fetch_descriptor(name, KIND, b"1")
     serve().listen_in_directory()
@@ -135,7 +135,7 @@ def test_a_directory_that_takes_no_socket_is_not_offered(
         monkeypatch.setenv("PROXYCCL_SOCKETS", place)
         assert sockets.usable_directory() == ("", reason)
     monkeypatch.setenv("PROXYCCL_SOCKETS", str(socket_directory))
-    monkeypatch.setattr(os, "access", lambda *_: False)  # as on a file system that is mounted read-only
+    monkeypatch.setattr(os, "access", lambda *_: False)  # simulates a read-only file system
     assert sockets.usable_directory() == ("", f"{socket_directory} can't be written")
 
 

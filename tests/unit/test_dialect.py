@@ -1,4 +1,4 @@
-"""docs/dialect.py finds the phrases that it lists, only in prose. The repository has none of them (make lint)."""
+"""docs/dialect.py finds its list's phrases in prose, but not in code. `make lint` runs it on the project's prose."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def joined(world_size: int) -> list[dict[int, HostLink]]:
-    """Connects ranks as if all were on different hosts. Returns a dictionary for each rank, of its links by peer."""
+    """Connects ranks as if all were on different hosts. Returns, for each rank, a dictionary from peers to links."""
     listeners = [Listener(rank) for rank in range(world_size)]
     offers = [listener.offer(1) for listener in listeners]
 
@@ -194,8 +194,8 @@ def test_strangers_are_refused_and_do_not_keep_the_peer_out() -> None:
     listener = Listener(0)
     own = token_of(listener)
     strangers = [
-        call(listener, hello(1, bytes(16))),  # a wrong token
-        call(listener, hello(7, own)),  # no rank 7 is expected
+        call(listener, hello(1, bytes(16))),  # the token is wrong
+        call(listener, hello(7, own)),  # rank 7 does not exist
         call(listener, b"GET /"),
     ]
     peer = call(listener, hello(1, own))
@@ -210,7 +210,7 @@ def test_strangers_are_refused_and_do_not_keep_the_peer_out() -> None:
 
 
 def strangers_at(listener: Listener, count: int) -> list[socket.socket]:
-    """Opens connections to the listener that send nothing, or too little to be a request. Returns the connections."""
+    """Opens connections to the listener, and sends nothing or an incomplete request. Returns the connections."""
     return [call(listener, b"GET" if number % 2 else b"") for number in range(count)]
 
 
@@ -224,7 +224,7 @@ def is_hung_up_on(stranger: socket.socket) -> bool:
 
 def test_silent_strangers_do_not_hold_up_the_peer() -> None:
     listener = Listener(0)
-    strangers = strangers_at(listener, 20)  # if handled one after another, they would take 40 s
+    strangers = strangers_at(listener, 20)  # handling these connections one after another would take 40 s
     peer = call(listener, hello(1, token_of(listener)))
     began = time.monotonic()
     links = listener.join([1], [], TIMEOUT)
@@ -333,7 +333,7 @@ def test_many_addresses_of_a_peer_make_one_link() -> None:
 
 @pytest.mark.parametrize("when", ["at once", "later"])
 def test_a_host_that_is_out_of_reach_for_a_moment_is_called_again(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a network link is down, a connection attempt may fail at once or later. It must be repeated."""
+    """While a network link is down, a connection attempt may fail at once or later. The attempt must be repeated."""
 
     class Unreachable(socket.socket):
         """A socket whose first two calls of connect_ex fail with "unreachable"."""

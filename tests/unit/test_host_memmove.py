@@ -18,7 +18,7 @@ def move(dst: np.ndarray, src: np.ndarray, nbytes: int) -> None:
 @pytest.mark.parametrize("distance", DISTANCES)
 def test_bytes_arrive_and_no_others_change(nbytes: int, distance: int) -> None:
     source = np.random.default_rng(nbytes).integers(1, 256, 5 * PAGE, dtype=np.uint8)
-    first = -source.ctypes.data % PAGE  # offset of the first page boundary
+    first = -source.ctypes.data % PAGE
     target = np.zeros(7 * PAGE, np.uint8)
     start = -target.ctypes.data % PAGE + PAGE + distance
     move(target[start:], source[first:], nbytes)

@@ -1,4 +1,4 @@
-"""Shipped kernels meet the preconditions for storing a flag relaxed after loads (device/include/MEMORY_ORDER.md).
+"""Shipped kernels meet the preconditions for a relaxed store of a flag after loads (device/include/MEMORY_ORDER.md).
 
 Kernels must not begin before the previous kernel in their stream has ended, so launches must not overlap. Each loaded
 value must have arrived in a register, so asynchronous copies are not allowed.

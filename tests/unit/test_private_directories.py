@@ -72,7 +72,7 @@ def test_a_directory_of_another_user_is_refused(directory: Path, monkeypatch: py
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 def test_a_directory_of_root_is_taken_and_one_of_a_third_user_is_not() -> None:
-    with tempfile.TemporaryDirectory(dir="/tmp") as name:  # not pytest's tmp_path, which other users can't enter
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:  # other users can't enter pytest's tmp_path
         theirs, roots = Path(name, "theirs"), Path(name, "roots")
         Path(name).chmod(0o755)
         theirs.mkdir()

@@ -20,7 +20,7 @@ def late() -> WaitTimeoutError:
 
 
 def test_what_came_before_the_end_of_the_wait_counts() -> None:
-    answers = iter([False, True])  # the data arrives after the wait has timed out, before it raises
+    answers = iter([False, True])  # the data arrives after the time-out, but before the wait raises its error
     wait_until(lambda: next(answers), time.monotonic() + 10, give_up, late)
 
 

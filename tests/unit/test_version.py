@@ -35,8 +35,8 @@ def test_the_changelog_begins_with_the_version_of_the_project(version: str, pyte
 def test_another_distribution_has_the_version_of_the_project(
     name: str, wanted: str, before: str, version: str, pytestconfig: pytest.Config
 ) -> None:
-    """The version of the distribution `nixl` is NIXL's version, which programs check, followed by ProxyCCL's. It has no
-    local part (+...).
+    """The version of the distribution `nixl` is NIXL's version, which programs check, followed by ProxyCCL's. The
+    combined version has no local part (+...).
     """
     path = pytestconfig.rootpath / "packages" / name / "pyproject.toml"
     project = tomllib.loads(path.read_text())["project"]

@@ -87,8 +87,11 @@ def through_the_passes(model: Any, given: list[Any]) -> tuple[Any, list[str]]:
         "enable_auto_functionalized_v2": False,
     }
     torch._dynamo.reset()
+    own = [each.clone() for each in given]
+    for each in own:
+        torch._dynamo.mark_dynamic(each, 0)  # as vLLM compiles: for any number of tokens
     with pass_context(Range(1, 64)), torch.no_grad():
-        got = torch.compile(model, fullgraph=True, dynamic=False, options=options)(*[each.clone() for each in given])
+        got = torch.compile(model, fullgraph=True, options=options)(*own)
     assert len(found) == 1
     return got, found[0]
 

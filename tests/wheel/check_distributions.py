@@ -30,7 +30,7 @@ OF_THE_REPOSITORY = (".ci/", ".gitignore")
 
 
 class CheckError(Exception):
-    """A distribution is wrong. The message gives the defect."""
+    """Raised if a distribution is wrong; the message states the defect."""
 
 
 def run(
@@ -128,7 +128,7 @@ def run_first_program(wheel: Path, directory: Path) -> str:
 
 
 def main() -> int:
-    """Checks the distributions in the directory of the first argument. Returns the exit code."""
+    """Checks the distributions in the directory that the first argument names. Returns the exit code."""
     directory = Path(sys.argv[1]).resolve()
     try:
         wheel, sdist = only(directory, "*.whl"), only(directory, "*.tar.gz")

@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 
 from proxyccl.torch import communicator_of
 
-logger = init_logger(__name__)
+logger = init_logger("vllm.proxyccl")  # vLLM shows the messages of its own loggers alone
 
 
 class ProxyCCLCommunicator(CudaCommunicator):  # type: ignore[misc]

@@ -1,5 +1,5 @@
-"""Makes calls of all modes in which some ranks have no tokens and others get no rows: torch's empty tensors are at
-address 0.
+"""Calls DeepEP in all modes, with empty tensors, which torch places at address 0: some ranks have no tokens, others get
+no rows.
 
 Kernels are compiled with the options of PROXYCCL_CXXFLAGS, among them a sanitizer of the caller's choice.
 """
@@ -22,7 +22,7 @@ RANKS, EXPERTS, MOST, HIDDEN = 2, 4, 8, 128
 
 
 def call_all(comm: Communicator, tokens: int, first: int) -> None:
-    """Dispatches a rank's tokens to two experts of one rank, and combines their rows."""
+    """Dispatches a rank's tokens to two experts of one rank, and combines the experts' rows."""
     buffer = deep_ep.Buffer(comm)
     x = torch.ones(tokens, HIDDEN, dtype=torch.bfloat16)
     ids = torch.tensor([first, first + 1]).repeat(tokens, 1)

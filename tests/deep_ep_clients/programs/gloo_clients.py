@@ -1,7 +1,7 @@
-"""Spawns two ranks with a process group of gloo. Each runs clients that import deep_ep, but not proxyccl.
+"""Spawns two ranks with a process group of gloo. Each rank makes calls of programs (clients) that import only deep_ep.
 
-On the host runtime DeepEP's helpers create the process group, and three of vLLM's clients run. On a GPU, which the
-ranks may share, all clients run.
+On the host runtime the ranks make the calls of three vLLM clients, and DeepEP's helpers create the process group. On a
+GPU, which the ranks may share, the ranks make the calls of all clients.
 """
 
 from __future__ import annotations

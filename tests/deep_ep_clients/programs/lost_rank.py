@@ -1,5 +1,5 @@
-"""Runs a client in both modes, and kills its last rank. The other ranks continue with their buffers; each prints its
-rank and its observations.
+"""Dispatches and combines in normal and low-latency mode, and kills the last rank. The other ranks continue with their
+buffers; each prints its rank and what it observed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ buffer = deep_ep.Buffer(comm, low_latency_mode=True, enable_shrink=True)
 
 
 def without(lost: list[int]) -> Mixture:
-    """Returns the mixture with slots of lost ranks' experts changed to choose no expert."""
+    """Returns `mixture` with -1 (no expert) in place of each id of a lost rank's expert."""
     ids = mixture.ids.where(~torch.isin(mixture.ids // per_rank, torch.tensor(lost, dtype=torch.int64)), -1)
     return Mixture(mixture.tokens, ids, mixture.weights, mixture.experts, most)
 

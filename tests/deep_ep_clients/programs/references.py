@@ -14,9 +14,7 @@ EXPERTS, TOPK, HIDDEN, MOST = 8, 3, 256, 16
 
 
 def joined(rank: int, ranks: int) -> Any:
-    """Returns the group of all ranks that `init_dist` makes, and restores torch's default type, which `init_dist`
-    changes.
-    """
+    """Returns `init_dist`'s group of all ranks, and restores torch's default dtype, which `init_dist` changes."""
     number, total, group = init_dist(rank, ranks, seed=7)
     assert (number, total, get_local_seed()) == (rank, ranks, 7 + rank)
     assert torch.get_default_dtype() == torch.bfloat16
@@ -45,7 +43,7 @@ def require_references(group: Any, rank: int, ranks: int) -> None:
         assert torch.equal(torch.where(row_ids < 0, 0, row_weights), got_weights)
         assert came.tolist() == [int((numbers // MOST == source).sum()) for source in range(ranks)]
         assert torch.equal(numbers % MOST, handle[3])
-    # Each rank adds its rows of a token, and the token's rank adds these sums.
+    # Each rank adds its rows of a token, and the token's source rank adds these sums.
     made = generate_pre_combine_data(numbers, MOST, TOPK, HIDDEN)
     here = torch.where(row_ids >= 0, 1.0, 0.0).unsqueeze(2).to(made.dtype)
     own = torch.arange(tokens) + rank * MOST

@@ -1,5 +1,5 @@
 /* Maps the compiler's atomic built-ins to accesses to checked memory, so that the shipped headers and C files are
- * explored unchanged, on the host's platform header. The build includes it before all other text.
+ * explored unchanged, on the host's platform header. The build includes this header before all other code.
  */
 #ifndef PROXYCCL_CHECKED_BUILTINS_H
 #define PROXYCCL_CHECKED_BUILTINS_H

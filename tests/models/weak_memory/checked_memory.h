@@ -23,7 +23,7 @@ typedef struct {
 
 #define CHECKED_HERE ((CheckedSite){__func__, __FILE__, __LINE__})
 
-/* -- declarations, made at the beginning of each execution; a declared word keeps its value --- */
+/* -- declarations, made at the beginning of each execution; declaring a word does not change its value --- */
 
 /* Declares a word for atomic accesses. */
 void checked_atomic(void* word, size_t bytes);

@@ -99,7 +99,7 @@ rl::memory_order order_of(int order) {
   }
 }
 
-// Returns the threads' replacement stacks, of which only the top, which has the Fiber, is ever touched.
+// Returns memory in place of the threads' stacks. Only each stack's top, which holds the Fiber, is accessed.
 char* stacks() {
   using proxyccl::host::kStackBytes;
   static char* const base = [] {
@@ -313,7 +313,7 @@ int main(int argc, char** argv) {
   if (argc > 4) checked_planted = atoi(argv[4]);
   prepare_fibers();
   rl::test_params params;
-  std::ostringstream progress;  // takes Relacy's progress reports, which must not be printed
+  std::ostringstream progress;  // receives Relacy's progress reports, which must not be printed
   params.progress_stream = &progress;
   params.search_type = random ? rl::sched_random : rl::sched_bound;
   params.iteration_count = strtoull(argv[3], nullptr, 10);

@@ -132,7 +132,7 @@ struct RingScenario {
                  uint64_t src_offset, uint64_t bytes) {
     const uint32_t index = static_cast<uint32_t>(src_offset / sizeof(uint64_t));
     const uint32_t producer = index / Messages, message = index % Messages;
-    CHECK(dst_offset == src_offset && bytes == sizeof(uint64_t));  // the trigger's two words belong together
+    CHECK(dst_offset == src_offset && bytes == sizeof(uint64_t));  // both words are of one trigger
     CHECK(message == taken[producer]);                             // each producer's messages arrive once, in order
     ++taken[producer];
     CHECK(read(reinterpret_cast<const uint64_t*>(src->base)[index]) == contents(producer, message));
@@ -234,8 +234,8 @@ struct Stream {
   }
 };
 
-// If WithStream, the driver copies, else the engine. If ByTicket, the kernel waits for its puts' tickets, else it
-// flushes.
+// If WithStream, the driver makes the copies, else the engine. If ByTicket, the kernel waits for its puts' tickets,
+// else it flushes.
 template <bool WithStream, bool ByTicket = false>
 struct ChannelScenario {
   static constexpr uint64_t kRounds = 2;
@@ -390,7 +390,7 @@ struct GridScenario {
   }
 };
 
-// -- packets, one each way, that are reused ---
+// -- packets: two ranks repeatedly send each other one packet, in the same memory ---
 
 template <class Packet>
 struct PacketScenario {

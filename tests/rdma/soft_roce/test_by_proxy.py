@@ -11,7 +11,7 @@ from support.soft_roce.nodes import LOCAL, TIMEOUT, rdma_of
 
 SIGNALS = ("write", "fetch_add")
 KINDS: tuple[Kind, ...] = ("registered", "empty")
-# The two cases that run without --full cover every value. test_collectives_over_verbs.py has more cases.
+# The two cases without --full have every value of each parameter. test_collectives_over_verbs.py has more cases.
 CASES = [
     ("verbs", "write", "registered", 1),
     ("staged", "fetch_add", "empty", 1),

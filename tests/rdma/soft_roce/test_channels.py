@@ -32,7 +32,7 @@ def bytes_of(rank: int, size: int) -> np.ndarray:
 
 @pytest.mark.slow
 def test_ranks_of_a_node_copy_and_nodes_use_rdma(nodes: Ranks) -> None:
-    """Every rank writes to every other. numpy arrays are private to their process, so only RDMA can reach a peer's."""
+    """Every rank writes to every other. numpy arrays are private to a process, so peers reach them only by RDMA."""
     part = 3001
 
     def body(comm: Communicator) -> None:
@@ -77,14 +77,14 @@ def test_bytes_arrive_between_any_offsets(pair: Ranks, dst: int, src: int, nbyte
 @pytest.mark.parametrize("turns", [50, pytest.param(200, marks=pytest.mark.full)])
 def test_a_signal_never_overtakes_its_data(signal: str, turns: int) -> None:
     def body(comm: Communicator) -> None:
-        # The peer writes to the last element. In turn i the kernel copies that element's value to element i.
+        # The peer writes numbers to the last element, each with a signal. After each, the kernel copies the element.
         values = comm.empty(turns + 1, "int64").fill(0)
         sent = comm.empty(1, "int64")
         channels = comm.proxy_channels(values, sent)
         comm.compile(KERNELS, "count")(1, 1, channels, turns, values, sent)
         comm.synchronize()
         seen = values.numpy()[:turns]
-        # The peer's value may be of the next turn, but never of an earlier one.
+        # After a signal, the element may already hold the peer's next number, but never an earlier one.
         assert ((seen == np.arange(1, turns + 1)) | (seen == np.arange(2, turns + 2))).all(), seen
 
     with two_nodes(local=1, signal=signal) as pair:

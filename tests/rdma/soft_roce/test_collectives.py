@@ -75,7 +75,7 @@ def experts_flow(comm: Communicator) -> tuple[bytes, bytes]:
     return rows.tobytes(), out.tobytes()
 
 
-@pytest.mark.full  # test_expert_parallel.py tests the same through the layer
+@pytest.mark.full  # test_expert_parallel.py tests dispatch and combine without --full
 def test_dispatch_and_combine_give_what_they_give_on_one_node(nodes: Ranks) -> None:
     assert nodes.run(experts_flow) == run_ranks(RANKS, experts_flow)
 

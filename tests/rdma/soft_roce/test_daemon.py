@@ -141,7 +141,7 @@ def test_a_staged_peer_is_refused_what_was_taken_back() -> None:
     assert "outside the memory that this rank offers" in " ".join(map(str, errors))
 
 
-@pytest.mark.full  # test_failure.py tests this without a daemon
+@pytest.mark.full  # test_failure.py has the same test without a daemon
 def test_a_device_that_is_not_there_is_named_and_nothing_is_left(daemon: RunningDaemon) -> None:
     def options_of(rank: int) -> dict[str, object]:
         return {"rdma": replace(rdma_of(rank, 1)["rdma"], device="mlx5_99")} if rank == 0 else rdma_of(rank, 1)

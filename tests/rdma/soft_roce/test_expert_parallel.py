@@ -1,4 +1,4 @@
-"""The expert-parallel layer across two nodes of two ranks: outputs and descriptors equal the oracle's."""
+"""The expert-parallel layer across two nodes of two ranks: outputs and descriptors equal a numpy reference's."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The fabric transport over TCP between the wire's two ends, while the wire loses and delays packets.
 
-The machine's root is the host's, where `make test-rdma` has fetched libfabric.
+The machine uses the host's file system, into which `make test-rdma` has fetched libfabric.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def test_an_exchange_over_a_bad_wire(wire: Wire, monkeypatch: pytest.MonkeyPatch
     library = load_if_here()
     if library is None:
         pytest.skip("libfabric is not installed, and could not be fetched")
-    monkeypatch.setenv("PROXYCCL_LIBFABRIC", library)  # an earlier search by name may have failed in this process
+    # A failed search by name is cached, so the library is set by its path.
+    monkeypatch.setenv("PROXYCCL_LIBFABRIC", library)
     wire.disturb("loss", "2%", "delay", "1ms")
     before = [bytes_sent(interface) for interface in INTERFACES]
     with Ranks(

@@ -48,7 +48,7 @@ def test_a_wrong_key_is_refused_by_the_peer_and_named() -> None:
         if comm.rank == 0:
             address, key = memory._offers[1].exposed["verbs"]
             memory._offers[1] = structs.replace(memory._offers[1], exposed={"verbs": (address, key + 12345)})
-            memory._remote_ids.clear()  # forgets the ids that were made with the right key
+            memory._remote_ids.clear()  # removes the ids of the memory with the right key
         channels = comm.proxy_channels(memory)
         if comm.rank == 0:
             comm.compile(KERNELS, "put_only")(1, 1, channels, 100)
@@ -79,7 +79,7 @@ def test_a_missing_device_port_or_gid_is_named_on_every_rank(options: dict[str, 
         group.run(lambda comm: None)
 
 
-@pytest.mark.full  # test_daemon.py tests this with the proxies in a daemon
+@pytest.mark.full  # test_daemon.py has the same test with the proxies in a daemon
 def test_a_killed_rank_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROXYCCL_LOCAL_WORLD_SIZE", "1")
     survivor, victim = run_processes(2, PROGRAM, "killed_in_a_collective:two_shot")

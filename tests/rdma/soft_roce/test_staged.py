@@ -1,5 +1,5 @@
 """Staged RDMA, in which data goes through pinned memory on both sides: all ranks choose this transport together, and
-channels and collectives give the same results.
+channels and collectives give correct results.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def test_channels_and_collectives_are_the_same_over_it() -> None:
 
     with ranks(LOCAL, BETWEEN) as nodes:
         left = nodes.run(body)
-    for rank, (target, _) in enumerate(left):  # all puts, though not waited for, arrived before any rank closed
+    for rank, (target, _) in enumerate(left):  # all puts arrived before any rank closed, without a wait
         assert np.array_equal(target.numpy(), bytes_of((rank + LOCAL) % RANKS, 200_000))
 
 
@@ -98,7 +98,7 @@ def abort_a_wait(comm: Communicator) -> None:
 
 
 def test_ranks_that_can_not_register_memory_are_staged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a rank can't register memory, all ranks learn that and the reason, and use the staged transport."""
+    """If a rank can't register memory, all ranks learn the reason and use the staged transport."""
     probe = Registrations.unsupported_reason
 
     def unsupported_reason(registrations: Registrations, runtime: Runtime, gpu_writes: str) -> str:

@@ -48,7 +48,8 @@ def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[TwoHosts]:
     library = load_if_here()
     if library is None:
         pytest.skip("libfabric is not installed, and could not be fetched")
-    monkeypatch.setenv("PROXYCCL_LIBFABRIC", library)  # an earlier search by name may have failed in this process
+    # A failed search by name is cached, so the library is set by its path.
+    monkeypatch.setenv("PROXYCCL_LIBFABRIC", library)
     monkeypatch.setenv("PROXYCCL_FABRIC_PROVIDER", "verbs")
     monkeypatch.setattr(paths, "boot_id", lambda: "another host")
     made = TwoHosts(monkeypatch)

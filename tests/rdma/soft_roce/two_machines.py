@@ -1,8 +1,8 @@
-"""Two ranks in two machines joined by a wire: the example, a collective, an abort, and a lost peer.
+"""Two ranks in two machines joined by a wire: the RDMA example, a collective, an abort, and a lost peer.
 
 python tests/rdma/soft_roce/two_machines.py in both machines: machine.py --nodes 2 -- ...
 
-Everything except the lost peer runs a second time, with a node daemon in each machine.
+Everything except the lost peer runs without and with a node daemon in each machine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TIMEOUT = 60.0
 
 
 class PairBootstrap:
-    """A bootstrap of two ranks over TCP, in which rank 0 listens. Raises OSError if they do not connect in time."""
+    """A bootstrap of two ranks over TCP; rank 0 listens. Raises OSError if the ranks do not connect in time."""
 
     world_size = 2
 
@@ -126,7 +126,7 @@ def lost_peer(bootstrap: PairBootstrap) -> None:
 
 
 def in_daemon(bootstrap: PairBootstrap) -> None:
-    """Runs the same steps between two node daemons, one in each machine."""
+    """Runs the example, collectives and an abort with a node daemon in each machine."""
     with tempfile.TemporaryDirectory() as directory, running_daemon(Path(directory, "socket")) as daemon:
         os.environ |= {"PROXYCCL_PROXY": "daemon", "PROXYCCL_DAEMON_SOCKET": str(daemon.path)}
         for step in (example, collectives, abort):
@@ -136,7 +136,7 @@ def in_daemon(bootstrap: PairBootstrap) -> None:
 
 
 def main() -> None:
-    os.environ["PROXYCCL_TIMEOUT"] = str(TIMEOUT)  # long, because emulated machines are slow
+    os.environ["PROXYCCL_TIMEOUT"] = str(TIMEOUT)  # emulated machines are slow, so waits get a long time-out
     rank = int(os.environ["SOFT_ROCE_NODE"])
     bootstrap = PairBootstrap(rank, os.environ["SOFT_ROCE_ADDRESSES"], os.environ["SOFT_ROCE_PEER"])
     for step in (example, collectives, abort, in_daemon, lost_peer):  # lost_peer is the last, because it ends rank 1
