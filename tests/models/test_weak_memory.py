@@ -89,10 +89,8 @@ WIDE_TRIGGERS = (
 TWO_PRODUCERS, THREE_LAPS = "ring_of_2_with_2_producers", "ring_of_2_with_2_producers_and_3_laps"
 
 _REPLY = """__atomic_store_n(&own->address, address, __ATOMIC_RELAXED);
-  /* Pairing announcement-reply, release: the address, and the mapping or unmapping, before the version. */
   __atomic_store_n(&own->version, version, __ATOMIC_%s);"""
 _HANDLE = """__atomic_store_n(&own->version, version, __ATOMIC_%s);
-  /* Pairing announcement, release: the entry before the count that makes peers look for the entry. */
   __atomic_store_n(&table->changes, table->changes + 1, __ATOMIC_RELEASE);"""
 
 BUGS = (

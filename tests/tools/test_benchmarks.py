@@ -313,10 +313,13 @@ def test_a_program_of_others_that_dies_costs_no_other_and_wrong_outputs_are_told
     program.write_text(
         "import json, os, sys\n"
         "by = sys.argv[sys.argv.index('--by') + 1]\n"
-        "for title in sys.argv[1 : sys.argv.index('--by')]:\n"
-        "    print('BEGIN ' + title, flush=True)\n"
-        "    if title.endswith('save of FSDP2') and by == 'proxyccl':\n"
-        "        sys.exit(3)\n"
+        "for title in iter(sys.stdin.readline, ''):\n"
+        "    title = title.strip()\n"
+        "    for turn in range(2):\n"
+        "        print('TURN', flush=True)\n"
+        "        assert sys.stdin.readline().strip() == 'GO'\n"
+        "        if title.endswith('save of FSDP2') and by == 'proxyccl':\n"
+        "            sys.exit(3)\n"
         "    value = {'name': by, 'ours': by != 'gloo', 'value': 1.0, 'cpu_share': None}\n"
         "    value['outputs'] = [[1.0, float('nan') if by == 'proxyccl, unlent' else 1.0]]\n"
         "    row = {'program': title, 'figure': 'a step', 'unit': 'ms', 'values': [value]}\n"
@@ -325,9 +328,9 @@ def test_a_program_of_others_that_dies_costs_no_other_and_wrong_outputs_are_told
     monkeypatch.setattr(programs, "_OTHERS", program)
     monkeypatch.setenv("PROXYCCL_RUNTIME", "host")
     collected = programs.Collected(tmp_path / "programs.json", {})
-    parsed = SimpleNamespace(ranks=1, quick=False, seconds=60)
-    for contender in ("proxyccl", "peer", "proxyccl, unlent"):
-        programs.run_others(["checkpoint"], contender, parsed, time.monotonic() + 60, collected, tmp_path)
+    contenders = ["proxyccl", "peer", "proxyccl, unlent"]
+    parsed = SimpleNamespace(ranks=1, quick=False, seconds=60, contenders=contenders)
+    programs.run_others(["checkpoint"], parsed, time.monotonic() + 60, collected, tmp_path)
     written = json.loads((tmp_path / "programs.json").read_text())
     names = {row["program"]: [value["name"] for value in row["values"]] for row in written["rows"]}
     assert names["DCP load of FSDP2"] == ["proxyccl", "gloo", "proxyccl, unlent"]

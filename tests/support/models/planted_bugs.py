@@ -6,6 +6,7 @@ text that a bug replaces must occur exactly once; otherwise an assertion fails.
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from support.paths import ROOT
 
+_COMMENTS = r"\s*(?:/\*(?:(?!\*/).)*\*/\s*)*"
 SOURCES = ("device/include/proxyccl", "proxy/engine", "proxy/segment")
 
 
@@ -36,11 +38,12 @@ def copy_sources(directory: Path) -> None:
 
 
 def replace(directory: Path, file: str, shipped: str, planted: str) -> None:
-    """Replaces text of a file in the copy."""
+    """Replaces text of a file in the copy. In the file, comments may stand between the lines of `shipped`."""
     (path,) = [directory / source / file for source in SOURCES if (directory / source / file).exists()]
     text = path.read_text()
-    assert text.count(shipped) == 1, f"{file} has {text.count(shipped)} times: {shipped}"
-    path.write_text(text.replace(shipped, planted))
+    found = re.findall(_COMMENTS.join(re.escape(line.strip()) for line in shipped.splitlines()), text, re.DOTALL)
+    assert len(found) == 1, f"{file} has {len(found)} times: {shipped}"
+    path.write_text(text.replace(found[0], planted))
 
 
 def plant(directory: Path, bugs: Sequence[Bug], chosen: str) -> None:
