@@ -106,7 +106,7 @@ PROXYCCL_DEVICE void allReduceInPieces(const ProxycclTeam& team, const T* in, T*
   scatter(0);
   lane.syncBeforePost();
   post(kData, 0, peer);
-  // Each rank posts first the data of piece 0, then in step k the data of piece k + 1 and the results of piece k. Its
+  // Each rank posts first the data of piece 0, then in step k the data of piece k + 1 and the results of piece k. Every
   // peer waits for these posts in the same order.
   for (uint64_t k = 0; k <= pieces; ++k) {
     if (k + 1 < pieces) scatter(k + 1);

@@ -21,10 +21,10 @@
 //     peers have stored the results of piece k - 3, so their buffer is free.
 // A peer writes a piece to a rank's output only after the rank's own data of the piece has arrived. By then the rank's
 // kernel runs, so earlier work no longer uses the output, and the kernel has read the input that an in-place result
-// replaces. The guarantee also holds across kernels, whatever their grids. A rank that starts a kernel has seen the end
-// of all peers' steps of the previous kernel, by their results or the final synchronization, so all peers have reduced
-// their data. The rank distributes results only when it has every peer's first data of this kernel, which a peer sends
-// after it has ended the previous kernel.
+// replaces. The guarantee also holds across kernels, whatever their grids. When a rank starts a kernel, the peers'
+// results or the final synchronization of the previous kernel have shown that all peers have reduced their data. The
+// rank distributes results only when it has every peer's first data of this kernel, which a peer sends after it has
+// ended the previous kernel.
 #pragma once
 
 #include "outputs.h"
@@ -56,7 +56,7 @@ class TwoShot : ScatteredReduction<T, Op> {
     }
     if (outputs_.handlesOffer()) links_.awaitOne();
     // Each rank posts first the data of piece 0, then in step k the data of piece k + 1 and the results of piece k, if
-    // results are posted. Its peer waits for these posts in the same order.
+    // results are posted. Every peer waits for these posts in the same order.
     for (uint64_t k = 0; k < team_.pieces; ++k) {
       links_.await();
       if (k + 1 < team_.pieces) {

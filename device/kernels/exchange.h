@@ -127,7 +127,7 @@ class Lane {
                      team_.staging_offset + slotOffset(buffer, local_slot), bytes);
   }
 
-  // Waits for the next post of `peer`, in the thread that handles it.
+  // Waits for the next post of `peer`; the thread that handles `peer` calls it.
   PROXYCCL_DEVICE void await(uint32_t peer) const {
     const ProxycclLink& link = linkTo(peer);
     if (outboxes().proxied[peer]) {
@@ -207,8 +207,8 @@ class Exchange {
     lane_.sync();
   }
 
-  // post() signals every peer without data, and await() waits for every peer's post. All threads call them, outside of
-  // rounds.
+  // post() signals every peer without data, and await() waits for every peer's post. All threads call both functions,
+  // outside of rounds.
   PROXYCCL_DEVICE void post() const {
     lane_.syncBeforePost();
     const uint32_t peer = threadIdx.x;

@@ -16,9 +16,8 @@
 
 namespace proxyccl {
 
-// A block's part of the plan, in shared memory. An object that functions take by reference would be in each thread's
-// local memory: then each acquire would invalidate the cached copy and each release would wait for its stores, a
-// microsecond per step.
+// A block's part of the plan, in shared memory. An object in each thread's local memory would take a microsecond more
+// per step, because each acquire would invalidate its cached copy and each release would wait for the stores to it.
 class PlanBlock {
  public:
   static PROXYCCL_DEVICE PlanBlock& own() {
@@ -91,8 +90,8 @@ PROXYCCL_OUT_OF_LINE LL16Packet::Payload receivePayload(const ProxycclStep& step
   return payload;
 }
 
-// Combines packet by packet, so that a thread waits only for its own packets. There is no offset, because loops do not
-// contain steps with packets.
+// Combines packet by packet, so that a thread waits only for its own packets. The function takes no offset, because
+// loops do not contain steps with packets.
 template <class T, class Op>
 PROXYCCL_OUT_OF_LINE void combinePackets(const ProxycclStep& step, uint64_t bytes) {
   const PlanBlock& block = PlanBlock::own();
@@ -127,7 +126,7 @@ PROXYCCL_DEVICE uint64_t combineAligned([[maybe_unused]] const ProxycclStep& ste
 #else
   const PlanBlock& block = PlanBlock::own();
   constexpr uint32_t kWide = 16 / sizeof(T);
-  constexpr uint32_t kUnits = sizeof(T) == 1 ? 2 : 4;  // a sum takes a register, even of one-byte elements
+  constexpr uint32_t kUnits = sizeof(T) == 1 ? 2 : 4;  // each sum takes a register, even if elements have one byte
   const uint64_t units = count / kWide;
 #pragma unroll 1
   for (uint64_t first = threadIdx.x; first < units; first += static_cast<uint64_t>(kUnits) * blockDim.x) {

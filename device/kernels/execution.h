@@ -41,7 +41,7 @@ typedef struct ProxycclOperand {
   uint64_t address;    /* an address, or an offset from `base` */
   uint32_t base;       /* ProxycclBase */
   uint32_t packets;    /* 1: the range holds packets (LL16Packet), which take twice the bytes of their data */
-  uint32_t alternates; /* 1: the range is in scratch memory, of which executions use the two halves alternately */
+  uint32_t alternates; /* 1: the range is in scratch memory, whose two halves are used by alternate executions */
   uint32_t reserved;
 } ProxycclOperand;
 

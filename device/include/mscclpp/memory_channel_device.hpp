@@ -13,7 +13,8 @@ namespace mscclpp {
 
 namespace detail {
 
-// The type of MSCCL++'s bound of a wait. With a plain int64_t, overloads that take a flag would make calls ambiguous.
+// The type of the argument by which MSCCL++ bounds a wait. If it were int64_t, calls of overloads that also take a flag
+// would be ambiguous.
 template <class T>
 struct SignedNumber;
 template <>
@@ -78,7 +79,7 @@ struct BaseMemoryChannelDeviceHandle {
 
 struct MemoryChannelDeviceHandle : BaseMemoryChannelDeviceHandle {
   MemoryChannelDeviceHandle() = default;
-  /// Makes a channel from addresses. Its ranges are not checked, and errors do not name its peer.
+  /// Makes a channel from addresses. The channel's ranges are not checked, and errors do not name its peer.
   PROXYCCL_DEVICE MemoryChannelDeviceHandle(MemoryDevice2DeviceSemaphoreDeviceHandle semaphore, void* dst, void* src,
                                             void* packetBuffer)
       : BaseMemoryChannelDeviceHandle{semaphore, dst,   src,   packetBuffer,     nullptr,

@@ -37,7 +37,7 @@ struct BasePortChannelDeviceHandle {
   PROXYCCL_DEVICE void put(MemoryId dstId, MemoryId srcId, uint64_t offset, uint64_t size) const {
     put(dstId, offset, srcId, offset, size);
   }
-  /// Adds one to the peer's semaphore, after the data of all earlier puts on the channel.
+  /// Adds one to the peer's semaphore; the signal arrives after the data of all earlier puts on the channel.
   PROXYCCL_DEVICE void signal() const { ours().signal(); }
   PROXYCCL_DEVICE void putWithSignal(MemoryId dstId, uint64_t dstOffset, MemoryId srcId, uint64_t srcOffset,
                                      uint64_t size) const {
@@ -62,7 +62,7 @@ struct BasePortChannelDeviceHandle {
   /// Waits for the peer's next signal and consumes it. Any number of threads may call it concurrently.
   PROXYCCL_DEVICE void wait(int64_t = -1) const { ours().wait(); }
 
-  /// The same channel with ProxyCCL's methods, some of which MSCCL++ lacks: get(), putValue(), signal(value),
+  /// Returns the same channel with ProxyCCL's methods, some of which MSCCL++ lacks: get(), putValue(), signal(value),
   /// waitUntil(), flushAsync(), and puts that return tickets.
   PROXYCCL_DEVICE proxyccl::ProxyChannelDeviceHandle ours() const {
     return __builtin_bit_cast(proxyccl::ProxyChannelDeviceHandle, *this);

@@ -118,7 +118,8 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
     return pushValue(PROXYCCL_OP_DATA | PROXYCCL_OP_SIGNAL, dstOffset, value);
   }
 
-  /// Adds one to the peer's semaphore of this channel, after the data of all earlier puts and gets on the channel.
+  /// Adds one to the peer's semaphore of this channel; the signal arrives after the data of all earlier puts and gets
+  /// on the channel.
   PROXYCCL_DEVICE void signal() const { push(PROXYCCL_OP_SIGNAL, 0, 0, 0, 0, 0); }
 
   /// Raises the count of the peer's semaphore to `value`, as if this rank had called signal() until the count was
@@ -184,7 +185,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   }
 
   /// Returns whether the operation with this ticket and all earlier ones on the channel are complete, in the sense of
-  /// flush(). Like poll(), it never waits. Over a fabric, a flush makes completions known sooner.
+  /// flush(). Like poll(), it never waits. Over a fabric, a flush lets isComplete() return true sooner.
   /// @param ticket  from any call on this channel that returns one
   PROXYCCL_DEVICE bool isComplete(uint64_t ticket) const {
     return ticket != kNoTicket && loadAcquireSystem(completed) > ticket;

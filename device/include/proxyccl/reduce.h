@@ -16,8 +16,8 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// An element type's attributes. kScaled says whether an average scales the values before it adds them. They must be
-// scaled if the accumulator has the range of the type itself, because then the sum may overflow although the average
+// An element type's attributes. kScaled says whether an average scales the values before it adds them. The values must
+// be scaled if the accumulator has the range of the type itself, because then the sum may overflow although the average
 // does not.
 template <class T>
 struct Element {
@@ -132,7 +132,7 @@ struct Avg {
   static PROXYCCL_DEVICE bool isPowerOfTwo(uint32_t ranks) { return (ranks & (ranks - 1)) == 0; }
   // Returns the reciprocal of the least power of two >= `ranks`.
   static PROXYCCL_DEVICE float inverse(uint32_t ranks) {
-    uint32_t bits = ranks - 1;  // the next lines set all bits below its highest
+    uint32_t bits = ranks - 1;  // the next lines set all bits below the highest set bit
     for (uint32_t shift = 1; shift < 32; shift *= 2) bits |= bits >> shift;
     return __builtin_bit_cast(float, (127u - countBits(bits)) << 23);
   }

@@ -1,7 +1,7 @@
 // The semaphore of channels: any number of threads and blocks may signal it and wait for it concurrently.
 //
-// By an atomic add, a waiting thread takes the number of the signal that it waits for. The add overlaps with the first
-// load of the count, so a wait takes no longer than in semaphore.h.
+// A waiting thread reserves the number of its signal by an atomic add. The add overlaps with the first load of the
+// count, so a wait takes no longer than a wait in semaphore.h.
 #pragma once
 
 #include "proxyccl/handles.h"

@@ -31,8 +31,8 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
     return loadElement(reinterpret_cast<const T*>(dst) + index);
   }
 
-  /// Writes one element of the peer's memory, with the access of read(). A later signal() tells the peer that the
-  /// element has arrived.
+  /// Writes one element of the peer's memory, by a relaxed access like that of read(). A later signal() tells the peer
+  /// that the element has arrived.
   /// @param index the element's index, counted in T
   /// @param value  the value to write
   template <class T>

@@ -39,8 +39,8 @@ struct Transfer {
 // Stores this rank in `failed_rank` of all ranks of the host, then raises the abort words of all ranks, its own last.
 //
 // A kernel whose wait has been aborted continues with incomplete data and signals its peers, so the peers' waits may
-// succeed. `failed_rank` is stored before any wait ends, so that a rank that has used such data learns of the failure
-// at its next check.
+// succeed. `failed_rank` is stored before any wait ends, so that a rank that has used incomplete data learns of the
+// failure at its next check.
 PROXYCCL_DEVICE void spreadAbort(Control* control, uint32_t code) {
   // The first rank that failed stays in `failed_rank`, because that rank's error record says why.
   for (uint32_t i = 0; i < control->peer_count; ++i) {
@@ -115,7 +115,7 @@ PROXYCCL_OUT_OF_LINE uint64_t checkWait(Control* given, WaitFor what, uint64_t s
   const bool last = what.kind == PROXYCCL_WAIT_GRID || what.kind == PROXYCCL_WAIT_STAGE;
   if (now - started <= (last ? 2 * bound : bound)) return started;
   if (control != nullptr) {
-    describeWait(control, PROXYCCL_LAST_QUESTION, what, seen);  // before recordError() ends other waits
+    describeWait(control, PROXYCCL_LAST_QUESTION, what, seen);  // must precede recordError(), which ends other waits
     recordError(control, PROXYCCL_ERROR_TIMEOUT, what, seen);
   }
   return 0;
@@ -136,7 +136,8 @@ PROXYCCL_DEVICE bool waitUntil(Control* given, const WaitFor& what, Ready ready)
       started = checkWait(given, what, seen, started);
       given_up = started == 0;
     }
-    // The return is outside of the check's branch, where ptxas would use up to 28 more registers (two_shot of float32).
+    // The return is outside of the check's branch, because inside it ptxas would use up to 28 more registers (two_shot
+    // of float32).
     if (given_up) return false;
     spinHint(spins);
   }
