@@ -3,9 +3,9 @@
 // warp stores a line, which arrives whole, so the flag shows that the whole line has arrived. If lines may be torn, the
 // flag is stored after the line's data and loaded before it.
 //
-// Data is in units of 16 bytes. Of the eight threads, thread t has unit t and, except the last, unit 8 + t. Line 0
-// holds units 0 to 6 and the first half of unit 7; line 1 holds units 8 to 14 and the second half of unit 7. A thread
-// stores its own units in the lines, so threads exchange no values.
+// Data is in units of 16 bytes. Thread t of the eight has unit t and, except for thread 7, unit 8 + t. Line 0 holds
+// units 0 to 6 and the first half of unit 7; line 1 holds units 8 to 14 and the second half of unit 7. A thread stores
+// its own units in the lines, so threads exchange no values.
 #pragma once
 
 #include "packets.h"

@@ -1,7 +1,7 @@
 // all_gather, all_to_all, broadcast and barrier: they move bytes without interpreting them.
 //
-// `bytes` is the size of one rank's data for one rank. A call is in place, as in NCCL, if in = out + rank * bytes for
-// all_gather, or in = out for all_to_all and broadcast.
+// `bytes` is the size of the data that one rank sends to one rank. A call is in place, as in NCCL, if in = out + rank *
+// bytes for all_gather, or in = out for all_to_all and broadcast.
 //
 // If all ranks' outputs are mapped (outputs.h), a rank stores its data directly in the outputs. The ranks then
 // synchronize at the beginning, because an output may be written only when its rank's kernel runs, and again at the

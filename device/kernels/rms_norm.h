@@ -122,7 +122,7 @@ class NormedRow {
   PROXYCCL_DEVICE Payload residual(uint32_t epoch, uint32_t p) const {
     return rows_.residual != nullptr && exists() ? loadFrom(rows_.residual + first_, inRow(epoch, p)) : Payload{};
   }
-  // Called once, when the block would otherwise wait.
+  // Called once per packet, before the block waits for data: keeps the packet's weights.
   PROXYCCL_DEVICE void keepWeights(uint32_t epoch, uint32_t p) const {
     if (rows_.keeps == 2) weights()[epoch * rows_.packets + p] = loadFrom(rows_.weight, inRow(epoch, p));
   }
@@ -226,9 +226,9 @@ class NormedRow {
   }
   PROXYCCL_DEVICE Payload* weights() const { return kept() + rows_.row_epochs * rows_.packets; }
 
-  // Sends the number of a packet's group to all blocks of the row, which read it after meet(). The memory is reused for
-  // the row after the next one. By then every block has read the number, because it does so before it calls meet() for
-  // the next row.
+  // Sends the number that a packet's group has computed to all blocks of the row, which read it after meet(). The
+  // memory is reused for the row after the next one. By then every block has read the number, because it does so before
+  // it calls meet() for the next row.
   PROXYCCL_DEVICE void tell(uint32_t kind, uint32_t in_row, float number) const {
     const uint32_t group = in_row / PROXYCCL_WARP_SIZE;
     if (in_row % PROXYCCL_WARP_SIZE != 0 || group >= groups()) return;

@@ -68,7 +68,7 @@ typedef struct ProxycclTeam {
   uint32_t meet;       /* not 0 if ranks first exchange the addresses of their outputs; equal on all ranks */
   uint32_t offers;     /* not 0 if peers may load this rank's input, at its output's address (all_reduce_two_shot.h) */
   char* remote[PROXYCCL_MAX_MAPPED_RANKS]; /* indexed by rank: the peers' scratch memory; null if it is not mapped */
-  /* Indexed by rank: the address of this rank's output as the rank's kernels map it. All addresses are null if some
+  /* Indexed by rank: the address at which that rank's kernels map this rank's output. All addresses are null if some
    * rank does not map the output. */
   char* reached_at[PROXYCCL_MAX_MAPPED_RANKS];
 } ProxycclTeam;

@@ -75,8 +75,8 @@ template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::listPiece(const Group& group, uint32_t piece) const {
   const uint32_t token = piece / piecesOfRow(), ranks = team_->world_size;
   group.list(ranks, [&](uint32_t i, RowEntry* entry) {
-    // The row for this rank comes first, because its stores would otherwise wait behind stores over a busy link. Of the
-    // peers, each group begins with a different one.
+    // The row for this rank comes first, because its stores would otherwise wait behind stores over a busy link. Each
+    // group begins with a different peer.
     const uint32_t peer = i == 0 ? 0 : 1 + (i - 1 + group.number) % (ranks - 1);
     const uint32_t rank = (team_->rank + peer) % ranks;
     entry->number = static_cast<int32_t>(rank << 16 | announced_.to(rank).countBefore(token));

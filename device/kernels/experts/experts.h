@@ -1,4 +1,4 @@
-/* What the expert-parallel kernels share with the host: the layer's sizes and memory, and one call's arguments.
+/* Structs that the host fills in for the expert-parallel kernels: a layer's sizes and memory, and one call's arguments.
  *
  * A slot is one expert choice of one token; a source is a rank whose tokens are sent. Each source's tokens are cut into
  * segments of consecutive tokens. Block b of every rank handles segment b of every source, so a block waits for other
@@ -23,8 +23,8 @@
  *   node
  * - rail [2][nodes]: data for this node from this rank's counterparts on other nodes, which all ranks of the node read
  * - outbox [2][nodes]: this rank's data for its counterparts, which the proxy reads
- * - returns [kept_calls]: experts' rows for the tokens' ranks in a combine; return_rails: those for counterparts of the
- *   tokens' ranks
+ * - returns [kept_calls]: experts' rows for the tokens' ranks in a combine; return_rails: the rows for counterparts of
+ *   the tokens' ranks
  * - partial_in, partial_out [2][nodes]: nodes' sums for the tokens' ranks in a combine
  * - outputs [output_buffers]: rows [output_rows], and their scales (experts/dispatch_store.h)
  *
@@ -61,20 +61,20 @@ enum {
   PROXYCCL_EXPERT_SEND = 4,    /* phase of a dispatch or a combine: send rows */
   PROXYCCL_EXPERT_RECEIVE = 8, /* phase of a dispatch or a combine: receive rows */
   PROXYCCL_EXPERT_LAYOUT = 16, /* instead of SEND and RECEIVE: only compute where the rows of a dispatch would go */
-  PROXYCCL_EXPERT_TELL = 32,   /* with GATHER, if tokens have one row per rank: report the slots of each expert */
-  PROXYCCL_FIRST_CHOICE = 1
-      << 30, /* bit of an announced ProxycclExpertChoice.expert: set for the first of a token's slots with a rank */
+  PROXYCCL_EXPERT_TELL = 32,   /* with GATHER, if tokens have one row per rank: count each expert's slots for the CPU */
+  PROXYCCL_FIRST_CHOICE = 1 << 30, /* bit of an announced ProxycclExpertChoice.expert: set for the first of a token's
+                                      slots whose experts are on the same rank */
   /* Flags in ProxycclExperts that tell which ids drop a slot: */
   PROXYCCL_NUMBER_DROPS = 1,    /* the id that equals the number of experts */
   PROXYCCL_MINUS_ONE_DROPS = 2, /* the id -1 */
-  /* Values in place of a row: */
+  /* Values that replace a row's number: */
   PROXYCCL_NO_ROW = -1,   /* the slot is dropped, or its expert is on another rank */
   PROXYCCL_PAST_END = -2, /* the row is for this rank, but does not fit in the output */
 };
 #define PROXYCCL_NO_EXPERT 0xffffffffu
 
 /* The head of a segment's routing. The following arrays come after it, at the offsets in ProxycclExperts:
- *   uint32 counts[experts]            slots of the segment for each expert
+ *   uint32 counts[experts]            number of the segment's slots for each expert
  *   uint32 chosen[ranks * chosen_per_rank]  if tokens have one row per rank: the segment's slots for each expert
  *   ProxycclExpertSlot slots[segment_tokens * topk]
  *   int32 places[segment_tokens]      between nodes: the position of each token's row in its batch, or PROXYCCL_NO_ROW
@@ -110,10 +110,10 @@ typedef struct ProxycclReceivedRows {
 
 /* In device memory. Only the last block of a kernel advances these counters, so a captured graph can be replayed. */
 typedef struct ProxycclExpertCounters {
-  uint64_t dispatches, combines; /* number of calls whose last kernel all blocks have begun */
+  uint64_t dispatches, combines; /* number of calls whose last kernel has been begun by all blocks */
   uint64_t routings;             /* number of dispatches, without repeated ones */
-  uint32_t
-      next_item[2][2]; /* by the parity of the dispatch: next item of the rows for peers, and of this rank's own rows */
+  uint32_t next_item[2][2]; /* indexed by the dispatch's parity: next item of rows for peers, next item of this rank's
+                               own rows */
   uint32_t blocks_done;
   uint32_t has_failed; /* not 0 if a dispatch failed before it wrote its layout; calls that read it do nothing */
 } ProxycclExpertCounters;
@@ -132,7 +132,7 @@ typedef struct ProxycclExperts {
   uint32_t padded_rows;                    /* most rows of an expert, if rows are padded; else 0 */
   uint32_t expert_alignment;               /* each expert's rows begin at a multiple of this, if it is not 0 */
   uint32_t choice_packets, weight_packets; /* packets of a rank's announcement; 0 if counts are sent instead */
-  uint32_t output_buffers, output_rows;    /* number of buffers, the last for a combine's rows; rows of a buffer */
+  uint32_t output_buffers, output_rows;    /* number of buffers (the last for a combine's rows), and rows per buffer */
   uint32_t senders;    /* number of blocks that store rows of a large dispatch to peers; 0 if a kernel has one block */
   uint32_t kept_calls; /* 2 if inbox and returns are double-buffered, so that successive calls overlap; else 1 */
   uint32_t dropping_ids;         /* PROXYCCL_NUMBER_DROPS, PROXYCCL_MINUS_ONE_DROPS, or both */
@@ -152,7 +152,7 @@ typedef struct ProxycclExperts {
   const ProxycclProxyChannel* routing_channels; /* [nodes] */
   const ProxycclProxyChannel* out_channels;     /* [nodes][blocks], for dispatch: between nodes, segments == blocks */
   const ProxycclProxyChannel* back_channels;    /* [nodes][blocks], for combine */
-  /* [nodes * blocks + 1]: each counts the blocks that have stored their part of a message. The index is [node][first
+  /* [nodes * blocks + 1]: counters of the blocks that have stored their part of a message. The index is [node][first
    * segment of the message's batch]; a dispatch uses this node, a combine the target node. The last counter is for the
    * routing. */
   uint32_t* arrivals;
@@ -170,7 +170,7 @@ typedef struct ProxycclExpertLayout {
   int32_t* counts;      /* [world_size][experts] */
   int32_t* rows;        /* [world_size][max_tokens][topk]: this rank's row of each slot */
   int32_t* places;      /* [world_size][max_tokens]: between nodes, the position of the token's row in its batch */
-  int32_t* sent_places; /* [nodes][max_tokens]: for each node, the positions of this rank's tokens in their batches */
+  int32_t* sent_places; /* [nodes][max_tokens]: positions of this rank's tokens in their batches for each node */
   int32_t* expert_ids; /* [nodes][max_tokens][topk]: expert ids of this rank's tokens and of its counterparts' tokens */
   int32_t* first_rows; /* [rows]: the first row that the row's token has on this rank */
   int32_t* token_rows; /* [rows][topk]: for a token's first row, the row of each slot of the token */
@@ -231,7 +231,7 @@ typedef struct ProxycclCombine {
    * of block_rows rows has reached `threshold`. */
   const uint32_t* signals; /* [experts][expert_blocks] */
   uint32_t expert_rows, expert_blocks, block_rows, threshold;
-  uint32_t senders; /* the number of blocks that send, of which each sends the rows of several blocks */
+  uint32_t senders; /* number of thread blocks that send; each sends the rows of several segments */
 } ProxycclCombine;
 
 /* The arguments of expert_weigh, which multiplies rows by weights in place and clears unfilled rows. */
