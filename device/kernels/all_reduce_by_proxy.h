@@ -25,8 +25,8 @@
 namespace proxyccl {
 
 // An all-reduce in which each rank sends its whole array to every peer, so the data crosses links once, but a rank
-// sends (n-1) times the array's bytes. It is for links without packets, between two ranks or for data so short that the
-// latency of the links determines the time. If all peers are mapped, one block does all the work.
+// sends (n-1) times the array's bytes. It is for links without packets, if there are two ranks or if data is so short
+// that the links' latency determines the time. If all peers are mapped, one block does all the work.
 template <class T, class Op>
 PROXYCCL_DEVICE void allReduceInOneCrossing(const ProxycclTeam& team, const T* in, T* out, uint64_t count) {
   Exchange exchange(team);

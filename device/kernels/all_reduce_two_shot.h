@@ -4,11 +4,11 @@
 // otherwise to the peers' scratch memory.
 //
 // If the all-reduce is in place, short, and all ranks offer their arrays, ranks load the data from their peers' arrays.
-// The kernel stores nothing before these loads, so the signals before the loads need no fence, which would take longer
-// than the loads. A share is read only by the rank that reduces it and then overwrites it. If a rank has offered its
-// array but another rank has not, the rank scatters nevertheless, and its peers wait for one more post.
+// The kernel stores nothing before these loads, so the signals before the loads need no fence. A fence would take
+// longer than the loads. A share is read only by the rank that reduces it and then overwrites it. If a rank has offered
+// its array but another rank has not, the rank scatters nevertheless, and its peers wait for one more post.
 //
-// Otherwise each rank scatters its data through scratch memory, in pieces if it does not fit. In step k a block
+// Otherwise each rank scatters its data through scratch memory, in pieces if the data does not fit. In step k a block
 //   1. waits for the peers' scattered parts of piece k, and scatters piece k + 1;
 //   2. reduces piece k, and distributes the result;
 //   3. waits for the peers' results of piece k - 1 in its scratch memory, and copies them to its output. If results go

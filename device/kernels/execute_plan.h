@@ -116,8 +116,8 @@ PROXYCCL_OUT_OF_LINE void combinePackets(const ProxycclStep& step, uint64_t byte
   });
 }
 
-// Combines the multiple of 16 bytes in aligned ranges, and returns the number of values combined. A thread has several
-// loads of each of two sources in flight, because a source may be across a link.
+// Combines the values of aligned ranges that fill whole units of 16 bytes, and returns the number of these values. A
+// thread has several loads of each of two sources in flight, because a source may be across a link.
 template <class T, class Op>
 PROXYCCL_DEVICE uint64_t combineAligned([[maybe_unused]] const ProxycclStep& step, [[maybe_unused]] uint64_t offset,
                                         [[maybe_unused]] uint64_t count) {
@@ -177,7 +177,7 @@ template <class T>
 class PlanExecutor {
  public:
   PROXYCCL_DEVICE void run() const {
-    // The loop keeps few variables across steps, because they would be in local memory (see PlanBlock).
+    // The loop keeps few variables across steps, because such variables would be in local memory (see PlanBlock).
     uint32_t i = 0, loop = kNoLoop, turn = 0;
     for (;;) {
       const ProxycclStep& step = block().step(i);

@@ -10,7 +10,7 @@
 #include "team.h"
 
 enum {
-  PROXYCCL_FLOW_SLOTS = 4,          /* slots of a lane: most pieces that are sent and not yet read */
+  PROXYCCL_FLOW_SLOTS = 4,          /* slots of a lane, so at most this many pieces are sent and not yet read */
   PROXYCCL_FLOW_HEADER_BYTES = 128, /* precede a slot's data; hold the transfer's size, which the receiver checks */
   PROXYCCL_MAX_TRANSFERS = 64       /* most transfers of a launch, because all its blocks must be resident */
 };

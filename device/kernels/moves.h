@@ -73,8 +73,8 @@ PROXYCCL_TEAM_KERNEL all_to_all(const ProxycclTeam team, const char* in, char* o
   const Outputs outputs(team);
   const uint32_t rank = team.rank, ranks = team.world_size;
   if (meet(team, exchange, outputs)) {
-    // Copies one piece for each rank in turn, including this rank: if its own data, which crosses no link, were copied
-    // at the end, the links would be idle during that time.
+    // Copies one piece for each rank in turn, including this rank: if this rank's own data, which crosses no link, were
+    // copied at the end, the links would be idle during that time.
     constexpr uint64_t kPiece = 64 * 1024;
     exchange.forLanePart(bytes, [&](uint64_t begin, uint64_t size) {
       for (uint64_t offset = begin; offset < begin + size; offset += kPiece) {

@@ -29,7 +29,7 @@ struct alignas(kCount * sizeof(T)) Pack {
 };
 
 #if PROXYCCL_ON_HOST
-// Contiguous results that a thread computes at a time on the host.
+// The contiguous results that one thread computes in one step on the host.
 template <class T>
 struct Run {
   const T* values;

@@ -72,7 +72,7 @@ struct Rows {
   void* out;           // [rows, width] of T, or of e4m3 if `scales` or `scale` is not null
   T* residual_out;     // [rows, width]: the sums of `x` and `residual`
   float* scales;       // [rows]: receives each row's scale, which the kernel computes; or null
-  const float* scale;  // one given scale of all rows; or null
+  const float* scale;  // the caller's one scale for all rows; or null
   uint64_t rows;
   uint32_t width;
   float eps;
@@ -81,8 +81,8 @@ struct Rows {
   uint32_t row_packets;
   uint32_t packets;     // number of packets of a block per epoch, a multiple of a group's packets
   uint32_t row_epochs;  // number of epochs per row
-  uint32_t keeps;       // kept in dynamic shared memory: 0: nothing; 1: the packets of a block's part of a row; 2: also
-                        // the weights
+  uint32_t keeps;  // what dynamic shared memory holds: 0: nothing; 1: the packets of a block's part of a row; 2: also
+                   // the weights
 };
 
 // A block's part of the current row; the block handles its rows one after the other. kWhole means that all arrays are

@@ -68,7 +68,7 @@ PROXYCCL_DEVICE float scaleValues(const Group& group, const T* row, uint32_t fir
 }
 
 #ifdef PROXYCCL_HAS_FLOATS_TO_E4M3
-// Converts aligned 16-bit values without infinities and NaNs in a third of ScaledPart's instructions, because
+// Converts aligned 16-bit values without infinities and NaNs. It takes a third of ScaledPart's instructions, because
 // magnitudes are compared as integers, two at a time, and a thread has twice as many elements. Each step is done for
 // kParts parts together, because with a single part a thread would wait for each step's result.
 template <class T, uint32_t kParts>

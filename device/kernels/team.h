@@ -60,7 +60,7 @@ typedef struct ProxycclTeam {
   uint64_t exchange_bytes; /* bytes of a buffer for rounds, for all peers together */
   uint64_t pipeline_bytes; /* bytes of a buffer for the pipeline, for all peers together */
   uint64_t outputs_offset, staging_offset;
-  uint64_t one_crossing_bytes; /* most bytes of an all_reduce by proxy in which data crosses a link once */
+  uint64_t one_crossing_bytes; /* an all_reduce of at most this many bytes sends whole arrays (all_reduce_by_proxy.h) */
   /* The host computes how a call is cut into pieces, because division is slow on a device. `share` is the number of
    * elements that a rank reduces, `piece` the number of elements in a piece of a share, `pieces` their number. */
   uint64_t share, piece, pieces;

@@ -1,4 +1,4 @@
-// MSCCL++'s names for the differences between targets.
+// Defines MSCCL++'s names for what differs between targets.
 //
 // The headers in this folder implement MSCCL++'s names and signatures by ProxyCCL's channels, so that a kernel written
 // for MSCCL++ compiles unchanged. MSCCL++'s host headers (core.hpp, …) exist too, but only include the device headers.

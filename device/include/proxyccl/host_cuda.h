@@ -302,7 +302,7 @@ struct DynamicShared {
   }
 };
 
-// Ends the communicator that compiled the kernel with an AbortedError; the kernel continues.
+// An AbortedError ends the communicator that compiled the kernel; the kernel continues.
 PROXYCCL_DEVICE void endCommunicator() {
   recordError(nullptr, PROXYCCL_ERROR_LOCAL, {PROXYCCL_WAIT_NONE, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL, 0}, 0);
 }

@@ -19,7 +19,7 @@ struct Semaphore : ProxycclSemaphore {
   /// ordered after the stores of earlier kernels and after this block's loads, but not after its stores.
   PROXYCCL_DEVICE void signalLoads() const { storeReleaseLoadsSystem<uint64_t>(remote_inbound, ++*outbound); }
 
-  /// signal() without ordering, for a signal that announces no data.
+  /// Does signal() without ordering, for a signal that announces no data.
   PROXYCCL_DEVICE void relaxedSignal() const { storeRelaxedSystem<uint64_t>(remote_inbound, ++*outbound); }
 
   /// Waits for the next signal and consumes it. One thread at a time calls it.
@@ -33,7 +33,7 @@ struct Semaphore : ProxycclSemaphore {
                    [](const uint64_t* p) { return loadAcquireSystem(p); });
   }
 
-  /// wait() without ordering, for a signal that announces no data.
+  /// Does wait() without ordering, for a signal that announces no data.
   PROXYCCL_DEVICE bool relaxedWait(Control* control, uint32_t kind, uint32_t peer, uint32_t channel) const {
     return consume(control, {kind, peer, channel, *expected + 1},
                    [](const uint64_t* p) { return loadRelaxedSystem(p); });

@@ -161,7 +161,7 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
       recordError(control, PROXYCCL_ERROR_SIGNAL_VALUE, {PROXYCCL_WAIT_SM_SIGNAL, peer, channel, count}, value);
   }
 
-  /// signal() without ordering, for a signal that announces no data.
+  /// Does signal() without ordering, for a signal that announces no data.
   PROXYCCL_DEVICE void relaxedSignal() const { semaphoreHandle().relaxedSignal(); }
 
   /// Waits for the peer's next signal and consumes it. Any number of threads may call wait() concurrently: each
@@ -177,7 +177,7 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
     return semaphoreHandle().waitUntil(control, PROXYCCL_WAIT_SM_SIGNAL, peer, channel, value);
   }
 
-  /// wait() without ordering, for a signal that announces no data.
+  /// Does wait() without ordering, for a signal that announces no data.
   PROXYCCL_DEVICE bool relaxedWait() const {
     return semaphoreHandle().relaxedWait(control, PROXYCCL_WAIT_SM_SIGNAL, peer, channel);
   }

@@ -368,9 +368,9 @@ class Combine {
   PROXYCCL_DEVICE const int32_t* placesOf(uint32_t source) const {
     return call_.layout.places + static_cast<uint64_t>(source) * team_->max_tokens;
   }
-  // Returns the offset of a slot's row in the workspace of the rank that sums it: slot k of the source's token i in
-  // this segment, sent by rank `from` of the node. A token has room for one row per slot or, if by_rank_, per rank of
-  // the node.
+  // Returns the offset, in the workspace of the rank that sums, of the row that rank `from` of the node sends for slot
+  // k of the source's token i in this segment. A token has room for one row per slot or, if by_rank_, per rank of the
+  // node.
   PROXYCCL_DEVICE uint64_t slotRow(uint32_t source, uint32_t i, uint32_t k, uint32_t from) const {
     const uint32_t places = by_rank_ ? team_->local_size : topk_;
     const uint64_t segment = places * team_->return_segment_bytes;
@@ -567,7 +567,6 @@ class Combine {
   const Segment own_;
 };
 
-// Called by every block: does one block's part of a combine.
 template <class T, bool kSignalled>
 PROXYCCL_DEVICE void combineBlock(const ProxycclExperts& experts, const ProxycclCombine& call, uint32_t block) {
   __shared__ uint32_t finished, has_failed, next_item[kCombineStages];
@@ -605,7 +604,6 @@ PROXYCCL_DEVICE void combine(const ProxycclExperts& experts, const ProxycclCombi
   combineBlock<T, false>(experts, call, blockIdx.x);
 }
 
-// Sends rows, or receives and sums them, according to call.phases.
 template <class T>
 PROXYCCL_DEVICE void combine_signalled(const ProxycclExperts& experts, const ProxycclCombine& call) {
   const uint32_t blocks = call.phases & PROXYCCL_EXPERT_RECEIVE ? experts.blocks : call.senders;

@@ -49,7 +49,6 @@ class Dispatch {
   static constexpr bool kQuantizes = !kIsSame<typename Mode::Quantized, uint8_t>;
   static constexpr bool kOnlyStores = Mode::kStores;
 
-  // The result of gather().
   struct Gathered {
     uint32_t rows;                // number of rows that this rank receives
     uint32_t bad_rank, bad_slot;  // the first slot whose expert id is out of range, or ~0
@@ -413,8 +412,8 @@ class Dispatch {
     if (most > loadRelaxedSystem(&team_->received_rows->most_rows))
       storeRelaxedSystem(&team_->received_rows->most_rows, most);
   }
-  // Called by a group: computes and writes the totals of writeRowTotals(). rowsOf(rank), called once for each rank,
-  // returns the number of rows of the rank or, with padded rows, of its fullest expert.
+  // Called by a group: computes the totals and writes them by writeRowTotals(). rowsOf(rank), called once for each
+  // rank, returns the number of rows of the rank or, with padded rows, of its fullest expert.
   template <class RowsOf>
   PROXYCCL_DEVICE void writeTotals(const Group& group, uint32_t rows, RowsOf rowsOf) const;
 
@@ -566,8 +565,8 @@ class Dispatch {
   }
 
   struct AnnouncedState {
-    uint32_t bad_slot;  // the first slot whose expert id is out of range, with its rank in the upper 16 bits, or ~0; by
-                        // masks only the rank
+    uint32_t bad_slot;  // the first slot whose expert id is out of range, with its rank in the upper 16 bits, or ~0; in
+                        // a dispatch by masks only the rank
     uint32_t wanted_tokens;
     bool incomplete;  // whether a packet did not arrive
   };

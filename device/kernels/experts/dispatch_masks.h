@@ -12,7 +12,7 @@ template <class Mode>
 PROXYCCL_DEVICE bool Dispatch<Mode>::awaitMasks(Gathered* gathered) const {
   const bool collected = call_.phases & PROXYCCL_EXPERT_ROUTE;
   if (!announced_.await(collected, threadIdx.x, blockDim.x)) announcedState().incomplete = true;
-  syncThreadsSystem();  // this barrier also orders the rows that the block has sent before publishSent()
+  syncThreadsSystem();  // this barrier also orders the stores of the block's sent rows before publishSent()
   if (announcedState().incomplete) return false;
   if constexpr (kSharedMasks) {
     announced_.sumUp(threadIdx.x, blockDim.x);
@@ -137,7 +137,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeFewRows(const Group& group, uint32_t* 
   const uint32_t describing = describingBlocks(), holding = Group::count() - 1;
   const uint32_t storing = team_->blocks > 1 ? team_->blocks - describing : 1;
   const bool describes = blockIdx.x < describing, stores = !describes || team_->blocks == 1;
-  // Pieces are dealt in turn to the groups of all storing blocks, to balance tokens that go to many and to few ranks.
+  // Pieces are dealt in turn to the groups of all storing blocks, because some tokens go to more ranks than others.
   const uint32_t place = stores ? team_->blocks - 1 - blockIdx.x : 0, first = group.number * storing + place;
   const uint32_t pieces = stores && holdsRows() ? call_.tokens * piecesOfRow() : 0;
   const bool waits = group.number == holding;

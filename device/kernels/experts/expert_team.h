@@ -194,7 +194,8 @@ struct Piece {
   }
 };
 
-// The function is not inlined, because there are many waits, whose code would take as long to fetch as a short call.
+// The function is not inlined, because it has many callers, and to fetch each copy of its code would take as long as a
+// short call.
 PROXYCCL_OUT_OF_LINE void awaitWord(ProxycclControl* control, const uint64_t* word, uint64_t value, uint32_t peer,
                                     uint64_t ahead) {
   waitUntil(control, {PROXYCCL_WAIT_SM_SIGNAL, peer, PROXYCCL_NO_CHANNEL, value},
@@ -336,8 +337,8 @@ class ExpertTeam {
     return {first, end, begin, source_tokens * end / segments - begin};
   }
   // Called by one thread of each of `blocks` blocks when the block's part of a message is stored. Returns whether the
-  // block is the last to call it. The last block has acquired the parts of all other blocks, and the proxy sees them
-  // after a later post by the last block.
+  // block is the last to call it. The last block has acquired the parts of all other blocks, and the proxy sees these
+  // parts after a later post by the last block.
   PROXYCCL_DEVICE bool completes(uint32_t* arrivals, uint32_t blocks) const {
     if (fetchAddAcqRelDevice<uint32_t>(arrivals, 1) + 1 != blocks) return false;
     storeRelaxedDevice<uint32_t>(arrivals, 0);
@@ -349,7 +350,7 @@ class ExpertTeam {
     return e_.arrivals + node * e_.blocks + first;
   }
   // Return the channel to a node for the routing, and the channel (of out_channels or back_channels) for the batch that
-  // begins with segment `first`. The routing has a separate channel because a batch may be sent before it.
+  // begins with segment `first`. The routing has a separate channel, because a batch may be sent before the routing.
   PROXYCCL_DEVICE const ProxycclProxyChannel& routingChannel(uint32_t node) const { return e_.routing_channels[node]; }
   PROXYCCL_DEVICE const ProxycclProxyChannel& channel(const ProxycclProxyChannel* channels, uint32_t node,
                                                       uint32_t first) const {

@@ -50,8 +50,8 @@ enum {
   PROXYCCL_IDS_PER_PACKET = 4,
   PROXYCCL_MASKED_RANKS = 64,         /* most ranks whose choices are announced as masks */
   PROXYCCL_ANNOUNCED_PAYLOADS = 2304, /* most 8-byte payloads (heads and choices of all ranks) that a block keeps */
-  PROXYCCL_SUMMED_WORDS = 16,         /* words of a token mask whose bits are counted together */
-  PROXYCCL_KEPT_TARGETS = 4096,       /* most slots of a segment whose targets a block keeps while it counts them */
+  PROXYCCL_SUMMED_WORDS = 16,         /* the bits of this many words of a mask are counted together */
+  PROXYCCL_KEPT_TARGETS = 4096,       /* most slots of a segment whose targets a block keeps while it counts slots */
   PROXYCCL_CACHED_ROWS = 2048,        /* most slots of a block whose rows a combine looks up in advance */
   PROXYCCL_EXPERT_COUNTERS =
       2048, /* most counters that a block keeps in shared memory; more are in device memory (`bases`) */
@@ -62,8 +62,8 @@ enum {
   PROXYCCL_EXPERT_RECEIVE = 8, /* phase of a dispatch or a combine: receive rows */
   PROXYCCL_EXPERT_LAYOUT = 16, /* instead of SEND and RECEIVE: only compute where the rows of a dispatch would go */
   PROXYCCL_EXPERT_TELL = 32,   /* with GATHER, if tokens have one row per rank: count each expert's slots for the CPU */
-  PROXYCCL_FIRST_CHOICE = 1 << 30, /* bit of an announced ProxycclExpertChoice.expert: set for the first of a token's
-                                      slots whose experts are on the same rank */
+  PROXYCCL_FIRST_CHOICE = 1
+      << 30, /* bit of an announced ProxycclExpertChoice.expert: set for a token's first slot with a given rank */
   /* Flags in ProxycclExperts that tell which ids drop a slot: */
   PROXYCCL_NUMBER_DROPS = 1,    /* the id that equals the number of experts */
   PROXYCCL_MINUS_ONE_DROPS = 2, /* the id -1 */
@@ -112,8 +112,8 @@ typedef struct ProxycclReceivedRows {
 typedef struct ProxycclExpertCounters {
   uint64_t dispatches, combines; /* number of calls whose last kernel has been begun by all blocks */
   uint64_t routings;             /* number of dispatches, without repeated ones */
-  uint32_t next_item[2][2]; /* indexed by the dispatch's parity: next item of rows for peers, next item of this rank's
-                               own rows */
+  uint32_t
+      next_item[2][2]; /* indexed by the dispatch's parity: next item of rows for peers, and of this rank's own rows */
   uint32_t blocks_done;
   uint32_t has_failed; /* not 0 if a dispatch failed before it wrote its layout; calls that read it do nothing */
 } ProxycclExpertCounters;
@@ -189,11 +189,11 @@ typedef struct ProxycclDispatch {
   uint32_t capacity;      /* number of rows of the output */
   uint32_t redispatch;    /* 1: the dispatch uses an existing layout and counts nothing */
   uint64_t ticket;        /* see ProxycclReceivedRows */
-  uint32_t wanted_tokens; /* number of tokens for which this rank would need a larger layer, sent to all ranks; or 0 */
+  uint32_t wanted_tokens; /* number of this rank's tokens if they need a larger layer, sent to all ranks; else 0 */
   uint32_t scale_bytes;   /* bytes of scales at the end of each row; the receiver stores them in output_scales */
-  uint32_t scale_column;  /* with padded rows: words in a column of an expert's scales, with one column per scale of a
-                             row; 0 if each row's scales are contiguous */
-  uint32_t id_bytes;      /* size of an expert id, 4 or 8 bytes; also of row_experts, unless the dispatch is repeated */
+  uint32_t scale_column; /* with padded rows: words per column in the matrix of an expert's scales, whose rows belong to
+                            the expert's rows; 0 if each row's scales are contiguous */
+  uint32_t id_bytes;     /* size of an expert id, 4 or 8 bytes; also of row_experts, unless the dispatch is repeated */
   uint32_t output_buffer; /* 1 + the number of this rank's output buffer, if senders store rows in it; else 0 */
   uint32_t padded_rows;   /* most rows of an expert in this call, if rows are padded */
   uint64_t row_bytes;
@@ -216,9 +216,9 @@ typedef struct ProxycclCombine {
   uint32_t rows_buffer; /* 1 + the number of the output buffer that holds `rows`; 0 if peers can't load the rows */
   const char* rows;     /* [R][hidden] */
   const float* weights; /* [R], or null */
-  /* [tokens][topk], or null: further factors of the slots' rows. Used only on one node and without local_combine. */
+  /* [tokens][topk], or null: a further factor of each slot's row. Used only on one node and without local_combine. */
   const float* slot_weights;
-  /* [tokens][hidden] each, or null: arrays that are added first in each sum. The second is null if the first is. */
+  /* [tokens][hidden] each, or null: arrays with which the sums begin. The second is null if the first is null. */
   const char* added[PROXYCCL_ADDED];
   /* [tokens][topk] of id_bytes each, or null: the expert ids of the caller's dispatch. With these ids, the rows that a
    * token has on several ranks are added in the order of the token's last slots of the ranks. Used only on one node, if
