@@ -1,6 +1,4 @@
-/* The parameter of reduce_arrived.h's kernel: it describes the data that peers send piece by piece and that a rank
- * reduces.
- */
+/* The parameter of reduce_arrived.h's kernel: the data that peers send piece by piece and that a rank reduces. */
 #pragma once
 
 #include "proxyccl/control.h"

@@ -50,7 +50,7 @@ class PlanBlock {
   PROXYCCL_DEVICE uint64_t executions() const { return executions_; }
   PROXYCCL_DEVICE uint64_t alternate() const { return alternate_; }
   // Returns the execution's packet flag, which is never 0, because zeroed memory holds 0. The number of flags is even,
-  // so that each half of the scratch memory keeps its flags' parity when they wrap around.
+  // so that each half of the scratch memory keeps its flags' parity when flags wrap around.
   PROXYCCL_DEVICE uint32_t flag() const { return static_cast<uint32_t>(executions_ % 0xfffffffeu) + 1; }
 
   PROXYCCL_DEVICE const ProxycclOperand& operand(const ProxycclStep& step, uint32_t i) const {

@@ -6,8 +6,8 @@
 // they start beside a matrix product that fills all multiprocessors. Each block takes the next chunk from a counter, so
 // that blocks may also start late, when a busy GPU has room for them. The block with a piece's first chunk waits for
 // the proxy, and the piece's other blocks wait for that block. The block that completes a piece waits until the
-// previous piece is complete, and opens the gate: it lets the proxy send the result. So a block waits only for blocks
-// that took earlier chunks and therefore run.
+// previous piece is complete, and then opens the gate, which lets the proxy send the result. So a block waits only for
+// blocks that took earlier chunks and therefore run.
 #pragma once
 
 #include "arrived.h"
@@ -23,8 +23,8 @@
 
 namespace proxyccl {
 
-// A block of a single warp uses neither block barriers nor shared memory, because a busy multiprocessor may have none
-// left.
+// A block of a single warp uses neither block barriers nor shared memory, because a busy multiprocessor may have
+// neither left.
 //
 // A barrier of the block; one thread's later release covers the writes of all threads of the block.
 PROXYCCL_DEVICE void meetInBlock() {

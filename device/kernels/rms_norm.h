@@ -26,7 +26,7 @@ PROXYCCL_DEVICE float inverseRoot(float value) {
 #endif
 }
 
-// Called by a whole warp: returns the combination of the threads' values, with the same bits to all threads.
+// Called by a whole warp: returns the combination of the threads' values; all threads get the same bits.
 template <class Combine>
 PROXYCCL_DEVICE float combineInWarp(float value, Combine combine) {
   const uint32_t lane = threadIdx.x % PROXYCCL_WARP_SIZE;
@@ -227,8 +227,8 @@ class NormedRow {
   PROXYCCL_DEVICE Payload* weights() const { return kept() + rows_.row_epochs * rows_.packets; }
 
   // Sends the number that a packet's group has computed to all blocks of the row, which read it after meet(). The
-  // memory is reused for the row after the next one. By then every block has read the number, because it does so before
-  // it calls meet() for the next row.
+  // memory is reused for the row after the next one. By then every block has read the number, because a block reads it
+  // before it calls meet() for the next row.
   PROXYCCL_DEVICE void tell(uint32_t kind, uint32_t in_row, float number) const {
     const uint32_t group = in_row / PROXYCCL_WARP_SIZE;
     if (in_row % PROXYCCL_WARP_SIZE != 0 || group >= groups()) return;

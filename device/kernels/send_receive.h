@@ -13,7 +13,7 @@
 
 namespace proxyccl {
 
-// This rank's end of one lane of a flow. All threads of a block call its methods.
+// This rank's endpoint of one lane of a flow. All threads of a block call its methods.
 class FlowEnd {
  public:
   PROXYCCL_DEVICE FlowEnd(const ProxycclFlows& flows, const ProxycclTransfer& transfer, uint32_t lane, bool sends)

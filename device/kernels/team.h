@@ -9,8 +9,8 @@
 
 #include "proxyccl/handles.h"
 
-/* The most threads of a block: on a GPU, 512 threads leave each thread 128 registers. It is also the most ranks,
- * because thread p of a block signals rank p and waits for rank p's signals. */
+/* The most threads of a block: on a GPU, 512 threads leave each thread 128 registers. It is also the most ranks of a
+ * team, because thread p of a block signals rank p and waits for rank p's signals. */
 enum { PROXYCCL_MAX_BLOCK_THREADS = 512 };
 
 typedef struct ProxycclLink {
@@ -33,7 +33,7 @@ enum {
   PROXYCCL_ROUND_BUFFERS = 2, /* indexed by the parity of `round` */
   PROXYCCL_PIPELINE_DEPTH = 3,
   PROXYCCL_PIPELINE_BUFFERS = 2 * PROXYCCL_PIPELINE_DEPTH, /* for the pipeline's two phases, scatter and distribute */
-  PROXYCCL_MAX_MAPPED_RANKS = 72 /* greatest number of members in a team whose members are all mapped */
+  PROXYCCL_MAX_MAPPED_RANKS = 72 /* greatest number of members of a team in which all members map each other's memory */
 };
 
 /* Counters in device memory. The last block of each kernel advances them, so that a captured graph can be replayed. */
@@ -52,8 +52,8 @@ typedef struct ProxycclTeam {
   ProxycclControl* control;
   ProxycclLink* links;
   ProxycclTeamCounters* counters;
-  uint32_t* epochs; /* in device memory: for each lane, the number of kernels that used outputs.h, which the lane's
-                       block advances */
+  uint32_t* epochs; /* in device memory: for each lane, the number of kernels that used outputs.h; the lane's block
+                       advances this number */
   char* scratch;
   char* proxied; /* scratch memory for peers that are not mapped: `scratch`, or pinned host memory if CPUs move
                     the staged data */

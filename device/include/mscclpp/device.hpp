@@ -1,10 +1,9 @@
 // Defines MSCCL++'s names for what differs between targets.
 //
 // The headers in this folder implement MSCCL++'s names and signatures by ProxyCCL's channels, so that a kernel written
-// for MSCCL++ compiles unchanged. MSCCL++'s host headers (core.hpp, …) exist too, but only include the device headers.
-// Two things differ. The communicator's time-out bounds each wait, and MSCCL++'s bounds in spins (maxSpinCount) are
-// ignored. Where MSCCL++ aborts the kernel, ProxyCCL ends the communicator with an exception. See
-// docs/coming_from_mscclpp.md.
+// for MSCCL++ compiles unchanged. This folder's host headers (core.hpp, …) only include the device headers. Two things
+// differ. The communicator's time-out bounds each wait, and MSCCL++'s bounds in spins (maxSpinCount) are ignored. Where
+// MSCCL++ aborts the kernel, ProxyCCL ends the communicator with an exception. See docs/coming_from_mscclpp.md.
 #ifndef MSCCLPP_DEVICE_HPP_
 #define MSCCLPP_DEVICE_HPP_
 

@@ -13,8 +13,7 @@ namespace mscclpp {
 
 namespace detail {
 
-// The type of the argument by which MSCCL++ bounds a wait. If it were int64_t, calls of overloads that also take a flag
-// would be ambiguous.
+// The type of a wait's bound in MSCCL++. With int64_t, calls of overloads that also take a flag would be ambiguous.
 template <class T>
 struct SignedNumber;
 template <>

@@ -56,7 +56,7 @@ enum ProxycclWaitKind {
   PROXYCCL_WAIT_SCHEDULE_SEND = 10,
   PROXYCCL_WAIT_SCHEDULE_GATE = 11,
   PROXYCCL_WAIT_CONDITION = 12, /* a condition of a user's kernel (mscclpp/poll_device.hpp) */
-  PROXYCCL_WAIT_EXECUTION = 13, /* in an operation of an execution plan, which `channel` identifies (execution.h) */
+  PROXYCCL_WAIT_EXECUTION = 13, /* in an execution plan's operation; `channel` identifies the operation (execution.h) */
   PROXYCCL_WAIT_COMPLETION = 14,
   PROXYCCL_WAIT_STAGE = 15 /* for data that a peer sends at the proxy's request; the proxy knows which peer */
 };
@@ -64,7 +64,7 @@ enum ProxycclWaitKind {
 /* Whether a rank may still access its peers' memory. */
 enum ProxycclPresence {
   PROXYCCL_PRESENT = 0,
-  PROXYCCL_CLOSING_ANOTHER = 1, /* the rank waits for another communicator to close */
+  PROXYCCL_CLOSING_ANOTHER = 1, /* the rank's thread is closing another of its communicators */
   PROXYCCL_LEFT = 2,            /* the rank has closed the communicator, and accesses no peer's memory */
   PROXYCCL_STOPPED = 3          /* the communicator has failed, and its kernels and its proxy have ended */
 };

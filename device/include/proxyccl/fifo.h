@@ -27,9 +27,9 @@ struct Fifo : ProxycclFifo {
   /// @param control  the control block of the communicator; null for the module's own
   /// @return the trigger's ticket; kNoTicket if the communicator has ended or the ring stayed full until the time-out
   PROXYCCL_DEVICE uint64_t push(ProxycclTrigger trigger, Control* control) const {
-    // push() does not read the abort word, which would cost a round trip to host memory. After an abort nobody drains
-    // the ring, so the ring fills up and the wait for room sees the abort. The load of the cached tail is relaxed,
-    // because the fence after it (orderBeforeTrigger) makes it an acquire.
+    // push() does not read the abort word, because the read would cost a round trip to host memory. After an abort
+    // nobody drains the ring, so the ring fills up and the wait for room sees the abort. The load of the cached tail is
+    // relaxed, because the fence after it (orderBeforeTrigger) makes it an acquire.
     const uint64_t known_tail = loadRelaxedDevice(tail_cache);
     const uint64_t ticket = fetchAddRelaxedDevice<uint64_t>(head, 1);
     orderBeforeTrigger();

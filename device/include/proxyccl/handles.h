@@ -60,8 +60,7 @@ typedef struct ProxycclProxyChannel {
   ProxycclSemaphore semaphore;   /* only the engine uses remote_inbound and outbound */
   uint64_t* flushed;             /* pinned: ticket of the channel's last complete flush, plus one */
   uint64_t* completed;           /* pinned: ticket of the channel's last complete operation, plus one */
-  const uint64_t* memory_limits; /* pinned, indexed by memory id: bytes from the id's window to its memory's end; NULL
-                                    for a handler's channel */
+  const uint64_t* memory_limits; /* pinned, by memory id: bytes to the memory's end; NULL for a handler's channel */
   ProxycclControl* control;
   uint32_t channel;
   uint32_t peer;

@@ -39,9 +39,9 @@
 namespace proxyccl {
 namespace hip {
 
-// Waits until all stores of this wave have arrived, including a write-back of the cache. The compiler adds this wait to
-// a release only if it knows of a store in flight. The compiler does not know of the write-back, nor of a store in
-// assembly (storePacket128). So on AMD each release is a fence followed by this wait.
+// Waits until all stores of this wave have arrived and a write-back of the cache is complete. The compiler adds this
+// wait to a release only if it knows of a store in flight. The compiler does not know of the write-back, nor of a store
+// in assembly (storePacket128). So on AMD each release is a fence followed by this wait.
 PROXYCCL_DEVICE void drainStores() { asm volatile("s_waitcnt vmcnt(0)" ::: "memory"); }
 PROXYCCL_DEVICE void releaseSYSTEM() {
   __builtin_amdgcn_fence(__ATOMIC_RELEASE, "");

@@ -4,7 +4,7 @@
 // alignment. A destination offset counts from the start of the peer's memory, a source offset from the start of local
 // memory.
 //
-// One thread makes a call for its whole block; if several threads call put(), they make several puts. A put carries
+// One thread makes a call for its whole block; if several threads call put(), they make several puts. A put transfers
 // what the calling thread wrote before the put, and what the thread's block wrote before a syncThreadsSystem(). The
 // operations of one thread on a channel are executed in the order of its calls: a get reads what earlier puts wrote,
 // and its data arrives before a later put reads the data and before a later signal arrives. Over a fabric that does not
@@ -118,8 +118,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
     return pushValue(PROXYCCL_OP_DATA | PROXYCCL_OP_SIGNAL, dstOffset, value);
   }
 
-  /// Adds one to the peer's semaphore of this channel; the signal arrives after the data of all earlier puts and gets
-  /// on the channel.
+  /// Adds one to the peer's semaphore; the signal arrives after the data of all earlier puts and gets on the channel.
   PROXYCCL_DEVICE void signal() const { push(PROXYCCL_OP_SIGNAL, 0, 0, 0, 0, 0); }
 
   /// Raises the count of the peer's semaphore to `value`, as if this rank had called signal() until the count was

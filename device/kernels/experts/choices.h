@@ -57,7 +57,7 @@ class Choices {
     return isFirst(slot, static_cast<uint32_t>(found)) ? found : none;
   }
 
-  // Returns whether test(rank) is true for the rank of any of a token's slots. A repeated dispatch must not call it.
+  // Returns whether test(rank) is true for the rank of any of a token's slots; invalid in a repeated dispatch.
   template <class Test>
   PROXYCCL_DEVICE bool anyRank(uint32_t token, Test test) const {
     const uint32_t per_rank = byRank() ? e_.chosen_per_rank : e_.experts_per_rank;

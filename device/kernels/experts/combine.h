@@ -364,7 +364,7 @@ class Combine {
     team_.segmentOf(source) = Segment::of(tokens, block_, team_->blocks);
     if (team_->nodes > 1) team_.batchFrom(source) = team_.batchOf(tokens, block_);
   }
-  // Returns, for each of a source's tokens, the position of its row in its batch.
+  // Returns the array of the positions that the rows of a source's tokens have in their batches.
   PROXYCCL_DEVICE const int32_t* placesOf(uint32_t source) const {
     return call_.layout.places + static_cast<uint64_t>(source) * team_->max_tokens;
   }
@@ -501,7 +501,7 @@ class Combine {
     return true;
   }
 
-  // Returns the rank of a slot's expert by order_ids; world_size if the slot has no expert.
+  // Returns the rank of a slot's expert according to order_ids; world_size if the slot has no expert.
   PROXYCCL_DEVICE uint32_t orderedRank(uint64_t token, uint32_t k) const {
     const uint64_t slot = token * topk_ + k;
     const int64_t id = call_.id_bytes == 8 ? reinterpret_cast<const int64_t*>(call_.order_ids)[slot]
@@ -512,7 +512,7 @@ class Combine {
   }
   // Called by one thread: returns the slot whose row is added at position k. Without order_ids this is k. With
   // order_ids, if k is the last of the token's slots with the same rank, returns the first of them; otherwise returns
-  // topk, for no row.
+  // topk, which stands for no row.
   PROXYCCL_DEVICE uint32_t slotInOrder(uint64_t token, uint32_t k) const {
     if (call_.order_ids == nullptr) return k;
     const uint32_t rank = orderedRank(token, k);

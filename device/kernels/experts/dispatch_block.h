@@ -1,7 +1,7 @@
 // One block's part of a MoE dispatch: the block's data, the data's addresses, and when memory may be reused.
 //
 // experts/dispatch.h calls this class's methods, most of which other files define. Rows are numbered in
-// experts/dispatch_counts.h, experts/dispatch_ids.h or experts/dispatch_masks.h. They are moved in
+// experts/dispatch_counts.h, experts/dispatch_ids.h or experts/dispatch_masks.h. Rows are moved in
 // experts/dispatch_send.h and experts/dispatch_receive.h or, to output buffers, in experts/dispatch_store.h. In this
 // file, "by masks" and "by ids" mean a dispatch whose ranks announce masks or ids (experts/announcement.h), and "by
 // counts" one whose ranks send counts.
@@ -192,7 +192,7 @@ class Dispatch {
     return kOnlyStores || (kMasks && storesRows() && (call_.phases & kBoth) == kBoth);
   }
   // Returns whether one kernel both counts and stores rows, in a dispatch by counts. In such a kernel the last block
-  // reports the counts to the CPU, otherwise block 0 does.
+  // reports the counts to the CPU; in other kernels block 0 does.
   PROXYCCL_DEVICE bool storesCounted() const {
     return !kAnnounced && storesRows() && call_.phases & PROXYCCL_EXPERT_SEND && movesRows();
   }
@@ -213,8 +213,8 @@ class Dispatch {
       team_.awaitSent(source, segment_, number_, kAllItems);
   }
 
-  // Returns whether a call signals the other ranks at its end that it has read its slabs. If not, the next call signals
-  // at its beginning.
+  // Returns whether a call signals the other ranks at its end that it has read its slabs; otherwise the next call does
+  // so at its beginning.
   static PROXYCCL_DEVICE constexpr bool acknowledges() { return !kAnnounced || kSharedMasks; }
   // Called by the block after it has received its rows: allows the node's ranks to write the slabs again.
   PROXYCCL_DEVICE void acknowledge() const {
@@ -295,8 +295,8 @@ class Dispatch {
   }
   PROXYCCL_DEVICE uint32_t* firstRowsHere() const { return firstRowsThere() + team_->world_size * team_->segments; }
   enum class Stored { own, of_peers, all };  // rows for this rank itself, for its peers, or for both
-  // Stores the rows of kind `stored`, in items that are pieces of rows. Each group of the storing blocks calls it. For
-  // i < n, find(item, i, &rank, &row) gives a rank and the row on that rank to which an item goes.
+  // Stores the rows of kind `stored`, in items that are pieces of rows. Each group of the storing blocks calls
+  // storeItems(). For i < n, find(item, i, &rank, &row) gives a rank and the row on that rank to which an item goes.
   template <class Find>
   PROXYCCL_DEVICE void storeItems(const Group& group, Stored stored, uint32_t n, Find find) const;
   // Called by the block when the targets of many tokens' rows are known: stores the rows and writes the layout's
@@ -320,8 +320,7 @@ class Dispatch {
   // all ranks.
   PROXYCCL_DEVICE uint32_t describingBlocks() const {
     const uint32_t wanted = (team_->world_size * team_->max_tokens * topk_ + kSlotsOfBlock - 1) / kSlotsOfBlock;
-    const uint32_t most = team_->blocks < 8 ? 1 : team_->blocks / 8;  // enough other blocks must be left to saturate
-                                                                      // the links
+    const uint32_t most = team_->blocks < 8 ? 1 : team_->blocks / 8;  // so that the other blocks saturate the links
     return wanted < most ? wanted : most;
   }
   static constexpr uint32_t kSlotsOfBlock =
@@ -417,7 +416,7 @@ class Dispatch {
   template <class RowsOf>
   PROXYCCL_DEVICE void writeTotals(const Group& group, uint32_t rows, RowsOf rowsOf) const;
 
-  // gather() for dispatches by announcements. After it, prepareReceive() does nothing.
+  // gather() for dispatches by announcements, in which prepareReceive() does nothing.
   PROXYCCL_DEVICE bool awaitIds(Gathered* gathered) const;
   PROXYCCL_DEVICE bool awaitMasks(Gathered* gathered) const;
   // Computes the position of each slot in this block's segments: the number of earlier slots of its segment with the
@@ -576,7 +575,7 @@ class Dispatch {
   }
 
   PROXYCCL_DEVICE uint32_t segmentSlots() const { return team_->segment_tokens * topk_; }
-  // In a dispatch by ids, the positions of the slots in this block's segments: [ranks][segmentSlots()].
+  // Returns the positions, in a dispatch by ids, of the slots in this block's segments: [ranks][segmentSlots()].
   static PROXYCCL_DEVICE uint16_t* positions() {
     __shared__ uint16_t positions[PROXYCCL_ANNOUNCED_OWN_SLOTS];
     return positions;
@@ -652,8 +651,8 @@ class Dispatch {
     const uint32_t n = 2 * team_.experts();
     return n <= kScratch ? scratch() : team_->bases + static_cast<uint64_t>(segment_) * n;
   }
-  // In the block that reports them, if tokens have one row per rank, returns the counters of the slots that chose each
-  // of this rank's experts. The counters follow the bases, which are few if tokens have one row per rank.
+  // If tokens have one row per rank, returns the reporting block's counters of the slots that chose each of this rank's
+  // experts. The counters follow the bases, which are few if tokens have one row per rank.
   PROXYCCL_DEVICE uint32_t* chosen() const { return bases() + 2 * team_.experts(); }
   PROXYCCL_DEVICE uint32_t countersUsed() const { return 2 * team_.experts() + team_->chosen_per_rank; }
   static constexpr uint32_t kStoredPiecesLog2 = 1,

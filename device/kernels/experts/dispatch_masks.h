@@ -108,7 +108,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeManyRows(const Group& group) const {
     if (group.number == Group::count() - 1) placeLeaving(group);
     __syncthreads();
     const Gathered gathered = arriving();
-    const bool tells = blockIdx.x == team_->blocks - 1;  // the last block reports while the other blocks store rows
+    const bool tells = blockIdx.x == team_->blocks - 1;  // the last block reports counts, the others store rows
     if (tells && tellsChosen()) {
       countChosen();
       __syncthreads();

@@ -119,7 +119,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeRow(const Group& group, uint64_t token
   const uint64_t scales = call_.row_bytes - call_.scale_bytes;  // offset of the scales in the row
   const uint64_t end = piece.end < scales ? piece.end : scales;
   const GroupSpace& space = group.space();
-  auto listParts = [&](uint64_t offset, uint64_t bytes) {  // lists the rows' elements or their scales
+  auto listParts = [&](uint64_t offset, uint64_t bytes) {  // lists addresses of elements, or of scales
     group.list(n, [&](uint32_t i, RowEntry* entry) {
       uint32_t rank = 0;
       if (!find(i, &rank, &entry->number)) return false;

@@ -194,8 +194,7 @@ struct Piece {
   }
 };
 
-// The function is not inlined, because it has many callers, and to fetch each copy of its code would take as long as a
-// short call.
+// Not inlined, because each of many inlined copies would have to be fetched, which would take as long as a call.
 PROXYCCL_OUT_OF_LINE void awaitWord(ProxycclControl* control, const uint64_t* word, uint64_t value, uint32_t peer,
                                     uint64_t ahead) {
   waitUntil(control, {PROXYCCL_WAIT_SM_SIGNAL, peer, PROXYCCL_NO_CHANNEL, value},
@@ -377,7 +376,7 @@ class ExpertTeam {
   const ProxycclExperts& e_;
 };
 
-// Returns the number of rows in a batch, whose tokens have these positions; a token may have no row.
+// Returns the number of rows in a batch whose tokens' rows have the positions `places`; a token may have no row.
 PROXYCCL_DEVICE uint64_t rowsPlaced(const int32_t* places, uint32_t tokens) {
   for (uint32_t i = tokens; i > 0; --i)
     if (places[i - 1] != PROXYCCL_NO_ROW) return places[i - 1] + 1;

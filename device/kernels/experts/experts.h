@@ -21,8 +21,8 @@
  * - announced [2][…]: packets with the choices and weights of every rank
  * - inbox [local_size] or, if choices are announced or kept_calls is 2, [2][local_size]: data from the ranks of the
  *   node
- * - rail [2][nodes]: data for this node from this rank's counterparts on other nodes, which all ranks of the node read
- * - outbox [2][nodes]: this rank's data for its counterparts, which the proxy reads
+ * - rail [2][nodes]: data from this rank's counterparts on other nodes, for all ranks of this node
+ * - outbox [2][nodes]: this rank's data for its counterparts; the proxy reads the data
  * - returns [kept_calls]: experts' rows for the tokens' ranks in a combine; return_rails: the rows for counterparts of
  *   the tokens' ranks
  * - partial_in, partial_out [2][nodes]: nodes' sums for the tokens' ranks in a combine
@@ -55,7 +55,7 @@ enum {
   PROXYCCL_CACHED_ROWS = 2048,        /* most slots of a block whose rows a combine looks up in advance */
   PROXYCCL_EXPERT_COUNTERS =
       2048, /* most counters that a block keeps in shared memory; more are in device memory (`bases`) */
-  /* Phases of a dispatch. A call may divide them over several kernels, in this order. */
+  /* Phases of a dispatch. A call may divide the phases over several kernels, in this order. */
   PROXYCCL_EXPERT_ROUTE = 1,   /* count this rank's slots by expert, and send the counts to all ranks */
   PROXYCCL_EXPERT_GATHER = 2,  /* gather the counts of all ranks, and report the number of received rows to the CPU */
   PROXYCCL_EXPERT_SEND = 4,    /* phase of a dispatch or a combine: send rows */
@@ -73,7 +73,7 @@ enum {
 };
 #define PROXYCCL_NO_EXPERT 0xffffffffu
 
-/* The head of a segment's routing. The following arrays come after it, at the offsets in ProxycclExperts:
+/* The head of a segment's routing. The following arrays come after the head, at the offsets in ProxycclExperts:
  *   uint32 counts[experts]            number of the segment's slots for each expert
  *   uint32 chosen[ranks * chosen_per_rank]  if tokens have one row per rank: the segment's slots for each expert
  *   ProxycclExpertSlot slots[segment_tokens * topk]
@@ -150,7 +150,7 @@ typedef struct ProxycclExperts {
   char* workspace;
   char* const* peers;                           /* [local_size]: the workspaces of the node's ranks */
   const ProxycclProxyChannel* routing_channels; /* [nodes] */
-  const ProxycclProxyChannel* out_channels;     /* [nodes][blocks], for dispatch: between nodes, segments == blocks */
+  const ProxycclProxyChannel* out_channels;     /* [nodes][blocks], for dispatch; between nodes, segments == blocks */
   const ProxycclProxyChannel* back_channels;    /* [nodes][blocks], for combine */
   /* [nodes * blocks + 1]: counters of the blocks that have stored their part of a message. The index is [node][first
    * segment of the message's batch]; a dispatch uses this node, a combine the target node. The last counter is for the
@@ -191,9 +191,9 @@ typedef struct ProxycclDispatch {
   uint64_t ticket;        /* see ProxycclReceivedRows */
   uint32_t wanted_tokens; /* number of this rank's tokens if they need a larger layer, sent to all ranks; else 0 */
   uint32_t scale_bytes;   /* bytes of scales at the end of each row; the receiver stores them in output_scales */
-  uint32_t scale_column; /* with padded rows: words per column in the matrix of an expert's scales, whose rows belong to
-                            the expert's rows; 0 if each row's scales are contiguous */
-  uint32_t id_bytes;     /* size of an expert id, 4 or 8 bytes; also of row_experts, unless the dispatch is repeated */
+  uint32_t scale_column;  /* with padded rows: words from one column of an expert's scales to the next, if these are
+                             stored column by column; 0 if each row's scales are contiguous */
+  uint32_t id_bytes;      /* size of an expert id, 4 or 8 bytes; also of row_experts, unless the dispatch is repeated */
   uint32_t output_buffer; /* 1 + the number of this rank's output buffer, if senders store rows in it; else 0 */
   uint32_t padded_rows;   /* most rows of an expert in this call, if rows are padded */
   uint64_t row_bytes;
@@ -201,7 +201,7 @@ typedef struct ProxycclDispatch {
   const char* expert_ids;  /* [tokens][topk] of id_bytes each; for a repeated dispatch the layout's ids */
   const char* weights;     /* [tokens][topk], or null; float32 if tokens have one row per rank */
   const int32_t* scatter;  /* [scatter_tokens][topk], or null */
-  uint64_t scatter_tokens; /* number of tokens of all ranks, from the caller; a stopped rank's data may claim more */
+  uint64_t scatter_tokens; /* number of all ranks' tokens by the caller; a stopped rank's data may claim more */
   char* output;            /* [capacity][row_bytes - scale_bytes] */
   char* output_scales;     /* [capacity][scale_bytes] */
   char* output_weights;    /* [capacity] or, if tokens have one row per rank, [capacity][topk]; or null */
@@ -221,7 +221,7 @@ typedef struct ProxycclCombine {
   /* [tokens][hidden] each, or null: arrays with which the sums begin. The second is null if the first is null. */
   const char* added[PROXYCCL_ADDED];
   /* [tokens][topk] of id_bytes each, or null: the expert ids of the caller's dispatch. With these ids, the rows that a
-   * token has on several ranks are added in the order of the token's last slots of the ranks. Used only on one node, if
+   * token has on several ranks are added in the order of the token's last slot for each rank. Used only on one node, if
    * each rank sends one row or one sum per token. */
   const char* order_ids;
   uint64_t id_bytes;
