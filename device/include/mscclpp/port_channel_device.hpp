@@ -1,7 +1,8 @@
 // PortChannelDeviceHandle: proxyccl::ProxyChannelDeviceHandle with MSCCL++'s member names and signatures.
 //
 // The two types have the same layout, so a kernel's parameter of either type accepts a handle from
-// `Communicator.proxy_channels`. A semaphore's id is the channel's id: both count from 0 in each proxy.
+// `Communicator.proxy_channels`. A semaphore's id equals its channel's id, because both are numbered from 0 in each
+// proxy.
 #ifndef MSCCLPP_PORT_CHANNEL_DEVICE_HPP_
 #define MSCCLPP_PORT_CHANNEL_DEVICE_HPP_
 
@@ -68,7 +69,7 @@ struct BasePortChannelDeviceHandle {
     return __builtin_bit_cast(proxyccl::ProxyChannelDeviceHandle, *this);
   }
 
-  /// Not supported: neither copy engines nor the fabric add atomically.
+  /// Not supported, because neither copy engines nor the fabric can add atomically.
   template <class Value>
   PROXYCCL_DEVICE void atomicAdd(MemoryId, uint64_t, Value) const {
     static_assert(sizeof(Value) == 0, "PortChannel::atomicAdd is not offered: no transport adds atomically");
@@ -97,7 +98,7 @@ struct PortChannelDeviceHandle : BasePortChannelDeviceHandle {
     ours().get(dstOffset, srcOffset, size);
   }
   PROXYCCL_DEVICE void get(uint64_t offset, uint64_t size) const { ours().get(offset, size); }
-  /// Not supported: neither copy engines nor the fabric add atomically.
+  /// Not supported, because neither copy engines nor the fabric can add atomically.
   template <class Value>
   PROXYCCL_DEVICE void atomicAdd(uint64_t, Value) const {
     static_assert(sizeof(Value) == 0, "PortChannel::atomicAdd is not offered: no transport adds atomically");

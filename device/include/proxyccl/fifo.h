@@ -54,7 +54,7 @@ struct Fifo : ProxycclFifo {
   }
 
  private:
-  // tail_cache never exceeds the ring's tail, so every slot that is free by tail_cache is free by the tail.
+  // tail_cache never exceeds the ring's tail, so a slot that is free according to tail_cache is free.
   PROXYCCL_DEVICE bool hasRoom(uint64_t ticket) const {
     return ticket < loadAcquireDevice(tail_cache) + (1ull << size_log2);
   }

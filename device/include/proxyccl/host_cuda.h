@@ -87,8 +87,8 @@ PROXYCCL_DEVICE constexpr T abs(T a) {
   return a < T(0) ? -a : a > T(0) ? a : a * a;  // -0 gives 0, and a NaN stays a NaN
 }
 
-// The empty packs make overload resolution prefer the overloads of libc++ or libstdc++, if a source makes these
-// visible.
+// The empty parameter packs make overload resolution prefer the overloads of libc++ or libstdc++, if a source makes
+// these visible.
 #define PROXYCCL_OF_ONE(name)                                       \
   template <class T>                                                \
   PROXYCCL_DEVICE float name##f(T x) {                              \

@@ -191,7 +191,7 @@ PROXYCCL_DEVICE uint16_t floatToHalf(float value) {
   uint32_t half;
   if (magnitude > 0x7f800000) {  // a NaN stays a (quiet) NaN
     half = 0x7e00;
-  } else if (magnitude >= 0x477ff000) {  // rounds to infinity: 65520 and more
+  } else if (magnitude >= 0x477ff000) {  // values from 65520 on round to infinity
     half = 0x7c00;
   } else if (magnitude < 0x38800000) {  // subnormal: a float near 0.5 has the same unit in the last place as a
                                         // subnormal half

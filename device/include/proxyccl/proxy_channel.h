@@ -11,8 +11,8 @@
 // order writes, puts may overtake one another, and so may gets. If a range leaves its memory, nothing moves and the
 // communicator ends with a TriggerError.
 //
-// A put or get returns a ticket, or kNoTicket if the call could not push a trigger. Without a flush, isComplete() and
-// waitComplete() tell when the ticket's operation and all earlier ones on the channel are complete.
+// A put or get returns a ticket, or kNoTicket if the call could not push a trigger. isComplete() and waitComplete()
+// tell, without a flush, when the ticket's operation and all earlier ones on the channel are complete.
 #pragma once
 
 #include "proxyccl/element.h"

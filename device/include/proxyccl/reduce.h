@@ -119,7 +119,7 @@ struct Avg {
  private:
   template <class A>
   static PROXYCCL_DEVICE A divide(A a, uint32_t ranks) {
-    return a / static_cast<decltype(a + a)>(ranks);  // in a type wider than A, because an 8-bit A may not hold `ranks`
+    return a / static_cast<decltype(a + a)>(ranks);  // divides in a wider type, because an 8-bit A may not hold `ranks`
   }
   // If `ranks` is a power of two, its reciprocal is exact, so a multiplication replaces the division. On a GPU a
   // division takes some 30 instructions, which would slow down a kernel of few blocks.
@@ -156,7 +156,7 @@ PROXYCCL_DEVICE typename Element<T>::Accumulator contribution(T value, uint32_t 
 }
 
 // Returns a reduction's result from the combined values of all ranks. A sum or product of two NaNs has the sign and
-// payload of one of the two, which depends on the device and on the compiler's order of the operands. So a NaN result
+// payload of one of the two; which one depends on the device and on the compiler's order of operands. So a NaN result
 // gets neither sign nor payload.
 template <class T, class Op>
 PROXYCCL_DEVICE typename Element<T>::Accumulator finished(typename Element<T>::Accumulator combined, uint32_t ranks) {

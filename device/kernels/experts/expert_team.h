@@ -194,7 +194,7 @@ struct Piece {
   }
 };
 
-// Not inlined, because each of many inlined copies would have to be fetched, which would take as long as a call.
+// awaitWord() is not inlined, because fetching each inlined copy of its code would take as long as a call.
 PROXYCCL_OUT_OF_LINE void awaitWord(ProxycclControl* control, const uint64_t* word, uint64_t value, uint32_t peer,
                                     uint64_t ahead) {
   waitUntil(control, {PROXYCCL_WAIT_SM_SIGNAL, peer, PROXYCCL_NO_CHANNEL, value},
