@@ -19,7 +19,7 @@
 //     so the buffer of piece k - 2 is free;
 //   - distribute the results of piece k has every peer's data of piece k, which the peers posted after step k - 2: the
 //     peers have stored the results of piece k - 3, so their buffer is free.
-// A peer writes a piece to a rank's output only after the rank's own data of the piece has arrived. By then the rank's
+// A peer writes a piece to a rank's output only after the rank's own data of the piece has arrived: by then the rank's
 // kernel runs, so earlier work no longer uses the output, and the kernel has read the input that an in-place result
 // replaces. A buffer is also free when the next kernel uses it, whatever the kernels' grids: when a rank starts a
 // kernel, the peers' results or the final synchronization of the previous kernel have shown that all peers have reduced

@@ -3,8 +3,8 @@
 // In a round a lane writes to its slot in each peer's scratch memory, signals every peer, waits for every peer's signal
 // and reads the slots in its own scratch memory. A post is a signal, with or without data. Slots are double-buffered by
 // the parity of the round. Slots need no flags: a rank starts round r + 2 after it has received every peer's signal of
-// round r + 1, which a peer sends after it has read its slots of round r. The slots in the staging area are reused in
-// the same way. Slots may also be reused by the next kernel, whatever its grid, because a peer that has started a
+// round r + 1, which a peer sends after it has read its slots of round r. Slots in the staging area need no flags for
+// the same reason. Slots may also be reused by the next kernel, whatever its grid, because a peer that has started a
 // kernel has ended the previous one.
 #pragma once
 
@@ -118,7 +118,7 @@ class Lane {
     return outboxes().base[peer] + buffer * buffers_.bytes + slot * buffers_.slot_bytes;
   }
 
-  // Sends the data in the outbox and signals the peer. The thread that handles `peer` calls it, after syncBeforePost().
+  // Called by the thread that handles `peer`, after syncBeforePost(): sends the outbox's data and signals the peer.
   PROXYCCL_DEVICE void post(uint32_t buffer, uint32_t peer, uint32_t remote_slot, uint32_t local_slot,
                             uint64_t bytes) const {
     const ProxycclLink& link = linkTo(peer);

@@ -86,5 +86,5 @@ typedef struct ProxycclExecution {
   uint32_t* barriers;  /* a DeviceSyncer (two words) for each barrier */
   int32_t* semaphores; /* a DeviceSemaphore for each semaphore */
   ProxycclExecutionCounters* counters;
-  uint64_t alternate_bytes; /* offset of the scratch memory's second half; 0 if it has no halves */
+  uint64_t alternate_bytes; /* offset of the scratch memory's second half; 0 if this memory is not halved */
 } ProxycclExecution;

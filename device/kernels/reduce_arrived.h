@@ -35,8 +35,8 @@ PROXYCCL_DEVICE void meetInBlock() {
 #endif
 }
 
-// Called by all threads of a block: returns the first thread's value. The threads then also see what the first thread
-// has acquired.
+// Called by all threads of a block: returns the first thread's value. After the call, all threads see what the first
+// thread has acquired.
 PROXYCCL_DEVICE uint32_t ofFirstThread(uint32_t value) {
 #if PROXYCCL_SMALL_BLOCKS
   syncWarp();

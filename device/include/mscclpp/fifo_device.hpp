@@ -72,7 +72,7 @@ struct FifoDeviceHandle {
   int size;  // slots of the ring: 1 << sizeShift
   uint64_t sizeMask;
 
-  /// Pushes a trigger; waits while the ring is full. Any number of threads may call it concurrently.
+  /// Pushes a trigger; waits while the ring is full. Any number of threads may call push() concurrently.
   /// @return the number of triggers pushed before this one, for poll() and sync(); ~0 if the communicator has ended
   PROXYCCL_DEVICE uint64_t push(ProxyTrigger trigger, int64_t = -1) const {
     return ours().push({trigger.fst, trigger.snd}, nullptr);

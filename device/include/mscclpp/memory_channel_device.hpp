@@ -100,7 +100,7 @@ struct MemoryChannelDeviceHandle : BaseMemoryChannelDeviceHandle {
     mscclpp::copy<Alignment, CopyRemainder>(to, from, bytes, threadId, numThreads);
   }
 
-  /// Copies local memory (the origin) to the peer's (the target). A group of threads calls it together. On every
+  /// Copies local memory (the origin) to the peer's (the target). A group of threads calls put() together. On every
   /// target, thread t copies the words t, t + numThreads, … of Alignment bytes each (proxyccl::copyInTurn()).
   template <int Alignment = 16, bool CopyRemainder = true>
   PROXYCCL_DEVICE void put(uint64_t targetOffset, uint64_t originOffset, uint64_t originBytes, uint32_t threadId,

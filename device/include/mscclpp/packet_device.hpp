@@ -96,7 +96,7 @@ PROXYCCL_DEVICE bool areWholePayloads(uint32_t call, uint64_t bytes) {
 }
 }  // namespace detail
 
-/// Writes data as packets. A group of threads calls it together: thread t writes packet t, t + numThreads, … .
+/// Writes data as packets, by a group of threads together: thread t writes packets t, t + numThreads, … .
 /// @param target      where the packets go; they take twice `bytes`
 /// @param origin      the data
 /// @param bytes       a multiple of the payload's size; otherwise nothing is written, and the communicator that

@@ -25,7 +25,7 @@ struct BasePortChannelDeviceHandle {
   uint32_t peer_;
   MemoryId dst_, src_;  // the fixed memories of a PortChannel
 
-  /// Starts a copy from local memory to the peer's. One thread calls it.
+  /// Starts a copy from local memory to the peer's. One thread calls put().
   /// @param dstId      the peer's memory: in Python RegisteredMemory.peer_id(peer)
   /// @param dstOffset  in bytes
   /// @param srcId      local memory: in Python RegisteredMemory.source_id(peer)
@@ -60,7 +60,7 @@ struct BasePortChannelDeviceHandle {
   PROXYCCL_DEVICE void flush(int64_t = -1) const { ours().flush(); }
   /// Consumes the peer's next signal if it has arrived.
   PROXYCCL_DEVICE bool poll() const { return ours().poll(); }
-  /// Waits for the peer's next signal and consumes it. Any number of threads may call it concurrently.
+  /// Waits for the peer's next signal and consumes it. Any number of threads may call wait() concurrently.
   PROXYCCL_DEVICE void wait(int64_t = -1) const { ours().wait(); }
 
   /// Returns the same channel with ProxyCCL's methods, some of which MSCCL++ lacks: get(), putValue(), signal(value),

@@ -19,7 +19,7 @@ constexpr uint64_t kNoTicket = ~0ull;
 struct Fifo : ProxycclFifo {
   static constexpr uint32_t kHandleKind = PROXYCCL_HANDLE_FIFO;
 
-  /// Pushes one trigger; waits while the ring is full. Any number of threads may call it concurrently.
+  /// Pushes one trigger; waits while the ring is full. Any number of threads may call push() concurrently.
   ///
   /// Triggers of one thread are executed in the order of its pushes. The proxy's transfer sees what the thread wrote
   /// before the push.

@@ -69,7 +69,7 @@ struct alignas(8) LL8Packet {
 
 using LLPacket = LL16Packet;
 
-/// Waits for a packet with this flag. Any thread may call it.
+/// Waits for a packet with this flag. Any thread may call readPacket().
 /// @param packet   the packet, in local memory
 /// @param flag     the flag that the sender used
 /// @param control  the communicator's control block; null for the module's

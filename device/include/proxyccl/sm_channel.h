@@ -19,7 +19,7 @@ namespace proxyccl {
 struct SmChannelDeviceHandle : ProxycclSmChannel {
   static constexpr uint32_t kHandleKind = PROXYCCL_HANDLE_SM_CHANNEL;
 
-  /// Reads one element of the peer's memory. Any thread may call it.
+  /// Reads one element of the peer's memory. Any thread may call read().
   ///
   /// The access is relaxed, and is a single access if sizeof(T) == alignof(T) <= 16 (element.h). read() is for inner
   /// loops, so it does not check the index against the memory's size.
@@ -182,7 +182,7 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
     return semaphoreHandle().relaxedWait(control, PROXYCCL_WAIT_SM_SIGNAL, peer, channel);
   }
 
-  /// Consumes the peer's next signal if it has arrived. Any number of threads may call it concurrently.
+  /// Consumes the peer's next signal if it has arrived. Any number of threads may call poll() concurrently.
   ///
   /// poll() never waits, so a loop around it must itself end when the communicator ends: `while (!channel.poll()) if
   /// (aborted(channel.control)) return;`

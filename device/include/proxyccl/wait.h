@@ -52,7 +52,7 @@ PROXYCCL_DEVICE void spreadAbort(Control* control, uint32_t code) {
 }
 
 /// Fills in the rank's error record unless it is already filled, and ends the waits of all ranks of the host. Without a
-/// control block it does nothing. Any thread may call it.
+/// control block, recordError() does nothing. Any thread may call it.
 /// @param given     the communicator's control block; null for the module's
 /// @param code      ProxycclErrorCode
 /// @param what what the thread waited for, or which peer the error concerns
@@ -121,7 +121,7 @@ PROXYCCL_OUT_OF_LINE uint64_t checkWait(Control* given, WaitFor what, uint64_t s
   return 0;
 }
 
-/// Spins until ready(&seen) is true. Any thread may call it.
+/// Spins until ready(&seen) is true. Any thread may call waitUntil().
 /// @param given  the communicator's control block; null for the module's
 /// @param what describes the wait, for the error record
 /// @param ready  called repeatedly; stores the value that it saw in *seen

@@ -176,8 +176,8 @@ class Dispatch {
     }
   }
 
-  // If tokens have one row per rank, marks the output's unused rows as rows without experts. Each of `threads` threads
-  // of the grid calls it.
+  // If tokens have one row per rank, marks the output's unused rows as rows without experts. Called by each of
+  // `threads` threads of the grid.
   PROXYCCL_DEVICE void clearPastEnd(uint32_t rows, uint32_t thread, uint32_t threads) const {
     if (team_->chosen_per_rank == 0) return;
     const uint64_t first = static_cast<uint64_t>(rows) * topk_, end = static_cast<uint64_t>(call_.capacity) * topk_;

@@ -142,8 +142,8 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeFewRows(const Group& group, uint32_t* 
   const uint32_t pieces = stores && holdsRows() ? call_.tokens * piecesOfRow() : 0;
   const bool waits = group.number == holding;
   Bytes16 held[kHeldWords];
-  // One group waits while the other groups load. The waiting group loads no row, because a wait calls a function, and
-  // values that live across a call are kept in memory instead of registers.
+  // One group waits for announcements while the other groups load rows. The waiting group loads no row, because a wait
+  // calls a function, and values that live across a call are kept in memory instead of registers.
   if (waits) {
     if (!announced_.await(true, group.lane, kGroupLanes)) announcedState().incomplete = true;
     group.sync();

@@ -80,7 +80,7 @@ enum {
  *   int32 places[segment_tokens]      between nodes: the position of each token's row in its batch, or PROXYCCL_NO_ROW
  *   weights[segment_tokens * topk] */
 typedef struct ProxycclExpertSegment {
-  uint32_t tokens;        /* number of tokens of the whole source */
+  uint32_t tokens;        /* number of the source's tokens in all segments */
   uint32_t bad_slot;      /* the first slot whose expert id is out of range, or 0xffffffff */
   uint32_t wanted_tokens; /* see ProxycclDispatch.wanted_tokens */
   uint32_t output_buffer; /* the number of the source's output buffer, as in ProxycclDispatch.output_buffer */
@@ -128,7 +128,7 @@ typedef struct ProxycclExperts {
   uint32_t blocks;                   /* number of blocks of a kernel, and of segments of a combine */
   uint32_t segments, segment_tokens; /* number of segments of a dispatch, and most tokens of a segment */
   uint32_t local_combine, weight_bytes;
-  uint32_t chosen_per_rank;                /* experts of each rank, if tokens have one row per rank; else 0 */
+  uint32_t chosen_per_rank;                /* number of experts per rank, if tokens have one row per rank; else 0 */
   uint32_t padded_rows;                    /* most rows of an expert, if rows are padded; else 0 */
   uint32_t expert_alignment;               /* each expert's rows begin at a multiple of this, if it is not 0 */
   uint32_t choice_packets, weight_packets; /* packets of a rank's announcement; 0 if counts are sent instead */
@@ -153,8 +153,8 @@ typedef struct ProxycclExperts {
   const ProxycclProxyChannel* out_channels;     /* [nodes][blocks], for dispatch; between nodes, segments == blocks */
   const ProxycclProxyChannel* back_channels;    /* [nodes][blocks], for combine */
   /* [nodes * blocks + 1]: counters of the blocks that have stored their part of a message. The index is [node][first
-   * segment of the message's batch]; a dispatch uses this node, a combine the target node. The last counter is for the
-   * routing. */
+   * segment of the message's batch]; the node is this rank's in a dispatch, the target's in a combine. The last counter
+   * is for the routing. */
   uint32_t* arrivals;
   uint32_t* bases; /* [segments][2][experts]; with output buffers at least [blocks][2][world_size][segments] */
   ProxycclReceivedRows* received_rows;
