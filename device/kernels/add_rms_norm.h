@@ -1,5 +1,5 @@
 // Adds residuals to rows that another launch has reduced, and normalizes the rows (rms_norm.h). A kernel whose name
-// ends with "_apart" takes arrays that are not aligned to 16 bytes, or rows of other sizes than multiples of 16 bytes.
+// ends with "_apart" takes arrays that are not aligned to 16 bytes, or rows whose size is not a multiple of 16 bytes.
 #pragma once
 
 #include "instance.h"

@@ -13,9 +13,9 @@
 //   - distribute the results of piece k has every peer's data of piece k, which the peers scattered after step k - 2:
 //     the peers have stored the results of piece k - 3, so their buffer is free.
 // The buffers that stage data for the proxy are reused in the same way, because the proxy has read a buffer when the
-// data has arrived at the peer. The guarantee also holds across kernels. A rank that starts a kernel has all results of
-// the previous kernel, so all peers have reduced their data. The rank distributes results only when it has every peer's
-// first data of this kernel, which a peer sends after it has ended the previous kernel.
+// data has arrived at the peer. A buffer is also free when the next kernel uses it: a rank that starts a kernel has all
+// results of the previous kernel, so all peers have reduced their data. The rank distributes results only when it has
+// every peer's first data of this kernel, which a peer sends after it has ended the previous kernel.
 #pragma once
 
 #include "exchange.h"
@@ -25,8 +25,8 @@
 namespace proxyccl {
 
 // An all-reduce in which each rank sends its whole array to every peer, so the data crosses links once, but a rank
-// sends (n-1) times the array's bytes. It is for links without packets, between two ranks or for data so short that the
-// latency of the links determines the time. If all peers are mapped, one block does all the work.
+// sends (n-1) times the array's bytes. This algorithm is for links without packets, if there are two ranks or if data
+// is so short that the links' latency determines the time. If all peers are mapped, one block does all the work.
 template <class T, class Op>
 PROXYCCL_DEVICE void allReduceInOneCrossing(const ProxycclTeam& team, const T* in, T* out, uint64_t count) {
   Exchange exchange(team);
@@ -106,7 +106,7 @@ PROXYCCL_DEVICE void allReduceInPieces(const ProxycclTeam& team, const T* in, T*
   scatter(0);
   lane.syncBeforePost();
   post(kData, 0, peer);
-  // Each rank posts first the data of piece 0, then in step k the data of piece k + 1 and the results of piece k. Its
+  // Each rank posts first the data of piece 0, then in step k the data of piece k + 1 and the results of piece k. Every
   // peer waits for these posts in the same order.
   for (uint64_t k = 0; k <= pieces; ++k) {
     if (k + 1 < pieces) scatter(k + 1);

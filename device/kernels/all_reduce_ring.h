@@ -4,9 +4,9 @@
 // cannot carry the data of all pairs of ranks at the same time. Partial results are sent in the accumulator's type. The
 // rank that completes a share rounds it once, so all ranks get the same bits.
 //
-// Each step has its own slot, double-buffered by the round. A slot is reused two rounds later, without a flag: a rank
-// that has finished round r + 1 holds a share that passed through every rank in round r + 1, and each rank started
-// round r + 1 after it had finished round r.
+// Each step has its own slot, double-buffered by the parity of the round. A slot is reused two rounds later, without a
+// flag: a rank that has finished round r + 1 holds a share that passed through every rank in round r + 1, and each rank
+// started round r + 1 after it had finished round r.
 #pragma once
 
 #include "exchange.h"

@@ -1,17 +1,17 @@
 // Reduces rows over all ranks by packets or lines, then adds a residual to each row and normalizes it (rms_norm.h), in
 // one launch. The size of a row must be a multiple of 16 bytes.
 //
-// A block handles whole rows or a part of each row; blocks of the same number handle the same rows on every rank.
-// Packets are also sent for padding rows beyond the last row. In the one-shot algorithm every rank sends its
-// packets to every other rank, and each rank reduces all packets: slot r holds the data of rank r. In the two-shot
-// algorithm each packet number has an owner, the rank to which the other ranks send their packets of this number. The
-// owner reduces these packets and sends the sum to all ranks: slot n + r holds sums of rank r, with n ranks. All
+// A block handles whole rows or a part of each row; blocks with the same number handle the same rows on every rank.
+// Packets are also sent for padding rows beyond the last row. In the one-shot algorithm every rank sends its packets to
+// every other rank, and each rank reduces all packets: slot r holds the data of rank r. In the two-shot algorithm each
+// packet number has an owner, the rank to which the other ranks send their packets of this number. The owner reduces
+// these packets and sends the sum to all ranks: with n ranks, slot n + r holds the sums that rank r has computed. All
 // packets of a warp have the same owner, so the warp's threads do not diverge.
 //
 // In the two-shot algorithm, epoch e + 2 may overwrite the packets of epoch e (packets.h), because a thread has the
 // same packets and so the same owners in every epoch of a kernel. A thread that begins epoch e + 2 has the sum of epoch
 // e + 1. The owner sent this sum after the corresponding threads of all ranks had sent their packets of epoch e + 1,
-// for which they had ended epoch e.
+// which these threads did after they had ended epoch e.
 #pragma once
 
 #include "instance.h"

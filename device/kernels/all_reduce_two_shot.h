@@ -4,25 +4,25 @@
 // otherwise to the peers' scratch memory.
 //
 // If the all-reduce is in place, short, and all ranks offer their arrays, ranks load the data from their peers' arrays.
-// The kernel stores nothing before these loads, so the signals before the loads need no fence, which would take longer
-// than the loads. A share is read only by the rank that reduces it and then overwrites it. If a rank has offered its
-// array but another rank has not, the rank scatters nevertheless, and its peers wait for one more post.
+// The kernel stores nothing before these loads, so the signals before the loads need no fence. A fence would take
+// longer than the loads. A share is read only by the rank that reduces it and then overwrites it. If only some ranks
+// offer their arrays, these ranks scatter as well, and the peers wait for one more post of each of these ranks.
 //
-// Otherwise each rank scatters its data through scratch memory, in pieces if it does not fit. In step k a block
+// Otherwise each rank scatters its data through scratch memory, in pieces if the data does not fit. In step k a block
 //   1. waits for the peers' scattered parts of piece k, and scatters piece k + 1;
 //   2. reduces piece k, and distributes the result;
 //   3. waits for the peers' results of piece k - 1 in its scratch memory, and copies them to its output. If results go
-// straight to outputs, part 3 and the posts of results are skipped, and all ranks synchronize at the end. Scattered
+// straight to outputs, item 3 and the posts of results are skipped, and all ranks synchronize at the end. Scattered
 // parts and results each have PROXYCCL_PIPELINE_DEPTH buffers, used in turn. The order of the steps guarantees, without
 // flags, that a buffer is free when a rank writes to it. A rank that is about to
 //   - scatter piece k + 1 has every peer's data of piece k, which the peers posted after they had reduced piece k - 2:
 //     so the buffer of piece k - 2 is free;
 //   - distribute the results of piece k has every peer's data of piece k, which the peers posted after step k - 2: the
 //     peers have stored the results of piece k - 3, so their buffer is free.
-// A peer writes a piece to a rank's output only after the rank's own data of the piece has arrived. By then the rank's
+// A peer writes a piece to a rank's output only after the rank's own data of the piece has arrived: by then the rank's
 // kernel runs, so earlier work no longer uses the output, and the kernel has read the input that an in-place result
-// replaces. The guarantee also holds across kernels, whatever their grids. A rank that starts a kernel has seen the end
-// of all peers' steps of the previous kernel, by their results or the final synchronization, so all peers have reduced
+// replaces. A buffer is also free when the next kernel uses it, whatever the kernels' grids: when a rank starts a
+// kernel, the peers' results or the final synchronization of the previous kernel have shown that all peers have reduced
 // their data. The rank distributes results only when it has every peer's first data of this kernel, which a peer sends
 // after it has ended the previous kernel.
 #pragma once
@@ -56,7 +56,7 @@ class TwoShot : ScatteredReduction<T, Op> {
     }
     if (outputs_.handlesOffer()) links_.awaitOne();
     // Each rank posts first the data of piece 0, then in step k the data of piece k + 1 and the results of piece k, if
-    // results are posted. Its peer waits for these posts in the same order.
+    // results are posted. Every peer waits for these posts in the same order.
     for (uint64_t k = 0; k < team_.pieces; ++k) {
       links_.await();
       if (k + 1 < team_.pieces) {

@@ -1,5 +1,4 @@
-/* The kernel parameter that describes data which peers send to a rank piece by piece, to be reduced (reduce_arrived.h).
- */
+/* The parameter of reduce_arrived.h's kernel: the data that peers send piece by piece and that a rank reduces. */
 #pragma once
 
 #include "proxyccl/control.h"
@@ -17,8 +16,8 @@ typedef struct ProxycclArrived {
   uint64_t piece;   /* elements of each piece but the last; a multiple of 16 bytes if there are several pieces */
   uint64_t* stages; /* in host memory: for each piece, the number of complete transfers, which the proxy writes and the
                        kernel resets */
-  uint64_t* joined; /* in host memory: number of ranks that have joined, which the kernel resets; null if the stream
-                     * resets it */
+  uint64_t* joined; /* in host memory: number of ranks that have joined the call; the kernel resets it; null if the
+                       stream resets it */
   uint64_t transfers; /* number of transfers of each piece but the first */
   uint64_t first;     /* number of transfers of the first piece; 0 if the piece is complete when the kernel starts */
   uint64_t* gate; /* in host memory: number of reduced pieces, for the proxy; null if the proxy does not wait for it */
@@ -27,6 +26,6 @@ typedef struct ProxycclArrived {
   uint32_t* here;        /* for each piece, 1 once its transfers are complete, so that only one block polls `stages` */
   uint32_t* taken;       /* number of chunks that blocks have taken */
   uint32_t* blocks_done;
-  uint32_t* opened; /* number of pieces before the last one that `gate` has counted */
+  uint32_t* opened; /* number of pieces that `gate` has counted, except the last piece */
   ProxycclControl* control;
 } ProxycclArrived;

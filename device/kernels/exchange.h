@@ -3,8 +3,8 @@
 // In a round a lane writes to its slot in each peer's scratch memory, signals every peer, waits for every peer's signal
 // and reads the slots in its own scratch memory. A post is a signal, with or without data. Slots are double-buffered by
 // the parity of the round. Slots need no flags: a rank starts round r + 2 after it has received every peer's signal of
-// round r + 1, which a peer sends after it has read its slots of round r. The slots in the staging area are reused in
-// the same way. Slots may also be reused by the next kernel, whatever its grid, because a peer that has started a
+// round r + 1, which a peer sends after it has read its slots of round r. Slots in the staging area need no flags for
+// the same reason. Slots may also be reused by the next kernel, whatever its grid, because a peer that has started a
 // kernel has ended the previous one.
 #pragma once
 
@@ -118,7 +118,7 @@ class Lane {
     return outboxes().base[peer] + buffer * buffers_.bytes + slot * buffers_.slot_bytes;
   }
 
-  // Sends the data in the outbox and signals the peer. The thread that handles `peer` calls it, after syncBeforePost().
+  // Called by the thread that handles `peer`, after syncBeforePost(): sends the outbox's data and signals the peer.
   PROXYCCL_DEVICE void post(uint32_t buffer, uint32_t peer, uint32_t remote_slot, uint32_t local_slot,
                             uint64_t bytes) const {
     const ProxycclLink& link = linkTo(peer);
@@ -127,7 +127,7 @@ class Lane {
                      team_.staging_offset + slotOffset(buffer, local_slot), bytes);
   }
 
-  // Waits for the next post of `peer`, in the thread that handles it.
+  // Waits for the next post of `peer`; the thread that handles `peer` calls it.
   PROXYCCL_DEVICE void await(uint32_t peer) const {
     const ProxycclLink& link = linkTo(peer);
     if (outboxes().proxied[peer]) {
@@ -207,8 +207,8 @@ class Exchange {
     lane_.sync();
   }
 
-  // post() signals every peer without data, and await() waits for every peer's post. All threads call them, outside of
-  // rounds.
+  // post() signals every peer without data, and await() waits for every peer's post. All threads call both functions,
+  // outside of rounds.
   PROXYCCL_DEVICE void post() const {
     lane_.syncBeforePost();
     const uint32_t peer = threadIdx.x;

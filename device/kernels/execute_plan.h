@@ -16,9 +16,8 @@
 
 namespace proxyccl {
 
-// A block's part of the plan, in shared memory. An object that functions take by reference would be in each thread's
-// local memory: then each acquire would invalidate the cached copy and each release would wait for its stores, a
-// microsecond per step.
+// A block's part of the plan, in shared memory. An object in each thread's local memory would take a microsecond more
+// per step, because each acquire would invalidate its cached copy and each release would wait for the stores to it.
 class PlanBlock {
  public:
   static PROXYCCL_DEVICE PlanBlock& own() {
@@ -51,7 +50,7 @@ class PlanBlock {
   PROXYCCL_DEVICE uint64_t executions() const { return executions_; }
   PROXYCCL_DEVICE uint64_t alternate() const { return alternate_; }
   // Returns the execution's packet flag, which is never 0, because zeroed memory holds 0. The number of flags is even,
-  // so that each half of the scratch memory keeps its flags' parity when they wrap around.
+  // so that each half of the scratch memory keeps its flags' parity when flags wrap around.
   PROXYCCL_DEVICE uint32_t flag() const { return static_cast<uint32_t>(executions_ % 0xfffffffeu) + 1; }
 
   PROXYCCL_DEVICE const ProxycclOperand& operand(const ProxycclStep& step, uint32_t i) const {
@@ -91,8 +90,8 @@ PROXYCCL_OUT_OF_LINE LL16Packet::Payload receivePayload(const ProxycclStep& step
   return payload;
 }
 
-// Combines packet by packet, so that a thread waits only for its own packets. There is no offset, because loops do not
-// contain steps with packets.
+// Combines packet by packet, so that a thread waits only for its own packets. The function takes no offset, because
+// loops do not contain steps with packets.
 template <class T, class Op>
 PROXYCCL_OUT_OF_LINE void combinePackets(const ProxycclStep& step, uint64_t bytes) {
   const PlanBlock& block = PlanBlock::own();
@@ -117,8 +116,8 @@ PROXYCCL_OUT_OF_LINE void combinePackets(const ProxycclStep& step, uint64_t byte
   });
 }
 
-// Combines the multiple of 16 bytes in aligned ranges, and returns the number of values combined. A thread has several
-// loads of each of two sources in flight, because a source may be across a link.
+// Combines the values of aligned ranges that fill whole units of 16 bytes, and returns the number of these values. A
+// thread has several loads of each of two sources in flight, because a source may be across a link.
 template <class T, class Op>
 PROXYCCL_DEVICE uint64_t combineAligned([[maybe_unused]] const ProxycclStep& step, [[maybe_unused]] uint64_t offset,
                                         [[maybe_unused]] uint64_t count) {
@@ -127,7 +126,7 @@ PROXYCCL_DEVICE uint64_t combineAligned([[maybe_unused]] const ProxycclStep& ste
 #else
   const PlanBlock& block = PlanBlock::own();
   constexpr uint32_t kWide = 16 / sizeof(T);
-  constexpr uint32_t kUnits = sizeof(T) == 1 ? 2 : 4;  // a sum takes a register, even of one-byte elements
+  constexpr uint32_t kUnits = sizeof(T) == 1 ? 2 : 4;  // each sum takes a register, even if elements have one byte
   const uint64_t units = count / kWide;
 #pragma unroll 1
   for (uint64_t first = threadIdx.x; first < units; first += static_cast<uint64_t>(kUnits) * blockDim.x) {
@@ -178,7 +177,7 @@ template <class T>
 class PlanExecutor {
  public:
   PROXYCCL_DEVICE void run() const {
-    // The loop keeps few variables across steps, because they would be in local memory (see PlanBlock).
+    // The loop keeps few variables across steps, because such variables would be in local memory (see PlanBlock).
     uint32_t i = 0, loop = kNoLoop, turn = 0;
     for (;;) {
       const ProxycclStep& step = block().step(i);

@@ -14,15 +14,15 @@ enum ProxycclStepCode {
   PROXYCCL_STEP_RELAXED_SIGNAL = 3,
   PROXYCCL_STEP_WAIT = 4,
   PROXYCCL_STEP_RELAXED_WAIT = 5,
-  PROXYCCL_STEP_PORT = 6,      /* pushes a trigger with the operation `option`, and waits for the flush if it has one */
+  PROXYCCL_STEP_PORT = 6, /* pushes a trigger with the operation `option`; if this includes a flush, waits for it */
   PROXYCCL_STEP_PORT_WAIT = 7, /* waits for the port channel's next signal */
   PROXYCCL_STEP_ACQUIRE = 8,   /* acquires semaphore number `channel` */
   PROXYCCL_STEP_RELEASE = 9,
   PROXYCCL_STEP_COPY = 10,    /* copies operand 0 to operand 1 */
-  PROXYCCL_STEP_COMBINE = 11, /* stores the sources' combination, by the operation `option`, in each destination */
+  PROXYCCL_STEP_COMBINE = 11, /* stores the sources, combined by the operation `option`, in each destination */
   PROXYCCL_STEP_AWAIT_PACKETS = 12,
   PROXYCCL_STEP_LOOP =
-      13,                /* repeats the next `option` steps `iterations` times, each time on `unit` bytes; both >= 1 */
+      13, /* repeats the next `option` (>= 1) steps `iterations` (>= 1) times, each time on `unit` bytes */
   PROXYCCL_STEP_END = 14 /* the block's last step */
 };
 
@@ -41,7 +41,7 @@ typedef struct ProxycclOperand {
   uint64_t address;    /* an address, or an offset from `base` */
   uint32_t base;       /* ProxycclBase */
   uint32_t packets;    /* 1: the range holds packets (LL16Packet), which take twice the bytes of their data */
-  uint32_t alternates; /* 1: the range is in scratch memory, of which executions use the two halves alternately */
+  uint32_t alternates; /* 1: the range is in scratch memory, whose two halves are used by alternate executions */
   uint32_t reserved;
 } ProxycclOperand;
 
@@ -81,10 +81,10 @@ typedef struct ProxycclExecution {
   const ProxycclStep* steps; /* block_steps steps for each block; one of them is END */
   const ProxycclOperand* operands;
   uint32_t block_steps,
-      block_operands; /* equal for all blocks, so that a block can find its steps and operands without a load */
+      block_operands; /* equal in all blocks, so that a block finds its steps and operands without a load */
   const ProxycclProxyChannel* port_channels;
   uint32_t* barriers;  /* a DeviceSyncer (two words) for each barrier */
   int32_t* semaphores; /* a DeviceSemaphore for each semaphore */
   ProxycclExecutionCounters* counters;
-  uint64_t alternate_bytes; /* offset of the scratch memory's second half; 0 if it has no halves */
+  uint64_t alternate_bytes; /* offset of the scratch memory's second half; 0 if this memory is not halved */
 } ProxycclExecution;

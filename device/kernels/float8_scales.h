@@ -31,7 +31,7 @@ PROXYCCL_DEVICE float greaterMagnitude(float greatest, float value) {
   const float magnitude = value < 0 ? -value : value;
   return magnitude > greatest ? magnitude : greatest;
 #else
-  return fmaxf(greatest, fabsf(value));  // a single instruction, which compilers do not generate from the code above
+  return fmaxf(greatest, fabsf(value));  // becomes one instruction, unlike the code above
 #endif
 }
 

@@ -1,11 +1,11 @@
-// Packets of whole lines: eight threads exchange 240 bytes of data in two lines of 128 bytes, of which the last 8 bytes
-// are the flag (NCCL's LL128 protocol). So 15 of 16 bytes are data; in an LL16Packet, 8 of 16 are. One instruction of a
-// warp stores a line, which arrives whole, so the flag shows that the whole line has arrived. If lines may be torn, the
-// flag is stored after the line's data and loaded before it.
+// Packets of whole lines: eight threads exchange 240 bytes of data in two lines of 128 bytes; the last 8 bytes of each
+// line are its flag (NCCL's LL128 protocol). So 15 of 16 bytes are data; in an LL16Packet, 8 of 16 are. One instruction
+// of a warp stores a line, which arrives whole, so the flag shows that the whole line has arrived. If lines may be
+// torn, the flag is stored after the line's data and loaded before it.
 //
-// Data is in units of 16 bytes. Of the eight threads, thread t has unit t and, except the last, unit 8 + t. Line 0
-// holds units 0 to 6 and the first half of unit 7; line 1 holds units 8 to 14 and the second half of unit 7. A thread
-// stores its own units in the lines, so threads exchange no values.
+// Data is in units of 16 bytes. Thread t of the eight has unit t and, except for thread 7, unit 8 + t. Line 0 holds
+// units 0 to 6 and the first half of unit 7; line 1 holds units 8 to 14 and the second half of unit 7. A thread stores
+// its own units in the lines, so threads exchange no values.
 #pragma once
 
 #include "packets.h"
@@ -82,7 +82,7 @@ struct LineForm {
               [&](uint32_t u, uint64_t unit) { storeUnit(array, count, number * share + unit, payload.units[u]); });
   }
 
-  // Calls body(u, unit) for each unit u of packet p that is in the share; `unit` is its number in the share.
+  // Calls body(u, unit) for each unit u of packet p that is in the share; `unit` is u's number in the share.
   template <class Index, class Body>
   static PROXYCCL_DEVICE void forChunks(Index p, Index share, Body body) {
     const Index unit = p / kThreads * kUnits + p % kThreads;

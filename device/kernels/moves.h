@@ -1,7 +1,7 @@
 // all_gather, all_to_all, broadcast and barrier: they move bytes without interpreting them.
 //
-// `bytes` is the size of one rank's data for one rank. A call is in place, as in NCCL, if in = out + rank * bytes for
-// all_gather, or in = out for all_to_all and broadcast.
+// `bytes` is the size of the data that one rank sends to one rank. A call is in place, as in NCCL, if in = out + rank *
+// bytes for all_gather, or in = out for all_to_all and broadcast.
 //
 // If all ranks' outputs are mapped (outputs.h), a rank stores its data directly in the outputs. The ranks then
 // synchronize at the beginning, because an output may be written only when its rank's kernel runs, and again at the
@@ -73,8 +73,8 @@ PROXYCCL_TEAM_KERNEL all_to_all(const ProxycclTeam team, const char* in, char* o
   const Outputs outputs(team);
   const uint32_t rank = team.rank, ranks = team.world_size;
   if (meet(team, exchange, outputs)) {
-    // Copies one piece for each rank in turn, including this rank: if its own data, which crosses no link, were copied
-    // at the end, the links would be idle during that time.
+    // Copies one piece for each rank in turn, including this rank: if this rank's own data, which crosses no link, were
+    // copied at the end, the links would be idle during that time.
     constexpr uint64_t kPiece = 64 * 1024;
     exchange.forLanePart(bytes, [&](uint64_t begin, uint64_t size) {
       for (uint64_t offset = begin; offset < begin + size; offset += kPiece) {

@@ -1,4 +1,4 @@
-// Rows in NVFP4: float4 values (OCP Microscaling Formats, E2M1), of which 16 share a scale in float8 (E4M3).
+// Rows in NVFP4: float4 values (OCP Microscaling Formats, E2M1); each 16 values share a scale in float8 (E4M3).
 #pragma once
 
 #include "float8_scales.h"

@@ -61,7 +61,7 @@ class Outputs {
   PROXYCCL_DEVICE bool handlesPeer() const { return peer_ < team_.world_size && peer_ != team_.rank; }
   PROXYCCL_DEVICE uint64_t own() const { return reinterpret_cast<uint64_t>(team_.reached_at[team_.rank]); }
 
-  // Ends the epoch. All threads call it after they have read the block's epoch.
+  // Ends the epoch. Called by all threads after they have read the block's epoch.
   PROXYCCL_DEVICE void endEpoch() const {
     __syncthreads();
     if (threadIdx.x == 0) team_.epochs[blockIdx.x] = flag_;

@@ -1,7 +1,7 @@
 // all_gather and all_to_all of short shares, in packets or lines, which need neither fences nor signals.
 //
-// `bytes` is the size of one rank's data for one rank. A call may be in place as in moves.h: a thread reads and writes
-// the same bytes of every share, so it has sent the bytes that it overwrites.
+// `bytes` is the size of the data that one rank sends to one rank. A call may be in place as in moves.h: a thread reads
+// and writes the same bytes of every share, so it has sent the bytes that it overwrites.
 #pragma once
 
 #include "instance.h"

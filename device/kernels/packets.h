@@ -1,22 +1,22 @@
 // The common part of the packet algorithms: their scratch memory, and values as packet payloads.
 //
-// A Form is the layout of data and flags in that memory: PacketForm, with one LL16Packet per thread, or LineForm
+// A Form is the layout of data and flags in scratch memory: PacketForm, with one LL16Packet per thread, or LineForm
 // (lines.h). In both forms a thread's part is called a packet.
 //
 // Blocks are independent: each block has its own epoch and its own packets on every rank, and exchanges packets only
 // with the peers' blocks of the same number. All ranks launch the same grid, so blocks of the same number have the same
 // epoch on all ranks.
 //
-// A packet's memory is reused two epochs later, by any rank and any algorithm. No flag is needed, because the packet
-// was read by then. Proof: let rank x, in epoch e + 2, write a packet of rank y that y read in epoch e.
+// A packet's memory is reused two epochs later, by any rank and any algorithm. No flag protects the packet, because its
+// reader has read it by then. Proof: let rank x, in epoch e + 2, write a packet of rank y that y read in epoch e.
 //   - If epochs e, e + 1 and e + 2 are in three different kernels, x has finished the kernel of epoch e + 1, so it has
 //     received data that y sent in that kernel. So y had started that kernel, and had ended the kernel of epoch e.
 //   - If epochs e + 1 and e + 2 are in one kernel, a thread has the same packets in both. Before the thread sends a
 //     packet of epoch e + 2, it has received the packets of epoch e + 1 from the same thread of y. The thread of y sent
 //     these packets after it had read its packets of epoch e, or after y had ended an earlier kernel with epoch e.
 //   - If epochs e and e + 1 are in one kernel and epoch e + 2 in the next one, whose threads may have other packets,
-//     all threads of x have finished epoch e + 1, so all threads of y had finished epoch e. To ensure this, the last
-//     epoch is padded: a thread with packets in epoch e must also have packets in epoch e + 1.
+//     all threads of x have finished epoch e + 1, so all threads of y had finished epoch e. The last epoch is padded
+//     for this case: a thread with packets in epoch e must also have packets in epoch e + 1.
 // The proof requires of every algorithm that a rank finishes an epoch only with data of every other rank.
 #pragma once
 
@@ -128,7 +128,7 @@ struct PacketForm {
     if (p < share) storePayload(array, count, number * share + p, PayloadOf<T>::unpack(payload));
   }
 
-  // Calls body(c, chunk) for each chunk c of packet p's data; `chunk` is its number in the share.
+  // Calls body(c, chunk) for each chunk c of packet p's data; `chunk` is c's number in the share.
   template <class Index, class Body>
   static PROXYCCL_DEVICE void forChunks(Index p, Index share, Body body) {
     if (p < share) body(0, p);
@@ -165,7 +165,7 @@ class Lanes {
       body((static_cast<uint64_t>(e) * gridDim.x + blockIdx.x) * team_.epoch_packets);
       const uint32_t since_clear = epoch_ & (kClearInterval - 1);
       if (since_clear < 2) clear();
-      if (since_clear == 2) fenceSystem();  // orders this block's next packets after the peers' second clear()
+      if (since_clear == 2) fenceSystem();  // so that this block's next packets follow the peers' second clear()
       ++epoch_;
     }
     __syncthreads();  // after this barrier, all threads have read the old epoch
@@ -191,7 +191,7 @@ class Lanes {
   PROXYCCL_DEVICE void send(uint32_t peer, uint32_t slot, uint64_t p, const Payload& payload) const {
     Form::write(slotIn(team_.remote[peer], slot), p, payload, flag());
   }
-  // Sends a packet to every other rank. Each rank begins with the next rank, so that not all begin with the same peer.
+  // Sends a packet to every other rank. Each rank begins with the next rank, so that ranks begin with different peers.
   PROXYCCL_DEVICE void sendToAll(uint32_t slot, uint64_t p, const Payload& payload) const {
     for (uint32_t i = 1; i < team_.world_size; ++i) send(peerAt(i), slot, p, payload);
   }

@@ -1,13 +1,13 @@
 // reduce_arrived reduces the data of a schedule's transfers (channels/schedules/DESIGN.md).
 //
-// The stream launches the kernel only when the first piece has arrived or all ranks have joined, because a kernel that
-// waited for late ranks would keep other kernels from starting. The kernel itself waits for the other pieces, because
-// one launch per piece would take longer. On CUDA its blocks are single warps with few registers, so they start beside
-// a matrix product that fills all multiprocessors. Each block takes the next chunk from a counter, so that blocks may
-// also start late, when a busy GPU has room for them. The block with a piece's first chunk waits for the proxy, and the
-// piece's other blocks wait for that block. The block that completes a piece waits until the previous piece is
-// complete, and opens the gate: it lets the proxy send the result. So a block waits only for blocks that took earlier
-// chunks and therefore run.
+// The stream launches the kernel only when the first piece has arrived or all ranks have joined the call, because a
+// kernel that waited for late ranks would keep other kernels from starting. The kernel itself waits for the other
+// pieces, because one launch per piece would take longer. On CUDA its blocks are single warps with few registers, so
+// they start beside a matrix product that fills all multiprocessors. Each block takes the next chunk from a counter, so
+// that blocks may also start late, when a busy GPU has room for them. The block with a piece's first chunk waits for
+// the proxy, and the piece's other blocks wait for that block. The block that completes a piece waits until the
+// previous piece is complete, and then opens the gate, which lets the proxy send the result. So a block waits only for
+// blocks that took earlier chunks and therefore run.
 #pragma once
 
 #include "arrived.h"
@@ -23,8 +23,8 @@
 
 namespace proxyccl {
 
-// A block of a single warp uses neither block barriers nor shared memory, because a busy multiprocessor may have none
-// left.
+// A block of a single warp uses neither block barriers nor shared memory, because a busy multiprocessor may have
+// neither left.
 //
 // A barrier of the block; one thread's later release covers the writes of all threads of the block.
 PROXYCCL_DEVICE void meetInBlock() {
@@ -35,8 +35,8 @@ PROXYCCL_DEVICE void meetInBlock() {
 #endif
 }
 
-// Called by all threads of a block: returns the first thread's value. The threads then also see what the first thread
-// has acquired.
+// Called by all threads of a block: returns the first thread's value. After the call, all threads see what the first
+// thread has acquired.
 PROXYCCL_DEVICE uint32_t ofFirstThread(uint32_t value) {
 #if PROXYCCL_SMALL_BLOCKS
   syncWarp();
@@ -95,9 +95,9 @@ PROXYCCL_DEVICE void openGate(const ProxycclArrived& arrived, uint32_t piece) {
   if (piece + 1 < arrived.pieces) storeReleaseDevice<uint32_t>(arrived.opened, piece + 1);
 }
 
-// Ends a block's work on a chunk. The block that ends a piece's last chunk also resets the piece's words, which no
-// other block changes from then on: a write by the stream would take longer. The reset follows openGate(), whose
-// release would otherwise wait for this store.
+// Ends a block's work on a chunk. The block that ends a piece's last chunk also resets the piece's words, because
+// a reset by the stream would take longer. No other block changes these words from then on. The reset follows
+// openGate(), whose release would otherwise wait for this store.
 PROXYCCL_DEVICE void endChunk(const ProxycclArrived& arrived, uint32_t piece) {
   meetInBlock();
   if (threadIdx.x != 0) return;
@@ -122,7 +122,7 @@ PROXYCCL_DEVICE void endBlock(const ProxycclArrived& arrived) {
   if (arrived.joined != nullptr) storeRelaxedSystem<uint64_t>(arrived.joined, 0);
 }
 
-// This rank's elements of a chunk are in its array, other ranks' elements in slots.
+// Maps a rank to its elements of a chunk: this rank's are in its array, other ranks' in slots.
 template <class T>
 struct ChunkSource {
   const T* own;
@@ -137,7 +137,7 @@ struct ChunkSource {
 };
 
 #if PROXYCCL_SMALL_BLOCKS
-// Prefetches all ranks' data of a chunk into the device's cache. A warp has too few registers for as many loads as keep
+// Prefetches all ranks' data of a chunk into the device's cache. A warp has too few registers for enough loads to keep
 // the memory busy, but a prefetch needs no register.
 template <class T>
 PROXYCCL_DEVICE void fetchChunk(const ProxycclArrived& arrived, uint32_t bytes, const ChunkSource<T>& source) {
@@ -151,9 +151,9 @@ PROXYCCL_DEVICE void fetchChunk(const ProxycclArrived& arrived, uint32_t bytes, 
 }
 
 // Reduces `units` aligned units of 16 bytes. The number of ranks is a template parameter, so that all values are loaded
-// before sums need registers. A thread has several loads in flight, because few threads would otherwise wait for memory
-// most of the time. The function is not inlined, because the caller's variables would leave the threads of a small
-// block too few registers.
+// before sums need registers. A thread has several loads in flight, because the kernel's few threads would otherwise
+// mostly wait for memory. The function is not inlined, because the caller's variables would leave the threads of a
+// small block too few registers.
 template <class T, class Op, uint32_t kRanks, uint32_t kUnits>
 PROXYCCL_OUT_OF_LINE void reduceUnitsOf(uint32_t divisor, uint32_t units, const ChunkSource<T> source, Bytes16* to) {
   constexpr uint32_t kWide = 16 / sizeof(T);
@@ -279,8 +279,8 @@ PROXYCCL_DEVICE void reduceChunk(const ProxycclArrived& arrived, uint64_t count,
 template <class T, class Op>
 PROXYCCL_DEVICE void reduce_arrived(const ProxycclArrived& arrived, const T* in, T* out, uint64_t count) {
   const uint32_t chunks = arrived.pieces * arrived.chunks;
-  uint32_t awaited = 0;  // number of pieces whose transfers this block has seen; the first piece also brings whole
-                         // shares of some peers
+  uint32_t awaited = 0;  // number of pieces whose transfers this block has waited for; some peers' whole shares arrive
+                         // with the first piece
 #pragma unroll 1
   for (uint32_t taken = takeChunk(arrived); taken < chunks; taken = takeChunk(arrived)) {
     const uint32_t piece = taken / arrived.chunks, chunk = taken % arrived.chunks;

@@ -29,7 +29,7 @@ struct alignas(kCount * sizeof(T)) Pack {
 };
 
 #if PROXYCCL_ON_HOST
-// Contiguous results that a thread computes at a time on the host.
+// The contiguous results that one thread computes in one step on the host.
 template <class T>
 struct Run {
   const T* values;
@@ -74,7 +74,7 @@ PROXYCCL_DEVICE void reduceRuns(uint32_t ranks, uint32_t divisor, uint64_t begin
 template <class T, class Op, uint32_t kCount, class Source>
 PROXYCCL_DEVICE Pack<T, kCount> reducePack(uint32_t ranks, uint32_t divisor, uint64_t i, Source source) {
   using A = typename Element<T>::Accumulator;
-  constexpr uint32_t kAtOnce = 4;  // ranks whose values are loaded together
+  constexpr uint32_t kAtOnce = 4;  // number of ranks whose values are loaded together
   A sums[kCount] = {};
 #pragma unroll 1
   for (uint32_t first = 0; first < ranks; first += kAtOnce) {

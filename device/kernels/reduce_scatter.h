@@ -2,10 +2,11 @@
 //
 // Every rank copies each peer's share from its own input to the peer's scratch memory. The peer reduces its share in
 // rank order, into its output. A short call is divided into rounds (exchange.h), a long call into pieces
-// (scattered_reduction.h). A call in pieces needs fewer blocks, but one more synchronization of the ranks at the end.
+// (scattered_reduction.h). A call in pieces needs fewer blocks than a call in rounds, but one more synchronization at
+// the end.
 //
 // With pieces, a rank scatters piece k + 1 when it has every peer's data of piece k, which the peers sent after they
-// had reduced piece k - 2. So of the PROXYCCL_PIPELINE_DEPTH buffers, which are used in turn, the next is free. After
+// had reduced piece k - 2. So the next of the PROXYCCL_PIPELINE_DEPTH buffers, which are used in turn, is free. After
 // the last synchronization all ranks have reduced all pieces, so the next kernel may use the buffers.
 #pragma once
 

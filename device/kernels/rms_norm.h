@@ -26,7 +26,7 @@ PROXYCCL_DEVICE float inverseRoot(float value) {
 #endif
 }
 
-// Called by a whole warp: returns the combination of the threads' values, with the same bits to all threads.
+// Called by a whole warp: returns the combination of the threads' values; all threads get the same bits.
 template <class Combine>
 PROXYCCL_DEVICE float combineInWarp(float value, Combine combine) {
   const uint32_t lane = threadIdx.x % PROXYCCL_WARP_SIZE;
@@ -72,7 +72,7 @@ struct Rows {
   void* out;           // [rows, width] of T, or of e4m3 if `scales` or `scale` is not null
   T* residual_out;     // [rows, width]: the sums of `x` and `residual`
   float* scales;       // [rows]: receives each row's scale, which the kernel computes; or null
-  const float* scale;  // one given scale of all rows; or null
+  const float* scale;  // the caller's one scale for all rows; or null
   uint64_t rows;
   uint32_t width;
   float eps;
@@ -81,8 +81,8 @@ struct Rows {
   uint32_t row_packets;
   uint32_t packets;     // number of packets of a block per epoch, a multiple of a group's packets
   uint32_t row_epochs;  // number of epochs per row
-  uint32_t keeps;       // kept in dynamic shared memory: 0: nothing; 1: the packets of a block's part of a row; 2: also
-                        // the weights
+  uint32_t keeps;  // what dynamic shared memory holds: 0: nothing; 1: the packets of a block's part of a row; 2: also
+                   // the weights
 };
 
 // A block's part of the current row; the block handles its rows one after the other. kWhole means that all arrays are
@@ -122,7 +122,7 @@ class NormedRow {
   PROXYCCL_DEVICE Payload residual(uint32_t epoch, uint32_t p) const {
     return rows_.residual != nullptr && exists() ? loadFrom(rows_.residual + first_, inRow(epoch, p)) : Payload{};
   }
-  // Called once, when the block would otherwise wait.
+  // Called once per packet, before the block waits for data: keeps the packet's weights.
   PROXYCCL_DEVICE void keepWeights(uint32_t epoch, uint32_t p) const {
     if (rows_.keeps == 2) weights()[epoch * rows_.packets + p] = loadFrom(rows_.weight, inRow(epoch, p));
   }
@@ -226,9 +226,9 @@ class NormedRow {
   }
   PROXYCCL_DEVICE Payload* weights() const { return kept() + rows_.row_epochs * rows_.packets; }
 
-  // Sends the number of a packet's group to all blocks of the row, which read it after meet(). The memory is reused for
-  // the row after the next one. By then every block has read the number, because it does so before it calls meet() for
-  // the next row.
+  // Sends the number that a packet's group has computed to all blocks of the row, which read it after meet(). The
+  // memory is reused for the row after the next one. By then every block has read the number, because a block reads it
+  // before it calls meet() for the next row.
   PROXYCCL_DEVICE void tell(uint32_t kind, uint32_t in_row, float number) const {
     const uint32_t group = in_row / PROXYCCL_WARP_SIZE;
     if (in_row % PROXYCCL_WARP_SIZE != 0 || group >= groups()) return;

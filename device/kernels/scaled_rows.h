@@ -1,4 +1,4 @@
-// Converts values to float8 elements, of which each 128 share a scale (float8_scales.h).
+// Converts values to float8 elements; each 128 elements share a scale (float8_scales.h).
 #pragma once
 
 #include "experts/expert_team.h"
@@ -15,7 +15,7 @@ struct ScaledPart {
   struct alignas(16) Values {
     T at[kEach];
   };
-  struct alignas(4) Elements {  // aligned only to 4 bytes, like rows with scales between them
+  struct alignas(4) Elements {  // aligned only to 4 bytes, because scales may lie between rows
     uint8_t at[kEach];
   };
   static_assert(kBlocks > 0, "a block has too many lanes");
@@ -68,9 +68,9 @@ PROXYCCL_DEVICE float scaleValues(const Group& group, const T* row, uint32_t fir
 }
 
 #ifdef PROXYCCL_HAS_FLOATS_TO_E4M3
-// Converts aligned 16-bit values without infinities and NaNs in a third of ScaledPart's instructions, because
-// magnitudes are compared as integers, two at a time, and a thread has twice as many elements. Each step is done for
-// kParts parts together, because with a single part a thread would wait for each step's result.
+// Converts aligned 16-bit values without infinities and NaNs. The class takes a third of ScaledPart's instructions,
+// because magnitudes are compared as integers, two at a time, and a thread has twice as many elements. Each step is
+// done for kParts parts together, because with a single part a thread would wait for each step's result.
 template <class T, uint32_t kParts>
 class ScaledNumbers {
  public:

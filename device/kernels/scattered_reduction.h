@@ -1,6 +1,6 @@
-// Reductions in pieces between ranks that map each other's memory. Of each piece, every rank copies a peer's part from
-// its own input to the peer's scratch memory. Each rank then reduces its own share in rank order, in the accumulator's
-// type, and rounds once.
+// Reductions in pieces between ranks that map each other's memory. For each piece, every rank copies each peer's part
+// from its own input to that peer's scratch memory. Each rank then reduces its own share in rank order, in the
+// accumulator's type, and rounds once.
 //
 // Data crosses links by stores instead of loads, because NVLink carries stores faster.
 //
@@ -48,8 +48,8 @@ class Units {
   uint64_t count_, whole_;
 };
 
-// Scatters and reduces pieces. There are team.pieces pieces. A piece has at most team.piece elements of each rank's
-// share of team.share elements.
+// Scatters and reduces team.pieces pieces. A piece has at most team.piece elements of each rank's share of team.share
+// elements.
 template <class T, class Op>
 class ScatteredReduction {
  public:

@@ -13,7 +13,7 @@
 
 namespace proxyccl {
 
-// This rank's end of one lane of a flow. All threads of a block call its methods.
+// This rank's endpoint of one lane of a flow. All threads of a block call its methods.
 class FlowEnd {
  public:
   PROXYCCL_DEVICE FlowEnd(const ProxycclFlows& flows, const ProxycclTransfer& transfer, uint32_t lane, bool sends)
@@ -87,8 +87,8 @@ class FlowEnd {
     __syncthreads();
   }
 
-  // Records an error if the sender's transfer has another size than the receiver's. After an abort there is no error,
-  // because the slot may hold the size of an older transfer.
+  // Records an error if the sender's transfer has another size than the receiver's. After an abort no error is
+  // recorded, because the slot may hold the size of an older transfer.
   PROXYCCL_DEVICE void check(uint64_t sent) const {
     if (sent == transfer_.bytes || aborted(flows_.control)) return;
     const WaitFor what = {PROXYCCL_WAIT_NONE, link_->peer, PROXYCCL_NO_CHANNEL, transfer_.bytes};

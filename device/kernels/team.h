@@ -9,8 +9,8 @@
 
 #include "proxyccl/handles.h"
 
-/* The most threads of a block: on a GPU, 512 threads leave each thread 128 registers. It is also the most ranks,
- * because thread p of a block signals rank p and waits for rank p's signals. */
+/* The most threads of a block: on a GPU, 512 threads leave each thread 128 registers. It is also the most ranks of a
+ * team, because thread p of a block signals rank p and waits for rank p's signals. */
 enum { PROXYCCL_MAX_BLOCK_THREADS = 512 };
 
 typedef struct ProxycclLink {
@@ -33,7 +33,7 @@ enum {
   PROXYCCL_ROUND_BUFFERS = 2, /* indexed by the parity of `round` */
   PROXYCCL_PIPELINE_DEPTH = 3,
   PROXYCCL_PIPELINE_BUFFERS = 2 * PROXYCCL_PIPELINE_DEPTH, /* for the pipeline's two phases, scatter and distribute */
-  PROXYCCL_MAX_MAPPED_RANKS = 72 /* greatest number of members in a team whose members are all mapped */
+  PROXYCCL_MAX_MAPPED_RANKS = 72 /* greatest number of members of a team in which all members map each other's memory */
 };
 
 /* Counters in device memory. The last block of each kernel advances them, so that a captured graph can be replayed. */
@@ -52,15 +52,15 @@ typedef struct ProxycclTeam {
   ProxycclControl* control;
   ProxycclLink* links;
   ProxycclTeamCounters* counters;
-  uint32_t* epochs; /* in device memory: for each lane, the number of kernels that used outputs.h, which the lane's
-                       block advances */
+  uint32_t* epochs; /* in device memory: for each lane, the number of kernels that used outputs.h; the lane's block
+                       advances this number */
   char* scratch;
   char* proxied; /* scratch memory for peers that are not mapped: `scratch`, or pinned host memory if CPUs move
                     the staged data */
   uint64_t exchange_bytes; /* bytes of a buffer for rounds, for all peers together */
   uint64_t pipeline_bytes; /* bytes of a buffer for the pipeline, for all peers together */
   uint64_t outputs_offset, staging_offset;
-  uint64_t one_crossing_bytes; /* most bytes of an all_reduce by proxy in which data crosses a link once */
+  uint64_t one_crossing_bytes; /* an all_reduce of at most this many bytes sends whole arrays (all_reduce_by_proxy.h) */
   /* The host computes how a call is cut into pieces, because division is slow on a device. `share` is the number of
    * elements that a rank reduces, `piece` the number of elements in a piece of a share, `pieces` their number. */
   uint64_t share, piece, pieces;
@@ -68,7 +68,7 @@ typedef struct ProxycclTeam {
   uint32_t meet;       /* not 0 if ranks first exchange the addresses of their outputs; equal on all ranks */
   uint32_t offers;     /* not 0 if peers may load this rank's input, at its output's address (all_reduce_two_shot.h) */
   char* remote[PROXYCCL_MAX_MAPPED_RANKS]; /* indexed by rank: the peers' scratch memory; null if it is not mapped */
-  /* Indexed by rank: the address of this rank's output as the rank's kernels map it. All addresses are null if some
+  /* Indexed by rank: the address at which that rank's kernels map this rank's output. All addresses are null if some
    * rank does not map the output. */
   char* reached_at[PROXYCCL_MAX_MAPPED_RANKS];
 } ProxycclTeam;

@@ -6,7 +6,7 @@
 #include "proxyccl/wait.h"
 
 /// If the condition is false, ends the communicator with an AbortedError that names this rank; the kernel continues.
-/// `message` is not reported. The check is made in all builds, unlike in MSCCL++.
+/// `message` is not reported. The check is made in all builds; MSCCL++ makes it only in debug builds.
 #define MSCCLPP_ASSERT_DEVICE(condition, message)                                                 \
   do {                                                                                            \
     static_cast<void>(message);                                                                   \

@@ -1,4 +1,4 @@
-// MSCCL++'s atomics, with memory order and scope as arguments.
+// Defines MSCCL++'s atomic operations, which take memory order and scope as arguments.
 #ifndef MSCCLPP_ATOMIC_DEVICE_HPP_
 #define MSCCLPP_ATOMIC_DEVICE_HPP_
 
@@ -10,7 +10,7 @@ enum MemoryOrder { memoryOrderRelaxed, memoryOrderAcquire, memoryOrderRelease, m
 enum ThreadScope { scopeSystem, scopeDevice };
 
 namespace detail {
-// T in a non-deduced context, so that an argument of another type is converted to T.
+// Names T in a non-deduced context, so that an argument of another type is converted to T.
 template <class T>
 struct SameType {
   using Type = T;

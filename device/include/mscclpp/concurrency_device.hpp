@@ -19,7 +19,7 @@ struct DeviceSemaphore : proxyccl::DeviceSemaphore {
   DeviceSemaphore() = default;
   MSCCLPP_HOST_DEVICE_INLINE DeviceSemaphore(int initial) : proxyccl::DeviceSemaphore{initial} {}
 
-  /// Waits until the count is positive, then subtracts one. One thread of a block calls it.
+  /// Waits until the count is positive, then subtracts one. One thread of a block calls acquire().
   PROXYCCL_DEVICE void acquire(int64_t = -1) { proxyccl::DeviceSemaphore::acquire(); }
 };
 

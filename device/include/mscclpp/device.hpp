@@ -1,7 +1,7 @@
-// MSCCL++'s names for the differences between targets.
+// Defines MSCCL++'s names for what differs between targets.
 //
 // The headers in this folder implement MSCCL++'s names and signatures by ProxyCCL's channels, so that a kernel written
-// for MSCCL++ compiles unchanged. MSCCL++'s host headers (core.hpp, …) only include the device headers. Two things
+// for MSCCL++ compiles unchanged. This folder's host headers (core.hpp, …) only include the device headers. Two things
 // differ. The communicator's time-out bounds each wait, and MSCCL++'s bounds in spins (maxSpinCount) are ignored. Where
 // MSCCL++ aborts the kernel, ProxyCCL ends the communicator with an exception. See docs/coming_from_mscclpp.md.
 #ifndef MSCCLPP_DEVICE_HPP_
@@ -20,7 +20,7 @@
 #define MSCCLPP_HOST_DEVICE_INLINE PROXYCCL_DEVICE
 #define MSCCLPP_INLINE inline
 #define WARP_SIZE PROXYCCL_WARP_SIZE
-// A barrier of the block that makes writes to shared memory visible to its threads.
+// A barrier of a block's threads, after which they see each other's writes to shared memory.
 #define __syncshm() __syncthreads()
 
 namespace mscclpp {

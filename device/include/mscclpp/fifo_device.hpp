@@ -72,18 +72,18 @@ struct FifoDeviceHandle {
   int size;  // slots of the ring: 1 << sizeShift
   uint64_t sizeMask;
 
-  /// Pushes a trigger; waits while the ring is full. Any number of threads may call it concurrently.
-  /// @return the trigger's place in the order of the ring, for sync(); ~0 if the communicator has ended
+  /// Pushes a trigger; waits while the ring is full. Any number of threads may call push() concurrently.
+  /// @return the number of triggers pushed before this one, for poll() and sync(); ~0 if the communicator has ended
   PROXYCCL_DEVICE uint64_t push(ProxyTrigger trigger, int64_t = -1) const {
     return ours().push({trigger.fst, trigger.snd}, nullptr);
   }
-  /// Returns whether the proxy has taken a trigger out of the ring and issued it.
+  /// Returns whether the proxy has taken the trigger for which push() returned `place` out of the ring and issued it.
   PROXYCCL_DEVICE bool poll(uint64_t place) const {
     if (proxyccl::loadAcquireSystem(tail) > place) return true;
     proxyccl::spinHint(0);  // on the host, lets the block's other threads run
     return false;
   }
-  /// Waits until poll() of this place returns true.
+  /// Waits until poll(place) returns true.
   PROXYCCL_DEVICE void sync(uint64_t place, int64_t = -1) const { ours().sync(place, nullptr); }
 
  private:

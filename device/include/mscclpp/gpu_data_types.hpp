@@ -41,7 +41,7 @@ struct __fp8_e4m3b15 {
     const uint32_t half = proxyccl::floatToHalf(value), magnitude = half & 0x7fff;
     __x = static_cast<uint8_t>((half & 0x8000) >> 8 | ((magnitude < 0x3f80 ? magnitude : 0x3f80) * 2 + 0x80) >> 8);
   }
-  /// Returns the value with these bits.
+  /// Returns the value that `bits` represent.
   static PROXYCCL_DEVICE __fp8_e4m3b15 fromRaw(uint8_t bits) { return __fp8_e4m3b15(bits); }
   PROXYCCL_DEVICE operator float() const {
     return proxyccl::halfToFloat(static_cast<uint16_t>((__x & 0x80) << 8 | (__x & 0x7f) << 7));

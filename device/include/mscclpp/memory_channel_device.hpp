@@ -13,7 +13,7 @@ namespace mscclpp {
 
 namespace detail {
 
-// The type of MSCCL++'s bound of a wait. With a plain int64_t, overloads that take a flag would make calls ambiguous.
+// The type of a wait's bound in MSCCL++. With int64_t, calls of overloads that also take a flag would be ambiguous.
 template <class T>
 struct SignedNumber;
 template <>
@@ -78,7 +78,7 @@ struct BaseMemoryChannelDeviceHandle {
 
 struct MemoryChannelDeviceHandle : BaseMemoryChannelDeviceHandle {
   MemoryChannelDeviceHandle() = default;
-  /// Makes a channel from addresses. Its ranges are not checked, and errors do not name its peer.
+  /// Makes a channel from addresses. The channel's ranges are not checked, and errors do not name its peer.
   PROXYCCL_DEVICE MemoryChannelDeviceHandle(MemoryDevice2DeviceSemaphoreDeviceHandle semaphore, void* dst, void* src,
                                             void* packetBuffer)
       : BaseMemoryChannelDeviceHandle{semaphore, dst,   src,   packetBuffer,     nullptr,
@@ -100,7 +100,7 @@ struct MemoryChannelDeviceHandle : BaseMemoryChannelDeviceHandle {
     mscclpp::copy<Alignment, CopyRemainder>(to, from, bytes, threadId, numThreads);
   }
 
-  /// Copies local memory (the origin) to the peer's (the target). A group of threads calls it together. On every
+  /// Copies local memory (the origin) to the peer's (the target). A group of threads calls put() together. On every
   /// target, thread t copies the words t, t + numThreads, … of Alignment bytes each (proxyccl::copyInTurn()).
   template <int Alignment = 16, bool CopyRemainder = true>
   PROXYCCL_DEVICE void put(uint64_t targetOffset, uint64_t originOffset, uint64_t originBytes, uint32_t threadId,

@@ -1,2 +1,2 @@
-// MSCCL++'s name of switch_channel_device.hpp until 2025.
+// Includes switch_channel_device.hpp under the name that MSCCL++ used until 2025.
 #include "mscclpp/switch_channel_device.hpp"

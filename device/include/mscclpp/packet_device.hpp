@@ -84,8 +84,8 @@ template <class Packet>
 using PacketPayload = typename Packet::Payload;
 
 namespace detail {
-// Returns whether `bytes` is a multiple of the packets' payload. If not, ends the communicator that compiled the kernel
-// with a TriggerError.
+// Returns whether `bytes` is a multiple of the packets' payload. If not, a TriggerError ends the communicator that
+// compiled the kernel.
 template <class Packet>
 PROXYCCL_DEVICE bool areWholePayloads(uint32_t call, uint64_t bytes) {
   constexpr uint64_t kUnit = sizeof(PacketPayload<Packet>);
@@ -96,8 +96,8 @@ PROXYCCL_DEVICE bool areWholePayloads(uint32_t call, uint64_t bytes) {
 }
 }  // namespace detail
 
-/// Writes data as packets. A group of threads calls it together: thread t writes packet t, t + numThreads, … .
-/// @param target      where the packets go: twice `bytes`
+/// Writes data as packets, by a group of threads together: thread t writes packets t, t + numThreads, … .
+/// @param target      where the packets go; they take twice `bytes`
 /// @param origin      the data
 /// @param bytes       a multiple of the payload's size; otherwise nothing is written, and the communicator that
 ///                    compiled the kernel ends with a TriggerError
@@ -115,7 +115,7 @@ PROXYCCL_DEVICE void copyToPackets(void* target, const void* origin, uint64_t by
 }
 
 /// Waits for packets and writes their data; thread t handles packets t, t + numThreads, … . The parameters are those of
-/// copyToPackets(), with the target of the data first.
+/// copyToPackets(), but the data's target comes before the packets' address.
 template <class Packet = LL16Packet>
 PROXYCCL_DEVICE void copyFromPackets(void* origin, const void* target, uint64_t bytes, uint32_t threadId,
                                      uint32_t numThreads, uint32_t flag, int64_t = -1) {

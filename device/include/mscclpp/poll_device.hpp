@@ -1,4 +1,4 @@
-// Waits for a condition under MSCCL++'s names, bounded by the time-out.
+// Defines MSCCL++'s macros that wait for a condition. The communicator's time-out bounds each wait.
 #ifndef MSCCLPP_POLL_DEVICE_HPP_
 #define MSCCLPP_POLL_DEVICE_HPP_
 

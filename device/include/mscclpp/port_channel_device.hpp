@@ -1,7 +1,8 @@
 // PortChannelDeviceHandle: proxyccl::ProxyChannelDeviceHandle with MSCCL++'s member names and signatures.
 //
 // The two types have the same layout, so a kernel's parameter of either type accepts a handle from
-// `Communicator.proxy_channels`. A semaphore's id is the channel's id: both count from 0 in each proxy.
+// `Communicator.proxy_channels`. A semaphore's id equals its channel's id, because both are numbered from 0 in each
+// proxy.
 #ifndef MSCCLPP_PORT_CHANNEL_DEVICE_HPP_
 #define MSCCLPP_PORT_CHANNEL_DEVICE_HPP_
 
@@ -24,7 +25,7 @@ struct BasePortChannelDeviceHandle {
   uint32_t peer_;
   MemoryId dst_, src_;  // the fixed memories of a PortChannel
 
-  /// Starts a copy from local memory to the peer's. One thread calls it.
+  /// Starts a copy from local memory to the peer's. One thread calls put().
   /// @param dstId      the peer's memory: in Python RegisteredMemory.peer_id(peer)
   /// @param dstOffset  in bytes
   /// @param srcId      local memory: in Python RegisteredMemory.source_id(peer)
@@ -37,7 +38,7 @@ struct BasePortChannelDeviceHandle {
   PROXYCCL_DEVICE void put(MemoryId dstId, MemoryId srcId, uint64_t offset, uint64_t size) const {
     put(dstId, offset, srcId, offset, size);
   }
-  /// Adds one to the peer's semaphore, after the data of all earlier puts on the channel.
+  /// Adds one to the peer's semaphore; the signal arrives after the data of all earlier puts on the channel.
   PROXYCCL_DEVICE void signal() const { ours().signal(); }
   PROXYCCL_DEVICE void putWithSignal(MemoryId dstId, uint64_t dstOffset, MemoryId srcId, uint64_t srcOffset,
                                      uint64_t size) const {
@@ -59,16 +60,16 @@ struct BasePortChannelDeviceHandle {
   PROXYCCL_DEVICE void flush(int64_t = -1) const { ours().flush(); }
   /// Consumes the peer's next signal if it has arrived.
   PROXYCCL_DEVICE bool poll() const { return ours().poll(); }
-  /// Waits for the peer's next signal and consumes it. Any number of threads may call it concurrently.
+  /// Waits for the peer's next signal and consumes it. Any number of threads may call wait() concurrently.
   PROXYCCL_DEVICE void wait(int64_t = -1) const { ours().wait(); }
 
-  /// The same channel with ProxyCCL's methods, some of which MSCCL++ lacks: get(), putValue(), signal(value),
+  /// Returns the same channel with ProxyCCL's methods, some of which MSCCL++ lacks: get(), putValue(), signal(value),
   /// waitUntil(), flushAsync(), and puts that return tickets.
   PROXYCCL_DEVICE proxyccl::ProxyChannelDeviceHandle ours() const {
     return __builtin_bit_cast(proxyccl::ProxyChannelDeviceHandle, *this);
   }
 
-  /// Not supported: neither copy engines nor the fabric add atomically.
+  /// Not supported, because neither copy engines nor the fabric can add atomically.
   template <class Value>
   PROXYCCL_DEVICE void atomicAdd(MemoryId, uint64_t, Value) const {
     static_assert(sizeof(Value) == 0, "PortChannel::atomicAdd is not offered: no transport adds atomically");
@@ -97,7 +98,7 @@ struct PortChannelDeviceHandle : BasePortChannelDeviceHandle {
     ours().get(dstOffset, srcOffset, size);
   }
   PROXYCCL_DEVICE void get(uint64_t offset, uint64_t size) const { ours().get(offset, size); }
-  /// Not supported: neither copy engines nor the fabric add atomically.
+  /// Not supported, because neither copy engines nor the fabric can add atomically.
   template <class Value>
   PROXYCCL_DEVICE void atomicAdd(uint64_t, Value) const {
     static_assert(sizeof(Value) == 0, "PortChannel::atomicAdd is not offered: no transport adds atomically");

@@ -1,2 +1,2 @@
-// MSCCL++'s name of port_channel_device.hpp until 2025.
+// Includes port_channel_device.hpp under the name that MSCCL++ used until 2025.
 #include "mscclpp/port_channel_device.hpp"

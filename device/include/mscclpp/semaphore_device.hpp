@@ -1,7 +1,7 @@
 // Device handles of semaphores between ranks: proxyccl::SharedSemaphore with MSCCL++'s member names.
 //
-// Any number of threads may call each method concurrently, except where the link to the peer does not add atomically
-// (proxyccl::SharedSemaphore::signal()).
+// Any number of threads may call each method concurrently, except where the link to the peer does not support atomic
+// additions (proxyccl::SharedSemaphore::signal()).
 #ifndef MSCCLPP_SEMAPHORE_DEVICE_HPP_
 #define MSCCLPP_SEMAPHORE_DEVICE_HPP_
 
@@ -63,7 +63,7 @@ struct MemoryDevice2DeviceSemaphoreDeviceHandle : detail::Semaphore {
   }
   /// Adds one to the peer's semaphore. A peer that has received the signal sees this thread's earlier writes.
   PROXYCCL_DEVICE void signal() const { ours().signal(); }
-  /// Adds one at the peer without ordering, for a signal that announces no data.
+  /// Adds one to the peer's semaphore without ordering, for a signal that announces no data.
   PROXYCCL_DEVICE void relaxedSignal() const { ours().relaxedSignal(); }
   PROXYCCL_DEVICE uint64_t loadInboundRelaxed() const { return proxyccl::loadRelaxedSystem(inboundToken); }
 };

@@ -1,2 +1,2 @@
-// MSCCL++'s name of memory_channel_device.hpp until 2025.
+// Includes memory_channel_device.hpp under the name that MSCCL++ used until 2025.
 #include "mscclpp/memory_channel_device.hpp"

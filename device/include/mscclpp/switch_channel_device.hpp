@@ -1,4 +1,4 @@
-// SwitchChannelDeviceHandle, in name only: multicast by a switch is not supported, and using it does not compile.
+// Declares SwitchChannelDeviceHandle only by name: multicast by a switch is not supported, so its use does not compile.
 #ifndef MSCCLPP_SWITCH_CHANNEL_DEVICE_HPP_
 #define MSCCLPP_SWITCH_CHANNEL_DEVICE_HPP_
 

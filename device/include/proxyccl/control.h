@@ -1,7 +1,7 @@
 /* The control block, through which a rank's kernels, proxy and peers stop one another.
  *
- * Each rank has one control block, in pinned host memory that all ranks of the host map. A device-side wait reads
- * `abort` while it spins, and `timeout_ns` to know when to give up. The first wait that gives up fills the error
+ * Each rank has one control block, in pinned host memory that all ranks of the host map. While a device-side wait
+ * spins, it reads `abort`, and reads `timeout_ns` to know when to give up. The first wait that gives up fills the error
  * record, then sets `abort` on every rank of the host, on its own rank last. When a wait is aborted, or the CPU asks
  * what kernels wait for (`asked`), the wait describes itself in `waits`.
  */
@@ -22,14 +22,14 @@ enum ProxycclErrorCode {
   PROXYCCL_ERROR_PROXY_LOST = 9,     /* the node daemon that runs a rank's proxy ended */
   PROXYCCL_ERROR_OUT_OF_RANGE = 10,  /* the range of an SmChannel's call leaves its memory, or splits a packet */
   PROXYCCL_ERROR_SHARED_WAIT = 11,   /* two interpreted Triton programs wait on one channel concurrently */
-  PROXYCCL_ERROR_BAD_SCHEDULE = 12,  /* a schedule names an unused id, or leaves its memory */
+  PROXYCCL_ERROR_BAD_SCHEDULE = 12,  /* a schedule names an unused id, or a range that leaves its memory */
   PROXYCCL_ERROR_TRANSFER_SIZE = 13, /* a rank expects another number of bytes than its peer sends */
   PROXYCCL_ERROR_PARENT = 14,        /* the communicator that this one was split from has ended */
   PROXYCCL_ERROR_CONTEXT_LOST = 15,  /* an error has ended a rank's context on its GPU */
   PROXYCCL_ERROR_SIGNAL_VALUE = 16   /* a signal's value is not above the semaphore's count */
 };
 
-/* The call of an SmChannel, or of mscclpp/packet_device.hpp, that is out of range. */
+/* The call of SmChannel or mscclpp/packet_device.hpp that was given a range outside its memory. */
 enum ProxycclSmCall {
   PROXYCCL_SM_PUT = 1,
   PROXYCCL_SM_GET = 2,
@@ -50,13 +50,13 @@ enum ProxycclWaitKind {
   PROXYCCL_WAIT_PROXY_SIGNAL = 5,
   PROXYCCL_WAIT_PACKET = 6,
   PROXYCCL_WAIT_GRID = 7,
-  /* The proxy's waits, which it does not describe in `waits`: */
+  /* Waits of the proxy; the proxy does not describe them in `waits`: */
   PROXYCCL_WAIT_SCHEDULE_POST = 8,
   PROXYCCL_WAIT_SCHEDULE_DATA = 9,
   PROXYCCL_WAIT_SCHEDULE_SEND = 10,
   PROXYCCL_WAIT_SCHEDULE_GATE = 11,
   PROXYCCL_WAIT_CONDITION = 12, /* a condition of a user's kernel (mscclpp/poll_device.hpp) */
-  PROXYCCL_WAIT_EXECUTION = 13, /* in an operation of an execution plan, which `channel` identifies (execution.h) */
+  PROXYCCL_WAIT_EXECUTION = 13, /* in an execution plan's operation; `channel` identifies the operation (execution.h) */
   PROXYCCL_WAIT_COMPLETION = 14,
   PROXYCCL_WAIT_STAGE = 15 /* for data that a peer sends at the proxy's request; the proxy knows which peer */
 };
@@ -64,7 +64,7 @@ enum ProxycclWaitKind {
 /* Whether a rank may still access its peers' memory. */
 enum ProxycclPresence {
   PROXYCCL_PRESENT = 0,
-  PROXYCCL_CLOSING_ANOTHER = 1, /* the rank waits for another communicator to close */
+  PROXYCCL_CLOSING_ANOTHER = 1, /* the rank's thread is closing another of its communicators */
   PROXYCCL_LEFT = 2,            /* the rank has closed the communicator, and accesses no peer's memory */
   PROXYCCL_STOPPED = 3          /* the communicator has failed, and its kernels and its proxy have ended */
 };
@@ -90,7 +90,7 @@ typedef struct ProxycclErrorRecord {
   uint64_t size;      /* size of that transfer in bytes */
 } ProxycclErrorRecord;
 
-/* What one kernel waits for: its answer to the CPU's question in `asked`. */
+/* What one kernel waits for: the kernel's answer to the CPU's question in `asked`. */
 typedef struct ProxycclWait {
   uint32_t claimed;  /* the question's number: the first wait to store it here fills in this entry */
   uint32_t answered; /* the question's number, stored after the fields below */
@@ -106,16 +106,16 @@ typedef struct ProxycclWait {
  * PROXYCCL_WAIT_PEERS plus the wait's kind. */
 enum { PROXYCCL_WAIT_PEERS = 64, PROXYCCL_WAIT_PLACES = PROXYCCL_WAIT_PEERS + 16 };
 
-/* The question number that an abort asks: every aborted wait answers it. */
+/* The question number that stands for an abort: every aborted wait answers this question. */
 #define PROXYCCL_LAST_QUESTION 0xffffffffu
 
 typedef struct ProxycclControl {
   uint32_t abort; /* 0, or the ProxycclErrorCode for which all waits must end */
-  uint32_t asked; /* number of the CPU's question about what kernels wait for; 0 while there is no question */
+  uint32_t asked; /* number of the CPU's question about what kernels wait for; 0 if none is asked */
   uint32_t rank;
   uint32_t failed_rank; /* the rank of this host that failed first, plus one; 0 if none has failed */
   uint64_t timeout_ns;
-  struct ProxycclControl* const* peers; /* this device's addresses of the control blocks of the host's other ranks */
+  struct ProxycclControl* const* peers; /* the control blocks of this host's other ranks, at this device's addresses */
   uint32_t peer_count;
   uint32_t presence;  /* ProxycclPresence, which this rank's CPU writes and the peers' CPUs read */
   uint32_t exchanges; /* number of bootstrap exchanges that the rank took part in before it left */

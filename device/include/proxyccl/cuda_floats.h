@@ -27,8 +27,8 @@ PROXYCCL_DEVICE __half __int2half_rn(int x) { return x; }
 PROXYCCL_DEVICE __half __low2half(__half2 x) { return x.x; }
 PROXYCCL_DEVICE __half __high2half(__half2 x) { return x.y; }
 
-// Defines CUDA's conversion functions of a 16-bit type and of its pairs; `name` is the type's part of the function
-// names.
+// Defines CUDA's conversion functions of a 16-bit type and of pairs of it; `name` is how the functions' names spell the
+// type.
 #define PROXYCCL_CUDA_CONVERSIONS(name, T, T2)                                                \
   PROXYCCL_DEVICE T __float2##name(float x) { return x; }                                     \
   PROXYCCL_DEVICE T __float2##name##_rn(float x) { return x; }                                \
@@ -45,7 +45,7 @@ PROXYCCL_CUDA_CONVERSIONS(half, __half, __half2)
 PROXYCCL_CUDA_CONVERSIONS(bfloat16, __nv_bfloat16, __nv_bfloat162)
 #undef PROXYCCL_CUDA_CONVERSIONS
 
-// Defines an operation on the two 16-bit types and on their pairs.
+// Defines an operation on each of the two 16-bit types, and on pairs of each.
 #define PROXYCCL_CUDA_OPERATION(name, expression)                                                                     \
   template <class S>                                                                                                  \
   PROXYCCL_DEVICE ::proxyccl::NarrowFloat<S> name(::proxyccl::NarrowFloat<S> a, ::proxyccl::NarrowFloat<S> b) {       \

@@ -1,4 +1,4 @@
-// The ring of triggers, as kernels push to it.
+// The ring to which kernels push triggers.
 //
 // A producer takes a ticket, waits until the ring has room for it, and stores 16 bytes. A trigger's parity bit is 1 in
 // the ring's first lap and flips with each lap, so zeroed slots read as empty and no slot is ever cleared.
@@ -19,7 +19,7 @@ constexpr uint64_t kNoTicket = ~0ull;
 struct Fifo : ProxycclFifo {
   static constexpr uint32_t kHandleKind = PROXYCCL_HANDLE_FIFO;
 
-  /// Pushes one trigger; waits while the ring is full. Any number of threads may call it concurrently.
+  /// Pushes one trigger; waits while the ring is full. Any number of threads may call push() concurrently.
   ///
   /// Triggers of one thread are executed in the order of its pushes. The proxy's transfer sees what the thread wrote
   /// before the push.
@@ -27,9 +27,9 @@ struct Fifo : ProxycclFifo {
   /// @param control  the control block of the communicator; null for the module's own
   /// @return the trigger's ticket; kNoTicket if the communicator has ended or the ring stayed full until the time-out
   PROXYCCL_DEVICE uint64_t push(ProxycclTrigger trigger, Control* control) const {
-    // push() does not read the abort word, which would cost a trip to the host. After an abort nobody drains the ring,
-    // so the ring fills up and the wait for room sees the abort. The load of the cached tail overlaps with the fetch of
-    // the ticket. The load is relaxed, because the fence after it (orderBeforeTrigger) makes it an acquire.
+    // push() does not read the abort word, because the read would cost a round trip to host memory. After an abort
+    // nobody drains the ring, so the ring fills up and the wait for room sees the abort. The load of the cached tail is
+    // relaxed, because the fence after it (orderBeforeTrigger) makes it an acquire.
     const uint64_t known_tail = loadRelaxedDevice(tail_cache);
     const uint64_t ticket = fetchAddRelaxedDevice<uint64_t>(head, 1);
     orderBeforeTrigger();
@@ -42,7 +42,8 @@ struct Fifo : ProxycclFifo {
     return ticket;
   }
 
-  /// Waits until the proxy has taken a trigger out of the ring and issued it. The transfer may not be complete yet.
+  /// Waits until the proxy has taken a trigger out of the ring and issued it. The transfer itself may still be in
+  /// flight.
   /// @param ticket   from push(); for kNoTicket it returns false immediately
   /// @param control  the control block of the communicator; null for the module's
   /// @return false if the communicator has ended or the time-out passed
@@ -53,7 +54,7 @@ struct Fifo : ProxycclFifo {
   }
 
  private:
-  // tail_cache never exceeds the ring's tail, so a slot that it shows as free is free.
+  // tail_cache never exceeds the ring's tail, so a slot that is free according to tail_cache is free.
   PROXYCCL_DEVICE bool hasRoom(uint64_t ticket) const {
     return ticket < loadAcquireDevice(tail_cache) + (1ull << size_log2);
   }

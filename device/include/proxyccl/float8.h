@@ -40,7 +40,7 @@ PROXYCCL_DEVICE uint8_t floatToE4M3(float value) { return floatToFloat8<3, 7>(va
 // Saturates at 57344.
 PROXYCCL_DEVICE uint8_t floatToE5M2(float value) { return floatToFloat8<2, 15>(value, 0x7b); }
 
-// Shifts the bits to a half's positions; the exponent bias of a half is greater by 8.
+// Shifts an E4M3's bits to their positions in a half, whose exponent bias is greater by 8.
 PROXYCCL_DEVICE float e4m3ToFloat(uint8_t bits) {
   if ((bits & 0x7f) == 0x7f) return __builtin_bit_cast(float, 0x7fc00000u);
   return 256 * halfToFloat(static_cast<uint16_t>((bits & 0x80) << 8 | (bits & 0x7f) << 7));

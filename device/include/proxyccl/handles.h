@@ -26,7 +26,7 @@ typedef struct ProxycclFifo {
   ProxycclTrigger* slots;
   uint64_t* tail;         /* number of triggers that the proxy has taken */
   uint64_t* head;         /* number of tickets that producers have taken */
-  uint64_t* tail_cache;   /* the producers' copy of `tail`, which saves them the trip to the host */
+  uint64_t* tail_cache;   /* the producers' copy of `tail`, which saves reads of host memory */
   uint32_t* refresh_lock; /* not 0 while a producer refreshes tail_cache */
   uint32_t size_log2;     /* slots = 1 << size_log2 */
   uint32_t size;          /* number of slots; size_mask is size - 1 */
@@ -59,8 +59,8 @@ typedef struct ProxycclProxyChannel {
   ProxycclFifo fifo;
   ProxycclSemaphore semaphore;   /* only the engine uses remote_inbound and outbound */
   uint64_t* flushed;             /* pinned: ticket of the channel's last complete flush, plus one */
-  uint64_t* completed;           /* pinned: ticket of the last of the channel's complete operations, plus one */
-  const uint64_t* memory_limits; /* pinned, by memory id: bytes to its memory's end; NULL for a handler's channel */
+  uint64_t* completed;           /* pinned: ticket of the channel's last complete operation, plus one */
+  const uint64_t* memory_limits; /* pinned, by memory id: bytes to the memory's end; NULL for a handler's channel */
   ProxycclControl* control;
   uint32_t channel;
   uint32_t peer;

@@ -87,8 +87,8 @@ PROXYCCL_DEVICE constexpr T abs(T a) {
   return a < T(0) ? -a : a > T(0) ? a : a * a;  // -0 gives 0, and a NaN stays a NaN
 }
 
-// The empty packs make overload resolution prefer the overloads of libc++ or libstdc++, if a source makes these
-// visible.
+// The empty parameter packs make overload resolution prefer the overloads of libc++ or libstdc++, if a source makes
+// these visible.
 #define PROXYCCL_OF_ONE(name)                                       \
   template <class T>                                                \
   PROXYCCL_DEVICE float name##f(T x) {                              \
@@ -302,7 +302,7 @@ struct DynamicShared {
   }
 };
 
-// Ends the communicator that compiled the kernel with an AbortedError; the kernel continues.
+// An AbortedError ends the communicator that compiled the kernel; the kernel continues.
 PROXYCCL_DEVICE void endCommunicator() {
   recordError(nullptr, PROXYCCL_ERROR_LOCAL, {PROXYCCL_WAIT_NONE, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL, 0}, 0);
 }

@@ -43,8 +43,8 @@ PROXYCCL_PARAMETER(long long, kParameterInteger)
 PROXYCCL_PARAMETER(unsigned long long, kParameterInteger)
 #undef PROXYCCL_PARAMETER
 
-// The kind of handle (handles.h, ProxycclHandleKind) that a parameter takes, by value or by pointer: the type's
-// kHandleKind; 0 if it has none.
+// The kind of handle (handles.h, ProxycclHandleKind) that a parameter takes, by value or by pointer; 0 if the parameter
+// takes no handle.
 template <uint32_t>
 struct IsNumber {
   using Type = void;
@@ -60,7 +60,7 @@ struct HandleKindOf<T, typename IsNumber<T::kHandleKind>::Type> {
 template <class T>
 struct HandleKindOf<T*, void> : HandleKindOf<T> {};
 
-// {count, then size << 8 | kind of handle << 2 | kind for each parameter}
+// {number of parameters, then for each: size in bytes << 8 | HandleKindOf << 2 | ParameterKind}
 template <class... Args>
 struct ParameterTable {
   uint32_t entries[1 + sizeof...(Args)];

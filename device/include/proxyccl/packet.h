@@ -69,7 +69,7 @@ struct alignas(8) LL8Packet {
 
 using LLPacket = LL16Packet;
 
-/// Waits for a packet with this flag. Any thread may call it.
+/// Waits for a packet with this flag. Any thread may call readPacket().
 /// @param packet   the packet, in local memory
 /// @param flag     the flag that the sender used
 /// @param control  the communicator's control block; null for the module's
@@ -86,7 +86,7 @@ PROXYCCL_DEVICE typename Packet::Payload readPacket(const Packet* packet, uint32
   return payload;
 }
 
-/// Returns whether a flag is valid: 0 is not, because zeroed memory holds it, so a wait for it would succeed too early.
+/// Returns whether a flag is valid. Flag 0 is not, because zeroed memory holds 0: a wait for 0 would succeed too early.
 ///
 /// An invalid flag ends the communicator with a TriggerError. The parameters are those of readPacket().
 PROXYCCL_DEVICE bool flagIsValid(uint32_t flag, Control* control, uint32_t peer, uint32_t channel) {

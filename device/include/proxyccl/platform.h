@@ -13,7 +13,7 @@
 //   orderBeforeTrigger, storePacket128, loadPacket128, storeRelaxed128, loadRelaxed128, halfToFloat, floatToHalf,
 //   dynamicShared
 //   kSpinsPerCheck, kFirstCheck: how often, and from which spin on, a wait checks the abort word and the clock
-//   PROXYCCL_LOADS_NEED_NO_RELEASE, if storeReleaseLoadsSystem is a relaxed store there
+//   PROXYCCL_LOADS_NEED_NO_RELEASE, if storeReleaseLoadsSystem is a relaxed store on this target
 //   PROXYCCL_SMALL_KERNEL, if kernels of single warps start beside a matrix product; with it prefetchToDevice()
 //   syncThreadsSystem, syncThreadsDevice: __syncthreads after which one thread's release at that scope covers what the
 //   whole block wrote
@@ -32,8 +32,8 @@
 #endif
 
 #if !PROXYCCL_ON_HOST
-// What defaultControl() returns in this module; the runtime sets it after loading the module. The symbol is weak,
-// because several translation units may be linked into one module.
+// The value that defaultControl() returns in this module; the runtime sets it after loading the module. The symbol is
+// weak, because several translation units may be linked into one module.
 extern "C" {
 struct ProxycclControl;
 __device__ __attribute__((weak)) ProxycclControl* proxyccl_default_control = nullptr;

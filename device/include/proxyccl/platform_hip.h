@@ -39,9 +39,9 @@
 namespace proxyccl {
 namespace hip {
 
-// Waits until all stores of this wave have arrived, including a write-back of the cache. The compiler adds this wait to
-// a release only if it knows of a store in flight. It does not know of the write-back, nor of a store in assembly
-// (storePacket128). So on AMD each release is a fence followed by this wait.
+// Waits until all stores of this wave have arrived and a write-back of the cache is complete. The compiler adds this
+// wait to a release only if it knows of a store in flight. The compiler does not know of the write-back, nor of a store
+// in assembly (storePacket128). So on AMD each release is a fence followed by this wait.
 PROXYCCL_DEVICE void drainStores() { asm volatile("s_waitcnt vmcnt(0)" ::: "memory"); }
 PROXYCCL_DEVICE void releaseSYSTEM() {
   __builtin_amdgcn_fence(__ATOMIC_RELEASE, "");
@@ -122,8 +122,8 @@ PROXYCCL_DEVICE void loadPacket128(const uint64_t* p, uint64_t* low, uint64_t* h
 PROXYCCL_DEVICE void storeRelaxed128(uint64_t* p, uint64_t low, uint64_t high) { storePacket128(p, low, high); }
 PROXYCCL_DEVICE void loadRelaxed128(const uint64_t* p, uint64_t* low, uint64_t* high) { loadPacket128(p, low, high); }
 
-// storeTrigger() stores word 0 relaxed and word 1 with a release. This fence orders the store of word 0 after the load
-// that found room in the ring.
+// storeTrigger() stores word 0 by a relaxed store and word 1 by a release. This fence orders the store of word 0 after
+// the load that found room in the ring.
 PROXYCCL_DEVICE void orderBeforeTrigger() { __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "agent"); }
 PROXYCCL_DEVICE void storeTrigger(uint64_t* slot, uint64_t word0, uint64_t word1) {
   PROXYCCL_STORE(slot, word0, RELAXED, SYSTEM);

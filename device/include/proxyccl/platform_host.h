@@ -82,7 +82,7 @@ PROXYCCL_DEVICE T fromBits(uint64_t bits) {
 
 template <size_t... I>
 struct Indices {};
-// The sequence 0 to N - 1, defined without builtins, because those of g++ and clang++ differ.
+// The sequence 0 to N - 1, defined without compiler builtins, because g++ and clang++ have different ones.
 template <size_t N, size_t... I>
 struct IndicesBelow : IndicesBelow<N - 1, N - 1, I...> {};
 template <size_t... I>
@@ -132,7 +132,7 @@ PROXYCCL_DEVICE ProxycclControl* defaultControl() { return host::self()->default
 PROXYCCL_DEVICE void spinHint(uint32_t spins) { host::self()->api->spin(host::self(), spins); }
 PROXYCCL_DEVICE uint64_t nanoseconds() { return host::self()->api->nanoseconds(); }
 // On the host, a spin yields to the scheduler and may last a time slice on a busy machine. A kernel that must stop may
-// have hundreds of waits ahead, so each wait checks before its first spin.
+// have hundreds of waits ahead, so each wait checks the abort word before its first spin.
 constexpr uint32_t kSpinsPerCheck = 8, kFirstCheck = 0;
 
 template <class T>
@@ -154,8 +154,8 @@ PROXYCCL_DEVICE void prefetch(const void* p) { __builtin_prefetch(p); }
 PROXYCCL_DEVICE void fenceSystem() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 PROXYCCL_DEVICE void* dynamicShared() { return host::self()->dynamic_shared; }
 
-// storeTrigger() stores word 0 relaxed, and then word 1, with the parity bit, by a release that publishes both words.
-// This fence orders the store of word 0 after the load that found room in the ring.
+// storeTrigger() stores word 0 by a relaxed store, then word 1, with the parity bit, by a release that publishes both
+// words. This fence orders the store of word 0 after the load that found room in the ring.
 PROXYCCL_DEVICE void orderBeforeTrigger() { __atomic_thread_fence(__ATOMIC_ACQUIRE); }
 PROXYCCL_DEVICE void storeTrigger(uint64_t* slot, uint64_t word0, uint64_t word1) {
   __atomic_store_n(slot, word0, __ATOMIC_RELAXED);
@@ -191,7 +191,7 @@ PROXYCCL_DEVICE uint16_t floatToHalf(float value) {
   uint32_t half;
   if (magnitude > 0x7f800000) {  // a NaN stays a (quiet) NaN
     half = 0x7e00;
-  } else if (magnitude >= 0x477ff000) {  // rounds to infinity: 65520 and more
+  } else if (magnitude >= 0x477ff000) {  // values from 65520 on round to infinity
     half = 0x7c00;
   } else if (magnitude < 0x38800000) {  // subnormal: a float near 0.5 has the same unit in the last place as a
                                         // subnormal half
@@ -243,7 +243,7 @@ PROXYCCL_DEVICE T __shfl_up_sync(uint32_t mask, T value, uint32_t delta) {
 }
 namespace proxyccl {
 namespace host {
-// T in a non-deduced context, so that atomicAdd(&counter, 1) converts the 1 to T.
+// Names T in a non-deduced context, so that atomicAdd(&counter, 1) converts the 1 to T.
 template <class T>
 struct SameType {
   using Type = T;

@@ -4,15 +4,15 @@
 // alignment. A destination offset counts from the start of the peer's memory, a source offset from the start of local
 // memory.
 //
-// One thread makes a call for its whole block; if several threads call put(), they make several puts. A put carries
+// One thread makes a call for its whole block; if several threads call put(), they make several puts. A put transfers
 // what the calling thread wrote before the put, and what the thread's block wrote before a syncThreadsSystem(). The
 // operations of one thread on a channel are executed in the order of its calls: a get reads what earlier puts wrote,
-// and its data arrives before a later put reads the data and before a later signal arrives. Over a fabric that does not
-// order writes, puts may overtake one another, and so may gets. If a range leaves its memory, nothing moves and the
-// communicator ends with a TriggerError.
+// and the get's data arrives before a later put reads the data and before a later signal arrives. Over a fabric that
+// does not order writes, puts may overtake one another, and so may gets. If a range leaves its memory, nothing moves
+// and the communicator ends with a TriggerError.
 //
-// A put or get returns a ticket, or kNoTicket if the call could not push a trigger. Without a flush, isComplete() and
-// waitComplete() tell when the ticket's operation and all earlier ones on the channel are complete.
+// A put or get returns a ticket, or kNoTicket if the call could not push a trigger. isComplete() and waitComplete()
+// tell, without a flush, when the ticket's operation and all earlier ones on the channel are complete.
 #pragma once
 
 #include "proxyccl/element.h"
@@ -60,7 +60,7 @@ PROXYCCL_DEVICE ProxycclTrigger makeValueTrigger(uint32_t op, uint32_t channel, 
 struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   static constexpr uint32_t kHandleKind = PROXYCCL_HANDLE_PROXY_CHANNEL;
 
-  /// Starts a copy from local memory to the peer's. It returns immediately, unless the ring is full.
+  /// Starts a copy from local memory to the peer's. put() returns immediately, unless the ring is full.
   ///
   /// The source may be overwritten when the put is complete. The peer may read the data once it has received a later
   /// signal().
@@ -81,8 +81,8 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
     return push(PROXYCCL_OP_DATA, dstMemory, dstOffset, srcMemory, srcOffset, size);
   }
 
-  /// Starts a copy from the peer's memory to local memory. It returns immediately, unless the ring is full. The peer's
-  /// kernels take no part.
+  /// Starts a copy from the peer's memory to local memory. get() returns immediately, unless the ring is full. The
+  /// peer's kernels take no part.
   ///
   /// After the wait() for a signal, a get reads what the peer wrote before that signal. The data may be read when the
   /// get is complete. A later signal() tells the peer that it may overwrite the memory that the get has read.
@@ -118,7 +118,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
     return pushValue(PROXYCCL_OP_DATA | PROXYCCL_OP_SIGNAL, dstOffset, value);
   }
 
-  /// Adds one to the peer's semaphore of this channel, after the data of all earlier puts and gets on the channel.
+  /// Adds one to the peer's semaphore; the signal arrives after the data of all earlier puts and gets on the channel.
   PROXYCCL_DEVICE void signal() const { push(PROXYCCL_OP_SIGNAL, 0, 0, 0, 0, 0); }
 
   /// Raises the count of the peer's semaphore to `value`, as if this rank had called signal() until the count was
@@ -184,7 +184,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   }
 
   /// Returns whether the operation with this ticket and all earlier ones on the channel are complete, in the sense of
-  /// flush(). Like poll(), it never waits. Over a fabric, a flush makes completions known sooner.
+  /// flush(). Like poll(), it never waits. Over a fabric, a flush lets isComplete() return true sooner.
   /// @param ticket  from any call on this channel that returns one
   PROXYCCL_DEVICE bool isComplete(uint64_t ticket) const {
     return ticket != kNoTicket && loadAcquireSystem(completed) > ticket;
@@ -225,7 +225,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
     return semaphoreHandle().waitUntil(control, PROXYCCL_WAIT_PROXY_SIGNAL, peer, channel, value);
   }
 
-  /// Consumes the peer's next signal if it has arrived. Any number of threads may call it concurrently.
+  /// Consumes the peer's next signal if it has arrived. Any number of threads may call poll() concurrently.
   ///
   /// poll() never waits, so a loop around it must itself end when the communicator ends:
   /// `while (!channel.poll()) if (aborted(channel.control)) return;`

@@ -16,8 +16,8 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// An element type's attributes. kScaled says whether an average scales the values before it adds them. They must be
-// scaled if the accumulator has the range of the type itself, because then the sum may overflow although the average
+// An element type's attributes. kScaled says whether an average scales the values before it adds them. The values must
+// be scaled if the accumulator has the range of the type itself, because then the sum may overflow although the average
 // does not.
 template <class T>
 struct Element {
@@ -119,7 +119,7 @@ struct Avg {
  private:
   template <class A>
   static PROXYCCL_DEVICE A divide(A a, uint32_t ranks) {
-    return a / static_cast<decltype(a + a)>(ranks);  // in a type wider than A, because an 8-bit A may not hold `ranks`
+    return a / static_cast<decltype(a + a)>(ranks);  // divides in a wider type, because an 8-bit A may not hold `ranks`
   }
   // If `ranks` is a power of two, its reciprocal is exact, so a multiplication replaces the division. On a GPU a
   // division takes some 30 instructions, which would slow down a kernel of few blocks.
@@ -132,7 +132,7 @@ struct Avg {
   static PROXYCCL_DEVICE bool isPowerOfTwo(uint32_t ranks) { return (ranks & (ranks - 1)) == 0; }
   // Returns the reciprocal of the least power of two >= `ranks`.
   static PROXYCCL_DEVICE float inverse(uint32_t ranks) {
-    uint32_t bits = ranks - 1;  // the next lines set all bits below its highest
+    uint32_t bits = ranks - 1;  // the next lines set all bits below the highest set bit
     for (uint32_t shift = 1; shift < 32; shift *= 2) bits |= bits >> shift;
     return __builtin_bit_cast(float, (127u - countBits(bits)) << 23);
   }
@@ -156,7 +156,7 @@ PROXYCCL_DEVICE typename Element<T>::Accumulator contribution(T value, uint32_t 
 }
 
 // Returns a reduction's result from the combined values of all ranks. A sum or product of two NaNs has the sign and
-// payload of one of the two, which depends on the device and on the compiler's order of the operands. So a NaN result
+// payload of one of the two; which one depends on the device and on the compiler's order of operands. So a NaN result
 // gets neither sign nor payload.
 template <class T, class Op>
 PROXYCCL_DEVICE typename Element<T>::Accumulator finished(typename Element<T>::Accumulator combined, uint32_t ranks) {

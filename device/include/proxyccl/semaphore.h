@@ -8,7 +8,7 @@
 namespace proxyccl {
 
 struct Semaphore : ProxycclSemaphore {
-  /// Adds one to the peer's count. One thread at a time calls it.
+  /// Adds one to the peer's count. One thread at a time calls signal().
   ///
   /// The release pairs with the acquire in the peer's wait(): a peer that sees the signal also sees what this thread
   /// wrote before, and what its block wrote before a syncThreadsSystem(). Only this thread writes `remote_inbound`, so
@@ -19,10 +19,10 @@ struct Semaphore : ProxycclSemaphore {
   /// ordered after the stores of earlier kernels and after this block's loads, but not after its stores.
   PROXYCCL_DEVICE void signalLoads() const { storeReleaseLoadsSystem<uint64_t>(remote_inbound, ++*outbound); }
 
-  /// signal() without ordering, for a signal that announces no data.
+  /// Does signal() without ordering, for a signal that announces no data.
   PROXYCCL_DEVICE void relaxedSignal() const { storeRelaxedSystem<uint64_t>(remote_inbound, ++*outbound); }
 
-  /// Waits for the next signal and consumes it. One thread at a time calls it.
+  /// Waits for the next signal and consumes it. One thread at a time calls wait().
   /// @param control  the communicator's control block; null for the module's own
   /// @param kind     ProxycclWaitKind, for the error record if the wait fails
   /// @param peer     the rank that signals, or PROXYCCL_NO_PEER
@@ -33,7 +33,7 @@ struct Semaphore : ProxycclSemaphore {
                    [](const uint64_t* p) { return loadAcquireSystem(p); });
   }
 
-  /// wait() without ordering, for a signal that announces no data.
+  /// Does wait() without ordering, for a signal that announces no data.
   PROXYCCL_DEVICE bool relaxedWait(Control* control, uint32_t kind, uint32_t peer, uint32_t channel) const {
     return consume(control, {kind, peer, channel, *expected + 1},
                    [](const uint64_t* p) { return loadRelaxedSystem(p); });

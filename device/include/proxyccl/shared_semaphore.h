@@ -1,7 +1,7 @@
 // The semaphore of channels: any number of threads and blocks may signal it and wait for it concurrently.
 //
-// By an atomic add, a waiting thread takes the number of the signal that it waits for. The add overlaps with the first
-// load of the count, so a wait takes no longer than in semaphore.h.
+// A waiting thread reserves the number of its signal by an atomic add. The add overlaps with the first load of the
+// count, so a wait takes no longer than a wait in semaphore.h.
 #pragma once
 
 #include "proxyccl/handles.h"
@@ -26,7 +26,7 @@ struct SharedSemaphore : ProxycclSemaphore {
     addReleaseSystem(remote_inbound, 1);
   }
 
-  /// signal() without ordering, for a signal that announces no data.
+  /// Does signal() without ordering, for a signal that announces no data.
   PROXYCCL_DEVICE void relaxedSignal() const {
     if (adds == 0) return storeRelaxedSystem<uint64_t>(remote_inbound, ++*outbound);
     addRelaxedDevice(outbound, 1);
@@ -56,7 +56,7 @@ struct SharedSemaphore : ProxycclSemaphore {
     return await(control, {kind, peer, channel, takeNext()}, [](const uint64_t* p) { return loadAcquireSystem(p); });
   }
 
-  /// wait() without ordering, for a signal that announces no data.
+  /// Does wait() without ordering, for a signal that announces no data.
   PROXYCCL_DEVICE bool relaxedWait(Control* control, uint32_t kind, uint32_t peer, uint32_t channel) const {
     return await(control, {kind, peer, channel, takeNext()}, [](const uint64_t* p) { return loadRelaxedSystem(p); });
   }

@@ -19,7 +19,7 @@ namespace proxyccl {
 struct SmChannelDeviceHandle : ProxycclSmChannel {
   static constexpr uint32_t kHandleKind = PROXYCCL_HANDLE_SM_CHANNEL;
 
-  /// Reads one element of the peer's memory. Any thread may call it.
+  /// Reads one element of the peer's memory. Any thread may call read().
   ///
   /// The access is relaxed, and is a single access if sizeof(T) == alignof(T) <= 16 (element.h). read() is for inner
   /// loops, so it does not check the index against the memory's size.
@@ -31,8 +31,8 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
     return loadElement(reinterpret_cast<const T*>(dst) + index);
   }
 
-  /// Writes one element of the peer's memory, with the access of read(). A later signal() tells the peer that the
-  /// element has arrived.
+  /// Writes one element of the peer's memory, by a relaxed access like that of read(). A later signal() tells the peer
+  /// that the element has arrived.
   /// @param index the element's index, counted in T
   /// @param value  the value to write
   template <class T>
@@ -161,7 +161,7 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
       recordError(control, PROXYCCL_ERROR_SIGNAL_VALUE, {PROXYCCL_WAIT_SM_SIGNAL, peer, channel, count}, value);
   }
 
-  /// signal() without ordering, for a signal that announces no data.
+  /// Does signal() without ordering, for a signal that announces no data.
   PROXYCCL_DEVICE void relaxedSignal() const { semaphoreHandle().relaxedSignal(); }
 
   /// Waits for the peer's next signal and consumes it. Any number of threads may call wait() concurrently: each
@@ -177,12 +177,12 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
     return semaphoreHandle().waitUntil(control, PROXYCCL_WAIT_SM_SIGNAL, peer, channel, value);
   }
 
-  /// wait() without ordering, for a signal that announces no data.
+  /// Does wait() without ordering, for a signal that announces no data.
   PROXYCCL_DEVICE bool relaxedWait() const {
     return semaphoreHandle().relaxedWait(control, PROXYCCL_WAIT_SM_SIGNAL, peer, channel);
   }
 
-  /// Consumes the peer's next signal if it has arrived. Any number of threads may call it concurrently.
+  /// Consumes the peer's next signal if it has arrived. Any number of threads may call poll() concurrently.
   ///
   /// poll() never waits, so a loop around it must itself end when the communicator ends: `while (!channel.poll()) if
   /// (aborted(channel.control)) return;`

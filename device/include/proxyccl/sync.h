@@ -49,11 +49,11 @@ struct DeviceSyncer {
 struct DeviceSemaphore {
   int32_t count;
 
-  /// Adds one, and releases what the block wrote before a syncThreadsDevice(). One thread of a block calls it.
+  /// Adds one, and releases what the block wrote before a syncThreadsDevice(). One thread of a block calls release().
   PROXYCCL_DEVICE void release() { fetchAddAcqRelDevice<int32_t>(&count, 1); }
 
-  /// Waits until the count is positive, then subtracts one. One thread of a block calls it. The block may then read
-  /// what was written before the matching release().
+  /// Waits until the count is positive, then subtracts one. One thread of a block calls acquire(). The block may then
+  /// read what was written before the matching release().
   /// @param control  the communicator's control block; null for the module's
   /// @param what     describes the wait, for the error record
   /// @return false if the communicator has ended or the time-out passed; then the count is unchanged

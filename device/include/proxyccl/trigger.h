@@ -5,12 +5,12 @@
  *   word 1:  destination offset:32 | source memory:9 | destination memory:9 | operation:3 | channel:10 | parity:1
  *
  * A transfer goes from the source to the destination. A put's source is local memory, a get's source is the peer's
- * memory, and the bit `get` distinguishes the two. In a trigger without a transfer this bit belongs to `size`, in a
- * trigger with a value to the value.
+ * memory, and the bit `get` distinguishes the two. In a trigger without a transfer, `get` is the upper bit of `size`;
+ * in a trigger with a value, it is a bit of the value.
  *
- * A trigger may carry a value of up to 8 bytes instead of a source: the field `source memory` then stands for the
- * value's size, and the low bytes of word 0 hold the value. In a signal without data, the value is the count to which
- * the signal raises the peer's semaphore.
+ * A trigger may carry a value of up to 8 bytes instead of a source: the field `source memory` then encodes the value's
+ * size, and the low bytes of word 0 hold the value. In a signal without data, the value is the count to which the
+ * signal raises the peer's semaphore.
  *
  * The layout is that of MSCCL++'s proxy trigger, except for `get`; `parity` is MSCCL++'s reserved bit. A slot of the
  * ring is full if its parity bit equals the parity of the lap in which the engine reads it (see fifo.h). So no slot is
@@ -35,7 +35,7 @@ enum {
 };
 
 enum {
-  PROXYCCL_SIZE_BITS = 31, /* of a transfer's size; a trigger without a transfer has 32 */
+  PROXYCCL_SIZE_BITS = 31, /* bits of a transfer's size; the size in a trigger without a transfer has 32 bits */
   PROXYCCL_OFFSET_BITS = 32,
   PROXYCCL_MEMORY_BITS = 9,
   PROXYCCL_OP_BITS = 3,

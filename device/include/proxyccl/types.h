@@ -1,8 +1,8 @@
 /* Fixed-width integers without a system header, because run-time compilers have none.
  *
- * Another header of the translation unit may declare the same names, which must then be the same types. So on each
- * target these types are spelled as in its own headers: as in glibc on LP64 Linux (the C engine, a user's host code,
- * nvcc), as in libcu++ under NVRTC, and as HIPRTC's version predefines them.
+ * Another header of the translation unit may declare the same names, which must then be the same types. So these types
+ * are spelled as in each target's own headers: as in glibc for the C engine, a user's host code and nvcc (LP64 Linux),
+ * as in libcu++ for NVRTC, and as HIPRTC predefines them.
  */
 #pragma once
 

@@ -39,8 +39,8 @@ struct Transfer {
 // Stores this rank in `failed_rank` of all ranks of the host, then raises the abort words of all ranks, its own last.
 //
 // A kernel whose wait has been aborted continues with incomplete data and signals its peers, so the peers' waits may
-// succeed. `failed_rank` is stored before any wait ends, so that a rank that has used such data learns of the failure
-// at its next check.
+// succeed. `failed_rank` is stored before any wait ends, so that a rank that has used incomplete data learns of the
+// failure at its next check.
 PROXYCCL_DEVICE void spreadAbort(Control* control, uint32_t code) {
   // The first rank that failed stays in `failed_rank`, because that rank's error record says why.
   for (uint32_t i = 0; i < control->peer_count; ++i) {
@@ -52,7 +52,7 @@ PROXYCCL_DEVICE void spreadAbort(Control* control, uint32_t code) {
 }
 
 /// Fills in the rank's error record unless it is already filled, and ends the waits of all ranks of the host. Without a
-/// control block it does nothing. Any thread may call it.
+/// control block, recordError() does nothing. Any thread may call it.
 /// @param given     the communicator's control block; null for the module's
 /// @param code      ProxycclErrorCode
 /// @param what what the thread waited for, or which peer the error concerns
@@ -115,13 +115,13 @@ PROXYCCL_OUT_OF_LINE uint64_t checkWait(Control* given, WaitFor what, uint64_t s
   const bool last = what.kind == PROXYCCL_WAIT_GRID || what.kind == PROXYCCL_WAIT_STAGE;
   if (now - started <= (last ? 2 * bound : bound)) return started;
   if (control != nullptr) {
-    describeWait(control, PROXYCCL_LAST_QUESTION, what, seen);  // before recordError() ends other waits
+    describeWait(control, PROXYCCL_LAST_QUESTION, what, seen);  // must precede recordError(), which ends other waits
     recordError(control, PROXYCCL_ERROR_TIMEOUT, what, seen);
   }
   return 0;
 }
 
-/// Spins until ready(&seen) is true. Any thread may call it.
+/// Spins until ready(&seen) is true. Any thread may call waitUntil().
 /// @param given  the communicator's control block; null for the module's
 /// @param what describes the wait, for the error record
 /// @param ready  called repeatedly; stores the value that it saw in *seen
@@ -136,7 +136,7 @@ PROXYCCL_DEVICE bool waitUntil(Control* given, const WaitFor& what, Ready ready)
       started = checkWait(given, what, seen, started);
       given_up = started == 0;
     }
-    // The return is outside of the check's branch, where ptxas would use up to 28 more registers (two_shot of float32).
+    // Inside the check's branch, the return would take up to 28 more registers (two_shot of float32).
     if (given_up) return false;
     spinHint(spins);
   }

@@ -18,7 +18,7 @@ namespace proxyccl {
 class Announcement {
  public:
   // Announcements are numbered from 1, and a flag is the number's low 32 bits. Flag 1 << 31 replaces flag 0, because
-  // zeroed memory holds 0. The other announcement with this flag is 2^31 announcements away.
+  // zeroed memory holds 0. The only other announcement with flag 1 << 31 is 2^31 announcements away.
   PROXYCCL_DEVICE Announcement(const ProxycclExperts& experts, uint64_t number)
       : e_(experts),
         flag_(static_cast<uint32_t>(number) != 0 ? static_cast<uint32_t>(number) : 1u << 31),
@@ -87,7 +87,7 @@ class Announcement {
   const uint32_t flag_;
 
  private:
-  // Return the number of front packets of all ranks but `known`, and the index of number `i` of these packets.
+  // Return the number of front packets of all ranks but `known`, and the index of the i-th of these packets.
   PROXYCCL_DEVICE uint32_t packetsBut(uint32_t known) const {
     return (e_.world_size - (known < e_.world_size ? 1 : 0)) * front();
   }

@@ -1,5 +1,5 @@
-// Announcements for dispatches that send a token at most once to each rank: for each rank they carry a mask, which has
-// a bit for each token that goes to the rank. A row's position is the number of set bits before its token's bit.
+// Announcements for dispatches that send a token at most once to each rank: for each rank they carry a mask, in which a
+// token's bit is set if the token goes to the rank. A row's position is the number of set bits before its token's bit.
 //
 // A rank's choices begin with one packet for each block that announces. The packet holds the number of the first slot
 // in the block's share whose id is out of range, or ~0 if there is none. Then come the masks: for each rank, one packet
@@ -19,7 +19,7 @@ class MaskAnnouncement : public Announcement {
  public:
   using Announcement::Announcement;
 
-  // Called by the block first; a barrier must follow.
+  // Called by the block before any other method; a barrier must follow.
   PROXYCCL_DEVICE void clear() const {
 #pragma unroll 1
     for (uint32_t i = threadIdx.x; i < countWords(); i += blockDim.x) counts()[i] = 0;
@@ -61,7 +61,7 @@ class MaskAnnouncement : public Announcement {
     }
   }
 
-  // Called by the block, a barrier after collect() and ExpertTeam::loadLookup(): sends its announcement. The last group
+  // Called by the block after collect(), ExpertTeam::loadLookup() and a barrier: sends its announcement. The last group
   // sends the masks, for which all ranks wait; the other groups send the weights.
   PROXYCCL_DEVICE void send(const Group& group, const ProxycclDispatch& call) const {
     if (blockIdx.x >= announcers()) return;
@@ -137,12 +137,12 @@ class MaskAnnouncement : public Announcement {
   struct Choice {
     uint32_t expert;  // the expert's number among all ranks' experts, or PROXYCCL_NO_EXPERT
     float weight;
-    bool is_first;  // whether this is the first of the token's slots whose expert is on that rank
+    bool is_first;  // whether no earlier slot of the token has an expert on the same rank
   };
   // Called by each of `threads` threads: calls body(source, slot, choice) for every slot of all sources for which
   // wanted(source, slot) is true. Waits for the slots' packets. With few tokens a thread loads several packets
-  // concurrently. With many tokens it loads one at a time, because more loads would take registers from the stores of
-  // rows in the same kernel: with four loads, a dispatch of 4096 tokens took 7 % longer on 4 H200.
+  // concurrently. With many tokens a thread loads one at a time, because more loads would take registers from the
+  // stores of rows in the same kernel: with four loads, a dispatch of 4096 tokens took 7 % longer on 4 H200.
   template <class Wanted, class Body>
   PROXYCCL_DEVICE void forEachChoice(uint32_t thread, uint32_t threads, Wanted wanted, Body body) const {
     const uint32_t slots = e_.max_tokens * e_.topk;
@@ -181,7 +181,7 @@ class MaskAnnouncement : public Announcement {
     }
   }
   // Calls body(expert) for every slot of the tokens that come to this rank. Each thread has several loads in flight,
-  // because the loads of many tokens would take as long as the rows if each load waited for the one before.
+  // because otherwise, with many tokens, the loads would take as long as moving the rows.
   template <class Body>
   PROXYCCL_DEVICE void forEachArriving(uint32_t thread, uint32_t threads, Body body) const {
     constexpr uint32_t kAtOnce = 8;
@@ -289,8 +289,8 @@ class MaskAnnouncement : public Announcement {
   PROXYCCL_DEVICE uint32_t* badSlots() const { return reinterpret_cast<uint32_t*>(behindHeads()); }
   PROXYCCL_DEVICE uint32_t* counts() const { return badSlots() + e_.world_size; }  // a word holds two counts
   PROXYCCL_DEVICE uint32_t countWords() const { return (e_.world_size * e_.world_size + 1) / 2; }
-  // Returns the words of a mask. Masks 0 to world_size - 1 are of this rank's tokens that go to each rank; the next
-  // world_size masks are of each source's tokens that come to this rank.
+  // Returns the words of a mask. Mask r < world_size marks this rank's tokens that go to rank r; mask world_size + s
+  // marks source s's tokens that come to this rank.
   PROXYCCL_DEVICE uint32_t* wordsOf(uint32_t mask) const { return counts() + countWords() + mask * words(); }
   PROXYCCL_DEVICE uint32_t* sumsOf(uint32_t mask) const { return wordsOf(2 * e_.world_size) + mask * sums(); }
   PROXYCCL_DEVICE Mask mask(uint32_t number) const { return {wordsOf(number), sumsOf(number)}; }

@@ -57,7 +57,7 @@ class Choices {
     return isFirst(slot, static_cast<uint32_t>(found)) ? found : none;
   }
 
-  // Returns whether test(rank) is true for the rank of any of a token's slots. A repeated dispatch must not call it.
+  // Returns whether test(rank) is true for the rank of any of a token's slots; invalid in a repeated dispatch.
   template <class Test>
   PROXYCCL_DEVICE bool anyRank(uint32_t token, Test test) const {
     const uint32_t per_rank = byRank() ? e_.chosen_per_rank : e_.experts_per_rank;
@@ -125,7 +125,7 @@ class Choices {
   PROXYCCL_DEVICE void loadIds(uint32_t first, uint32_t begin, int64_t* ids) const {
     const int64_t* wide = reinterpret_cast<const int64_t*>(call_.expert_ids) + first + begin;
     const int32_t* narrow = reinterpret_cast<const int32_t*>(call_.expert_ids) + first + begin;
-    // All loads have one width: a branch between two loads would delay the second load.
+    // All loads have the same width, because a branch on the width between two loads would delay the second.
     if (call_.id_bytes == 8) {
 #pragma unroll
       for (uint32_t i = 0; i < kAtOnce; ++i) ids[i] = begin + i < e_.topk ? wide[i] : -1;

@@ -1,13 +1,13 @@
 // MoE combine: the experts' rows go back to the ranks of their tokens, and each token's rows are summed.
 //
 // If a slot's expert is in the node of the token's rank, the slot's row goes to the token's rank. Otherwise the row
-// goes to the counterpart of the token's rank, which has the same number within its own node. The counterpart sums its
-// node's rows of the token, and only the sum crosses the network. With local_combine each rank first sums its own rows
-// of a token. Rows are added in the order of k or, if a token has one row per rank, in rank order. A sum uses the
-// accumulator's type and is rounded once.
+// goes to the counterpart of the token's rank: the rank of the expert's node with the same number within the node. The
+// counterpart sums its node's rows of the token, and only the sum crosses the network. With local_combine each rank
+// first sums its own rows of a token. Rows are added in the order of their slots or, if a token has one row per rank,
+// in rank order. A sum uses the accumulator's type and is rounded once.
 //
 // combine_signalled is for rows that another kernel still computes: a group waits for a row's counter before it reads
-// the row. Few blocks send the rows, so that the other kernel has the other multiprocessors. Rows must be padded.
+// the row. Few blocks send the rows, so that the other kernel has most multiprocessors. Rows must be padded.
 //
 // If ranks have output buffers, rows in such a buffer are not sent: the token's rank loads them from the buffer. Each
 // rank announces with a flag in which buffer its rows are, and ends the combine only when the other ranks have loaded
@@ -155,7 +155,7 @@ enum class CombineStage : uint32_t {
 };
 constexpr uint32_t kCombineStages = 3;
 constexpr uint32_t kBufferBits =
-    16;  // the lowest bits of a flag `loadable` hold an output buffer, the bits above them the combine's number
+    16;  // the lowest bits of a flag `loadable` hold an output buffer's number, the upper bits the combine's number
 
 template <class T, bool kSignalled>
 class Combine {
@@ -341,8 +341,7 @@ class Combine {
     int32_t row = PROXYCCL_NO_ROW;
     if (rank == team_->rank) {
       row = rowsOfToken(source, token)[k];
-    } else if (call_.layout.sent_rows != nullptr) {  // null if the dispatch did not use output buffers, as for rows of
-                                                     // halves
+    } else if (call_.layout.sent_rows != nullptr) {  // null if the dispatch did not use output buffers
       row = call_.layout.sent_rows[token * topk_ + k];
     }
     return {team_.localOf(rank), row};
@@ -365,13 +364,13 @@ class Combine {
     team_.segmentOf(source) = Segment::of(tokens, block_, team_->blocks);
     if (team_->nodes > 1) team_.batchFrom(source) = team_.batchOf(tokens, block_);
   }
-  // Returns, for each of a source's tokens, the position of its row in its batch.
+  // Returns the array of the positions that the rows of a source's tokens have in their batches.
   PROXYCCL_DEVICE const int32_t* placesOf(uint32_t source) const {
     return call_.layout.places + static_cast<uint64_t>(source) * team_->max_tokens;
   }
-  // Returns the offset of a slot's row in the workspace of the rank that sums it: slot k of the source's token i in
-  // this segment, sent by rank `from` of the node. A token has room for one row per slot or, if by_rank_, per rank of
-  // the node.
+  // Returns the offset, in the workspace of the rank that sums, of the row that rank `from` of the node sends for slot
+  // k of the source's token i in this segment. A token has room for one row per slot or, if by_rank_, per rank of the
+  // node.
   PROXYCCL_DEVICE uint64_t slotRow(uint32_t source, uint32_t i, uint32_t k, uint32_t from) const {
     const uint32_t places = by_rank_ ? team_->local_size : topk_;
     const uint64_t segment = places * team_->return_segment_bytes;
@@ -391,7 +390,7 @@ class Combine {
   }
 
   // Called by a group: lists this rank's rows for an item of a source. Returns the address to which the rows' sum goes,
-  // or null if there are no rows. listNodeRows() and listNodeSums() do so for their rows.
+  // or null if there are no rows. listNodeRows() and listNodeSums() return the same for the rows that they list.
   PROXYCCL_DEVICE char* listOwnRows(const Group& group, uint32_t item, uint32_t source) const {
     const Segment& segment = team_.segmentOf(source);
     const uint32_t i = segment.tokenOf(item);
@@ -502,7 +501,7 @@ class Combine {
     return true;
   }
 
-  // Returns the rank of a slot's expert by order_ids; world_size if the slot has no expert.
+  // Returns the rank of a slot's expert according to order_ids; world_size if the slot has no expert.
   PROXYCCL_DEVICE uint32_t orderedRank(uint64_t token, uint32_t k) const {
     const uint64_t slot = token * topk_ + k;
     const int64_t id = call_.id_bytes == 8 ? reinterpret_cast<const int64_t*>(call_.order_ids)[slot]
@@ -513,7 +512,7 @@ class Combine {
   }
   // Called by one thread: returns the slot whose row is added at position k. Without order_ids this is k. With
   // order_ids, if k is the last of the token's slots with the same rank, returns the first of them; otherwise returns
-  // topk, for no row.
+  // topk, which stands for no row.
   PROXYCCL_DEVICE uint32_t slotInOrder(uint64_t token, uint32_t k) const {
     if (call_.order_ids == nullptr) return k;
     const uint32_t rank = orderedRank(token, k);
@@ -564,12 +563,10 @@ class Combine {
   const uint32_t block_, topk_;
   const bool by_rank_;                 // whether `returns` has room for one row per rank of a token instead of one per
                                        // slot
-  const uint64_t row_bytes_, stride_;  // bytes of a row, and from one row to the next, which includes the pieces'
-                                       // weights
+  const uint64_t row_bytes_, stride_;  // bytes of a row; bytes from one row to the next, including the pieces' weights
   const Segment own_;
 };
 
-// Called by every block: makes the part of a combine that belongs to a block.
 template <class T, bool kSignalled>
 PROXYCCL_DEVICE void combineBlock(const ProxycclExperts& experts, const ProxycclCombine& call, uint32_t block) {
   __shared__ uint32_t finished, has_failed, next_item[kCombineStages];
@@ -607,7 +604,6 @@ PROXYCCL_DEVICE void combine(const ProxycclExperts& experts, const ProxycclCombi
   combineBlock<T, false>(experts, call, blockIdx.x);
 }
 
-// A first half, or a second half.
 template <class T>
 PROXYCCL_DEVICE void combine_signalled(const ProxycclExperts& experts, const ProxycclCombine& call) {
   const uint32_t blocks = call.phases & PROXYCCL_EXPERT_RECEIVE ? experts.blocks : call.senders;

@@ -35,7 +35,7 @@ PROXYCCL_DEVICE void dispatchExperts(const ProxycclExperts& experts, const Proxy
   if constexpr (dispatch.kMasks)
     if (dispatch.storesMasked()) return dispatch.storeMaskedRows(group, &next_row);
   if constexpr (!dispatch.kOnlyStores) {
-    // The group of the last thread is the last group with something to send.
+    // Of the block's groups, the last thread's group is the last one that sends something.
     if (receives && threadIdx.x == blockDim.x - 1) dispatch.countCall();
     // In a kernel that also receives, the blocks without a segment send while the other blocks receive. If every block
     // has a segment, or the kernel does not receive, all blocks send.
@@ -55,7 +55,7 @@ PROXYCCL_DEVICE void dispatchExperts(const ProxycclExperts& experts, const Proxy
       if (!receives) syncThreadsSystem();
       if (group.number == Group::count() - 1) dispatch.publishSent(group);
     }
-    // Only one thread makes the stores to host memory, so that only its group starts to receive late.
+    // Only one thread stores to host memory, so that only this thread's group starts to receive late.
     if (gathers && complete && blockIdx.x == 0 && threadIdx.x == 0) dispatch.publishReceivedRows(gathered);
     if (!complete) dispatch.giveUp();
     if (!receives || !complete) return;

@@ -1,10 +1,10 @@
 // One block's part of a MoE dispatch: the block's data, the data's addresses, and when memory may be reused.
 //
-// experts/dispatch.h calls the steps, which other files define. Rows are numbered in experts/dispatch_counts.h,
-// experts/dispatch_ids.h or experts/dispatch_masks.h. They are moved in experts/dispatch_send.h and
-// experts/dispatch_receive.h or, to output buffers, in experts/dispatch_store.h. In this file, "by masks" and "by ids"
-// mean a dispatch whose ranks announce masks or ids (experts/announcement.h), and "by counts" one whose ranks send
-// counts.
+// experts/dispatch.h calls this class's methods, most of which other files define. Rows are numbered in
+// experts/dispatch_counts.h, experts/dispatch_ids.h or experts/dispatch_masks.h. Rows are moved in
+// experts/dispatch_send.h and experts/dispatch_receive.h or, to output buffers, in experts/dispatch_store.h. In this
+// file, "by masks" and "by ids" mean a dispatch whose ranks announce masks or ids (experts/announcement.h), and "by
+// counts" one whose ranks send counts.
 #ifndef PROXYCCL_EXPERT_DISPATCH_BLOCK_H
 #define PROXYCCL_EXPERT_DISPATCH_BLOCK_H
 
@@ -18,10 +18,10 @@ constexpr bool kIsSame = false;
 template <class T>
 constexpr bool kIsSame<T, T> = true;
 
-// The variant of a dispatch kernel. A is the class of its announcement, which needs a single node, or void if the
-// kernel sends counts. T is the type of the elements that the kernel converts to float8 in output buffers, or uint8_t
-// if it stores rows unchanged. A kernel with kOnlyStores has less code, because it serves only dispatches that one
-// launch completes and whose rows go to output buffers.
+// The variant of a dispatch kernel. A is the class of its announcement, or void if the kernel sends counts;
+// announcements need a single node. T is the type of the elements that the kernel converts to float8 in output buffers,
+// or uint8_t if it stores rows unchanged. A kernel with kOnlyStores has less code, because it serves only dispatches
+// that one launch completes and whose rows go to output buffers.
 template <class A, class T, bool kOnlyStores = false>
 struct DispatchMode {
   using Announces = A;
@@ -49,7 +49,6 @@ class Dispatch {
   static constexpr bool kQuantizes = !kIsSame<typename Mode::Quantized, uint8_t>;
   static constexpr bool kOnlyStores = Mode::kStores;
 
-  // What gather() returns: totals over all ranks.
   struct Gathered {
     uint32_t rows;                // number of rows that this rank receives
     uint32_t bad_rank, bad_slot;  // the first slot whose expert id is out of range, or ~0
@@ -69,8 +68,7 @@ class Dispatch {
         topk_(experts.topk),
         own_(Segment::of(call.tokens, segment_, experts.segments)) {}
 
-  // Called by the block, before anything else: sends first the data for which other ranks wait. Different threads do
-  // the different parts.
+  // Called by the block, before anything else: sends first the data for which other ranks wait.
   PROXYCCL_DEVICE void begin() const {
     const bool routes = call_.phases & PROXYCCL_EXPERT_ROUTE, sends = call_.phases & PROXYCCL_EXPERT_SEND;
     if (blockIdx.x == 0 && threadIdx.x < 2) team_->counters->next_item[(number_ + 1) % 2][threadIdx.x] = 0;
@@ -90,7 +88,7 @@ class Dispatch {
         if (cachesIds()) cachedIds()[s] = id;
         if (writes) writeId(s, id);
       }
-    if (kAnnounced) {  // gather() starts from these values, without a barrier
+    if (kAnnounced) {  // initial values for gather(), set here so that gather() needs no barrier
 #pragma unroll 1
       for (uint32_t i = threadIdx.x; i < countersUsed(); i += blockDim.x) bases()[i] = 0;
       if (threadIdx.x == 0) {
@@ -103,7 +101,8 @@ class Dispatch {
     if constexpr (kMasks)
       if (routes) announced_.send(Group(), call_);
     if (kSharedMasks && routes)
-      __syncthreads();  // before other ranks' masks overwrite the memory from which the block sends its own masks
+      __syncthreads();  // after this barrier, other ranks' masks may overwrite the memory from which the block sent its
+                        // own
     if (!acknowledges() && (routes || call_.redispatch))
       raiseRead((threadIdx.x + blockDim.x / 2) % blockDim.x, number_ - 1);
     if (!acknowledges() && call_.redispatch) {
@@ -131,8 +130,8 @@ class Dispatch {
   // Called by all blocks. In block 0, one thread per other node waits for the routing from this rank's counterpart on
   // that node, and raises the routing's flag on every rank of this node.
   PROXYCCL_DEVICE void forwardRouting() const;
-  // gather() for dispatches by counts: sets bases()[expert * ranks + source] to the first row, for an expert of this
-  // rank, of this block's segment of a source.
+  // gather() for dispatches by counts: for each of this rank's experts and each source, sets bases()[expert * ranks +
+  // source] to the first row of this block's segment.
   PROXYCCL_DEVICE bool gatherCounts(const Group& group, Gathered* gathered) const;
   // Called by the block: sets the segments of all sources and this rank's range of rows. `rows` is this rank's number
   // of rows, from gatherCounts().
@@ -144,8 +143,8 @@ class Dispatch {
   // rows.
   PROXYCCL_DEVICE uint32_t placeRows(uint32_t* first, const uint32_t* before) const;
   // Called by the block. `rows` has the number of rows that each of this rank's experts gets from each source. Pads an
-  // expert's rows to a multiple of the alignment, by adding to the last source's number. Block 0 also reports each
-  // expert's number of rows to the CPU.
+  // expert's rows to a multiple of the alignment, by increasing the last source's number of rows. Block 0 also reports
+  // each expert's number of rows to the CPU.
   PROXYCCL_DEVICE void alignExperts(uint32_t* rows) const;
   // Called by one block: writes the counts of all ranks to the layout, and updates most_rows.
   PROXYCCL_DEVICE void writeCounts(uint32_t rows) const;
@@ -156,8 +155,8 @@ class Dispatch {
   // is its segment.
   PROXYCCL_DEVICE void send(const Group& group, uint32_t block, uint32_t blocks, uint32_t* finished) const;
   // Called by a group, after a barrier that follows the block's stores of rows: raises one flag for all these rows on
-  // every rank of the node. One release takes less time than one per group. It delays no receiver, because a small
-  // dispatch's rows arrive at nearly the same time.
+  // every rank of the node. One release takes less time than one per group. The single release delays no receiver,
+  // because a small dispatch's rows arrive at nearly the same time.
   PROXYCCL_DEVICE void publishSent(const Group& group) const {
 #pragma unroll 1
     for (uint32_t l = group.lane; l < team_->local_size; l += kGroupLanes)
@@ -177,8 +176,8 @@ class Dispatch {
     }
   }
 
-  // If tokens have one row per rank, marks the output's unused rows as rows without experts. Each of `threads` threads
-  // of the grid calls it.
+  // If tokens have one row per rank, marks the output's unused rows as rows without experts. Called by each of
+  // `threads` threads of the grid.
   PROXYCCL_DEVICE void clearPastEnd(uint32_t rows, uint32_t thread, uint32_t threads) const {
     if (team_->chosen_per_rank == 0) return;
     const uint64_t first = static_cast<uint64_t>(rows) * topk_, end = static_cast<uint64_t>(call_.capacity) * topk_;
@@ -193,7 +192,7 @@ class Dispatch {
     return kOnlyStores || (kMasks && storesRows() && (call_.phases & kBoth) == kBoth);
   }
   // Returns whether one kernel both counts and stores rows, in a dispatch by counts. In such a kernel the last block
-  // reports the counts to the CPU, otherwise block 0 does.
+  // reports the counts to the CPU; in other kernels block 0 does.
   PROXYCCL_DEVICE bool storesCounted() const {
     return !kAnnounced && storesRows() && call_.phases & PROXYCCL_EXPERT_SEND && movesRows();
   }
@@ -207,17 +206,17 @@ class Dispatch {
     }
   }
   PROXYCCL_DEVICE void storeCountedRows(const Group& group) const;
-  // Called by a group: waits until the blocks with this block's number have stored their rows on all ranks.
+  // Called by a group: waits until every rank's block with this block's number has stored its rows.
   PROXYCCL_DEVICE void awaitStored(const Group& group) const {
 #pragma unroll 1
     for (uint32_t source = group.lane; source < team_->world_size; source += kGroupLanes)
       team_.awaitSent(source, segment_, number_, kAllItems);
   }
 
-  // Returns whether a call tells the other ranks at its end that it has read its slabs. If not, the next call tells
-  // them at its beginning.
+  // Returns whether a call signals the other ranks at its end that it has read its slabs; otherwise the next call does
+  // so at its beginning.
   static PROXYCCL_DEVICE constexpr bool acknowledges() { return !kAnnounced || kSharedMasks; }
-  // Called by the block after it has received its rows: allows the node's ranks to write their slabs again.
+  // Called by the block after it has received its rows: allows the node's ranks to write the slabs again.
   PROXYCCL_DEVICE void acknowledge() const {
     __syncthreads();
     raiseRead(threadIdx.x, number_);
@@ -245,8 +244,8 @@ class Dispatch {
   PROXYCCL_DEVICE void countSlots(uint32_t n, uint32_t* counts) const;
   // Called by the block if tokens have one row per rank: of a token's slots with the same target, keeps only the first.
   PROXYCCL_DEVICE void dropLaterTargets() const;
-  // Returns the id under which slot s of this block's tokens is counted; if the slot is not counted, the number of
-  // experts or more.
+  // Returns the id under which slot s of this block's tokens is counted; if the slot is not counted, returns a value
+  // not less than the number of experts.
   PROXYCCL_DEVICE uint32_t countedId(uint32_t s) const {
     return keepsTargets() ? keptTargets()[s] : static_cast<uint32_t>(idsOf(team_->node, own_.begin)[s]);
   }
@@ -296,38 +295,38 @@ class Dispatch {
   }
   PROXYCCL_DEVICE uint32_t* firstRowsHere() const { return firstRowsThere() + team_->world_size * team_->segments; }
   enum class Stored { own, of_peers, all };  // rows for this rank itself, for its peers, or for both
-  // Stores the rows of kind `stored`, in items that are pieces of rows. Each group of the storing blocks calls it. For
-  // i < n, find(item, i, &rank, &row) gives a rank and the row on that rank to which an item goes.
+  // Stores the rows of kind `stored`, in items that are pieces of rows. Each group of the storing blocks calls
+  // storeItems(). For i < n, find(item, i, &rank, &row) gives a rank and the row on that rank to which an item goes.
   template <class Find>
   PROXYCCL_DEVICE void storeItems(const Group& group, Stored stored, uint32_t n, Find find) const;
   // Called by the block when the targets of many tokens' rows are known: stores the rows and writes the layout's
   // entries. Some blocks store rows to peers; in each of these blocks some groups first call describe(thread, threads),
   // while the other groups' rows keep the links busy. The other blocks store the rows for this rank, because a
   // multiprocessor's stores to local memory would wait behind its stores over a busy link. If rows are converted to
-  // float8, which takes longer than storing them, all blocks store both kinds of rows. Groups take the next item from a
-  // counter, because not all multiprocessors store equally fast.
+  // float8, which takes longer than storing them, all blocks store rows for peers and for this rank. Groups take the
+  // next item from a counter, because not all multiprocessors store equally fast.
   template <class Describe, class Find>
   PROXYCCL_DEVICE void storeInTurns(const Group& group, uint32_t rows, uint32_t n, Describe describe, Find find) const;
   PROXYCCL_DEVICE bool storesAll() const { return team_->blocks == 1 || kQuantizes; }
   PROXYCCL_DEVICE uint32_t storingBlocks() const { return storesAll() ? team_->blocks : team_->senders; }
   static PROXYCCL_DEVICE uint32_t describingGroups() { return Group::count() < 4 ? Group::count() : 4; }
   PROXYCCL_DEVICE void describeAll(uint32_t thread, uint32_t threads) const;
-  // These functions store the rows and write the layout's entries in a dispatch by masks, of few or of many tokens. In
-  // storeFewRows() the first blocks write the entries and the other blocks, if any, store the rows, because a block's
-  // loads wait behind its stores over a busy link.
+  // These functions store the rows and write the layout's entries in a dispatch by masks: of few tokens, and of many.
+  // In storeFewRows() the first blocks write the entries and the other blocks, if any, store the rows, because a
+  // block's loads wait behind its stores over a busy link.
   PROXYCCL_DEVICE void storeFewRows(const Group& group, uint32_t* next_item) const;
   PROXYCCL_DEVICE void storeManyRows(const Group& group) const;
   // Returns the number of blocks that write the layout's entries in storeFewRows(). There is an entry for each slot of
   // all ranks.
   PROXYCCL_DEVICE uint32_t describingBlocks() const {
     const uint32_t wanted = (team_->world_size * team_->max_tokens * topk_ + kSlotsOfBlock - 1) / kSlotsOfBlock;
-    const uint32_t most = team_->blocks < 8 ? 1 : team_->blocks / 8;  // enough other blocks must be left to saturate
-                                                                      // the links
+    const uint32_t most = team_->blocks < 8 ? 1 : team_->blocks / 8;  // so that the other blocks saturate the links
     return wanted < most ? wanted : most;
   }
   static constexpr uint32_t kSlotsOfBlock =
-      1024;  // writing the entries of twice as many slots takes as long as storing the rows of 128 tokens
-  // describeSlots() by counts, for this block's slots; and by masks, for the slots of all blocks by `threads` threads.
+      1024;  // writing the entries of 2048 slots takes as long as storing the rows of 128 tokens
+  // Implement describeSlots(): by counts, a block describes its own slots; by masks, `threads` threads describe the
+  // slots of all blocks.
   PROXYCCL_DEVICE void describeCounted() const;
   PROXYCCL_DEVICE void describeMasked(uint32_t thread, uint32_t threads) const;
   // Called by `threads` threads, in a dispatch by masks: writes the layout's entries of the slots of this rank's
@@ -357,8 +356,8 @@ class Dispatch {
   // Finds rank number i < world_size, counted from the next rank on, and the row of one of this rank's tokens on that
   // rank. Returns false if the rank has no row of the token.
   PROXYCCL_DEVICE bool findMasked(uint32_t token, uint32_t i, uint32_t* rank, int32_t* row) const;
-  // The number of words of rows that a thread loads while it waits for announcements, which takes about as long as the
-  // loads. The words of a group hold half a row of 14 KiB, so that with 128 such rows no group has two pieces.
+  // The number of words of rows that a thread loads while it waits for announcements: the wait takes about as long as
+  // these loads. A group's words hold half a row of 14 KiB, so that each group has at most one piece of 128 such rows.
   static constexpr uint32_t kHeldWords = PROXYCCL_ON_HOST ? 64 : 14;
   PROXYCCL_DEVICE bool holdsRows() const {
     const uint64_t misaligned = reinterpret_cast<uintptr_t>(call_.input) | call_.row_bytes;
@@ -386,8 +385,8 @@ class Dispatch {
   }
   PROXYCCL_DEVICE void listPiece(const Group& group, uint32_t piece) const;
   PROXYCCL_DEVICE void storePiece(const Group& group, uint32_t piece, const Bytes16* words) const;
-  // Returns the row's number, on its rank, of a slot of this rank's tokens. `first` is the segment's first row on that
-  // rank.
+  // Returns the number that a row of this rank's tokens has on the rank of its slot's expert. `first` is the segment's
+  // first row on that rank.
   PROXYCCL_DEVICE int32_t rowAtRank(const ProxycclExpertSlot& slot, uint32_t first) const {
     return slot.expert == PROXYCCL_NO_EXPERT ? static_cast<int32_t>(PROXYCCL_NO_ROW) : inBuffer(first + slot.position);
   }
@@ -395,7 +394,7 @@ class Dispatch {
     return row < team_->output_rows ? static_cast<int32_t>(row) : static_cast<int32_t>(PROXYCCL_PAST_END);
   }
   // If a rank has named no output buffer, because it makes a different call, records this error, and moves the rows for
-  // that rank past the end of its buffer, so that none is stored.
+  // that rank past the end of its buffer, so that none of the rows is stored.
   PROXYCCL_DEVICE void checkBufferOn(uint32_t rank) const {
     const WaitFor what = {PROXYCCL_WAIT_NONE, rank, PROXYCCL_NO_CHANNEL, 0};
     if (outgoing()[rank].buffer - 1 < team_->output_buffers) return;
@@ -412,12 +411,12 @@ class Dispatch {
     if (most > loadRelaxedSystem(&team_->received_rows->most_rows))
       storeRelaxedSystem(&team_->received_rows->most_rows, most);
   }
-  // Called by a group: computes and writes the totals of writeRowTotals(). rowsOf(rank), called once for each rank,
-  // returns the number of rows of the rank or, with padded rows, of its fullest expert.
+  // Called by a group: computes the totals and writes them by writeRowTotals(). rowsOf(rank), called once for each
+  // rank, returns the number of rows of the rank or, with padded rows, of its fullest expert.
   template <class RowsOf>
   PROXYCCL_DEVICE void writeTotals(const Group& group, uint32_t rows, RowsOf rowsOf) const;
 
-  // gather() for dispatches by announcements. After it, prepareReceive() does nothing.
+  // gather() for dispatches by announcements, in which prepareReceive() does nothing.
   PROXYCCL_DEVICE bool awaitIds(Gathered* gathered) const;
   PROXYCCL_DEVICE bool awaitMasks(Gathered* gathered) const;
   // Computes the position of each slot in this block's segments: the number of earlier slots of its segment with the
@@ -443,8 +442,8 @@ class Dispatch {
   PROXYCCL_DEVICE int32_t within(uint64_t row) const {
     return row < call_.capacity ? static_cast<int32_t>(row) : static_cast<int32_t>(PROXYCCL_PAST_END);
   }
-  // Returns whether the CPU has asked for the number of slots that chose each expert. It asks only if it also waits for
-  // the number of rows, and moves the rows by another kernel.
+  // Returns whether the CPU has asked for the number of slots that chose each expert. The CPU asks only if it also
+  // waits for the number of rows and launches another kernel to move the rows.
   PROXYCCL_DEVICE bool tellsChosen() const {
     return team_->chosen_per_rank != 0 && call_.phases & PROXYCCL_EXPERT_TELL;
   }
@@ -474,8 +473,8 @@ class Dispatch {
   PROXYCCL_DEVICE void awaitItem(const Group& group, uint32_t item, uint32_t source, uint64_t* arrived) const;
   // Called by a group: copies an item of a source to the rows that the item's token has on this rank.
   PROXYCCL_DEVICE void receiveItem(const Group& group, uint32_t item, uint32_t source, uint64_t* arrived) const;
-  // Called by a group: stores the rows on this rank of the slots of a segment's token i in space.row, and, if
-  // `describe`, also in the layout.
+  // Called by a group: for each slot of a segment's token i, stores the number of the slot's row on this rank in
+  // space.row and, if `describe`, in the layout.
   PROXYCCL_DEVICE void findTokenRows(const Group& group, uint32_t source, uint32_t i, bool describe) const;
   // Returns a slot's row on this rank, or PROXYCCL_NO_ROW or PROXYCCL_PAST_END.
   PROXYCCL_DEVICE int32_t rowOf(const ProxycclExpertSlot& slot, uint32_t source, uint64_t token, uint32_t k) const;
@@ -508,7 +507,7 @@ class Dispatch {
     for (uint32_t l = group.lane; l < team_->local_size; l += kGroupLanes)
       team_.await(team_.read(l, segment_), number_ - 1, team_.nearRank(l));
   }
-  // Raises the flag that this block has read all data up to call `number`, on every rank of the node.
+  // On every rank of the node, raises the flag that tells that this block has read all data up to call `number`.
   PROXYCCL_DEVICE void raiseRead(uint32_t thread, uint64_t number) const {
 #pragma unroll 1
     for (uint32_t l = thread; l < team_->local_size; l += blockDim.x)
@@ -543,8 +542,8 @@ class Dispatch {
     }
   }
 
-  // Returns whether rows are padded. If they are, most_rows is the largest number of rows of an expert, otherwise of a
-  // rank.
+  // Returns whether rows are padded. If rows are padded, most_rows is the largest number of rows of an expert,
+  // otherwise of a rank.
   PROXYCCL_DEVICE bool isPadded() const { return team_->padded_rows != 0; }
   PROXYCCL_DEVICE uint32_t alignedRows(uint32_t rows) const {
     const uint32_t alignment = team_->expert_alignment;
@@ -565,8 +564,8 @@ class Dispatch {
   }
 
   struct AnnouncedState {
-    uint32_t bad_slot;  // the first slot whose expert id is out of range, with its rank in the upper 16 bits, or ~0; by
-                        // masks only the rank
+    uint32_t bad_slot;  // the first slot whose expert id is out of range, with its rank in the upper 16 bits, or ~0; in
+                        // a dispatch by masks only the rank
     uint32_t wanted_tokens;
     bool incomplete;  // whether a packet did not arrive
   };
@@ -576,7 +575,7 @@ class Dispatch {
   }
 
   PROXYCCL_DEVICE uint32_t segmentSlots() const { return team_->segment_tokens * topk_; }
-  // In a dispatch by ids, the positions of the slots in this block's segments: [ranks][segmentSlots()].
+  // Returns the positions, in a dispatch by ids, of the slots in this block's segments: [ranks][segmentSlots()].
   static PROXYCCL_DEVICE uint16_t* positions() {
     __shared__ uint16_t positions[PROXYCCL_ANNOUNCED_OWN_SLOTS];
     return positions;
@@ -640,7 +639,7 @@ class Dispatch {
     __shared__ Outgoing outgoing[PROXYCCL_MAX_EXPERT_RANKS];
     return outgoing;
   }
-  // This rank's range in a table of all ranks' rows.
+  // The range of this rank's rows in the sequence of all ranks' rows.
   struct Range {
     uint32_t first, count;
   };
@@ -652,8 +651,8 @@ class Dispatch {
     const uint32_t n = 2 * team_.experts();
     return n <= kScratch ? scratch() : team_->bases + static_cast<uint64_t>(segment_) * n;
   }
-  // Returns the counters, in the block that reports them, of the slots that chose each of this rank's experts, if
-  // tokens have one row per rank. They follow the bases, which are few in that case.
+  // If tokens have one row per rank, returns the reporting block's counters of the slots that chose each of this rank's
+  // experts. The counters follow the bases, which are few if tokens have one row per rank.
   PROXYCCL_DEVICE uint32_t* chosen() const { return bases() + 2 * team_.experts(); }
   PROXYCCL_DEVICE uint32_t countersUsed() const { return 2 * team_.experts() + team_->chosen_per_rank; }
   static constexpr uint32_t kStoredPiecesLog2 = 1,

@@ -265,7 +265,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::alignExperts(uint32_t* rows) const {
     rows[(e + 1) * ranks - 1] += alignedRows(own) - own;
     if (tells) storeRelaxedSystem(&team_->chosen_rows[e], own);
   }
-  syncThreadsSystem();  // because publishReceivedRows() releases stores of all threads
+  syncThreadsSystem();  // orders the stores of all threads before the release in publishReceivedRows()
 }
 
 template <class Mode>

@@ -14,7 +14,7 @@ PROXYCCL_DEVICE bool Dispatch<Mode>::awaitIds(Gathered* gathered) const {
   uint32_t *first = bases(), *before = first + n;
   AnnouncedState& state = announcedState();
   if (!announced_.await()) state.incomplete = true;
-  syncThreadsSystem();  // this barrier also orders the rows that the block has sent before publishSent()
+  syncThreadsSystem();  // this barrier also orders the stores of the block's sent rows before publishSent()
   if (state.incomplete) return false;
   setSegments(threadIdx.x, blockDim.x);
 #pragma unroll 1
@@ -62,7 +62,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::numberOwnSlots() const {
 template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::writeIdCounts(const Group& group, uint32_t rows) const {
   const uint32_t experts = team_.experts(), ranks = team_->world_size, segments = team_->segments;
-  uint32_t* counts = bases() + experts;  // the counters `before` of awaitIds(), which has ended
+  uint32_t* counts = bases() + experts;  // reuses the counters `before` of awaitIds(), which has returned
   auto count = [&](uint32_t first, uint32_t sources) {
 #pragma unroll 1
     for (uint32_t e = group.lane; e < experts; e += kGroupLanes) counts[e] = 0;

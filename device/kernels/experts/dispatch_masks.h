@@ -12,7 +12,7 @@ template <class Mode>
 PROXYCCL_DEVICE bool Dispatch<Mode>::awaitMasks(Gathered* gathered) const {
   const bool collected = call_.phases & PROXYCCL_EXPERT_ROUTE;
   if (!announced_.await(collected, threadIdx.x, blockDim.x)) announcedState().incomplete = true;
-  syncThreadsSystem();  // this barrier also orders the rows that the block has sent before publishSent()
+  syncThreadsSystem();  // this barrier also orders the stores of the block's sent rows before publishSent()
   if (announcedState().incomplete) return false;
   if constexpr (kSharedMasks) {
     announced_.sumUp(threadIdx.x, blockDim.x);
@@ -75,8 +75,8 @@ template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::listPiece(const Group& group, uint32_t piece) const {
   const uint32_t token = piece / piecesOfRow(), ranks = team_->world_size;
   group.list(ranks, [&](uint32_t i, RowEntry* entry) {
-    // The row for this rank comes first, because its stores would otherwise wait behind stores over a busy link. Of the
-    // peers, each group begins with a different one.
+    // The row for this rank comes first, because its stores would otherwise wait behind stores over a busy link. Each
+    // group begins with a different peer.
     const uint32_t peer = i == 0 ? 0 : 1 + (i - 1 + group.number) % (ranks - 1);
     const uint32_t rank = (team_->rank + peer) % ranks;
     entry->number = static_cast<int32_t>(rank << 16 | announced_.to(rank).countBefore(token));
@@ -108,7 +108,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeManyRows(const Group& group) const {
     if (group.number == Group::count() - 1) placeLeaving(group);
     __syncthreads();
     const Gathered gathered = arriving();
-    const bool tells = blockIdx.x == team_->blocks - 1;  // the last block reports while the other blocks store rows
+    const bool tells = blockIdx.x == team_->blocks - 1;  // the last block reports counts, the others store rows
     if (tells && tellsChosen()) {
       countChosen();
       __syncthreads();
@@ -137,13 +137,13 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeFewRows(const Group& group, uint32_t* 
   const uint32_t describing = describingBlocks(), holding = Group::count() - 1;
   const uint32_t storing = team_->blocks > 1 ? team_->blocks - describing : 1;
   const bool describes = blockIdx.x < describing, stores = !describes || team_->blocks == 1;
-  // Pieces are dealt in turn to the groups of all storing blocks, to balance tokens that go to many and to few ranks.
+  // Pieces are dealt in turn to the groups of all storing blocks, because some tokens go to more ranks than others.
   const uint32_t place = stores ? team_->blocks - 1 - blockIdx.x : 0, first = group.number * storing + place;
   const uint32_t pieces = stores && holdsRows() ? call_.tokens * piecesOfRow() : 0;
   const bool waits = group.number == holding;
   Bytes16 held[kHeldWords];
-  // One group waits while the other groups load. The waiting group loads no row, because a wait calls a function, and
-  // values that live across a call are kept in memory instead of registers.
+  // One group waits for announcements while the other groups load rows. The waiting group loads no row, because a wait
+  // calls a function, and values that live across a call are kept in memory instead of registers.
   if (waits) {
     if (!announced_.await(true, group.lane, kGroupLanes)) announcedState().incomplete = true;
     group.sync();

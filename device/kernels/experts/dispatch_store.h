@@ -119,7 +119,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeRow(const Group& group, uint64_t token
   const uint64_t scales = call_.row_bytes - call_.scale_bytes;  // offset of the scales in the row
   const uint64_t end = piece.end < scales ? piece.end : scales;
   const GroupSpace& space = group.space();
-  auto listParts = [&](uint64_t offset, uint64_t bytes) {  // lists the rows' elements or their scales
+  auto listParts = [&](uint64_t offset, uint64_t bytes) {  // lists addresses of elements, or of scales
     group.list(n, [&](uint32_t i, RowEntry* entry) {
       uint32_t rank = 0;
       if (!find(i, &rank, &entry->number)) return false;
@@ -163,7 +163,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeQuantized(const Group& group, uint64_t
     };
 #pragma unroll 1
     for (uint32_t target = 0; target < targets; ++target) {
-      // NVRTC 13.0 can't do inGlobal() of a pointer to a local type.
+      // NVRTC 13.0 can't compile inGlobal() for a pointer to a local type.
       Wide* to = reinterpret_cast<Wide*>(inGlobal(space.at[target])) + at;
 #pragma unroll
       for (uint32_t i = 0; i < kCount; ++i)
@@ -178,8 +178,8 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeQuantized(const Group& group, uint64_t
       inGlobal(reinterpret_cast<float*>(scales))[block] = scale;
     }
   };
-  // Parts beyond a piece's end take as long as other parts, so kParts fits the pieces: half a row of 7168 elements has
-  // seven parts; in a dispatch of few tokens a piece has fewer.
+  // Parts beyond a piece's end also take time, so kParts is the number of parts of a usual piece: half a row of 7168
+  // elements has seven parts; in a dispatch of few tokens a piece has fewer.
   constexpr uint32_t kParts = kFewMasks ? 4 : 7;
   if (targets > 0 && end - first <= kGroupLanes * kParts / 8) {
     scaleBlocks<kParts>(group, row, first, end, aligned, storeParts, storeScale);

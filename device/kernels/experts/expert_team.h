@@ -25,13 +25,13 @@ static_assert(kMaxPieces << 24 <= kAllItems, "an item's number fits in a flag");
 
 PROXYCCL_DEVICE uint64_t flagValue(uint64_t call, uint64_t items) { return call << kItemBits | items; }
 
-// hasReached() returns whether a flag has reached a value. Flags wrap around, so only the difference of the two
+// hasReached() returns whether a flag has reached a value. Flags wrap around, so only the difference of flag and value
 // matters: a flag that has reached the value exceeds it by less than `ahead`. A larger difference means that the flag
 // has not reached the value.
-constexpr uint64_t kHalfOfAll = 1ull << 63;  // `ahead` for flags that every call raises
-// `ahead` for flags that count items, which not every call raises. Calls of different ranks wait for each other, so no
-// flag is more than one call ahead. A flag that was last raised long ago is taken as not reached, unless call numbers
-// have wrapped around to the flag's call.
+constexpr uint64_t kHalfOfAll = 1ull << 63;  // the value of `ahead` for flags that every call raises
+// The value of `ahead` for flags that count items; not every call raises such a flag. Calls of different ranks wait for
+// each other, so no flag is more than one call ahead. hasReached() returns false for a flag that was last raised long
+// ago, unless call numbers have wrapped around to the flag's call.
 constexpr uint64_t kTwoCalls = 2ull << kItemBits;
 PROXYCCL_DEVICE bool hasReached(uint64_t seen, uint64_t value, uint64_t ahead) { return seen - value < ahead; }
 
@@ -66,7 +66,7 @@ struct Group {
     for (uint32_t i = lane; i < n; i += kGroupLanes) found |= test(i);
     return ballot(found) != 0;
   }
-  // Returns a word with one bit per thread of the group: its `bit`.
+  // Returns a word with one bit per thread of the group: that thread's `bit`.
   PROXYCCL_DEVICE uint64_t ballot(bool bit) const {
 #if PROXYCCL_ON_HOST
     return bit;
@@ -194,7 +194,7 @@ struct Piece {
   }
 };
 
-// The function is not inlined, because there are many waits, whose code would take as long to fetch as a short call.
+// awaitWord() is not inlined, because fetching each inlined copy of its code would take as long as a call.
 PROXYCCL_OUT_OF_LINE void awaitWord(ProxycclControl* control, const uint64_t* word, uint64_t value, uint32_t peer,
                                     uint64_t ahead) {
   waitUntil(control, {PROXYCCL_WAIT_SM_SIGNAL, peer, PROXYCCL_NO_CHANNEL, value},
@@ -228,7 +228,7 @@ class ExpertTeam {
   PROXYCCL_DEVICE uint32_t nearRank(uint32_t local) const { return lookup().ranks[local]; }
   PROXYCCL_DEVICE char* peer(uint32_t local) const { return lookup().peers[local]; }
   static PROXYCCL_DEVICE char* const* peers() { return lookup().peers; }
-  // Returns a reference to this block's segment of a source's tokens, which the caller stores there.
+  // Returns the variable in shared memory in which the caller keeps this block's segment of a source's tokens.
   static PROXYCCL_DEVICE Segment& segmentOf(uint32_t source) { return lookup().segments[source]; }
   PROXYCCL_DEVICE uint32_t mostItems() const {
     uint32_t most = 0;
@@ -320,14 +320,13 @@ class ExpertTeam {
   }
 
   // -- transfers to other nodes; a layer that makes them has a segment for each block ---
-  // Returns a reference to the batch of this block's segment of a source. The caller stores the result of batchOf()
-  // there.
+  // Returns the variable in shared memory in which the caller keeps batchOf() for this block's segment of a source.
   static PROXYCCL_DEVICE Batch& batchFrom(uint32_t source) {
     __shared__ Batch batches[PROXYCCL_MAX_EXPERT_RANKS];
     return batches[source];
   }
-  // Returns the batch of a segment of a source that has `source_tokens` tokens. If these are few, all segments form one
-  // batch, because one long message uses the network better than several short ones.
+  // Returns the batch of a segment of a source that has `source_tokens` tokens. If these tokens are few, all segments
+  // form one batch, because one long message uses the network better than several short ones.
   PROXYCCL_DEVICE Batch batchOf(uint32_t source_tokens, uint32_t segment) const {
     const uint32_t segments = e_.blocks, wanted = source_tokens / e_.batch_tokens;
     const uint32_t batches = wanted == 0 ? 1 : wanted < segments ? wanted : segments;
@@ -337,8 +336,8 @@ class ExpertTeam {
     return {first, end, begin, source_tokens * end / segments - begin};
   }
   // Called by one thread of each of `blocks` blocks when the block's part of a message is stored. Returns whether the
-  // block is the last to call it. The last block has acquired the parts of all other blocks, and the proxy sees them
-  // after a later post by the last block.
+  // block is the last to call it. The last block has acquired the parts of all other blocks, and the proxy sees these
+  // parts after a later post by the last block.
   PROXYCCL_DEVICE bool completes(uint32_t* arrivals, uint32_t blocks) const {
     if (fetchAddAcqRelDevice<uint32_t>(arrivals, 1) + 1 != blocks) return false;
     storeRelaxedDevice<uint32_t>(arrivals, 0);
@@ -350,7 +349,7 @@ class ExpertTeam {
     return e_.arrivals + node * e_.blocks + first;
   }
   // Return the channel to a node for the routing, and the channel (of out_channels or back_channels) for the batch that
-  // begins with segment `first`. The routing has a separate channel because a batch may be sent before it.
+  // begins with segment `first`. The routing has a separate channel, because a batch may be sent before the routing.
   PROXYCCL_DEVICE const ProxycclProxyChannel& routingChannel(uint32_t node) const { return e_.routing_channels[node]; }
   PROXYCCL_DEVICE const ProxycclProxyChannel& channel(const ProxycclProxyChannel* channels, uint32_t node,
                                                       uint32_t first) const {
@@ -377,7 +376,7 @@ class ExpertTeam {
   const ProxycclExperts& e_;
 };
 
-// Returns the number of rows in a batch, whose tokens have these positions; a token may have no row.
+// Returns the number of rows in a batch whose tokens' rows have the positions `places`; a token may have no row.
 PROXYCCL_DEVICE uint64_t rowsPlaced(const int32_t* places, uint32_t tokens) {
   for (uint32_t i = tokens; i > 0; --i)
     if (places[i - 1] != PROXYCCL_NO_ROW) return places[i - 1] + 1;

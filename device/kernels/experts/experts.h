@@ -1,4 +1,4 @@
-/* What the expert-parallel kernels share with the host: the layer's sizes and memory, and one call's arguments.
+/* Structs that the host fills in for the expert-parallel kernels: a layer's sizes and memory, and one call's arguments.
  *
  * A slot is one expert choice of one token; a source is a rank whose tokens are sent. Each source's tokens are cut into
  * segments of consecutive tokens. Block b of every rank handles segment b of every source, so a block waits for other
@@ -21,10 +21,10 @@
  * - announced [2][…]: packets with the choices and weights of every rank
  * - inbox [local_size] or, if choices are announced or kept_calls is 2, [2][local_size]: data from the ranks of the
  *   node
- * - rail [2][nodes]: data for this node from this rank's counterparts on other nodes, which all ranks of the node read
- * - outbox [2][nodes]: this rank's data for its counterparts, which the proxy reads
- * - returns [kept_calls]: experts' rows for the tokens' ranks in a combine; return_rails: those for counterparts of the
- *   tokens' ranks
+ * - rail [2][nodes]: data from this rank's counterparts on other nodes, for all ranks of this node
+ * - outbox [2][nodes]: this rank's data for its counterparts; the proxy reads the data
+ * - returns [kept_calls]: experts' rows for the tokens' ranks in a combine; return_rails: the rows for counterparts of
+ *   the tokens' ranks
  * - partial_in, partial_out [2][nodes]: nodes' sums for the tokens' ranks in a combine
  * - outputs [output_buffers]: rows [output_rows], and their scales (experts/dispatch_store.h)
  *
@@ -50,37 +50,37 @@ enum {
   PROXYCCL_IDS_PER_PACKET = 4,
   PROXYCCL_MASKED_RANKS = 64,         /* most ranks whose choices are announced as masks */
   PROXYCCL_ANNOUNCED_PAYLOADS = 2304, /* most 8-byte payloads (heads and choices of all ranks) that a block keeps */
-  PROXYCCL_SUMMED_WORDS = 16,         /* words of a token mask whose bits are counted together */
-  PROXYCCL_KEPT_TARGETS = 4096,       /* most slots of a segment whose targets a block keeps while it counts them */
+  PROXYCCL_SUMMED_WORDS = 16,         /* the bits of this many words of a mask are counted together */
+  PROXYCCL_KEPT_TARGETS = 4096,       /* most slots of a segment whose targets a block keeps while it counts slots */
   PROXYCCL_CACHED_ROWS = 2048,        /* most slots of a block whose rows a combine looks up in advance */
   PROXYCCL_EXPERT_COUNTERS =
       2048, /* most counters that a block keeps in shared memory; more are in device memory (`bases`) */
-  /* Phases of a dispatch. A call may divide them over several kernels, in this order. */
+  /* Phases of a dispatch. A call may divide the phases over several kernels, in this order. */
   PROXYCCL_EXPERT_ROUTE = 1,   /* count this rank's slots by expert, and send the counts to all ranks */
   PROXYCCL_EXPERT_GATHER = 2,  /* gather the counts of all ranks, and report the number of received rows to the CPU */
   PROXYCCL_EXPERT_SEND = 4,    /* phase of a dispatch or a combine: send rows */
   PROXYCCL_EXPERT_RECEIVE = 8, /* phase of a dispatch or a combine: receive rows */
   PROXYCCL_EXPERT_LAYOUT = 16, /* instead of SEND and RECEIVE: only compute where the rows of a dispatch would go */
-  PROXYCCL_EXPERT_TELL = 32,   /* with GATHER, if tokens have one row per rank: report the slots of each expert */
+  PROXYCCL_EXPERT_TELL = 32,   /* with GATHER, if tokens have one row per rank: count each expert's slots for the CPU */
   PROXYCCL_FIRST_CHOICE = 1
-      << 30, /* bit of an announced ProxycclExpertChoice.expert: set for the first of a token's slots with a rank */
+      << 30, /* bit of an announced ProxycclExpertChoice.expert: set for a token's first slot with a given rank */
   /* Flags in ProxycclExperts that tell which ids drop a slot: */
   PROXYCCL_NUMBER_DROPS = 1,    /* the id that equals the number of experts */
   PROXYCCL_MINUS_ONE_DROPS = 2, /* the id -1 */
-  /* Values in place of a row: */
+  /* Values that replace a row's number: */
   PROXYCCL_NO_ROW = -1,   /* the slot is dropped, or its expert is on another rank */
   PROXYCCL_PAST_END = -2, /* the row is for this rank, but does not fit in the output */
 };
 #define PROXYCCL_NO_EXPERT 0xffffffffu
 
-/* The head of a segment's routing. The following arrays come after it, at the offsets in ProxycclExperts:
- *   uint32 counts[experts]            slots of the segment for each expert
+/* The head of a segment's routing. The following arrays come after the head, at the offsets in ProxycclExperts:
+ *   uint32 counts[experts]            number of the segment's slots for each expert
  *   uint32 chosen[ranks * chosen_per_rank]  if tokens have one row per rank: the segment's slots for each expert
  *   ProxycclExpertSlot slots[segment_tokens * topk]
  *   int32 places[segment_tokens]      between nodes: the position of each token's row in its batch, or PROXYCCL_NO_ROW
  *   weights[segment_tokens * topk] */
 typedef struct ProxycclExpertSegment {
-  uint32_t tokens;        /* number of tokens of the whole source */
+  uint32_t tokens;        /* number of the source's tokens in all segments */
   uint32_t bad_slot;      /* the first slot whose expert id is out of range, or 0xffffffff */
   uint32_t wanted_tokens; /* see ProxycclDispatch.wanted_tokens */
   uint32_t output_buffer; /* the number of the source's output buffer, as in ProxycclDispatch.output_buffer */
@@ -110,10 +110,10 @@ typedef struct ProxycclReceivedRows {
 
 /* In device memory. Only the last block of a kernel advances these counters, so a captured graph can be replayed. */
 typedef struct ProxycclExpertCounters {
-  uint64_t dispatches, combines; /* number of calls whose last kernel all blocks have begun */
+  uint64_t dispatches, combines; /* number of calls whose last kernel has been begun by all blocks */
   uint64_t routings;             /* number of dispatches, without repeated ones */
   uint32_t
-      next_item[2][2]; /* by the parity of the dispatch: next item of the rows for peers, and of this rank's own rows */
+      next_item[2][2]; /* indexed by the dispatch's parity: next item of rows for peers, and of this rank's own rows */
   uint32_t blocks_done;
   uint32_t has_failed; /* not 0 if a dispatch failed before it wrote its layout; calls that read it do nothing */
 } ProxycclExpertCounters;
@@ -128,11 +128,11 @@ typedef struct ProxycclExperts {
   uint32_t blocks;                   /* number of blocks of a kernel, and of segments of a combine */
   uint32_t segments, segment_tokens; /* number of segments of a dispatch, and most tokens of a segment */
   uint32_t local_combine, weight_bytes;
-  uint32_t chosen_per_rank;                /* experts of each rank, if tokens have one row per rank; else 0 */
+  uint32_t chosen_per_rank;                /* number of experts per rank, if tokens have one row per rank; else 0 */
   uint32_t padded_rows;                    /* most rows of an expert, if rows are padded; else 0 */
   uint32_t expert_alignment;               /* each expert's rows begin at a multiple of this, if it is not 0 */
   uint32_t choice_packets, weight_packets; /* packets of a rank's announcement; 0 if counts are sent instead */
-  uint32_t output_buffers, output_rows;    /* number of buffers, the last for a combine's rows; rows of a buffer */
+  uint32_t output_buffers, output_rows;    /* number of buffers (the last for a combine's rows), and rows per buffer */
   uint32_t senders;    /* number of blocks that store rows of a large dispatch to peers; 0 if a kernel has one block */
   uint32_t kept_calls; /* 2 if inbox and returns are double-buffered, so that successive calls overlap; else 1 */
   uint32_t dropping_ids;         /* PROXYCCL_NUMBER_DROPS, PROXYCCL_MINUS_ONE_DROPS, or both */
@@ -150,11 +150,11 @@ typedef struct ProxycclExperts {
   char* workspace;
   char* const* peers;                           /* [local_size]: the workspaces of the node's ranks */
   const ProxycclProxyChannel* routing_channels; /* [nodes] */
-  const ProxycclProxyChannel* out_channels;     /* [nodes][blocks], for dispatch: between nodes, segments == blocks */
+  const ProxycclProxyChannel* out_channels;     /* [nodes][blocks], for dispatch; between nodes, segments == blocks */
   const ProxycclProxyChannel* back_channels;    /* [nodes][blocks], for combine */
-  /* [nodes * blocks + 1]: each counts the blocks that have stored their part of a message. The index is [node][first
-   * segment of the message's batch]; a dispatch uses this node, a combine the target node. The last counter is for the
-   * routing. */
+  /* [nodes * blocks + 1]: counters of the blocks that have stored their part of a message. The index is [node][first
+   * segment of the message's batch]; the node is this rank's in a dispatch, the target's in a combine. The last counter
+   * is for the routing. */
   uint32_t* arrivals;
   uint32_t* bases; /* [segments][2][experts]; with output buffers at least [blocks][2][world_size][segments] */
   ProxycclReceivedRows* received_rows;
@@ -170,7 +170,7 @@ typedef struct ProxycclExpertLayout {
   int32_t* counts;      /* [world_size][experts] */
   int32_t* rows;        /* [world_size][max_tokens][topk]: this rank's row of each slot */
   int32_t* places;      /* [world_size][max_tokens]: between nodes, the position of the token's row in its batch */
-  int32_t* sent_places; /* [nodes][max_tokens]: for each node, the positions of this rank's tokens in their batches */
+  int32_t* sent_places; /* [nodes][max_tokens]: positions of this rank's tokens in their batches for each node */
   int32_t* expert_ids; /* [nodes][max_tokens][topk]: expert ids of this rank's tokens and of its counterparts' tokens */
   int32_t* first_rows; /* [rows]: the first row that the row's token has on this rank */
   int32_t* token_rows; /* [rows][topk]: for a token's first row, the row of each slot of the token */
@@ -189,10 +189,10 @@ typedef struct ProxycclDispatch {
   uint32_t capacity;      /* number of rows of the output */
   uint32_t redispatch;    /* 1: the dispatch uses an existing layout and counts nothing */
   uint64_t ticket;        /* see ProxycclReceivedRows */
-  uint32_t wanted_tokens; /* number of tokens for which this rank would need a larger layer, sent to all ranks; or 0 */
+  uint32_t wanted_tokens; /* number of this rank's tokens if they need a larger layer, sent to all ranks; else 0 */
   uint32_t scale_bytes;   /* bytes of scales at the end of each row; the receiver stores them in output_scales */
-  uint32_t scale_column;  /* with padded rows: words in a column of an expert's scales, with one column per scale of a
-                             row; 0 if each row's scales are contiguous */
+  uint32_t scale_column;  /* with padded rows: words from one column of an expert's scales to the next, if these are
+                             stored column by column; 0 if each row's scales are contiguous */
   uint32_t id_bytes;      /* size of an expert id, 4 or 8 bytes; also of row_experts, unless the dispatch is repeated */
   uint32_t output_buffer; /* 1 + the number of this rank's output buffer, if senders store rows in it; else 0 */
   uint32_t padded_rows;   /* most rows of an expert in this call, if rows are padded */
@@ -201,7 +201,7 @@ typedef struct ProxycclDispatch {
   const char* expert_ids;  /* [tokens][topk] of id_bytes each; for a repeated dispatch the layout's ids */
   const char* weights;     /* [tokens][topk], or null; float32 if tokens have one row per rank */
   const int32_t* scatter;  /* [scatter_tokens][topk], or null */
-  uint64_t scatter_tokens; /* number of tokens of all ranks, from the caller; a stopped rank's data may claim more */
+  uint64_t scatter_tokens; /* number of all ranks' tokens by the caller; a stopped rank's data may claim more */
   char* output;            /* [capacity][row_bytes - scale_bytes] */
   char* output_scales;     /* [capacity][scale_bytes] */
   char* output_weights;    /* [capacity] or, if tokens have one row per rank, [capacity][topk]; or null */
@@ -216,12 +216,12 @@ typedef struct ProxycclCombine {
   uint32_t rows_buffer; /* 1 + the number of the output buffer that holds `rows`; 0 if peers can't load the rows */
   const char* rows;     /* [R][hidden] */
   const float* weights; /* [R], or null */
-  /* [tokens][topk], or null: further factors of the slots' rows. Used only on one node and without local_combine. */
+  /* [tokens][topk], or null: a further factor of each slot's row. Used only on one node and without local_combine. */
   const float* slot_weights;
-  /* [tokens][hidden] each, or null: arrays that are added first in each sum. The second is null if the first is. */
+  /* [tokens][hidden] each, or null: arrays with which the sums begin. The second is null if the first is null. */
   const char* added[PROXYCCL_ADDED];
   /* [tokens][topk] of id_bytes each, or null: the expert ids of the caller's dispatch. With these ids, the rows that a
-   * token has on several ranks are added in the order of the token's last slots of the ranks. Used only on one node, if
+   * token has on several ranks are added in the order of the token's last slot for each rank. Used only on one node, if
    * each rank sends one row or one sum per token. */
   const char* order_ids;
   uint64_t id_bytes;
@@ -231,7 +231,7 @@ typedef struct ProxycclCombine {
    * of block_rows rows has reached `threshold`. */
   const uint32_t* signals; /* [experts][expert_blocks] */
   uint32_t expert_rows, expert_blocks, block_rows, threshold;
-  uint32_t senders; /* the number of blocks that send, of which each sends the rows of several blocks */
+  uint32_t senders; /* number of thread blocks that send; each sends the rows of several segments */
 } ProxycclCombine;
 
 /* The arguments of expert_weigh, which multiplies rows by weights in place and clears unfilled rows. */

@@ -29,8 +29,8 @@ class WeighedRow {
     for (uint64_t i = units_ * kUnit + group.lane; i < hidden_; i += kGroupLanes) values_[i] = Element<T>::narrow(A{});
   }
 
-  // If `scales`, multiplies the row by `weight`. Returns this thread's part of the scalar product of the row, before
-  // the multiplication, and its row of `others`.
+  // If `scales` is true, multiplies the row by `weight`. Returns this thread's part of the scalar product of the row,
+  // before the multiplication, and its row of `others`.
   PROXYCCL_DEVICE A weigh(const Group& group, A weight, bool scales) const {
     A sum{};
     for (uint64_t first = group.lane; first < units_; first += kAtOnce * kGroupLanes) {
