@@ -52,7 +52,7 @@ class World:
 
     @property
     def name(self) -> str:
-        """The table's text for the number of ranks."""
+        """The text in the column "ranks", such as "2 x 8" for 2 nodes with 8 ranks each, or "8" for one node."""
         return f"{self.nodes} x {self.local_size}" if self.nodes > 1 else str(self.local_size)
 
 
@@ -60,7 +60,7 @@ class World:
 
 
 def workspace(world: World, layout: str) -> int:
-    """Returns the bytes of a layer with this layout."""
+    """Returns the size in bytes of the workspace of a ProxyCCL layer with this layout."""
     config = EPConfig(world.tokens, HIDDEN, TOPK, EXPERTS, 0, world.ranks, world.local_size)
     per_rank, rows = config.num_experts_per_rank, world.ranks * world.tokens
     shape = WorkspaceShape(

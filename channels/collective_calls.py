@@ -327,11 +327,12 @@ class CollectiveCalls:
             plan: an `ExecutionPlan`, or an argument of `ExecutionPlan.load`. Load a plan once if you use it often.
             x: the input: a contiguous array of `input_chunks` equal chunks, whose sizes in bytes are multiples of the
                 plan's alignment; the same count and type on all ranks. A plan that reduces takes the element types of
-                `all_reduce`; other plans take any. If the plan has peers access an array, the call copies the array to
-                or from the plan's own memory, unless all ranks pass results of `register`.
-            out: the output, an array of `output_chunks` chunks of the same size. None means `x` if the plan works in
-                place and `x` has that size, else a new array. A plan that works in place also accepts an array other
-                than `x`.
+                `all_reduce`; other plans take any. Some plans let peers access the input or the output. Then the call
+                copies that array to or from memory that peers can access. There is no copy if all ranks pass results of
+                `register`.
+            out: the output, an array of `output_chunks` chunks, each as large as a chunk of `x`. None means `x` if the
+                plan works in place and `x` has the output's size, else a new array. A plan that works in place also
+                accepts an array other than `x`.
             stream: as for `all_reduce`.
 
         Returns:

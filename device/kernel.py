@@ -129,7 +129,9 @@ class Launch:
 
     @property
     def peers_words(self) -> int:
-        """The address of the words at offset `ProxiedStruct.peers_words` of a packed argument; 0 if there are none."""
+        """The address of the words, in a packed argument, in which C stores each rank's address of the call's output
+        (`ProxiedStruct.peers_words`); 0 if no argument has such words.
+        """
         for index, argument in enumerate(self._arguments):
             offset: int | None = getattr(argument, "peers_words", None)
             if offset is not None:

@@ -35,8 +35,8 @@ class ProxiedStruct(bytes):
     Attributes:
         sleepers: the sleepers of the proxy of the struct's channels; None if the struct has no ProxyChannels.
         pointers: the offsets, in bytes, of pointers to a call's arrays.
-        peers_words: offset, in bytes, of the table that has, by rank, the address at which that rank's kernels access a
-            call's output. None if there is no table, or the call leaves the table null.
+        peers_words: offset in the struct, in bytes, of a table with one address per rank: the address at which that
+            rank's kernels access a call's output. None if there is no table, or if the call leaves the table null.
     """
 
     sleepers: Sleepers | None = None

@@ -151,7 +151,9 @@ class StreamOperations:
         return int(ffi.cast("uintptr_t", self._steps + step))
 
     def set_copy(self, step: int, copied: CopyBytes) -> None:
-        """Replaces the copy of step number `step`, which must be a copy, for later calls."""
+        """Sets the addresses and the size of step number `step`, which must be a copy. Calls that are already queued
+        are not affected.
+        """
         made = self._steps[step]
         made.dst, made.src, made.bytes = copied.dst, copied.src, copied.nbytes
 

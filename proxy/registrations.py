@@ -107,8 +107,8 @@ class RegistrationCache:
         Raises:
             ArgumentError: the range is empty or invalid.
             ResourceError: the system or the device is out of memory or descriptors.
-            RuntimeUnavailableError: the device can't reach this memory, or neither the driver nor `gpu_writes` promises
-                the order.
+            RuntimeUnavailableError: the network adapter can't access this memory, or neither the driver nor
+                `gpu_writes` promises that the GPU orders RDMA writes.
         """
         raise NotImplementedError
 

@@ -307,8 +307,8 @@ class _Reduction:
     """One rank's part of one schedule: the data that its peers reduce, and the share that the rank itself reduces.
 
     Attributes:
-        pieces: the pieces of the longest share.
-        copies_in: the steps that stage the input.
+        pieces: how shares are cut into pieces, and the order in which the pieces are sent.
+        copies_in: the copies of the peers' shares of the input to staging memory, if the input must be staged.
     """
 
     def __init__(self, by_proxy: ByProxy, source: ArrayView, op: str, shares: _Shares, divisor: int) -> None:

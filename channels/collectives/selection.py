@@ -192,7 +192,7 @@ class Selector:
             ranks: the world size.
             runtime: "host", "cuda" or "hip".
             levels: whether there are several nodes, each with the same number of ranks, at least two.
-            lines: whether long packets are lines (lines.h).
+            lines: whether kernels send long data in lines of 128 bytes (lines.h) instead of 16-byte packets.
             proxied_kernel_bytes: the largest share, in bytes, that kernels move to other nodes; 0 for no limit. Longer
                 shares go by proxy, except in an all_reduce with levels.
         """
@@ -258,7 +258,7 @@ def default_selector(group: Group, *, lines: bool = False) -> Selector:
     """Returns the tables that a group uses until others are measured or set; the same on all ranks.
 
     Args:
-        lines: whether the ranks' long packets are lines.
+        lines: whether kernels send long data in lines of 128 bytes (lines.h) instead of 16-byte packets.
     """
     topology = group.topology
     return Selector.for_ranks(
@@ -287,9 +287,9 @@ def _require_plan(plan: ExecutionPlan, case: Case, least: int, most: int | None)
 
 
 def _by_lines(ranks: int, *, symmetric: bool) -> tuple[tuple[int, str], ...]:
-    """Returns the limits for all_reduce within a node if long packets are lines. The limits are the same for all
-    element types, because these algorithms send no partial sums. The limits come from measurements on 2, 3 and 4 H200
-    (benchmarks/results).
+    """Returns the limits for all_reduce within a node if kernels send long data in lines (lines.h). The limits are the
+    same for all element types, because these algorithms send no partial sums. The limits come from measurements on 2, 3
+    and 4 H200 (benchmarks/results).
 
     Args:
         symmetric: whether the callers promise symmetric arrays.

@@ -301,10 +301,11 @@ class EPAll2AllLayer:
         Args:
             input: [T, hidden] of `dtype`; T from 0 to max_tokens, and may differ between ranks. With dispatch_dtype it
                 may also be a pair of rows in float8 and their scales, float32 [T, scales of a row].
-            exp_indices: int32 [T, topk]: the experts of each token. The id `num_tot_experts` drops the slot: nothing
-                is sent for it, and it adds zero in `combine`. Ids of experts whose ranks are lost also drop the slot.
-                With layout="rank" ids may also be int64, and -1 also drops a slot. See also minus_one_drops. With
-                layout="padded" a token that chooses an expert twice takes two of the expert's rows.
+            exp_indices: int32 [T, topk]: the experts of each token. Each entry is a slot. A slot with the id
+                `num_tot_experts` is dropped: nothing is sent for it, and it adds zero in `combine`. A slot whose
+                expert's rank is lost is dropped too. With layout="rank" ids may also be int64, and a slot with the id
+                -1 is dropped too. See also minus_one_drops. With layout="padded" a token that chooses an expert twice
+                takes two of the expert's rows.
             weight: [T, topk] of `weight_dtype`, to send with the tokens; or None. All ranks or none pass weights.
             full_scatter_indices: int32 [tokens of all ranks, topk], or None: the row of every slot. Tokens and rows are
                 numbered over all ranks, in the order of ranks. For each rank, the entries must be a permutation of the

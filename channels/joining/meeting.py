@@ -309,8 +309,8 @@ def _naming_as_in_whole(members: Sequence[int], give_up: Callable[[], None]) -> 
 
 @contextlib.contextmanager
 def _counted(meetings: Counter[tuple[int, ...]], ranks: tuple[int, ...], bootstrap: Bootstrap | None) -> Iterator[None]:
-    """Returns a context that counts the meeting of some ranks. A meeting that ends by a time-out is not counted, so
-    that late ranks can join the retry, which has the same number.
+    """Returns a context that adds 1 to `meetings[ranks]`, unless the meeting ends by a time-out. A meeting's key
+    contains this count, so a retry after a time-out has the same key, and late ranks can join the retry.
 
     Args:
         bootstrap: the bootstrap over which the ranks meet; None if they meet in control segments.

@@ -244,7 +244,8 @@ class nixl_agent:
                 agent, which may be this agent.
             xfer_list: a list that `get_xfer_descs` takes; or an array of uint64 or int64 of shape (N, 5). Each row of
                 the array, (address, bytes, device, stride, count), describes `count` blocks whose addresses are
-                `stride` bytes apart. The indices of blocks continue from row to row.
+                `stride` bytes apart. The blocks of all rows are numbered in order: a row's first index is one more than
+                the last index of the row before it.
             mem_type: as for `get_xfer_descs`.
 
         Raises:

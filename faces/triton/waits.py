@@ -70,8 +70,8 @@ def record_error(control, code, kind, peer, channel, expected, seen, operation, 
 
 @jit
 def _describe_wait(control, question, kind, peer, channel, expected, seen):
-    # The CPU increments a question number to ask a kernel for a description of its waits. This function stores the
-    # wait's description as the answer to `question`, unless another wait for the same peer has answered that question.
+    # Stores a description of this wait for the CPU. The CPU requests descriptions of a kernel's waits by setting a new
+    # request number, here `question`. If several waits for one peer see the request, only the first one is described.
     place = tl.where(peer != c.NO_PEER, peer % c.WAIT_PEERS, kind + c.WAIT_PEERS).to(tl.int64)
     longs = longs_at(control) + c.CONTROL_WAITS_8 + place * c.WAIT_WORDS
     words = longs.to(tl.pointer_type(tl.uint32))

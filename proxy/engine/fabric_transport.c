@@ -224,7 +224,8 @@ static int retire(FabricConnection *self) {
 
 static int fabric_flush(ProxycclConnection *base, uint64_t *flushed, uint64_t value) {
   FabricConnection *self = self_of(base);
-  if (flushed != &base->progress.completed) self->hurried = 1; /* no thread awaits a flush into `completed` */
+  /* A thread may wait for any flush except one to `completed`, which only records progress. */
+  if (flushed != &base->progress.completed) self->hurried = 1;
   return queued_flush(base, flushed, value);
 }
 

@@ -1,6 +1,6 @@
-/* Queues for transports that can't issue every operation immediately. One queue has operations that wait for room; the
- * other has flushes that wait for completions. Each queue keeps the connection's order.
- */
+/* Queues for transports that can't issue every operation immediately. A connection has a queue of operations that the
+ * transport can't issue yet, and a queue of flushes that wait until all earlier operations are complete. Both queues
+ * are first in, first out. */
 #ifndef PROXYCCL_OPERATIONS_H
 #define PROXYCCL_OPERATIONS_H
 

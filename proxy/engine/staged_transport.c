@@ -128,7 +128,8 @@ typedef struct {
   StagedConnection *staged;
   ProxycclConnection *link;
   uint32_t number;
-  ProxycclWireThread *thread; /* state of the wire's thread; `own` if the wire has no thread */
+  ProxycclWireThread *thread; /* state shared with the thread that serves the wire; points to the field `own` if there
+                                 is no such thread */
   ProxycclWireThread own;
   int status;                 /* pairing wire-turn: status of the failure that ended the wire */
   int resting;                /* pairing wire-turn: 1 if nothing is outstanding on the link */
@@ -151,15 +152,17 @@ struct StagedConnection {
   char *sending, *receiving;                       /* the rings */
   ProxycclMemory device_sending, device_receiving; /* the rings, with the addresses for copies */
   /* Sending. Positions count the bytes since the first message, and never wrap around. */
-  uint64_t head, tail;   /* positions after the last made message, and after the last freed message */
-  uint64_t made, marked; /* number of made messages; last value that a stream was asked to store in `words->copied` */
+  uint64_t head, tail;   /* head: position after the last message written to the ring; tail: position after the last
+                            freed message */
+  uint64_t made, marked; /* made: number of messages written to the ring; marked: the last value of `made` that a stream
+                            was asked to store in `words->copied` */
   uint64_t freed;
   uint64_t credited;            /* the highest value read from `words->credited` */
   uint64_t positions[MESSAGES]; /* start positions of messages that are not freed, by message number */
   uint8_t wire_of[MESSAGES];    /* wires of messages that are not freed, by message number */
   uint64_t freed_by[PROXYCCL_STAGED_WIRES];
   uint32_t next_wire; /* wire of the next message */
-  Header *last;       /* header of the last message that was made */
+  Header *last;       /* header of the last message written to the ring */
   uint64_t piece;     /* most bytes per message of the put in progress; 0 if no put is in progress */
   int rewinds;        /* whether the message after the put in progress uses the first wire */
   uint64_t put_ns;    /* when the last long put began */

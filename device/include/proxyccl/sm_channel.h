@@ -121,8 +121,8 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
   ///
   /// If the communicator ends or the time-out passes during a wait, zeros are written. A time-out ends the communicator
   /// with a WaitTimeoutError.
-  /// @param packetOffset offset in the packet buffer, in bytes; the sender's packetOffset if the sender's `dst` is this
-  /// buffer
+  /// @param packetOffset offset in this rank's packet buffer, in bytes. If this buffer is the memory `dst` of the
+  /// sender's channel, pass the packetOffset that the sender passes to putPackets()
   /// @param dataOffset   offset in local memory, in bytes; a multiple of the payload's size
   /// @param bytes        bytes of data; a multiple of the payload's size
   /// @param threadId     the calling thread's number in the group: 0 to numThreads - 1

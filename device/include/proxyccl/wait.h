@@ -80,8 +80,8 @@ PROXYCCL_OUT_OF_LINE void recordError(Control* given, uint32_t code, WaitFor wha
   spreadAbort(control, code);
 }
 
-// Stores the wait's description as the answer to the CPU's question `question`, unless another wait for the same peer
-// has already answered.
+// Stores a description of this wait for the CPU. The CPU requests descriptions of a kernel's waits by setting a new
+// request number, here `question`. If several waits for one peer see the request, only the first one is described.
 PROXYCCL_OUT_OF_LINE void describeWait(Control* control, uint32_t question, WaitFor what, uint64_t seen) {
   const bool of_peer = what.peer != PROXYCCL_NO_PEER;
   const uint32_t place = of_peer ? what.peer % PROXYCCL_WAIT_PEERS : PROXYCCL_WAIT_PEERS + what.kind;

@@ -63,11 +63,11 @@ enum {
   PROXYCCL_EXPERT_LAYOUT = 16, /* instead of SEND and RECEIVE: only compute where the rows of a dispatch would go */
   PROXYCCL_EXPERT_TELL = 32,   /* with GATHER, if tokens have one row per rank: count each expert's slots for the CPU */
   PROXYCCL_FIRST_CHOICE = 1
-      << 30, /* bit of an announced ProxycclExpertChoice.expert: set for a token's first slot with a given rank */
-  /* Flags in ProxycclExperts that tell which ids drop a slot: */
-  PROXYCCL_NUMBER_DROPS = 1,    /* the id that equals the number of experts */
-  PROXYCCL_MINUS_ONE_DROPS = 2, /* the id -1 */
-  /* Values that replace a row's number: */
+      << 30, /* bit of an announced ProxycclExpertChoice.expert: set for the first of a token's slots with a rank */
+  /* Bits of ProxycclExperts.dropping_ids, which says for which expert ids a slot is dropped: */
+  PROXYCCL_NUMBER_DROPS = 1,    /* drop slots whose expert id is the number of experts, one more than the last id */
+  PROXYCCL_MINUS_ONE_DROPS = 2, /* drop slots whose expert id is -1 */
+  /* Values in place of a row: */
   PROXYCCL_NO_ROW = -1,   /* the slot is dropped, or its expert is on another rank */
   PROXYCCL_PAST_END = -2, /* the row is for this rank, but does not fit in the output */
 };

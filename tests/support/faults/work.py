@@ -79,8 +79,8 @@ class Work:
         self._rng.choice(self._kinds)()
 
     def repeat(self) -> None:
-        """Makes collectives by proxy, always on the same arrays, so that in all calls but the first the stream alone
-        starts the proxy.
+        """Makes collectives by proxy, always on the same arrays. The first calls give schedules to the proxy. Later
+        calls reuse these schedules: a write by the stream starts each of them.
         """
         comm, size, count = self.comm, self.comm.world_size, 3000
         if not self._repeated:
