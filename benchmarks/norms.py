@@ -32,7 +32,7 @@ ADDED, FLOAT8 = "all_reduce_rms_norm, no weight", "all_reduce_rms_norm, float8"
 _EPSILON = 1e-6
 _ROWS = (1, 6, 16, 32, 64, 128, 512, 2048)
 _QUICK_ROWS = (1, 16, 128)
-_NEAR = 0.01  # of a normalized value: bfloat16 has 8 bits
+_NEAR, _NEAR_FLOAT8 = 0.01, 0.07  # of a normalized value: bfloat16 has 8 bits, float8 4
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -134,6 +134,15 @@ class Layer:
             comm.all_reduce(self.x, out=total, stream=stream)
             self.out, self.residual_out = add_and_norm(total, self.residual, self.weight)
 
+        def poison() -> None:
+            self._poison()
+            for each in (rows, scales):
+                self._job.poison(each.reshape(-1))
+
+        def wrong(_: int) -> int:
+            near = _NEAR_FLOAT8 * abs(self._normalized) + scales * 2**-9  # the least step of float8
+            return self._wrong(normalized=False) + int((abs(rows.float() * scales - self._normalized) > near).sum())
+
         return [
             Contender(
                 FLOAT8,
@@ -149,8 +158,8 @@ class Layer:
                     quantize="float8",
                     stream=stream,
                 ),
-                self._poison,
-                lambda _: self._wrong(normalized=False),
+                poison,
+                wrong,
             ),
             Contender(APART, False, by_compiler, self._poison, lambda _: self._wrong()),
         ]

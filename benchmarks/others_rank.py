@@ -20,6 +20,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -111,8 +112,9 @@ class World:
         if share >= 2 * _CORES:
             first = self.rank * share + turn % (share // _CORES) * _CORES
             for thread in Path("/proc/self/task").iterdir():
-                if int(thread.name) == os.getpid() or (thread / "comm").read_text().startswith("pt_autograd"):
-                    os.sched_setaffinity(int(thread.name), self._cores[first : first + _CORES])
+                with suppress(OSError):  # the thread has ended
+                    if int(thread.name) == os.getpid() or (thread / "comm").read_text().startswith("pt_autograd"):
+                        os.sched_setaffinity(int(thread.name), self._cores[first : first + _CORES])
         self.meet()
 
     def synchronize(self) -> None:

@@ -230,8 +230,16 @@ class Job:
         return next((status for status in statuses if status), 0)
 
     def close(self) -> None:
-        """Kills the processes that still run."""
+        """Closes the processes' input, at whose end ranks end by themselves, and kills those that do not end soon."""
         self.limit(None)
+        for process in self._processes:
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):
+                process.stdin.close()
+        end = time.monotonic() + _GRACE_SECONDS
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, end - time.monotonic()))
         self._kill()
 
     def _end(self) -> None:
@@ -350,7 +358,9 @@ class Contender:
         self.by = torch_backend() if name == "peer" else name
         self._default = name in (OURS, "peer")
         self._variables = {**CONTENDERS[name], "TORCHELASTIC_RUN_ID": "programs"}  # for Lightning
-        self._command = [sys.executable, str(_OTHERS), "--by", self.by, "--folder", str(folder)]
+        files = folder / name
+        files.mkdir()
+        self._command = [sys.executable, str(_OTHERS), "--by", self.by, "--folder", str(files)]
         self._command += ["--quick"] if parsed.quick else []
         self._ranks, self._log = parsed.ranks, folder / f"others {name}.log"
         self._job: Job | None = None
@@ -361,27 +371,26 @@ class Contender:
     def runs(self, program: Program) -> bool:
         return self._default or program.variants
 
-    def begin(self, program: Program, seconds: float) -> None:
-        """Lets the job begin a program. `seconds` is the time until the end of all programs."""
+    def begin(self, program: Program) -> None:
+        """Lets the job begin a program."""
         self.row, self.reason, self.output = None, "", []
         if self._job is None:
             commands = [(each, {**given, **self._variables}) for each, given in ranks_of(self._command, self._ranks)]
             with self._log.open("w") as log:
                 self._job = Job(commands, log)
         self._job.tell(program.title)
-        self._job.limit(min(_START_SECONDS + program.seconds, seconds))
 
-    def go_on(self, program: Program, seconds: float) -> None:
+    def go_on(self) -> None:
         """Lets the job make the steps of its turn."""
         assert self._job is not None
         self._job.tell(GO)
-        self._job.limit(min(program.seconds, seconds))
 
-    def comes_to_a_turn(self) -> bool:
-        """Waits until the job has come to its next turn. Returns False if the program has ended; then sets `row` or
-        `reason`.
+    def comes_to_a_turn(self, seconds: float) -> bool:
+        """Waits until the job has come to its next turn, for at most `seconds`. Returns False if the program has ended;
+        then sets `row` or `reason`.
         """
         assert self._job is not None
+        self._job.limit(seconds)
         for line in self._job.lines():
             if line.startswith((TURN, PROBLEM, RESULT)):
                 self._job.limit(None)
@@ -431,15 +440,19 @@ def run_others(families: list[str], parsed: Any, end: float, collected: Collecte
 
 def run_in_turns(program: Program, contenders: list[Contender], end: float) -> None:
     """Runs a program by all contenders. The order of the turns alternates."""
+
+    def comes_to_a_turn(each: Contender, seconds: float) -> bool:
+        return each.comes_to_a_turn(min(seconds, end - time.monotonic()))
+
     for each in contenders:
-        each.begin(program, end - time.monotonic())
-    left = [each for each in contenders if each.comes_to_a_turn()]
+        each.begin(program)
+    left = [each for each in contenders if comes_to_a_turn(each, _START_SECONDS + program.seconds)]
     while left:
         going = left[::-1]
         left = []
         for each in going:
-            each.go_on(program, end - time.monotonic())
-            if each.comes_to_a_turn():
+            each.go_on()
+            if comes_to_a_turn(each, program.seconds):
                 left.append(each)
 
 

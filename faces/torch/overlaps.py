@@ -108,7 +108,7 @@ class Overlaps:
         stream = self.gpu.current()
         watched = None
         if waits:
-            beside = stream != 0  # as FSDP2's calls
+            beside = stream != 0 and not self.gpu.order.is_capturing(stream)  # as FSDP2's calls
         else:
             size = nbytes.bit_length()
             kind = (collective, size, *self._before)
