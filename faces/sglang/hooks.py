@@ -99,14 +99,15 @@ def _all_reduce_norm(
     """Returns a pair of None if the group has no `ShortCalls` or `takes_rows` is False. Ignores the arguments that tune
     FlashInfer's kernels.
     """
-    if _short_calls(use_attn_tp_group) is None or not takes_rows(input_tensor, residual, weight):
+    short = _short_calls(use_attn_tp_group)
+    if short is None or not takes_rows(input_tensor, residual, weight):
         return None, None
     if torch.compiler.is_compiling():
         made: tuple[torch.Tensor, torch.Tensor] = torch.ops.proxyccl.sglang_all_reduce_rms_norm(
             input_tensor, residual, weight, eps, use_attn_tp_group
         )
         return made
-    return _add_and_norm(input_tensor, residual, weight, eps, use_attn_tp_group)
+    return short.add_and_norm(input_tensor, residual, weight, eps)
 
 
 def _add_and_norm(
