@@ -96,23 +96,36 @@ def _all_reduce_norm(
     fp32_acc: bool = True,
     use_attn_tp_group: bool = True,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Returns a pair of None if `takes_rows` is False. Ignores the arguments that tune FlashInfer's kernels."""
-    if not takes_rows(input_tensor, residual, weight):
+    """Returns a pair of None if the group has no `ShortCalls` or `takes_rows` is False. Ignores the arguments that tune
+    FlashInfer's kernels.
+    """
+    short = _short_calls(use_attn_tp_group)
+    if short is None or not takes_rows(input_tensor, residual, weight):
         return None, None
     if torch.compiler.is_compiling():
         made: tuple[torch.Tensor, torch.Tensor] = torch.ops.proxyccl.sglang_all_reduce_rms_norm(
             input_tensor, residual, weight, eps, use_attn_tp_group
         )
         return made
-    return _add_and_norm(input_tensor, residual, weight, eps, use_attn_tp_group)
+    return short.add_and_norm(input_tensor, residual, weight, eps)
 
 
 def _add_and_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, use_attn_tp_group: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _, _, coordinator = flashinfer_comm_fusion.resolve_fusion_group(use_attn_tp_group=use_attn_tp_group)
-    short: ShortCalls = coordinator.ca_comm or coordinator.pynccl_comm.short
+    short = _short_calls(use_attn_tp_group)
+    assert short is not None  # `_all_reduce_norm` declines such a group
     return short.add_and_norm(x, residual, weight, eps)
+
+
+def _short_calls(use_attn_tp_group: bool) -> ShortCalls | None:
+    """Returns the calls of the group whose sums SGLang leaves to norms; None if the group has neither communicator. The
+    result is None on all ranks or on none.
+    """
+    _, _, coordinator = flashinfer_comm_fusion.resolve_fusion_group(use_attn_tp_group=use_attn_tp_group)
+    calls: GroupCalls | None = coordinator.pynccl_comm
+    short: ShortCalls | None = coordinator.ca_comm or (None if calls is None else calls.short)
+    return short
 
 
 _library.impl("sglang_all_reduce_rms_norm", _add_and_norm, "CompositeExplicitAutograd")

@@ -42,8 +42,10 @@ def registered(work: dist.Work) -> Any:
 
 def _is_completed(work: dist.Work) -> bool:
     """Returns whether the call has ended, also for a wrapped Work."""
-    if _is_completed_in_torch(work) or work._get_op_type() != _UNNAMED:
-        return _is_completed_in_torch(work)
+    if _is_completed_in_torch(work):
+        return True
+    if work._get_op_type() != _UNNAMED:
+        return False
     found = _search.found = []
     try:
         work.get_future()

@@ -131,6 +131,36 @@ def left_alone() -> None:
         torch.testing.assert_close(got, want, **TOLERANCES)
 
 
+class Sliced(Block):
+    """A norm after the sum of a part of padded rows, as after experts."""
+
+    def forward(self, x: Any, y: Any, residual: Any) -> Any:
+        padded = torch.cat([x, y], -1) * 2
+        return self.first(tensor_model_parallel_all_reduce(padded[..., :WIDTH]), residual)
+
+
+class OtherResidual(Block):
+    """A norm after a sum, with a residual of another type."""
+
+    def forward(self, x: Any, y: Any, residual: Any) -> Any:
+        return self.first(tensor_model_parallel_all_reduce(x * 2), residual.float())
+
+
+@on_two
+@pytest.mark.parametrize("kind", [Sliced, OtherResidual])
+def test_tensors_that_the_operator_refuses_are_left_alone(ranks: Any, kind: type[Block]) -> None:
+    ranks.run(refused, kind)
+
+
+def refused(kind: type[Block]) -> None:
+    model, given = kind(RMSNorm, 1e-5, torch.bfloat16), inputs()
+    with torch.no_grad():
+        want = model(*[each.clone() for each in given])
+    got, made = through_the_passes(model, given)
+    assert made == []
+    torch.testing.assert_close(got, want, **TOLERANCES)
+
+
 class Quantized(Block):
     """Norms whose rows are quantized to float8, by vLLM's layer, as before a matrix product in float8.
 

@@ -11,6 +11,8 @@ import torch
 import vllm.ir.ops
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch._inductor import pattern_matcher
+from torch._prims_common import is_contiguous_or_false
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from vllm.compilation.passes.inductor_pass import enable_fake_mode
 from vllm.compilation.passes.pass_manager import PostGradPassManager
 from vllm.compilation.passes.vllm_inductor_pass import VllmFusionPatternMatcherPass, VllmInductorPass
@@ -100,8 +102,14 @@ class _Form(NamedTuple):
         return self._named(norm)
 
     def fits(self, match: Any) -> bool:
-        x, weight = (match.kwargs[name].meta["val"] for name in ("x", "weight"))
-        return x.dtype in _DTYPES and weight.dtype == x.dtype
+        """Returns whether the operator takes a match's tensors."""
+        x, *others = given = [match.kwargs[name].meta["val"] for name in self.names if name != "scale"]
+        return (
+            x.dtype in _DTYPES
+            and all(each.dtype == x.dtype for each in others)
+            and all(is_contiguous_or_false(each) for each in given)
+            and (not self.adds or statically_known_true(sym_eq(others[-1].shape, x.shape)))
+        )
 
     def _results(self, normed: list[torch.Tensor], sums: torch.Tensor) -> Any:
         results = (*normed, sums) if self.uses_sums else tuple(normed)

@@ -216,6 +216,14 @@ def norms_of_other_types_fall_back() -> None:
     torch.testing.assert_close(out, normed(sums, layer.weight, layer.variance_epsilon))
 
 
+def norms_of_a_group_without_communicators_fall_back() -> None:
+    layer = RMSNorm(64).to(torch.bfloat16)
+    x, residual = on(RANK, 5, 64, dtype=torch.bfloat16), on(9, 5, 64, dtype=torch.bfloat16)
+    with mock.patch.multiple(group, pynccl_comm=None, ca_comm=None):
+        got = fusion.flashinfer_allreduce_residual_rmsnorm(x, residual, layer.weight, layer.variance_epsilon)
+    assert got == (None, None)
+
+
 def fusion_follows_sglangs_settings() -> None:
     from sglang.srt.layers.layer_boundary import exit as at_exit
     from sglang.srt.layers.layer_boundary.residual.add_norm import flashinfer_ar_fusion_applies as applies
@@ -296,6 +304,7 @@ CASES = {
         norms,
         norms_in_compiled_code,
         norms_of_other_types_fall_back,
+        norms_of_a_group_without_communicators_fall_back,
         fusion_follows_sglangs_settings,
         layers,
         end,
