@@ -125,7 +125,6 @@ def test_segments_that_come_and_go(ranks: Ranks) -> None:
         for seed in range(4):
             (target,) = arrays(comm, call, 1)
             view = target.view()
-            assert not registered(comm, view)
             make_call(comm, replace(call, seed=seed), source, target)
             assert shown(comm, target)
             make_call(comm, replace(call, seed=seed + 10), source, target)

@@ -41,7 +41,7 @@ def freed_arrays(comm: Communicator, call: Call) -> None:
 
 def segments(comm: Communicator, call: Call) -> None:
     """Frees segments of a pool that a communicator follows. The peers must unmap each segment before its memory is
-    freed.
+    freed. A rank whose kernel waits for the other ranks does not reply to them, so ranks wait for replies together.
     """
     pool, room = MemoryPool(comm.runtime), room_for(call, comm.world_size)
     comm.group.symmetric.follow(pool)
@@ -49,11 +49,13 @@ def segments(comm: Communicator, call: Call) -> None:
         source, target = (ForeignMemory(comm.runtime, room) for _ in range(2))
         make_call(comm, replace(call, seed=seed), source.array(), target.array())
         wait_for(functools.partial(registered, comm, target.array().view()), "the peers have replied")
+        comm.all_gather_bytes(b"")
         make_call(comm, replace(call, seed=seed + 10), source.array(), target.array())
         barrier(comm)
         source.close()
         target.close()
         wait_for(lambda: not pool.segments(), "the pool's memory is freed")
+        comm.all_gather_bytes(b"")
 
 
 with Communicator() as comm:
