@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from proxyccl.channels.calls._calls import SentCall
+from proxyccl.channels.expert_parallel.arguments import output_array
 from proxyccl.channels.expert_parallel.combine_form import RowSignals
 from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
@@ -251,6 +252,8 @@ def combine(
         after = overlap.signals(routing)
         if after.counters and overlap.counters.device != x.device:
             raise ArgumentError(overlap.name, f"is on {overlap.counters.device}; expected {x.device}, where x is")
+        if out is not None:  # the layer checks `out` only in the second half
+            output_array(layer.ctx.group, out, x, "x", tuple(out.shape), layer.ep_config.token)
     try:
         slots = topk_weights if layer.sums_on_own_node else None
         weights = layer.weights_by_row(topk_weights, desc) if slots is None else None

@@ -123,6 +123,10 @@ def test_wrong_arguments(ranks: Ranks) -> None:
         )
         refused("^src_signals: has 1 counters; expected 2, contiguous, one for an expert$", src_signals=counters[:1])
         counters += THRESHOLD
+        shape = len(weights), HIDDEN
+        for how in ({}, {"return_recv_hook": True}):
+            refused("^out: ", **right, **how, out=rows.new_empty(shape[::-1]).t())
+            refused("^out: overlaps ", **right, **how, out=rows.view(-1, HIDDEN)[: len(weights)])
         buffer.low_latency_combine(rows, ids, weights, handle, overlap=True, **right)  # no refusal had an effect
         buffer.destroy()
 
