@@ -85,9 +85,11 @@ def test_rows_are_read_after_their_counter(ranks: Ranks, counted: Any, how: str)
                 **arguments,
                 **({how: True} if how else {}),
             )
-            if hook is not None:
-                hook()
             computing.join()
+            if hook is not None:
+                comm.synchronize()
+                counters.zero_()  # the first half has read all counters
+                hook()
             assert torch.equal(combined, (x.float() * TOPK).bfloat16())
             # Without overlap the arguments have no effect.
             counters.zero_()
