@@ -26,14 +26,14 @@ struct alignas(8) Nvfp4Output {
 
 }  // namespace proxyccl
 
-// Converts `count` blocks of 16 consecutive values. With m the greatest magnitude of a block and g the global scale,
-// the block's scale is s = float8(g * (m * (1 / 6))), and a value v becomes float4(v * (1 / (s * (1 / g)))); all
-// operations round to float32. The values of a block whose scale is zero become zeros. The first of two values of a
-// byte is in the low bits. Rows are aligned to 16 bytes.
+// Converts `count` blocks of 16 consecutive values. With m the greatest magnitude of a block and g the global scale
+// (1 if `global_scale` is null), the block's scale is s = float8(g * (m * (1 / 6))), and a value v becomes float4(v *
+// (1 / (s * (1 / g)))); all operations round to float32. The values of a block whose scale is zero become zeros. The
+// first of two values of a byte is in the low bits. Rows are aligned to 16 bytes.
 extern "C" __global__ void nvfp4_rows(const char* rows, const float* global_scale, char* packed, uint8_t* scales,
                                       uint64_t count) {
   using namespace proxyccl;
-  const float global = *global_scale;
+  const float global = global_scale == nullptr ? 1 : *global_scale;
   for (uint64_t block = static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x; block < count;
        block += static_cast<uint64_t>(gridDim.x) * blockDim.x) {
     const Nvfp4Input given = reinterpret_cast<const Nvfp4Input*>(rows)[block];

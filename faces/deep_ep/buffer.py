@@ -409,8 +409,8 @@ class Buffer(Connected):
             combine_wait_recv_cost_stats: must be None.
             overlap: whether a kernel on another stream still computes `x`, as in forks of DeepEP. The call then waits
                 for that kernel's counters, comp_signal or src_signals, before it reads rows. Until all counters have
-                reached their value, the call takes num_sms multiprocessors. Without overlap, the following arguments
-                have no effect.
+                reached their value, the call takes num_sms multiprocessors. The hook does not read the counters.
+                Without overlap, the following arguments have no effect.
             packed_recv_count: without effect, because the handle has the counts.
             comp_signal: int32 or uint32 [experts of this rank * blocks]: the counter of each `block_m` consecutive rows
                 of an expert; blocks is the number of rows of an expert / block_m, rounded up. Rows that the experts did

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from proxyccl.channels.calls._calls import SentCall
+from proxyccl.channels.expert_parallel.arguments import output_array
 from proxyccl.channels.expert_parallel.combine_form import RowSignals
 from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
@@ -73,10 +74,12 @@ class Dispatches:
     def __init__(self, layers: Layers, options: Options, x: torch.Tensor, topk_idx: torch.Tensor) -> None:
         use_fp8, self._packs = as_flag(options.use_fp8, "use_fp8"), as_flag(options.use_ue8m0, "use_ue8m0")
         self._to_float4 = as_flag(options.use_nvfp4, "use_nvfp4")
-        if self._to_float4 and use_fp8:
-            raise ArgumentError("use_nvfp4", "can't be given with use_fp8; expected use_fp8=False")
-        self._rounds = as_flag(options.round_scale, "round_scale") and use_fp8
-        if self._packs and not options.round_scale:
+        rounds = as_flag(options.round_scale, "round_scale")
+        for name, of_float8 in (("use_fp8", use_fp8), ("round_scale", rounds), ("use_ue8m0", self._packs)):
+            if self._to_float4 and of_float8:
+                raise ArgumentError("use_nvfp4", f"can't be given with {name}; expected {name}=False")
+        self._rounds = rounds and use_fp8
+        if self._packs and not rounds:
             raise ArgumentError("use_ue8m0", "needs round_scale=True, because its scales are powers of two")
         _require_tokens(x, topk_idx)
         hidden, most = x.shape[1], options.max_tokens
@@ -94,6 +97,7 @@ class Dispatches:
         self._turns = layers.turns(shape, most) if options.hooked else None
         both = (layers.of_size(shape, most),) if self._turns is None else self._turns.layers
         self._layers = tuple(layer.narrowed(most) for layer in both)
+        self._quantizer = nvfp4.Quantizer(self._layers[0].ctx.group) if self._to_float4 else None
         self._experts = self._layers[0].ep_config.num_experts_per_rank
 
     def make(
@@ -106,9 +110,9 @@ class Dispatches:
         options, turns = self._options, self._turns
         layer = self._layers[0 if turns is None else turns.next]
         require_stats(stats, self._experts)
-        if self._to_float4:
+        if self._quantizer is not None:
             _require_tokens(x, topk_idx)
-            tokens = nvfp4.quantize(layer, x, nvfp4.require_global_scale(global_scale, x))
+            tokens = self._quantizer.quantize(x, nvfp4.require_global_scale(global_scale, x))
         else:
             tokens = quantize_rounded(x) if self._rounds else x
 
@@ -251,6 +255,8 @@ def combine(
         after = overlap.signals(routing)
         if after.counters and overlap.counters.device != x.device:
             raise ArgumentError(overlap.name, f"is on {overlap.counters.device}; expected {x.device}, where x is")
+        if out is not None:  # the layer checks `out` only in the second half
+            output_array(layer.ctx.group, out, x, "x", tuple(out.shape), layer.ep_config.token)
     try:
         slots = topk_weights if layer.sums_on_own_node else None
         weights = layer.weights_by_row(topk_weights, desc) if slots is None else None

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer
+from proxyccl.channels.group import Group
 from proxyccl.deep_ep.tokens import Pair
+from proxyccl.device._native import ffi
 from proxyccl.device.errors import ArgumentError
 
 ELEMENTS = 16
@@ -26,12 +27,10 @@ def require_hidden(hidden: int) -> None:
         )
 
 
-def require_global_scale(scale: Any, x: torch.Tensor) -> torch.Tensor:
-    """Returns the argument `x_global_scale`, or a 1 if it is None. Raises ArgumentError unless it is a float32 tensor
-    beside `x`.
-    """
+def require_global_scale(scale: Any, x: torch.Tensor) -> torch.Tensor | None:
+    """Returns the argument `x_global_scale`. Raises ArgumentError unless it is None or a float32 tensor beside `x`."""
     if scale is None:
-        return torch.ones((), device=x.device)
+        return None
     if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32 or not scale.numel():
         given = f"{scale.dtype} {list(scale.shape)}" if isinstance(scale, torch.Tensor) else type(scale).__name__
         raise ArgumentError("x_global_scale", f"is {given}; expected a tensor of one float32")
@@ -40,28 +39,40 @@ def require_global_scale(scale: Any, x: torch.Tensor) -> torch.Tensor:
     return scale
 
 
-def quantize(layer: EPAll2AllLayer, x: torch.Tensor, global_scale: torch.Tensor) -> Pair:
+class Quantizer:
     """Converts rows by one kernel, on the current stream, with the formula of device/kernels/nvfp4_rows.h. It is that
     of NVIDIA's libraries (`cvt_warp_fp16_to_fp4` in TensorRT-LLM, FlashInfer and DeepEP), whose reciprocals are
-    approximations; here they are rounded correctly, so in rare cases the two round a value differently.
-
-    Returns:
-        The rows, uint8 [T, hidden / 2], and their scales, four in each float32 [T, hidden / 64].
+    approximations; here they are rounded correctly, so in rare cases the two round a value differently. The kernel's
+    launch is prepared once, and each call fills in the arguments.
     """
-    tokens, hidden = x.shape
-    given = x.contiguous()
-    if given.data_ptr() % 16:
-        given = given.clone()
-    rows = torch.empty(tokens, hidden // 2, dtype=torch.uint8, device=x.device)
-    scales = torch.empty(tokens, hidden // WORD_ELEMENTS, device=x.device)
-    count = tokens * hidden // ELEMENTS
-    if count:
-        group = layer.ctx.group
-        grid = (1, 1) if group.runtime.name == "host" else (min(-(-count // _THREADS), _MOST_BLOCKS), _THREADS)
-        addresses = (each.data_ptr() for each in (given, global_scale, rows, scales))
-        launch = group.runtime.shipped("nvfp4_rows.h", "nvfp4_rows").prepare(*grid, *addresses, count)
-        group.launches.launch(launch, layer.ctx.stream_for(None, x), (given, global_scale, rows, scales))
-    return rows, scales
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._threads, self._most_blocks = (1, 1) if group.runtime.name == "host" else (_THREADS, _MOST_BLOCKS)
+        kernel = group.runtime.shipped("nvfp4_rows.h", "nvfp4_rows")
+        self._launch = kernel.prepare(1, self._threads, None, None, None, None, 0)
+        self._words = [ffi.cast("uint64_t *", self._launch.packed(index)) for index in range(5)]
+
+    def quantize(self, x: torch.Tensor, global_scale: torch.Tensor | None) -> Pair:
+        """Returns the rows of `x`, uint8 [T, hidden / 2], and their scales, four in each float32 [T, hidden / 64].
+        `global_scale` None means 1.
+        """
+        tokens, hidden = x.shape
+        given = x.contiguous()
+        if given.data_ptr() % 16:
+            given = given.clone()
+        rows = torch.empty(tokens, hidden // 2, dtype=torch.uint8, device=x.device)
+        scales = torch.empty(tokens, hidden // WORD_ELEMENTS, device=x.device)
+        count = tokens * hidden // ELEMENTS
+        if count:
+            arrays = given, global_scale, rows, scales
+            for word, each in zip(self._words, arrays, strict=False):
+                word[0] = 0 if each is None else each.data_ptr()
+            self._words[-1][0] = count
+            self._launch.prepared.grid[0] = min(-(-count // self._threads), self._most_blocks)
+            launches = self._group.launches
+            launches.launch(self._launch, launches.stream_for(None, x), arrays)
+        return rows, scales
 
 
 def new_tiles(scales: torch.Tensor) -> torch.Tensor:

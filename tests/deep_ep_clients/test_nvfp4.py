@@ -68,11 +68,11 @@ def test_each_bit_of_rows_and_scales(
 
     def body(comm: Communicator) -> None:
         device = torch_device(comm)
-        x, ids = (each.to(device) for each in every[comm.rank])
         scale = None if global_scale is None else torch.tensor([global_scale] * EXPERTS, device=device)
         chosen: dict[str, Any] = {how: True} if how else {}
         buffer = deep_ep.Buffer(comm, explicitly_destroy=True)
-        for _ in range(2):
+        for skipped in (2, 0):  # calls with more and fewer tokens share what the first call prepared
+            x, ids = (each[skipped:].to(device) for each in every[comm.rank])
             (rows, scales), received, handle, event, hook = buffer.low_latency_dispatch(
                 x, ids, most, EXPERTS, use_fp8=False, use_nvfp4=True, x_global_scale=scale, **chosen
             )
@@ -87,7 +87,8 @@ def test_each_bit_of_rows_and_scales(
             assert scales.permute(5, 2, 4, 0, 1, 3).is_contiguous()
             by_row = scales.permute(5, 2, 1, 0, 4, 3).reshape(LOCAL, tiles * 128, hidden // BLOCK).cpu().numpy()
             for local in range(LOCAL):
-                mine = [tokens[(to == comm.rank * LOCAL + local).any(1)] for tokens, to in every]
+                here = comm.rank * LOCAL + local
+                mine = [tokens[skipped:][(to[skipped:] == here).any(1)] for tokens, to in every]
                 expected, factors = quantized(torch.cat(mine), global_scale or 1.0)
                 assert received[local] == len(expected)
                 np.testing.assert_array_equal(rows[: len(expected), :, local].cpu().numpy(), expected)
@@ -115,6 +116,9 @@ def test_wrong_arguments(ranks: Ranks) -> None:
                 buffer.low_latency_dispatch(x, ids, 8, EXPERTS, use_nvfp4=True, **options)
 
         refused("^use_nvfp4: can't be given with use_fp8; expected use_fp8=False$")
+        for name in ("round_scale", "use_ue8m0"):
+            reason = f"^use_nvfp4: can't be given with {name}; expected {name}=False$"
+            refused(reason, use_fp8=False, **{name: True})
         refused("^x: has 96 elements in a row; expected a multiple of 64 with use_nvfp4$", use_fp8=False)
         x = x[:, :64]
         for wrong in (1.0, torch.ones((), dtype=torch.float64), torch.empty(0)):

@@ -85,9 +85,11 @@ def test_rows_are_read_after_their_counter(ranks: Ranks, counted: Any, how: str)
                 **arguments,
                 **({how: True} if how else {}),
             )
-            if hook is not None:
-                hook()
             computing.join()
+            if hook is not None:
+                comm.synchronize()
+                counters.zero_()  # the first half has read all counters
+                hook()
             assert torch.equal(combined, (x.float() * TOPK).bfloat16())
             # Without overlap the arguments have no effect.
             counters.zero_()
@@ -123,6 +125,10 @@ def test_wrong_arguments(ranks: Ranks) -> None:
         )
         refused("^src_signals: has 1 counters; expected 2, contiguous, one for an expert$", src_signals=counters[:1])
         counters += THRESHOLD
+        shape = len(weights), HIDDEN
+        for how in ({}, {"return_recv_hook": True}):
+            refused("^out: ", **right, **how, out=rows.new_empty(shape[::-1]).t())
+            refused("^out: overlaps ", **right, **how, out=rows.view(-1, HIDDEN)[: len(weights)])
         buffer.low_latency_combine(rows, ids, weights, handle, overlap=True, **right)  # no refusal had an effect
         buffer.destroy()
 

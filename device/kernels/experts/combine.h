@@ -7,7 +7,9 @@
 // in rank order. A sum uses the accumulator's type and is rounded once.
 //
 // combine_signalled is for rows that another kernel still computes: a group waits for a row's counter before it reads
-// the row. Few blocks send the rows, so that the other kernel has most multiprocessors. Rows must be padded.
+// the row. Few blocks send the rows, so that the other kernel has most multiprocessors. The send stage waits for the
+// counters of all rows, also of rows that it does not send, so that the receiving half, which takes all blocks, waits
+// for none and the caller may reuse the counters between the halves. Rows must be padded.
 //
 // If ranks have output buffers, rows in such a buffer are not sent: the token's rank loads them from the buffer. Each
 // rank announces with a flag in which buffer its rows are, and ends the combine only when the other ranks have loaded
@@ -398,7 +400,10 @@ class Combine {
     // If a token's rows did not fit in the output, their sum is zero. The sum is sent nevertheless, because the
     // receiver waits for it.
     if (!group.any(topk_, [&](uint32_t k) { return rows[k] != PROXYCCL_NO_ROW; })) return nullptr;
-    group.list(topk_, [&](uint32_t k, RowEntry* entry) { return ownRow(rows[k], entry); });
+    group.list(topk_, [&](uint32_t k, RowEntry* entry) {
+      if constexpr (kSignalled) awaitRow(rows[k]);
+      return ownRow(rows[k], entry);
+    });
     return team_.peer(team_.localOf(source)) + sumRow(team_->local_rank, i);
   }
 
@@ -409,6 +414,7 @@ class Combine {
     const int32_t* rows = rowsOfToken(source, segment.begin + i);
     const bool own = team_.localOf(source) == team_->local_rank;  // this rank sums its own rows without a copy
     group.list(topk_, [&](uint32_t k, RowEntry* entry) {
+      if constexpr (kSignalled) awaitRow(rows[k]);
       if (own || rows[k] == PROXYCCL_NO_ROW) return false;
       ownRow(rows[k], entry);  // a row that did not fit in the output gets a null address and weight 0
       if (call_.weights != nullptr) weightOf(slotOf(source, i, k), segment.pieceOf(item)) = entry->weight;
@@ -423,14 +429,16 @@ class Combine {
 
   PROXYCCL_DEVICE bool ownRow(int32_t row, RowEntry* entry) const {
     if (row < 0) return false;
-    if constexpr (kSignalled) awaitRow(static_cast<uint32_t>(row));
     entry->weight = call_.weights != nullptr ? call_.weights[row] : 1;
     entry->at = const_cast<char*>(call_.rows) + row * row_bytes_;
     return true;
   }
 
-  // Called by one thread: waits until a row of this rank's experts is complete.
-  PROXYCCL_DEVICE void awaitRow(uint32_t row) const {
+  // Called by one thread in the send stage: waits until a row of this rank's experts is complete. Does not wait for a
+  // row that does not exist.
+  PROXYCCL_DEVICE void awaitRow(int32_t number) const {
+    if (number < 0) return;
+    const uint32_t row = static_cast<uint32_t>(number);
     const uint32_t expert = row / call_.expert_rows, block = row % call_.expert_rows / call_.block_rows;
     const uint32_t* counter = call_.signals + expert * call_.expert_blocks + block;
     const WaitFor what = {PROXYCCL_WAIT_CONDITION, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL, call_.threshold};
