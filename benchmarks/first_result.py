@@ -19,7 +19,6 @@ import json
 import os
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,7 +29,7 @@ from pathlib import Path
 os.environ["MPI4PY_RC_INITIALIZE"] = "false"
 
 import aims
-from program import common_arguments, nvidia_driver
+from program import common_arguments, nvidia_driver, output_of
 
 from proxyccl.device.runtimes import find_runtime, open_runtime
 from proxyccl.tools import options
@@ -94,21 +93,7 @@ def run(contender: Contender, ranks: int, mpiexec: list[str]) -> Fields:
             launcher = [*mpiexec, "-n", str(ranks), sys.executable]
         environment = {**os.environ, **_WITHOUT_MULTICAST, **contender.environment}
         del environment["MPI4PY_RC_INITIALIZE"]
-        with subprocess.Popen(
-            [*launcher, *program],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        ) as job:
-            try:
-                output, _ = job.communicate(timeout=_JOB_SECONDS)
-            except subprocess.TimeoutExpired:
-                os.killpg(job.pid, 9)
-                raise SystemExit(f"{contender.title}: not done within {_JOB_SECONDS:g} s") from None
-        if job.returncode:
-            raise SystemExit(f"{contender.title}: status {job.returncode}\n{output}")
+        output_of(contender.title, [*launcher, *program], environment, _JOB_SECONDS)
         of_ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
     worst = {name: max(stages[name] for stages in of_ranks) for name in of_ranks[0]}
     if "free_bytes" in worst:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import os
 import re
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from proxyccl import Communicator
@@ -13,6 +17,7 @@ from proxyccl.tools.results import Fields, machine, versions
 
 RESULT, FACTS = "RESULT ", "FACTS "
 """The beginnings of a rank's lines that `programs.py` reads: a row, and the facts about the job."""
+_SHOWN_CHARACTERS = 20_000  # of a failed command's output
 
 
 def common_arguments(description: str) -> argparse.ArgumentParser:
@@ -27,6 +32,37 @@ def common_arguments(description: str) -> argparse.ArgumentParser:
 def end_if_it_hangs(seconds: float) -> None:
     """Ends the process with a traceback of all threads if it far exceeds this time."""
     faulthandler.dump_traceback_later(2 * seconds + 60, exit=True)
+
+
+def output_of(title: str, command: Sequence[str], environment: Mapping[str, str], seconds: float) -> str:
+    """Runs a command, and returns its output, errors included. The processes that it starts end with it.
+
+    Args:
+        title: the name of what runs, for messages.
+        command: the command.
+        environment: all environment variables.
+        seconds: the time after which the processes are killed.
+
+    Raises:
+        SystemExit: the command failed, or did not end in time. The message contains the end of the output.
+    """
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as job:
+        try:
+            output, _ = job.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGKILL)
+            output, _ = job.communicate()
+            raise SystemExit(f"{title}: not done within {seconds:g} s\n{output[-_SHOWN_CHARACTERS:]}") from None
+    if job.returncode:
+        raise SystemExit(f"{title}: status {job.returncode}\n{output[-_SHOWN_CHARACTERS:]}")
+    return output
 
 
 def nvidia_driver() -> str:

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,7 +33,7 @@ from pathlib import Path
 # This program is not a rank of MPI.
 os.environ["MPI4PY_RC_INITIALIZE"] = "false"
 
-from program import common_arguments, nvidia_driver
+from program import common_arguments, nvidia_driver, output_of
 
 from proxyccl.tools import options
 from proxyccl.tools.results import Fields, machine, versions, write_json
@@ -94,25 +93,9 @@ def run(contender: Contender, ranks: int, model: Model, batches: list[int], repe
     with tempfile.TemporaryDirectory() as folder:
         asked = {"model": asdict(model), "batches": batches, "repeats": repeats, "fused": contender.fused}
         environment = {**os.environ, "VLLM_PLUGINS": contender.plugins, "VLLM_NO_USAGE_STATS": "1"}
-        with subprocess.Popen(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"),
-                *(os.fspath(_RANK), json.dumps(asked), folder),
-            ],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        ) as job:
-            try:
-                output, _ = job.communicate(timeout=_JOB_SECONDS)
-            except subprocess.TimeoutExpired:
-                os.killpg(job.pid, 9)
-                output, _ = job.communicate()
-                raise SystemExit(f"{contender.title}: not done within {_JOB_SECONDS:g} s\n{output[-4000:]}") from None
-        if job.returncode:
-            raise SystemExit(f"{contender.title}: status {job.returncode}\n{output[-8000:]}")
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command = [*launcher, os.fspath(_RANK), json.dumps(asked), folder]
+        output_of(contender.title, command, environment, _JOB_SECONDS)
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
 
 

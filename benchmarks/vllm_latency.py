@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,7 +26,7 @@ from typing import Any
 # This program is not a rank of MPI.
 os.environ["MPI4PY_RC_INITIALIZE"] = "false"
 
-from program import RESULT, common_arguments, nvidia_driver
+from program import RESULT, common_arguments, nvidia_driver, output_of
 from vllm_decoder import CONTENDERS, SMALL, Contender, Model
 
 from proxyccl.tools import options
@@ -117,23 +116,11 @@ def run(contender: Contender, asked: Fields) -> Fields:
     """
     given = json.dumps({**asked, "fused": contender.fused})
     environment = {**os.environ, "VLLM_PLUGINS": contender.plugins, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    with subprocess.Popen(
-        [sys.executable, __file__, "--generate", given],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as job:
-        try:
-            output, _ = job.communicate(timeout=_JOB_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(job.pid, 9)
-            output, _ = job.communicate()
-            raise SystemExit(f"{contender.title}: not done within {_JOB_SECONDS:g} s\n{output[-4000:]}") from None
+    command = [sys.executable, __file__, "--generate", given]
+    output = output_of(contender.title, command, environment, _JOB_SECONDS)
     lines = [line.removeprefix(RESULT) for line in output.splitlines() if line.startswith(RESULT)]
-    if job.returncode or not lines:
-        raise SystemExit(f"{contender.title}: status {job.returncode}\n{output[-20000:]}")
+    if not lines:
+        raise SystemExit(f"{contender.title}: no result\n{output[-20000:]}")
     found: Fields = json.loads(lines[-1])
     return found
 
