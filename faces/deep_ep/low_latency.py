@@ -15,7 +15,7 @@ from proxyccl.channels.expert_parallel.combine_form import RowSignals
 from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.deep_ep import nvfp4
-from proxyccl.deep_ep.arguments import require_ids, require_stats, require_tensor
+from proxyccl.deep_ep.arguments import require_beside, require_ids, require_stats, require_tensor
 from proxyccl.deep_ep.handles import Handle, LowLatencyHandle, Routing, Rows
 from proxyccl.deep_ep.layers import Layers, Shape
 from proxyccl.deep_ep.tokens import (
@@ -253,8 +253,8 @@ def combine(
     if overlap is not None:
         _require_results(x, topk_weights, layer, desc)  # before any rank sends
         after = overlap.signals(routing)
-        if after.counters and overlap.counters.device != x.device:
-            raise ArgumentError(overlap.name, f"is on {overlap.counters.device}; expected {x.device}, where x is")
+        if after.counters:
+            require_beside(overlap.name, overlap.counters, x)
         if out is not None:  # the layer checks `out` only in the second half
             output_array(layer.ctx.group, out, x, "x", tuple(out.shape), layer.ep_config.token)
     try:

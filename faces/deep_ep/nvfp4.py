@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from proxyccl.channels.group import Group
+from proxyccl.deep_ep.arguments import require_beside
 from proxyccl.deep_ep.tokens import Pair
 from proxyccl.device._native import ffi
 from proxyccl.device.errors import ArgumentError
@@ -34,8 +35,7 @@ def require_global_scale(scale: Any, x: torch.Tensor) -> torch.Tensor | None:
     if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32 or not scale.numel():
         given = f"{scale.dtype} {list(scale.shape)}" if isinstance(scale, torch.Tensor) else type(scale).__name__
         raise ArgumentError("x_global_scale", f"is {given}; expected a tensor of one float32")
-    if scale.device != x.device:
-        raise ArgumentError("x_global_scale", f"is on {scale.device}; expected {x.device}, where x is")
+    require_beside("x_global_scale", scale, x)
     return scale
 
 
