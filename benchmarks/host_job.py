@@ -1,5 +1,5 @@
-"""The `Job` on the host runtime, for trying the programs without a GPU. Arrays are numpy's, and there is no other
-library to compare with. The CPU's clock times bursts of calls, including the time to issue them.
+"""The `Job` on the host runtime, for trying the programs without a GPU. Arrays are numpy's. No other
+library is measured. The CPU's clock times bursts of calls, including the time to issue them.
 """
 
 from __future__ import annotations

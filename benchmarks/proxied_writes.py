@@ -35,7 +35,8 @@ class Place:
 
 
 class ProxiedWrites:
-    """A proxy with one channel, which writes through a transport to the destination memory. There is no second rank.
+    """A proxy with one channel, which writes through a transport to the destination memory. One process
+    holds both ends.
 
     Args:
         runtime: the runtime of the proxy.

@@ -6,8 +6,8 @@ Each round runs the two libraries in turn, each in a pair of fresh processes, an
 DIRECTORY is where NIXL's wheel was installed (`pip install --target DIRECTORY nixl`). Wall-clock times, and processor
 time of the initiator; "idle" is the part of a core that a process takes with an agent that has nothing to do.
 
-With --devices the memory is that of two GPUs (of one, if there is no other), and the table also has GB/s. With --mixed
-the initiator's memory is the host's.
+With --devices both agents use GPU memory, of two GPUs or of the machine's only one, and the table also has GB/s. With
+--mixed the initiator uses the host's memory.
 """
 
 from __future__ import annotations
