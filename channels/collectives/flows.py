@@ -28,11 +28,19 @@ from proxyccl.proxy._engine import lib as engine_lib
 
 MOST_TRANSFERS: int = lib.PROXYCCL_MAX_TRANSFERS
 """The most transfers of one launch."""
-_MOST_LANES = 8
-_THREADS = 256
-"""Threads of a block: with this number all blocks of a launch are resident at once on any GPU with at least 132
-multiprocessors.
+_MOST_BLOCKS = 512
+"""The most blocks of a launch. With `_THREADS` threads each, all of them are resident at once on any GPU with at least
+132 multiprocessors.
 """
+_MOST_LANES = 16
+"""The most lanes of a flow. In a launch, each rank is the peer of at most two transfers. If these would have more than
+`_MOST_BLOCKS` blocks, a flow has at most `_MOST_BLOCKS // MOST_TRANSFERS` lanes.
+"""
+_SLOTS, _PROXIED_SLOTS = 2, 4
+"""Slots of a lane. Between mapped ranks, few large slots are faster, because a block waits after each piece until all
+its stores have arrived. A proxy's pieces take longer, and more of them should be under way.
+"""
+_THREADS = 256
 _LEAST_SLOT_BYTES = 1024
 _NO_STREAM = 2**64 - 1
 
@@ -88,10 +96,11 @@ class Flows:
         defaults = runtime.launch_defaults
         # Copy engines and the proxy's thread are faster with few large pieces, so flows through the proxy have one
         # lane.
-        lanes = min(_MOST_LANES, defaults.blocks) if all(flags) else 1
-        slots = lanes * ranks * lib.PROXYCCL_FLOW_SLOTS
-        slot_bytes = max(_LEAST_SLOT_BYTES, 2 * defaults.exchange_bytes // slots // 128 * 128)
-        inbox = slots * slot_bytes
+        most = _MOST_LANES if 2 * ranks * _MOST_LANES <= _MOST_BLOCKS else _MOST_BLOCKS // MOST_TRANSFERS
+        lanes, slots = (min(most, defaults.blocks), _SLOTS) if all(flags) else (1, _PROXIED_SLOTS)
+        every = lanes * ranks * slots
+        slot_bytes = max(_LEAST_SLOT_BYTES, 2 * defaults.exchange_bytes // every // 128 * 128)
+        inbox = every * slot_bytes
         self._scratch = allocate(group, (inbox if all(flags) else 2 * inbox,), "uint8")
         memory = register(group, self._scratch)
         self._kept = memory
@@ -100,7 +109,7 @@ class Flows:
         counters_bytes = round_up(ends * ranks * ffi.sizeof("uint64_t"), 128)
         self._memory = self._links.on_device(runtime, counters_bytes)
         flows = ffi.new("ProxycclFlows *")
-        flows.rank, flows.world_size, flows.lanes = group.rank, ranks, lanes
+        flows.rank, flows.world_size, flows.lanes, flows.slots = group.rank, ranks, lanes, slots
         flows.control = ffi.cast("ProxycclControl *", group.control.device_pointer)
         flows.pieces = ffi.cast("uint64_t *", self._memory.ptr)
         flows.links = ffi.cast("ProxycclLink *", self._memory.ptr + counters_bytes)

@@ -10,7 +10,6 @@
 #include "team.h"
 
 enum {
-  PROXYCCL_FLOW_SLOTS = 4,          /* slots of a lane, so at most this many pieces are sent and not yet read */
   PROXYCCL_FLOW_HEADER_BYTES = 128, /* precede a slot's data; hold the transfer's size, which the receiver checks */
   PROXYCCL_MAX_TRANSFERS = 64       /* most transfers of a launch, because all its blocks must be resident */
 };
@@ -29,13 +28,14 @@ typedef struct ProxycclFlows {
   uint32_t rank;
   uint32_t world_size;
   uint32_t lanes;
+  uint32_t slots; /* slots of a lane, so at most this many pieces are sent and not yet read */
   uint32_t count; /* number of transfers */
   ProxycclControl* control;
   /* [lanes][2][world_size]: index 0 of the second dimension is the flow from the lower to the higher rank. */
   ProxycclLink* links;
   uint64_t* pieces; /* [lanes][2][world_size], in device memory: pieces that this rank has sent or received */
-  /* Scratch memory, with the same layout on each rank: [lanes][world_size][PROXYCCL_FLOW_SLOTS] slots for data from
-   * each rank. If some peer is not mapped, the same number of slots from staging_offset on hold the data that the proxy
+  /* Scratch memory, with the same layout on each rank: [lanes][world_size][slots] slots for data from each
+   * rank. If some peer is not mapped, the same number of slots from staging_offset on hold the data that the proxy
    * sends to each rank. */
   char* scratch;
   uint64_t slot_bytes, staging_offset;

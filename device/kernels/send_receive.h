@@ -3,7 +3,7 @@
 //
 // Each block works on one lane of one transfer. The sender writes a piece into a slot of the receiver's scratch memory
 // and signals. The receiver copies the piece out of the slot and signals back; this signal is a credit. The sender
-// waits for a credit before each piece except a flow's first PROXYCCL_FLOW_SLOTS pieces. So a slot is overwritten only
+// waits for a credit before each piece except a flow's first pieces, one for each slot. So a slot is overwritten only
 // after it was read, and the staging slot of a proxy's put only after the put is complete.
 #pragma once
 
@@ -24,18 +24,18 @@ class FlowEnd {
     pieces_ = &flows.pieces[end];
     piece_ = *pieces_;
     // The receiver's slots are numbered by their sender, the staging slots by their receiver.
-    incoming_ = (static_cast<uint64_t>(lane) * flows.world_size + transfer.peer) * PROXYCCL_FLOW_SLOTS;
-    outgoing_ = (static_cast<uint64_t>(lane) * flows.world_size + flows.rank) * PROXYCCL_FLOW_SLOTS;
+    incoming_ = (static_cast<uint64_t>(lane) * flows.world_size + transfer.peer) * flows.slots;
+    outgoing_ = (static_cast<uint64_t>(lane) * flows.world_size + flows.rank) * flows.slots;
     __syncthreads();  // after this barrier, all threads have read piece_, which finish() changes
   }
 
   PROXYCCL_DEVICE void send(const char* src, uint64_t bytes) {
     while (bytes > 0) {
       const uint64_t size = minimum(bytes, capacity());
-      const uint64_t slot = piece_ % PROXYCCL_FLOW_SLOTS * flows_.slot_bytes;
+      const uint64_t slot = piece_ % flows_.slots * flows_.slot_bytes;
       const uint64_t remote = outgoing_ * flows_.slot_bytes + slot;
       const uint64_t staged = flows_.staging_offset + incoming_ * flows_.slot_bytes + slot;
-      if (piece_ >= PROXYCCL_FLOW_SLOTS) await();
+      if (piece_ >= flows_.slots) await();
       char* const target = link_->proxied ? flows_.scratch + staged : link_->remote + remote;
       if (threadIdx.x == 0) *reinterpret_cast<uint64_t*>(target) = transfer_.bytes;
       copyBytes(target + PROXYCCL_FLOW_HEADER_BYTES, src, size, threadIdx.x, blockDim.x);
@@ -56,7 +56,7 @@ class FlowEnd {
   PROXYCCL_DEVICE void receive(char* dst, uint64_t bytes) {
     while (bytes > 0) {
       const uint64_t size = minimum(bytes, capacity());
-      const char* const slot = flows_.scratch + (incoming_ + piece_ % PROXYCCL_FLOW_SLOTS) * flows_.slot_bytes;
+      const char* const slot = flows_.scratch + (incoming_ + piece_ % flows_.slots) * flows_.slot_bytes;
       await();
       if (threadIdx.x == 0) check(*reinterpret_cast<const uint64_t*>(slot));
       copyBytes(dst, slot + PROXYCCL_FLOW_HEADER_BYTES, size, threadIdx.x, blockDim.x);
