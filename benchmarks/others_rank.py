@@ -80,7 +80,7 @@ class World:
         self.outputs: list[Tensor] = []
         self._cpu = 0.0
 
-    def steps(self, count: int = 16) -> Iterator[int]:
+    def steps(self, count: int = 24) -> Iterator[int]:
         """Yields the number of each step. A step ends when the program asks for the next one and the device has
         finished. Waits for a turn before the first step, and then every _TURN_STEPS steps.
         """

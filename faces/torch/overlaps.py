@@ -32,7 +32,8 @@ limit lets a few calls change a prediction.
 """
 _MOST_PENDING = 16
 _LATE_SECONDS = 0.002
-"""The GPU is late if it has not finished the work that the program had queued this long before, in seconds."""
+"""The GPU is late if it has not finished the work that the program had queued this long before, or longer, in seconds.
+"""
 
 _Kind = tuple[str, int, str, int]
 """The kind of a call: the collective's name and the bit length of its size, then the same two values for the group's
@@ -96,7 +97,7 @@ class Overlaps:
         self._shown: defaultdict[_Kind, int] = defaultdict(int)  # scores; see `_SURE`
         self._made: defaultdict[_Kind, int] = defaultdict(int)
         self._before = "", 0
-        self._queued: deque[tuple[float, StreamMark]] = deque()  # times and the program's latest work at these times
+        self._checked: tuple[float, StreamMark | None, bool] = 0.0, None, False  # see `_is_late`
 
     def choose(
         self, collective: str, nbytes: int, output: Callable[[], int], *, waits: bool
@@ -123,16 +124,17 @@ class Overlaps:
 
     def _is_late(self, stream: int, computing: int) -> bool:
         """Returns whether the GPU is late with the work of the program's stream `computing`. `stream` is the current
-        stream.
+        stream. Once in `_LATE_SECONDS` at most, checks the work that the program had queued at the last check, because
+        a check takes as much of the CPU's time as the rest of a choice.
         """
         if self.gpu.order.is_capturing(stream):
             return False
-        now, queued = time.perf_counter(), self._queued
-        queued.append((now, self.gpu.in_c.mark(computing)))
-        while len(queued) > 1 and now - queued[1][0] >= _LATE_SECONDS:
-            queued.popleft()
-        began, mark = queued[0]
-        return now - began >= _LATE_SECONDS and not mark.query()
+        now = time.perf_counter()
+        began, mark, late = self._checked
+        if now - began >= _LATE_SECONDS:
+            late = mark is not None and not mark.query()
+            self._checked = now, self.gpu.in_c.mark(computing), late
+        return late
 
     def _learn_pending(self) -> None:
         while self.pending:

@@ -378,6 +378,14 @@ def test_an_asynchronous_call_returns_before_the_others_come() -> None:
     run(body)
 
 
+@pytest.mark.parametrize("nest", [list, lambda tensors: {"of a rank": tensors}, lambda tensors: (tensors[0], [tensors])])
+def test_a_future_of_a_gpu_finds_the_tensors_of_any_value(nest: Callable[[list[torch.Tensor]], Any]) -> None:
+    """The backend replaces the function by which torch finds them."""
+    tensor = torch.ones(2)
+    found = torch._jit_internal._extract_tensors(nest([tensor]))
+    assert {id(each) for each in found} == {id(tensor)}
+
+
 def test_callbacks_of_futures_may_make_calls_and_wait_for_the_futures_of_those() -> None:
     """DDP's hooks make calls in callbacks. In this test, callbacks of calls that callbacks made also make calls."""
     last_may_come = threading.Event()
