@@ -260,14 +260,16 @@ class Agent:
             for copier in set(copiers.values()) - self._serving.keys():
                 self._serving[copier], kept = copier.staging(None if self._fabric is None else self._fabric.stages)
                 self._keep_serving(kept)
-            with contextlib.ExitStack() as undo:
-                if self._fabric is not None:  # with the lock held, because `deregister` keeps only regions in `_own`
+            if self._fabric is None:
+                self._begin(regions, mapped)
+            else:  # with the lock held, because `deregister` keeps only regions in `_own`
+                with contextlib.ExitStack() as undo:
                     undo.callback(self._fabric.deregister, [region for region in regions if region not in self._own])
                     self._fabric.register(regions, {region: copier.runtime for region, copier in copiers.items()})
-                self._begin(regions, mapped)
-                undo.pop_all()
-            self._reached.add(shares + host_shares)
-            self._publish()
+                    self._begin(regions, mapped)
+                    undo.pop_all()
+            if shares or host_shares:
+                self._reached.add(shares + host_shares)
 
     def _begin(self, regions: Sequence[Region], mapped: Mapping[Region, SharedMemory]) -> None:
         numbers: dict[Region, int] = {}
@@ -287,7 +289,7 @@ class Agent:
             for number in begun:
                 self._ledger.end(number)
             raise
-        self._own.add(regions, [numbers[region] for region in regions])
+        self._change_memory(self._own.add(regions, [numbers[region] for region in regions]), adds=True)
         for number in ended:
             self._ledger.end(number)
 
@@ -308,7 +310,7 @@ class Agent:
                 raise NotRegisteredError("a region is not registered")
             for region in gone:
                 self._ledger.end(numbers[region])
-            self._publish()
+            self._change_memory(gone, adds=False)
             if self._fabric is not None:
                 self._fabric.deregister(gone)
             self._reached.add((), gone)
@@ -336,13 +338,19 @@ class Agent:
         with self._lock:
             return list(self._own.all)
 
-    def _publish(self) -> None:
+    def _change_memory(self, regions: Sequence[Region], *, adds: bool) -> None:
+        """Tells the engine that peers may, or may no longer, access regions through sockets."""
         for serving in (None, *self._serving):
-            starts, ends = self._own.ranges() if serving is None else self._own.ranges(VRAM, serving.runtime.device)
-            both = np.concatenate((starts, ends))
-            bounds = ffi.cast("uint64_t *", both.ctypes.data)
+            device = None if serving is None else serving.runtime.device
+            rows = [
+                value
+                for region in regions
+                if (region.device if region.kind == VRAM else None) == device
+                for value in (region.address, region.nbytes)
+            ]
             staging = ffi.NULL if serving is None else self._serving[serving]
-            if lib.proxyccl_agent_set_memory(self._handle, staging, bounds, len(starts)):
+            words = ffi.new("uint64_t[]", rows)
+            if lib.proxyccl_agent_change_memory(self._handle, staging, words, len(rows) // 2, adds):
                 raise MemoryError("there is no memory for the regions")
 
     # Other agents

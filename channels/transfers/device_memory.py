@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Iterable, Sequence
@@ -133,18 +134,19 @@ class Reached:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._shares: dict[Region, Share] = {}
-        self._mapped: dict[tuple[Share, Copier | None], Memory | SharedMemory] = {}
+        self._mapped: dict[Region, dict[Copier | None, Memory | SharedMemory]] = {}  # by the current shares
 
     def add(self, shares: Iterable[Share], replaced: Iterable[Region] = ()) -> None:
         """Removes the shares of the regions in `replaced`, then adds shares. A region that was registered again has a
         new share; memory mapped by the old share stays mapped while transfers use it."""
         with self._lock:
-            for region in replaced:
-                self._shares.pop(region, None)
-            self._shares.update((share.region, share) for share in shares)
-            self._mapped = {
-                key: memory for key, memory in self._mapped.items() if self._shares.get(key[0].region) == key[0]
-            }
+            before = {region: share for region in replaced if (share := self._shares.pop(region, None)) is not None}
+            for share in shares:
+                before.setdefault(share.region, self._shares.get(share.region, share))
+                self._shares[share.region] = share
+            for region, old in before.items():
+                if self._shares.get(region) != old:
+                    self._mapped.pop(region, None)
 
     def of(self, regions: Iterable[Region]) -> list[Share]:
         """Returns the shares of those regions that have one."""
@@ -180,8 +182,9 @@ class Reached:
         return moved, memories, ", ".join(sorted(ways))
 
     def _map(self, copier: Copier | None, share: Share) -> Memory | SharedMemory:
-        if (share, copier) in self._mapped:
-            return self._mapped[share, copier]
+        mapped = self._mapped.get(share.region, {})
+        if copier in mapped:
+            return mapped[copier]
         if copier is not None and not copier.runtime.can_access_peer(share.place):
             raise NoPathError(f"{copier.runtime.device_id} does not reach memory of {share.place}")
         try:
@@ -189,13 +192,13 @@ class Reached:
         except ProxyCCLError as error:
             where = "" if copier is None else f"memory at {share.region.address:#x} of {share.place} can't be mapped: "
             raise NoPathError(f"{where}{error}") from None
-        self._mapped[share, copier] = opened
+        self._mapped.setdefault(share.region, {})[copier] = opened
         return opened
 
     def close(self) -> None:
         """Unmaps all memory, which no transfer may still use."""
         with self._lock:
-            for memory in self._mapped.values():
+            for memory in itertools.chain.from_iterable(each.values() for each in self._mapped.values()):
                 memory.close()
             self._shares, self._mapped = {}, {}
 

@@ -24,7 +24,7 @@ _END = 2**63
 """An address above the end of any memory."""
 
 
-class Region(Message, frozen=True):
+class Region(Message, frozen=True, gc=False):
     """A range of registered memory.
 
     Attributes:
@@ -72,13 +72,14 @@ class Regions:
     """The regions of an agent. Regions may overlap, and a region may be registered more than once.
 
     A block is registered if it lies within one region. Each region has the number of its latest registration
-    (`Ledger`). Adding or removing regions costs only a few copies of numpy arrays, even if there are many regions.
+    (`Ledger`). Adding or removing a region takes a constant time; the next query sorts all changes at once.
     """
 
     def __init__(self) -> None:
         self._counts: dict[Region, int] = {}
         self._numbers: dict[Region, int] = {}
-        self._table = _Table()
+        self._sorted = _Table()
+        self._changed: dict[Region, None] = {}  # regions that were added or removed since `_sorted` was updated
         self._views: dict[tuple[str, int | None], View] = {}
 
     def __contains__(self, region: Region) -> bool:
@@ -96,13 +97,18 @@ class Regions:
         """Returns the number of a region's registration; 0 if the region is absent."""
         return self._numbers.get(region, 0)
 
-    def add(self, regions: Sequence[Region], numbers: Sequence[int]) -> None:
-        """Adds regions, with the numbers of their registrations. A region that was added *n* times must be removed *n*
-        times."""
+    def add(self, regions: Sequence[Region], numbers: Sequence[int]) -> list[Region]:
+        """Adds regions, with the numbers of their registrations, and returns the regions that were absent. A region
+        that was added *n* times must be removed *n* times."""
+        absent = []
         for region, number in zip(regions, numbers, strict=True):
-            self._counts[region] = self._counts.get(region, 0) + 1
+            count = self._counts.get(region, 0)
+            if not count:
+                absent.append(region)
+            self._counts[region] = count + 1
             self._numbers[region] = number
-        self._change(regions)
+            self._changed[region] = None
+        return absent
 
     def know(self, regions: Sequence[Region], numbers: Sequence[int]) -> None:
         """Adds regions of another agent. If a region is known, keeps the later registration's number, because metadata
@@ -111,7 +117,7 @@ class Regions:
         for region, number in zip(regions, numbers, strict=True):
             self._counts[region] = 1
             self._numbers[region] = max(number, self.number(region))
-        self._change(regions)
+            self._changed[region] = None
 
     def remove(self, regions: Iterable[Region]) -> list[Region] | None:
         """Removes one registration of each region, and returns the regions that have none left. If a region is absent,
@@ -130,33 +136,27 @@ class Regions:
 
     def forget(self, regions: Sequence[Region]) -> None:
         """Removes all registrations of the given regions, which must be present."""
-        self._table.remove(regions)
-        self._views.clear()
         for region in regions:
             del self._counts[region], self._numbers[region]
+            self._changed[region] = None
 
-    def _change(self, regions: Sequence[Region]) -> None:
-        self._table.put({region: self._numbers[region] for region in regions})
-        self._views.clear()
+    @property
+    def _table(self) -> _Table:
+        if self._changed:
+            numbers, changed = self._numbers, self._changed
+            self._sorted.remove([region for region in changed if region not in numbers])
+            self._sorted.put({region: numbers[region] for region in changed if region in numbers})
+            self._changed = {}
+            self._views.clear()
+        return self._sorted
 
     def view(self, kind: str = DRAM, device: int | None = None) -> View:
         """Returns a snapshot of the regions of one kind, for `device` or, if that is None, for all devices."""
+        table = self._table
         view = self._views.get((kind, device))
         if view is None:
-            view = self._views[kind, device] = self._table.view(kind, device)
+            view = self._views[kind, device] = table.view(kind, device)
         return view
-
-    def ranges(self, kind: str = DRAM, device: int | None = None) -> tuple[Rows, Rows]:
-        """Returns the start and end addresses of the ranges that the regions cover, in ascending order. Adjacent
-        regions make one range, because adjacent blocks are sent as one block even if they lie in different regions.
-        Takes the arguments of `view`.
-        """
-        view = self.view(kind, device)
-        starts, ends = view.starts, view.ends
-        if not len(starts):
-            return starts, ends
-        first = np.flatnonzero(np.append(True, starts[1:] > ends[:-1]))
-        return starts[first], ends[np.append(first[1:], len(starts)) - 1]
 
     def overlapping(self, others: Iterable[Region]) -> set[Region]:
         """Returns the regions, of any kind, that overlap any of `others`."""
@@ -188,36 +188,48 @@ class _Table:
 
     def put(self, numbers: Mapping[Region, int]) -> None:
         """Adds the regions that are absent, and sets the number of each region in `numbers`."""
-        new, places, again = [], [], {}
-        for region, number in sorted(numbers.items(), key=lambda each: _order(each[0])):
-            place, is_there = self._find(region)
+        ordered = sorted(numbers, key=_order)
+        added, places, again = [], [], {}
+        for region, first in zip(ordered, self._first_places(ordered), strict=True):
+            place, is_there = self._find(region, first)
             if is_there:
-                again[place] = number
+                again[place] = numbers[region]
             else:
-                new.append((region.address, _end(region), region.device, number, region))
+                added.append(region)
                 places.append(place)
         if again:
             self.numbers = self.numbers.copy()
             self.numbers[list(again)] = list(again.values())
-        if new:
-            columns = list(zip(*new, strict=True))
-            self.starts, self.ends, self.devices, self.numbers = (
-                np.insert(old, places, np.array(column, np.uint64))
-                for old, column in zip((self.starts, self.ends, self.devices, self.numbers), columns, strict=False)
-            )
-            objects = np.empty(len(new), object)
-            objects[:] = columns[4]
+        if added:
+            self.starts = np.insert(self.starts, places, [np.uint64(region.address) for region in added])
+            self.ends = np.insert(self.ends, places, [np.uint64(_end(region)) for region in added])
+            self.devices = np.insert(self.devices, places, [np.uint64(region.device) for region in added])
+            self.numbers = np.insert(self.numbers, places, [np.uint64(numbers[region]) for region in added])
+            self.are_vram = np.insert(self.are_vram, places, [region.kind == VRAM for region in added])
+            objects = np.empty(len(added), object)
+            objects[:] = added
             self.regions = np.insert(self.regions, places, objects)
-            self.are_vram = np.insert(self.are_vram, places, [region.kind == VRAM for region in objects])
 
-    def remove(self, regions: Iterable[Region]) -> None:
+    def remove(self, regions: Sequence[Region]) -> None:
+        """Removes those of the regions that are present."""
         left = np.ones(len(self.starts), bool)
-        left[[self._find(region)[0] for region in regions]] = False
-        self.starts, self.ends, self.are_vram = self.starts[left], self.ends[left], self.are_vram[left]
-        self.devices, self.numbers, self.regions = self.devices[left], self.numbers[left], self.regions[left]
+        for region, first in zip(regions, self._first_places(regions), strict=True):
+            place, is_there = self._find(region, first)
+            left[place : place + 1] &= not is_there
+        if not left.all():
+            self.starts, self.ends, self.are_vram = self.starts[left], self.ends[left], self.are_vram[left]
+            self.devices, self.numbers, self.regions = self.devices[left], self.numbers[left], self.regions[left]
 
-    def _find(self, region: Region) -> tuple[int, bool]:
-        place = int(np.searchsorted(self.starts, np.uint64(region.address)))
+    def _first_places(self, regions: Sequence[Region]) -> list[int]:
+        """Returns for each region the number of rows that start before the region."""
+        addresses = np.array([region.address for region in regions], np.uint64)
+        places: list[int] = np.searchsorted(self.starts, addresses).tolist()
+        return places
+
+    def _find(self, region: Region, place: int) -> tuple[int, bool]:
+        """Returns the place of a region in the table, or where it would be inserted, and whether it is present. The
+        search begins at `place`.
+        """
         while place < len(self.starts) and self.starts[place] == region.address:
             if self.regions[place] == region:
                 return place, True

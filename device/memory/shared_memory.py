@@ -7,7 +7,9 @@ descriptor (`descriptor_server.py`).
 
 from __future__ import annotations
 
+import bisect
 import fcntl
+import operator
 import os
 import struct
 import threading
@@ -65,6 +67,9 @@ class _Mapping:
 
     _lock = threading.RLock()  # reentrant, because garbage collection may close memory anywhere
     _by_file: ClassVar[weakref.WeakValueDictionary[tuple[int, int], _Mapping]] = weakref.WeakValueDictionary()
+    # The mappings and their addresses, in ascending order. The entries of unmapped files are removed later.
+    _starts: ClassVar[list[int]] = []
+    _references: ClassVar[list[weakref.ref[_Mapping]]] = []
 
     def __init__(self, descriptor: int, info: os.stat_result, origin: _Origin | None) -> None:
         nbytes = info.st_size
@@ -99,6 +104,7 @@ class _Mapping:
             mapping = cls._by_file.get((info.st_dev, info.st_ino))
             if mapping is None:
                 mapping = cls._by_file[info.st_dev, info.st_ino] = cls(descriptor, info, origin)
+                cls._insert(mapping)
                 return mapping
             mapping._users += 1
             if mapping._users > 1:
@@ -106,6 +112,29 @@ class _Mapping:
             else:
                 mapping._name_by(descriptor, origin)
             return mapping
+
+    @classmethod
+    def _insert(cls, mapping: _Mapping) -> None:
+        if len(cls._starts) > 2 * len(cls._by_file):  # `_by_file` contains the new mapping
+            left = sorted(cls._by_file.values(), key=operator.attrgetter("address"))
+            cls._references[:] = map(weakref.ref, left)
+            cls._starts[:] = (each.address for each in left)
+            return
+        place = bisect.bisect(cls._starts, mapping.address)
+        cls._starts.insert(place, mapping.address)
+        cls._references.insert(place, weakref.ref(mapping))
+
+    @classmethod
+    def at(cls, address: int) -> _Mapping | None:
+        """Returns the last mapping that starts at or before an address. The lock must be held."""
+        place = bisect.bisect(cls._starts, address)
+        while place:
+            place -= 1
+            mapping = cls._references[place]()
+            if mapping is not None:
+                return mapping
+            del cls._starts[place], cls._references[place]
+        return None
 
     def leave(self) -> None:
         """Removes a user. After the last user, closes the descriptor."""
@@ -228,10 +257,10 @@ def find_range(ptr: int, nbytes: int) -> SharedMemory | None:
     """Returns the `SharedMemory` at an address range, which the caller must not close. Returns None if the range is not
     in shared memory."""
     with _Mapping._lock:
-        for mapping in list(_Mapping._by_file.values()):
-            if mapping._users and mapping.address <= ptr and ptr + nbytes <= mapping.address + mapping.nbytes:
-                return SharedMemory(mapping, ptr - mapping.address, nbytes)
-    return None
+        mapping = _Mapping.at(ptr)
+        if mapping is None or not mapping._users or ptr + nbytes > mapping.address + mapping.nbytes:
+            return None
+        return SharedMemory(mapping, ptr - mapping.address, nbytes)
 
 
 def open_descriptor(handle: bytes) -> tuple[int, int, int]:

@@ -425,7 +425,7 @@ def _required(descs: Any, kind: type[Any]) -> Any:
 
 def _regions_of(descs: nixlRegDList) -> list[Region]:
     kind = _KINDS[descs.getType()]
-    return [Region(int(address), int(nbytes), int(device), kind) for address, nbytes, device in descs.rows]
+    return [Region(address, nbytes, device, kind) for address, nbytes, device in descs.rows.tolist()]
 
 
 def _picked(prepared: _Prepared, indices: Any) -> NDArray[np.uint64]:

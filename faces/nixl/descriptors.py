@@ -43,17 +43,16 @@ class _DescList:
         if isinstance(descs, np.ndarray):
             self.rows = _checked_array(descs, 3).astype(np.uint64)
         elif isinstance(descs, list):
-            self.rows = np.empty((len(descs), 3), np.uint64)
+            if not all(isinstance(desc, tuple) for desc in descs):
+                raise TypeError("Each descriptor must be a tuple when provided as a list")
+            if not all(len(desc) == self._fields for desc in descs):
+                raise ValueError(f"Each descriptor tuple must have exactly {self._fields} elements")
+            self.rows = np.array([desc[:3] for desc in descs], np.uint64).reshape(-1, 3)
         else:
             self.rows = np.zeros((int(descs or init_size), 3), np.uint64)
         self._notes = [b""] * len(self.rows) * (self._fields == 4)
-        if isinstance(descs, list):
-            for index, desc in enumerate(descs):
-                if not isinstance(desc, tuple):
-                    raise TypeError("Each descriptor must be a tuple when provided as a list")
-                if len(desc) != self._fields:
-                    raise ValueError(f"Each descriptor tuple must have exactly {self._fields} elements")
-                self[index] = desc
+        if isinstance(descs, list) and self._notes:
+            self._notes = [bytes_of(desc[3]) for desc in descs]
 
     def getType(self) -> nixl_mem_t:
         return self._type

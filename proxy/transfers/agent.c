@@ -1,4 +1,4 @@
-/* Implements an agent's inbox, and the ranges of memory that peers may reach. See transfers.h. */
+/* Implements an agent's inbox. See transfers.h. */
 #include <errno.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -7,8 +7,6 @@
 
 #include "clock.h"
 #include "parts.h"
-
-#define LONGEST_COPY_NS 30000000000u
 
 int agent_watch(ProxycclAgent *agent, int descriptor, uintptr_t tag, int operation, uint32_t events) {
   struct epoll_event event = {.events = events, .data.u64 = tag};
@@ -85,67 +83,11 @@ int proxyccl_agent_tell_itself(ProxycclAgent *agent, const char *message, uint64
 
 uint64_t proxyccl_agent_secret(const ProxycclAgent *agent) { return (uintptr_t)agent->secret; }
 
-/* Returns the ranges of a device's memory, or of host memory if `staging` is NULL; NULL if out of memory. */
-static Ranges *ranges_of(ProxycclAgent *agent, const ProxycclStaging *staging) {
-  if (staging == NULL) return &agent->host;
-  Device *device = agent->devices;
-  while (device != NULL && device->staging != staging) device = device->next;
-  if (device == NULL && (device = calloc(1, sizeof *device)) != NULL) {
-    device->staging = staging;
-    device->next = agent->devices;
-    agent->devices = device;
-  }
-  return device == NULL ? NULL : &device->ranges;
-}
-
-int proxyccl_agent_set_memory(ProxycclAgent *agent, const ProxycclStaging *staging, const uint64_t *ranges,
-                              uint64_t count) {
-  pthread_mutex_lock(&agent->lock);
-  Ranges *replaced = ranges_of(agent, staging);
-  uint64_t *copy = malloc((2 * count + 1) * sizeof *copy);
-  const int error = replaced == NULL || copy == NULL ? ENOMEM : 0;
-  if (error == 0) {
-    memcpy(copy, ranges, 2 * count * sizeof *copy);
-    free(replaced->bounds);
-    *replaced = (Ranges){copy, count};
-    ++agent->memory;
-  } else {
-    free(copy);
-  }
-  const uint64_t last = agent->turns;
-  const struct timespec deadline = agent_deadline(LONGEST_COPY_NS);
-  while (staging != NULL && agent->stages.first != NULL && ((Stage *)agent->stages.first)->turn <= last &&
-         !agent->stopped && pthread_cond_timedwait(&agent->changed, &agent->lock, &deadline) == 0) {}
-  pthread_mutex_unlock(&agent->lock);
-  return error;
-}
-
-static int hold(const Ranges *ranges, const struct iovec *block) {
-  const uint64_t *starts = ranges->bounds, *ends = starts + ranges->count;
-  const uint64_t address = (uintptr_t)block->iov_base;
-  uint64_t low = 0, high = ranges->count; /* `low` becomes the number of ranges that start at or before the block */
-  while (low < high) {
-    const uint64_t middle = (low + high) / 2;
-    if (starts[middle] <= address) {
-      low = middle + 1;
-    } else {
-      high = middle;
-    }
-  }
-  return low > 0 && address <= ends[low - 1] && ends[low - 1] - address >= block->iov_len;
-}
-
-uint64_t agent_lacks(const ProxycclAgent *agent, const struct iovec *blocks, uint64_t count, Device **device) {
-  *device = NULL;
-  for (uint64_t i = 0; i < count; ++i) {
-    if (*device == NULL && hold(&agent->host, &blocks[i])) continue;
-    if (i > 0 && *device == NULL) return i; /* all blocks must be in host memory if the first block is */
-    Device *holds = agent->devices;
-    while (holds != NULL && !hold(&holds->ranges, &blocks[i])) holds = holds->next;
-    if (holds == NULL) return i;
-    if (i == 0) *device = holds;
-  }
-  return count;
+static void free_regions(Regions *regions) {
+  buffer_free(&regions->sorted);
+  buffer_free(&regions->added);
+  buffer_free(&regions->removed);
+  buffer_free(&regions->spare);
 }
 
 void agent_free(ProxycclAgent *agent) {
@@ -160,11 +102,11 @@ void agent_free(ProxycclAgent *agent) {
   buffer_free(&agent->inbox);
   for (Device *device = agent->devices, *next; device != NULL; device = next) {
     next = device->next;
-    free(device->ranges.bounds);
+    free_regions(&device->regions);
     free(device);
   }
   free(agent->fabric);
-  free(agent->host.bounds);
+  free_regions(&agent->host);
   free(agent->listeners);
   free(agent->name);
   free(agent);

@@ -41,11 +41,18 @@ enum {
 /* The tag of an epoll event: 0 for the eventfd, else a pointer, whose low alignment bits hold the kind of object. */
 enum { TAG_LINK = 0, TAG_PROCESS = 1, TAG_LISTENER = 2, TAG_FABRIC = 3, TAG_BITS = 3 };
 
-/* Ranges of registered memory. `bounds` has the first addresses of the `count` ranges in ascending order, and then
- * `count` ends: for each range, the highest end among this range and all ranges before it. */
-typedef struct Ranges {
-  uint64_t *bounds, count;
-} Ranges;
+/* The addresses of a registered region. */
+typedef struct Bounds {
+  uint64_t start, end;
+  uint64_t reach; /* in sorted regions, the end of the contiguous registered memory that contains the region */
+} Bounds;
+
+/* The registered regions of one owner, as arrays of Bounds. */
+typedef struct Regions {
+  Buffer sorted;         /* by start, then end */
+  Buffer added, removed; /* changes that are not yet in `sorted` */
+  Buffer spare;          /* memory for the next sorted array */
+} Regions;
 
 typedef struct Position {
   uint64_t index, offset;
@@ -87,7 +94,7 @@ typedef struct Stage {
 typedef struct Device {
   struct Device *next;
   const ProxycclStaging *staging;
-  Ranges ranges;
+  Regions regions;
   int taken[PROXYCCL_STAGES];
 } Device;
 
@@ -319,9 +326,9 @@ struct ProxycclAgent {
   uint64_t unread;          /* atomic: unread bytes of the inbox */
   ProxycclTransferLog *log; /* the records of transfers; NULL if none are recorded */
   struct Fabric *fabric;    /* the libfabric endpoint, or NULL */
-  Ranges host;
+  Regions host;
   Device *devices;
-  uint64_t memory;     /* counts the changes of the registered ranges */
+  uint64_t memory;     /* counts the changes of the registered regions */
   Queue stages;        /* stages with a device copy, the oldest copy first */
   int starved;         /* whether an answer waits for a stage */
   int waits_for_stage; /* whether the thread waits for a stage, to copy a transfer's next piece */
@@ -372,9 +379,11 @@ struct timespec agent_deadline(uint64_t timeout_ns);
 void agent_unreference(ProxycclAgent *agent); /* unlocks */
 void agent_free(ProxycclAgent *agent);
 int agent_receive(ProxycclAgent *agent, const char *name, uint64_t name_bytes, const char *message, uint64_t bytes);
+
+/* regions.c */
 /* Sets `device` to the device that owns the first block, or NULL for host memory. Returns the number of the first block
  * that is not in registered memory of this owner, or `count` if there is none. */
-uint64_t agent_lacks(const ProxycclAgent *agent, const struct iovec *blocks, uint64_t count, Device **device);
+uint64_t agent_lacks(ProxycclAgent *agent, const struct iovec *blocks, uint64_t count, Device **device);
 
 /* fabric.c */
 void rdma_start(ProxycclAgent *agent, Rdma *rdma, uint64_t bytes);

@@ -319,3 +319,50 @@ def test_labels_and_names_of_the_greatest_length(pair: Pair) -> None:
     for listen in ("127.0.0.1", [5], ["\0"], ["\ud800"], ["a" * 300]):
         with pytest.raises(ArgumentError, match="listen"):
             Agent("c", listen=listen)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("path", ["process_vm", "unix"])
+def test_many_regions_come_and_go_in_any_order(path: str) -> None:
+    """The regions are short, adjacent and overlapping, and some are registered twice."""
+    random, size, count = np.random.default_rng(3), 64, 600
+    memory = random.integers(0, 256, size * count, dtype=np.uint8)
+    target = np.zeros_like(memory)
+    starts = random.permutation(count - 1) * size
+    with Agent("a") as a, Agent("b") as b:
+        force_path(a, path)
+        near = a.register(target)
+        regions = [Region(memory.ctypes.data + int(at), size * (1 + int(at) % 3)) for at in starts]
+        regions = [region for region in regions if region.address + region.nbytes <= memory.ctypes.data + len(memory)]
+        b.register_regions(regions[:200])
+        for region in (*regions[200:], *regions[:100]):
+            b.register_regions([region])
+        for region in regions[::2]:
+            b.deregister(region)
+        for region in regions[:100:2]:  # these were registered twice
+            b.deregister(region)
+        left = sorted(set(b.regions), key=lambda region: region.address)
+        assert set(left) == set(regions[1::2])
+        a.add(b.metadata())
+        blocks = [(near.address + r.address - memory.ctypes.data, r.address, r.nbytes) for r in left]
+        expected = np.zeros_like(memory)
+        for at, _, nbytes in np.array(blocks) - (near.address, 0, 0):
+            expected[at : at + nbytes] = memory[at : at + nbytes]
+        for block in blocks:
+            a.read("b", [block]).wait()
+        assert (target == expected).all()
+
+        def overlap(one: Region, two: Region) -> bool:
+            return one.address < two.address + two.nbytes and two.address < one.address + one.nbytes
+
+        once = [one for one in left if one in regions[100:]]
+        apart = [one for one in once if sum(overlap(one, two) for two in left) == 1]
+        assert len(apart) > 30
+        chosen = [block for block in blocks if block[1] in {region.address for region in apart}]
+        reads = [a.prepare("read", "b", [block]) for block in chosen]
+        b.deregister(*apart[:20])
+        for number, read in enumerate(reads):
+            if number < 20:
+                with pytest.raises(NotRegisteredError):
+                    read.start().wait()
+            else:
+                read.start().wait()
