@@ -11,11 +11,13 @@ import struct
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from proxyccl.channels import array_libraries
 from proxyccl.channels.timeouts import timeout_from
@@ -25,10 +27,12 @@ from proxyccl.channels.transfers.engine_calls import raise_status, wait_in_slice
 from proxyccl.channels.transfers.errors import (
     NameTakenError,
     NotRegisteredError,
+    StaleReadError,
     TransferTimeoutError,
     UnknownAgentError,
 )
 from proxyccl.channels.transfers.fabric import AgentFabric, open_fabric
+from proxyccl.channels.transfers.grants import GRANT, Fence, Grant, GrantMessage, as_granted, numbers_of
 from proxyccl.channels.transfers.host_memory import mapped_memory, shares_of
 from proxyccl.channels.transfers.ledger import Ledger
 from proxyccl.channels.transfers.losses import event_of_losses
@@ -45,7 +49,7 @@ from proxyccl.channels.transfers.peers import Peer
 from proxyccl.channels.transfers.preparing import Pair, Preparer, Side, kind_of
 from proxyccl.channels.transfers.published import Published
 from proxyccl.channels.transfers.regions import DRAM, VRAM, Region, Regions, is_unicode, require_valid
-from proxyccl.channels.transfers.transfer import State, Transfer, set_guard, set_label
+from proxyccl.channels.transfers.transfer import State, Transfer, set_check, set_guard, set_label
 from proxyccl.device.arguments.integers import as_integer
 from proxyccl.device.arrays.array import Array, as_view
 from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, ResourceError
@@ -53,6 +57,7 @@ from proxyccl.device.memory.descriptor_server import serve
 from proxyccl.device.memory.descriptors import EXHAUSTED, out_of_descriptors
 from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.device.process import forks
+from proxyccl.device.process.left_behind import take_each
 from proxyccl.device.shown_text import shown
 from proxyccl.proxy._transfers import ffi, lib
 from proxyccl.proxy.hosts import boot_id
@@ -130,6 +135,8 @@ class Agent:
         self._serving: dict[Copier, ProxycclStagingPointer] = {}
         served: list[object] = []
         self._keep_serving = served.append
+        self._ledger_region: Region | None = None  # registered by the first grant
+        self._idle_words: deque[tuple[Region, NDArray[np.uint64]]] = deque()
         self._closed = False
         self._process = forks.here()
         self._token, secret = os.urandom(lib.PROXYCCL_SECRET_BYTES), os.urandom(lib.PROXYCCL_SECRET_BYTES)
@@ -165,7 +172,7 @@ class Agent:
         )
 
     def __repr__(self) -> str:
-        return f"Agent({self.name!r}, {len(self._own)} regions, {len(self._peers)} peers)"
+        return f"Agent({self.name!r}, {len(self.regions)} regions, {len(self._peers)} peers)"
 
     def __enter__(self) -> Self:
         return self
@@ -336,7 +343,7 @@ class Agent:
     def regions(self) -> list[Region]:
         """The registered regions, in the order of registration."""
         with self._lock:
-            return list(self._own.all)
+            return [region for region in self._own.all if region != self._ledger_region]
 
     def _change_memory(self, regions: Sequence[Region], *, adds: bool) -> None:
         """Tells the engine that peers may, or may no longer, access regions through sockets."""
@@ -352,6 +359,77 @@ class Agent:
             words = ffi.new("uint64_t[]", rows)
             if lib.proxyccl_agent_change_memory(self._handle, staging, words, len(rows) // 2, adds):
                 raise MemoryError("there is no memory for the regions")
+
+    # Grants
+
+    def grant(self, blocks: Any, *, lease: float | None = None) -> Grant:
+        """Lets others read blocks of this agent's registered memory until the grant is revoked. Send the grant's bytes,
+        `Grant.encoded`, to the readers, which pass them to `read` or `prepare`. The memory must not change before the
+        grant is revoked. A reader can't be wrong: if the owner revokes the grant while a read is active, the read
+        raises StaleReadError.
+
+        Args:
+            blocks: integers of shape (N, 2): address and bytes of each block. The blocks must be registered, and must
+                not overlap.
+            lease: the time in seconds after which `Grant.active` revokes the grant, and reads from this host raise
+                StaleReadError; None for no limit.
+
+        Raises:
+            ArgumentError: `blocks` or `lease` is invalid.
+            NotRegisteredError: a block does not lie within registered memory.
+            ResourceError: the agent has 2^20 registered regions and granted blocks.
+        """
+        rows = as_granted(blocks)
+        ends = 0 if lease is None else time.monotonic_ns() + int(1e9 * timeout_from(lease))
+        with self._lock:
+            self._require_open()
+            kind_of(self._own, rows[:, 0], rows[:, 1], "local", "")
+            if self._ledger_region is None:
+                region = Region(int(ffi.cast("uintptr_t", self._ledger.pointer)), self._ledger.words.nbytes)
+                self._register([region], None)
+                self._ledger_region = region
+            ledger = self._ledger_region
+            numbers = self._ledger.grant(len(rows))
+            message = GrantMessage(
+                "proxyccl-grant-1",
+                self.name,
+                self._token,
+                self._place.host,
+                ends,
+                ledger.address,
+                self.metadata([ledger], place=False),
+                np.column_stack((rows, numbers)).tobytes(),
+            )
+            return Grant(self._ledger, self._lock, message)
+
+    def _fence(self, message: GrantMessage, name: str, known: Peer | None, rows: Rows) -> Fence:
+        """Makes the check of a read of granted blocks. Raises StaleReadError if the grant's agent has ended, and
+        NotGrantedError.
+        """
+        numbers = numbers_of(message, rows)
+        if message.token != (self._token if known is None else known.token):
+            generations = {index: int(number) for index, number in enumerate(numbers)}
+            raise StaleReadError(f"the grant is of a former agent {name}, which has ended", name, generations, [])
+        ledger = self._ledger if known is None else known.ledger
+        if ledger is not None:
+            return Fence(message, rows, numbers, ledger)
+        self.add(message.metadata)
+        region, words = self._words_of(len(numbers))
+        at = np.uint64(message.ledger) + numbers % np.uint64(lib.PROXYCCL_LEDGER_WORDS) * np.uint64(words.itemsize)
+        here = np.uint64(region.address) + np.arange(len(numbers), dtype=np.uint64) * np.uint64(words.itemsize)
+        look = self.prepare("read", name, np.column_stack((here, at, np.full_like(at, words.itemsize))))
+        fence = Fence(message, rows, numbers, None, look, words)
+        forks.finalizer(fence, self._idle_words.append, (region, words))
+        return fence
+
+    def _words_of(self, count: int) -> tuple[Region, NDArray[np.uint64]]:
+        """Returns registered words of this agent, which no other fence uses."""
+        for region, words in take_each(self._idle_words):
+            if len(words) == count:
+                return region, words
+            self.deregister(region)
+        words = np.zeros(count, np.uint64)
+        return self.register(words), words
 
     # Other agents
 
@@ -369,7 +447,7 @@ class Agent:
         """
         with self._lock:
             self._require_open()
-            once = list(dict.fromkeys(self._own.all if regions is None else regions))
+            once = list(dict.fromkeys(self.regions if regions is None else regions))
             if not all(region in self._own for region in once):
                 raise NotRegisteredError("a region is not registered")
             keys = [] if self._fabric is None else self._fabric.keys(once)
@@ -578,7 +656,7 @@ class Agent:
 
     # Transfers
 
-    def prepare(self, operation: str, peer: str, blocks: Any) -> Transfer:
+    def prepare(self, operation: str, peer: str, blocks: Any, *, grant: bytes | None = None) -> Transfer:
         """Prepares a transfer, which can be started any number of times.
 
         Args:
@@ -586,9 +664,12 @@ class Agent:
             peer: the other agent's name, or this agent's own.
             blocks: integers of shape (N, 3): local address, remote address, bytes. Both address ranges of each block
                 must be registered. The blocks that are written must not overlap.
+            grant: for a read, the bytes of the peer's `Grant`, whose blocks must contain the remote blocks.
 
         Raises:
             ArgumentError: `operation` is neither "read" nor "write", or `blocks` is not of shape (N, 3).
+            MetadataError, NotGrantedError: `grant` is not a grant, or does not contain a block.
+            StaleReadError: the grant's agent has ended, and `peer` is a later agent of that name.
             UnknownAgentError: no such agent was added.
             NotRegisteredError: a block lies outside registered memory.
             DisconnectedError: the peer can't be reached.
@@ -597,12 +678,19 @@ class Agent:
         if operation not in ("read", "write"):
             raise ArgumentError("operation", f'must be "read" or "write", not {operation!r}')
         rows = as_rows(blocks)
+        message = None if grant is None else GRANT.decode(grant, "an agent")
+        if message is not None and operation == "write":
+            raise ArgumentError("grant", "protects reads; leave this argument out of a write")
         known = self._known(peer)
         sides = self._sides(peer, rows)
         if known is not None and known.link is None:  # without a link, deregistered regions of the peer aren't known
             self._link(peer, known)
             sides = self._sides(peer, rows)
-        return self.prepare_checked(operation == "write", rows, *sides)
+        if message is None:
+            return self.prepare_checked(operation == "write", rows, *sides)
+        self._link(peer, known)  # afterwards, the peer's ledger is mapped if it can be
+        fence = self._fence(message, peer, known, rows)
+        return set_check(self.prepare_checked(False, rows, *sides), fence)
 
     def _sides(self, peer: str, rows: Rows) -> tuple[Side, Side]:
         with self._lock:
@@ -634,10 +722,10 @@ class Agent:
             set_guard(transfer, True, ledger, there_rows)
         return set_label(transfer, self._published.label(name, transfer.path.name))
 
-    def read(self, peer: str, blocks: Any, *, message: bytes | None = None) -> Transfer:
+    def read(self, peer: str, blocks: Any, *, message: bytes | None = None, grant: bytes | None = None) -> Transfer:
         """Starts to read blocks of another agent's memory. Has the arguments and errors of `prepare` and
         `Transfer.start`."""
-        return self.prepare("read", peer, blocks).start(message)
+        return self.prepare("read", peer, blocks, grant=grant).start(message)
 
     def write(self, peer: str, blocks: Any, *, message: bytes | None = None) -> Transfer:
         """Starts to write blocks to another agent's memory. Has the arguments and errors of `prepare` and

@@ -29,6 +29,23 @@ class NotRegisteredError(TransferError, LookupError):
     """A block does not lie within registered memory of its agent."""
 
 
+class NotGrantedError(TransferError, LookupError):
+    """A block of a read does not lie within a block of the grant."""
+
+
+class StaleReadError(TransferError):
+    """The owner has revoked granted blocks before a read of them was complete, so their data must not be used.
+
+    Attributes:
+        stale: the number of the grant's generation of each stale block, by the block's index in the read.
+        whole: the indices of the blocks whose data arrived whole.
+    """
+
+    def __init__(self, message: str, peer: str, stale: dict[int, int], whole: list[int]) -> None:
+        super().__init__(message, peer)
+        self.stale, self.whole = stale, whole
+
+
 class FreedMemoryError(TransferError):
     """A block's memory is still registered, but its owner has freed it."""
 

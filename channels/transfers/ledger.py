@@ -12,6 +12,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from proxyccl.channels.transfers.blocks import Rows
 from proxyccl.device.errors import ArgumentError, ResourceError
@@ -34,7 +35,7 @@ class Ledger:
     number nor its complement. Word 0 counts the registrations that have ended, so while word 0 does not change, valid
     registrations stay valid.
 
-    Only one thread at a time may call `begin` or `end`.
+    Only one thread at a time may call `begin`, `end`, `grant` or `revoke`.
 
     Attributes:
         words: the ledger's words, as a uint64 array.
@@ -101,6 +102,26 @@ class Ledger:
             watched.detach()
         lib.proxyccl_ledger_end(self.pointer, number, False)
         self._unused.append(number % _WORDS)
+
+    def grant(self, count: int) -> NDArray[np.uint64]:
+        """Returns the numbers of `count` granted blocks. Raises ResourceError if there are too many registrations and
+        granted blocks.
+        """
+        taken = min(count, len(self._unused))
+        slots = [self._unused.pop() for _ in range(taken)]
+        slots += itertools.islice(self._next, count - taken)
+        if slots and max(slots) >= _WORDS:
+            self._unused += [slot for slot in slots if slot < _WORDS]
+            raise ResourceError(f"an agent has at most {_WORDS - 1} registered regions and granted blocks")
+        births = np.fromiter(itertools.islice(self._births, count), np.uint64, count)
+        numbers = births * np.uint64(_WORDS) + np.array(sorted(slots), np.uint64)
+        self.words[np.array(sorted(slots), np.int64)] = numbers
+        return numbers
+
+    def revoke(self, numbers: NDArray[np.uint64]) -> None:
+        """Revokes granted blocks, whose memory may be overwritten afterwards."""
+        lib.proxyccl_ledger_revoke(self.pointer, ffi.cast("uint64_t *", numbers.ctypes.data), len(numbers))
+        self._unused += (numbers % np.uint64(_WORDS)).tolist()
 
     def close(self) -> None:
         """Closes the ledger's descriptor. The memory stays mapped while transfers still read it."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from enum import Enum
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 import numpy as np
 from msgspec import Struct
@@ -47,6 +48,18 @@ class State(Enum):
     LOST = lib.PROXYCCL_TRANSFER_LOST
     REFUSED = lib.PROXYCCL_TRANSFER_REFUSED
     FAILED = lib.PROXYCCL_TRANSFER_FAILED
+    STALE = -1
+    """The owner revoked a granted block before the read was complete."""
+
+
+class Check(Protocol):
+    """A check that follows the copies of a transfer. `poll` begins the check and returns ACTIVE, DONE or STALE."""
+
+    def begin(self) -> None: ...
+    def poll(self) -> State: ...
+    def wait(self, seconds: float) -> None: ...
+    def raise_error(self) -> None: ...
+    def close(self) -> None: ...
 
 
 _OUTSTANDING: list[object] = []
@@ -135,6 +148,7 @@ class Transfer:
         self._link = link
         self._closed = False
         self._process = forks.here()
+        self._check: Check | None = None
         self._kept: list[object] = [None, lists, copier, kept]
         # The finalizer keeps the lists that the engine reads alive as long as any thread may use the handle.
         forks.finalizer(self, _release, handle, self._kept)
@@ -157,8 +171,11 @@ class Transfer:
             ActiveError: the transfer is active.
             ArgumentError: the message is longer than 256 MiB, or the stream is invalid or being captured into a graph.
             ClosedError: the transfer was closed, or this process is a forked child.
+            StaleReadError: a granted block was revoked already. Only peers on this host are checked before the start.
         """
         handle = self._open()
+        if self._check is not None:
+            self._check.begin()
         data, nbytes = ffi.NULL if message is None else message, len(message) if message else 0
         if stream is None:
             status = lib.proxyccl_transfer_post(handle, data, nbytes, ffi.NULL)
@@ -178,7 +195,10 @@ class Transfer:
     @property
     def state(self) -> State:
         """The transfer's state. Reading the state does not raise an error even if the transfer has failed."""
-        return _STATES[lib.proxyccl_transfer_state(self._open())]
+        return self._checked(_STATES[lib.proxyccl_transfer_state(self._open())])
+
+    def _checked(self, state: State) -> State:
+        return state if self._check is None or state is not State.DONE else self._check.poll()
 
     def done(self) -> bool:
         """Returns whether all data has arrived. On the path "process_vm" this call may itself copy a piece.
@@ -187,9 +207,12 @@ class Transfer:
             NotStartedError: the transfer was never started.
             DisconnectedError, NotRegisteredError, FreedMemoryError, CanceledError, TransferError: the transfer failed
                 or was canceled.
+            StaleReadError: the owner revoked a granted block before the read was complete.
         """
         state = lib.proxyccl_transfer_help(self._open())
-        return state == _DONE or self._outcome(_STATES[state])
+        if state == _DONE and self._check is None:
+            return True
+        return self._outcome(self._checked(_STATES[state]))
 
     def wait(self, timeout: float | None = None) -> None:
         """Waits until all data has arrived.
@@ -202,13 +225,16 @@ class Transfer:
             NotStartedError: the transfer was never started.
             DisconnectedError, NotRegisteredError, FreedMemoryError, CanceledError, TransferError: the transfer failed
                 or was canceled.
+            StaleReadError: the owner revoked a granted block before the read was complete.
         """
         if self._outcome(self.state):
             return
         bounded = timeout_from(timeout)
-        handle = self._open()
-        state = wait_in_slices(lambda ns: lib.proxyccl_transfer_wait(handle, ns), State.ACTIVE.value, bounded)
-        if not self._outcome(_STATES[state]):
+        handle, deadline = self._open(), time.monotonic() + bounded
+        state = _STATES[wait_in_slices(lambda ns: lib.proxyccl_transfer_wait(handle, ns), State.ACTIVE.value, bounded)]
+        if self._check is not None and state is State.DONE:
+            self._check.wait(deadline - time.monotonic())
+        if not self._outcome(self._checked(state)):
             raise TransferTimeoutError(
                 f"the transfer with agent {self.peer} is still active after {bounded:g} s", self.peer
             )
@@ -237,6 +263,8 @@ class Transfer:
         """Cancels the transfer if it is active, and makes it unusable. Has the arguments and errors of `cancel`."""
         if not self._closed:
             self.cancel(timeout)
+            if self._check is not None:
+                self._check.close()
             self._closed = True
 
     @property
@@ -262,6 +290,9 @@ class Transfer:
                 raise NotStartedError(f"the transfer with agent {self.peer} was never started", self.peer)
             case State.CANCELED:
                 raise CanceledError(f"the transfer with agent {self.peer} was canceled", self.peer)
+            case State.STALE:
+                assert self._check is not None
+                self._check.raise_error()
             case State.LOST:
                 assert self._link is not None
                 raise DisconnectedError(f"agent {self.peer}: {self._link.lost}", self.peer)
@@ -300,6 +331,12 @@ def set_guard(transfer: Transfer, remote: bool, ledger: Ledger, rows: Rows) -> N
     transfer._kept.append((ledger, kept))
     pointer = ffi.cast("uint64_t *", kept.ctypes.data)
     lib.proxyccl_transfer_guard(transfer._open(), remote, ledger.pointer, pointer, len(kept))
+
+
+def set_check(transfer: Transfer, check: Check) -> Transfer:
+    """Makes a transfer end only after a check. Call `set_check` before the first start."""
+    transfer._check = check
+    return transfer
 
 
 def set_label(transfer: Transfer, number: int) -> Transfer:

@@ -60,6 +60,20 @@ void proxyccl_ledger_end(uint64_t *ledger, uint64_t number, int freed) {
 
 uint64_t proxyccl_ledger_count(const uint64_t *ledger) { return __atomic_load_n(&ledger[0], __ATOMIC_ACQUIRE); }
 
+void proxyccl_ledger_revoke(uint64_t *ledger, const uint64_t *numbers, uint64_t count) {
+  for (uint64_t i = 0; i < count; ++i)
+    __atomic_store_n(&ledger[numbers[i] % PROXYCCL_LEDGER_WORDS], 0, __ATOMIC_RELAXED);
+  __atomic_thread_fence(__ATOMIC_SEQ_CST); /* Pairing grant, release: of the words, before the memory is overwritten. */
+}
+
+uint64_t proxyccl_ledger_revoked(const uint64_t *ledger, const uint64_t *numbers, uint64_t count) {
+  __atomic_thread_fence(__ATOMIC_ACQUIRE); /* Pairing grant, acquire: after the memory was copied. */
+  for (uint64_t i = 0; i < count; ++i) {
+    if (__atomic_load_n(&ledger[numbers[i] % PROXYCCL_LEDGER_WORDS], __ATOMIC_RELAXED) != numbers[i]) return i;
+  }
+  return count;
+}
+
 void proxyccl_transfer_guard(ProxycclTransfer *transfer, int remote, const uint64_t *ledger, const uint64_t *rows,
                              uint64_t count) {
   pthread_mutex_lock(&transfer->agent->lock);

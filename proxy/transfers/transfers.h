@@ -164,6 +164,12 @@ void proxyccl_ledger_begin(uint64_t *ledger, uint64_t number);
 /* Ends a registration, unless it has ended already. `freed`: whether the memory is no longer mapped. Thread-safe. */
 void proxyccl_ledger_end(uint64_t *ledger, uint64_t number, int freed);
 uint64_t proxyccl_ledger_count(const uint64_t *ledger);
+/* Revokes grants, whose numbers `proxyccl_ledger_begin` has stored. After this call the owner may overwrite the granted
+ * memory. Unlike `proxyccl_ledger_end`, does not count an end, so peers do not check all their registrations again. */
+void proxyccl_ledger_revoke(uint64_t *ledger, const uint64_t *numbers, uint64_t count);
+/* Returns the index of the first number that was revoked, or `count` if none was. A reader calls this function after it
+ * has copied the granted memory: the data of all numbers before the index was not overwritten. */
+uint64_t proxyccl_ledger_revoked(const uint64_t *ledger, const uint64_t *numbers, uint64_t count);
 
 /* Creates a link over a connected stream socket. Takes ownership of the socket, even if it fails. `peer_secret`: the
  * secret of the agent at the other end. `process`: a pidfd of the peer's process, which this function also takes

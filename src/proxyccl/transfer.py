@@ -13,12 +13,15 @@ from proxyccl.channels.transfers.errors import (
     MetadataError,
     NameTakenError,
     NoPathError,
+    NotGrantedError,
     NotRegisteredError,
     NotStartedError,
+    StaleReadError,
     TransferError,
     TransferTimeoutError,
     UnknownAgentError,
 )
+from proxyccl.channels.transfers.grants import Grant
 from proxyccl.channels.transfers.host_memory import shared_empty
 from proxyccl.channels.transfers.paths import Path
 from proxyccl.channels.transfers.regions import Region
@@ -30,13 +33,16 @@ __all__ = [
     "CanceledError",
     "DisconnectedError",
     "FreedMemoryError",
+    "Grant",
     "MetadataError",
     "NameTakenError",
     "NoPathError",
+    "NotGrantedError",
     "NotRegisteredError",
     "NotStartedError",
     "Path",
     "Region",
+    "StaleReadError",
     "State",
     "Times",
     "Transfer",

@@ -86,6 +86,8 @@ BUGS = {
     "no fence follows the packets that are cleared": ("reordering", 5),
     "a branch alone orders packets behind cleared ones": ("reordering", 6),
     "a call is looked for without a full fence": ("reordering", 7),
+    "a block's number is read before the block is copied": ("reordering", 8),
+    "a block is overwritten before it is revoked": ("reordering", 9),
     "packets are never cleared": ("packets", 1),
     "packets of one parity are cleared": ("packets", 2),
     "the last flag of a lap is 0": ("packets", 3),

@@ -11,6 +11,7 @@
  * - rows: a program's rows, announced by a later kernel (pairing loadable-rows)
  * - cleared: a packet that is cleared before the peer sends the next one to its place
  * - calls: two ranks that look for each other's call after their own (calls.c)
+ * - grant: a block that a reader copies while its owner revokes and overwrites it (pairing grant)
  */
 #include "bugs.pml"
 
@@ -118,6 +119,28 @@ proctype caller(byte r) {
   od
 }
 
+/* grant: a reader copies two words of a block and then looks at the block's number; the owner reuses the block. */
+byte number = 1, block[2], copy[2], looked_at;
+
+proctype copying() {
+end:
+  do
+  STEP(a1, true, copy[0] = block[0])
+  STEP(a2, true, copy[1] = block[1])
+  STEP(a3, (a1 && a2) || BUG(8), looked_at = number) /* acquire fence */
+  :: a1 && a2 && a3 -> break
+  od
+}
+proctype reusing() {
+end:
+  do
+  STEP(b1, true, number = 0)
+  STEP(b2, b1 || BUG(9), block[0] = 1) /* the fence after the word */
+  STEP(b3, b1 || BUG(9), block[1] = 1)
+  :: b1 && b2 && b3 -> break
+  od
+}
+
 init {
   CHOOSE_BUG;
   if
@@ -128,5 +151,7 @@ init {
      _nr_pr == 1 -> assert(place == 3)
   :: atomic { run caller(0); run caller(1) };
      _nr_pr == 1 -> assert(seen[0] || seen[1])
+  :: atomic { run copying(); run reusing() };
+     _nr_pr == 1 -> assert(looked_at == 0 || (copy[0] == 0 && copy[1] == 0))
   fi
 }

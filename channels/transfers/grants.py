@@ -1,0 +1,259 @@
+"""Grants: an owner of memory lets others read blocks until it revokes the grant, and readers find out whether it did.
+
+A reader that has copied a granted block checks the block's number in the owner's ledger afterwards (pairing grant in
+MEMORY_ORDER.md). The owner changes the number before it overwrites the block. So if the number is unchanged after the
+copy, the copy is whole. A sequence lock works in the same way.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import TracebackType
+from typing import Annotated, Any, Literal, Self
+
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from proxyccl.channels.transfers.blocks import Rows
+from proxyccl.channels.transfers.errors import MetadataError, NotGrantedError, StaleReadError, TransferError
+from proxyccl.channels.transfers.ledger import Ledger
+from proxyccl.channels.transfers.metadata import LONGEST_NAME
+from proxyccl.channels.transfers.transfer import Check, State, Transfer
+from proxyccl.device.errors import ArgumentError
+from proxyccl.proxy._transfers import ffi, lib
+from proxyccl.proxy.codec import Codec, Message, Uint64
+from proxyccl.proxy.hosts import boot_id
+
+_LIMIT = 64 << 20
+_COLUMNS = 3
+_WORDS: int = lib.PROXYCCL_LEDGER_WORDS
+
+
+class GrantMessage(Message, frozen=True):
+    """What a reader needs to know of a grant.
+
+    Attributes:
+        agent, token: the owner's name and token.
+        host: the boot id of the owner's machine.
+        deadline: the end of the lease in ns of the host's CLOCK_MONOTONIC; 0 without a lease.
+        ledger: the address of the owner's ledger in the owner's process.
+        metadata: the owner's metadata, which contain only the ledger's region.
+        rows: uint64 of shape (N, 3), as bytes: each block's address, size and number, sorted by address.
+    """
+
+    format: Literal["proxyccl-grant-1"]
+    agent: Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME)]
+    token: Annotated[bytes, Meta(max_length=64)]
+    host: Annotated[str, Meta(max_length=64)]
+    deadline: Uint64
+    ledger: Uint64
+    metadata: Annotated[bytes, Meta(max_length=1 << 20)]
+    rows: bytes
+
+    def __post_init__(self) -> None:
+        if len(self.rows) % (_COLUMNS * 8):
+            raise ValueError("rows is not an array of three columns")
+
+    @property
+    def blocks(self) -> Rows:
+        return np.frombuffer(self.rows, np.uint64).reshape(-1, _COLUMNS)
+
+
+GRANT = Codec(GrantMessage, _LIMIT, "grant", MetadataError)
+
+
+class Grant:
+    """Blocks of this agent's memory that others may read until `revoke`. `Agent.grant` makes a grant.
+
+    Any thread may call the methods. As a context manager, revokes the grant at the end of the block.
+
+    Attributes:
+        encoded: the bytes that readers pass as `grant` to `Agent.read` and `Agent.prepare`.
+    """
+
+    def __init__(self, ledger: Ledger, lock: threading.RLock, message: GrantMessage) -> None:
+        self.encoded = GRANT.encode(message)
+        self._ledger, self._lock, self._deadline = ledger, lock, message.deadline
+        self._addresses, _, self._numbers = message.blocks.T
+        self._left = np.ones(len(self._numbers), bool)  # the blocks that are not revoked
+
+    def __repr__(self) -> str:
+        return f"Grant({int(self._left.sum())} of {len(self._left)} blocks)"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.revoke()
+
+    @property
+    def active(self) -> bool:
+        """Whether others may read some of the blocks. If the lease has ended, revokes the grant."""
+        if self._deadline and time.monotonic_ns() >= self._deadline:
+            self.revoke()
+        return bool(self._left.any())
+
+    def revoke(self, addresses: Any = None) -> None:
+        """Revokes blocks. When this returns, the program may overwrite these blocks, or deregister and free them. Each
+        read of a revoked block that was not complete then raises StaleReadError. A second call for a block does
+        nothing.
+
+        Args:
+            addresses: the addresses of the blocks to revoke; None for all blocks.
+
+        Raises:
+            ArgumentError: an address is not that of a block of this grant.
+        """
+        with self._lock:
+            chosen = self._left
+            if addresses is not None:
+                wanted = np.asarray(addresses).ravel()
+                if unknown := set(wanted.tolist()) - set(self._addresses.tolist()):
+                    raise ArgumentError("addresses", f"{min(unknown):#x} is not the address of a granted block")
+                chosen = self._left & np.isin(self._addresses, wanted)
+            self._ledger.revoke(np.ascontiguousarray(self._numbers[chosen]))
+            self._left = self._left & ~chosen
+
+
+def as_granted(blocks: Any) -> Rows:
+    """Converts a caller's blocks to rows of (address, bytes), sorted by address.
+
+    Raises:
+        ArgumentError: `blocks` is not of shape (N, 2), is empty, or contains blocks that are empty or overlap.
+    """
+    pairs = np.asarray(blocks)
+    if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype.kind not in "iu" or not len(pairs):
+        raise ArgumentError("blocks", "must be integers of shape (N, 2), N at least 1: addresses and bytes of blocks")
+    if pairs.min() < 0 or not pairs[:, 1].all():
+        raise ArgumentError("blocks", "addresses must not be negative, and blocks not empty")
+    rows = pairs.astype(np.uint64)
+    rows = rows[np.argsort(rows[:, 0], kind="stable")]
+    if (rows[1:, 0] < rows[:-1, 0] + rows[:-1, 1]).any():
+        raise ArgumentError("blocks", "must not overlap")
+    return rows
+
+
+def numbers_of(message: GrantMessage, rows: Rows) -> NDArray[np.uint64]:
+    """Returns for each row of (local address, remote address, bytes) the number of the granted block that contains the
+    remote bytes.
+
+    Raises:
+        NotGrantedError: the remote bytes of a row do not lie within one granted block.
+    """
+    blocks = message.blocks
+    at = np.searchsorted(blocks[:, 0], rows[:, 1], "right").astype(np.int64) - 1
+    inside = at >= 0
+    if len(blocks):
+        start, last = blocks[at, 0], blocks[at, 0] + blocks[at, 1]
+        end = rows[:, 1] + rows[:, 2]
+        inside &= (rows[:, 1] >= start) & (end <= last) & (end >= rows[:, 1])
+    if not inside.all():
+        index = int(np.flatnonzero(~inside)[0])
+        address, nbytes = int(rows[index, 1]), int(rows[index, 2])
+        raise NotGrantedError(
+            f"block {index}: {nbytes} bytes at remote address {address:#x} lie in no granted block of agent "
+            f"{message.agent}",
+            message.agent,
+        )
+    return np.ascontiguousarray(blocks[at, 2])
+
+
+class Fence(Check):
+    """Checks after a read that none of its blocks was revoked before the end of the copy. Any thread may call the
+    methods.
+
+    Args:
+        message: the grant.
+        rows: the read's blocks, as the caller has passed them.
+        numbers: for each row, the number of its granted block.
+        ledger: the owner's ledger, if this process has mapped it.
+        look: if `ledger` is None, a transfer that reads the words of the numbers into `words`.
+        words: the words of the numbers, in the same order.
+    """
+
+    def __init__(
+        self,
+        message: GrantMessage,
+        rows: Rows,
+        numbers: NDArray[np.uint64],
+        ledger: Ledger | None,
+        look: Transfer | None = None,
+        words: NDArray[np.uint64] | None = None,
+    ) -> None:
+        self._owner, self._rows, self._numbers = message.agent, rows, numbers
+        self._ledger, self._look, self._words = ledger, look, words
+        self._deadline = message.deadline if message.host == boot_id() else 0
+        self._mapped = ffi.NULL if ledger is None else ledger.pointer
+        self._pointer, self._count = ffi.cast("uint64_t *", numbers.ctypes.data), len(numbers)
+        self._lock = threading.Lock()  # held while `look` is started
+        self._looks = False
+        self._outcome: State | None = None
+        self._error: StaleReadError | None = None
+
+    def begin(self) -> None:
+        """Prepares the check of the next start. If the ledger is mapped, raises StaleReadError before anything moves if
+        a block was revoked already.
+        """
+        self._outcome = self._error = None
+        self._looks = False
+        if self._ledger is not None and self._is_over():
+            raise self._error_of(self._stale(), "before the read began")
+
+    def poll(self) -> State:
+        """Returns DONE or STALE, or ACTIVE while `look` is active."""
+        if self._outcome is None and (self._look is None or self._has_looked(self._look)):
+            if self._error is None and self._is_over():
+                self._error = self._error_of(self._stale(), "during the read")
+            self._outcome = State.STALE if self._error is not None else State.DONE
+        return State.ACTIVE if self._outcome is None else self._outcome
+
+    def wait(self, seconds: float) -> None:
+        if self.poll() is State.ACTIVE and self._look is not None:
+            self._look.wait(max(seconds, 1e-6))
+
+    def raise_error(self) -> None:
+        assert self._error is not None
+        raise self._error
+
+    def close(self) -> None:
+        if self._look is not None:
+            self._look.close()
+
+    def _has_looked(self, look: Transfer) -> bool:
+        with self._lock:
+            if not self._looks:
+                look.start()
+                self._looks = True
+            try:
+                return look.done()
+            except TransferError as error:
+                all_stale = np.ones(self._count, bool)
+                self._error = self._error_of(all_stale, f"or can't be asked: {error}")
+                return True
+
+    def _is_over(self) -> bool:
+        if self._ledger is None or self._deadline:
+            return bool(self._stale().any())
+        return lib.proxyccl_ledger_revoked(self._mapped, self._pointer, self._count) < self._count
+
+    def _stale(self) -> NDArray[np.bool_]:
+        if self._deadline and time.monotonic_ns() >= self._deadline:
+            return np.ones(self._count, bool)
+        if self._ledger is None:
+            return np.asarray(self._words != self._numbers)
+        lib.proxyccl_ledger_revoked(self._mapped, self._pointer, self._count)  # its fence orders the reads below
+        return np.asarray(self._ledger.words[self._numbers % np.uint64(_WORDS)] != self._numbers)
+
+    def _error_of(self, stale: NDArray[np.bool_], when: str) -> StaleReadError:
+        indices = np.flatnonzero(stale).tolist()
+        generations = {index: int(self._numbers[index]) for index in indices}
+        whole = [] if when.startswith("before") else np.flatnonzero(~stale).tolist()
+        text = (
+            f"agent {self._owner} revoked {len(indices)} of {self._count} blocks {when}; the first is block "
+            f"{indices[0]} at {int(self._rows[indices[0], 1]):#x}, generation {generations[indices[0]]}"
+        )
+        return StaleReadError(text, self._owner, generations, whole)

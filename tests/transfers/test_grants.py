@@ -1,0 +1,259 @@
+"""Reads of granted blocks raise StaleReadError if the owner revokes the blocks before the read is complete."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from proxyccl.channels.transfers import agent as agent_module
+from proxyccl.channels.transfers.errors import MetadataError
+from proxyccl.device.errors import ArgumentError
+from proxyccl.transfer import (
+    Agent,
+    Grant,
+    NotGrantedError,
+    NotRegisteredError,
+    StaleReadError,
+    State,
+    shared_empty,
+)
+from support.agents import force_path
+
+BLOCKS, NBYTES = 8, 1 << 12
+
+pytestmark = [
+    pytest.mark.host_only("agents move the host's memory, whatever the runtime"),
+    pytest.mark.filterwarnings("ignore:agent reader moves data:RuntimeWarning"),
+]
+
+
+class Sides:
+    """An owner with BLOCKS blocks of `nbytes` bytes, and a reader that has added the owner."""
+
+    def __init__(self, path: str, *, far: bool = False, nbytes: int = NBYTES, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.nbytes = nbytes
+        if far:  # a peer of another host can't map the ledger
+            monkeypatch.setattr(agent_module, "_open_ledger", lambda place: (None, "it is on another host"))
+        self.owner, self.reader = Agent("owner", listen=["127.0.0.1"]), Agent("reader", listen=["127.0.0.1"])
+        if path != "shared_memory":
+            force_path(self.reader, path)
+        allocate: Any = shared_empty if path == "shared_memory" else np.zeros
+        self.memory = allocate(BLOCKS * nbytes, np.uint8)
+        self.memory[:] = np.arange(len(self.memory)) % 251
+        self.target = np.zeros_like(self.memory)
+        self.there, self.here = self.owner.register(self.memory), self.reader.register(self.target)
+        self.reader.add(self.owner.metadata())
+
+    def address(self, block: int) -> int:
+        return self.there.address + block * self.nbytes
+
+    def grant(self, **options: Any) -> Grant:
+        return self.owner.grant([(self.address(block), self.nbytes) for block in range(BLOCKS)], **options)
+
+    def rows(self, *blocks: int) -> list[tuple[int, int, int]]:
+        return [(self.here.address + block * self.nbytes, self.address(block), self.nbytes) for block in blocks]
+
+    def close(self) -> None:
+        self.owner.close()
+        self.reader.close()
+
+
+@pytest.fixture(params=["process_vm", "shared_memory", "unix", "tcp", "unix, far", "tcp, far"])
+def sides(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sides]:
+    path, _, far = request.param.partition(", ")
+    made = Sides(path, far=bool(far), monkeypatch=monkeypatch)
+    yield made
+    made.close()
+
+
+def test_granted_blocks_arrive(sides: Sides) -> None:
+    with sides.grant() as grant:
+        read = sides.reader.read("owner", sides.rows(*range(BLOCKS)), grant=grant.encoded)
+        read.wait()
+        assert read.state is State.DONE
+        assert read.done()
+        assert (sides.target == sides.memory).all()
+        again = sides.reader.prepare("read", "owner", sides.rows(1, 2), grant=grant.encoded)
+        for _ in range(3):
+            again.start().wait()
+        assert grant.active
+    assert not grant.active
+
+
+def test_a_read_of_revoked_blocks_names_them_and_those_that_arrived(sides: Sides) -> None:
+    grant = sides.grant()
+    read = sides.reader.prepare("read", "owner", sides.rows(0, 3, 5), grant=grant.encoded)
+    read.start().wait()
+    grant.revoke([sides.address(3)])
+    sides.memory[:] = 7
+    with pytest.raises(StaleReadError, match="revoked 1 of 3 blocks") as raised:
+        read.start().wait()
+    assert list(raised.value.stale) == [1]
+    assert raised.value.peer == "owner"
+    others = sides.reader.read("owner", sides.rows(0, 5), grant=grant.encoded)
+    others.wait()
+    grant.revoke()
+    with pytest.raises(StaleReadError):
+        sides.reader.read("owner", sides.rows(0), grant=grant.encoded).wait()
+
+
+def test_blocks_that_are_revoked_during_a_read_are_stale_and_the_others_arrived(sides: Sides) -> None:
+    grant = sides.grant()
+    read = sides.reader.prepare("read", "owner", sides.rows(0, 1, 2), grant=grant.encoded).start()
+    while not read.times.ended:  # the check has not begun, because nobody has asked for the state
+        time.sleep(1e-4)
+    grant.revoke([sides.address(1)])
+    with pytest.raises(StaleReadError, match="during the read") as raised:
+        read.wait()
+    assert list(raised.value.stale) == [1]
+    assert raised.value.whole == [0, 2]
+    assert read.state is State.STALE
+    with pytest.raises(StaleReadError):
+        read.done()
+
+
+def test_a_block_that_is_granted_again_is_another_generation(sides: Sides) -> None:
+    former = sides.grant()
+    former.revoke()
+    with sides.grant() as later:
+        with pytest.raises(StaleReadError):
+            sides.reader.read("owner", sides.rows(0), grant=former.encoded).wait()
+        sides.reader.read("owner", sides.rows(0), grant=later.encoded).wait()
+
+
+def test_blocks_outside_the_grant_are_refused_before_anything_moves(sides: Sides) -> None:
+    grant = sides.owner.grant([(sides.address(2), NBYTES)])
+    beyond = (sides.here.address, sides.address(2) + 1, NBYTES)
+    for row in (*sides.rows(1), *sides.rows(3), beyond):
+        with pytest.raises(NotGrantedError, match="block 1: "):
+            sides.reader.read("owner", [*sides.rows(2), row], grant=grant.encoded)
+    assert not sides.target.any()
+
+
+def test_a_lease_ends(sides: Sides) -> None:
+    grant = sides.grant(lease=0.02)
+    time.sleep(0.03)
+    assert not grant.active
+    with pytest.raises(StaleReadError):
+        sides.reader.read("owner", sides.rows(0), grant=grant.encoded).wait()
+
+
+def test_readers_on_the_host_notice_the_end_of_a_lease_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    sides = Sides("process_vm", monkeypatch=monkeypatch)
+    grant = sides.grant(lease=0.02)
+    time.sleep(0.03)
+    with pytest.raises(StaleReadError):
+        sides.reader.read("owner", sides.rows(0), grant=grant.encoded).wait()
+    sides.close()
+
+
+def test_a_later_agent_of_the_name_has_not_granted_what_the_former_one_has(sides: Sides) -> None:
+    grant = sides.grant()
+    sides.reader.remove("owner")
+    sides.owner.close()
+    with Agent("owner", listen=["127.0.0.1"]) as later:
+        later.register(sides.memory)
+        sides.reader.add(later.metadata())
+        with pytest.raises(StaleReadError, match="former agent"):
+            sides.reader.read("owner", sides.rows(0), grant=grant.encoded)
+
+
+def test_within_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Agent("owner") as owner:
+        memory = np.zeros(2 * NBYTES, np.uint8)
+        region = owner.register(memory)
+        with owner.grant([(region.address, NBYTES)]) as grant:
+            row = (region.address + NBYTES, region.address, NBYTES)
+            owner.read("owner", [row], grant=grant.encoded).wait()
+        with pytest.raises(StaleReadError):
+            owner.read("owner", [row], grant=grant.encoded).wait()
+        assert owner.regions == [region]
+
+
+def test_wrong_arguments(sides: Sides) -> None:
+    for blocks in ([], [(1, 2, 3)], [(sides.address(0), 0)], [(-1, 4)], [("a", 1)]):
+        with pytest.raises(ArgumentError, match="blocks"):
+            sides.owner.grant(blocks)
+    with pytest.raises(ArgumentError, match="overlap"):
+        sides.owner.grant([(sides.address(0), NBYTES), (sides.address(1) - 1, 2)])
+    with pytest.raises(NotRegisteredError):
+        sides.owner.grant([(sides.address(BLOCKS), 1)])
+    with pytest.raises(ArgumentError, match="timeout"):
+        sides.grant(lease=-1.0)
+    with sides.grant() as grant:
+        with pytest.raises(ArgumentError, match="granted block"):
+            grant.revoke([sides.address(0) + 1])
+        with pytest.raises(ArgumentError, match="grant"):
+            sides.reader.prepare("write", "owner", sides.rows(0), grant=grant.encoded)
+    for garbage in (b"", b"{}", grant.encoded[:-9]):
+        with pytest.raises(MetadataError):
+            sides.reader.read("owner", sides.rows(0), grant=garbage)
+
+
+@pytest.mark.parametrize("rounds", [60, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", ["stale", "consumed", "out of range", "lease"])
+def test_a_read_that_succeeds_has_the_granted_data(case: str, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner overwrites each block as soon as it has revoked the block, at a random moment of the read."""
+    if rounds > 100:
+        monkeypatch.setenv("PROXYCCL_TIMEOUT", "60")
+    for path, share in (("process_vm", 0.6), ("unix", 0.2), ("unix, far", 0.2)):
+        sides = Sides(path.partition(",")[0], far="far" in path, nbytes=1 << 17, monkeypatch=monkeypatch)
+        with ThreadPoolExecutor(1) as threads:
+            outcomes = [one_read(sides, case, threads) for _ in range(int(rounds * share))]
+        sides.close()
+        monkeypatch.undo()
+        assert any(outcomes) or rounds < 1000  # a few reads may all be in time
+
+
+def one_read(sides: Sides, case: str, threads: ThreadPoolExecutor) -> bool:
+    """Makes a read while the owner revokes its blocks. Returns whether the read was refused; otherwise its data is
+    that of the grant.
+    """
+    value = random.randrange(1, 250)
+    sides.memory[:] = value
+    grant = sides.grant(lease=random.uniform(1e-5, 1e-3) if case == "lease" else None)
+    begun = threading.Event()
+
+    def reuse() -> None:
+        begun.wait(10)
+        end = time.perf_counter() + random.uniform(0, 8e-4)
+        while grant.active and (case == "lease" or time.perf_counter() < end):
+            time.sleep(0)
+        grant.revoke()
+        sides.memory[:] = 255
+
+    encoded, rows = grant.encoded, sides.rows(*range(BLOCKS))
+    reusing = threads.submit(reuse)
+    if case == "consumed":  # the first read ends the grant, and the second one comes too late
+        sides.reader.read("owner", rows, grant=encoded).wait()
+        begun.set()
+        reusing.result(10)
+    if case == "out of range":
+        begun.set()
+        rows = [*rows, (sides.here.address, sides.address(BLOCKS), sides.nbytes)]
+        try:
+            with pytest.raises(NotRegisteredError):
+                sides.reader.read("owner", rows, grant=encoded)
+        finally:
+            reusing.result(10)
+        return True
+    sides.target[:] = 0
+    begun.set()
+    try:
+        sides.reader.read("owner", rows, grant=encoded).wait()
+    except StaleReadError as error:
+        for block in error.whole:
+            assert (sides.target[block * sides.nbytes : (block + 1) * sides.nbytes] == value).all()
+        refused = True
+    else:
+        assert (sides.target == value).all()
+        refused = False
+    reusing.result(10)
+    return refused
