@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-_MOST_BYTES = 1 << 20  # largest message between the template and this process
+_MOST_BYTES = 1 << 20  # bytes of the largest message to or from the template
 
 
 class Forks:
@@ -156,7 +156,6 @@ class ForkedProcess:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Sends the process SIGKILL, unless it has ended."""
         self.send_signal(signal.SIGKILL)
 
 
@@ -195,8 +194,8 @@ def import_all() -> None:
     import numpy as np  # noqa: F401
 
     import proxyccl
-    from proxyccl.device.host import HostRuntime  # noqa: F401  (most ranks use it)
-    from proxyccl.proxy.daemon import command  # noqa: F401  (daemons run it)
+    from proxyccl.device.host import HostRuntime  # noqa: F401  (most forks use HostRuntime)
+    from proxyccl.proxy.daemon import command  # noqa: F401  (forked daemons run this module)
 
     for name in proxyccl.__all__:
         getattr(proxyccl, name)

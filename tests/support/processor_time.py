@@ -68,7 +68,7 @@ class ProcessorTime:
     def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         fixtures, self._of_fixtures = self._of_fixtures, {}
-        # pytest-xdist sends all attributes of a report to the main process.
+        # The times become attributes of the report, because pytest-xdist sends these to the main process.
         vars(report).update(processor_seconds=self._since() - sum(fixtures.values()), of_fixtures=fixtures)
         return report
 

@@ -41,7 +41,7 @@ class FakeEndpoint(FakeWriter):
         self._call("register", key, array.ctypes.data, array.nbytes, offsets)
 
     def add(self, key: int, array: NDArray[Any]) -> None:
-        """Registers an array's memory as local memory, under a key that the connection uses for it."""
+        """Registers an array's memory as local memory, which the connection names by `key`."""
         self._table[key] = _DESCRIPTORS + key
         self.register(_DESCRIPTORS + key, array)
 

@@ -227,7 +227,8 @@ def main(case: Case) -> int:
     if victim:
         begin_fault(case, rng)
     status = run(case, rng, victim=victim)
-    signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm after the handler's removal at exit would kill this process
+    # An alarm after the handler's removal at exit would kill this process.
+    signal.setitimer(signal.ITIMER_REAL, 0)
     # Arrays may live until cycles are collected, and shared memory lives until the peers have closed the failed
     # communicator.
     deadline = time.monotonic() + case.timeout + _LETS_GO_SECONDS

@@ -37,7 +37,7 @@ class Case:
         groups: the ranks of each group.
         warm: whether the default group is used first, so that the other groups are split from it.
         threads: number of threads per rank that use the groups.
-        turns: how often the groups are made, used and destroyed.
+        turns: number of times that the groups are made, used and destroyed.
     """
 
     ranks: int
@@ -177,7 +177,6 @@ def run_case(seed: int) -> str:
 
 
 def main() -> int:
-    """Runs the command line. Returns 1 if there are findings."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)

@@ -101,7 +101,6 @@ class Work:
         return bool(_result(self.comm, flags)[0])
 
     def close(self) -> None:
-        """Frees the work's arrays."""
         if self._layer is not None:
             self._layer.finalize()
 

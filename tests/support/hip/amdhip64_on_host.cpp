@@ -102,7 +102,7 @@ static_assert(sizeof(IpcHandle) <= sizeof(hipIpcMemHandle_t));
 struct Stream {
   void* host = nullptr;
   int device;
-  bool destroyed = false;  // destroyed by the program, but work is still queued
+  bool destroyed = false;  // the program destroyed the stream while work was queued
   bool of_thread = false;  // hipStreamPerThread
 
   explicit Stream(int device_) : device(device_) {
@@ -505,7 +505,8 @@ HIP_EXPORT hipError_t hipStreamWaitEvent(hipStream_t stream, hipEvent_t event, u
     return static_cast<hipError_t>(proxyccl_host_stream_wait_event(hostStream(stream), event, 0));
   });
 }
-// For tests: sets whether hipStreamIsCapturing reports a capture of the stream, whose work is executed in any case.
+// For tests: sets whether hipStreamIsCapturing reports a capture of the stream, which executes its work in both
+// cases.
 HIP_EXPORT void hipOnHostCapture(hipStream_t stream, int captures) {
   std::lock_guard<std::mutex> lock(mutex);
   if (captures != 0)

@@ -75,7 +75,7 @@ def main() -> None:
         began, replays, results, nbytes = time.monotonic(), 0, 0, 0
 
         def more() -> bool:
-            """Returns whether to replay again, which all ranks decide by the count or by rank 0's clock."""
+            """Returns whether to replay again, by the count if there is one, else by rank 0's clock."""
             if options.count is not None:
                 return replays < options.count
             if replays % TOGETHER:

@@ -512,7 +512,7 @@ def agents() -> None:
             whole.wait(60)
             for thread in threads:
                 thread.join()
-            a.write("b", [(near.address, far.address, 100)]).wait(60)  # arrives after the canceled transfers' data
+            a.write("b", [(near.address, far.address, 100)]).wait(60)  # follows the canceled transfers' data
             values = random.integers(0, 256, NBYTES, dtype=np.uint8)
             if isinstance(theirs, Array):
                 theirs.upload(values)
@@ -671,7 +671,7 @@ def planted_missing_meeting() -> None:
         comm.group.symmetric.update()
         announced = comm.group.symmetric.find(data.ptr, data.nbytes)
         assert announced is not None
-        reached_at = announced.known[0]  # the array starts at the range's first byte
+        reached_at = announced.known[0]  # `data` starts at the first byte of the announced range
         assert reached_at is not None
         struct.pack_into(f"<{len(reached_at)}Q", parameter, ffi.offsetof("ProxycclTeam", "reached_at"), *reached_at)
         gather = comm.compile(MISSING_MEETING, "gather_unmet", include_dirs=[str(KERNELS)])
@@ -730,7 +730,7 @@ def planted_read_before_the_end() -> None:
     with Agent("a", listen=()) as agent:
         address = agent.register(memory).address
         transfer = agent.read("a", [(address, address + half, half)])
-        while memory[half - 1] == 0:  # does not call wait(), because then this thread would copy too
+        while memory[half - 1] == 0:  # polls, because in wait() this thread would copy data too
             time.sleep(0.001)
         ctypes.memmove(ctypes.create_string_buffer(8), address + half - 8, 8)
         transfer.wait()
