@@ -31,7 +31,7 @@ class RunningDaemon:
 
     path: Path
     process: subprocess.Popen[str] | ForkedProcess
-    ended: int | None = None  # exit status, set by `wait`
+    ended: int | None = None
 
     @property
     def log(self) -> str:

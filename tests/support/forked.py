@@ -89,7 +89,7 @@ class Forks:
                     continue
             if (remaining := deadline - time.monotonic()) <= 0:
                 return None
-            select.select([self._connected()], [], [], min(remaining, 0.1))  # polls: any thread may receive the status
+            select.select([self._connected()], [], [], min(remaining, 0.1))  # another thread may receive the status
 
     def _note(self, pid: int, status: int, seconds: float) -> None:
         self._ended[pid] = status
@@ -174,7 +174,7 @@ class PipedFork(ForkedProcess):
         pieces = []
         with self.stdout:
             while select.select([self.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                if not (piece := self.stdout.read(1 << 16)):  # every writer has closed the pipe
+                if not (piece := self.stdout.read(1 << 16)):
                     self.wait(deadline - time.monotonic())
                     return b"".join(pieces).decode(errors="replace"), None
                 pieces.append(piece)

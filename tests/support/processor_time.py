@@ -33,7 +33,7 @@ class ProcessorTime:
     def __init__(self) -> None:
         self._used = processor_seconds()
         self._of_fixtures: dict[str, float] = {}
-        self._ending: dict[str, float] = {}  # fixture: processor seconds at the start of its teardown
+        self._ending: dict[str, float] = {}  # processor seconds at the start of each fixture's teardown
         self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
 
     def _since(self) -> float:

@@ -156,7 +156,7 @@ class Call:
         call = getattr(comm, self.collective)
         options: dict[str, Any] = {"out": out, "algorithm": self.algorithm, "stream": stream}
         if self.collective in ("all_gather", "all_to_all") and out is None:
-            options["out"] = x  # because out=None would make a new array, not a call in place
+            options["out"] = x
         if self.collective in ("all_reduce", "reduce_scatter"):
             return call(x, self.op, **options)
         if self.collective == "broadcast":

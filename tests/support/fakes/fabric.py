@@ -17,7 +17,7 @@ from support.fakes.writer import FakeWriter
 
 SOURCE_KEY, TARGET_KEY, SIGNAL_KEY, REQUESTS_KEY = 0x11, 1 << 40, 0x33, 0x44
 PEER = 3
-_DESCRIPTORS = 0x7000  # a key's descriptor is this plus the key
+_DESCRIPTORS = 0x7000  # a key's descriptor is _DESCRIPTORS plus the key
 
 
 class FakeEndpoint(FakeWriter):

@@ -84,7 +84,7 @@ def _take_places_before(ptr: int, nbytes: int) -> list[mmap.mmap]:
         if (at, wanted) == (ptr, whole):
             place.close()
             return taken
-        if wanted == whole and ptr < at < ptr + whole:  # overlaps the wanted range, so map only the bytes above it
+        if wanted == whole and ptr < at < ptr + whole:  # overlaps the wanted range: map only the bytes above that range
             place.close()
             wanted = at - ptr
             continue

@@ -170,7 +170,7 @@ class Slot:
     """
 
     def __init__(self) -> None:
-        self.transfers: list[Transfer] = []  # transfers of the current registration
+        self.transfers: list[Transfer] = []
         self.former: list[Transfer] = []
         self.value = self.written = 0
         self.is_registered = False
@@ -191,7 +191,7 @@ class Lives:
         self._agent, self._name, self._rng = agent, _name(number), random.Random(seed)
         self._processes = processes
         self._slots = [Slot() for _ in range(_SLOTS)]
-        self._metadata: list[bytes] = []  # one element for each registration
+        self._metadata: list[bytes] = []  # the peer's metadata, one element per registration
         self._memory = np.zeros(_NBYTES, np.uint8)
 
     def run(self) -> list[str]:
@@ -289,7 +289,7 @@ class Lives:
         return f"{transfer} is done, although its registration has ended"
 
     def _add_late(self) -> str:
-        """Adds old metadata of the peer, which must be refused if they are of an earlier incarnation. Returns a
+        """Adds old metadata of the peer. The agent must refuse metadata that an earlier incarnation made. Returns a
         finding, or "".
         """
         metadata = self._rng.choice(self._metadata)

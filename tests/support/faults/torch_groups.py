@@ -30,7 +30,7 @@ _MOST_OUTPUT = 4000
 
 @dataclass(frozen=True)
 class Case:
-    """A case, the same on all ranks.
+    """The parameters of a case, which are the same on all ranks.
 
     Attributes:
         ranks: number of ranks.

@@ -27,7 +27,7 @@ extern "C" __global__ void around(DeviceHandle<ProxyChannel>* channels, int peer
 
 
 class WrongResultError(Exception):
-    """A result is wrong."""
+    """Raised if a result is wrong."""
 
 
 def _result(comm: Communicator, array: Any) -> Values:

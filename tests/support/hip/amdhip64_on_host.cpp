@@ -91,7 +91,7 @@ std::map<uintptr_t, size_t>::iterator registeredOf(const void* pointer) {
 struct IpcHandle {
   uint64_t process;
   uint64_t descriptor;
-  uint64_t filesystem, file;  // identify the exported file, in case the descriptor was reused
+  uint64_t filesystem, file;  // detect that another file reuses the descriptor
   uint64_t bytes;
   uint64_t id;
 };
@@ -591,7 +591,7 @@ HIP_EXPORT hipError_t hipModuleLoadData(hipModule_t* module, const void* image) 
     left -= static_cast<size_t>(written);
   }
   close(descriptor);
-  const int status = proxyccl_host_module_load(module, path);  // fails for a truncated file
+  const int status = proxyccl_host_module_load(module, path);  // returns an error for a truncated file
   unlink(path);
   return status == 0 ? hipSuccess : hipErrorSharedObjectInitFailed;
 }

@@ -25,7 +25,7 @@ from support.paths import ROOT
 
 INTERFACE = "eth0"
 _STEP_SECONDS = 30
-_BY_NAME = {"PROXYCCL_HOSTS": "name"}  # compare host names only, because the hosts share a machine and a PID namespace
+_BY_NAME = {"PROXYCCL_HOSTS": "name"}  # distinguishes hosts by name, because the hosts share a PID namespace
 _TESTS = str(ROOT / "tests")
 _TEMPLATE = Path(__file__).with_name("template.py")
 

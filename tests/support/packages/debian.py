@@ -102,7 +102,7 @@ class Apt:
             "Dir::State::status": status,
             "Dir::State::lists": available / "lists",
             "Dir::Cache": directory / "cache",
-            # apt reads this cache, which Docker images disable, ten times faster than the lists.
+            # apt reads this package cache ten times faster than the lists; Docker images disable the cache.
             "Dir::Cache::srcpkgcache": available / "srcpkgcache.bin",
             "Dir::Cache::pkgcache": "pkgcache.bin",
             "Dir::Etc::sourcelist": available / "sources.list",
@@ -160,7 +160,7 @@ def unpack(packages: list[Path], root: Path, members: Sequence[str] = ()) -> Non
         (root / "usr" / folder).mkdir(parents=True, exist_ok=True)
         if not (root / folder).is_symlink():
             (root / folder).symlink_to(f"usr/{folder}")
-    # dpkg-deb --extract would replace these links by directories.
+    # tar keeps the links usr/..., which dpkg-deb --extract would replace by directories.
     into = ["tar", "--extract", "--keep-directory-symlink", "--no-same-owner", "--touch", "--file", "-"]
     for package in packages:
         with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", str(package)], stdout=subprocess.PIPE) as contents:

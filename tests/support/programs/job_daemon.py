@@ -43,7 +43,7 @@ comm.all_reduce(x, algorithm="proxy")
 comm.synchronize()
 meet()
 if comm.rank == 0:
-    if sys.argv[1] == "with_a_child":  # the child keeps the socket to the daemon open
+    if sys.argv[1] == "with_a_child":  # the child keeps the daemon's socket open
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of forks of processes with threads
             child = os.fork()

@@ -46,7 +46,7 @@ ROOT = DIRECTORY / "root"
 LIBRARIES = ROOT / "usr/lib/x86_64-linux-gnu"
 TIMED_OUT = 124
 FAILED = 125
-ADDRESSES = ("10.9.0.1", "10.9.0.2")  # wire.sh has the same addresses
+ADDRESSES = ("10.9.0.1", "10.9.0.2")  # wire.sh must use the same addresses
 
 
 @dataclass(frozen=True)

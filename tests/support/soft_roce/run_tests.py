@@ -17,7 +17,7 @@ def main() -> int:
     WatchThread.INTERVAL_MS = 100  # longer than the default, because the virtual machine is slow
     pyverbs_api.load()
     FORKS.begin_here()
-    import pytest  # not before `begin_here` forks the template, which needs no pytest
+    import pytest  # only after `begin_here`, because the forked template needs no pytest
 
     return pytest.main()
 
