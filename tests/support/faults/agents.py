@@ -289,7 +289,7 @@ class Lives:
         return f"{transfer} is done, although its registration has ended"
 
     def _add_late(self) -> str:
-        """Adds old metadata of the peer. The agent must refuse metadata that an earlier incarnation made. Returns a
+        """Adds old metadata of the peer. The agent must refuse metadata of the peer's earlier incarnations. Returns a
         finding, or "".
         """
         metadata = self._rng.choice(self._metadata)

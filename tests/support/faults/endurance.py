@@ -5,8 +5,8 @@ PROXYCCL_RUNTIME names the runtime. Each rank uses its own GPU. Ten times during
 resident memory, descriptors, threads, the CPU time of a step, on CUDA the device memory in use, and the time of a small
 all_reduce by kernels and by the proxy. Other work on the machine also changes the times. So the table has the minimum
 and the 10th percentile beside the median, and each measurement alternates between the communicator of the whole run
-and a new one. If both communicators become slower, the machine was busy; if only the
-communicator of the whole run becomes slower, times drift.
+and a new one. If both communicators become slower, the machine was busy; if only the communicator
+of the whole run becomes slower, times drift.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def communicator(meeting: str) -> Communicator:
 
 
 def burst(comm: Communicator, algorithm: str | None) -> list[float]:
-    """Makes small all_reduces. Returns the time in us of each call until its result, except for the first call."""
+    """Makes small all_reduces. Returns the durations in us of all but the first, each until the result is available."""
     x, times = comm.empty(64, "float32").fill(1), []
     queued = comm.runtime.name != "host"  # a GPU's call returns before its result is available
     for _ in range(_CALLS + 1):

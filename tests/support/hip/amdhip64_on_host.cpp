@@ -91,7 +91,7 @@ std::map<uintptr_t, size_t>::iterator registeredOf(const void* pointer) {
 struct IpcHandle {
   uint64_t process;
   uint64_t descriptor;
-  uint64_t filesystem, file;  // detect that another file reuses the descriptor
+  uint64_t filesystem, file;  // show whether another file has reused the descriptor
   uint64_t bytes;
   uint64_t id;
 };
@@ -505,8 +505,8 @@ HIP_EXPORT hipError_t hipStreamWaitEvent(hipStream_t stream, hipEvent_t event, u
     return static_cast<hipError_t>(proxyccl_host_stream_wait_event(hostStream(stream), event, 0));
   });
 }
-// For tests: sets whether hipStreamIsCapturing reports a capture of the stream, which executes its work in both
-// cases.
+// For tests: sets whether hipStreamIsCapturing reports a capture of the stream. A reported capture does
+// not change the execution of the stream's work.
 HIP_EXPORT void hipOnHostCapture(hipStream_t stream, int captures) {
   std::lock_guard<std::mutex> lock(mutex);
   if (captures != 0)

@@ -149,7 +149,7 @@ class Hosts:
     def mpiexec(
         self, ranks: Sequence[int], command: Sequence[str], directory: Path, *, env: dict[str, str] | None = None
     ) -> subprocess.Popen[str]:
-        """Starts MPICH's mpiexec on the first host. Its ``-f hosts`` starts `ranks[i]` ranks on host i by ssh.
+        """Starts MPICH's mpiexec on the first host. The option ``-f hosts`` starts `ranks[i]` ranks on host i by ssh.
 
         The ranks use MPI's own libfabric.
         """

@@ -160,7 +160,7 @@ def unpack(packages: list[Path], root: Path, members: Sequence[str] = ()) -> Non
         (root / "usr" / folder).mkdir(parents=True, exist_ok=True)
         if not (root / folder).is_symlink():
             (root / folder).symlink_to(f"usr/{folder}")
-    # tar keeps the links usr/..., which dpkg-deb --extract would replace by directories.
+    # tar keeps the links into usr, which dpkg-deb --extract would replace by directories.
     into = ["tar", "--extract", "--keep-directory-symlink", "--no-same-owner", "--touch", "--file", "-"]
     for package in packages:
         with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", str(package)], stdout=subprocess.PIPE) as contents:

@@ -565,7 +565,7 @@ def grid() -> None:
 
 def timeout() -> None:
     """Makes a wait end by its time-out."""
-    missed = threading.Event()  # rank 1 waits for this event, because its exit would end the call early
+    missed = threading.Event()  # rank 1 waits for this event, because rank 1's exit would end the call early
 
     def body(comm: Communicator) -> None:
         comm.collectives.team()  # sets collectives up on all ranks, so that only the all_reduce times out

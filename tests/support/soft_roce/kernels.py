@@ -83,7 +83,7 @@ if __name__ == "__main__":
     EXAMPLES = TESTS.parent / "examples"
     for directory in (*proxyccl.__path__, TESTS, EXAMPLES):
         compileall.compile_dir(directory, quiet=1)
-    # Fill pytest's cache of rewritten modules, which works even if importing them fails because pyverbs is missing.
+    # pytest caches a rewritten module even if the module's import then fails because pyverbs is missing.
     collect = ["pytest", "--collect-only", "-p", "no:cacheprovider", str(TESTS / "rdma/soft_roce")]
     here = {**os.environ, "SOFT_ROCE_DEVICES": "none"}
     subprocess.run([sys.executable, "-m", *collect], env=here, stdout=subprocess.DEVNULL, check=False)
