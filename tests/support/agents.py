@@ -29,7 +29,7 @@ _MAP_FIXED = 0x10
 
 
 def force_path(agent: Agent, path: str) -> None:
-    """Makes the links that an agent opens after this call use `path`, even if a faster path is available."""
+    """Makes an agent use `path` for the links that it opens after this call, even if a faster path is available."""
     agent._preparer.paths = frozenset([path])
 
 
@@ -38,7 +38,7 @@ class Pair:
 
     Attributes:
         a, b: the agents; only `a` has added the metadata of the other.
-        ours, theirs: the memory of a and of b, uint8.
+        ours, theirs: the registered memory of `a` and of `b`, uint8.
     """
 
     def __init__(self, nbytes: int = 1 << 20, timeout: float | None = None) -> None:
@@ -145,7 +145,7 @@ class Child:
         os.waitid(os.P_PID, self.pid, os.WSTOPPED)
 
     def resume(self) -> None:
-        """Lets the process go on after `stop`."""
+        """Resumes the process after `stop`."""
         os.kill(self.pid, signal.SIGCONT)
 
     def receive(self) -> bytes:
@@ -155,7 +155,7 @@ class Child:
 
 @contextlib.contextmanager
 def child(body: Callable[[socket.socket], object]) -> Iterator[Child]:
-    """Runs a function in a forked child of this process. The child is killed at the end of the block."""
+    """Runs a function in a forked child of this process. Kills the child at the end of the `with` block."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
     if pid == 0:
@@ -176,8 +176,9 @@ def child(body: Callable[[socket.socket], object]) -> Iterator[Child]:
 
 
 def serve_memory(connection: socket.socket, nbytes: int = 4 << 20, value: int = 7, name: str = "b") -> None:
-    """Runs an agent in a child process, with registered memory that is filled with `value`. Sends the agent's metadata,
-    then executes the commands "close", "fork" and "wait" until an empty message arrives or the connection is closed.
+    """Runs an agent in a child process, with registered memory that is filled with `value`. Sends the agent's metadata
+    over `connection`, then executes the commands "close", "fork" and "wait" until an empty message arrives or the
+    connection is closed.
     """
     agent = Agent(name, listen=["127.0.0.1"])
     memory = np.full(nbytes, value, np.uint8)

@@ -31,7 +31,7 @@ class RunningDaemon:
 
     path: Path
     process: subprocess.Popen[str] | ForkedProcess
-    ended: int | None = None  # exit status, set by `wait`
+    ended: int | None = None
 
     @property
     def log(self) -> str:
@@ -55,8 +55,8 @@ class RunningDaemon:
         return self.descriptors(), self.mappings(), self.threads()
 
     def settles(self, resources: tuple[int, int, int]) -> bool:
-        """Waits until the daemon holds at most `resources`, because it frees a client's resources some time after the
-        client's end. Returns False after a time-out.
+        """Waits until the daemon holds at most `resources`, because the daemon frees a client's resources some
+        time after the client's end. Returns False after a time-out.
         """
         deadline = time.monotonic() + _END_SECONDS
         while time.monotonic() < deadline:
@@ -74,7 +74,7 @@ class RunningDaemon:
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """Stops all of the daemon's threads for the duration of the block."""
+        """Stops all of the daemon's threads during the `with` block."""
         os.kill(self.process.pid, signal.SIGSTOP)
         try:
             deadline = time.monotonic() + _END_SECONDS
@@ -96,13 +96,12 @@ class RunningDaemon:
             self.wait()
 
     def wait(self) -> None:
-        """Waits until the daemon's process has ended."""
         self.ended = self.process.wait(timeout=_END_SECONDS)
 
 
 @contextlib.contextmanager
 def running_daemon(path: Path, *arguments: str) -> Iterator[RunningDaemon]:
-    """Starts a daemon that listens at a path, and ends it at the end of the block."""
+    """Runs a daemon, which listens at a path, during the `with` block."""
     command = [str(PROGRAMS / "command.py"), "daemon", "--socket", str(path), *_FOR_SHARED_CORES, *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "PROXYCCL_PROXY"}
     log = path.with_name(path.name + ".log")
@@ -111,7 +110,7 @@ def running_daemon(path: Path, *arguments: str) -> Iterator[RunningDaemon]:
         daemon = RunningDaemon(path, process)
         try:
             deadline = time.monotonic() + _START_SECONDS
-            while "serving user" not in daemon.log:  # a connection would succeed before the set-up is complete
+            while "serving user" not in daemon.log:  # connections succeed even before the set-up is complete
                 assert process.poll() is None, daemon.log
                 assert time.monotonic() < deadline, "the daemon does not serve"
                 time.sleep(0.02)
@@ -124,7 +123,7 @@ def running_daemon(path: Path, *arguments: str) -> Iterator[RunningDaemon]:
 
 @contextlib.contextmanager
 def daemon_inside(path: Path) -> Iterator[Daemon]:
-    """Runs a daemon in a thread of this process during the block."""
+    """Runs a daemon in a thread of this process during the `with` block."""
     with Daemon(path, DaemonOptions(threads=1)) as running:
         serving = threading.Thread(target=running.serve)
         serving.start()

@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-_MOST_BYTES = 1 << 20  # largest message between the template and this process
+_MOST_BYTES = 1 << 20  # bytes of the largest message to or from the template
 
 
 class Forks:
@@ -89,7 +89,7 @@ class Forks:
                     continue
             if (remaining := deadline - time.monotonic()) <= 0:
                 return None
-            select.select([self._connected()], [], [], min(remaining, 0.1))  # polls: any thread may receive the status
+            select.select([self._connected()], [], [], min(remaining, 0.1))  # another thread may receive the status
 
     def _note(self, pid: int, status: int, seconds: float) -> None:
         self._ended[pid] = status
@@ -156,7 +156,6 @@ class ForkedProcess:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Sends the process SIGKILL, unless it has ended."""
         self.send_signal(signal.SIGKILL)
 
 
@@ -175,7 +174,7 @@ class PipedFork(ForkedProcess):
         pieces = []
         with self.stdout:
             while select.select([self.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                if not (piece := self.stdout.read(1 << 16)):  # every writer has closed the pipe
+                if not (piece := self.stdout.read(1 << 16)):
                     self.wait(deadline - time.monotonic())
                     return b"".join(pieces).decode(errors="replace"), None
                 pieces.append(piece)
@@ -195,8 +194,8 @@ def import_all() -> None:
     import numpy as np  # noqa: F401
 
     import proxyccl
-    from proxyccl.device.host import HostRuntime  # noqa: F401  (most ranks use it)
-    from proxyccl.proxy.daemon import command  # noqa: F401  (daemons run it)
+    from proxyccl.device.host import HostRuntime  # noqa: F401  (most forks use HostRuntime)
+    from proxyccl.proxy.daemon import command  # noqa: F401  (forked daemons run this module)
 
     for name in proxyccl.__all__:
         getattr(proxyccl, name)

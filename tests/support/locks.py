@@ -10,8 +10,8 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def one_at_a_time(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock on the file `path`, which is made if necessary, during the block. The kernel releases the
-    lock of a process that ends.
+    """Holds an exclusive lock on the file `path` during the `with` block, and makes the file if necessary. The
+    kernel releases the lock of a process that ends.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:

@@ -55,7 +55,7 @@ extern "C" __global__ void custom(ProxyChannelDeviceHandle channel, int count) {
 
 
 def channels_of(comm: Communicator, nbytes: int = 1024) -> ChannelSet[ProxyChannel]:
-    """Returns channels to all other ranks, from and to memory of `nbytes` bytes, after a barrier."""
+    """Makes channels to all other ranks, between memories of `nbytes` bytes. Returns the channels after a barrier."""
     channels = comm.proxy_channels(comm.empty(nbytes, "uint8"))
     barrier(comm)
     return channels

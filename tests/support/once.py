@@ -20,8 +20,8 @@ def shared_directory(factory: pytest.TempPathFactory) -> Path:
 
 
 def made_once(directory: Path, make: Callable[[Path], None]) -> Path:
-    """Returns `directory`. The first process that calls this makes the directory and lets `make` fill it; other
-    processes wait until that is done.
+    """Returns `directory`. The first process that calls this function makes the directory and lets `make` fill it;
+    other processes wait until the directory is filled.
     """
     done = directory / "made"
     with one_at_a_time(directory.with_name(f"{directory.name}.lock")):

@@ -33,7 +33,7 @@ class ProcessorTime:
     def __init__(self) -> None:
         self._used = processor_seconds()
         self._of_fixtures: dict[str, float] = {}
-        self._ending: dict[str, float] = {}  # fixture: processor seconds at the start of its teardown
+        self._ending: dict[str, float] = {}  # processor seconds at the start of each fixture's teardown
         self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
 
     def _since(self) -> float:
@@ -68,7 +68,7 @@ class ProcessorTime:
     def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         fixtures, self._of_fixtures = self._of_fixtures, {}
-        # pytest-xdist sends all attributes of a report to the main process.
+        # The times become attributes of the report, because pytest-xdist sends these to the main process.
         vars(report).update(processor_seconds=self._since() - sum(fixtures.values()), of_fixtures=fixtures)
         return report
 

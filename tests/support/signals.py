@@ -25,7 +25,7 @@ def interrupt() -> None:
 
 @contextlib.contextmanager
 def handled(handler: Callable[[], object]) -> Iterator[None]:
-    """Installs a handler for the signal `NUMBER` during the block.
+    """Installs a handler for the signal `NUMBER` during the `with` block.
     Collects garbage before the block and disables collection during the block, because Python ignores a handler's
     exception inside a finalizer or a weak reference's callback.
     """
@@ -41,8 +41,8 @@ def handled(handler: Callable[[], object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def handling(handler: Callable[[], object]) -> Iterator[list[float]]:
-    """Sends this process a signal soon after the block begins, and handles it by `handler`. Yields a list of the times
-    of the handler's calls.
+    """Sends this process a signal soon after the `with` block begins, and handles the signal by `handler`. Yields a
+    list of the times of the handler's calls.
     """
     times: list[float] = []
 

@@ -12,8 +12,7 @@ _QUESTIONS = 20
 
 
 def check_boards(boards: Sequence[Board]) -> None:
-    """Checks that all ranks read a posted note, and that all ranks get the same answer to a question that they answer
-    concurrently.
+    """Checks that all ranks read a posted note, and get the same answer if all ranks answer a question concurrently.
 
     Args:
         boards: the boards of all ranks, indexed by rank.

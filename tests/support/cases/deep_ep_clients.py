@@ -2,7 +2,7 @@
 
 In every client's mixture of experts, expert e multiplies its rows by e + 1; `Mixture.expected` is the correct output.
 
-`USED` lists the `deep_ep` names that each client uses. The clients, as their repositories were on 2026-11-27:
+`USED` lists the `deep_ep` names that each client uses. The calls are those of the clients' repositories on 2026-11-27:
 
 - vLLM (the same in release 0.33.0): vllm/model_executor/layers/fused_moe/prepare_finalize/deepep_{ht,ll,v2}.py, and
   vllm/distributed/device_communicators/all2all.py, which makes the buffers. `clean_buffers` of all2all.py clears the
@@ -495,7 +495,7 @@ class _NemoCombine(torch.autograd.Function):
 
 
 def nemo(group: Any, mixture: Mixture) -> tuple[Tensor, Tensor, Tensor]:
-    """Makes the calls of NeMo's dispatch and combine, which do not make the CPU wait, and of their backward passes.
+    """Makes NeMo's calls for dispatch, combine and their backward passes; the dispatches do not make the CPU wait.
     Returns the same values as `megatron`.
     """
     buffer = deep_ep.ElasticBuffer(

@@ -33,9 +33,9 @@ class Case:
         tokens: number of tokens of each rank.
         local_world_size: number of ranks per node; None if all ranks are on one node.
         routing: the distribution of the chosen experts, one of ROUTINGS.
-        scatter: the full scatter indices to pass: None, "sorted" (the layer's own order) or "random".
+        scatter: the full scatter indices to pass, which are None, "sorted" (the layer's own order) or "random".
         alignment: the layer's `expert_alignment`.
-        spare_tokens: by how much the layer's max_tokens exceeds the largest number of tokens of a rank.
+        spare_tokens: the layer's max_tokens minus the largest number of tokens of a rank.
         spare_rows: number of rows of each output beyond the largest number that a rank receives; None for outputs of
             exact size.
         halves: whether dispatch and combine are split into send and receive calls.

@@ -114,7 +114,7 @@ class Routing:
             place = np.argsort(np.argsort(self.expert, kind="stable"), kind="stable")
         else:
             place = self.scatter.reshape(-1).astype(np.int64)
-        # To a slot's place, add the gaps before the slot's expert, and subtract the rows of lower ranks.
+        # A slot's row is its index without gaps, plus the gaps before the slot's expert, minus the rows of lower ranks.
         gaps = np.concatenate([[0], np.cumsum(self._sizes - self._counts)])
         before = np.concatenate([[0], np.cumsum(self.rows)])
         return np.where(self.expert < self.experts, place + gaps[self.expert] - before[self.rank], -1)

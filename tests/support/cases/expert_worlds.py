@@ -1,4 +1,4 @@
-"""Groups of ranks for the tests of experts, some with changed constants of `geometry`."""
+"""Groups of ranks for the tests of experts; some groups change constants of the module `geometry`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ T = TypeVar("T")
 
 
 class World:
-    """Ranks that run with changed constants of `geometry`. The constants are changed only during `run`, because
-    other tests run while this fixture exists.
+    """Ranks that run with changed constants of the module `geometry`. The constants are changed only during `run`,
+    because other tests also run while this object exists.
     """
 
     def __init__(self, ranks: Ranks, local_world_size: int, constants: dict[str, int]) -> None:
@@ -59,7 +59,7 @@ def params(worlds: Sequence[WorldOptions], represented: Sequence[WorldOptions]) 
 
 @contextmanager
 def open_world(world: WorldOptions) -> Iterator[World]:
-    """Opens a world whose ranks are threads, and closes it at the end of the block."""
+    """Opens a world whose ranks are threads, and closes it at the end of the `with` block."""
     size, options = world
     constants = {name.upper(): value for name, value in options.items() if name in _CONSTANTS}
     others = {name: value for name, value in options.items() if name not in _CONSTANTS}

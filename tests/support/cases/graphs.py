@@ -35,7 +35,6 @@ class Graph:
         checked(driver.cuGraphDestroy(graph))
 
     def launch(self) -> None:
-        """Launches the graph on its stream."""
         checked(self._driver.cuGraphLaunch(self._executable, self._stream))
 
 
@@ -50,12 +49,11 @@ class Replayed:
         self._comm, self._call, self._stream = comm, call, stream
         size_in, size_out = call.sizes(comm.world_size)
         self._x = comm.empty(size_in, call.dtype)
-        # If input and output have different sizes, a call in place would need views, which eager tests cover.
+        # If sizes differ, input and output are two arrays, because tests without graphs cover such calls in place.
         self._out = self._x if call.in_place and size_in == size_out else comm.empty(size_out, call.dtype)
         self.load(call.seed)
 
     def issue(self) -> None:
-        """Makes the call."""
         self._call.issue(self._comm, self._x, None if self._out is self._x else self._out, self._stream)
 
     def load(self, seed: int) -> None:

@@ -72,7 +72,7 @@ def run_random_transfers(comm: Communicator, seed: int, *, count: int = 300, val
     peer = 1 - comm.rank
     seeds = [2 * seed + rank for rank in range(2)]
     owns = [_array(seed, 0) for seed in seeds]
-    targets = [_array(seed, 1) for seed in seeds]  # targets[r]: what rank r writes in its peer's memory
+    targets = [_array(seed, 1) for seed in seeds]  # targets[r]: the array that rank r writes in its peer's memory
     signals = [0, 0]
     for rank in range(2):
         for kind, dst, src, size in _steps(seeds[rank], count, values=values):

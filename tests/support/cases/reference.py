@@ -156,7 +156,7 @@ class Call:
         call = getattr(comm, self.collective)
         options: dict[str, Any] = {"out": out, "algorithm": self.algorithm, "stream": stream}
         if self.collective in ("all_gather", "all_to_all") and out is None:
-            options["out"] = x  # because out=None would make a new array, not a call in place
+            options["out"] = x
         if self.collective in ("all_reduce", "reduce_scatter"):
             return call(x, self.op, **options)
         if self.collective == "broadcast":
@@ -237,7 +237,7 @@ def _inputs(call: Call, world_size: int) -> list[Values]:
     if call.collective not in ("all_reduce", "reduce_scatter"):
         return [g.integers(0, 256, size * dtype.itemsize, dtype=np.uint8).view(dtype) for g in generators]
     if dtype.kind in "iu":
-        most = 2 if call.op == "prod" else min(1000, np.iinfo(dtype).max // 16)  # a sum over 16 ranks fits
+        most = 2 if call.op == "prod" else min(1000, np.iinfo(dtype).max // 16)  # sums of 16 ranks don't overflow
         return [g.integers(-most if dtype.kind == "i" else 0, most + 1, size).astype(dtype) for g in generators]
     if call.op == "prod":
         return [g.uniform(0.5, 1.5, size).astype(dtype) for g in generators]
@@ -272,10 +272,11 @@ def _reduced(call: Call, inputs: list[Values]) -> tuple[Values, Values | None]:
         if call.op == "avg":
             exact, magnitude = exact / ranks, magnitude / ranks
     u = unit_roundoff(accumulator)
-    growth = ranks * u / (1 - ranks * u)  # n roundings: n-1 additions, an average's division
+    growth = ranks * u / (1 - ranks * u)  # n roundings: of n-1 additions and of avg's division
     bound = growth * magnitude
     if accumulator != dtype:
-        smallest = 2.0**-24 if dtype == np.float16 else 0.0  # the smallest subnormal of float16
+        # The smallest subnormal of float16 is 2**-24.
+        smallest = 2.0**-24 if dtype == np.float16 else 0.0
         # Each partial result's rounding error is relative to that partial result. The magnitudes of a sum's partial
         # sums add up to at most `magnitude`; the relative errors of a product's partial products add up.
         factor = call.rounded_parts if call.op == "prod" else min(call.rounded_parts, 1)

@@ -22,7 +22,6 @@ KINDS: tuple[Kind, ...] = ("registered", "empty", "private")
 
 
 def values(seed: int, rank: int, nbytes: int) -> NDArray[np.uint8]:
-    """Returns the input of a rank."""
     return np.random.default_rng((seed, rank)).integers(0, 256, nbytes, np.uint8)
 
 
@@ -43,7 +42,7 @@ class SpanCalls:
     """Two arrays per rank, and calls on slices of these arrays at offsets that differ between ranks.
 
     Args:
-        comm: the communicator, on which construction is collective.
+        comm: the communicator; all its ranks must construct this object.
         most: number of bytes of the longest input or output.
         kinds: kind of the input array, and kind of the output array; calls in place use the output array.
         allocate: makes an array of a kind.
@@ -106,7 +105,6 @@ class SpanCalls:
             self.comm.runtime.copy(array.ptr, found.ctypes.data, found.nbytes)
 
     def read(self, number: int) -> NDArray[np.uint8]:
-        """Returns a copy of an array's contents."""
         found = np.empty(self.arrays[number].nbytes, np.uint8)
         self.comm.runtime.copy(found.ctypes.data, self.arrays[number].ptr, found.nbytes)
         return found

@@ -50,8 +50,8 @@ def use(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def capture(runtime: Runtime, current_of: str | None) -> Iterator[Stream]:
-    """Captures the work of a new stream during the block. The stream is also the calling thread's current stream in the
-    library `current_of`, if one is given.
+    """Captures the work of a new stream during the `with` block. If `current_of` names a library, the stream
+    is also the calling thread's current stream in that library.
     """
     stream = runtime.create_stream()
     before = dict(vars(_current))

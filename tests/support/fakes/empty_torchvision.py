@@ -1,4 +1,4 @@
-"""An empty torchvision. SGLang imports torchvision for images, and the wheels of torchvision need torch's for GPUs."""
+"""An empty torchvision, because SGLang imports torchvision, whose wheels need torch's wheels for GPUs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install() -> None:
-    """Makes imports of torchvision find the empty one. transformers decides before that torchvision is missing."""
+    """Makes imports of torchvision find an empty one, after transformers has recorded that torchvision is missing."""
     from transformers.utils import import_utils
 
     import_utils.is_torchvision_available()

@@ -17,7 +17,7 @@ from support.fakes.writer import FakeWriter
 
 SOURCE_KEY, TARGET_KEY, SIGNAL_KEY, REQUESTS_KEY = 0x11, 1 << 40, 0x33, 0x44
 PEER = 3
-_DESCRIPTORS = 0x7000  # a key's descriptor is this plus the key
+_DESCRIPTORS = 0x7000  # a key's descriptor is _DESCRIPTORS plus the key
 
 
 class FakeEndpoint(FakeWriter):
@@ -41,7 +41,7 @@ class FakeEndpoint(FakeWriter):
         self._call("register", key, array.ctypes.data, array.nbytes, offsets)
 
     def add(self, key: int, array: NDArray[Any]) -> None:
-        """Registers an array's memory as local memory, under a key that the connection uses for it."""
+        """Registers an array's memory as local memory, which the connection names by `key`."""
         self._table[key] = _DESCRIPTORS + key
         self.register(_DESCRIPTORS + key, array)
 

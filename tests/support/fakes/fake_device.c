@@ -17,7 +17,7 @@ enum { QP_NUM = 4711, MAX_MEMORIES = 64, MAX_INLINE = 8, MAX_SIGNALS = 1 << 16 }
 typedef struct {
   uint64_t wr_id;
   uint64_t local, remote, length, add;
-  uint64_t inlined; /* value of an inline write */
+  uint64_t inlined;
   uint32_t lkey, rkey;
   int opcode, is_inline, is_signalled, is_fenced;
 } Request;
@@ -40,10 +40,10 @@ struct FakeDevice {
   struct ibv_qp qp;
   pthread_mutex_t lock;
   uint32_t send_depth, cq_depth, reads;
-  Request *queue;          /* request number n is at n % send_depth */
-  Completion *completions; /* completion number n is at n % cq_depth */
+  Request *queue;          /* request n is queue[n % send_depth] */
+  Completion *completions; /* completion n is completions[n % cq_depth] */
   uint64_t posted, executed, freed, completed, polled;
-  uint64_t carried_out; /* up to this request, all reads have copied their data */
+  uint64_t carried_out; /* number of the last request up to which all reads have copied */
   int64_t allowed;
   uint32_t dawdle, random;
   uint64_t failing_request, failing_post;

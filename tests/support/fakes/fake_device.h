@@ -17,14 +17,14 @@ typedef struct FakeCounts {
   uint64_t longest_chain;    /* largest number of requests in one post */
   uint64_t most_outstanding; /* largest number of requests in the send queue */
   uint64_t reads;            /* executed */
-  uint64_t fenced;           /* posted requests with a fence */
-  uint64_t signals;          /* executed atomics and inline writes of 8 bytes */
+  uint64_t fenced;           /* number of posted requests with a fence */
+  uint64_t signals;          /* number of executed atomics and 8-byte inline writes */
 } FakeCounts;
 
 typedef struct FakeSignal {
   uint64_t remote;       /* address of the signal word */
   uint64_t value;        /* the word's value after the signal */
-  uint64_t bytes_before; /* bytes written by earlier requests */
+  uint64_t bytes_before; /* number of bytes that earlier requests wrote */
 } FakeSignal;
 
 /* Opens a device. `reads` is the largest number of outstanding reads, or 0 if the device supports no reads. */

@@ -83,7 +83,7 @@ static int carry_out_part(FakeEndpoint *self, const Request *write, const Part *
     return 0;
   }
   memcpy(target, (void *)part->source, part->bytes);
-  /* A write whose source is its own request is a signal if it has 8 bytes, else a put of a value. */
+  /* A write whose source is inside its own request is a signal if it has 8 bytes, else a put of a value. */
   if (part->source >= (uint64_t)write->context && part->source < (uint64_t)write->context + 128) {
     if (part->bytes != 8) return 0;
     if (self->counts.signals == MAX_SIGNALS) note(self, "more signals than the fake endpoint notes");

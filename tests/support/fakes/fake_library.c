@@ -15,7 +15,7 @@ static void *real(const char *name) {
   return found;
 }
 
-/* Removes FI_HMEM, which the real provider does not support. */
+/* Removes FI_HMEM, which the real provider does not support, from `info`. */
 static void strip(struct fi_info *info) {
   info->caps &= ~FI_HMEM;
   info->domain_attr->mr_mode &= ~FI_MR_HMEM;

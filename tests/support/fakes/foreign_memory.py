@@ -21,7 +21,6 @@ def allocate(nbytes: int, device: int) -> int:
 
 
 def free(ptr: int, nbytes: int, device: int) -> None:
-    """Frees memory that `allocate` returned."""
     _allocator.free(ptr, nbytes, device, None)
 
 
@@ -85,7 +84,7 @@ def _take_places_before(ptr: int, nbytes: int) -> list[mmap.mmap]:
         if (at, wanted) == (ptr, whole):
             place.close()
             return taken
-        if wanted == whole and ptr < at < ptr + whole:  # first map the free range that begins at ptr + whole
+        if wanted == whole and ptr < at < ptr + whole:  # overlaps the wanted range: map only the bytes above that range
             place.close()
             wanted = at - ptr
             continue

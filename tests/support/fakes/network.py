@@ -23,8 +23,8 @@ _SEND_DEPTH = 16
 
 
 class FakeNetwork:
-    """Replaces the verbs transport's devices by fake devices: each pair of ranks has one in each direction, and all
-    devices know all memory keys. A device executes requests late; closing it fails if a request violated a limit.
+    """Replaces the verbs transport's devices by fake devices, one for each ordered pair of ranks. All devices know all
+    memory keys. A device executes requests late; closing a device fails if a request violated a limit.
 
     Args:
         monkeypatch: restores the verbs transport after the test.

@@ -81,8 +81,8 @@ class RawClient:
         return answer["result"]
 
     def open(self, **changed: Any) -> dict[str, Any] | None:
-        """Sends the hello message, then asks for a service with one ring. Returns the answer, or None if the daemon
-        closed the connection.
+        """Sends the hello message, then asks for a service with one ring. Returns the daemon's answer, or None if the
+        daemon closed the connection.
         """
         assert self.say(HELLO) is not None
         return self.say(opening(**changed), self.segment.descriptor, self.ring.descriptor)
@@ -101,12 +101,12 @@ class RawClient:
         return {"first": first, "connection": connection, "channel": channel}
 
     def set_channel(self, used: dict[str, Any], offset: int = 0, nbytes: int = 8) -> dict[str, Any]:
-        """Returns a request that makes the channel of `use` signal a word in the buffer."""
+        """Returns a request that makes the channel that `use` made signal a word in the buffer."""
         word = self.buffer.export(self.buffer.ptr + offset, nbytes)
         return {"do": "set_channel", "channel": used["channel"], "connection": used["connection"], "word": word}
 
     def schedule(self, used: dict[str, Any]) -> dict[str, Any]:
-        """Returns a schedule that copies bytes within the buffer over the channel of `use`."""
+        """Returns a schedule that copies bytes within the buffer over the channel that `use` made."""
         send = {
             "channel": used["channel"],
             "src_memory": used["first"],
@@ -133,7 +133,7 @@ class RawClient:
 
 
 class Ringing:
-    """A thread that keeps writing a schedule's number to the bell word during the block."""
+    """A thread that keeps writing a schedule's number to the bell word during the `with` block."""
 
     def __init__(self, words: Any, number: int) -> None:
         self._words, self._number = words, number

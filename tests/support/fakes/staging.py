@@ -264,7 +264,7 @@ class LateStreams:
         self._random = random.Random(seed)
         self._work: dict[int, list[Callable[[], object]]] = {}  # by stream
         self._done: dict[int, int] = {}
-        self._events: dict[int, tuple[int, int]] = {}  # event: (stream, number of items queued before it)
+        self._events: dict[int, tuple[int, int]] = {}  # event: (stream, number of items queued before the event)
         self._kept = (
             COPY(self._copy),
             WRITE64(self._write64),

@@ -109,7 +109,7 @@ def _exchange_on(number: int) -> tuple[object, object]:
     def describe_on(x: Any, tensor: int) -> int:
         try:
             describe(x, tensor)
-        except RuntimeError:  # DLPack lacks the element type
+        except RuntimeError:
             return -1
         (ctypes.c_int32 * 2).from_address(tensor + 8)[:] = [_HIP, number]
         return 0

@@ -52,7 +52,6 @@ class FakeDevice(FakeWriter):
         self._call("fail_post", number, error)
 
     def fail_polls(self) -> None:
-        """Makes all later polls fail."""
         self._call("fail_polls")
 
     def status_names(self) -> list[str]:

@@ -1,7 +1,7 @@
 """Stands in for kernels of vLLM that exist only for GPUs: registers their operators for the CPU.
 
-vLLM's passes name all these operators. Those that quantize have vLLM's schemas and compute as vLLM documents them; the
-others are never called.
+vLLM's passes name all these operators. The operators that quantize have vLLM's schemas, and
+compute as vLLM documents. The other operators are never called.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class TrainerInitInfo:
 
     @property
     def is_sender(self) -> bool:
-        """Whether the trainer's engine on this rank calls its client."""
+        """Whether the trainer's engine on this rank starts weight updates through its client."""
         return self.rank == 0
 
 

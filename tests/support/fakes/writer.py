@@ -31,9 +31,10 @@ class FakeWriter:
         options: arguments of the library's function that opens a device.
     """
 
-    _library: tuple[str, str]  # arguments of `load`
-    _functions: str  # prefix of the library's functions
-    _types: str  # prefix of the library's types
+    # The arguments of `load`, and the prefixes of the names of the library's functions and types.
+    _library: tuple[str, str]
+    _functions: str
+    _types: str
 
     def __init__(self, *options: int) -> None:
         self._ffi, self._lib = load(*self._library)

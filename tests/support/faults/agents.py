@@ -7,11 +7,11 @@ concurrently, and cancels transfers, while the peers are killed, close or end at
 canceled transfers that still write, transfers that do not end in time, errors with a live peer, and descriptors that
 are not closed.
 
-In the second part, each peer restarts repeatedly under the same name, with memory at the same addresses, which it
-registers, deregisters and frees. The agent keeps the transfers and metadata of all registrations, and uses them even
-after the registration has ended. Each incarnation of a peer verifies its own memory. Further findings are transfers
-that complete although their memory is deregistered, accepted metadata of an ended agent, bytes read from another
-incarnation, and bytes written to memory that was not registered for the transfer.
+In the second part, each peer restarts repeatedly under the same name, and registers, deregisters and frees memory at
+the same addresses. The agent keeps the transfers and metadata of all registrations, and uses them even after their
+registrations have ended. Each incarnation of a peer verifies its own memory. Further findings are transfers
+that complete although their memory is deregistered, metadata that the agent accepts from an ended peer, bytes
+read from another incarnation, and bytes written to memory that was not registered for the transfer.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class Slot:
     """
 
     def __init__(self) -> None:
-        self.transfers: list[Transfer] = []  # transfers of the current registration
+        self.transfers: list[Transfer] = []
         self.former: list[Transfer] = []
         self.value = self.written = 0
         self.is_registered = False
@@ -191,7 +191,7 @@ class Lives:
         self._agent, self._name, self._rng = agent, _name(number), random.Random(seed)
         self._processes = processes
         self._slots = [Slot() for _ in range(_SLOTS)]
-        self._metadata: list[bytes] = []  # one element for each registration
+        self._metadata: list[bytes] = []  # the peer's metadata, one element per registration
         self._memory = np.zeros(_NBYTES, np.uint8)
 
     def run(self) -> list[str]:
@@ -289,7 +289,7 @@ class Lives:
         return f"{transfer} is done, although its registration has ended"
 
     def _add_late(self) -> str:
-        """Adds old metadata of the peer, which must be refused if they are of an earlier incarnation. Returns a
+        """Adds old metadata of the peer. The agent must refuse metadata of the peer's earlier incarnations. Returns a
         finding, or "".
         """
         metadata = self._rng.choice(self._metadata)
@@ -367,8 +367,8 @@ def run_lives(seed: int, peers: int = 4, lives: int = 4, path: str | None = None
     Args:
         seed: determines the case.
         peers: number of peers, each with its own name.
-        lives: how often each peer starts.
-        path: the transport of the data. None: the seed chooses one, or both "shared_memory" and "process_vm".
+        lives: number of times that each peer starts.
+        path: the transport of the data; if None, the seed chooses one, or "shared_memory" and "process_vm".
     """
     rng = random.Random(seed)
     paths = [path] if path else [["shared_memory", "process_vm"], *([each] for each in PATHS)][seed % (len(PATHS) + 1)]
@@ -389,7 +389,7 @@ def run(seed: int, peers: int = 30, path: str | None = None) -> list[str]:
     Args:
         seed: determines the case.
         peers: number of peers.
-        path: the path of the data. None: the seed chooses one.
+        path: the transport of the data; None if the seed chooses one.
     """
     rng = random.Random(seed)
     with Agent("under load", listen=["127.0.0.1"], paths=[path or PATHS[seed % len(PATHS)]]) as agent:
@@ -411,7 +411,6 @@ def run(seed: int, peers: int = 30, path: str | None = None) -> list[str]:
 
 
 def main() -> int:
-    """Runs the command line. Returns 1 if there are findings."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=100, help="cases to run")
     parser.add_argument("--seed", type=int, default=1, help="the first one's; a case follows from its seed")

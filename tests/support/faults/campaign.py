@@ -1,4 +1,4 @@
-"""Runs fault-injection cases and checks how each ended.
+"""Runs fault-injection cases and checks how each case ended.
 
 python tests/support/faults/campaign.py --count 1000 --seed 1 --report FILE
 
@@ -136,14 +136,14 @@ class Campaign:
         return self._surroundings.why_not(case)
 
     def stop(self) -> None:
-        """Ends the running cases. Calls of `run` that this interrupts return meaningless findings."""
+        """Ends the running cases. Interrupted calls of `run` return meaningless findings."""
         self._stopped.set()
         while True:
             with self._lock:
                 running = set(self._running)
             if not running:
                 return
-            for mark in running:  # repeats until no case runs: a rank may be about to start
+            for mark in running:  # the outer loop repeats, because a rank may be about to start
                 kill_all(mark)
             time.sleep(0.05)
 
@@ -227,7 +227,7 @@ class Campaign:
         target, signals, pause = strikes[case.fault]
         for i, number in enumerate(signals):
             if i > 0 and case.fault == "daemon stopped" and daemon is not None:
-                findings = self._await_notice(case, ranks)  # all ranks would notice SIGKILL immediately
+                findings = self._await_notice(case, ranks)  # SIGKILL follows, which all ranks notice at once
             elif i > 0:
                 self._stopped.wait(pause)
             if target is not None:
@@ -318,7 +318,7 @@ class Campaign:
                 names = shared_memory() - self._shared_memory
                 late = time.monotonic() > deadline
                 if late:
-                    self._shared_memory |= names  # so no other case reports these names again
+                    self._shared_memory |= names  # keeps other cases from reporting these names
             found += [f"shared memory is left, by this case or one beside it: {name}" for name in names]
             if not found or late:
                 return found
@@ -334,7 +334,7 @@ def run(cases: Iterable[Case], campaign: Campaign, report: Report) -> bool:
         began = time.monotonic()
         try:
             findings = campaign.run(case)
-        except Exception:  # the other cases go on
+        except Exception:  # lets the other cases continue
             findings = [f"the campaign failed: {traceback.format_exc()}"]
         return Outcome(case, time.monotonic() - began, findings)
 
@@ -362,7 +362,6 @@ def _end(*_: object) -> NoReturn:
 
 
 def main() -> int:
-    """Runs the command line. Returns 1 if there are findings, or if the campaign was ended early."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=100, help="cases to run")
     parser.add_argument("--seed", type=int, default=1, help="the first one's; a case follows from its seed")

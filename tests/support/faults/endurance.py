@@ -1,11 +1,12 @@
 """Runs the campaign's work for hours without a fault, and measures whether resources or times drift: python
 tests/support/faults/endurance.py --minutes 60
 
-PROXYCCL_RUNTIME names the runtime; ranks take consecutive GPUs. Ten times during the run, every rank measures its
+PROXYCCL_RUNTIME names the runtime. Each rank uses its own GPU. Ten times during the run, every rank measures its
 resident memory, descriptors, threads, the CPU time of a step, on CUDA the device memory in use, and the time of a small
 all_reduce by kernels and by the proxy. Other work on the machine also changes the times. So the table has the minimum
 and the 10th percentile beside the median, and each measurement alternates between the communicator of the whole run
-and a new one. If both communicators become slower, the machine was busy; if only the first does, its times drift.
+and a new one. If both communicators become slower, the machine was busy; if only the communicator
+of the whole run becomes slower, times drift.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def communicator(meeting: str) -> Communicator:
 
 
 def burst(comm: Communicator, algorithm: str | None) -> list[float]:
-    """Makes small all_reduces. Returns the time in us from each call but the first until the call's result."""
+    """Makes small all_reduces. Returns the durations in us of all but the first, each until the result is available."""
     x, times = comm.empty(64, "float32").fill(1), []
     queued = comm.runtime.name != "host"  # a GPU's call returns before its result is available
     for _ in range(_CALLS + 1):

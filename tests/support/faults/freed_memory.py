@@ -165,7 +165,7 @@ def run(seed: int, path: str | None = None) -> list[str]:
 
     Args:
         seed: determines the case.
-        path: the path of the data. None: the seed chooses one.
+        path: the transport of the data; None if the seed chooses one.
     """
     path = path or _PATHS[seed % len(_PATHS)]
     with child(lambda connection: _body(connection, seed, path)) as process:
@@ -182,7 +182,6 @@ def run(seed: int, path: str | None = None) -> list[str]:
 
 
 def main() -> int:
-    """Runs the command line. Returns 1 if there are findings."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=100, help="cases to run")
     parser.add_argument("--seed", type=int, default=1, help="the first one's; a case follows from its seed")

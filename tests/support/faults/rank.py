@@ -166,7 +166,7 @@ def shrink(comm: Communicator) -> Communicator:
     finally:
         try:
             comm.close()
-        except ProxyCCLError as error:  # raised if another rank does not close this communicator
+        except ProxyCCLError as error:
             say("error", kind=type(error).__name__, message=str(error))
 
 
@@ -182,7 +182,7 @@ def go_on(case: Case, comm: Communicator) -> None:
                 work.step()
             work.close()
             comm.close()
-        except ProxyCCLError as error:  # raised if another rank is lost after the shrink
+        except ProxyCCLError as error:
             say("error", kind=type(error).__name__, message=str(error))
             if attempt == _SHRINKS - 1:
                 comm.close()
@@ -211,7 +211,7 @@ def run(case: Case, rng: random.Random, *, victim: bool) -> int:
         if comm is not None:
             try:
                 go_on(case, comm)
-            except ProxyCCLError as later:  # raised if the other ranks continued without this rank, or ended
+            except ProxyCCLError as later:
                 say("ended", kind=type(later).__name__, message=str(later))
             comm.close()
     except WrongResultError as error:
@@ -227,7 +227,8 @@ def main(case: Case) -> int:
     if victim:
         begin_fault(case, rng)
     status = run(case, rng, victim=victim)
-    signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm after the handler's removal at exit would kill this process
+    # An alarm after the handler's removal at exit would kill this process.
+    signal.setitimer(signal.ITIMER_REAL, 0)
     # Arrays may live until cycles are collected, and shared memory lives until the peers have closed the failed
     # communicator.
     deadline = time.monotonic() + case.timeout + _LETS_GO_SECONDS

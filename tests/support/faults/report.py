@@ -54,7 +54,7 @@ class Report:
     """The outcomes of a campaign so far.
 
     Attributes:
-        path: path of the file; None for no file.
+        path: path of the report's file; None for no file.
         planned: number of cases to run.
         jobs: number of cases that run concurrently.
         outcomes: the outcomes of cases, in the order in which the cases ended.

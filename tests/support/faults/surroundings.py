@@ -103,7 +103,7 @@ class Surroundings:
 
     @contextlib.contextmanager
     def link_fault(self, case: Case) -> Iterator[None]:
-        """Applies the case's link fault, if any, during the block, and repairs the link at its end."""
+        """Applies the case's link fault, if any, during the `with` block, and repairs the link at the block's end."""
         hosts = self._hosts
         if hosts is None or case.fault not in LINK_FAULTS:
             yield

@@ -30,14 +30,14 @@ _MOST_OUTPUT = 4000
 
 @dataclass(frozen=True)
 class Case:
-    """A case, the same on all ranks.
+    """The parameters of a case, which are the same on all ranks.
 
     Attributes:
         ranks: number of ranks.
         groups: the ranks of each group.
         warm: whether the default group is used first, so that the other groups are split from it.
         threads: number of threads per rank that use the groups.
-        turns: how often the groups are made, used and destroyed.
+        turns: number of times that the groups are made, used and destroyed.
     """
 
     ranks: int
@@ -177,7 +177,6 @@ def run_case(seed: int) -> str:
 
 
 def main() -> int:
-    """Runs the command line. Returns 1 if there are findings."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)

@@ -27,7 +27,7 @@ extern "C" __global__ void around(DeviceHandle<ProxyChannel>* channels, int peer
 
 
 class WrongResultError(Exception):
-    """A result is wrong."""
+    """Raised if a result is wrong."""
 
 
 def _result(comm: Communicator, array: Any) -> Values:
@@ -101,7 +101,6 @@ class Work:
         return bool(_result(self.comm, flags)[0])
 
     def close(self) -> None:
-        """Frees the work's arrays."""
         if self._layer is not None:
             self._layer.finalize()
 

@@ -91,7 +91,7 @@ std::map<uintptr_t, size_t>::iterator registeredOf(const void* pointer) {
 struct IpcHandle {
   uint64_t process;
   uint64_t descriptor;
-  uint64_t filesystem, file;  // identify the exported file, in case the descriptor was reused
+  uint64_t filesystem, file;  // show whether another file has reused the descriptor
   uint64_t bytes;
   uint64_t id;
 };
@@ -102,7 +102,7 @@ static_assert(sizeof(IpcHandle) <= sizeof(hipIpcMemHandle_t));
 struct Stream {
   void* host = nullptr;
   int device;
-  bool destroyed = false;  // destroyed by the program, but work is still queued
+  bool destroyed = false;  // the program destroyed the stream while work was queued
   bool of_thread = false;  // hipStreamPerThread
 
   explicit Stream(int device_) : device(device_) {
@@ -505,7 +505,8 @@ HIP_EXPORT hipError_t hipStreamWaitEvent(hipStream_t stream, hipEvent_t event, u
     return static_cast<hipError_t>(proxyccl_host_stream_wait_event(hostStream(stream), event, 0));
   });
 }
-// For tests: sets whether hipStreamIsCapturing reports a capture of the stream, whose work is executed in any case.
+// For tests: sets whether hipStreamIsCapturing reports a capture of the stream. A reported capture does
+// not change the execution of the stream's work.
 HIP_EXPORT void hipOnHostCapture(hipStream_t stream, int captures) {
   std::lock_guard<std::mutex> lock(mutex);
   if (captures != 0)
@@ -590,7 +591,7 @@ HIP_EXPORT hipError_t hipModuleLoadData(hipModule_t* module, const void* image) 
     left -= static_cast<size_t>(written);
   }
   close(descriptor);
-  const int status = proxyccl_host_module_load(module, path);  // fails for a truncated file
+  const int status = proxyccl_host_module_load(module, path);  // returns an error for a truncated file
   unlink(path);
   return status == 0 ? hipSuccess : hipErrorSharedObjectInitFailed;
 }

@@ -26,8 +26,8 @@ std::string readFile(const std::string& path) {
 
 std::string quoted(const std::string& word) { return "'" + word + "'"; }
 
-// Returns the source of a symbol `name.kd` for each kernel of a preprocessed source, like the kernel descriptors of a
-// code object.
+// Returns C++ source that defines a symbol `name.kd` for each kernel of a preprocessed source, because code objects
+// have such kernel descriptors.
 std::string descriptors(const std::string& preprocessed) {
   const std::string word = "__global__";
   std::string made;

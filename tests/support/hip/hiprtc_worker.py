@@ -2,8 +2,8 @@
 
 HIPRTC needs another C library than the tests, so tests run this program in a separate process, and the program imports
 no modules of the tests. A request is a line of JSON {source, options, disassemble}; the answer is a line of {status,
-log, code, assembly}. `code` is in base 64; `disassemble` names the architecture for `assembly`, if any. An empty line
-ends the process.
+log, code, assembly}. `code` is in base 64. If `disassemble` names an architecture, `assembly` has the code's
+instructions. An empty line ends the process.
 """
 
 from __future__ import annotations

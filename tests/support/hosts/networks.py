@@ -25,7 +25,7 @@ from support.paths import ROOT
 
 INTERFACE = "eth0"
 _STEP_SECONDS = 30
-_BY_NAME = {"PROXYCCL_HOSTS": "name"}  # compare host names only, because the hosts share a machine and a PID namespace
+_BY_NAME = {"PROXYCCL_HOSTS": "name"}  # distinguishes hosts by name, because the hosts share a PID namespace
 _TESTS = str(ROOT / "tests")
 _TEMPLATE = Path(__file__).with_name("template.py")
 
@@ -65,7 +65,7 @@ class Hosts:
 
     def _hold(self, name: str) -> int:
         """Starts a process that holds a host's namespaces until its standard input is closed. Returns the process's
-        index.
+        index in `_holders`.
         """
         script = f"hostname {name} && echo made && exec cat"
         holder = subprocess.Popen(
@@ -149,7 +149,7 @@ class Hosts:
     def mpiexec(
         self, ranks: Sequence[int], command: Sequence[str], directory: Path, *, env: dict[str, str] | None = None
     ) -> subprocess.Popen[str]:
-        """Starts MPICH's mpiexec on the first host, with `ranks[i]` ranks on host i: ``mpiexec -f hosts``, by ssh.
+        """Starts MPICH's mpiexec on the first host. The option ``-f hosts`` starts `ranks[i]` ranks on host i by ssh.
 
         The ranks use MPI's own libfabric.
         """
@@ -191,7 +191,7 @@ class Hosts:
                 forks.close()
         finally:
             for holder in self._holders:
-                holder.terminate()  # closing its stdin may not end it: ranks may keep the pipe open
+                holder.terminate()  # closing the holder's stdin may not suffice: ranks may keep the pipe open
                 holder.communicate(timeout=_STEP_SECONDS)
 
     def __enter__(self) -> Hosts:

@@ -29,9 +29,9 @@ def main() -> int:
         sys.exit(f"there is no libfabric: {reason}")
     split = sys.argv.index("--")
     ranks, command = [int(count) for count in sys.argv[1:split]], sys.argv[split + 1 :]
-    # Gloo needs the interface, because the host names can't be resolved. OpenMP gets one thread per rank, because its
-    # threads spin while idle and take the cores from other ranks. UCX is told to use TCP; otherwise
-    # it would recognise that all hosts are one machine, and use shared memory.
+    # Gloo needs the interface's name, because the host names can't be resolved. OpenMP gets one thread per rank,
+    # because idle OpenMP threads spin and take the cores from other ranks. UCX is restricted to TCP; otherwise UCX
+    # would recognise that all hosts are one machine, and use shared memory.
     env = {
         "MASTER_ADDR": Hosts.address(0),
         "MASTER_PORT": _PORT,

@@ -114,10 +114,9 @@ class SecureShell:
         raise UnavailableError(f"sshd did not start: {''.join(said).strip()}")
 
     def close(self) -> None:
-        """Terminates the servers and waits for them."""
         for server in self._servers:
             server.terminate()
         for server in self._servers:
             server.wait(_STEP_SECONDS)
             assert server.stderr is not None
-            server.stderr.close()  # without reading to the end of the pipe, which sessions keep open
+            server.stderr.close()  # the pipe is not read to its end, because sessions keep it open

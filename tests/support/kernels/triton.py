@@ -66,7 +66,7 @@ def counts(channel, out):
     pt.signal(channel)
     pt.signal(channel, 5)
     tl.store(out, pt.wait_until(channel, 4).to(tl.int32))
-    tl.store(out + 1, pt.wait_until(channel, 3).to(tl.int32))  # the previous wait has consumed this signal
+    tl.store(out + 1, pt.wait_until(channel, 3).to(tl.int32))  # the wait for 4 has also consumed signal 3
     tl.store(out + 2, pt.wait(channel).to(tl.int32))
     tl.store(out + 3, pt.poll(channel).to(tl.int32))
 

@@ -1,4 +1,4 @@
-"""Fetches the checkers of tests/models from Debian: Relacy's headers and SPIN."""
+"""Fetches SPIN and Relacy's headers, the checkers of tests/models, from Debian."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def debian_mirror() -> str:
     if not KEYRING.exists():
         raise UnavailableError(f"Debian's keys ({KEYRING}) are missing: apt install debian-archive-keyring")
     targets = run(["apt-get", "indextargets", "--format", "$(REPO_URI)|$(ORIGIN)|$(LABEL)", "Created-By: Packages"], 60)
-    # apt does not know the archives' origins until it has fetched their lists, for example in a fresh container.
+    # An archive's origin is empty if apt has not fetched the archive's list, for example in a fresh container.
     for line in targets.splitlines():
         uri, origin, label = line.split("|")
         if label == "Debian" or (origin in {"", "Debian"} and re.search(r"/debian/?$", uri)):
@@ -102,7 +102,7 @@ class Apt:
             "Dir::State::status": status,
             "Dir::State::lists": available / "lists",
             "Dir::Cache": directory / "cache",
-            # apt reads this cache, which Docker images disable, ten times faster than the lists.
+            # apt reads this package cache ten times faster than the lists; Docker images disable the cache.
             "Dir::Cache::srcpkgcache": available / "srcpkgcache.bin",
             "Dir::Cache::pkgcache": "pkgcache.bin",
             "Dir::Etc::sourcelist": available / "sources.list",
@@ -113,7 +113,7 @@ class Apt:
             "Acquire::Retries": "2",
             "Acquire::http::Timeout": "20",
             "Acquire::Languages": "none",
-            # If root runs apt, it would download as another user, who may not write to this directory.
+            # By default, root's apt downloads as another user, who may not write to this directory.
             "APT::Sandbox::User": "",
         }
         self._directory = directory
@@ -160,7 +160,7 @@ def unpack(packages: list[Path], root: Path, members: Sequence[str] = ()) -> Non
         (root / "usr" / folder).mkdir(parents=True, exist_ok=True)
         if not (root / folder).is_symlink():
             (root / folder).symlink_to(f"usr/{folder}")
-    # dpkg-deb --extract would replace these links by directories.
+    # tar keeps the links into usr, which dpkg-deb --extract would replace by directories.
     into = ["tar", "--extract", "--keep-directory-symlink", "--no-same-owner", "--touch", "--file", "-"]
     for package in packages:
         with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", str(package)], stdout=subprocess.PIPE) as contents:
@@ -187,7 +187,7 @@ def fill_once(directory: Path, contents: str, fill: Callable[[Path], None]) -> N
         if marker.exists() and marker.read_text() == contents:
             return
         partial = directory.with_name(f"{directory.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)  # a killed process may have left it
+        shutil.rmtree(partial, ignore_errors=True)  # a killed process may have left this directory
         partial.mkdir()
         fill(partial)
         (partial / COMPLETE).write_text(contents)

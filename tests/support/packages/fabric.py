@@ -1,4 +1,4 @@
-"""Provides libfabric and `ip` to tests: installed ones, or else ones that are fetched once into build/fabric."""
+"""Provides libfabric and `ip` to tests; if they are not installed, fetches them once into build/fabric."""
 
 from __future__ import annotations
 

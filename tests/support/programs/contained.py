@@ -1,4 +1,5 @@
-"""Runs a rank in a container of its own: contained.py DIRECTORY RANK TASK [apart]
+"""Runs a rank in a separate container: contained.py DIRECTORY RANK TASK [apart]
+
 With `apart` the rank also gets a new network namespace, so that abstract sockets can't reach it. Tasks: `work` checks
 collectives and registered memory; `agents` makes agents read each other's memory; `lose` kills rank 1 and
 makes rank 0 print the resulting error.

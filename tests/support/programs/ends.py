@@ -33,7 +33,7 @@ comm = Communicator(bootstrap, timeout=30)
 x = comm.empty(4, np.float32)
 x.fill(1)
 comm.all_reduce(x)
-bootstrap.all_gather(b"", 30, lambda: None)  # the call is complete on both ranks
+bootstrap.all_gather(b"", 30, lambda: None)  # waits until the call is complete on both ranks
 if comm.rank == 0:
     began = time.monotonic()
     try:
@@ -47,7 +47,7 @@ if comm.rank == 0:
     sys.stdout.write(f"after {'long' if time.monotonic() - began > 10 else 'no time'}\n")
     sys.stdout.flush()
     hear_out()
-    os._exit(0)  # keeps rank 0's exit status independent of rank 1
+    os._exit(0)  # keeps rank 1's end from changing rank 0's exit status
 match how:
     case "sys.exit":
         sys.exit(3)

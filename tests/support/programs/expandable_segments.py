@@ -45,7 +45,7 @@ def exchange(comm: Communicator, nbytes: int) -> None:
         module[kernel](1, 256 if kernel == "sm_put" else 1, channels, nbytes)
         comm.synchronize()
         assert torch.equal(got, theirs), kernel
-        comm.all_gather_bytes(b"")  # so that no rank frees memory that its peer still writes
+        comm.all_gather_bytes(b"")  # no rank may free memory that its peer still writes
 
 
 def run(bootstrap: Any = None) -> None:
@@ -61,7 +61,7 @@ def main() -> None:
     if "--threads" not in sys.argv:
         run()
         return
-    # At the first allocation, torch chooses the type of memory handles, and this choice is not thread-safe.
+    # Allocate before threads start: at its first allocation torch chooses a type of handles, which is not thread-safe.
     for device in range(2):
         torch.zeros(1, device=torch.device("cuda", device))
     with ThreadPoolExecutor(2) as pool:

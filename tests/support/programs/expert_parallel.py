@@ -42,7 +42,7 @@ with EPAll2AllLayer(group, MAX_TOKENS, HIDDEN, TOPK, rank, experts, *node, dtype
         assert np.array_equal(np.asarray(desc.token_dst_scatter_idx), routing.layout(rank).token_dst_scatter_idx)
         assert np.array_equal(layer.combine(output, desc), routing.combine(rows)[rank])
 if kind == "torch":
-    MPI.COMM_WORLD.Barrier()  # gloo aborts a process if a peer ends during the disconnect
+    MPI.COMM_WORLD.Barrier()  # gloo aborts a process if a peer exits while they disconnect
     torch.distributed.destroy_process_group()
     MPI.COMM_WORLD.Barrier()
 sys.stdout.write(f"rank {rank}: correct\n")

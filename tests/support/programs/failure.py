@@ -94,7 +94,7 @@ def killed_in_a_collective(algorithm: str) -> None:
     if rank == VICTIM:
         die()
     report(lambda: all_reduce(comm, 100_000, algorithm))
-    report(lambda: all_reduce(comm))  # the communicator stays unusable
+    report(lambda: all_reduce(comm))
     comm.close()
 
 
@@ -112,7 +112,7 @@ def killed_in_a_schedule(collective: str) -> None:
     if rank == VICTIM:
         die()
     report(call)
-    report(call)  # the communicator stays unusable
+    report(call)
     comm.close()
 
 
@@ -138,7 +138,7 @@ def killed_in_a_dispatch() -> None:
     if rank == VICTIM:
         die()
     report(lambda: layer.dispatch(tokens, ids))
-    report(lambda: layer.combine(rows, desc))  # the layer stays unusable
+    report(lambda: layer.combine(rows, desc))
     layer.finalize()
     comm.close()
 

@@ -50,7 +50,7 @@ def refused(call: Callable[[], object]) -> None:
 def call_everything() -> None:
     signal.alarm(20)  # ends a call that waits forever for a thread of the parent
     calls: list[Callable[[], object]] = [
-        lambda: comm.all_reduce(x, algorithm="ring"),  # a call that the parent has already prepared
+        lambda: comm.all_reduce(x, algorithm="ring"),
         lambda: comm.all_reduce(registered),
         lambda: part.all_reduce(x),
         lambda: comm.all_gather(x, stream=stream),

@@ -22,7 +22,7 @@ from support.cases.graphs import Graph, Replayed
 from support.cases.reference import ALGORITHMS, DTYPES, OPS, Call
 
 COLLECTIVES = ("all_reduce", "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
-TOGETHER = 100  # replays between checks of the clock
+TOGETHER = 100  # number of replays between checks of the clock
 
 
 def random_call(rng: np.random.Generator, world_size: int, algorithms: tuple[str, ...]) -> Call:
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of sizes, order and values (default 0)")
     options = parser.parse_args()
 
-    rng = np.random.default_rng(options.seed)  # the same numbers on all ranks
+    rng = np.random.default_rng(options.seed)  # all ranks use one seed, so they draw the same numbers
     with Communicator() as comm:
         algorithms = ALGORITHMS if comm.topology.all_accessible() else ("two_shot", "ring", "proxy")
         stream = comm.runtime.create_stream()
@@ -75,7 +75,7 @@ def main() -> None:
         began, replays, results, nbytes = time.monotonic(), 0, 0, 0
 
         def more() -> bool:
-            """Returns whether to replay again, which all ranks decide by the count or by rank 0's clock."""
+            """Returns whether to replay again, by the count if there is one, else by rank 0's clock."""
             if options.count is not None:
                 return replays < options.count
             if replays % TOGETHER:

@@ -91,7 +91,7 @@ def signalled_while_all_is_well() -> None:
     comm.close()
     before = len(list(REPORTS.iterdir()))
     meet()
-    os.kill(os.getpid(), signal.SIGUSR1)  # does nothing without an open communicator
+    os.kill(os.getpid(), signal.SIGUSR1)  # the report signal does nothing without an open communicator
     time.sleep(0.2)
     say(f"wrote {len(list(REPORTS.iterdir())) - before} more")
 
@@ -143,5 +143,5 @@ SCENARIOS = {
         forked,
     )
 }
-meet()  # busy machines start processes at different times
+meet()
 SCENARIOS[sys.argv[1]]()

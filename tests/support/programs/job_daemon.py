@@ -1,5 +1,5 @@
-"""Runs two ranks whose proxies run in the job's daemon. Rank 0 starts the daemon, forks a child that continues (with
-the argument "with_a_child"), and is killed. Prints the process ids of the daemon and of the child.
+"""Runs two ranks whose proxies run in the job's daemon. Rank 0 starts the daemon and is killed. With the
+argument "with_a_child", rank 0 first forks a child that continues. Prints the process ids of daemon and child.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ comm.all_reduce(x, algorithm="proxy")
 comm.synchronize()
 meet()
 if comm.rank == 0:
-    if sys.argv[1] == "with_a_child":  # the child keeps the socket to the daemon open
+    if sys.argv[1] == "with_a_child":  # the child keeps the daemon's socket open
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # warns of a fork with threads
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of forks of processes with threads
             child = os.fork()
         if child == 0:
             for descriptor in (0, 1, 2):

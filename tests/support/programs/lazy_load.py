@@ -1,4 +1,4 @@
-"""Runs two ranks on which torch first launches a kernel while a collective by proxy waits for the other rank.
+"""Makes torch launch a kernel for the first time while a collective by proxy waits for the other rank.
 
 Run on two MPI processes without ProxyCCL's environment variables. Each rank prints each collective whose result is
 correct.

@@ -41,7 +41,7 @@ def freed_arrays(comm: Communicator, call: Call) -> None:
 
 def segments(comm: Communicator, call: Call) -> None:
     """Frees segments of a pool that a communicator follows. The peers must unmap each segment before its memory is
-    freed. A rank whose kernel waits for the other ranks does not reply to them, so ranks wait for replies together.
+    freed. A rank whose kernel waits for other ranks does not reply to them, so each rank waits until all have replies.
     """
     pool, room = MemoryPool(comm.runtime), room_for(call, comm.world_size)
     comm.group.symmetric.follow(pool)

@@ -1,6 +1,6 @@
 """Launches Numba kernels without a device. Prints each kernel's argument types and whether the kernel was linked.
 
-With the argument "newest", first removes from NumPy what NumPy 2.5 removed.
+With the argument "newest", first removes the names that NumPy 2.5 removed from NumPy.
 """
 
 # ruff: noqa: E402  (NumPy is changed before proxyccl.numba is imported)

@@ -23,7 +23,6 @@ SHORT = 2.0
 
 
 def collectives(comm: Communicator) -> None:
-    """Runs `arrays` and `experts`."""
     arrays(comm)
     experts(comm)
 

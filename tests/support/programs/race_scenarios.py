@@ -145,7 +145,7 @@ def symmetric_memory() -> None:
         whole[:] = 1
         comm.all_reduce(source, algorithm="two_shot")
         assert np.all(whole == ranks)
-        for _ in range(3):  # in these calls, peers read each other's arrays
+        for _ in range(3):  # peers read each other's arrays in these short calls
             whole[:1001] = 1 + comm.rank
             comm.all_reduce(whole[:1001], algorithm="two_shot")
             assert np.all(whole[:1001] == sum(range(1, ranks + 1)))
@@ -213,7 +213,7 @@ def expert_layouts() -> None:
     def body(comm: Communicator) -> None:
         experts, node = 2 * comm.world_size, (comm.local_world_size, comm.world_size)
         layouts: list[tuple[str, int, int | None]] = [("rank", 40, None), ("rank", 8, None), ("padded", 8, None)]
-        layouts.append(("padded", 100, None))  # announces counts, because there are too many ids
+        layouts.append(("padded", 100, None))  # dispatch announces counts, because there are too many ids
         for layout, most, alignment in (*layouts, ("expert", 40, 4), ("expert", 8, 4)):
             sizes = (most, 33, 3, comm.rank, experts, *node)
             options = {"dtype": "float32", "num_sm": 3, "layout": layout, "expert_alignment": alignment}
@@ -333,7 +333,7 @@ def pinned_memory() -> None:
         channels = [comm.proxy_channels(comm.empty(16))[0] for _ in range(2)]
         ids, outbox, inbox = _pinned(comm, 4 * words)
         total = comm.empty(1, "uint32").fill(0)
-        stream = comm.runtime.create_stream()  # not the default stream, which ranks of one runtime share
+        stream = comm.runtime.create_stream()
         exchange = comm.compile(PINNED, "exchange_pinned")
         exchange(1, 1, *channels, *ids, outbox.ptr, inbox.ptr, words, total, stream=stream)
         comm.synchronize(stream)
@@ -512,7 +512,7 @@ def agents() -> None:
             whole.wait(60)
             for thread in threads:
                 thread.join()
-            a.write("b", [(near.address, far.address, 100)]).wait(60)  # arrives after the canceled transfers' data
+            a.write("b", [(near.address, far.address, 100)]).wait(60)  # arrives after canceled transfers' data
             values = random.integers(0, 256, NBYTES, dtype=np.uint8)
             if isinstance(theirs, Array):
                 theirs.upload(values)
@@ -565,10 +565,10 @@ def grid() -> None:
 
 def timeout() -> None:
     """Makes a wait end by its time-out."""
-    missed = threading.Event()  # keeps rank 1 from leaving, which would end the call sooner
+    missed = threading.Event()  # rank 1 waits for this event, because rank 1's exit would end the call early
 
     def body(comm: Communicator) -> None:
-        comm.collectives.team()  # makes the collective set-up, so that only the all_reduce times out
+        comm.collectives.team()  # sets collectives up on all ranks, so that only the all_reduce times out
         impatient(comm, 1)
         if comm.rank == 0:
             x = np.zeros(8, np.float32)
@@ -671,7 +671,7 @@ def planted_missing_meeting() -> None:
         comm.group.symmetric.update()
         announced = comm.group.symmetric.find(data.ptr, data.nbytes)
         assert announced is not None
-        reached_at = announced.known[0]  # the array starts at the range's first byte
+        reached_at = announced.known[0]  # `data` starts at the first byte of the announced range
         assert reached_at is not None
         struct.pack_into(f"<{len(reached_at)}Q", parameter, ffi.offsetof("ProxycclTeam", "reached_at"), *reached_at)
         gather = comm.compile(MISSING_MEETING, "gather_unmet", include_dirs=[str(KERNELS)])
@@ -730,7 +730,7 @@ def planted_read_before_the_end() -> None:
     with Agent("a", listen=()) as agent:
         address = agent.register(memory).address
         transfer = agent.read("a", [(address, address + half, half)])
-        while memory[half - 1] == 0:  # does not call wait(), because then this thread would copy too
+        while memory[half - 1] == 0:  # polls, because in wait() this thread would copy data too
             time.sleep(0.001)
         ctypes.memmove(ctypes.create_string_buffer(8), address + half - 8, 8)
         transfer.wait()

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 from support.processes import FileBootstrap
 
 PLACES: dict[str, tuple[object, str, bool]] = {
-    "comes": (survivors, "wait_at_most", False),  # the rank has announced itself, and waits for other ranks
+    "comes": (survivors, "wait_at_most", False),  # the victim has announced itself, and waits for other ranks
     "assembled": (Survivors, "assemble", True),
     "joined": (Survivors, "all_joined", True),
     "starts": (Collectives, "start", False),

@@ -1,4 +1,4 @@
-"""Kills rank 0. Each other rank prints the errors of a communicator that contains rank 0, and of one that does not."""
+"""Kills rank 0. The other ranks print the errors of a communicator with rank 0 and of one without."""
 
 import os
 import signal

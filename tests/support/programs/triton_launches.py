@@ -58,9 +58,11 @@ communicator: Any = SimpleNamespace(runtime=runtime, group=SimpleNamespace(failu
 kernel = TritonKernel(communicator, kernels.scale, grid=lambda given: (given["n"] // given["BLOCK"], 2), num_warps=2)
 fill = TritonKernel(communicator, kernels.fill, grid=1)
 kernel(Array(4096), 64, 2.0, BLOCK=16)
-kernel(Array(8192), 128, 3.0, BLOCK=16, stream=9)  # reuses the first launch's compiled variant
-kernel(Array(4100), 65, 3.0, BLOCK=16)  # another variant: neither argument is a multiple of 16
-for constants in ([1, 2], [1.0, 2.0], [1, 2]):  # equal as numbers, but of different types
+# This launch reuses the first launch's compiled variant.
+kernel(Array(8192), 128, 3.0, BLOCK=16, stream=9)
+# Neither 4100 nor 65 is a multiple of 16, so another variant is compiled.
+kernel(Array(4100), 65, 3.0, BLOCK=16)
+for constants in ([1, 2], [1.0, 2.0], [1, 2]):  # the lists are equal, but their elements have different types
     fill(Array(4096), value=constants)
 channel = object.__new__(ProxyChannel)
 channel.peer, channel.device_pointer = 1, 8192

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 if __name__ == "__main__":
-    del os.environ["LD_PRELOAD"]  # runs compilers without the sanitizer
+    del os.environ["LD_PRELOAD"]  # compilers must run without the sanitizer
     spec = importlib.util.spec_from_file_location("proxyccl.proxy._transfers", sys.argv[1])
     assert spec is not None
     assert spec.loader is not None

@@ -37,7 +37,7 @@ def start_compilers_cheaply() -> None:
 if __name__ == "__main__":
     start_compilers_cheaply()
     use_instrumented(Path(sys.argv[1]))
-    sys.path.append(str(Path(__file__).parent.parent.parent))  # tests/, for the package `support`
+    sys.path.append(str(Path(__file__).parent.parent.parent))  # the package `support` is in tests/
     scenarios = importlib.import_module("race_scenarios")
     for scenario in sys.argv[2:]:
         print(scenario, file=sys.stderr, flush=True)

@@ -75,7 +75,7 @@ class Endpoint:
         route = GlobalRoute(dgid=GID(peer["gid"]), sgid_index=self._gid_index)
         attributes.ah_attr = AHAttr(gr=route, is_global=1, port_num=1)
         self._queue_pair.to_rtr(attributes)
-        attributes.timeout = 14  # 4.096 us * 2**14, which is 67 ms
+        attributes.timeout = 14
         attributes.retry_cnt = 6  # 7 means infinite retries in Soft-RoCE
         self._queue_pair.to_rts(attributes)
 
@@ -94,7 +94,6 @@ class Endpoint:
         raise TimeoutError("no completion")
 
     def received(self) -> bytes:
-        """Returns the data that the peer wrote."""
         return bytes(self._memory.read(BYTES, BYTES))
 
 

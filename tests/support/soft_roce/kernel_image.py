@@ -11,9 +11,9 @@ import struct
 
 SECTOR = 512
 SETUP_SECTORS = 0x1F1
-PAYLOAD = 0x248  # offset of two fields: the payload's offset after the setup sectors, and the payload's length
+PAYLOAD = 0x248  # at this offset are the payload's offset after the setup sectors, and its length
 XZ = b"\xfd7zXZ\0"
-UNPACKED_SIZE = 4  # bytes of the payload's last field, which has the unpacked length
+UNPACKED_SIZE = 4  # size in bytes of the payload's last field, the unpacked length
 
 
 def uncompressed(image: bytes) -> bytes:

@@ -12,7 +12,7 @@ MODULES = (
     *("9p", "9pnet_virtio", "overlay"),
     *("veth", "sch_netem"),
     *("rdma_rxe", "ib_uverbs", "rdma_ucm"),
-    *("crc32_generic", "crc32_pclmul"),  # not dependencies, because rdma_rxe requests CRC-32 by name
+    *("crc32_generic", "crc32_pclmul"),  # rdma_rxe requests CRC-32 by name, not as a dependency
 )
 PLACES = (
     *("./boot/vmlinuz-*", "*/modules.builtin"),

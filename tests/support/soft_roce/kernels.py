@@ -2,8 +2,8 @@
 
 python tests/support/soft_roce/kernels.py DIRECTORY
 
-compiles these kernels, an example's kernels, the shipped kernels that the tests use, and all Python files (tests with
-pytest's rewriting). The compiled kernels are in the cache that all tests share, and copies are in DIRECTORY.
+This program also compiles an example's kernels, the shipped kernels that the tests use, and all Python files (tests
+with pytest's rewriting). The compiled kernels are in the cache that all tests share, and copies are in DIRECTORY.
 """
 
 import compileall
@@ -83,7 +83,7 @@ if __name__ == "__main__":
     EXAMPLES = TESTS.parent / "examples"
     for directory in (*proxyccl.__path__, TESTS, EXAMPLES):
         compileall.compile_dir(directory, quiet=1)
-    # pytest caches each rewritten module, even if the import then fails because pyverbs is missing.
+    # pytest caches a rewritten module even if the module's import then fails because pyverbs is missing.
     collect = ["pytest", "--collect-only", "-p", "no:cacheprovider", str(TESTS / "rdma/soft_roce")]
     here = {**os.environ, "SOFT_ROCE_DEVICES": "none"}
     subprocess.run([sys.executable, "-m", *collect], env=here, stdout=subprocess.DEVNULL, check=False)

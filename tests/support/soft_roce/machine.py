@@ -46,7 +46,7 @@ ROOT = DIRECTORY / "root"
 LIBRARIES = ROOT / "usr/lib/x86_64-linux-gnu"
 TIMED_OUT = 124
 FAILED = 125
-ADDRESSES = ("10.9.0.1", "10.9.0.2")  # wire.sh has the same addresses
+ADDRESSES = ("10.9.0.1", "10.9.0.2")  # wire.sh must use the same addresses
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,6 @@ class Machine:
         return int(status) if status else self._explain(FAILED, "ended before its command did")
 
     def kill(self) -> None:
-        """Kills the machine if it is running."""
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
@@ -231,7 +230,6 @@ def end(signal_number: int, frame: FrameType | None) -> None:
 
 
 def main() -> int:
-    """Runs the command line. Returns the exit status."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, choices=(1, 2), default=1, help="machines (default 1)")

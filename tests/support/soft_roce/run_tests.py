@@ -1,6 +1,6 @@
 """Runs pytest in the machine with Soft-RoCE: python run_tests.py ARGUMENTS...
 
-Imports the library and pyverbs, which takes seconds in the machine, once before the tests' processes are forked.
+Imports the library and pyverbs, which takes seconds in the virtual machine, only once, before tests fork processes.
 """
 
 import sys
@@ -14,11 +14,10 @@ from support.forked import FORKS
 
 
 def main() -> int:
-    """Runs pytest. Returns pytest's exit status."""
-    WatchThread.INTERVAL_MS = 100  # longer than the default, because the machine is slow
+    WatchThread.INTERVAL_MS = 100  # longer than the default, because the virtual machine is slow
     pyverbs_api.load()
     FORKS.begin_here()
-    import pytest  # after begin_here has forked the template, which needs no pytest
+    import pytest  # only after `begin_here`, because the forked template needs no pytest
 
     return pytest.main()
 
