@@ -245,7 +245,7 @@ def test_closing_closes_the_parts_in_any_order() -> None:
 
 
 def test_a_part_may_end_by_itself_while_the_whole_is_closed() -> None:
-    """`close` may find a part in the list of parts whose resources another thread has already freed."""
+    """`close` may find a part in the list of parts although another thread has already freed the part's resources."""
 
     def body(comm: Communicator) -> None:
         part = comm.split([0, 1])

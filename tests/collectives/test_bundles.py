@@ -84,7 +84,8 @@ def copy_many(monkeypatch: pytest.MonkeyPatch) -> CopyMany:
 def test_moves_and_reductions_in_bundles(
     copy_many: CopyMany, in_place: bool, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lengths cover reductions in pieces, in one exchange, and through pinned memory (without bundles). With
+    """Arrays of these lengths are reduced in pieces, in one exchange, or through pinned memory, which needs no bundles.
+    With
     `waits`, kernels are launched before the data arrives.
     """
     monkeypatch.setattr(reduce_schedules, "_SHORTEST_PIECE", 1024)

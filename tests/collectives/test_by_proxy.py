@@ -364,7 +364,9 @@ def ring(comm: Communicator, number: int) -> None:
 
 
 def test_a_stream_works_between_the_stages_of_a_schedule() -> None:
-    """When a piece of data has arrived, the stream copies the piece and opens a gate. The schedule sends the copy."""
+    """The stream copies each piece of data that has arrived, and sets a gate word, for which the schedule waits before
+    it sends the copy.
+    """
     pieces = 3
 
     def body(comm: Communicator) -> None:
@@ -408,7 +410,6 @@ def test_a_stream_works_between_the_stages_of_a_schedule() -> None:
 
 
 def test_what_a_schedule_waits_for_is_shown_in_the_order_of_its_steps() -> None:
-    """A schedule waits for a receive with a stage (a counter), then for a gate, then for a receive without a stage."""
 
     def body(comm: Communicator) -> None:
         proxy, words, channel = comm.proxy, comm.proxy.schedule_pointers, channel_to_itself(comm)
@@ -525,7 +526,7 @@ def test_a_schedule_that_runs_is_not_removed() -> None:
         bell, done = proxy.schedule_pointers.bell, proxy.schedule_pointers.done
         StreamOperations(comm.runtime, [WriteValue(bell, number), WaitValue(done, 1), WriteValue(done, 0)])(stream)
         deadline = time.monotonic() + 30
-        while sent.value != 1:  # when the count is 1, the schedule waits for a second send
+        while sent.value != 1:  # after one send, the schedule waits for the second
             assert time.monotonic() < deadline
         with pytest.raises(ResourceError, match=f"schedule {number} runs"):
             proxy.remove_schedule(number)
@@ -621,7 +622,8 @@ def test_schedules_that_nobody_can_ring_are_removed(monkeypatch: pytest.MonkeyPa
                 calls.run("all_gather", 1 + seed, seed)
                 if seed % 4 == 3:
                     comm.group.launches.calls.clear()
-        # Of the 60 schedules, at most 8 await removal, 4 are kept, and 16 are in flight.
+        # The library keeps at most 8 of the 60 schedules for later removal, 4 for later calls, and 16 for calls in
+        # flight.
         assert len(removed) >= 60 - 8 - 4 - 16
 
     run_ranks(max(world_sizes(2, 3), default=2), body)

@@ -24,7 +24,7 @@ REST = 0.02  # seconds without work after which a proxy thread sleeps most of th
 
 @pytest.fixture(params=["process", "daemon"])
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Yields where the proxy runs: "process", or "daemon" for a node daemon of this test alone."""
+    """Yields where the proxy runs: "process", or "daemon" for a node daemon that only this test uses."""
     if request.param == "process":
         monkeypatch.setattr(proxy_place, "_known_name", "")
         yield "process"

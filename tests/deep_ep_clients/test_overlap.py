@@ -58,7 +58,7 @@ def compute(results: Any, rows: Any, counts: Any, counters: Any) -> None:
         part = slice(None) if blocks == 1 else slice(block * BLOCK, (block + 1) * BLOCK)
         raised[number] += THRESHOLD - 1
         results[expert, part] = rows[expert, part]
-        if counts[expert] > (part.start or 0):  # no call waits for rows that did not come
+        if counts[expert] > (part.start or 0):  # no call waits for the counter of rows that no rank sent
             raised[number] += 1
 
 

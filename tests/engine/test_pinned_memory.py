@@ -1,4 +1,4 @@
-"""Puts between pinned memories: the CPU copies short puts, the driver copies the others, and the order is kept."""
+"""Puts between pinned memories: the CPU copies short puts, the driver copies long puts, and puts keep their order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The staged transports, which move memory that the network device can't register through pinned memory on both sides.
+"""The staged transports, which copy through pinned memory on both sides when the network device can't register the
+caller's memory.
 The tests use two proxies in this process, over fake devices that copy memory and check every limit
 (support/fakes/staging.py).
 """
@@ -41,8 +42,8 @@ GET = Operation.DATA | Operation.GET
 HEADER = 64
 OUTSIDE = "the peer put or got data outside the memory that this rank offers"
 REM_ACCESS_ERR = 10
-ARRIVED, CREDITED = 0, int(lib.PROXYCCL_STAGED_WIRES) * 128 // 8  # indices of 64-bit words in a peer's memory area
-RECEIVING = int(lib.PROXYCCL_STAGED_WORDS_BYTES)  # bytes of an area before its rings
+ARRIVED, CREDITED = 0, int(lib.PROXYCCL_STAGED_WIRES) * 128 // 8  # indices of 64-bit words in a peer's `area`
+RECEIVING = int(lib.PROXYCCL_STAGED_WORDS_BYTES)  # bytes of a peer's `area` before its rings
 
 MakeWire = Callable[[int, int], FakeWire]
 built = pytest.mark.skipif(
@@ -257,7 +258,7 @@ def test_a_put_of_nothing_makes_no_message() -> None:
 
 @pytest.fixture(params=["inline copies", pytest.param("copy threads", marks=pytest.mark.host_only("its threads"))])
 def runtime(request: pytest.FixtureRequest) -> Runtime:
-    """Returns a runtime with synchronous copies (of the host runtime), or one with asynchronous copies."""
+    """Returns the host runtime, with synchronous or asynchronous copies."""
     return rank_runtime(0) if request.param == "inline copies" else HostRuntime(async_copies=True)
 
 
@@ -619,7 +620,8 @@ def test_an_end_that_stalls_holds_back_its_ring_alone() -> None:
         with Stuck(there):
             flood = threading.Thread(target=here.push, args=(PUT | SIGNAL, size), kwargs={"count": puts})
             flood.start()
-            # The ring holds 8 messages of 128 bytes. At most 256 more operations may wait; a trigger needs up to 3.
+            # The ring holds 8 messages of 128 bytes. At most 256 more operations may wait; each trigger needs up to 3
+            # operations.
             most = 1024 // 128 + (256 - 2) // 2
             ends.wait(lambda: here.taken() >= most, "a full connection")
             assert here.device.counts.executed <= 2 * 1024 // 128

@@ -211,7 +211,7 @@ def check(comm: Communicator, case: Case, algorithm: str | None = None) -> None:
 WORLDS = [(1, {}), (2, {}), (3, {}), (4, {}), (5, {}), (8, {})]
 WORLDS += [(2, {"local_world_size": 1}), (5, {"local_world_size": 1}), (8, {"local_world_size": 4})]
 WORLDS += [(4, {"local_world_size": 2, "fifos": 2, "proxy_threads": 2, "fifo_size": 4})]
-# These run only with --full, because other entries of WORLDS have one node of several ranks, or two such nodes.
+# These entries run only with --full, because others also have one node of several ranks, or two such nodes.
 REPRESENTED = [(4, {}), (8, {}), (8, {"local_world_size": 4})]
 
 
@@ -321,7 +321,7 @@ def test_dispatch_and_combine_are_adjoint(local_world_size: int | None) -> None:
             (x * on_host(moe.combine(r_there, weighted=False))).sum(),
             (on_host(moe.dispatch(x_there, weighted=True)[0]) * r).sum(),
             (x * weighted).sum(),
-            (on_host(moe.collect(on_device(comm, dots))) * weights).sum(),  # (gradient of the weights) * weights
+            (on_host(moe.collect(on_device(comm, dots))) * weights).sum(),
         ]
         return tuple(float(value) for value in sums)
 
@@ -460,7 +460,7 @@ def test_a_token_crosses_once_for_all_its_experts() -> None:
     pairs = zip(moved_by_proxies(case, "proxy"), moved_by_proxies(wider, "proxy"), strict=True)
     for rank, ((triggers, moved), (more_triggers, more_moved)) in enumerate(pairs):
         assert more_triggers == triggers
-        # `check` sends rows in four dispatches and results in two combines. The width changes no other bytes.
+        # Longer rows lengthen only the rows of four dispatches and the results of two combines.
         assert more_moved - moved == (4 * crossing[rank] + 2 * crossing[1 - rank]) * 3584 * 4, rank
 
 

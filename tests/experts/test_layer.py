@@ -53,7 +53,7 @@ WORLDS += [(2, {"local_world_size": 1}), (4, {"local_world_size": 1}), (6, {"loc
 WORLDS += [(4, {"local_world_size": 2, "fifos": 2, "proxy_threads": 2, "fifo_size": 4, "batch_tokens": 3})]
 WORLDS += [(3, {"announced_slots": 0})]  # With announced_slots=0, ranks of a node send each other counts.
 WORLDS += [(4, {"few_tokens": 0})]  # With few_tokens=0, some blocks only send.
-# These run only with --full: other entries have one node of 5 ranks, and two nodes of one rank each.
+# These entries run only with --full, because others have one node of 5 ranks, and two nodes of one rank each.
 REPRESENTED = [(8, {}), (4, {"local_world_size": 1})]
 
 
@@ -139,7 +139,7 @@ def test_tokens_on_one_rank_alone(world: World) -> None:
 def test_local_combine(pair: Ranks, dtype: str, local_combine: bool) -> None:
     plan = plan_of(Case((12, 15), topk=8, hidden=40, dtype=dtype, local_combine=local_combine))
     other = plan.routing.combine(plan.results, local_combine=not local_combine)
-    assert not np.array_equal(plan.combined[0], other[0])  # otherwise the test could not tell the results apart
+    assert not np.array_equal(plan.combined[0], other[0])  # the results must differ with and without `local_combine`
     pair.run(lambda comm: check(comm, plan))
 
 

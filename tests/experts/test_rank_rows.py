@@ -280,9 +280,9 @@ def test_a_row_for_each_rank_with(world: World, options: dict[str, Any]) -> None
 @pytest.mark.parametrize("times", [1, 500])
 def test_ranks_are_added_in_their_order(times: int, options: dict[str, Any]) -> None:
     """A token's rows are added in the order of the ranks, whatever the order of the token's experts. DeepEP's `Buffer`
-    has the same order.
+    adds the rows in this order.
     """
-    values = [2.0**30, 1.0, -(2.0**30), 1.0]  # their float32 sum depends on the order
+    values = [2.0**30, 1.0, -(2.0**30), 1.0]  # the float32 sum of these values depends on the order of addition
     orders = np.array([[0, 1, 2, 3], [0, 2, 1, 3], [3, 2, 1, 0], [3, 0, -1, 2]] * times, np.int32)
 
     def body(comm: Communicator) -> None:

@@ -205,7 +205,7 @@ class RecordedDriver:
         )
 
 
-recorded = RecordedDriver()  # global, because the library keeps the driver's functions
+recorded = RecordedDriver()  # global, because the library keeps pointers to this fake driver's functions
 
 
 @pytest.mark.parametrize("before", [RecordedDriver.BEFORE, RecordedDriver.OWN, 0])

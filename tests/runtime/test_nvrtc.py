@@ -103,7 +103,7 @@ def leaves_registers(ptx: str) -> bool:
     return ptx.count(".visible .entry") == ptx.count(".maxntid 512") + ptx.count(".maxnreg 32") > 0
 
 
-@pytest.mark.full  # without --full, only the interpreter below is assembled: its accesses are the same
+@pytest.mark.full  # only with --full, because the interpreter below has the same accesses
 def test_shipped_reductions_assemble(nvrtc: Nvrtc) -> None:
     cubin = nvrtc.compile(reductions_of("bfloat16", "Sum"), CUBIN)
     for algorithm in ALGORITHMS:

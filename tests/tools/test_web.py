@@ -102,7 +102,7 @@ def test_the_events_have_ranks_calls_and_rates(url: str) -> None:
     with Ranks(2) as ranks:
         ranks.run(put)
         states = events(url)
-        next(states)  # the first state has no rates
+        next(states)  # the first state has no rates, which need two samples
         state = next(states)
         (found,) = state["communicators"]
         assert [(line["rank"], line["pid"], line["state"]) for line in found["ranks"]] == [

@@ -30,7 +30,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PROXYCCL_CTA_POLICY", raising=False)
     torch_on_hip.use(monkeypatch)
     future = torch.futures.Future
-    monkeypatch.setattr(torch.futures, "Future", lambda devices=None: future())  # this torch has no futures for GPUs
+    monkeypatch.setattr(torch.futures, "Future", lambda devices=None: future())  # torch for CPUs lacks GPU futures
 
 
 class Rank:

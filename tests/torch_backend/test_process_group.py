@@ -380,7 +380,7 @@ def test_an_asynchronous_call_returns_before_the_others_come() -> None:
 
 @pytest.mark.parametrize("nest", [list, lambda tensors: {"of a rank": tensors}, lambda tensors: (tensors, [tensors])])
 def test_a_future_of_a_gpu_finds_the_tensors_of_any_value(nest: Callable[[list[torch.Tensor]], Any]) -> None:
-    """The backend replaces the function by which torch finds them."""
+    """The backend replaces the function by which torch finds a value's tensors."""
     tensor = torch.ones(2)
     found = torch._jit_internal._extract_tensors(nest([tensor]))
     assert {id(each) for each in found} == {id(tensor)}

@@ -29,7 +29,7 @@ def weights(step: int, dtype: Any = torch.float32) -> dict[str, Any]:
         name: (torch.arange(torch.Size(shape).numel()) * 7 + 100 * step + len(name)).reshape(shape).to(dtype)
         for name, shape in shapes.items()
     }
-    return {**made, "element": made["a"][:1, 0]}  # contiguous, because it has one element, although its stride is 5
+    return {**made, "element": made["a"][:1, 0]}  # contiguous despite its stride of 5, because it has one element
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ NARROW = (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
 
 
 def parts_of(x: Any) -> list[Any]:
-    """Returns the tensors of all ranks, by gloo."""
+    """Gathers the tensors of all ranks with gloo."""
     group = get_tp_group()
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.world_size)]
     dist.all_gather(parts, x.contiguous(), group=group.cpu_group)
