@@ -67,8 +67,7 @@ def caught(action: Callable[[], object]) -> BaseException | None:
 
 @pytest.mark.parametrize(
     ("kernel", "awaited", "bound"),
-    # A barrier of the grid times out later than a wait for a peer, because only the wait's error can name the late
-    # rank.
+    # A barrier of the grid times out later than a wait for a peer, because only the wait knows the late rank.
     [("grid", "the other blocks of the grid", 2 * SHORT), ("packet", "a packet", SHORT)],
 )
 def test_a_wait_ends_in_time_and_is_named_on_all_ranks(kernel: str, awaited: str, bound: float) -> None:

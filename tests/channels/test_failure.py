@@ -217,9 +217,7 @@ extern "C" __global__ void hear(DeviceHandle<SmChannel>* channels) { channels[0]
 
 @NO_PROXY
 def test_what_a_kernel_sends_after_a_time_out_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only rank 0's kernel can announce the time-out to rank 1, because rank 0's CPU and the watchers do not look for
-    failures.
-    """
+    """Only rank 0's kernel announces the time-out, because rank 0's CPU and the watchers do not look for failures."""
     monkeypatch.setattr(Watcher, "INTERVAL_MS", 60_000)
     checked = threading.Event()
 

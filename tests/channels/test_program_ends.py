@@ -1,4 +1,4 @@
-"""If a program ends with a nonzero status while a communicator is open, peers get an error, as after an exception."""
+"""If a program ends with a nonzero status while a communicator is open, peers get an error."""
 
 from __future__ import annotations
 

@@ -396,7 +396,7 @@ def test_communicators_of_the_same_ranks_are_apart() -> None:
 
 @pytest.mark.hip
 def test_streams_of_the_caller_are_kept_in_order() -> None:
-    """The library runs calls on different streams one after another, because they share scratch memory."""
+    """The library runs calls on different streams one after another, because all calls share scratch memory."""
 
     def body(comm: Communicator) -> None:
         streams = [comm.runtime.create_stream() for _ in range(3)]

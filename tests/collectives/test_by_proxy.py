@@ -364,9 +364,7 @@ def ring(comm: Communicator, number: int) -> None:
 
 
 def test_a_stream_works_between_the_stages_of_a_schedule() -> None:
-    """The stream copies each piece of data that has arrived, and sets a gate word, for which the schedule waits before
-    it sends the copy.
-    """
+    """The stream copies each piece that has arrived; the schedule sends the copy when the stream sets a gate word."""
     pieces = 3
 
     def body(comm: Communicator) -> None:
@@ -622,8 +620,7 @@ def test_schedules_that_nobody_can_ring_are_removed(monkeypatch: pytest.MonkeyPa
                 calls.run("all_gather", 1 + seed, seed)
                 if seed % 4 == 3:
                     comm.group.launches.calls.clear()
-        # The library keeps at most 8 of the 60 schedules for later removal, 4 for later calls, and 16 for calls in
-        # flight.
+        # At most 8 of the 60 schedules await removal, 4 are kept for later calls, and 16 are in flight.
         assert len(removed) >= 60 - 8 - 4 - 16
 
     run_ranks(max(world_sizes(2, 3), default=2), body)
@@ -637,8 +634,8 @@ def test_schedules_that_nobody_can_ring_are_removed(monkeypatch: pytest.MonkeyPa
 def test_a_hierarchy_has_schedules_between_nodes_where_kernels_do_not_reach(
     dtype: str, op: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For up to `most` ranks, the hierarchical algorithm uses schedules between nodes. For more ranks it uses kernels
-    that wait for the proxy's copies.
+    """For up to `most` ranks, the hierarchical algorithm uses schedules between nodes. For more ranks the algorithm
+    uses kernels that wait for the proxy's copies.
     """
     steps, by_schedule = reductions.all_reduce_steps, []
     monkeypatch.setattr(reductions, "_MOST_SCHEDULED_RANKS", most)

@@ -1,4 +1,4 @@
-"""all_reduce in packets that fill whole lines of 128 bytes. GPUs use these packets for arrays above a size limit."""
+"""all_reduce in packets that fill whole lines of 128 bytes, which GPUs use for arrays above a size limit."""
 
 from __future__ import annotations
 

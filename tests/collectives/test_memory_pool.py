@@ -115,9 +115,7 @@ def test_an_array_that_is_not_in_the_pool_has_all_ranks_stage(ranks: Ranks) -> N
 
 
 def test_segments_that_come_and_go(ranks: Ranks) -> None:
-    """A segment is freed when no peer maps it. Peers do not mistake a new segment at the same address for the freed
-    segment.
-    """
+    """A segment is freed when no peer maps it. Peers map a new segment at the same address anew."""
     call = Call("all_gather", count=LONG // 4, in_place=False)
 
     def body(comm: Communicator) -> None:

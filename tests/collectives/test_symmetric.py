@@ -234,7 +234,7 @@ def test_arrays_that_were_freed_are_unmapped_by_their_peers(ranks: Ranks) -> Non
                 array.free()
             del array, arrays  # an array is freed with its last reference
             wait_for(lambda: not shared._withdrawn, "what was freed is withdrawn")
-            assert len(shared._announced) <= kept  # `kept` may count an array of an earlier test that has been freed
+            assert len(shared._announced) <= kept  # `kept` may still count a freed array of an earlier test
             barrier(comm)
 
     ranks.run(body)

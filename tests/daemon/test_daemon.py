@@ -120,7 +120,7 @@ def channels_of(comm: Communicator) -> Any:
 
 
 def exchange(comm: Communicator) -> float:
-    """On each rank, kernels put and signal to every other rank. Then a collective by proxy runs. Returns its sum."""
+    """Puts and signals from kernels of each rank to every other rank, and returns the sum of a collective by proxy."""
     channels, kernels = channels_of(comm)
     for channel in channels:
         kernels["put_signals"](1, 1, channel, 20)

@@ -46,7 +46,7 @@ def quantized(x: Any, global_scale: float) -> tuple[Any, Any]:
 
 
 def tokens_of(rank: int, count: int, hidden: int) -> tuple[Any, Any]:
-    """Returns a rank's tokens, with values of all magnitudes, ties and special values, and its experts."""
+    """Returns a rank's tokens, with values of all magnitudes, ties and special values, and their expert ids."""
     made = torch.Generator().manual_seed(rank)
     x = torch.randn(count, hidden, generator=made) * torch.exp2(torch.randint(-30, 30, (count, 1), generator=made))
     x[::3] = torch.randint(-12, 13, x[::3].shape, generator=made) / 2  # many are halfway between NVFP4 values

@@ -1,6 +1,5 @@
-"""The staged transports, which copy through pinned memory on both sides when the network device can't register the
-caller's memory.
-The tests use two proxies in this process, over fake devices that copy memory and check every limit
+"""The staged transports, which use pinned memory on both sides if the network device can't register other memory. The
+tests use two proxies in this process, over fake devices that copy memory and check every limit
 (support/fakes/staging.py).
 """
 
@@ -620,8 +619,7 @@ def test_an_end_that_stalls_holds_back_its_ring_alone() -> None:
         with Stuck(there):
             flood = threading.Thread(target=here.push, args=(PUT | SIGNAL, size), kwargs={"count": puts})
             flood.start()
-            # The ring holds 8 messages of 128 bytes. At most 256 more operations may wait; each trigger needs up to 3
-            # operations.
+            # The ring holds 8 messages of 128 bytes. At most 256 more operations, up to 3 per trigger, may wait.
             most = 1024 // 128 + (256 - 2) // 2
             ends.wait(lambda: here.taken() >= most, "a full connection")
             assert here.device.counts.executed <= 2 * 1024 // 128

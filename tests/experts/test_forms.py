@@ -1,4 +1,4 @@
-"""A layer prepares each kind of call once. Later calls of this kind reuse the prepared call with their own arrays."""
+"""A layer prepares each kind of call once, and later calls of the same kind reuse the prepared call with new arrays."""
 
 from __future__ import annotations
 

@@ -372,7 +372,7 @@ def test_weights_of_every_type(weight_dtype: str, local_world_size: int) -> None
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_weighted_combine_rounds_once(pair: Ranks, dtype: str) -> None:
-    """The result's error is at most that of accumulation (two roundings per term) and of one rounding to the dtype."""
+    """The result's error is at most two roundings per added term and one rounding to the dtype."""
     plan = plan_of(Case((16, 11), topk=6, hidden=64, dtype=dtype))
     rngs = [np.random.default_rng(rank) for rank in range(2)]
     factors = [rng.normal(size=rows).astype(np.float32) for rng, rows in zip(rngs, plan.routing.rows, strict=True)]

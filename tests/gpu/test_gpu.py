@@ -75,8 +75,8 @@ def ranks() -> Iterator[Ranks]:
 def torch() -> ModuleType:
     """Returns the module torch, built for the runtime's devices, or skips the test and says why there is none.
 
-    Ranks that are threads need a device each here: torch uses one default stream per device, and two ranks' kernels
-    in one stream would wait for each other forever.
+    Each rank that is a thread needs its own device, because torch uses one default stream per device, and kernels of
+    two ranks in one stream would wait for each other forever.
     """
     module = pytest.importorskip("torch")
     built_for = "hip" if module.version.hip else "cuda"
@@ -136,7 +136,7 @@ def test_a_tensor_that_requires_a_gradient_is_taken(ranks: Ranks, torch: ModuleT
 
 
 def test_without_a_stream_a_call_is_queued_where_torch_works(ranks: Ranks, torch: ModuleType) -> None:
-    """The values are still being computed when the call is made, and the result is used without a wait."""
+    """The inputs are still being computed when the call is made, and the program uses the result without a wait."""
 
     def body(comm: Communicator) -> None:
         side = torch.cuda.Stream(here(comm))

@@ -431,8 +431,7 @@ def test_a_full_connection_holds_back_its_own_ring_alone() -> None:
         flood = threading.Thread(target=loop.push, args=(0, PUT | SIGNAL, 8), kwargs={"count": puts})
         flood.start()
         try:
-            # A trigger needs 2 of the send queue's 16 operations. The worker takes a trigger only if 3 operations are
-            # free.
+            # A trigger needs 2 of the send queue's 16 operations, but the worker waits until 3 are free.
             most = (16 + OPERATIONS - 2) // 2
             loop.wait(lambda: loop.producer.taken(full.channels[0]) == most, "a full connection")
             loop.push(1, PUT, 8, count=1000)

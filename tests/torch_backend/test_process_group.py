@@ -387,7 +387,7 @@ def test_a_future_of_a_gpu_finds_the_tensors_of_any_value(nest: Callable[[list[t
 
 
 def test_callbacks_of_futures_may_make_calls_and_wait_for_the_futures_of_those() -> None:
-    """DDP's hooks make calls in callbacks. In this test, callbacks of calls that callbacks made also make calls."""
+    """DDP's hooks make calls in callbacks. In this test, callbacks make calls whose callbacks also make calls."""
     last_may_come = threading.Event()
 
     def body(group: Any) -> None:

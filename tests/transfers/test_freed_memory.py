@@ -48,7 +48,7 @@ def with_mapped(pair: Pair, mapped: Mapped) -> Iterator[Region]:
 @pytest.mark.parametrize("operation", ["read", "write"])
 @pytest.mark.parametrize("nbytes", [1 << 16, NBYTES])
 def test_a_peer_that_freed_its_memory(pair: Pair, mapped: Mapped, operation: str, nbytes: int) -> None:
-    """The system copies (process_vm): short transfers in the caller's thread, long ones also in the agent's thread."""
+    """process_vm copies in the caller's thread, and for long transfers also in the agent's thread."""
     ours = pair.a.register(np.zeros(NBYTES, np.uint8))
     with with_mapped(pair, mapped) as region:
         transfer = pair.a.prepare(operation, "b", [(ours.address, region.address, nbytes)])

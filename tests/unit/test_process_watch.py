@@ -1,4 +1,4 @@
-"""A rank watches a few processes of its host, and watches other processes instead when some of these leave."""
+"""A rank watches a few processes of its host, and replaces a watched process that leaves by another process."""
 
 from __future__ import annotations
 

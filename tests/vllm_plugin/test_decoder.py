@@ -1,4 +1,4 @@
-"""The benchmark of a decoder, as a program: it compares the plug-in's logits with those of vLLM without it."""
+"""The benchmark of a decoder, as a program: it compares the logits of vLLM with and without the plug-in."""
 
 from __future__ import annotations
 

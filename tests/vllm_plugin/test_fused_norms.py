@@ -165,7 +165,7 @@ class Quantized(Block):
     """Norms whose rows are quantized to float8, by vLLM's layer, as before a matrix product in float8.
 
     Args:
-        scale: the scale of all rows; None for a scale of each row.
+        scale: the scale of all rows; None for one scale per row.
         native: whether the layer uses torch's operators, which torch compiles; otherwise vLLM's kernels.
         adds: whether a residual is added.
     """

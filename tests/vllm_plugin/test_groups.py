@@ -1,4 +1,4 @@
-"""vLLM's calls of a group and its parallel layers, compared with gloo's sums and with the whole layers."""
+"""vLLM's calls of a group, compared with gloo's sums, and vLLM's parallel layers, compared with unsharded layers."""
 
 from __future__ import annotations
 

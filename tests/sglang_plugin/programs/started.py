@@ -1,6 +1,4 @@
-"""The start and the end of a rank's program. Importing this module loads SGLang's plug-ins before SGLang's other
-modules.
-"""
+"""The start and the end of a rank's program. The import loads SGLang's plug-ins, before SGLang's other modules."""
 
 from __future__ import annotations
 
