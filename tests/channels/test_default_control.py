@@ -57,7 +57,6 @@ def alone(runtime: Runtime) -> Communicator:
 
 
 def caught(action: Callable[[], object]) -> BaseException | None:
-    """Runs the action and returns the ProxyCCLError that the action raised, or None."""
     try:
         action()
     except ProxyCCLError as error:

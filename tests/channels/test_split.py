@@ -144,8 +144,8 @@ def test_a_member_that_stays_away_is_named_and_the_rest_goes_on() -> None:
 
 
 def test_threads_split_the_same_ranks_at_once_over_bootstraps_of_the_members() -> None:
-    """Two ranks split concurrently with several bootstraps (one is None), each rank in another order. Calls with the
-    same bootstrap match.
+    """Two ranks split concurrently with several bootstraps (one is None), each rank in a different order. Calls with
+    the same bootstrap match.
     """
     meetings = [ThreadBootstrap.create(2) for _ in range(2)]
 

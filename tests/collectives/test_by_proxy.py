@@ -585,7 +585,7 @@ def test_many_arrays_leave_memory_ids_for_stages() -> None:
 
 @pytest.mark.host_only("as on several hosts")
 def test_registered_arrays_of_many_ranks_leave_memory_ids_for_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(symmetric, "MOST_RANKS", 1)  # makes schedules name only registered memory
+    monkeypatch.setattr(symmetric, "MOST_RANKS", 1)
     monkeypatch.setattr(memory, "_SCHEDULE_IDS", 4)
 
     def body(comm: Communicator) -> None:

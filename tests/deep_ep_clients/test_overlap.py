@@ -88,10 +88,10 @@ def test_rows_are_read_after_their_counter(ranks: Ranks, counted: Any, how: str)
             computing.join()
             if hook is not None:
                 comm.synchronize()
-                counters.zero_()  # the first half has read all counters
+                counters.zero_()  # the kernels that send have read all counters
                 hook()
             assert torch.equal(combined, (x.float() * TOPK).bfloat16())
-            # Without overlap the arguments have no effect.
+            # Without overlap=True the combine ignores the counters.
             counters.zero_()
             again = dispatched(buffer, comm, turn)
             combined, _, _ = buffer.low_latency_combine(

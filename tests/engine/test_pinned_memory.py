@@ -139,7 +139,7 @@ class FakeDriver:
 
 @dataclass(frozen=True)
 class TwoAddresses:
-    """Pinned memory with different addresses for the device and the CPU, and different bytes at them."""
+    """Pinned memory with different addresses for the device and the CPU, and different bytes at the two addresses."""
 
     device: SharedMemory
     host: SharedMemory

@@ -42,7 +42,7 @@ HEADER = 64
 OUTSIDE = "the peer put or got data outside the memory that this rank offers"
 REM_ACCESS_ERR = 10
 ARRIVED, CREDITED = 0, int(lib.PROXYCCL_STAGED_WIRES) * 128 // 8  # indices of 64-bit words in a peer's `area`
-RECEIVING = int(lib.PROXYCCL_STAGED_WORDS_BYTES)  # bytes of a peer's `area` before its rings
+RECEIVING = int(lib.PROXYCCL_STAGED_WORDS_BYTES)  # bytes of a peer's `area` before the rings
 
 MakeWire = Callable[[int, int], FakeWire]
 built = pytest.mark.skipif(
@@ -205,7 +205,7 @@ def test_what_follows_a_get_waits_for_its_data() -> None:
 def test_draining_waits_for_an_answer_that_the_peer_has_not_sent() -> None:
     with Ends() as ends:
         here, there = ends
-        there.device.allow(1)  # the peer may return the request's credit, but not send the answer
+        there.device.allow(1)  # the peer can return the request's credit, but can't send the answer
         here.push(GET, 4000)
         ends.wait(lambda: there.device.counts.executed == 1, "the credit")
         assert not here.service.drain(0.05)
@@ -237,7 +237,7 @@ def test_a_small_rest_of_the_ring_is_filled_and_not_used_for_a_short_piece() -> 
 
 
 def test_a_put_is_cut_into_parts_of_one_length() -> None:
-    longest, size = 1 << 17, 150_000  # the put is cut into two equal parts, instead of `longest` and a short rest
+    longest, size = 1 << 17, 150_000  # the put is cut into two equal parts, not into `longest` bytes and a short rest
     with Ends(size, ring_bytes=1 << 20, chunk_bytes=longest) as ends:
         here, there = ends
         here.push(PUT | SIGNAL, size)

@@ -437,7 +437,7 @@ def moved_by_proxies(case: Case, algorithm: str | None) -> list[tuple[int, int]]
 
     def body(comm: Communicator) -> tuple[int, int]:
         check(comm, case, algorithm)
-        barrier(comm)  # the proxy counts triggers before the peer gets data, so it has counted all of them now
+        barrier(comm)  # the proxy counts triggers before it sends data, so it has counted all triggers
         if comm.group.links.proxy_if_started is None:
             return 0, 0
         counters = [comm.proxy.counters(channel) for channel in range(64)]

@@ -432,7 +432,7 @@ def test_no_kernel_has_more_blocks_than_num_sm(
     make = Launch.__init__
 
     def spy(self: Launch, kernel: Any, grid: Any, *arguments: Any) -> None:
-        if not kernel.name.startswith("expert_weigh"):  # this kernel may have more blocks, because no peer waits for it
+        if not kernel.name.startswith("expert_weigh"):  # no peer waits for expert_weigh's blocks
             grids.append(grid)
         make(self, kernel, grid, *arguments)
 

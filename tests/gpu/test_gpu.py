@@ -903,7 +903,7 @@ def check_lost_context(noticed_by: str, **env: str) -> None:
 def test_a_lost_context_ends_its_communicator_alone(noticed_by: str) -> None:
     def body(comm: Communicator) -> None:
         check_lost_context(noticed_by)
-        Call("all_reduce", "float32", "sum", None, 1000).run(comm)  # this job shares a device with the other job
+        Call("all_reduce", "float32", "sum", None, 1000).run(comm)  # shares a device with the lost context's job
 
     run_ranks(1, body)
 

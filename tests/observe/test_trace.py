@@ -302,7 +302,7 @@ def test_what_is_kept_ends_with_a_look_at_the_clock() -> None:
 
     allowance = Allowance(5)
     assert end(allowance, "MTTMTM") is None
-    assert end(allowance, "MTTMM") is None  # exactly five triggers, so the records after them are kept
+    assert end(allowance, "MTTMM") is None  # five triggers are allowed, so the records after the fifth are kept
     assert end(allowance, "MM") is None
     assert end(allowance, "MMTM") == 2
     assert end(Allowance(2), "MTTTTMTM") == 6

@@ -68,7 +68,7 @@ class Training:
         return given if self.algorithm is None else [*given, "--algorithm", self.algorithm]
 
     def check(self, output: str) -> None:
-        """Fails unless the training gives one process's result and sent its data through the requested channels."""
+        """Fails unless the result equals one process's result, and data went through the requested channels."""
         result = result_of(output)
         assert result["world_size"] == self.world_size
         assert result["difference"] <= 1e-5

@@ -207,7 +207,7 @@ def test_the_page_in_a_browser(url: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Lets SIGINT end processes that the test starts; a shell's background jobs would ignore it."""
+    """Lets SIGINT end processes that the test starts, because a shell's background jobs ignore SIGINT."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

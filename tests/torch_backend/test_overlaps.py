@@ -99,7 +99,6 @@ class Rank:
         return self.policy
 
     def until(self, one: Callable[[], str], expected: str) -> None:
-        """Calls `one` until it returns the expected policy."""
         assert any(one() == expected for _ in range(MOST_CALLS)), f"never {expected}"
 
 

@@ -36,7 +36,6 @@ MOVED = (*sorted(REDUCIBLE, key=str), torch.bool, torch.complex64, *FLOATS)
 
 
 def all_reduced(group: Any, tensor: Any, op: Any = dist.ReduceOp.SUM) -> Any:
-    """All-reduces a tensor in place and returns it."""
     group.allreduce([tensor], options("Allreduce", reduceOp=op)).wait()
     return tensor
 

@@ -92,7 +92,6 @@ class Staged:
 
 
 def connect(trainer: Trainer, samplers: Sequence[Sampler | Staged]) -> None:
-    """Connects each sampler to the trainer and to the other samplers."""
     cards = [sampler.target.card() for sampler in samplers]
     for number, sampler in enumerate(samplers):
         sampler.target.connect(trainer.cards, peers=cards[:number] + cards[number + 1 :])

@@ -60,7 +60,7 @@ void checked_copy(void* to, const void* from, size_t bytes, CheckedSite site);
 uint32_t checked_thread(void);
 /* Lets other threads run; loops that wait call this function. */
 void checked_yield(CheckedSite site);
-/* Returns the address that stands for this thread's stack frame, from which platform_host.h finds the thread's Fiber.
+/* Returns the address that represents this thread's stack frame, from which platform_host.h finds the thread's Fiber.
  */
 void* checked_frame(void);
 
