@@ -979,7 +979,7 @@ def _until_it_fails(comm: Communicator) -> None:
 
 @pytest.mark.parametrize("body", [_in_every_way, pytest.param(_until_it_fails, marks=pytest.mark.hip_full)])
 def test_communicators_give_back_descriptors_and_threads(body: Callable[[Communicator], None]) -> None:
-    run_ranks(3, body)  # descriptors and threads of a process's first calls may stay
+    run_ranks(3, body)  # a process's first calls may leave descriptors and threads
     before = settled()
     for _ in range(3):
         run_ranks(3, body)

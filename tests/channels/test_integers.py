@@ -195,7 +195,7 @@ SEQUENCES: dict[str, tuple[str, Callable[[Communicator], object]]] = {
     "all_to_all_v": ("recv_counts", lambda c: c.all_to_all_v(ones(c), [2, 2], 4)),
     "tune": ("sizes", lambda c: c.tune(1024)),
 }
-# `__iter__` of a numpy array without dimensions raises an exception, as does `__bool__` of several elements.
+# `__iter__` of a numpy array without dimensions raises, as does `__bool__` of an array of several elements.
 SEQUENCES |= {
     "split by an array": ("ranks", lambda c: c.split(np.array(0))),  # type: ignore[arg-type]
     "all_to_all_v by an array": ("send_counts", lambda c: c.all_to_all_v(ones(c), np.array(4), [2, 2])),  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""`shrink`, and ranks that join: the members of the new communicator, what it keeps, and refused calls."""
+"""`shrink`, and ranks that join: the new communicator's members and state, and refused calls."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from support.devices import ON_HOST, runtime_with_blocks, runtime_with_lines, wo
 from support.ranks import Ranks
 from support.running import run_ranks
 
-WIDTH = 60  # elements per row, not a multiple of a line of 128 bytes, so that rows end inside lines
+WIDTH = 60  # elements per row; rows end inside lines of 128 bytes
 BATCHES = (1, 2, 7, 64, 700)
 MAKERS = {"packets": runtime_with_blocks, "lines": runtime_with_lines} if ON_HOST else {"GPU": runtime_with_blocks}
 WORLDS = [

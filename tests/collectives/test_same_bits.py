@@ -83,7 +83,7 @@ def test_all_ranks_get_the_same_bits(ranks: Ranks, collective: str, kind: str, p
     algorithms = [*ranks.run(lambda comm: comm.collectives.algorithms(collective))[0], None]
     turns = [
         TURNS.index(algorithm or "hierarchical") for algorithm in algorithms
-    ]  # None chooses "hierarchical" between nodes
+    ]  # without a request, "hierarchical" is chosen between nodes
     rows = ranks.world_size if collective == "reduce_scatter" else 1
     calls = [
         (name, op, algorithm)

@@ -35,7 +35,7 @@ CALLS = [
 
 @pytest.fixture(
     scope="module",
-    # Without --full, only three ranks run, because they cover all code paths.
+    # Without --full, only three ranks run, because three ranks cover all code paths.
     params=[pytest.param(n, marks=pytest.mark.full if n != 3 else []) for n in world_sizes(2, 3, 5)],
     ids=lambda n: f"{n}-ranks",
 )

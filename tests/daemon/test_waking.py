@@ -95,6 +95,6 @@ def test_a_proxy_that_is_idle_for_long_sleeps_longer_than_its_policy_says(place:
         time.sleep(0.5)
         before = worker_of(comm).sleeps
         time.sleep(0.5)
-        assert 0 < worker_of(comm).sleeps - before < 2000  # a sleep lasts 0.5 to 1 ms, so there are at most 1000
+        assert 0 < worker_of(comm).sleeps - before < 2000  # a sleep lasts 0.5 to 1 ms, so 0.5 s have at most 1000
 
     run_ranks(1, body, proxy=place, idle=IdlePolicy.where_cores_suffice())

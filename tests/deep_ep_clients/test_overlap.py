@@ -129,7 +129,7 @@ def test_wrong_arguments(ranks: Ranks) -> None:
         for how in ({}, {"return_recv_hook": True}):
             refused("^out: ", **right, **how, out=rows.new_empty(shape[::-1]).t())
             refused("^out: overlaps ", **right, **how, out=rows.view(-1, HIDDEN)[: len(weights)])
-        buffer.low_latency_combine(rows, ids, weights, handle, overlap=True, **right)  # no refusal had an effect
+        buffer.low_latency_combine(rows, ids, weights, handle, overlap=True, **right)  # the refused calls had no effect
         buffer.destroy()
 
     ranks.run(body)

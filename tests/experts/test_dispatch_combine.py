@@ -150,7 +150,7 @@ def _arrivals(case: Case, rank: int) -> list[tuple[int, int, int]]:
 
 def assert_combined(case: Case, got: Values, slots: Values, weights: Values, *, parts_rounded: bool) -> None:
     """Asserts that `got` is the weighted sum of each token's slots, up to errors of accumulation (two roundings per
-    term) and of rounding to the dtype. With `parts_rounded`, each node's part is also rounded to the dtype.
+    term) and of rounding to the dtype. With `parts_rounded`, each node's partial sum is also rounded.
     """
     terms = slots.astype(np.float64) * weights.astype(np.float64)[:, :, None]
     accumulator = np.dtype(np.float64 if case.dtype == "float64" else np.float32)

@@ -864,7 +864,7 @@ def test_a_users_kernel_that_waits_in_vain_ends_too() -> None:
 
 
 def test_an_abort_ends_everything_while_copies_are_in_flight() -> None:
-    nbytes = (64 if RUNTIME == "cuda" else 2) << 20  # emulated GPUs copy by CPU, which takes longer
+    nbytes = (64 if RUNTIME == "cuda" else 2) << 20  # the CPU copies for emulated GPUs, which takes longer
 
     def body(comm: Communicator) -> ProxyCCLError:
         channels = comm.proxy_channels(comm.empty(nbytes, "uint8"))

@@ -433,7 +433,7 @@ def test_a_kernel_that_ends_has_its_proxy_look_for_what_it_pushed_last(runtime: 
     argument, word, out = ffi.new("char *"), np.ones(1, np.uint32), zeros(1)
     lib.proxyccl_host_add_helper(helper, argument)
     try:
-        kernels.wait_for(1, 1, word, out, 5)  # the word is set already
+        kernels.wait_for(1, 1, word, out, 5)  # the kernel need not wait, because the word is set
         runtime.synchronize()
     finally:
         lib.proxyccl_host_remove_helper(argument)

@@ -54,7 +54,7 @@ def run(directory: Path, *scenarios: str) -> subprocess.CompletedProcess[str]:
         "TSAN_OPTIONS": f"exitcode={EXIT_CODE}:intercept_tls_get_addr=0",
         "PROXYCCL_RUNTIME": "host",
         "PROXYCCL_CXXFLAGS": " ".join(KERNELS),
-        "PROXYCCL_REPORTS": "off",  # reports off: they read counters while kernels write them, an intended race
+        "PROXYCCL_REPORTS": "off",  # a report would read counters while kernels write them
     }
     program = [sys.executable, str(PROGRAM), str(directory), *scenarios]
     return subprocess.run(program, capture_output=True, text=True, env=environment, timeout=TIMEOUT, check=False)

@@ -880,9 +880,7 @@ def test_memory_is_allocated_on_gpus_once_there_is_a_communicator() -> None:
 
 @pytest.mark.skipif(process_group.IS_BACKEND, reason="torch keeps other devices' backends from 2.15 on")
 def test_no_rank_drops_the_backend_of_another_device_while_others_make_theirs() -> None:
-    """With "cpu:gloo,cuda:proxyccl", making the GPUs' group waits for all ranks, and making the CPUs' group does not.
-    Earlier groups may have used the store.
-    """
+    """With "cpu:gloo,cuda:proxyccl", making the GPUs' group waits for all ranks, but making the CPUs' does not."""
     store = dist.PrefixStore("group", dist.HashStore())
 
     def wait(device: str, rank: int) -> None:

@@ -97,7 +97,7 @@ NVIDIA_OLDER = {
     "poll": ["ld.gpu.relaxed.b64", "ld.sys.acquire.b64"],
     "wait": ["ld.gpu.relaxed.b64", "ld.sys.acquire.b64"],
     "put_packets": ["st.wt.b64"],
-    "get_packets": ["ld.volatile.b64", "ld.relaxed.sys.b64"],  # first poll; the loop's polls, in inline assembly
+    "get_packets": ["ld.volatile.b64", "ld.relaxed.sys.b64"],  # the first poll, and the loop's polls in inline assembly
     "sync_grid": [
         "ld.gpu.relaxed.b64",
         "atom.gpu.acq_rel.add.u64",

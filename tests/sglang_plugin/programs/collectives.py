@@ -70,7 +70,7 @@ def groups() -> None:
     assert dist.get_backend(group.device_group) == "proxyccl"
     assert dist.get_backend(group.cpu_group) == "gloo"
     assert group.pynccl_comm.short is group.ca_comm
-    assert not hasattr(group.ca_comm, "reduce_scatter")  # SGLang would call it as AITER's method
+    assert not hasattr(group.ca_comm, "reduce_scatter")  # SGLang would call such a method as AITER's
     assert group.pynccl_comm.group is group.device_group  # the plug-in made no second group
 
 
@@ -228,7 +228,7 @@ def fusion_follows_sglangs_settings() -> None:
     from sglang.srt.layers.layer_boundary import exit as at_exit
     from sglang.srt.layers.layer_boundary.residual.add_norm import flashinfer_ar_fusion_applies as applies
 
-    assert at_exit.flashinfer_ar_fusion_applies is applies  # also replaced where imported earlier
+    assert at_exit.flashinfer_ar_fusion_applies is applies  # modules that imported it earlier use the new one
     fuses = MODE != "deterministic"
 
     def call(x: torch.Tensor) -> torch.Tensor:

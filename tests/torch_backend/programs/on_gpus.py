@@ -266,8 +266,7 @@ def lent(device: torch.device) -> None:
 
 def gather_into_lent(device: torch.device, turn: int) -> tuple[int, int]:
     """Gathers into one tensor by kernels and by proxy, before and after peers get access to the tensor's memory.
-    Returns the
-    tensor's size and the device memory that is free while the tensor exists, in bytes.
+    Returns the tensor's size and the device memory that is free while the tensor exists, in bytes.
     """
     ranks, count = dist.get_world_size(), 8 << 20  # 32 MiB per rank
     group = dist.group.WORLD._get_backend(device).endpoints.of_all(device).group
