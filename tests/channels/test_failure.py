@@ -730,7 +730,7 @@ def test_a_failure_keeps_no_array_of_the_caller() -> None:
 @pytest.mark.hip_full
 def test_failed_calls_leave_the_device_usable() -> None:
     """After a time-out, a kernel's threads must not read beyond the slots in scratch memory: such a read destroys the
-    CUDA context.  If threads made such reads, about one call in fifty would fail.
+    CUDA context. If threads made such reads, about one call in fifty would fail.
     """
     # With only two ranks, no thread could read beyond the slots.
     result = run_mpi(3, PROGRAMS / "differing_calls.py", "--count", "60")

@@ -180,7 +180,7 @@ def test_nothing_is_recorded_while_nobody_asks() -> None:
         channels = channels_of(comm)
         traced(comm, channels, 5, 5, 5)
         ((_, publication),) = publications.find(comm.job, {comm.rank})
-        wait_for_looks(publication)  # a pass that began during tracing records until it ends
+        wait_for_looks(publication)  # a pass over the rings that began during tracing records triggers until it ends
         before = trace_words(comm)
         assert before[0][1] > 15
         comm.compile(KERNELS, "mixed")(1, 1, channels, 5, 5, 5)

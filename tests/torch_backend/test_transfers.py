@@ -196,7 +196,7 @@ def test_many_messages_of_both_directions_are_under_way(on: Ranks) -> None:
 
 @pytest.mark.parametrize("met", [False, True], ids=["first", "after-a-collective"])
 def test_a_ring_of_a_new_group(on: Ranks, met: bool) -> None:
-    """The new group orders the ranks differently. With `met`, the whole group has been used before."""
+    """The new group orders ranks differently than the whole group. With `met`, the whole group has been used before."""
     order = [3, 0, 2]
 
     def body(group: Any) -> None:

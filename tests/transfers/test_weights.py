@@ -442,7 +442,7 @@ def test_a_share_that_its_peer_gives_up_while_it_is_read_is_read_again(
 
     def looking(*arguments: Any) -> set[int]:
         seen = versions(*arguments)
-        if kept and not back.is_set():  # restored once, because later the target may be between two groups of reads
+        if kept and not back.is_set():  # restored once, because later the target may be between two `groups`
             back.set()
             gives_up.memory[:] = kept[0][1]
             gives_up.target._version[0] = kept[0][0]

@@ -1,7 +1,7 @@
 """Ranks of vLLM with the installed plug-in: processes in which vLLM's own functions make groups for CPU tensors.
 
-vLLM's wheel is built for GPUs and finds no device here, so the fixtures let vLLM detect a CPU. Nothing else is
-replaced: vLLM finds the plug-in by its entry point.
+vLLM's wheel is built for GPUs and finds no device here, so the fixtures let vLLM detect a CPU. All other code is vLLM's
+own, which finds the plug-in by its entry point.
 """
 
 from __future__ import annotations
