@@ -1,4 +1,4 @@
-"""A failed rank keeps memory that peers have mapped until no peer's kernel can access the memory."""
+"""A failed rank frees memory that peers have mapped only when no peer's kernel can access the memory."""
 
 from __future__ import annotations
 
@@ -212,8 +212,8 @@ def collected(ref: Callable[[], object]) -> bool:
 
 
 def use_and_fail(comm: Communicator, what: str) -> Callable[[], object]:
-    """Makes a communicator fail, closes it and drops its objects. Returns a weak reference to an array, to the array's
-    memory or to semaphore words, as `what` names.
+    """Makes a communicator fail, closes it and drops its objects. Returns a weak reference to the object that `what`
+    names: an array, the array's memory or semaphore words.
     """
     x = comm.empty(1024, "uint8")
     registered, channels = comm.register(x), comm.sm_channels(x)

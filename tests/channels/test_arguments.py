@@ -1,4 +1,4 @@
-"""A call with an invalid argument raises an error that names it, moves no data, and leaves the communicator usable."""
+"""An invalid argument raises an error that names the argument, moves no data, and leaves the communicator usable."""
 
 from __future__ import annotations
 

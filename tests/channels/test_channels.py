@@ -1,4 +1,4 @@
-"""SmChannel and ProxyChannel: every method that a kernel can call, at offsets, and between memories given by ids."""
+"""Kernels call every method of SmChannel and ProxyChannel, at offsets and with ids of memory."""
 
 from __future__ import annotations
 
@@ -311,7 +311,7 @@ def test_elements_may_be_of_any_type_that_can_be_copied(ranks: Ranks) -> None:
 @pytest.mark.parametrize(("kernel", "payload"), [("sm_packets16", 8), ("sm_packets8", 4)])
 @pytest.mark.parametrize("count", [1, 3, 64, 1000])
 def test_packets_carry_their_own_signal(ranks: Ranks, kernel: str, payload: int, count: int) -> None:
-    """Ranks send the same packets repeatedly, with a new flag each time: even and odd flags, and the largest."""
+    """Ranks send the same packets repeatedly, with a new flag each time: even and odd flags, and the largest flag."""
 
     def body(comm: Communicator) -> None:
         nbytes = payload * count

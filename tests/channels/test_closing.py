@@ -24,7 +24,7 @@ PROGRAM = TESTS / "support" / "programs" / "failure.py"
 
 
 def with_several(count: int, world_size: int, body: Callable[[list[Communicator]], Any], timeout: float) -> list[Any]:
-    """Runs body(communicators) in one thread per rank, each with `count` communicators of the same ranks."""
+    """Runs body(communicators) in one thread per rank. All ranks join all `count` communicators."""
     require_devices(world_size)
     bootstraps = [ThreadBootstrap.create(world_size) for _ in range(count)]
     results: list[Any] = [None] * world_size
@@ -133,7 +133,7 @@ def test_an_exchange_with_a_rank_that_has_closed_ends_at_once() -> None:
 
 
 def test_abort_waits_for_nobody() -> None:
-    """Rank 0 aborts while its own kernel, and its peers, wait."""
+    """Rank 0 aborts while rank 0's kernel and rank 0's peers wait."""
     source = """
     #include "proxyccl/proxyccl.h"
     using namespace proxyccl;

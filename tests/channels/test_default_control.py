@@ -57,7 +57,6 @@ def alone(runtime: Runtime) -> Communicator:
 
 
 def caught(action: Callable[[], object]) -> BaseException | None:
-    """Runs the action and returns the ProxyCCLError that the action raised, or None."""
     try:
         action()
     except ProxyCCLError as error:
@@ -67,7 +66,7 @@ def caught(action: Callable[[], object]) -> BaseException | None:
 
 @pytest.mark.parametrize(
     ("kernel", "awaited", "bound"),
-    # A barrier of the grid times out later than a wait for a peer, because only the latter can name the late rank.
+    # A barrier of the grid times out later than a wait for a peer, because only the wait knows the late rank.
     [("grid", "the other blocks of the grid", 2 * SHORT), ("packet", "a packet", SHORT)],
 )
 def test_a_wait_ends_in_time_and_is_named_on_all_ranks(kernel: str, awaited: str, bound: float) -> None:

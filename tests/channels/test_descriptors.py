@@ -1,5 +1,5 @@
-"""If a rank lacks descriptors while ranks join, all ranks immediately get an error that names the
-descriptors' purpose.
+"""If a rank runs out of file descriptors while ranks join, all ranks immediately get an error that says what the rank
+tried to open.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def test_all_ranks_hear_at_once_that_one_has_too_few_for_a_call(
 
 def test_the_communicator_goes_on_where_all_ranks_have_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
     all_limited = threading.Barrier(2)
-    # On a busy machine some ranks may make the call much later than others.
+    # The limit is long, because on a busy machine one rank may make the call much later than the other.
     monkeypatch.setattr(exchange, "_TELLING_OPEN_SECONDS", TIMEOUT)
 
     def body(comm: Communicator) -> None:

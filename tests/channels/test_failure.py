@@ -78,8 +78,8 @@ def meet(comm: Communicator) -> None:
 
 @pytest.fixture
 def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Checks that no process and no name in /dev/shm outlives the test that made it. A job's own daemon may end a
-    little later.
+    """Checks that no process and no name in /dev/shm outlives the test that made it. A job's own daemon may exit a
+    little later than the job's ranks.
     """
     mark = str(uuid.uuid4())
     monkeypatch.setenv("STARTED_BY_TEST", mark)
@@ -217,7 +217,7 @@ extern "C" __global__ void hear(DeviceHandle<SmChannel>* channels) { channels[0]
 
 @NO_PROXY
 def test_what_a_kernel_sends_after_a_time_out_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only rank 0's kernel can tell rank 1 of the time-out, because rank 0's CPU and the watchers do not check."""
+    """Only rank 0's kernel announces the time-out, because rank 0's CPU and the watchers do not look for failures."""
     monkeypatch.setattr(Watcher, "INTERVAL_MS", 60_000)
     checked = threading.Event()
 
@@ -549,7 +549,7 @@ _Query = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 
 
 def faulty(runtime: Runtime, **functions: object) -> Runtime:
-    """Replaces the driver calls that `functions` names in the runtime, and returns the runtime."""
+    """Replaces the runtime's driver calls that `functions` names, and returns the runtime."""
     addresses = {name: ctypes.cast(f, ctypes.c_void_p).value or 0 for name, f in functions.items()}
     runtime.calls = replace(runtime.calls, **addresses)
     return runtime
@@ -610,7 +610,7 @@ def _no_thread(thread: threading.Thread) -> None:
 
 
 def _no_memory_to_begin(thread: threading.Thread, start: Callable[[threading.Thread], None]) -> None:
-    vars(thread)["_bootstrap"] = lambda: None  # if CPython lacks memory, a started thread runs nothing
+    vars(thread)["_bootstrap"] = lambda: None  # a thread that starts without memory does nothing
     start(thread)
 
 
@@ -643,7 +643,6 @@ def test_a_failure_ends_what_streams_wait_for_where_no_thread_can_be_started(
             return caught(lambda: comm.synchronize(stream))
         assert queued.wait(TIMEOUT)
         exhausted.set()
-        # This limit is set only now, because on a busy machine the threads above may need longer to begin.
         monkeypatch.setattr(threads, "_BEGIN_SECONDS", 0.1)
         comm.abort("of the test")
         return caught(comm.synchronize)
@@ -731,9 +730,9 @@ def test_a_failure_keeps_no_array_of_the_caller() -> None:
 @pytest.mark.hip_full
 def test_failed_calls_leave_the_device_usable() -> None:
     """After a time-out, a kernel's threads must not read beyond the slots in scratch memory: such a read destroys the
-    CUDA context. With this fault, about one call in fifty would fail.
+    CUDA context. If threads made such reads, about one call in fifty would fail.
     """
-    # With only two ranks, the fault could not occur.
+    # With only two ranks, no thread could read beyond the slots.
     result = run_mpi(3, PROGRAMS / "differing_calls.py", "--count", "60")
     assert result.returncode == 0, result.stderr
 
@@ -980,7 +979,7 @@ def _until_it_fails(comm: Communicator) -> None:
 
 @pytest.mark.parametrize("body", [_in_every_way, pytest.param(_until_it_fails, marks=pytest.mark.hip_full)])
 def test_communicators_give_back_descriptors_and_threads(body: Callable[[Communicator], None]) -> None:
-    run_ranks(3, body)  # a process keeps some descriptors and threads of its first calls
+    run_ranks(3, body)  # a process's first calls may leave descriptors and threads
     before = settled()
     for _ in range(3):
         run_ranks(3, body)

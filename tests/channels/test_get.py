@@ -1,4 +1,4 @@
-"""Gets on ProxyChannels, and waits for the completion of puts and gets by their tickets."""
+"""Gets on ProxyChannels, and tickets, by which kernels wait for the completion of puts and gets."""
 
 from __future__ import annotations
 

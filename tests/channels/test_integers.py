@@ -168,8 +168,8 @@ REFUSED: dict[str, tuple[str, Callable[[Communicator, Any], object]]] = {
     "options": ("options", lambda c, v: c.compile(KERNEL, options=v)),
     "include_dirs": ("include_dirs", lambda c, v: c.compile(KERNEL, include_dirs=[[v]])),  # type: ignore[list-item]
 }
-# For these arguments 2**70 is not out of range: the time limit `seconds` bounds the iterations; x has too few rows for
-# all_to_all_v; and `empty` finds no memory.
+# These calls do not refuse 2**70 as out of range: a time limit ends the iterations, all_to_all_v finds too few rows,
+# and `empty` finds no memory.
 ELSEWHERE = {("iterations", 2**70), ("all_to_all_v", 2**70), ("empty", 2**70), ("empty of two", 2**70)}
 
 
@@ -195,7 +195,7 @@ SEQUENCES: dict[str, tuple[str, Callable[[Communicator], object]]] = {
     "all_to_all_v": ("recv_counts", lambda c: c.all_to_all_v(ones(c), [2, 2], 4)),
     "tune": ("sizes", lambda c: c.tune(1024)),
 }
-# numpy's arrays raise exceptions in checks: without dimensions in `__iter__`, with several elements in `__bool__`.
+# `__iter__` of a numpy array without dimensions raises, as does `__bool__` of an array of several elements.
 SEQUENCES |= {
     "split by an array": ("ranks", lambda c: c.split(np.array(0))),  # type: ignore[arg-type]
     "all_to_all_v by an array": ("send_counts", lambda c: c.all_to_all_v(ones(c), np.array(4), [2, 2])),  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""Handlers of signals run immediately during waits. An exception in a handler ends the wait and, like any exception,
-the peers' waits. Rank 0 is this process's main thread, in which Python runs handlers. Rank 1 is another thread, which
-makes its calls late.
+"""A signal handler runs immediately even while a call waits. An exception in a handler ends the wait and, like any
+exception, the peers' waits. Rank 0 is this process's main thread, in which Python runs handlers. Rank 1 is another
+thread, which makes its calls late.
 """
 
 from __future__ import annotations

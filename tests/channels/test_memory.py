@@ -199,7 +199,7 @@ def test_memory_that_a_failed_rank_freed_is_not_to_blame() -> None:
 
     def body(comm: Communicator) -> None:
         array = allocate(comm.group, 1000, "uint8")
-        memory = register(comm.group, array)  # unlike comm.register, does not map peers' memory immediately
+        memory = register(comm.group, array)  # unlike comm.register, does not map peers' memory yet
         if comm.rank == 1:
             comm.abort("on purpose")
             memory.close()

@@ -214,8 +214,8 @@ def in_turn(word: int, first: int, nbytes: int, thread: int, threads: int) -> li
 
 
 def own_part(word: int, to: int, nbytes: int, thread: int, threads: int, *, remainder: bool = True) -> list[int]:
-    """Returns the offsets of the bytes that a thread moves if aligned words move first, and then the bytes before and
-    after the aligned words, in words of 4 bytes and single bytes.
+    """Returns the offsets of the bytes that a thread moves. Threads first move the aligned words, and then move the
+    bytes before and after them in words of 4 bytes and as single bytes.
     """
     head = -to % word
     body = (nbytes - head) // word * word

@@ -1,4 +1,4 @@
-"""If a program ends with a nonzero status while a communicator is open, peers get an error, as after an exception."""
+"""If a program ends with a nonzero status while a communicator is open, peers get an error."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_an_exit_in_another_thread_ends_that_thread_alone(monkeypatch: pytest.Mo
     thread.start()
     thread.join()
     assert not program_end.failure()
-    assert raised == [SystemExit]  # our hook calls the earlier hook also for SystemExit
+    assert raised == [SystemExit]  # the library's hook calls the program's hook
 
 
 FORKS = """

@@ -21,7 +21,7 @@ RANKS = 4
 
 class Context:
     """A `RemoteContext` that records for which peers it makes endpoints. All peers except the last share one endpoint,
-    because libfabric also shares endpoints.
+    as peers do under libfabric.
     """
 
     def __init__(self, rank: int) -> None:

@@ -1,4 +1,4 @@
-"""`shrink`, and ranks that join: the members of the new communicator, what it keeps, and refused calls."""
+"""`shrink`, and ranks that join: the new communicator's members and state, and refused calls."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def test_what_is_lost_in_the_middle_of_a_shrink_leaves_nothing_behind(monkeypatc
     start = Collectives.start
     monkeypatch.setattr(Collectives, "start", fails)
     monkeypatch.setattr(group, "meet_survivors", meets_once)
-    run_ranks(2, body)  # a process keeps some descriptors of its first calls
+    run_ranks(2, body)  # descriptors that a process's first calls open may stay open
     before = settled()
     run_ranks(2, body)
     assert settles(before)
@@ -289,7 +289,7 @@ def test_what_is_no_rank_is_refused(exclude: list[Any], message: str) -> None:
 
 
 def test_arrays_keep_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peers keep arrays of the old communicator mapped, so calls of the new one access them directly."""
+    """Peers keep arrays of the old communicator mapped, so calls of the new communicator access the arrays directly."""
     withdrawn = []
     withdraw = SymmetricMemory.withdraw
     monkeypatch.setattr(

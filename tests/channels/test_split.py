@@ -144,8 +144,8 @@ def test_a_member_that_stays_away_is_named_and_the_rest_goes_on() -> None:
 
 
 def test_threads_split_the_same_ranks_at_once_over_bootstraps_of_the_members() -> None:
-    """Two ranks split concurrently with several bootstraps (one is None), each rank in another order. Calls with the
-    same bootstrap match.
+    """Two ranks split concurrently with several bootstraps (one is None), each rank in a different order. Calls with
+    the same bootstrap match.
     """
     meetings = [ThreadBootstrap.create(2) for _ in range(2)]
 
@@ -245,7 +245,7 @@ def test_closing_closes_the_parts_in_any_order() -> None:
 
 
 def test_a_part_may_end_by_itself_while_the_whole_is_closed() -> None:
-    """`close` may find a part in the list of parts whose resources another thread has already freed."""
+    """`close` may find a part in the list of parts although another thread has already freed the part's resources."""
 
     def body(comm: Communicator) -> None:
         part = comm.split([0, 1])

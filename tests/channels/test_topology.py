@@ -264,7 +264,7 @@ def test_hosts_without_a_remote_transport_are_told_what_is_missing(runtime: Runt
         topology.transports()
     bystander = Topology.find(2, processes(replace(own, **REMOTE), there, replace(own, **REMOTE)), runtime)
     with pytest.raises(RuntimeUnavailableError, match="rank 1 lacks it"):
-        bystander.has_remote_pairs()  # every rank learns of the remote pairs
+        bystander.has_remote_pairs()
 
 
 def test_hosts_without_rdma_use_a_fabric_and_rehearsed_nodes_do_not(runtime: Runtime, own: RankInfo) -> None:
@@ -396,7 +396,7 @@ def test_communicators_of_the_same_ranks_are_apart() -> None:
 
 @pytest.mark.hip
 def test_streams_of_the_caller_are_kept_in_order() -> None:
-    """The library runs calls on different streams one after another, because they share scratch memory."""
+    """The library runs calls on different streams one after another, because all calls share scratch memory."""
 
     def body(comm: Communicator) -> None:
         streams = [comm.runtime.create_stream() for _ in range(3)]

@@ -1,5 +1,5 @@
-"""Schedules that copy to all peers in one driver call (a bundle). Only CUDA has such a call, so these tests add one to
-the host runtime.
+"""Schedules that copy to all peers in one driver call (a bundle). Only CUDA has a driver call for several copies, so
+the tests add such a call to the host runtime.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def copy_many(monkeypatch: pytest.MonkeyPatch) -> CopyMany:
 def test_moves_and_reductions_in_bundles(
     copy_many: CopyMany, in_place: bool, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lengths cover reductions in pieces, in one exchange, and through pinned memory (without bundles). With
-    `waits`, kernels are launched before the data arrives.
+    """Depending on the length, arrays are reduced in pieces, in one exchange, or through pinned memory without bundles.
+    With `waits`, kernels are launched before the data arrives.
     """
     monkeypatch.setattr(reduce_schedules, "_SHORTEST_PIECE", 1024)
     copy_many.awaits_data = waits

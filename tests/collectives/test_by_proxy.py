@@ -364,7 +364,7 @@ def ring(comm: Communicator, number: int) -> None:
 
 
 def test_a_stream_works_between_the_stages_of_a_schedule() -> None:
-    """When a piece of data has arrived, the stream copies the piece and opens a gate. The schedule sends the copy."""
+    """The stream copies each piece that has arrived; the schedule sends the copy when the stream sets a gate word."""
     pieces = 3
 
     def body(comm: Communicator) -> None:
@@ -408,7 +408,6 @@ def test_a_stream_works_between_the_stages_of_a_schedule() -> None:
 
 
 def test_what_a_schedule_waits_for_is_shown_in_the_order_of_its_steps() -> None:
-    """A schedule waits for a receive with a stage (a counter), then for a gate, then for a receive without a stage."""
 
     def body(comm: Communicator) -> None:
         proxy, words, channel = comm.proxy, comm.proxy.schedule_pointers, channel_to_itself(comm)
@@ -525,7 +524,7 @@ def test_a_schedule_that_runs_is_not_removed() -> None:
         bell, done = proxy.schedule_pointers.bell, proxy.schedule_pointers.done
         StreamOperations(comm.runtime, [WriteValue(bell, number), WaitValue(done, 1), WriteValue(done, 0)])(stream)
         deadline = time.monotonic() + 30
-        while sent.value != 1:  # when the count is 1, the schedule waits for a second send
+        while sent.value != 1:  # after one send, the schedule waits for the second
             assert time.monotonic() < deadline
         with pytest.raises(ResourceError, match=f"schedule {number} runs"):
             proxy.remove_schedule(number)
@@ -586,7 +585,7 @@ def test_many_arrays_leave_memory_ids_for_stages() -> None:
 
 @pytest.mark.host_only("as on several hosts")
 def test_registered_arrays_of_many_ranks_leave_memory_ids_for_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(symmetric, "MOST_RANKS", 1)  # makes schedules name only registered memory
+    monkeypatch.setattr(symmetric, "MOST_RANKS", 1)
     monkeypatch.setattr(memory, "_SCHEDULE_IDS", 4)
 
     def body(comm: Communicator) -> None:
@@ -621,7 +620,7 @@ def test_schedules_that_nobody_can_ring_are_removed(monkeypatch: pytest.MonkeyPa
                 calls.run("all_gather", 1 + seed, seed)
                 if seed % 4 == 3:
                     comm.group.launches.calls.clear()
-        # Of the 60 schedules, at most 8 await removal, 4 are kept, and 16 are in flight.
+        # At most 8 of the 60 schedules await removal, 4 are kept for later calls, and 16 are in flight.
         assert len(removed) >= 60 - 8 - 4 - 16
 
     run_ranks(max(world_sizes(2, 3), default=2), body)
@@ -635,8 +634,8 @@ def test_schedules_that_nobody_can_ring_are_removed(monkeypatch: pytest.MonkeyPa
 def test_a_hierarchy_has_schedules_between_nodes_where_kernels_do_not_reach(
     dtype: str, op: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For up to `most` ranks, the hierarchical algorithm uses schedules between nodes. For more ranks it uses kernels
-    that wait for the proxy's copies.
+    """For up to `most` ranks, the hierarchical algorithm uses schedules between nodes. For more ranks the algorithm
+    uses kernels that wait for the proxy's copies.
     """
     steps, by_schedule = reductions.all_reduce_steps, []
     monkeypatch.setattr(reductions, "_MOST_SCHEDULED_RANKS", most)

@@ -258,7 +258,7 @@ def test_measuring_takes_the_plans_of_the_tables_part_and_keeps_the_librarys_own
     measure = tuning.measure
 
     def favouring_plans(*arguments: Any) -> dict[Case, dict[int, dict[Any, float]]]:
-        """Returns the measured times, except 0 for every plan, so that plans win."""
+        """Returns the measured times, with 0 in place of each plan's time, so that plans win."""
         measured = measure(*arguments)
         seen.append({algorithm for times in measured[case].values() for algorithm in times})
         return {

@@ -34,8 +34,8 @@ from support.ranks import Ranks
 from support.running import run_mpi
 
 WORLD_SIZES = (1, 2, 3, 4, 5, 8)
-REPRESENTED = (5, 8)  # These run only with --full: 3 and 4 ranks run the same code paths.
-ALL_TYPES = max(world_sizes(1, 2, 3))  # Tests with this number of ranks use all types.
+REPRESENTED = (5, 8)  # these numbers of ranks run only with --full, because 3 and 4 ranks run the same code paths
+ALL_TYPES = max(world_sizes(1, 2, 3))  # only tests with this number of ranks use all types
 
 
 @pytest.fixture(

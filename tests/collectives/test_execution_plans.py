@@ -886,7 +886,7 @@ def test_a_plan_with_any_field_replaced_is_loaded_or_refused(path: tuple[Any, ..
     for step in path[:-1]:
         at = at[step]
     at[path[-1]] = value
-    with contextlib.suppress(ArgumentError):  # no other exception is allowed
+    with contextlib.suppress(ArgumentError):  # `load` may raise no other exception
         assert ExecutionPlan.load(plan).world_size == 2
 
 

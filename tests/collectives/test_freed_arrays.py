@@ -114,8 +114,8 @@ def test_it_may_be_registered_itself(ranks: Ranks) -> None:
 def test_other_memory_is_not_taken_for_an_array_that_may_have_been_freed(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a thread has no context, the driver may be unable to say whether memory was freed. Then calls copy the
-    array through scratch memory, as if the array were not registered.
+    """In a thread without a CUDA context, the driver may be unable to say whether memory was freed. Calls of such a
+    thread copy the array through scratch memory, as if the array were not registered.
     """
     unknown = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda _: 0)
     address = ctypes.cast(unknown, ctypes.c_void_p).value

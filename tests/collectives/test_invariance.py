@@ -20,7 +20,7 @@ from support.devices import ON_HOST, runtime_with_blocks, runtime_with_lines, wo
 from support.ranks import Ranks
 from support.running import run_ranks
 
-WIDTH = 60  # elements per row; rows end inside a line (and, in an array at an offset, inside a vector)
+WIDTH = 60  # elements per row; rows end inside lines of 128 bytes
 BATCHES = (1, 2, 7, 64, 700)
 MAKERS = {"packets": runtime_with_blocks, "lines": runtime_with_lines} if ON_HOST else {"GPU": runtime_with_blocks}
 WORLDS = [
@@ -77,7 +77,7 @@ def test_a_row_has_the_same_bits_in_every_batch(ranks: Ranks, world: tuple[int, 
         own = rows_of(comm.rank, name)
         for options in algorithms_of(comm, "all_reduce"):
             for batch in BATCHES:
-                first = batch // 2  # the batch begins with the row of this number
+                first = batch // 2  # index of the batch's first row
                 batch_rows = np.roll(own[:batch], -first, 0).ravel()
                 for offset in (0, 3):  # the number of elements in memory before the batch
                     x = on_device(comm, np.concatenate([np.zeros(offset, own.dtype), batch_rows]))[offset:]

@@ -140,7 +140,7 @@ def test_memory_that_is_met_once_is_never_exported(ranks: Ranks, monkeypatch: py
             for _ in range(OFTEN - 1):
                 for memory in memories:
                     meet(comm, source, memory.array(CALL.dtype))
-                    comm.group.lent_memory.update()  # the watcher makes this call, too
+                    comm.group.lent_memory.update()  # the watcher thread also calls update()
             assert not exported
         withdrawn(comm, *memories)
 

@@ -1,4 +1,4 @@
-"""all_reduce in packets that fill whole lines of 128 bytes. GPUs use these packets for arrays above a size limit."""
+"""all_reduce in packets that fill whole lines of 128 bytes, which GPUs use for arrays above a size limit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.running import run_ranks
 
 pytestmark = pytest.mark.host_only(reason="GPUs send so without being told, where their links carry whole lines")
 
-COUNTS = (0, 1, 15, 241, 5003)  # from less than one thread's part to several parts per thread
+COUNTS = (0, 1, 15, 241, 5003)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

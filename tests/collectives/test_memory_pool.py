@@ -115,7 +115,7 @@ def test_an_array_that_is_not_in_the_pool_has_all_ranks_stage(ranks: Ranks) -> N
 
 
 def test_segments_that_come_and_go(ranks: Ranks) -> None:
-    """A segment is freed when no peer maps it. Peers do not mistake a new segment at the same address for it."""
+    """A segment is freed when no peer maps it. Peers map a new segment at the same address anew."""
     call = Call("all_gather", count=LONG // 4, in_place=False)
 
     def body(comm: Communicator) -> None:
@@ -222,7 +222,7 @@ def test_the_proxies_reach_segments(ranks: Ranks) -> None:
 @pytest.mark.slow
 @pytest.mark.hip_full
 def test_ranks_as_processes() -> None:
-    """Peers map segments in other processes, also segments whose registered arrays were freed."""
+    """Peers in other processes map segments, even segments whose registered arrays were freed."""
     size = processes(3)
     done = run_mpi(size, PROGRAMS / "memory_pool.py")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -23,7 +23,7 @@ LONGER = 110_000
 
 @pytest.mark.parametrize(
     "start",
-    # Kernels clear packets at multiples of 2**30. Without --full, only the last start runs, which precedes epoch 0.
+    # Kernels clear packets at multiples of 2**30. Without --full, tests start only just before the wrap to epoch 0.
     [pytest.param(start, marks=pytest.mark.full) for start in (0, 2**30 - 7, 2**31 - 5)] + [2**32 - 9],
 )
 @pytest.mark.parametrize("form", FORMS)

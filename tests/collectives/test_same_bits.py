@@ -21,14 +21,14 @@ from support.ranks import Ranks
 pytestmark = pytest.mark.slow
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-COUNT = 1003  # covers all combinations of three ranks' values; no multiple of a packet, vector or share
+COUNT = 1003  # enough for all combinations of three ranks' values; no multiple of a packet, vector or share
 TURNS = (*ALGORITHMS, "hierarchical", "kernels")
 IN_NUMPY = {"sum": np.add, "avg": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 
 
 @pytest.fixture(scope="module", params=[*((n, n) for n in world_sizes(3)), *((n, 2) for n in world_sizes(4))])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """Opens three ranks on one node (recursive doubling differs for powers of two), or four ranks on two nodes."""
+    """Opens three ranks on one node, or four ranks on two nodes."""
     world_size, local_world_size = request.param
     with Ranks(world_size, make_runtime=runtime_with_blocks, local_world_size=local_world_size) as group:
         yield group
@@ -57,8 +57,8 @@ def special_values(name: str, rank: int) -> NDArray[Any]:
 def arrays(comm: Communicator, name: str, rows: int, kind: str) -> tuple[Any, Any]:
     """Returns an input array of `rows` equal rows, and an output array of one row.
 
-    Arrays of the kind "own" begin at different offsets on each rank, so that each rank may split its array
-    into other pieces.
+    Arrays of the kind "own" begin at different offsets on each rank, so that ranks may split their arrays into
+    different pieces.
     """
     values = np.tile(special_values(name, comm.rank), rows)
     if kind == "symmetric" and comm.runtime.name == "host":
@@ -83,7 +83,7 @@ def test_all_ranks_get_the_same_bits(ranks: Ranks, collective: str, kind: str, p
     algorithms = [*ranks.run(lambda comm: comm.collectives.algorithms(collective))[0], None]
     turns = [
         TURNS.index(algorithm or "hierarchical") for algorithm in algorithms
-    ]  # None chooses "hierarchical" between nodes
+    ]  # without a request, "hierarchical" is chosen between nodes
     rows = ranks.world_size if collective == "reduce_scatter" else 1
     calls = [
         (name, op, algorithm)

@@ -35,7 +35,7 @@ CALLS = [
 
 @pytest.fixture(
     scope="module",
-    # Without --full, only three ranks run, because they cover all code paths.
+    # Without --full, only three ranks run, because three ranks cover all code paths.
     params=[pytest.param(n, marks=pytest.mark.full if n != 3 else []) for n in world_sizes(2, 3, 5)],
     ids=lambda n: f"{n}-ranks",
 )
@@ -234,7 +234,7 @@ def test_arrays_that_were_freed_are_unmapped_by_their_peers(ranks: Ranks) -> Non
                 array.free()
             del array, arrays  # an array is freed with its last reference
             wait_for(lambda: not shared._withdrawn, "what was freed is withdrawn")
-            assert len(shared._announced) <= kept  # `kept` may count an array of an earlier test that has been freed
+            assert len(shared._announced) <= kept  # `kept` may still count a freed array of an earlier test
             barrier(comm)
 
     ranks.run(body)

@@ -130,7 +130,7 @@ def test_each_block_of_one_group_issues_its_own_transfers_alone(pairs: Ranks) ->
 
 
 def test_a_transfer_waits_for_no_third_rank() -> None:
-    """Ranks 0 and 1 exchange data before rank 2 does anything; only afterwards do they wait for rank 2."""
+    """Ranks 0 and 1 exchange data before rank 2 does anything, and wait for rank 2 only afterwards."""
     with Ranks(3) as three:
 
         def body(comm: Communicator) -> None:

@@ -1,4 +1,4 @@
-"""A rank whose node daemon sends an invalid message treats the daemon as lost. The error quotes the message."""
+"""A rank whose node daemon sends an invalid message treats the daemon as lost, and quotes the message."""
 
 from __future__ import annotations
 

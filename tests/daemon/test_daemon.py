@@ -120,7 +120,7 @@ def channels_of(comm: Communicator) -> Any:
 
 
 def exchange(comm: Communicator) -> float:
-    """On each rank, kernels put and signal to every other rank. Then a collective by proxy runs. Returns its sum."""
+    """Lets each rank's kernels put and signal to all other ranks, and returns the sum of a collective by proxy."""
     channels, kernels = channels_of(comm)
     for channel in channels:
         kernels["put_signals"](1, 1, channel, 20)
@@ -492,7 +492,7 @@ def test_requests_to_a_stopped_daemon_end_by_a_time_out_that_was_shortened(daemo
         with daemon.stopped():
             started = time.monotonic()
             error = caught(lambda: comm.proxy_channels(memory, peers=[0]))
-            assert time.monotonic() - started < 8  # the limit for an answer is 10 s
+            assert time.monotonic() - started < 8  # seconds, less than the limit of 10 s for an answer
         return error
 
     (error,) = run_ranks(1, body)

@@ -387,7 +387,7 @@ def test_tables_that_change_under_a_flood_of_triggers_do_no_harm(
                 {"do": "remove_memory", "first": used["first"]},
             )[attempt % 3]
             for _ in range(10):
-                if client.say(change) != DONE:  # the channel or memory is already freed, or the client has failed
+                if client.say(change) != DONE:  # the channel or memory was freed, or the client failed
                     break
             flood.end()
     assert bystander.say({"do": "drain", "timeout": 5}) == DRAINED
@@ -414,7 +414,7 @@ def test_tables_that_change_under_a_schedule_do_no_harm(
                     {"do": "remove_schedule", "number": number},
                 )[attempt % 4]
                 for _ in range(10):
-                    if client.say(change) != DONE:  # the change was already made, or the client has failed
+                    if client.say(change) != DONE:  # the change was already made, or the client failed
                         break
     assert bystander.say({"do": "drain", "timeout": 5}) == DRAINED
     assert daemon.settles(before), (before, daemon.resources())

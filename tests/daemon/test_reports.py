@@ -354,7 +354,7 @@ def test_a_report_that_can_not_be_written_is_logged(
 
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Report], DaemonReport]:
-    """The reports of a job of two ranks, of which rank 1 waits for rank 0."""
+    """The reports of a job of two ranks, in which rank 1 waits for rank 0."""
     directory = tmp_path_factory.mktemp("sample")
 
     def body(comm: Communicator) -> None:

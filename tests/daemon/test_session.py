@@ -170,7 +170,7 @@ def test_pinned_memory_is_mapped_until_it_is_removed_or_its_client_goes(
 def test_removed_memory_is_unmapped_when_the_worker_comes_to_rest(
     client: RawClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The daemon must not wait for the client's next request to unmap the memory."""
+    """The daemon must unmap the memory even if the client sends no further request."""
     open_handle, mapped = HostRuntime.open, []
     drain, rests = ProxyService.drain, threading.Event()
 

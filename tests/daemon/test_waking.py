@@ -24,7 +24,7 @@ REST = 0.02  # seconds without work after which a proxy thread sleeps most of th
 
 @pytest.fixture(params=["process", "daemon"])
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Yields where the proxy runs: "process", or "daemon" for a node daemon of this test alone."""
+    """Yields where the proxy runs: "process", or "daemon" for a node daemon that only this test uses."""
     if request.param == "process":
         monkeypatch.setattr(proxy_place, "_known_name", "")
         yield "process"
@@ -95,6 +95,6 @@ def test_a_proxy_that_is_idle_for_long_sleeps_longer_than_its_policy_says(place:
         time.sleep(0.5)
         before = worker_of(comm).sleeps
         time.sleep(0.5)
-        assert 0 < worker_of(comm).sleeps - before < 2000  # a sleep lasts 0.5 to 1 ms, so there are at most 1000
+        assert 0 < worker_of(comm).sleeps - before < 2000  # a sleep lasts 0.5 to 1 ms, so 0.5 s have at most 1000
 
     run_ranks(1, body, proxy=place, idle=IdlePolicy.where_cores_suffice())

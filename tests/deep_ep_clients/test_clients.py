@@ -42,7 +42,7 @@ def test_clients_find_their_names(client: str) -> None:
 
 
 def test_a_branchs_buffer_is_absent() -> None:
-    with pytest.raises(ImportError):  # Megatron-LM catches the error and uses `Buffer`
+    with pytest.raises(ImportError):  # after this error, Megatron-LM uses `Buffer`
         from deep_ep import HybridEPBuffer  # noqa: F401
 
 

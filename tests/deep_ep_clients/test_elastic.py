@@ -82,8 +82,8 @@ def kept(mixture: Mixture) -> Any:
 
 
 def heads_of(arrived: Arrived, here: Any, scaleup: int) -> Any:
-    """Returns int64 [N, 2]: a token's global number; 4 * its source rank within the scale-up domain + its last slot for
-    which `here` is true.
+    """Returns int64 [N, 2]. Column 0 is the token's global number. Column 1 is 4 * (source rank in the scale-up domain)
+    + (the token's last slot for which `here` is true).
     """
     last = torch.where(here, torch.arange(4, device=here.device), -1).amax(1)
     return torch.stack([arrived.sources * MOST + arrived.numbers, arrived.sources % scaleup * 4 + last], 1)
@@ -205,7 +205,7 @@ def test_ranks_are_added_to_the_bias_in_the_order_of_their_last_slots(ranks: Ran
         buffer, mixture, _ = begun(comm)
         received, _, _, handle, _ = dispatched(buffer, mixture, do_expand=expands)
         per_rank = mixture.experts // comm.world_size
-        values = [2.0**25, 1.0, -(2.0**25), 0.5]  # their floating-point sum depends on the order of addition
+        values = [2.0**25, 1.0, -(2.0**25), 0.5]  # the sum of these values depends on their order
         bias = torch.full_like(mixture.tokens, 0.25)
         given = torch.full_like(received, values[comm.rank])
         combined = buffer.combine(given, handle, bias=bias)[0]

@@ -30,7 +30,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 def quantized(x: Any, global_scale: float) -> tuple[Any, Any]:
-    """Returns the bytes of rows in NVFP4, and those of their scales, by the formula in numpy."""
+    """Returns the bytes of rows in NVFP4 and the bytes of the rows' scales, both computed in numpy."""
     blocks = x.float().numpy().reshape(len(x), -1, BLOCK)
     one, scale = np.float32(1), np.float32(global_scale)
     with np.errstate(all="ignore"):
@@ -46,10 +46,10 @@ def quantized(x: Any, global_scale: float) -> tuple[Any, Any]:
 
 
 def tokens_of(rank: int, count: int, hidden: int) -> tuple[Any, Any]:
-    """Returns a rank's tokens, with values of all magnitudes, ties and special values, and its experts."""
+    """Returns a rank's tokens, with values of all magnitudes, ties and special values, and their expert ids."""
     made = torch.Generator().manual_seed(rank)
     x = torch.randn(count, hidden, generator=made) * torch.exp2(torch.randint(-30, 30, (count, 1), generator=made))
-    x[::3] = torch.randint(-12, 13, x[::3].shape, generator=made) / 2  # many are halfway between two codes
+    x[::3] = torch.randint(-12, 13, x[::3].shape, generator=made) / 2  # many are halfway between NVFP4 values
     for row, value in enumerate((0.0, torch.inf, -torch.inf, torch.nan, 3e38)):
         if row < count:
             x[row, row * BLOCK : row * BLOCK + 1 + row] = value

@@ -58,7 +58,7 @@ def compute(results: Any, rows: Any, counts: Any, counters: Any) -> None:
         part = slice(None) if blocks == 1 else slice(block * BLOCK, (block + 1) * BLOCK)
         raised[number] += THRESHOLD - 1
         results[expert, part] = rows[expert, part]
-        if counts[expert] > (part.start or 0):  # no call waits for rows that did not come
+        if counts[expert] > (part.start or 0):  # no call waits for the counter of rows that no rank sent
             raised[number] += 1
 
 
@@ -88,10 +88,10 @@ def test_rows_are_read_after_their_counter(ranks: Ranks, counted: Any, how: str)
             computing.join()
             if hook is not None:
                 comm.synchronize()
-                counters.zero_()  # the first half has read all counters
+                counters.zero_()  # the kernels that send have read all counters
                 hook()
             assert torch.equal(combined, (x.float() * TOPK).bfloat16())
-            # Without overlap the arguments have no effect.
+            # Without overlap=True the combine ignores the counters.
             counters.zero_()
             again = dispatched(buffer, comm, turn)
             combined, _, _ = buffer.low_latency_combine(
@@ -129,7 +129,7 @@ def test_wrong_arguments(ranks: Ranks) -> None:
         for how in ({}, {"return_recv_hook": True}):
             refused("^out: ", **right, **how, out=rows.new_empty(shape[::-1]).t())
             refused("^out: overlaps ", **right, **how, out=rows.view(-1, HIDDEN)[: len(weights)])
-        buffer.low_latency_combine(rows, ids, weights, handle, overlap=True, **right)  # no refusal had an effect
+        buffer.low_latency_combine(rows, ids, weights, handle, overlap=True, **right)  # the refused calls had no effect
         buffer.destroy()
 
     ranks.run(body)

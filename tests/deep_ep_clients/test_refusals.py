@@ -379,7 +379,7 @@ def test_flags_that_are_neither_are_refused_before_rows_move(pair: Ranks) -> Non
 @pytest.mark.parametrize("other", ["low_latency", "without ids"])
 def test_ranks_in_different_modes_are_told_at_once(known: str, other: str) -> None:
     """Ranks in different modes get an error immediately. Each pair of modes is tested with and without earlier calls,
-    because the first call of a mode creates its layer or exchange.
+    because the first call of a mode creates the mode's layer or exchange.
     """
 
     def body(comm: Communicator) -> None:

@@ -1,4 +1,4 @@
-"""For a repeated collective call, one C function compares the ranks' calls, launches, and on some streams waits."""
+"""For a repeated collective call, one C function compares the ranks' calls, launches the kernel, and may wait."""
 
 from __future__ import annotations
 

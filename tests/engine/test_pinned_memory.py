@@ -1,4 +1,4 @@
-"""Puts between pinned memories: the CPU copies short puts, the driver copies the others, and the order is kept."""
+"""Puts between pinned memories: the CPU copies short puts, the driver copies long puts, and puts keep their order."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class FakeDriver:
 
 @dataclass(frozen=True)
 class TwoAddresses:
-    """Pinned memory with different addresses for the device and the CPU, and different bytes at them."""
+    """Pinned memory with different addresses for the device and the CPU, and different bytes at the two addresses."""
 
     device: SharedMemory
     host: SharedMemory

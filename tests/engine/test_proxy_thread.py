@@ -76,7 +76,7 @@ class Client:
         assert self.service.close(TIMEOUT, drained=False)
 
     def push(self, operation: Operation, count: int, channel: int | None = None) -> int:
-        """Pushes triggers, waiting for space in the ring until the time-out. Returns how many were pushed."""
+        """Pushes triggers, waiting for space in the ring until the time-out. Returns the number of pushed triggers."""
         where = self.channel if channel is None else channel
         words = Trigger(operation, where, 8, self.memory, 0, self.memory, HALF).encode()
         found = produce(self.fifo, self.pushed, words, count, TIMEOUT)

@@ -35,8 +35,8 @@ def channel_to_itself(comm: Communicator) -> int:
 
 
 def refused(fields: Callable[[int, int], dict[str, Any]]) -> TriggerError:
-    """Pushes a trigger on one rank, and returns the rank's error. `fields` returns the trigger's fields, from the id of
-    a memory and the id of the second window of an unmapped address range.
+    """Pushes a trigger on one rank, and returns the rank's error. `fields(memory, window)` returns the trigger's
+    fields; `window` is the id of the second window of an unmapped address range.
     """
 
     def body(comm: Communicator) -> TriggerError:

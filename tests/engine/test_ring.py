@@ -55,7 +55,7 @@ extern "C" __global__ void put_and_flush_each(DeviceHandle<ProxyChannel>* channe
 
 
 def copying_runtime(rank: int) -> Runtime:
-    """Returns a runtime that copies for the proxy asynchronously to the proxy's thread, as a GPU does."""
+    """Returns a runtime whose copies for the proxy run asynchronously, as on a GPU."""
     return HostRuntime(async_copies=True) if ON_HOST else rank_runtime(rank)
 
 

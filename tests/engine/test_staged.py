@@ -1,5 +1,5 @@
-"""The staged transports, which move memory that the network device can't register through pinned memory on both sides.
-The tests use two proxies in this process, over fake devices that copy memory and check every limit
+"""The staged transports, which use pinned memory on both sides if the network device can't register other memory. The
+tests use two proxies in this process, over fake devices that copy memory and check every limit
 (support/fakes/staging.py).
 """
 
@@ -41,8 +41,8 @@ GET = Operation.DATA | Operation.GET
 HEADER = 64
 OUTSIDE = "the peer put or got data outside the memory that this rank offers"
 REM_ACCESS_ERR = 10
-ARRIVED, CREDITED = 0, int(lib.PROXYCCL_STAGED_WIRES) * 128 // 8  # indices of 64-bit words in a peer's memory area
-RECEIVING = int(lib.PROXYCCL_STAGED_WORDS_BYTES)  # bytes of an area before its rings
+ARRIVED, CREDITED = 0, int(lib.PROXYCCL_STAGED_WIRES) * 128 // 8  # indices of 64-bit words in a peer's `area`
+RECEIVING = int(lib.PROXYCCL_STAGED_WORDS_BYTES)  # bytes of a peer's `area` before the rings
 
 MakeWire = Callable[[int, int], FakeWire]
 built = pytest.mark.skipif(
@@ -205,7 +205,7 @@ def test_what_follows_a_get_waits_for_its_data() -> None:
 def test_draining_waits_for_an_answer_that_the_peer_has_not_sent() -> None:
     with Ends() as ends:
         here, there = ends
-        there.device.allow(1)  # the peer may return the request's credit, but not send the answer
+        there.device.allow(1)  # the peer can return the request's credit, but can't send the answer
         here.push(GET, 4000)
         ends.wait(lambda: there.device.counts.executed == 1, "the credit")
         assert not here.service.drain(0.05)
@@ -237,7 +237,7 @@ def test_a_small_rest_of_the_ring_is_filled_and_not_used_for_a_short_piece() -> 
 
 
 def test_a_put_is_cut_into_parts_of_one_length() -> None:
-    longest, size = 1 << 17, 150_000  # the put is cut into two equal parts, instead of `longest` and a short rest
+    longest, size = 1 << 17, 150_000  # the put is cut into two equal parts, not into `longest` bytes and a short rest
     with Ends(size, ring_bytes=1 << 20, chunk_bytes=longest) as ends:
         here, there = ends
         here.push(PUT | SIGNAL, size)
@@ -257,7 +257,7 @@ def test_a_put_of_nothing_makes_no_message() -> None:
 
 @pytest.fixture(params=["inline copies", pytest.param("copy threads", marks=pytest.mark.host_only("its threads"))])
 def runtime(request: pytest.FixtureRequest) -> Runtime:
-    """Returns a runtime with synchronous copies (of the host runtime), or one with asynchronous copies."""
+    """Returns the host runtime, with synchronous or asynchronous copies."""
     return rank_runtime(0) if request.param == "inline copies" else HostRuntime(async_copies=True)
 
 
@@ -619,7 +619,7 @@ def test_an_end_that_stalls_holds_back_its_ring_alone() -> None:
         with Stuck(there):
             flood = threading.Thread(target=here.push, args=(PUT | SIGNAL, size), kwargs={"count": puts})
             flood.start()
-            # The ring holds 8 messages of 128 bytes. At most 256 more operations may wait; a trigger needs up to 3.
+            # The ring holds 8 messages of 128 bytes. At most 256 more operations, up to 3 per trigger, may wait.
             most = 1024 // 128 + (256 - 2) // 2
             ends.wait(lambda: here.taken() >= most, "a full connection")
             assert here.device.counts.executed <= 2 * 1024 // 128

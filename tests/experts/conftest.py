@@ -1,4 +1,4 @@
-"""Fixtures of the expert-parallel layer's tests."""
+"""Fixtures for the expert-parallel layer's tests."""
 
 from collections.abc import Iterator
 

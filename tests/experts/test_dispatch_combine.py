@@ -150,7 +150,7 @@ def _arrivals(case: Case, rank: int) -> list[tuple[int, int, int]]:
 
 def assert_combined(case: Case, got: Values, slots: Values, weights: Values, *, parts_rounded: bool) -> None:
     """Asserts that `got` is the weighted sum of each token's slots, up to errors of accumulation (two roundings per
-    term) and of rounding to the dtype. With `parts_rounded`, each node's part is also rounded to the dtype.
+    term) and of rounding to the dtype. With `parts_rounded`, each node's partial sum is also rounded.
     """
     terms = slots.astype(np.float64) * weights.astype(np.float64)[:, :, None]
     accumulator = np.dtype(np.float64 if case.dtype == "float64" else np.float32)
@@ -211,7 +211,7 @@ def check(comm: Communicator, case: Case, algorithm: str | None = None) -> None:
 WORLDS = [(1, {}), (2, {}), (3, {}), (4, {}), (5, {}), (8, {})]
 WORLDS += [(2, {"local_world_size": 1}), (5, {"local_world_size": 1}), (8, {"local_world_size": 4})]
 WORLDS += [(4, {"local_world_size": 2, "fifos": 2, "proxy_threads": 2, "fifo_size": 4})]
-# These run only with --full, because other entries of WORLDS have one node of several ranks, or two such nodes.
+# These entries run only with --full, because others also have one node of several ranks, or two such nodes.
 REPRESENTED = [(4, {}), (8, {}), (8, {"local_world_size": 4})]
 
 
@@ -321,7 +321,7 @@ def test_dispatch_and_combine_are_adjoint(local_world_size: int | None) -> None:
             (x * on_host(moe.combine(r_there, weighted=False))).sum(),
             (on_host(moe.dispatch(x_there, weighted=True)[0]) * r).sum(),
             (x * weighted).sum(),
-            (on_host(moe.collect(on_device(comm, dots))) * weights).sum(),  # (gradient of the weights) * weights
+            (on_host(moe.collect(on_device(comm, dots))) * weights).sum(),
         ]
         return tuple(float(value) for value in sums)
 
@@ -437,7 +437,7 @@ def moved_by_proxies(case: Case, algorithm: str | None) -> list[tuple[int, int]]
 
     def body(comm: Communicator) -> tuple[int, int]:
         check(comm, case, algorithm)
-        barrier(comm)  # the proxy counts triggers before the peer gets data, so it has counted all of them now
+        barrier(comm)  # the proxy counts triggers before it sends data, so it has counted all triggers
         if comm.group.links.proxy_if_started is None:
             return 0, 0
         counters = [comm.proxy.counters(channel) for channel in range(64)]
@@ -460,7 +460,7 @@ def test_a_token_crosses_once_for_all_its_experts() -> None:
     pairs = zip(moved_by_proxies(case, "proxy"), moved_by_proxies(wider, "proxy"), strict=True)
     for rank, ((triggers, moved), (more_triggers, more_moved)) in enumerate(pairs):
         assert more_triggers == triggers
-        # `check` sends rows in four dispatches and results in two combines. The width changes no other bytes.
+        # Longer rows lengthen only the rows of four dispatches and the results of two combines.
         assert more_moved - moved == (4 * crossing[rank] + 2 * crossing[1 - rank]) * 3584 * 4, rank
 
 

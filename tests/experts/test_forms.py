@@ -1,4 +1,4 @@
-"""A layer prepares each kind of call once. Later calls of this kind reuse the prepared call with their own arrays."""
+"""A layer prepares each kind of call once, and later calls of the same kind reuse the prepared call with new arrays."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ def test_more_tokens_than_a_layer_has_room_for(pair: Ranks) -> None:
 def test_calls_with_lost_ranks_and_indices_change_too(pair: Ranks) -> None:
     def body(comm: Communicator) -> None:
         sizes = (TOKENS, HIDDEN, TOPK, comm.rank, EXPERTS + 2, comm.local_world_size, comm.world_size)
-        # Rank 1 of three is lost, so the second remaining rank has experts 4 and 5.
+        # Rank 1 of three is lost, so the second remaining rank is rank 2, which has experts 4 and 5.
         with EPAll2AllLayer(comm, *sizes, lost_ranks=[1], layout="rank") as layer:
             for turn in range(5):
                 batch = Batch(comm, Form(), turn)

@@ -53,7 +53,7 @@ WORLDS += [(2, {"local_world_size": 1}), (4, {"local_world_size": 1}), (6, {"loc
 WORLDS += [(4, {"local_world_size": 2, "fifos": 2, "proxy_threads": 2, "fifo_size": 4, "batch_tokens": 3})]
 WORLDS += [(3, {"announced_slots": 0})]  # With announced_slots=0, ranks of a node send each other counts.
 WORLDS += [(4, {"few_tokens": 0})]  # With few_tokens=0, some blocks only send.
-# These run only with --full: other entries have one node of 5 ranks, and two nodes of one rank each.
+# These entries run only with --full, because others have one node of 5 ranks, and two nodes of one rank each.
 REPRESENTED = [(8, {}), (4, {"local_world_size": 1})]
 
 
@@ -139,7 +139,7 @@ def test_tokens_on_one_rank_alone(world: World) -> None:
 def test_local_combine(pair: Ranks, dtype: str, local_combine: bool) -> None:
     plan = plan_of(Case((12, 15), topk=8, hidden=40, dtype=dtype, local_combine=local_combine))
     other = plan.routing.combine(plan.results, local_combine=not local_combine)
-    assert not np.array_equal(plan.combined[0], other[0])  # otherwise the test could not tell the results apart
+    assert not np.array_equal(plan.combined[0], other[0])  # the results must differ with and without `local_combine`
     pair.run(lambda comm: check(comm, plan))
 
 
@@ -372,7 +372,7 @@ def test_weights_of_every_type(weight_dtype: str, local_world_size: int) -> None
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_weighted_combine_rounds_once(pair: Ranks, dtype: str) -> None:
-    """The result's error is at most that of accumulation (two roundings per term) and of one rounding to the dtype."""
+    """The result's error is at most two roundings per added term and one rounding to the dtype."""
     plan = plan_of(Case((16, 11), topk=6, hidden=64, dtype=dtype))
     rngs = [np.random.default_rng(rank) for rank in range(2)]
     factors = [rng.normal(size=rows).astype(np.float32) for rng, rows in zip(rngs, plan.routing.rows, strict=True)]
@@ -432,7 +432,7 @@ def test_no_kernel_has_more_blocks_than_num_sm(
     make = Launch.__init__
 
     def spy(self: Launch, kernel: Any, grid: Any, *arguments: Any) -> None:
-        if not kernel.name.startswith("expert_weigh"):  # this kernel may have more blocks, because no peer waits for it
+        if not kernel.name.startswith("expert_weigh"):  # no peer waits for expert_weigh's blocks
             grids.append(grid)
         make(self, kernel, grid, *arguments)
 

@@ -139,7 +139,7 @@ def sums_over_ranks(case: Case, rank: int, results: list[Values]) -> Values:
     """
     total = np.zeros((case.tokens[rank], case.hidden), np.float32)
     first = sum(case.tokens[:rank])
-    row_of = []  # row_of[owner][token] is the token's row on that rank
+    row_of = []  # row_of[owner][token] is the token's row on rank `owner`
     for owner in range(case.ranks):
         came = np.concatenate(case.here(owner)).any(axis=1)
         row_of.append((np.cumsum(came) - came)[first:])
@@ -279,10 +279,10 @@ def test_a_row_for_each_rank_with(world: World, options: dict[str, Any]) -> None
 @pytest.mark.parametrize("options", [{}, {"output_buffers": 1}], ids=repr)
 @pytest.mark.parametrize("times", [1, 500])
 def test_ranks_are_added_in_their_order(times: int, options: dict[str, Any]) -> None:
-    """A token's rows are added in the order of the ranks, whatever the order of the token's experts. DeepEP's `Buffer`
-    has the same order.
+    """A token's rows are added in the order of the ranks, as by DeepEP's `Buffer`, whatever the order of the token's
+    experts.
     """
-    values = [2.0**30, 1.0, -(2.0**30), 1.0]  # their float32 sum depends on the order
+    values = [2.0**30, 1.0, -(2.0**30), 1.0]  # the float32 sum of these values depends on the order of addition
     orders = np.array([[0, 1, 2, 3], [0, 2, 1, 3], [3, 2, 1, 0], [3, 0, -1, 2]] * times, np.int32)
 
     def body(comm: Communicator) -> None:

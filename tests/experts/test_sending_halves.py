@@ -41,8 +41,8 @@ def test_a_stopped_peer_holds_no_sending_half(ranks: int, tokens: int) -> None:
                 return layer.combine_send(rows, desc)
 
             rows, _, desc = layer.dispatch(given, chosen)
-            # Each rank sends a combine and a dispatch. Rank 0 receives its combine and dispatch and sends the next ones
-            # before any other rank has received.
+            # Each rank sends a combine and a dispatch. Rank 0 receives both calls and sends the next combine and
+            # dispatch before any other rank has received.
             combining, dispatching = layer.combine_send(rows, desc), sent(2)
             comm.barrier()
             stop.until_told(comm)

@@ -202,7 +202,7 @@ def test_a_signal_joins_the_write_before_it(
 
 def test_what_no_flush_waits_behind_comes_to_rest_by_one_completion() -> None:
     with loop_of(memory(8), np.zeros(8, np.uint8), depth=64) as loop:
-        for _ in range(7):  # 14 requests are fewer than a quarter of the window
+        for _ in range(7):  # 14 requests, fewer than a quarter of the window, so none asks for a completion
             loop.push(0, PUT | SIGNAL, 8)
         assert loop.service.drain(TIMEOUT)
         counts = loop.peers[0].device.counts

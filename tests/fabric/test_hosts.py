@@ -63,7 +63,7 @@ class Job:
         return outputs
 
 
-# "delivered" signals run only with --full, because tests below use them for a flood and for staged memory.
+# "delivered" signals run only with --full, because the tests of floods and staged memory below also use "delivered".
 @pytest.mark.parametrize(
     ("ranks", "env"),
     [

@@ -54,8 +54,8 @@ def run_nodes(ranks: int, each: int, body: Callable[[Communicator], None]) -> No
 
 
 def run(ranks: int, each: int, call: Call, *, by_kernels: bool) -> None:
-    """Checks a call twice: with the default algorithm, which must use kernels if `by_kernels`, else the proxy, and with
-    kernels.
+    """Checks a call with the default algorithm, and with an algorithm that uses kernels. By default the call must use
+    kernels if `by_kernels`, else the proxy.
     """
 
     def body(comm: Communicator) -> None:

@@ -69,7 +69,7 @@ def test_a_case_finds_and_ends_only_its_own_processes() -> None:
 
 
 class Meeting(Campaign):
-    """A campaign of which two cases must run concurrently; one case has a finding, one raises, and one can't be run."""
+    """A campaign in which two cases must run concurrently; one case has a finding, one raises, and one can't be run."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)

@@ -75,8 +75,8 @@ def ranks() -> Iterator[Ranks]:
 def torch() -> ModuleType:
     """Returns the module torch, built for the runtime's devices, or skips the test and says why there is none.
 
-    Ranks that are threads need a device each here: torch uses one default stream per device, and two ranks' kernels
-    in one stream would wait for each other forever.
+    Each rank that is a thread needs its own device, because torch uses one default stream per device, and kernels of
+    two ranks in one stream would wait for each other forever.
     """
     module = pytest.importorskip("torch")
     built_for = "hip" if module.version.hip else "cuda"
@@ -136,7 +136,7 @@ def test_a_tensor_that_requires_a_gradient_is_taken(ranks: Ranks, torch: ModuleT
 
 
 def test_without_a_stream_a_call_is_queued_where_torch_works(ranks: Ranks, torch: ModuleType) -> None:
-    """The values are still being computed when the call is made, and the result is used without a wait."""
+    """The inputs are still being computed when the call is made, and the program uses the result without a wait."""
 
     def body(comm: Communicator) -> None:
         side = torch.cuda.Stream(here(comm))
@@ -864,7 +864,7 @@ def test_a_users_kernel_that_waits_in_vain_ends_too() -> None:
 
 
 def test_an_abort_ends_everything_while_copies_are_in_flight() -> None:
-    nbytes = (64 if RUNTIME == "cuda" else 2) << 20  # emulated GPUs copy by CPU, which takes longer
+    nbytes = (64 if RUNTIME == "cuda" else 2) << 20  # the CPU copies for emulated GPUs, which takes longer
 
     def body(comm: Communicator) -> ProxyCCLError:
         channels = comm.proxy_channels(comm.empty(nbytes, "uint8"))
@@ -903,7 +903,7 @@ def check_lost_context(noticed_by: str, **env: str) -> None:
 def test_a_lost_context_ends_its_communicator_alone(noticed_by: str) -> None:
     def body(comm: Communicator) -> None:
         check_lost_context(noticed_by)
-        Call("all_reduce", "float32", "sum", None, 1000).run(comm)  # this job shares a device with the other job
+        Call("all_reduce", "float32", "sum", None, 1000).run(comm)  # shares a device with the lost context's job
 
     run_ranks(1, body)
 

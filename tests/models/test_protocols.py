@@ -133,7 +133,7 @@ def verify(directory: Path, bug: int = 0) -> str:
     """Runs a verifier, with a planted bug if `bug` is not 0. Returns SPIN's report: the number of states, and the first
     error.
     """
-    table = "-w18" if bug else "-w22"  # log2 of the hash table's slots; a search that ends at a bug visits few states
+    table = "-w18" if bug else "-w22"  # log2 of the hash table's slots; a search that finds a bug needs few
     report = run(["./verify", "-m1000000", table], made_once(directory, build), BUG=str(bug))
     assert "max search depth too small" not in report, report
     return report

@@ -408,7 +408,7 @@ def test_who_waits_through_others_waits_for_the_last(hang: Path) -> None:
 
 
 def test_a_cycle_that_waits_for_one_more_waits_for_that_one(hang: Path) -> None:
-    """If ranks of a cycle also wait for a rank that does not wait, that rank is the cause."""
+    """The cause is a rank that does not wait, even if ranks that wait for it also wait for each other in a cycle."""
     reports = sample(hang)
     wait = reports[0].waits[0]
     both = [

@@ -67,7 +67,7 @@ class Client:
 
 
 def ncclras(port: int, *, timeout: int | None = None, format: str = "", verbose: bool = False) -> str:
-    """Makes the requests of `ncclras -t TIMEOUT -f FORMAT -v`, with its checks of the answers. Returns its output."""
+    """Makes the requests of `ncclras -t TIMEOUT -f FORMAT -v`, checks the answers, and returns its output."""
     client = Client(port)
     assert client.ask("CLIENT PROTOCOL 2") == "SERVER PROTOCOL 2\n"
     if timeout is not None:

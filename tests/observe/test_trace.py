@@ -180,7 +180,7 @@ def test_nothing_is_recorded_while_nobody_asks() -> None:
         channels = channels_of(comm)
         traced(comm, channels, 5, 5, 5)
         ((_, publication),) = publications.find(comm.job, {comm.rank})
-        wait_for_looks(publication)  # a pass over the rings that began during tracing records until the pass ends
+        wait_for_looks(publication)  # a pass over the rings that began during tracing records triggers until it ends
         before = trace_words(comm)
         assert before[0][1] > 15
         comm.compile(KERNELS, "mixed")(1, 1, channels, 5, 5, 5)
@@ -302,7 +302,7 @@ def test_what_is_kept_ends_with_a_look_at_the_clock() -> None:
 
     allowance = Allowance(5)
     assert end(allowance, "MTTMTM") is None
-    assert end(allowance, "MTTMM") is None  # exactly five triggers, so the records after them are kept
+    assert end(allowance, "MTTMM") is None  # five triggers are allowed, so the records after the fifth are kept
     assert end(allowance, "MM") is None
     assert end(allowance, "MMTM") == 2
     assert end(Allowance(2), "MTTTTMTM") == 6

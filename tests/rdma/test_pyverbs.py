@@ -734,7 +734,7 @@ def test_a_range_is_registered_once_and_kept_for_its_allocation(opened: Open) ->
     registrations.release(first)
     registrations.release(first)
     assert registrations.register(4096, 100, allocation="a") is first
-    # Each differs from the first registration: in the allocation, in the size, or in having no allocation.
+    # Each of these differs from the first registration: in its allocation, in its size, or by having no allocation.
     others = [
         registrations.register(4096, 100, allocation="b"),
         registrations.register(4096, 101, allocation="a"),
@@ -774,7 +774,7 @@ def test_the_least_recently_used_go_first(opened: Open) -> None:
     assert use("a") == kept["a"]
     assert use("c") == kept["c"]
     assert use("b") != kept["b"]
-    big = use("big", 950)  # its 950 bytes fit only after a and c are discarded
+    big = use("big", 950)  # the cache can hold 950 more bytes only after it has discarded a and c
     assert use("a") != kept["a"]
     assert use("big", 950) != big
     assert use("bigger", 1001) != use("bigger", 1001)

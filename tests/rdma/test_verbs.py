@@ -354,7 +354,7 @@ def test_an_observer_sees_outstanding_work_complete(tmp_path: Path, monkeypatch:
         with Observer(publication) as observer, Tracer(path, publication) as tracer:
 
             def progress() -> tuple[int, int]:
-                tracer.fetch()  # the proxy records only for some time after each fetch
+                tracer.fetch()  # the proxy stops tracing some time after the last fetch
                 (connection,) = observer.snapshot().connections
                 return connection.completed, connection.outstanding
 
@@ -431,7 +431,7 @@ def test_a_full_connection_holds_back_its_own_ring_alone() -> None:
         flood = threading.Thread(target=loop.push, args=(0, PUT | SIGNAL, 8), kwargs={"count": puts})
         flood.start()
         try:
-            # A trigger needs 2 of the send queue's 16 operations. The worker takes a trigger only if 3 are free.
+            # A trigger needs 2 of the send queue's 16 operations, but the worker waits until 3 are free.
             most = (16 + OPERATIONS - 2) // 2
             loop.wait(lambda: loop.producer.taken(full.channels[0]) == most, "a full connection")
             loop.push(1, PUT, 8, count=1000)

@@ -299,7 +299,7 @@ def test_stacks_of_a_block_are_one_mapping(runtime: HostRuntime, kernels: Module
     before = mappings()
     kernels.grid_barrier(blocks, 256, syncer, values, wrong, 1)  # blocks that wait for each other have OS threads
     runtime.synchronize()
-    assert mappings() - before < 256  # far fewer than if each GPU thread were an OS thread
+    assert mappings() - before < 256  # 4096 OS threads, one per GPU thread, would need far more
 
 
 def test_16_bit_floats_convert_as_ieee_says(runtime: HostRuntime, kernels: Module) -> None:
@@ -433,7 +433,7 @@ def test_a_kernel_that_ends_has_its_proxy_look_for_what_it_pushed_last(runtime: 
     argument, word, out = ffi.new("char *"), np.ones(1, np.uint32), zeros(1)
     lib.proxyccl_host_add_helper(helper, argument)
     try:
-        kernels.wait_for(1, 1, word, out, 5)  # the word is set already
+        kernels.wait_for(1, 1, word, out, 5)  # the kernel need not wait, because the word is set
         runtime.synchronize()
     finally:
         lib.proxyccl_host_remove_helper(argument)

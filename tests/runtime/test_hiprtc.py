@@ -131,8 +131,8 @@ def exports(code: bytes, name: str) -> bool:
 
 
 def test_every_header_compiles(hiprtc: Hiprtc) -> None:
-    # One architecture suffices, because unused templates and inline functions become no instructions.
-    # test_nvrtc.py checks that each header compiles alone, because NVRTC takes only a fifth of the time.
+    # One architecture suffices, because unused templates and inline functions become no instructions. test_nvrtc.py
+    # checks that each header compiles alone, because NVRTC takes only a fifth of HIPRTC's time.
     hiprtc.compile("".join(f'#include "{header}"\n' for header in headers("hip")), "gfx942")
 
 

@@ -76,7 +76,7 @@ def test_the_whole_huge_pages_of_a_range_are_moved() -> None:
     runtime.copy(memory.ptr, contents.ctypes.data, 8 * MIB)
     move(runtime, memory.ptr + MIB, 5 * MIB)
     assert bytes_in_huge_pages(memory.ptr) == 2 * HUGE_PAGE
-    move(runtime, memory.ptr, 9 * MIB)  # moves nothing past the end of the memory
+    move(runtime, memory.ptr, 9 * MIB)  # the call moves no pages past the end of the memory
     assert bytes_in_huge_pages(memory.ptr) == 4 * HUGE_PAGE
     np.testing.assert_array_equal(
         np.frombuffer(ffi.buffer(ffi.cast("char *", memory.ptr), 8 * MIB), np.int64), contents

@@ -143,7 +143,7 @@ def test_a_device_has_the_pool_of_one_runtime(runtime: Runtime, pool: MemoryPool
 
 
 class RecordedDriver:
-    """A fake driver with contexts, capture modes and flags of allocations. No other test uses its device number."""
+    """A fake driver with contexts, capture modes and flags of allocations. No other test uses this device number."""
 
     name, device = "recorded", 62
     OWN, BEFORE, RELAXED, STRICT, FLAGS, PTR = 111, 222, 2, 0, 3, 1 << 40
@@ -205,7 +205,7 @@ class RecordedDriver:
         )
 
 
-recorded = RecordedDriver()  # global, because the library keeps the driver's functions
+recorded = RecordedDriver()  # global, because the library keeps pointers to this fake driver's functions
 
 
 @pytest.mark.parametrize("before", [RecordedDriver.BEFORE, RecordedDriver.OWN, 0])

@@ -103,7 +103,7 @@ def leaves_registers(ptx: str) -> bool:
     return ptx.count(".visible .entry") == ptx.count(".maxntid 512") + ptx.count(".maxnreg 32") > 0
 
 
-@pytest.mark.full  # without --full, only the interpreter below is assembled: its accesses are the same
+@pytest.mark.full  # only with --full, because the interpreter below has the same accesses
 def test_shipped_reductions_assemble(nvrtc: Nvrtc) -> None:
     cubin = nvrtc.compile(reductions_of("bfloat16", "Sum"), CUBIN)
     for algorithm in ALGORITHMS:
@@ -264,7 +264,7 @@ def test_an_access_is_one_instruction_of_the_right_kind(accesses_ptx: str, kerne
 
 
 def test_two_words_of_a_trigger_are_stored_behind_an_acquire(nvrtc: Nvrtc) -> None:
-    """Before sm_90, a trigger is two stores. The fence orders the first store after the load that found room."""
+    """Before sm_90, a trigger is two stores. The fence orders the first store after the load of the tail."""
     ptx = nvrtc.compile(ACCESSES, "-arch=compute_80").rstrip(b"\0").decode()
     stores = ["fence.acq_rel.gpu", "st.relaxed.sys.b64", "st.release.sys.b64"]
     assert ordered_accesses(ptx, "store_trigger") == stores

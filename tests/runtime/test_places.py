@@ -1,4 +1,4 @@
-"""Arrays that another library's allocator places within one allocation."""
+"""Several arrays that another library's allocator places in one allocation."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def run(directory: Path, *scenarios: str) -> subprocess.CompletedProcess[str]:
         "TSAN_OPTIONS": f"exitcode={EXIT_CODE}:intercept_tls_get_addr=0",
         "PROXYCCL_RUNTIME": "host",
         "PROXYCCL_CXXFLAGS": " ".join(KERNELS),
-        "PROXYCCL_REPORTS": "off",  # a report of the library reads counters that kernels write: a race on purpose
+        "PROXYCCL_REPORTS": "off",  # a report would read counters while kernels write them
     }
     program = [sys.executable, str(PROGRAM), str(directory), *scenarios]
     return subprocess.run(program, capture_output=True, text=True, env=environment, timeout=TIMEOUT, check=False)
@@ -74,7 +74,7 @@ def run(directory: Path, *scenarios: str) -> subprocess.CompletedProcess[str]:
             "agents",
         ),
         ("expert_parallel", "ring", "copy_streams", "pinned_memory", "channels", "grid", "timeout"),
-        # These run only with --full, because the scenarios above cover the same kernels and schedules.
+        # These scenarios run only with --full, because the scenarios above cover the same kernels and schedules.
         pytest.param(("expert_layouts", "dispatch_combine"), marks=pytest.mark.full),
     ],
     ids=["collectives", "experts, channels and streams", "layouts, dispatch and combine"],

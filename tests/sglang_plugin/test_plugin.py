@@ -58,7 +58,7 @@ def test_a_lost_rank_is_named() -> None:
 
 
 def test_sglangs_dispatchers_of_experts(tmp_path: Path) -> None:
-    (tmp_path / "deep_ep").mkdir()  # as an installation over another leaves it
+    (tmp_path / "deep_ep").mkdir()  # simulates that another package has overwritten deep_ep
     (tmp_path / "deep_ep/__init__.py").write_text("raise ImportError('another package wrote over this one')\n")
     for of_rank in outcomes("experts.py", 2, PYTHONPATH=str(tmp_path)):
         assert {name: error for name, error in of_rank.items() if error} == {}

@@ -24,7 +24,7 @@ from proxyccl.tools.tables import Column, Table
 from support.running import run_alone, run_mpi
 
 _INSTALLED = Path(sys.executable).with_name("proxyccl")
-COMMAND = (str(_INSTALLED),) if _INSTALLED.exists() else ("-m", "proxyccl")  # works without an installation
+COMMAND = (str(_INSTALLED),) if _INSTALLED.exists() else ("-m", "proxyccl")  # -m needs no installation
 
 
 def proxyccl(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -25,7 +25,7 @@ from support.running import run_alone, run_mpi
 pytestmark = pytest.mark.slow
 
 NOT_PROGRAMS = {"demo.py", "traffic.py"}
-ENVIRONMENT = {"TRITON_INTERPRET": "1"} if ON_HOST else {}  # the examples in Triton need its interpreter
+ENVIRONMENT = {"TRITON_INTERPRET": "1"} if ON_HOST else {}  # on the host, Triton examples need Triton's interpreter
 
 
 def run_example(world_size: int, name: str, *options: str) -> str:
@@ -68,7 +68,7 @@ class Training:
         return given if self.algorithm is None else [*given, "--algorithm", self.algorithm]
 
     def check(self, output: str) -> None:
-        """Fails unless the training gives one process's result and sent its data through the requested channels."""
+        """Fails unless the result equals one process's result, and data went through the requested channels."""
         result = result_of(output)
         assert result["world_size"] == self.world_size
         assert result["difference"] <= 1e-5
@@ -94,7 +94,7 @@ OF_THREE = (
 JOBS = {2: (*OF_TWO, *OF_THREE), 3: OF_THREE}
 
 
-# Three ranks run only with --full: only code of the library, not the examples' own, depends on the number of ranks.
+# Three ranks run only with --full, because the examples' own code does not depend on the number of ranks.
 @pytest.mark.parametrize(
     "world_size",
     [pytest.param(size, marks=pytest.mark.full if size > 2 else []) for size in world_sizes(*JOBS, processes=True)],

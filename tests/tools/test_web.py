@@ -102,7 +102,7 @@ def test_the_events_have_ranks_calls_and_rates(url: str) -> None:
     with Ranks(2) as ranks:
         ranks.run(put)
         states = events(url)
-        next(states)  # the first state has no rates
+        next(states)  # the first state has no rates, which need two samples
         state = next(states)
         (found,) = state["communicators"]
         assert [(line["rank"], line["pid"], line["state"]) for line in found["ranks"]] == [
@@ -207,7 +207,7 @@ def test_the_page_in_a_browser(url: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Lets SIGINT end processes that the test starts; a shell's background jobs would ignore it."""
+    """Lets SIGINT end processes that the test starts, because a shell's background jobs ignore SIGINT."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

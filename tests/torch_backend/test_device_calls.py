@@ -139,7 +139,7 @@ def test_each_call_with_lists_or_splits_is_issued_in_c_with_what_its_memory_hold
         }
         issued = None
         for turn in range(5):
-            issued = IssuedInC(group) if turn == 3 else issued  # earlier, peers may still be mapping arrays
+            issued = IssuedInC(group) if turn == 3 else issued  # by turn 3 peers have mapped all arrays
             for name, call in calls.items():
                 torch_on_hip.on_cpu(x)
                 memory[0].copy_(own + turn)
@@ -304,7 +304,7 @@ def test_a_transfer_of_an_aborted_group_raises_as_other_calls() -> None:
         for _ in range(3):
             transfer([x], peer, 0).wait()
         torch_on_hip.on_cpu(x)
-        all_have_transferred.wait(TIMEOUT.total_seconds())  # otherwise the abort below might end the peer's transfer
+        all_have_transferred.wait(TIMEOUT.total_seconds())  # the abort must not end the peer's transfer
         issued = IssuedInC(group)
         group.abort()
         with pytest.raises(dist.DistBackendError, match="AbortedError"):
@@ -413,7 +413,7 @@ def test_a_call_of_an_aborted_group_raises_whether_it_waits_or_not() -> None:
         for _ in range(3):
             all_reduce(group, x)
         torch_on_hip.on_cpu(x)
-        all_have_called.wait(TIMEOUT.total_seconds())  # otherwise the abort below might end the peer's calls
+        all_have_called.wait(TIMEOUT.total_seconds())  # the abort must not end the peer's calls
         issued = IssuedInC(group)
         group.abort()
         for waits in (True, False):

@@ -30,7 +30,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PROXYCCL_CTA_POLICY", raising=False)
     torch_on_hip.use(monkeypatch)
     future = torch.futures.Future
-    monkeypatch.setattr(torch.futures, "Future", lambda devices=None: future())  # this torch has no futures for GPUs
+    monkeypatch.setattr(torch.futures, "Future", lambda devices=None: future())  # torch for CPUs lacks GPU futures
 
 
 class Rank:
@@ -99,7 +99,6 @@ class Rank:
         return self.policy
 
     def until(self, one: Callable[[], str], expected: str) -> None:
-        """Calls `one` until it returns the expected policy."""
         assert any(one() == expected for _ in range(MOST_CALLS)), f"never {expected}"
 
 

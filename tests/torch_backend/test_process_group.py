@@ -36,7 +36,6 @@ MOVED = (*sorted(REDUCIBLE, key=str), torch.bool, torch.complex64, *FLOATS)
 
 
 def all_reduced(group: Any, tensor: Any, op: Any = dist.ReduceOp.SUM) -> Any:
-    """All-reduces a tensor in place and returns it."""
     group.allreduce([tensor], options("Allreduce", reduceOp=op)).wait()
     return tensor
 
@@ -380,14 +379,14 @@ def test_an_asynchronous_call_returns_before_the_others_come() -> None:
 
 @pytest.mark.parametrize("nest", [list, lambda tensors: {"of a rank": tensors}, lambda tensors: (tensors, [tensors])])
 def test_a_future_of_a_gpu_finds_the_tensors_of_any_value(nest: Callable[[list[torch.Tensor]], Any]) -> None:
-    """The backend replaces the function by which torch finds them."""
+    """The backend replaces the function by which torch finds a value's tensors."""
     tensor = torch.ones(2)
     found = torch._jit_internal._extract_tensors(nest([tensor]))
     assert {id(each) for each in found} == {id(tensor)}
 
 
 def test_callbacks_of_futures_may_make_calls_and_wait_for_the_futures_of_those() -> None:
-    """DDP's hooks make calls in callbacks. In this test, callbacks of calls that callbacks made also make calls."""
+    """DDP's hooks make calls in callbacks. In this test, callbacks make calls whose callbacks also make calls."""
     last_may_come = threading.Event()
 
     def body(group: Any) -> None:
@@ -881,9 +880,7 @@ def test_memory_is_allocated_on_gpus_once_there_is_a_communicator() -> None:
 
 @pytest.mark.skipif(process_group.IS_BACKEND, reason="torch keeps other devices' backends from 2.15 on")
 def test_no_rank_drops_the_backend_of_another_device_while_others_make_theirs() -> None:
-    """With "cpu:gloo,cuda:proxyccl", making the GPUs' group waits for all ranks, and making the CPUs' group does not.
-    Earlier groups may have used the store.
-    """
+    """With "cpu:gloo,cuda:proxyccl", making the GPUs' group waits for all ranks, but making the CPUs' does not."""
     store = dist.PrefixStore("group", dist.HashStore())
 
     def wait(device: str, rank: int) -> None:

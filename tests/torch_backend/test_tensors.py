@@ -138,7 +138,7 @@ def test_a_result_of_a_functional_collective_is_waited_for(call: str) -> None:
     def body(group: Any) -> None:
         x = torch.full((COUNT,), 3.0)
         CALLS[call](group, AsyncCollectiveTensor(x)).wait()
-        # Calls "to" another rank leave this rank's tensor as it is.
+        # A call whose name ends in "to" writes ones to x; other calls do not change x.
         assert torch.equal(x, torch.ones(COUNT) if call.endswith(" to") else torch.full((COUNT,), 3.0))
 
     run(body, 1)

@@ -96,7 +96,7 @@ def test_the_analyzer_names_ranks_that_make_different_calls(records: Path) -> No
 
 
 def test_a_flight_record_without_a_group_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flight_recorder, "groups", {})  # without groups of other tests
+    monkeypatch.setattr(flight_recorder, "groups", {})  # other tests' groups must not be found
     with pytest.raises(RuntimeError, match="expected init_process_group"):
         write_flight_record(str(tmp_path / "record"))
 

@@ -145,7 +145,7 @@ def test_works_of_other_backends_are_asked_as_before() -> None:
         pass
 
     own = Own()
-    assert not dist.Work.is_completed(own)  # it has no future
+    assert not dist.Work.is_completed(own)  # `own` has no future that could be complete
     group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
     work = group.allreduce([torch.ones(1)])
     work.wait()
@@ -196,7 +196,7 @@ def test_many_messages_of_both_directions_are_under_way(on: Ranks) -> None:
 
 @pytest.mark.parametrize("met", [False, True], ids=["first", "after-a-collective"])
 def test_a_ring_of_a_new_group(on: Ranks, met: bool) -> None:
-    """The new group has an order of ranks of its own. With `met`, the whole group has been used before."""
+    """The new group orders ranks differently than the whole group. With `met`, the whole group has been used before."""
     order = [3, 0, 2]
 
     def body(group: Any) -> None:
@@ -509,7 +509,7 @@ def test_the_record_of_a_transfer_in_progress_keeps_no_tensors(on: Ranks) -> Non
         transfer(group, x, 1 - rank).wait()
         assert group.calls.threads.of(device, (1 - rank, rank == 0)).wait_until_idle(60)
         transfer(group, y, 1 - rank).wait()  # In older versions of torch, making a Work finishes the previous Work.
-        assert on.holds(y, 1.0)  # `holds` waits for the stream. Freeing the tensors' CPU memory would not.
+        assert on.holds(y, 1.0)  # `holds` waits for the stream, which freeing the tensors' CPU memory would not do.
         del x
         gc.collect()
         assert kept() is None

@@ -23,13 +23,13 @@ BUCKET = 4096
 
 
 def weights(step: int, dtype: Any = torch.float32) -> dict[str, Any]:
-    """Returns the weights of a step: shorter than a bucket, longer, exactly as long, a scalar, and an empty one."""
+    """Returns a step's weights: some shorter, some longer and one as long as a bucket, a scalar and an empty one."""
     shapes = {"a": (3, 5), "long": (50, 70), "b": (1000,), "scalar": (), "none": (0, 4), "bucket": (1024,), "c": (7,)}
     made = {
         name: (torch.arange(torch.Size(shape).numel()) * 7 + 100 * step + len(name)).reshape(shape).to(dtype)
         for name, shape in shapes.items()
     }
-    return {**made, "element": made["a"][:1, 0]}  # contiguous, because it has one element, although its stride is 5
+    return {**made, "element": made["a"][:1, 0]}  # contiguous despite its stride of 5, because it has one element
 
 
 @pytest.fixture

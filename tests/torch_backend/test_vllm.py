@@ -29,7 +29,7 @@ class Meeting:
     def __init__(self, count: int) -> None:
         self._values: dict[int, Any] = {}
         self._come = threading.Barrier(count)
-        self._go = threading.Barrier(count, action=self._values.clear)  # the next gather may have other ranks
+        self._go = threading.Barrier(count, action=self._values.clear)  # the next gather may be among different ranks
 
     def gather(self, rank: int, value: Any) -> list[Any]:
         """Waits until all threads have passed their values, and returns all values in the order of ranks."""

@@ -187,7 +187,7 @@ def test_canceled_transfers_write_nothing_more_and_links_go_on(pair: Pair, path:
                 continue
             with pytest.raises(CanceledError):
                 transfer.wait()
-    # Data of the canceled transfers would arrive before this read's data.
+    # If the canceled transfers still sent data, that data would arrive before this read's data.
     pair.a.read("b", pair.blocks((0, 0, 100)), message=b"last").wait()
     assert not pair.ours[100:].any()
     np.testing.assert_array_equal(pair.ours[:100], pair.theirs[:100])

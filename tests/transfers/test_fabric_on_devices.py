@@ -1,4 +1,4 @@
-"""Device memory between hosts by libfabric: the adapter accesses it if possible, else pinned memory is used.
+"""Device memory between hosts by libfabric: the adapter accesses device memory if it can, else pinned memory.
 
 Both agents are on this host, but each believes that the other is on another host. libfabric's TCP provider can access
 the memory of the host runtime's devices, but not of GPUs.

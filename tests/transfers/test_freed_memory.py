@@ -48,7 +48,7 @@ def with_mapped(pair: Pair, mapped: Mapped) -> Iterator[Region]:
 @pytest.mark.parametrize("operation", ["read", "write"])
 @pytest.mark.parametrize("nbytes", [1 << 16, NBYTES])
 def test_a_peer_that_freed_its_memory(pair: Pair, mapped: Mapped, operation: str, nbytes: int) -> None:
-    """The system copies (process_vm): short transfers in the caller's thread, long ones also in the agent's thread."""
+    """process_vm copies in the caller's thread, and for long transfers also in the agent's thread."""
     ours = pair.a.register(np.zeros(NBYTES, np.uint8))
     with with_mapped(pair, mapped) as region:
         transfer = pair.a.prepare(operation, "b", [(ours.address, region.address, nbytes)])
@@ -102,7 +102,7 @@ def test_a_socket_to_a_peer_that_freed_its_memory(pair: Pair, mapped: Mapped, pa
 def test_a_socket_and_a_block_of_many_that_was_freed(pair: Pair, mapped: Mapped, path: str, freed: int) -> None:
     """"""
     force_path(pair.a, path)
-    nbytes = 1 << 16  # a frame takes eight blocks
+    nbytes = 1 << 16  # a frame has room for eight blocks
     with with_mapped(pair, mapped) as region:
         mapped.punch(freed * nbytes, nbytes)
         blocks = [(pair.our_region.address, region.address + block * nbytes, nbytes) for block in range(16)]
@@ -255,7 +255,7 @@ if "raised elsewhere" in case:
     ],
 )
 def test_other_handlers_of_the_same_signals(case: str, status: int) -> None:
-    """A signal handler may be installed after ProxyCCL's. Faults outside transfers still end the process."""
+    """A program may install a handler after ProxyCCL's handler. Faults outside transfers still end the process."""
     result = subprocess.run(
         [sys.executable, "-c", _HANDLERS, case],
         env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},

@@ -100,7 +100,7 @@ def test_an_address_that_does_not_answer_takes_no_time_of_the_next(
 
 
 class Yama:
-    """Emulates a kernel with Yama, where a peer must permit copies of its memory; if asked, it does if `permits`."""
+    """Emulates a kernel with Yama, where a peer must permit copies of its memory. `permits`: whether the peer does."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, scope: Path) -> None:
         self.permits = True

@@ -72,7 +72,7 @@ def test_a_trace_lists_transfers_and_their_paths(pair: Pair, tmp_path: Path) -> 
     read = pair.a.prepare("read", "b", pair.whole())
     read.start().wait()
     tracer.fetch()
-    for _ in range(5000):  # the agent records fewer transfers
+    for _ in range(5000):  # more transfers than the agent's trace holds
         transfer.start().wait()
     traced = tracer.stop()
     first, second = traced.transfers[:2]

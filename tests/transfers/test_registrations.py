@@ -1,4 +1,4 @@
-"""After the end of a registration, no transfer prepared with it moves data, even if its address is used again."""
+"""After a registration has ended, transfers prepared with it move no data, even if the address is registered again."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def serve_orders(connection: socket.socket) -> None:
 
 
 class Owner:
-    """The process of `serve_orders`, and an agent "a" that has the metadata of its agent."""
+    """The process of `serve_orders`, and an agent "a" that has the metadata of the process's agent."""
 
     def __init__(self, process: Child) -> None:
         self._process = process

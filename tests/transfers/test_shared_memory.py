@@ -1,4 +1,4 @@
-"""Host memory that ProxyCCL allocated: a peer maps it and copies with its own CPU."""
+"""Host memory that ProxyCCL allocated: a peer maps the memory and copies with its own CPU."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def test_memory_that_is_not_registered_is_not_touched(target: Target, offset: in
 @pytest.mark.parametrize(("end", "error"), [("free", errno.EFAULT), ("deregister", EACCES)])
 def test_a_read_whose_memory_ends_while_it_is_sent(target: Target, mapped: Mapped, end: str, error: int) -> None:
     """Zeros replace the answer's remaining data, and a second header after the data reports the error."""
-    nbytes = 1 << 19  # more than the socket's buffers hold
+    nbytes = 1 << 19  # bytes: more than the socket's buffers hold
     ctypes.memset(mapped.address, 1, nbytes)
     region = target.agent.register((mapped.address, nbytes))
     with target.greeted() as connection:

@@ -92,7 +92,6 @@ class Staged:
 
 
 def connect(trainer: Trainer, samplers: Sequence[Sampler | Staged]) -> None:
-    """Connects each sampler to the trainer and to the other samplers."""
     cards = [sampler.target.card() for sampler in samplers]
     for number, sampler in enumerate(samplers):
         sampler.target.connect(trainer.cards, peers=cards[:number] + cards[number + 1 :])
@@ -124,7 +123,7 @@ def test_each_version_arrives_in_another_sharding(keep: Keep) -> None:
     samplers = [keep(Sampler("s", 0, 3)), keep(Sampler("t", 3))]
     for sampler in samplers:
         sampler.target.connect(trainer.cards)
-    # This target reads from one source, but every source counts it, so each source has 3 targets.
+    # The third target reads from only one source, but every source counts all 3 targets.
     tail = Agent("tail")
     last = WeightTarget(tail)
     last.add("w", np.zeros((1, COLUMNS), np.float32), start=(ROWS - 1, 0), size=(ROWS, COLUMNS))
@@ -295,7 +294,7 @@ def test_a_target_that_leaves_is_not_waited_for(keep: Keep) -> None:
 
 
 def test_peers_pass_on_what_each_has_read(keep: Keep) -> None:
-    """Together, two replicas of two overlapping parts read each element from the sources only once."""
+    """Four targets, two for each of two overlapping parts, together read each element from the sources only once."""
     trainer = keep(Trainer("a", "b"))
     samplers = [keep(Sampler(f"s{n}", *columns)) for n, columns in enumerate(((0, 5), (3, 8), (0, 5), (3, 8)))]
     connect(trainer, samplers)
@@ -443,7 +442,7 @@ def test_a_share_that_its_peer_gives_up_while_it_is_read_is_read_again(
 
     def looking(*arguments: Any) -> set[int]:
         seen = versions(*arguments)
-        if kept and not back.is_set():  # restores the memory only once: later the target may be between two groups
+        if kept and not back.is_set():  # restored once, because later the target may be between two `groups`
             back.set()
             gives_up.memory[:] = kept[0][1]
             gives_up.target._version[0] = kept[0][0]

@@ -5,7 +5,7 @@ import os
 
 from support.devices import ON_HOST
 
-if importlib.util.find_spec("triton") is None:  # the environment of another suite has no triton
+if importlib.util.find_spec("triton") is None:  # other test suites' environments have no triton
     collect_ignore_glob = ["test_*.py"]
 elif ON_HOST:
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -83,9 +83,9 @@ NVIDIA = {
     "put_packets": ["st.relaxed.sys.b64"],
     "get_packets": ["ld.relaxed.sys.b64"],
     "sync_grid": [
-        "ld.relaxed.gpu.b64",  # load of the current generation
-        "atom.gpu.acq_rel.add.u64",  # count of the arriving block
-        "st.relaxed.gpu.b64",  # reset of the count; after the release below, store of the next generation
+        "ld.relaxed.gpu.b64",  # loads the current generation
+        "atom.gpu.acq_rel.add.u64",  # counts the arriving block
+        "st.relaxed.gpu.b64",  # resets the count; another store after the release below publishes the next generation
         "fence.release.gpu",
         "ld.relaxed.sys.b64",
         "fence.acquire.sys",
@@ -97,7 +97,7 @@ NVIDIA_OLDER = {
     "poll": ["ld.gpu.relaxed.b64", "ld.sys.acquire.b64"],
     "wait": ["ld.gpu.relaxed.b64", "ld.sys.acquire.b64"],
     "put_packets": ["st.wt.b64"],
-    "get_packets": ["ld.volatile.b64", "ld.relaxed.sys.b64"],  # first poll; the loop's polls, in inline assembly
+    "get_packets": ["ld.volatile.b64", "ld.relaxed.sys.b64"],  # the first poll, and the loop's polls in inline assembly
     "sync_grid": [
         "ld.gpu.relaxed.b64",
         "atom.gpu.acq_rel.add.u64",

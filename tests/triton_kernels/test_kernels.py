@@ -54,7 +54,7 @@ def errors_of(ranks: int, body: Callable[[Communicator], None], **options: Any) 
         try:
             body(comm)
             comm.synchronize()
-            deadline = time.monotonic() + TIMEOUT  # a peer may learn of the failure later
+            deadline = time.monotonic() + TIMEOUT  # a peer's kernel may end before the peer learns of the failure
             while time.monotonic() < deadline:
                 comm.check()
                 time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Boards, where ranks leave data that outlives them: in a host's control segments, and in a directory."""
+"""Boards, on which ranks leave data that outlives the ranks: in a host's control segments, and in a directory."""
 
 from __future__ import annotations
 

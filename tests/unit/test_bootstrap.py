@@ -362,8 +362,8 @@ class GarblingBootstrap:
 
 @pytest.mark.parametrize("exchange", range(7))
 def test_garbage_from_a_peer_is_an_error_that_names_it(exchange: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bootstrap exchanges hosts, topology, control segments and the proxy's place; mailboxes exchange the job, a
-    registration and the first collective's scratch memory. The test corrupts each of these exchanges in turn.
+    """The bootstrap exchanges hosts, topology, control segments and where the proxy runs; mailboxes exchange the job, a
+    registration and the first collective's scratch memory. Each case corrupts one of these exchanges.
     """
     carry_over = Exchange.carry_over
 

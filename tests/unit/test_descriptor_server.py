@@ -107,7 +107,7 @@ def socket_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_another_network_namespace_is_served_in_the_directory(
     name: bytes, socket_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (socket_directory / f"{bytes(TOKEN_BYTES).hex()}.descriptors").touch()  # not a socket, so it stays
+    (socket_directory / f"{bytes(TOKEN_BYTES).hex()}.descriptors").touch()  # this file must stay
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as killed:
         killed.bind(str(socket_directory / "killed.descriptors"))
     monkeypatch.setattr(sockets, "_abstract", lambda _: bytes(16))  # simulates another network namespace

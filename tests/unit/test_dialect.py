@@ -1,4 +1,4 @@
-"""docs/dialect.py finds its list's phrases in prose, but not in code. `make lint` runs it on the project's prose."""
+"""docs/dialect.py, which `make lint` runs, finds its list's phrases in prose, but not in code."""
 
 from __future__ import annotations
 

@@ -282,7 +282,7 @@ def test_strangers_give_way_where_no_descriptor_is_left() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.open("/dev/null", os.O_RDONLY)
     os.close(free)
-    # RLIMIT_NOFILE limits the highest descriptor, and other tests' descriptors use some of the numbers.
+    # RLIMIT_NOFILE limits the highest descriptor, so descriptors that are in use must be counted.
     used = {int(number) for number in os.listdir("/proc/self/fd")} - {free}
     left = itertools.islice((number for number in itertools.count(free) if number not in used), 5)
     # leaves 5 descriptors

@@ -10,7 +10,7 @@ from proxyccl.device.runtimes import open_runtime
 
 
 class Argument:
-    """An argument of a launch."""
+    """A weakly referenced argument of a launch."""
 
 
 def test_dropped_streams_and_ended_threads_keep_few_arguments() -> None:

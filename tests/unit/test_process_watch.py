@@ -1,4 +1,4 @@
-"""A rank watches a few processes of its host, and watches other processes instead when some of these leave."""
+"""A rank watches a few processes of its host, and replaces a watched process that leaves by another process."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_process_whose_first_thread_has_ended_is_ending(ending: PeerProcess) -
     watch = ProcessWatch(0, {1: ending}, lambda _: False)
     assert ending.is_ending
     assert not has_ended(watch.descriptor_of(1))
-    late = acquire(replace(ending, token=bytes(15) + b"1"))  # for a watch that starts later, the process is not ending
+    late = acquire(replace(ending, token=bytes(15) + b"1"))  # a later watch sees a running process
     assert not has_ended(late)
     release(late)
     watch.close()

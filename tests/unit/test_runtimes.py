@@ -1,4 +1,4 @@
-"""Runtimes are opened by name, and an unknown name is refused with a list of the known ones."""
+"""Runtimes are opened by name, and an unknown name is refused with a list of the known names."""
 
 from collections.abc import Callable
 

@@ -18,7 +18,7 @@ def test_both_tables_have_the_same_transports() -> None:
 
 
 def test_the_streams_of_a_hosts_ranks_have_half_of_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each stream has a thread. With more threads than half of the cores, threads would wait for cores."""
+    """Each stream needs a thread, and more threads than half of the cores would wait for cores."""
     monkeypatch.setattr(cores_of, "cores_allowed", lambda: None)
     for cores in (1, 2, 3, 16, 64, 256):
         monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)

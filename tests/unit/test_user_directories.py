@@ -116,7 +116,7 @@ def test_a_container_may_run_as_any_user(home: str | None, tmp_path: Path) -> No
     command = [*AS_STRANGER, sys.executable, "-W", "error", "-c", PROGRAM]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
     assert f"{tmp_path}/proxyccl-{STRANGER}-cache: 1 files" in result.stdout, result.stderr
-    # The doctor found no report in this directory.
+    # The doctor must say in which directory it found no report.
     assert f"{tmp_path}/proxyccl-{STRANGER}-state/reports" in result.stderr
     assert "Traceback" not in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == [f"proxyccl-{STRANGER}-cache"]

@@ -1,7 +1,7 @@
-"""Ranks of vLLM: processes whose groups vLLM's own functions make, on CPU tensors, with the installed plug-in.
+"""Ranks of vLLM with the installed plug-in: processes in which vLLM's own functions make groups for CPU tensors.
 
-vLLM's wheel is built for GPUs and finds no device here, so the fixtures let its detection of a CPU succeed. The rest is
-vLLM's own: it finds the plug-in by its entry point.
+vLLM's wheel is built for GPUs and finds no device here, so the fixtures let vLLM detect a CPU. All other code is vLLM's
+own, which finds the plug-in by its entry point.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _fork = multiprocessing.get_context("fork")
 
 
 class Rank:
-    """A process that runs functions on request. Its groups exist from its start until it ends."""
+    """A process that runs functions on request. The process's groups exist until the process exits."""
 
     def __init__(self, rank: int, world_size: int, store: Path, **parallel: int) -> None:
         self.connection, theirs = _fork.Pipe()
@@ -49,7 +49,7 @@ class Rank:
         return _result(self.receive())
 
     def receive(self) -> tuple[str | None, Any]:
-        """Returns the failure of the last request, and its result."""
+        """Returns the last request's error (or None) and result."""
         assert self.connection.poll(SECONDS), "the rank did not answer"
         answer: tuple[str | None, Any] = self.connection.recv()
         return answer
@@ -89,7 +89,7 @@ def _result(answer: tuple[str | None, Any]) -> Any:
 
 def _serve(connection: Any, rank: int, world_size: int, store: Path, parallel: dict[str, int]) -> None:
     torch.set_num_threads(1)
-    of_gpus = dict.fromkeys(("fuse_norm_quant", "fuse_act_quant", "fuse_attn_quant"), False)  # vLLM has these for GPUs
+    of_gpus = dict.fromkeys(("fuse_norm_quant", "fuse_act_quant", "fuse_attn_quant"), False)  # these passes need a GPU
     config = VllmConfig(compilation_config=CompilationConfig(pass_config=PassConfig(**of_gpus)))
     for name, value in parallel.items():
         setattr(config.parallel_config, name, value)

@@ -1,4 +1,4 @@
-"""The benchmark of a decoder, as a program: it compares the plug-in's logits with those of vLLM without it."""
+"""The benchmark of a decoder, as a program: it compares the logits of vLLM with and without the plug-in."""
 
 from __future__ import annotations
 
@@ -16,4 +16,4 @@ def test_a_decoder_gets_the_same_logits_with_and_without_the_plug_in(tmp_path: P
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(results.read_text())["contenders"]
     assert [found[title]["backend"] for title in ("ProxyCCL", "vLLM's own")] == ["proxyccl", "gloo"]
-    assert found["ProxyCCL"]["joined norms"] == 5  # after the embedding, and two in each of two layers
+    assert found["ProxyCCL"]["joined norms"] == 5  # one after the embedding, and two in each of two layers

@@ -14,7 +14,7 @@ from vllm.distributed.device_communicators import all2all
 
 
 def communicator_of_experts(backend: str) -> ProxyCCLCommunicator:
-    """Makes a device communicator as vLLM makes that of the group of experts."""
+    """Makes a device communicator with the arguments that vLLM passes for the experts' group."""
     group, config = get_tp_group(), VllmConfig()
     config.parallel_config.all2all_backend = backend
     with set_current_vllm_config(config):

@@ -1,4 +1,4 @@
-"""A rank that ends: the others get an error that names it, in bounded time."""
+"""If a rank's process exits, the other ranks get an error that names the rank, in bounded time."""
 
 from __future__ import annotations
 

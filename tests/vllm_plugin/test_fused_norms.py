@@ -18,20 +18,20 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 
-on_two = pytest.mark.parametrize("ranks", [2], indirect=True, ids=["2 ranks"])  # graphs don't depend on the number
+on_two = pytest.mark.parametrize("ranks", [2], indirect=True, ids=["2 ranks"])  # graphs are the same for more ranks
 WIDTH = 64
 TOLERANCES = {"rtol": 2**-6, "atol": 2**-6}
 
 
 def calls(graph: Any) -> list[str]:
-    """Returns how each call of our operator in a functionalized graph quantizes."""
+    """Returns the kind of quantization of each all_reduce_rms_norm call in a functionalized graph."""
     operator = torch.ops.proxyccl.all_reduce_rms_norm.default
     made = [node.kwargs for node in graph.nodes if operator in node.args[:1]]
     return ["by row" if each["scales"] else "by one" if each["scale"] else "not" for each in made]
 
 
 class Block(torch.nn.Module):
-    """Two norms after matrix products whose results ranks add."""
+    """Two norms, each of a sum of the ranks' tensors."""
 
     def __init__(self, kind: Callable[..., Any], eps: float, dtype: torch.dtype) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Block(torch.nn.Module):
 
 
 class Alone(Block):
-    """A norm of a sum to which nothing is added, as after an embedding. The sum is the next residual."""
+    """A norm without a residual, as after an embedding. The norm's input becomes the next residual."""
 
     def forward(self, x: Any, y: Any, residual: Any) -> Any:
         total = tensor_model_parallel_all_reduce(x * 2)
@@ -63,13 +63,13 @@ def inputs(dtype: torch.dtype = torch.bfloat16, rows: int = 5) -> list[Any]:
 
 def through_the_passes(model: Any, given: list[Any]) -> tuple[Any, list[str]]:
     """Compiles a model with torch's compiler and vLLM's passes. Returns the compiled model's results for the inputs,
-    and how each call of our operator in its graph quantizes.
+    and the kind of quantization of each all_reduce_rms_norm call in its graph.
     """
     manager, found = PassManager(), []
     manager.configure(get_current_vllm_config())
 
     class Noting(PassManager):
-        """The manager; it notes the calls of our operator in the graph that it leaves to torch."""
+        """A manager that records the all_reduce_rms_norm calls in the final graph."""
 
         def __init__(self) -> None:
             self.__dict__.update(manager.__dict__)
@@ -89,7 +89,7 @@ def through_the_passes(model: Any, given: list[Any]) -> tuple[Any, list[str]]:
     torch._dynamo.reset()
     own = [each.clone() for each in given]
     for each in own:
-        torch._dynamo.mark_dynamic(each, 0)  # as vLLM compiles: for any number of tokens
+        torch._dynamo.mark_dynamic(each, 0)  # vLLM also compiles for any number of tokens
     with pass_context(Range(1, 64)), torch.no_grad():
         got = torch.compile(model, fullgraph=True, options=options)(*own)
     assert len(found) == 1
@@ -114,7 +114,7 @@ def joined(kind: str, eps: float) -> None:
 
 @on_two
 def test_other_norms_are_left_alone(ranks: Any) -> None:
-    """The constant is not the model's, or the operator does not take the type."""
+    """Norms whose epsilon is not the model's, or whose type the operator does not support, are not joined."""
     ranks.run(left_alone)
 
 
@@ -132,7 +132,7 @@ def left_alone() -> None:
 
 
 class Sliced(Block):
-    """A norm after the sum of a part of padded rows, as after experts."""
+    """A norm of a sum of slices of padded rows, as after experts."""
 
     def forward(self, x: Any, y: Any, residual: Any) -> Any:
         padded = torch.cat([x, y], -1) * 2
@@ -140,7 +140,7 @@ class Sliced(Block):
 
 
 class OtherResidual(Block):
-    """A norm after a sum, with a residual of another type."""
+    """A norm of a sum, with a residual whose type differs from the sum's."""
 
     def forward(self, x: Any, y: Any, residual: Any) -> Any:
         return self.first(tensor_model_parallel_all_reduce(x * 2), residual.float())
@@ -165,7 +165,7 @@ class Quantized(Block):
     """Norms whose rows are quantized to float8, by vLLM's layer, as before a matrix product in float8.
 
     Args:
-        scale: the scale of all rows; None for a scale of each row.
+        scale: the scale of all rows; None for one scale per row.
         native: whether the layer uses torch's operators, which torch compiles; otherwise vLLM's kernels.
         adds: whether a residual is added.
     """
@@ -208,7 +208,7 @@ def quantized(kind: str, native: bool) -> None:
 
 @on_two
 def test_caches_know_the_group_in_the_graph(ranks: Any) -> None:
-    """Its name does not depend on the groups that the process made before."""
+    """The group's name does not depend on groups that the process made earlier."""
     ranks.run(identified)
 
 

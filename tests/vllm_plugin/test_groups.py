@@ -1,4 +1,4 @@
-"""vLLM's calls of a group and its parallel layers, compared with gloo's sums and with the whole layers."""
+"""vLLM's calls of a group, compared with gloo's sums, and vLLM's parallel layers, compared with unsharded layers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NARROW = (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
 
 
 def parts_of(x: Any) -> list[Any]:
-    """Returns the tensors of all ranks, by gloo."""
+    """Gathers the tensors of all ranks with gloo."""
     group = get_tp_group()
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.world_size)]
     dist.all_gather(parts, x.contiguous(), group=group.cpu_group)

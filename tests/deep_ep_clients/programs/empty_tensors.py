@@ -1,7 +1,7 @@
 """Calls DeepEP in all modes, with empty tensors, which torch places at address 0: some ranks have no tokens, others get
 no rows.
 
-Kernels are compiled with the options of PROXYCCL_CXXFLAGS, among them a sanitizer of the caller's choice.
+Kernels are compiled with the options of PROXYCCL_CXXFLAGS, which may enable a sanitizer.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ typedef struct {
 
 /* Declares a word for atomic accesses. */
 void checked_atomic(void* word, size_t bytes);
-/* Declares a word for atomic accesses whose value no store may decrease. */
+/* Declares an atomic word whose value no store may decrease. */
 void checked_growing(void* word, size_t bytes);
 /* Declares the two words of a slot that one 16-byte access stores. */
 void checked_wide(void* words);
@@ -58,9 +58,9 @@ void checked_copy(void* to, const void* from, size_t bytes, CheckedSite site);
 /* -- threads --- */
 
 uint32_t checked_thread(void);
-/* Lets other threads run; for loops that wait. */
+/* Lets other threads run; loops that wait call this function. */
 void checked_yield(CheckedSite site);
-/* Returns the address that stands for this thread's stack frame, from which platform_host.h finds the thread's Fiber.
+/* Returns the address that represents this thread's stack frame, from which platform_host.h finds the thread's Fiber.
  */
 void* checked_frame(void);
 

@@ -570,7 +570,7 @@ struct QuestionScenario {
   }
 };
 
-// -- announcements: a rank announces memory and later replaces it by other memory; a peer maps what it finds and
+// -- announcements: a rank announces memory and later replaces it by other memory; a peer maps the announced memory and
 // replies ---
 
 struct AnnouncementScenario {
@@ -619,7 +619,7 @@ struct AnnouncementScenario {
   }
 };
 
-// -- calls: each of two ranks logs its call, and compares it with the other rank's call if that is logged ---
+// -- calls: each of two ranks logs its call, and compares the call with the other rank's call if the log has one ---
 
 struct CallScenario {
   static constexpr uint32_t kEntry = 1;  // the log's entry for the first call

@@ -16,7 +16,7 @@ if not IN_MACHINE:
     )
 
 
-# libfabric makes completion queues of 256 entries for each of this many peers; Soft-RoCE permits 32767 entries.
+# The limit on peers is low, because libfabric's queues have 256 entries per peer, and Soft-RoCE permits 32767 entries.
 os.environ.setdefault("FI_UNIVERSE_SIZE", "16")
 # libfabric's cache would keep deregistered memory registered and readable by peers.
 os.environ.setdefault("FI_MR_CACHE_MAX_COUNT", "0")

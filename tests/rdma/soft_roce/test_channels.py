@@ -77,7 +77,7 @@ def test_bytes_arrive_between_any_offsets(pair: Ranks, dst: int, src: int, nbyte
 @pytest.mark.parametrize("turns", [50, pytest.param(200, marks=pytest.mark.full)])
 def test_a_signal_never_overtakes_its_data(signal: str, turns: int) -> None:
     def body(comm: Communicator) -> None:
-        # The peer writes numbers to the last element, each with a signal. After each, the kernel copies the element.
+        # The peer repeatedly writes a number to the last element and signals. The kernel copies each number.
         values = comm.empty(turns + 1, "int64").fill(0)
         sent = comm.empty(1, "int64")
         channels = comm.proxy_channels(values, sent)

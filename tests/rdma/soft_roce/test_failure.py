@@ -48,7 +48,7 @@ def test_a_wrong_key_is_refused_by_the_peer_and_named() -> None:
         if comm.rank == 0:
             address, key = memory._offers[1].exposed["verbs"]
             memory._offers[1] = structs.replace(memory._offers[1], exposed={"verbs": (address, key + 12345)})
-            memory._remote_ids.clear()  # removes the ids of the memory with the right key
+            memory._remote_ids.clear()  # removes memory ids that were made with the right key
         channels = comm.proxy_channels(memory)
         if comm.rank == 0:
             comm.compile(KERNELS, "put_only")(1, 1, channels, 100)

@@ -1,4 +1,4 @@
-"""One rank of a program that uses SGLang's groups and layers. It prints what came of each case, as JSON.
+"""One rank of a program that uses SGLang's groups and layers. It prints each case's error (or "") as JSON.
 
 python collectives.py RANK RANKS PORT plain|deterministic|lost|off
 """
@@ -26,7 +26,7 @@ MODE = sys.argv[4]
 
 
 def on(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Returns the integers of a rank, which add up without rounding."""
+    """Returns a rank's values: integers, whose sums need no rounding."""
     generator = torch.Generator().manual_seed(rank)
     return torch.randint(-8, 9, shape, generator=generator).to(dtype)
 
@@ -54,7 +54,7 @@ state.init_distributed_environment(
 )
 state.initialize_model_parallel()
 group = get_parallel().tp_group
-# SGLang registers its operators for GPUs; they are Python functions, which take CPU tensors too.
+# SGLang registers its operators only for GPUs, but their Python functions also accept CPU tensors.
 for_cpu = torch.library.Library("sglang", "FRAGMENT")
 for op in (
     state.inplace_all_reduce,
@@ -70,8 +70,8 @@ def groups() -> None:
     assert dist.get_backend(group.device_group) == "proxyccl"
     assert dist.get_backend(group.cpu_group) == "gloo"
     assert group.pynccl_comm.short is group.ca_comm
-    assert not hasattr(group.ca_comm, "reduce_scatter")  # SGLang calls AITER's method of this name
-    assert group.pynccl_comm.group is group.device_group  # no group beside SGLang's own
+    assert not hasattr(group.ca_comm, "reduce_scatter")  # SGLang would call such a method as AITER's
+    assert group.pynccl_comm.group is group.device_group  # the plug-in made no second group
 
 
 def all_reduce() -> None:
@@ -228,7 +228,7 @@ def fusion_follows_sglangs_settings() -> None:
     from sglang.srt.layers.layer_boundary import exit as at_exit
     from sglang.srt.layers.layer_boundary.residual.add_norm import flashinfer_ar_fusion_applies as applies
 
-    assert at_exit.flashinfer_ar_fusion_applies is applies  # the hook reached modules that had imported the function
+    assert at_exit.flashinfer_ar_fusion_applies is applies  # modules that imported it earlier use the new one
     fuses = MODE != "deterministic"
 
     def call(x: torch.Tensor) -> torch.Tensor:
@@ -261,7 +261,7 @@ def layers() -> None:
 
 
 def deterministic_sums() -> None:
-    assert os.environ["PROXYCCL_INVARIANT"] == "1"  # the collectives' own tests pin what it promises
+    assert os.environ["PROXYCCL_INVARIANT"] == "1"  # tests/collectives checks the effect of this setting
     out = torch.empty(4, 4)
     group.reduce_scatter_tensor(out, on(RANK, 4 * RANKS, 4))
     equal(out, total(4 * RANKS, 4).chunk(RANKS)[RANK])
@@ -272,7 +272,7 @@ def nothing_is_replaced() -> None:
     assert not hasattr(group.pynccl_comm, "short")
     assert not HookRegistry._hooks
     assert "deep_ep" not in sys.modules
-    assert "proxyccl" in dist.Backend.backend_list  # for groups by which trainers send weights
+    assert "proxyccl" in dist.Backend.backend_list  # trainers broadcast weights in groups of this backend
 
 
 def a_lost_rank() -> None:

@@ -1,4 +1,4 @@
-"""One rank of two that run SGLang's dispatchers of DeepEP 1 and 2. It prints what came of each case, as JSON.
+"""One rank of two that run SGLang's dispatchers of DeepEP 1 and 2. It prints each case's error (or "") as JSON.
 
 python experts.py RANK RANKS PORT
 """
@@ -41,7 +41,7 @@ OPTIONS = {
 
 
 def factor(expert: torch.Tensor) -> torch.Tensor:
-    """Returns by how much an expert multiplies its rows."""
+    """Returns the factor by which each expert multiplies its rows."""
     return (expert + 1).float()
 
 
@@ -51,7 +51,7 @@ def check(combined: torch.Tensor) -> None:
 
 
 def results(rows: torch.Tensor, given: Any) -> torch.Tensor:
-    """Returns what a rank's experts make of its rows, with the rows' weights."""
+    """Returns the weighted sums of the results that this rank's experts compute from rows."""
     mine = given.topk_ids >= 0
     scales = torch.where(mine, factor(given.topk_ids + RANK * LOCAL) * given.topk_weights, 0)
     return (rows.float() * scales.sum(1, keepdim=True)).bfloat16()
@@ -90,13 +90,13 @@ def low_latency_in_nvfp4() -> None:
 
 
 def single_batch_overlap() -> None:
-    """The arguments of both kinds of GPUs, whose kernels have raised their counters."""
+    """Combines with the arguments for Hopper and for Blackwell GPUs, after kernels have raised all counters."""
     for blackwell in (False, True):
         one = deepep._DeepEPDispatcherImplLowLatency(return_recv_hook=True, **OPTIONS)
         one.device_module = mock.MagicMock()
         given = one.dispatch_b(*one.dispatch_a(x, chosen))
         rows = given.hidden_states.shape[1]
-        counters = LOCAL if blackwell else LOCAL * -(-rows // 64)  # as compute_overlap_args makes them
+        counters = LOCAL if blackwell else LOCAL * -(-rows // 64)  # the number that compute_overlap_args gives
         signal = torch.full((counters,), 3, dtype=torch.uint32 if blackwell else torch.int32)
         overlap = SimpleNamespace(
             overlap=True, stream=mock.MagicMock(), wait_event=None, num_sms=3, signal=signal, threshold=3
@@ -155,7 +155,7 @@ def decoding_of_version_2() -> None:
     _second(prompts=False)
 
 
-with ExitStack() as patches:  # what SGLang asks of a GPU and of its server's settings
+with ExitStack() as patches:  # replaces SGLang's queries of a GPU and of the server's settings
     for target, name, value in (
         (torch.cuda, "get_device_properties", lambda *_, **__: SimpleNamespace(multi_processor_count=132)),
         (deepep, "get_deepep_output_dtype", lambda *_: deepep.DispatcherOutputDtype.BF16),

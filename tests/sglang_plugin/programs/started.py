@@ -1,4 +1,4 @@
-"""The start and the end of a rank's program: the import loads SGLang's plug-ins, before its other modules."""
+"""The start and the end of a rank's program. The import loads SGLang's plug-ins, before SGLang's other modules."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ import torch
 from sglang.srt.plugins import load_plugins
 
 load_plugins()
-torch.set_grad_enabled(False)  # as in SGLang's processes
+torch.set_grad_enabled(False)  # SGLang's processes also disable gradients
 
 
-class expecting:  # noqa: N801  reads like pytest.raises; pytest takes long to import
-    """A context in which an error is expected whose text has a match."""
+class expecting:  # noqa: N801  named like pytest.raises, which takes long to import
+    """Asserts that the block raises an error whose text matches a pattern."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern

@@ -38,7 +38,7 @@ if rank in (0, 1):
     dist.barrier(part)
 dist.all_gather_object([None] * size, {"rank": rank})
 store.set(f"after {rank}", b"")
-# All ranks wait for each other, because the failure below could end another rank's all_gather_object.
+# All ranks wait for each other, because a failure could end another rank's all_gather_object.
 store.wait([f"after {other}" for other in range(size)])
 reason = ""
 try:

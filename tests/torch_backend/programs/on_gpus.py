@@ -96,7 +96,7 @@ def capture(device: torch.device) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         dist.all_reduce(x)
-        dist.barrier(device_ids=[device.index])  # Python makes the first call, and C the next ones
+        dist.barrier(device_ids=[device.index])  # Python makes the first barrier, and C the second
         dist.barrier(device_ids=[device.index])
         dist.all_reduce(x, async_op=True).wait()
     for value in (1.0, 3.0):
@@ -252,7 +252,7 @@ def memory(device: torch.device) -> None:
 
 def lent(device: torch.device) -> None:
     """Checks that peers get access to torch's memory that calls use often. When torch frees this memory, the device
-    must get the memory back, and the backend must not mistake other memory at the same address for it.
+    must get the memory back, and the backend must not mistake new memory at the same address for the freed memory.
     """
     for turn in range(3):
         nbytes, before = gather_into_lent(device, turn)
@@ -265,8 +265,8 @@ def lent(device: torch.device) -> None:
 
 
 def gather_into_lent(device: torch.device, turn: int) -> tuple[int, int]:
-    """Gathers into one tensor by kernels and by proxy, before and after peers get access to its memory. Returns the
-    tensor's size and the device memory that is free while the tensor exists, in bytes.
+    """Gathers into one tensor by kernels and by proxy, before and after peers get access to the tensor's memory.
+    Returns the tensor's size and the device memory that is free while the tensor exists, in bytes.
     """
     ranks, count = dist.get_world_size(), 8 << 20  # 32 MiB per rank
     group = dist.group.WORLD._get_backend(device).endpoints.of_all(device).group

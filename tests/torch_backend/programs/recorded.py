@@ -38,7 +38,7 @@ if rank in (0, 1):
     dist.all_gather_into_tensor(torch.empty(8), x, group=pair)
 dist.barrier()
 store.set(f"after {rank}", b"")
-store.wait([f"after {other}" for other in range(size)])  # the failure below could end the last rank's barrier
+store.wait([f"after {other}" for other in range(size)])  # no rank may fail during another rank's barrier
 if how == "matching":
     dist.all_to_all_single(x.new_empty(size), x[:size])
     assert proxyccl.torch.write_flight_record(prefix) == Path(f"{prefix}{rank}")
