@@ -190,8 +190,8 @@ class TransportError(CommunicatorError):
 
 class TriggerError(CommunicatorError):
     """A kernel or a schedule of the proxy used a channel wrongly: with an unused id, a range outside the memory, a
-    range that packets can't carry whole, or packet flag 0. On the host runtime it is also raised if two threads wait on
-    a channel at once.
+    range that packets can't carry whole, or packet flag 0. The host runtime also raises this error if two threads wait
+    on a channel at once.
     """
 
 

@@ -2,8 +2,8 @@
 #pragma once
 
 /* Called after an attempt to access an object that may be of another type. Clears a pending exception of class
- * Exception, which only means that the type is another, and returns 0. Other exceptions, such as KeyboardInterrupt,
- * stay pending, and -1 is returned. */
+ * Exception, which only means that the object has another type, and returns 0. Other exceptions, such as
+ * KeyboardInterrupt, stay pending, and -1 is returned. */
 static inline int proxyccl_clear_exception(void) {
   if (PyErr_Occurred() == NULL) return 0;
   if (!PyErr_ExceptionMatches(PyExc_Exception)) return -1;

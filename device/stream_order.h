@@ -7,7 +7,7 @@
 
 enum { /* status codes of CUDA and HIP */
        PROXYCCL_NOT_READY = 600,
-       PROXYCCL_CAPTURE_IMPLICIT = 906 /* for the legacy default stream, during a capture */
+       PROXYCCL_CAPTURE_IMPLICIT = 906 /* status of the legacy default stream while a blocking stream is captured */
 };
 
 typedef struct ProxycclStreamOrder {

@@ -100,7 +100,7 @@ def _torch_stream(x: Any) -> int | None:
     device = x.get_device()
     if device < 0:  # the CPU
         return None
-    # Avoids torch.cuda.current_stream(), which takes microseconds. torch's compiled code does the same.
+    # Calls the function that torch's compiled code calls, because torch.cuda.current_stream() takes microseconds.
     stream: int = sys.modules["torch"]._C._cuda_getCurrentRawStream(device)
     return stream
 

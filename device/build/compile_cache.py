@@ -160,7 +160,7 @@ def _open_cache(*, make: bool) -> int:
     try:
         return _keep_open(open_private(cache_dir(), "PROXYCCL_CACHE" if named else "cache", make=make))
     except UntrustedPathError as error:
-        if named:  # the user chose this directory
+        if named:  # an error, because the user chose this directory
             raise
         raise PermissionError(str(error)) from error
 

@@ -161,8 +161,7 @@ def _undo(done: tuple[int, Callable[[int], None]]) -> None:
 
 
 class _PinHolds:
-    """Counts the open groups of each device, called holds: while a device has a hold, its kernels may wait for this
-    process. A device is a pair of runtime name and number.
+    """Counts the holds on each device: while a device has a hold, its kernels may wait for this process.
 
     CUDA's call that unpins (`cuMemHostUnregister`) waits for the kernels of all devices of the process (seen with
     driver 580). If such a kernel waits for a launch of the calling thread, or for a proxy's copy, which waits for the

@@ -57,9 +57,9 @@ _NAMES = (
 
 
 class _LoadedModule:
-    """A loaded image. It is unloaded when neither the runtime nor a kernel refers to it.
+    """A loaded image, which is unloaded when neither the runtime nor a kernel refers to the module.
 
-    Unloading waits for the device, so it is deferred until the runtime next waits for the device.
+    Unloading is deferred until the runtime next waits for the device, because the driver's call would wait too.
 
     Attributes:
         handle: the driver's handle.
@@ -81,7 +81,7 @@ class GpuRuntime(GpuMemoryRuntime):
         self.thread_stream = driver.thread_stream
         self.legacy_stream = driver.legacy_stream
         bundles = self.calls.copy_many != 0
-        processors = self.info.multiprocessors  # so that blocks that wait for each other run at once
+        processors = self.info.multiprocessors  # the blocks wait for each other, so all must run at once
         small = driver.runtime == "cuda"  # see PROXYCCL_SMALL_BLOCKS in instance.h
         self.launch_defaults = LaunchDefaults(
             threads=512,
@@ -89,7 +89,7 @@ class GpuRuntime(GpuMemoryRuntime):
             efficient_blocks=min(64, processors),
             copy_blocks=min(32, processors),
             small_threads=32 if small else 512,
-            small_blocks=2 * processors if small else min(32, processors),  # these wait only for running blocks
+            small_blocks=2 * processors if small else min(32, processors),  # a block waits only for blocks that run
             small_bytes=2 * 1024 if small else 16 * 1024,
             awaits_data=True,
             bytes_per_block=16 * 1024,
@@ -140,8 +140,8 @@ class GpuRuntime(GpuMemoryRuntime):
         )
 
     def warm_up(self, peers: Collection[str]) -> None:
-        """Enables access to peers' memory, and makes each driver call of a copy and of its signal once. For each device
-        only the first call does so."""
+        """Enables access to peers' memory, and makes the driver set up copies and signals by one of each. Skips devices
+        for which an earlier call has done this."""
         cold = {self.device_id, *peers} - self._warm
         self._warm |= cold
         for peer in range(self.driver.device_count()) if cold else ():

@@ -65,8 +65,8 @@ Mappings& mappings() { return proxyccl::host::Lasting<Mappings>::get(); }
 
 uintptr_t roundUp(uintptr_t value, uintptr_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// Maps a whole file. If the file is at least as large as a huge page, its address is a multiple of that size, because
-// the kernel uses huge pages only at such addresses.
+// Maps a whole file. If the file is at least as large as a huge page, the mapping's address is a multiple of a huge
+// page's size, because Linux uses huge pages only at such addresses.
 void* mapAligned(int descriptor, size_t bytes) {
   constexpr int kProtection = PROT_READ | PROT_WRITE;
   void* mapping = mmap(nullptr, bytes, kProtection, MAP_SHARED, descriptor, 0);

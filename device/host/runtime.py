@@ -298,10 +298,10 @@ class HostRuntime(Runtime):
     def synchronize(self) -> None:
         failed: KernelError | None = None
         with self.in_flight.ending():
-            for stream in self._all_streams():  # including streams of ranks that are threads
+            for stream in self._all_streams():  # ranks that are threads share the streams
                 try:
                     stream.finish()
-                except KernelError as error:  # raised after all streams have been waited for
+                except KernelError as error:  # raised below, when all streams have finished
                     failed = failed or error
         if failed is not None:
             try:

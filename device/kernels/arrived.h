@@ -12,8 +12,8 @@ typedef struct ProxycclArrived {
   uint32_t divisor; /* divisor of an average */
   uint32_t pieces;
   uint32_t chunks;  /* number of chunks of a piece; an idle block takes the next chunk */
-  uint64_t chunk;   /* elements of each chunk but the last; a multiple of 16 bytes */
-  uint64_t piece;   /* elements of each piece but the last; a multiple of 16 bytes if there are several pieces */
+  uint64_t chunk;   /* elements of each chunk but the last; together a multiple of 16 bytes */
+  uint64_t piece;   /* elements of each piece but the last; together a multiple of 16 bytes */
   uint64_t* stages; /* in host memory: for each piece, the number of complete transfers, which the proxy writes and the
                        kernel resets */
   uint64_t* joined; /* in host memory: number of ranks that have joined the call; the kernel resets it; null if the
@@ -26,6 +26,6 @@ typedef struct ProxycclArrived {
   uint32_t* here;        /* for each piece, 1 once its transfers are complete, so that only one block polls `stages` */
   uint32_t* taken;       /* number of chunks that blocks have taken */
   uint32_t* blocks_done;
-  uint32_t* opened; /* number of pieces that `gate` has counted, except the last piece */
+  uint32_t* opened; /* number of reduced pieces, like `gate`; the last piece is not counted */
   ProxycclControl* control;
 } ProxycclArrived;

@@ -165,7 +165,7 @@ class Lanes {
       body((static_cast<uint64_t>(e) * gridDim.x + blockIdx.x) * team_.epoch_packets);
       const uint32_t since_clear = epoch_ & (kClearInterval - 1);
       if (since_clear < 2) clear();
-      if (since_clear == 2) fenceSystem();  // so that this block's next packets follow the peers' second clear()
+      if (since_clear == 2) fenceSystem();  // orders the peers' second clear() before this block's next packets
       ++epoch_;
     }
     __syncthreads();  // after this barrier, all threads have read the old epoch

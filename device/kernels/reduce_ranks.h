@@ -1,4 +1,4 @@
-// Combines all ranks' values, each rank's contiguous in memory, for the bandwidth-bound reductions.
+// Combines the values of all ranks, for the bandwidth-bound reductions. Each rank's values are contiguous in memory.
 #pragma once
 
 #include "integers.h"

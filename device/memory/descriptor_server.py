@@ -42,7 +42,7 @@ forks.hold_while_forking(_lock)
 
 
 def supply(kind: bytes, make: Supply, failures: tuple[type[Exception], ...]) -> None:
-    """Registers a function that makes descriptors of a kind for this process's server.
+    """Registers a function that makes descriptors for requests to this process's server.
 
     Args:
         kind: the first byte of the requests.
@@ -160,7 +160,7 @@ def serve() -> DescriptorServer:
         return _server
 
 
-@atexit.register  # registered before communicators' exit handlers, and so called after them
+@atexit.register  # communicators' exit handlers are registered later, and so run earlier
 def _remove_files() -> None:
     for process, path in _left_files:
         if process.is_here:

@@ -3,8 +3,8 @@
  * are used.
  *
  * A thread chooses the set of places for its next allocations. If all places are taken, an allocation returns a unique
- * unmapped address, which the caller must recognise and free immediately. NULL instead would make the library free its
- * cached memory and wait for the device.
+ * unmapped address, which the caller must recognise and free immediately. If the allocation returned NULL, the library
+ * would free its cached memory and wait for the device.
  *
  * The functions here never take the GIL, because the library calls them with its own lock held (memory_pool.h). When
  * the library frees a place, queued kernels may still use the place. So a freed place is idle, and not allocated again

@@ -55,7 +55,7 @@ class Places:
         idle = lib.proxyccl_places_idle(self._native)
         if idle:
             self._runtime.synchronize()
-            lib.proxyccl_places_renew(self._native, idle)  # not those freed since `idle` was read
+            lib.proxyccl_places_renew(self._native, idle)  # places that were freed after `idle` was read stay idle
         lib.proxyccl_places_choose(self._native)
 
     @staticmethod

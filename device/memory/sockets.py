@@ -91,7 +91,7 @@ def listen_in_directory(place: Path, token: bytes) -> tuple[socket.socket, str]:
         undo.callback(os.unlink, draft)
         os.chmod(draft, 0o600)
         listener.listen(64)
-        os.rename(draft, path)  # only now, because `_remove_left` removes sockets that do not listen
+        os.rename(draft, path)  # another process's `_remove_left` removes a socket that does not listen
         undo.pop_all()
     return listener, path
 

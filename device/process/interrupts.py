@@ -25,7 +25,7 @@ _when_interrupted: dict[int, Callable[[BaseException], None]] = {}
 
 
 def _look(stream: object) -> None:
-    """Called from C, only because Python runs pending signal handlers before a function's first statement."""
+    """C calls this function only because Python runs pending signal handlers before a function's first statement."""
 
 
 def _keep(_kind: type[BaseException], error: BaseException, trace: TracebackType) -> None:
@@ -130,7 +130,7 @@ os.register_at_fork(after_in_child=_idle.clear)
 
 def wait_elsewhere(wait: Callable[[], None], look: Callable[[], None] | None = None) -> None:
     """Makes a call that may wait long in C, and raises its exceptions. In the main thread, or with `look`, another
-    thread makes the call. If a signal handler or `look` raises, the call continues in that thread.
+    thread makes the call. If a signal handler or `look` raises an exception, the other thread continues the call.
 
     Args:
         wait: the call.

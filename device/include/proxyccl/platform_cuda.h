@@ -65,7 +65,7 @@ template <class T>
 PROXYCCL_DEVICE T shuffle(T value, uint32_t lane) {
   return __shfl_sync(0xffffffffu, value, lane);
 }
-// Not `ballot`: NVRTC also declares a global function of that name.
+// The name is not `ballot`, because NVRTC declares a global function `ballot`.
 PROXYCCL_DEVICE uint64_t ballotWarp(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
 PROXYCCL_DEVICE void syncWarp() { __syncwarp(); }
 // Stores 16 bytes by one access; for a plain store NVRTC may use two. The address is aligned to 16 bytes.

@@ -100,9 +100,9 @@ class MaskAnnouncement : public Announcement {
                 others, [](uint32_t) { return 0; });
   }
 
-  // Called by `threads` threads: waits for all ranks' masks, except this rank's own if the block has collected all of
-  // these. The block may read the ranks' choices after its next barrier or, if kShared, after sumUp() and another
-  // barrier. Returns false to a thread whose packets did not arrive.
+  // Called by `threads` threads: waits for all ranks' masks, but not for this rank's own masks if the block has
+  // collected them all. The block may read the ranks' choices after its next barrier or, if kShared, after sumUp() and
+  // another barrier. Returns false to a thread whose packets did not arrive.
   PROXYCCL_DEVICE bool await(bool has_collected, uint32_t thread, uint32_t threads) const {
     const uint32_t known = has_collected && !kShared ? e_.rank : PROXYCCL_NO_PEER;
     return awaitAllBut(known, thread, threads, [&](uint32_t source, uint32_t packet, uint64_t payload) {

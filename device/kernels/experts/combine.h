@@ -8,8 +8,8 @@
 //
 // combine_signalled is for rows that another kernel still computes: a group waits for a row's counter before it reads
 // the row. Few blocks send the rows, so that the other kernel has most multiprocessors. The send stage waits for the
-// counters of all rows, also of rows that it does not send, so that the receiving half, which takes all blocks, waits
-// for none and the caller may reuse the counters between the halves. Rows must be padded.
+// counters of all rows, even of rows that it does not send. So the receive stages, which take all blocks, read no
+// counters, and the caller may reuse the counters after the send stage. combine_signalled requires padded rows.
 //
 // If ranks have output buffers, rows in such a buffer are not sent: the token's rank loads them from the buffer. Each
 // rank announces with a flag in which buffer its rows are, and ends the combine only when the other ranks have loaded
@@ -72,8 +72,7 @@ PROXYCCL_DEVICE void sumWords(char* out, char* const* rows, const float* weights
     Bytes16 held[kWords][kCount];
 #pragma unroll
     for (uint32_t w = 0; w < kWords; ++w) {
-      const uint32_t next = word + w * kGroupLanes, at = next < end ? next : word;  // beyond the end, load some valid
-                                                                                    // word
+      const uint32_t next = word + w * kGroupLanes, at = next < end ? next : word;  // past the end, any valid word
 #pragma unroll
       for (uint32_t k = 0; k < kCount; ++k) held[w][k] = from[k][at];
     }

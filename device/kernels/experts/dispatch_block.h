@@ -213,8 +213,8 @@ class Dispatch {
       team_.awaitSent(source, segment_, number_, kAllItems);
   }
 
-  // Returns whether a call signals the other ranks at its end that it has read its slabs; otherwise the next call does
-  // so at its beginning.
+  // Returns whether a call ends with a signal to the other ranks that it has read its slabs; otherwise the next call
+  // begins with this signal.
   static PROXYCCL_DEVICE constexpr bool acknowledges() { return !kAnnounced || kSharedMasks; }
   // Called by the block after it has received its rows: allows the node's ranks to write the slabs again.
   PROXYCCL_DEVICE void acknowledge() const {
@@ -311,9 +311,9 @@ class Dispatch {
   PROXYCCL_DEVICE uint32_t storingBlocks() const { return storesAll() ? team_->blocks : team_->senders; }
   static PROXYCCL_DEVICE uint32_t describingGroups() { return Group::count() < 4 ? Group::count() : 4; }
   PROXYCCL_DEVICE void describeAll(uint32_t thread, uint32_t threads) const;
-  // These functions store the rows and write the layout's entries in a dispatch by masks: of few tokens, and of many.
-  // In storeFewRows() the first blocks write the entries and the other blocks, if any, store the rows, because a
-  // block's loads wait behind its stores over a busy link.
+  // Store the rows and write the layout's entries in a dispatch by masks. In storeFewRows(), for few tokens, the first
+  // blocks write the entries and the other blocks, if any, store the rows, because a block's loads wait behind its
+  // stores over a busy link.
   PROXYCCL_DEVICE void storeFewRows(const Group& group, uint32_t* next_item) const;
   PROXYCCL_DEVICE void storeManyRows(const Group& group) const;
   // Returns the number of blocks that write the layout's entries in storeFewRows(). There is an entry for each slot of
@@ -329,7 +329,7 @@ class Dispatch {
   // slots of all blocks.
   PROXYCCL_DEVICE void describeCounted() const;
   PROXYCCL_DEVICE void describeMasked(uint32_t thread, uint32_t threads) const;
-  // Called by `threads` threads, in a dispatch by masks: writes the layout's entries of the slots of this rank's
+  // Called by `threads` threads, in a dispatch by masks: writes the layout's entries for the slots of this rank's
   // tokens.
   PROXYCCL_DEVICE void describeSent(uint32_t thread, uint32_t threads) const;
   // A slot of a token: the token's row on this rank, whether the slot is the first that sends the token to this rank,
@@ -345,16 +345,16 @@ class Dispatch {
   // rank.
   template <class SlotOf>
   PROXYCCL_DEVICE OwnChoice findOwnChoice(uint32_t k, uint32_t first, uint64_t carried, SlotOf slotOf) const;
-  // Called by a group: stores an item, a piece of a token's row and scales, to each rank and row that find(i, &rank,
-  // &row) returns for i < n.
+  // Called by a group: stores an item (a piece of a token's row, with its scales) to each rank and row that find(i,
+  // &rank, &row) returns for i < n.
   template <class Find>
   PROXYCCL_DEVICE void storeRow(const Group& group, uint64_t token, const Segment& segment, uint32_t item, uint32_t n,
                                 Find find) const;
   template <class Find>
   PROXYCCL_DEVICE void storeQuantized(const Group& group, uint64_t token, const Segment& segment, uint32_t item,
                                       uint32_t n, Find find) const;
-  // Finds rank number i < world_size, counted from the next rank on, and the row of one of this rank's tokens on that
-  // rank. Returns false if the rank has no row of the token.
+  // Finds the i-th rank after this one (i < world_size), and the row that one of this rank's tokens has on the found
+  // rank. Returns false if the found rank has no row of the token.
   PROXYCCL_DEVICE bool findMasked(uint32_t token, uint32_t i, uint32_t* rank, int32_t* row) const;
   // The number of words of rows that a thread loads while it waits for announcements: the wait takes about as long as
   // these loads. A group's words hold half a row of 14 KiB, so that each group has at most one piece of 128 such rows.
@@ -393,7 +393,7 @@ class Dispatch {
   PROXYCCL_DEVICE int32_t inBuffer(uint32_t row) const {
     return row < team_->output_rows ? static_cast<int32_t>(row) : static_cast<int32_t>(PROXYCCL_PAST_END);
   }
-  // If a rank has named no output buffer, because it makes a different call, records this error, and moves the rows for
+  // If a rank has named no output buffer, because it makes a different call, records an error, and moves the rows for
   // that rank past the end of its buffer, so that none of the rows is stored.
   PROXYCCL_DEVICE void checkBufferOn(uint32_t rank) const {
     const WaitFor what = {PROXYCCL_WAIT_NONE, rank, PROXYCCL_NO_CHANNEL, 0};
@@ -507,7 +507,7 @@ class Dispatch {
     for (uint32_t l = group.lane; l < team_->local_size; l += kGroupLanes)
       team_.await(team_.read(l, segment_), number_ - 1, team_.nearRank(l));
   }
-  // On every rank of the node, raises the flag that tells that this block has read all data up to call `number`.
+  // On every rank of the node, raises the flag for this block to `number`, the last call whose data the block has read.
   PROXYCCL_DEVICE void raiseRead(uint32_t thread, uint64_t number) const {
 #pragma unroll 1
     for (uint32_t l = thread; l < team_->local_size; l += blockDim.x)
@@ -525,7 +525,7 @@ class Dispatch {
       team_.await(team_.read(i / count, first + i % count), number_ - (kAnnounced ? 1 : team_->kept_calls),
                   team_.member(team_->node, i / count));
   }
-  // Called by `threads` threads of the block.
+  // Called by `threads` threads of the block: sets this block's segment of each source.
   PROXYCCL_DEVICE void setSegments(uint32_t thread, uint32_t threads) const {
 #pragma unroll 1
     for (uint32_t s = thread; s < team_->world_size; s += threads) {
@@ -537,13 +537,13 @@ class Dispatch {
       }
       tokensOf()[s] = tokens;
       team_.segmentOf(s) = Segment::of(tokens, segment_, team_->segments);
-      // begin() has set this rank's own batch, which other groups may still use to send.
+      // This rank's own batch was set by begin(), and is not set again, because groups may be reading it.
       if (crossesNodes() && s != team_->rank) team_.batchFrom(s) = team_.batchOf(tokens, segment_);
     }
   }
 
-  // Returns whether rows are padded. If rows are padded, most_rows is the largest number of rows of an expert,
-  // otherwise of a rank.
+  // Returns whether rows are padded. most_rows is the largest number of rows of any expert if rows are padded,
+  // otherwise of any rank.
   PROXYCCL_DEVICE bool isPadded() const { return team_->padded_rows != 0; }
   PROXYCCL_DEVICE uint32_t alignedRows(uint32_t rows) const {
     const uint32_t alignment = team_->expert_alignment;
@@ -677,11 +677,11 @@ class Dispatch {
     const uint32_t local = team_.localOf(source), node = team_.nodeOf(source);
     return node == team_->node ? inbox(team_->local_rank, local) : team_.peer(local) + team_.rail(number_, node);
   }
-  // Returns the offset, in its slab, of row `place` of this block's segment.
+  // Returns the offset, in the slab, of row `place` of this block's segment.
   PROXYCCL_DEVICE uint64_t rowAt(uint32_t place) const {
     return team_.rowAt(segment_, place, rowStride(call_.row_bytes));
   }
-  // Returns the offset, in its slab, of row `place` of a batch, which is sent between nodes.
+  // Returns the offset, in the slab, of row `place` of a batch, which is sent between nodes.
   PROXYCCL_DEVICE uint64_t batchRowAt(const Batch& batch, uint32_t place) const {
     return team_.rowAt(batch.first, place, rowStride(call_.row_bytes));
   }

@@ -184,7 +184,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::awaitRouting() const {
   const uint32_t segments = team_->segments;
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; i < team_->world_size * segments; i += blockDim.x)
-    if (isNear(i / segments) || i % segments == 0)  // a rank's routing arrives from another node as a whole
+    if (isNear(i / segments) || i % segments == 0)  // a whole routing arrives from another node at once
       team_.await(team_.routed(i / segments, i % segments), number_, i / segments);
   __syncthreads();
 }

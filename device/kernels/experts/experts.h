@@ -14,9 +14,9 @@
  * as one message.
  *
  * If a token has one row per rank (chosen_per_rank is not 0), the kernels treat each rank as one expert, and
- * experts_per_rank is 1. For each token, a dispatch counts each of its ranks once (experts/choices.h). A slot's expert
- * and weight (ProxycclExpertChoice) are sent in place of the slot's weight, so every rank that gets a token's routing
- * has all choices of the token.
+ * experts_per_rank is 1. A dispatch counts each of a token's ranks once (experts/choices.h). A slot's expert and weight
+ * (ProxycclExpertChoice) are sent in place of the slot's weight, so every rank that gets a token's routing has all
+ * choices of the token.
  *
  * - announced [2][…]: packets with the choices and weights of every rank
  * - inbox [local_size] or, if choices are announced or kept_calls is 2, [2][local_size]: data from the ranks of the
@@ -63,7 +63,7 @@ enum {
   PROXYCCL_EXPERT_LAYOUT = 16, /* instead of SEND and RECEIVE: only compute where the rows of a dispatch would go */
   PROXYCCL_EXPERT_TELL = 32,   /* with GATHER, if tokens have one row per rank: count each expert's slots for the CPU */
   PROXYCCL_FIRST_CHOICE = 1
-      << 30, /* bit of an announced ProxycclExpertChoice.expert: set for the first of a token's slots with a rank */
+      << 30, /* bit of an announced ProxycclExpertChoice.expert: set in a token's first slot for each rank */
   /* Bits of ProxycclExperts.dropping_ids, which says for which expert ids a slot is dropped: */
   PROXYCCL_NUMBER_DROPS = 1,    /* drop slots whose expert id is the number of experts, one more than the last id */
   PROXYCCL_MINUS_ONE_DROPS = 2, /* drop slots whose expert id is -1 */
@@ -110,7 +110,7 @@ typedef struct ProxycclReceivedRows {
 
 /* In device memory. Only the last block of a kernel advances these counters, so a captured graph can be replayed. */
 typedef struct ProxycclExpertCounters {
-  uint64_t dispatches, combines; /* number of calls whose last kernel has been begun by all blocks */
+  uint64_t dispatches, combines; /* number of calls; counted when all blocks of the last kernel run */
   uint64_t routings;             /* number of dispatches, without repeated ones */
   uint32_t
       next_item[2][2]; /* indexed by the dispatch's parity: next item of rows for peers, and of this rank's own rows */
