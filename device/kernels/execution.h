@@ -14,7 +14,8 @@ enum ProxycclStepCode {
   PROXYCCL_STEP_RELAXED_SIGNAL = 3,
   PROXYCCL_STEP_WAIT = 4,
   PROXYCCL_STEP_RELAXED_WAIT = 5,
-  PROXYCCL_STEP_PORT = 6,      /* pushes a trigger with the operation `option`; after a flush, waits for it */
+  PROXYCCL_STEP_PORT =
+      6, /* pushes a trigger with the operation `option`; if that includes a flush, waits for the flush */
   PROXYCCL_STEP_PORT_WAIT = 7, /* waits for the port channel's next signal */
   PROXYCCL_STEP_ACQUIRE = 8,   /* acquires semaphore number `channel` */
   PROXYCCL_STEP_RELEASE = 9,

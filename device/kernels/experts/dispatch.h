@@ -35,7 +35,7 @@ PROXYCCL_DEVICE void dispatchExperts(const ProxycclExperts& experts, const Proxy
   if constexpr (dispatch.kMasks)
     if (dispatch.storesMasked()) return dispatch.storeMaskedRows(group, &next_row);
   if constexpr (!dispatch.kOnlyStores) {
-    // The last thread calls countCall(), because no later group of the block sends anything.
+    // The last thread calls countCall(), because rows to send go to its group last.
     if (receives && threadIdx.x == blockDim.x - 1) dispatch.countCall();
     // In a kernel that also receives, the blocks without a segment send while the other blocks receive. If every block
     // has a segment, or the kernel does not receive, all blocks send.

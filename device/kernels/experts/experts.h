@@ -110,7 +110,7 @@ typedef struct ProxycclReceivedRows {
 
 /* In device memory. Only the last block of a kernel advances these counters, so a captured graph can be replayed. */
 typedef struct ProxycclExpertCounters {
-  uint64_t dispatches, combines; /* number of calls; counted when all blocks of the last kernel run */
+  uint64_t dispatches, combines; /* number of calls; counted when all blocks of a call's last kernel have begun */
   uint64_t routings;             /* number of dispatches, without repeated ones */
   uint32_t
       next_item[2][2]; /* indexed by the dispatch's parity: next item of rows for peers, and of this rank's own rows */
