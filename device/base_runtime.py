@@ -92,7 +92,7 @@ class Event(Protocol):
         """Waits until the work before the event is done."""
 
     def elapsed(self, start: Any) -> float:
-        """Returns the milliseconds from event `start` to this event. Both events must be complete."""
+        """Returns the milliseconds from event `start` to this event. `start` and this event must be complete."""
 
     def close(self) -> None:
         """Destroys the event."""
@@ -300,7 +300,7 @@ class BaseRuntime(Protocol):
     def share_across_namespaces(self) -> None:
         """Makes later calls of `allocate` return memory that processes of other PID namespaces can also map.
 
-        Raises RuntimeUnavailableError if the driver does not support such memory.
+        Raises RuntimeUnavailableError if the driver can't share memory between namespaces.
         """
         return
 
@@ -396,7 +396,8 @@ class BaseRuntime(Protocol):
     def adds_at_peer(self, device_id: str) -> bool:
         """Whether this device's kernels can add atomically to accessible memory of the device with this id.
 
-        Returns False if the driver reports no such atomics, as over PCIe, or if this process does not see the device.
+        Returns False if the driver reports that the link has no atomic adds, as over PCIe, or if this process does not
+        see the device.
         """
 
     def pointer_device(self, ptr: int) -> int | None:
@@ -407,7 +408,7 @@ class BaseRuntime(Protocol):
 
     def whole_allocation(self, ptr: int, nbytes: int) -> tuple[int, int] | None:
         """Returns address and size of the allocation, or of the adjacent allocations, that contain a range. Returns
-        None if the driver knows no such allocation."""
+        None if the driver knows no allocation in the range."""
 
     def allocations(self, ptr: int, nbytes: int) -> Allocations:
         """Returns the allocations that contain a range; an empty tuple if the driver knows none.

@@ -66,7 +66,7 @@ class DeviceInfo(Struct, frozen=True):
 
 
 class Compiler(Protocol):
-    """A vendor's run-time compiler. It needs no device and no driver."""
+    """A vendor's run-time compiler. A compiler needs neither a device nor a driver."""
 
     @property
     def runtime(self) -> str:
@@ -214,7 +214,7 @@ class Driver(ABC):
     def allocate_block(self, nbytes: int) -> int:
         """Allocates device memory that processes of other PID namespaces can also map.
 
-        Raises RuntimeUnavailableError if the driver does not support such memory.
+        Raises RuntimeUnavailableError if the driver can't share memory between namespaces.
         """
 
     def free(self, ptr: int) -> None:

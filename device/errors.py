@@ -54,8 +54,8 @@ class HandleTypeError(ArgumentError, TypeError):
 
 
 class UntrustedPathError(ArgumentError):
-    """A file or directory belongs to another user, can be changed by another user, or is a link. Its contents were not
-    used."""
+    """A file or directory was not used, because it belongs to another user, can be changed by another user, or is a
+    link."""
 
 
 class AlreadyMappedError(ArgumentError):

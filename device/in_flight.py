@@ -50,8 +50,8 @@ def identify_stream(runtime: BaseRuntime, handle: int) -> int | ThreadStream:
 def reachable_stream(runtime: BaseRuntime, stream: int | ThreadStream) -> int:
     """Returns a handle, valid in the calling thread, of `stream` or of a stream that is ordered after it.
 
-    Another thread's own default stream has no handle in the calling thread. For such a stream, returns the legacy
-    default stream, which is ordered after all threads' default streams.
+    Another thread's own default stream has no handle in the calling thread. For another thread's default stream,
+    returns the legacy default stream, which is ordered after all threads' default streams.
     """
     if isinstance(stream, int):
         return stream

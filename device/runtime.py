@@ -34,7 +34,8 @@ class Runtime(LaunchRuntime, Protocol):
         """
 
     def release_control(self, control: int) -> None:
-        """Detaches kernels from the control block for which they were compiled. No such kernel may be running."""
+        """Detaches kernels from the control block for which they were compiled. None of the detached kernels may be
+        running."""
 
     def shipped(
         self,

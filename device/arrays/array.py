@@ -32,7 +32,7 @@ _from_buffer, _cast = ffi.from_buffer, ffi.cast  # cached, because looking up th
 
 
 class Array:
-    """A contiguous array in device memory, in C order. `Communicator.empty` makes such arrays.
+    """A contiguous array in device memory, in C order. `Communicator.empty` makes an Array.
 
     On the host runtime ``numpy.asarray(a)`` shares the array's memory; on a GPU the array offers
     ``__cuda_array_interface__`` and ``__dlpack__``.
@@ -81,7 +81,7 @@ class Array:
         return f"Array(shape={self.shape}, dtype={self.dtype}, device={self._runtime.name}:{self._runtime.device})"
 
     def view(self) -> ArrayView:
-        """This array as an `ArrayView`."""
+        """The array's `ArrayView`."""
         return ArrayView(self.ptr, self.shape, self.dtype, (self._runtime.name, self._runtime.device), True, self)
 
     def numpy(self) -> NDArray[Any]:

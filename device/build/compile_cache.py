@@ -93,8 +93,8 @@ os.register_at_fork(after_in_child=_building.clear)  # a fork's child lacks the 
 
 
 def loaded_object(key_parts: tuple[str, ...], build: Callable[[], bytes], load: Callable[[Path], T]) -> T:
-    """Returns `load(path)` for the shared object with this key. If the cache has no such object, `build()` returns its
-    contents.
+    """Returns `load(path)` for the shared object with this key. If the cache has no object with this key, `build()`
+    returns its contents.
 
     If the cache can't be used, this process keeps the file in memory, and a warning is issued once.
 

@@ -97,7 +97,8 @@ class VirtualMemory:
         return base
 
     def free(self, base: int) -> bool:
-        """Waits for the current context's work, and frees memory from `allocate`. Returns False for other memory."""
+        """Waits for the current context's work, and frees memory from `allocate`. Returns False if `allocate` did not
+        return the memory."""
         size = self._allocated.pop(base, None)
         if size is None:
             return False
@@ -237,7 +238,7 @@ class VirtualMemory:
         self._driver.release("MemAddressFree", base, size)
 
     def release(self, base: int) -> bool:
-        """Unmaps memory from `open`. Returns False for other memory."""
+        """Unmaps memory from `open`. Returns False if `open` did not return the memory."""
         size = self._imported.pop(base, None)
         if size is None:
             return False

@@ -125,7 +125,7 @@ class GpuRuntime(GpuMemoryRuntime):
     def activate(self, *, for_proxy: bool = False) -> None:
         self.driver.make_current(self.context.handle)
         if for_proxy:
-            # Otherwise the engine's queries of events would break other threads' captures.
+            # Without this call, the engine's queries of events would break other threads' captures.
             self.driver.relax_capture()
 
     @property
@@ -226,7 +226,7 @@ class GpuRuntime(GpuMemoryRuntime):
         return self._order.ask_capture(stream)
 
     def order_streams(self, first: int, then: int) -> None:
-        # `alike`, because a captured stream can't be ordered with a stream that is not captured.
+        # A captured stream can't be ordered with a stream that is not captured, so `alike` skips such a pair.
         self._order.follow(first, then, alike=True)
 
     def stream_events(self) -> StreamEvents:

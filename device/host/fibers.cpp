@@ -19,7 +19,7 @@
 #include <new>
 #include <vector>
 
-// These symbols are weak: they are null unless the process runs under ThreadSanitizer.
+// The sanitizer's functions are weak symbols, which are null unless the process runs under ThreadSanitizer.
 extern "C" {
 void* __tsan_get_current_fiber() __attribute__((weak));
 void* __tsan_create_fiber(unsigned flags) __attribute__((weak));
@@ -36,8 +36,8 @@ struct TlsIndex {
 };
 extern "C" void* __tls_get_addr(TlsIndex*);
 
-// Saves the callee-saved registers on the current stack, stores the stack pointer, and continues on another stack. This
-// takes a few nanoseconds, while swapcontext takes hundreds because of its system call.
+// Saves the callee-saved registers on the current stack, stores the stack pointer, and continues on another stack. The
+// switch takes a few nanoseconds; swapcontext takes hundreds, because it makes a system call.
 extern "C" void proxyccl_host_switch(void** save, void* to);
 #if defined(__x86_64__)
 asm(R"(
@@ -242,7 +242,7 @@ void suspend(FiberState* fiber) {
 }
 
 // These functions tell the sanitizer about a barrier: all fibers' accesses before the barrier happen before the last
-// fiber's arrival, and this happens before each fiber's release.
+// fiber's arrival, and this arrival happens before each fiber's release.
 void announceArrival(FiberState* fiber) {
   if (__tsan_release) __tsan_release(&fiber->arrived);
 }
@@ -258,7 +258,7 @@ void waitForOthers(FiberState* fiber) {
   if (__tsan_acquire) __tsan_acquire(&fiber->released);
 }
 
-// Makes every live fiber of the block runnable. All of them wait at the barrier, except perhaps `current`.
+// Makes every live fiber of the block runnable. All live fibers wait at the barrier, except perhaps `current`.
 void releaseBarrier(Block* block, FiberState* current) {
   block->at_barrier = 0;
   FiberState* position = current;
@@ -307,7 +307,7 @@ bool completeExchange(Block* block, uint32_t warp_index, uint32_t mask, FiberSta
       fiber->exchange_result = bits;
     } else {
       const uint32_t source = fiber->exchange_source;
-      // If the source lane does not take part, a GPU's result is undefined. This emulator returns the reading lane's
+      // If the source lane does not take part, a GPU's result is undefined; the emulator returns the reading lane's
       // value.
       fiber->exchange_result =
           members >> source & 1 ? laneOf(block, warp_index, source)->exchange_value : fiber->exchange_value;

@@ -1,8 +1,8 @@
 // Links the host runtime to old versions of glibc's and libstdc++'s symbols, so that a wheel built on a new system also
 // loads on old systems with glibc 2.27 or later. Include this header before all others.
 //
-// Otherwise the linker would take the newest versions. Only `make wheel` defines PROXYCCL_LINK_OLD_SYMBOLS, because a
-// static libstdc++ has no symbol versions.
+// If another header came first, the linker would take the newest versions. Only `make wheel` defines
+// PROXYCCL_LINK_OLD_SYMBOLS, because a static libstdc++ has no symbol versions.
 #pragma once
 
 #include <cstddef>  // defines __GLIBC__ and __GLIBCXX__

@@ -74,7 +74,7 @@ void proxyccl_host_add_helper(int (*help)(void*, int), void* argument);
 void proxyccl_host_remove_helper(void* argument); /* returns when no thread runs the helper */
 
 /* Makes a thread call look(stream) every 50 ms while it waits in work of a PROXYCCL_HOST_IN_CALLER stream. The work
- * continues when look() returns. During look() the thread may not use such streams. */
+ * continues when look() returns. During look() the thread may not use PROXYCCL_HOST_IN_CALLER streams. */
 void proxyccl_host_look_around(uint64_t thread, void (*look)(void* stream));
 /* Whether the calling thread is in look(). */
 int proxyccl_host_is_looking(void);

@@ -146,7 +146,7 @@ class HostRuntime(Runtime):
         return memory
 
     def expect_reuse(self, ptr: int, nbytes: int) -> None:
-        """Moves shared memory to huge pages. Does nothing for other memory."""
+        """Moves shared memory to huge pages. Does nothing for memory that this runtime has not mapped."""
         lib.proxyccl_host_memory_use_huge_pages(ptr, nbytes)
 
     def allocate_pinned(self, nbytes: int) -> SharedMemory:
@@ -193,7 +193,7 @@ class HostRuntime(Runtime):
         return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
 
     def whole_allocation(self, ptr: int, nbytes: int) -> tuple[int, int] | None:
-        """Returns the allocation, made by `calls.allocate`, that contains a range. Returns None for other memory."""
+        """Returns the allocation, made by `calls.allocate`, that contains a range; None if there is none."""
         base, size, descriptor = ffi.new("uint64_t *"), ffi.new("uint64_t *"), ffi.new("int *")
         if lib.proxyccl_host_allocation(ptr, base, size, descriptor) or ptr + nbytes > base[0] + size[0]:
             return None

@@ -134,8 +134,8 @@ class Start {
 int runLaunch(const Launch& launch) {
   const uint32_t blocks = launch.grid.x * launch.grid.y * launch.grid.z;
   const uint32_t resident = std::min<uint32_t>(blocks, PROXYCCL_HOST_MAX_RESIDENT_BLOCKS);
-  // Each thread begins with its own block. Otherwise one thread might run several blocks in order, which would hide the
-  // blocks' races from a sanitizer.
+  // Each thread begins with its own block. If a thread took the next free block, one thread might run several blocks in
+  // order, which would hide the blocks' races from a sanitizer.
   std::atomic<uint32_t> next{resident};
   std::atomic<bool> failed{false}, begun{false};
   Start start(resident);

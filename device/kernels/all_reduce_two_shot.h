@@ -9,7 +9,8 @@
 // reduces a share reads this share, and overwrites it afterwards. If only some ranks offer their arrays, all ranks
 // scatter; a rank that offered has already posted once, so its peers wait for one more post.
 //
-// Otherwise each rank scatters its data through scratch memory, in pieces if the data does not fit. In step k a block
+// In all other cases each rank scatters its data through scratch memory, in pieces if the data does not fit. In step k
+// a block
 //   1. waits for the peers' scattered parts of piece k, and scatters piece k + 1;
 //   2. reduces piece k, and distributes the result;
 //   3. waits for the peers' results of piece k - 1 in its scratch memory, and copies them to its output. If results go

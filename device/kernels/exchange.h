@@ -27,7 +27,8 @@ PROXYCCL_DEVICE void finishKernel(const ProxycclTeam& team, uint64_t rounds) {
   storeRelaxedDevice<uint64_t>(&counters.round, counters.round + rounds);
 }
 
-// These functions are not inlined: only one thread calls them, rarely, but inlining would cost all threads registers.
+// The functions below are not inlined: only one thread calls them, rarely, but inlining would cost all threads
+// registers.
 PROXYCCL_OUT_OF_LINE void postThroughProxy(const ProxycclProxyChannel* handle, uint64_t dst_offset, uint64_t src_offset,
                                            uint64_t bytes) {
   const ProxyChannelDeviceHandle channel{*handle};
@@ -207,8 +208,8 @@ class Exchange {
     lane_.sync();
   }
 
-  // post() signals every peer without data, and await() waits for every peer's post. All threads call both functions,
-  // outside of rounds.
+  // post() signals every peer without data, and await() waits for every peer's post. All threads call post() and
+  // await(), outside of rounds.
   PROXYCCL_DEVICE void post() const {
     lane_.syncBeforePost();
     const uint32_t peer = threadIdx.x;

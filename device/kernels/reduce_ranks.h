@@ -29,7 +29,7 @@ struct alignas(kCount * sizeof(T)) Pack {
 };
 
 #if PROXYCCL_ON_HOST
-// The contiguous results that one thread computes in one step on the host.
+// The contiguous results that a thread on the host computes in one step.
 template <class T>
 struct Run {
   const T* values;

@@ -238,7 +238,7 @@ class NormedRow {
   PROXYCCL_DEVICE float told(uint32_t kind, Combine combine) const {
     const float* of_groups = numbers(kind);
     float own = 0;
-#pragma unroll 1  // most rows have fewer groups than a warp has threads
+#pragma unroll 1  // not unrolled, because most rows have fewer groups than a warp has threads
     for (uint32_t group = threadIdx.x % PROXYCCL_WARP_SIZE; group < groups(); group += PROXYCCL_WARP_SIZE)
       own = combine(own, of_groups[group]);
     return combineInWarp(own, combine);

@@ -53,7 +53,7 @@ def supply(kind: bytes, make: Supply, failures: tuple[type[Exception], ...]) -> 
 
 
 class DescriptorServer:
-    """This process's server, which `serve` returns. It serves processes of the same user."""
+    """This process's server, which `serve` returns, for processes of the same user."""
 
     def __init__(self) -> None:
         self.process = forks.here()
@@ -148,7 +148,7 @@ _left_files: list[tuple[forks.Process, str]] = []
 
 
 def serve() -> DescriptorServer:
-    """Returns this process's server. The first call starts it.
+    """Returns this process's server, which the first call starts.
 
     Raises:
         ResourceError: no descriptor or thread is left.

@@ -82,8 +82,8 @@ def in_handler() -> bool:
 
 
 def await_driver(query: int, handle: int) -> None:
-    """Polls, in the main thread, until a stream or an event is done, so that signal handlers run meanwhile. Afterwards
-    the caller makes the driver's own wait for the status.
+    """Polls, in the main thread, until a stream or an event is done, so that signal handlers run meanwhile. When this
+    returns, the caller still makes the driver's wait, which returns the status.
 
     Args:
         query: address of the driver's function that queries a stream or an event.

@@ -2,8 +2,8 @@
 // token's bit is set if the token goes to the rank. A row's position is the number of set bits before its token's bit.
 //
 // A rank's choices begin with one packet for each block that announces. The packet holds the number of the first slot
-// in the block's share whose id is out of range, or ~0 if there is none. Then come the masks: for each rank, one packet
-// per 64 tokens.
+// in the block's share whose id is out of range, or ~0 if there is none. The masks follow these packets: for each rank,
+// one packet per 64 tokens.
 #ifndef PROXYCCL_EXPERT_ANNOUNCEMENT_MASKS_H
 #define PROXYCCL_EXPERT_ANNOUNCEMENT_MASKS_H
 
@@ -248,8 +248,8 @@ class MaskAnnouncement : public Announcement {
     const uint32_t expert = static_cast<uint32_t>(given.expert);
     return {expert & ~PROXYCCL_FIRST_CHOICE, given.weight, (expert & PROXYCCL_FIRST_CHOICE) != 0};
   }
-  // Returns a bit mask of the ranks to which a token goes; 0 if there is no such token. Lowers *bad_slot to the token's
-  // first slot whose id is out of range.
+  // Returns a bit mask of the ranks to which a token goes; 0 if this rank has no token of that number. Lowers *bad_slot
+  // to the token's first slot whose id is out of range.
   PROXYCCL_DEVICE uint64_t ranksOf(const Choices& choices, const ProxycclDispatch& call, uint32_t token,
                                    uint32_t* bad_slot) const {
     uint64_t ranks = 0;

@@ -125,7 +125,7 @@ class Choices {
   PROXYCCL_DEVICE void loadIds(uint32_t first, uint32_t begin, int64_t* ids) const {
     const int64_t* wide = reinterpret_cast<const int64_t*>(call_.expert_ids) + first + begin;
     const int32_t* narrow = reinterpret_cast<const int32_t*>(call_.expert_ids) + first + begin;
-    // All loads have the same width, because a branch on the width between two loads would delay the second.
+    // All loads have the same width, because a branch on the width between two loads would delay the second load.
     if (call_.id_bytes == 8) {
 #pragma unroll
       for (uint32_t i = 0; i < kAtOnce; ++i) ids[i] = begin + i < e_.topk ? wide[i] : -1;

@@ -1,10 +1,10 @@
 // MoE combine: the experts' rows go back to the ranks of their tokens, and each token's rows are summed.
 //
-// If a slot's expert is in the node of the token's rank, the slot's row goes to the token's rank. Otherwise the row
-// goes to the counterpart of the token's rank: the rank of the expert's node with the same number within the node. The
-// counterpart sums its node's rows of the token, and only the sum crosses the network. With local_combine each rank
-// first sums its own rows of a token. Rows are added in the order of their slots or, if a token has one row per rank,
-// in rank order. A sum uses the accumulator's type and is rounded once.
+// If a slot's expert is in the node of the token's rank, the slot's row goes to the token's rank. If the expert is in
+// another node, the row goes to the counterpart of the token's rank: the rank of the expert's node with the same number
+// within the node. The counterpart sums its node's rows of the token, and only the sum crosses the network. With
+// local_combine each rank first sums its own rows of a token. Rows are added in the order of their slots or, if a token
+// has one row per rank, in rank order. A sum uses the accumulator's type and is rounded once.
 //
 // combine_signalled is for rows that another kernel still computes: a group waits for a row's counter before it reads
 // the row. Few blocks send the rows, so that the other kernel has most multiprocessors. The send stage waits for the

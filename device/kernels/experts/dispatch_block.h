@@ -155,8 +155,8 @@ class Dispatch {
   // is its segment.
   PROXYCCL_DEVICE void send(const Group& group, uint32_t block, uint32_t blocks, uint32_t* finished) const;
   // Called by a group, after a barrier that follows the block's stores of rows: raises one flag for all these rows on
-  // every rank of the node. One release takes less time than one per group. The single release delays no receiver,
-  // because a small dispatch's rows arrive at nearly the same time.
+  // every rank of the node. A release per group would take more time. The single release delays no receiver, because a
+  // small dispatch's rows arrive at nearly the same time.
   PROXYCCL_DEVICE void publishSent(const Group& group) const {
 #pragma unroll 1
     for (uint32_t l = group.lane; l < team_->local_size; l += kGroupLanes)
@@ -191,8 +191,8 @@ class Dispatch {
     constexpr uint32_t kBoth = PROXYCCL_EXPERT_SEND | PROXYCCL_EXPERT_RECEIVE;
     return kOnlyStores || (kMasks && storesRows() && (call_.phases & kBoth) == kBoth);
   }
-  // Returns whether one kernel both counts and stores rows, in a dispatch by counts. In such a kernel the last block
-  // reports the counts to the CPU; in other kernels block 0 does.
+  // Returns whether one kernel both counts and stores rows, in a dispatch by counts. If so, the last block reports the
+  // counts to the CPU, otherwise block 0.
   PROXYCCL_DEVICE bool storesCounted() const {
     return !kAnnounced && storesRows() && call_.phases & PROXYCCL_EXPERT_SEND && movesRows();
   }
@@ -316,8 +316,8 @@ class Dispatch {
   // stores over a busy link.
   PROXYCCL_DEVICE void storeFewRows(const Group& group, uint32_t* next_item) const;
   PROXYCCL_DEVICE void storeManyRows(const Group& group) const;
-  // Returns the number of blocks that write the layout's entries in storeFewRows(). There is an entry for each slot of
-  // all ranks.
+  // Returns the number of blocks that write the layout's entries in storeFewRows(). The layout has an entry for each
+  // slot of all ranks.
   PROXYCCL_DEVICE uint32_t describingBlocks() const {
     const uint32_t wanted = (team_->world_size * team_->max_tokens * topk_ + kSlotsOfBlock - 1) / kSlotsOfBlock;
     const uint32_t most = team_->blocks < 8 ? 1 : team_->blocks / 8;  // so that the other blocks saturate the links

@@ -2,7 +2,8 @@
 //
 // The number of a slot's row is a sum of three numbers: the first row that the slot's expert gets from the slot's
 // source, the number of slots with that expert in the source's earlier segments, and the number of such slots before
-// the slot in its own segment. The first two numbers are sums of counts; the third is in the segment's routing.
+// the slot in its own segment. The expert's first row and the number in earlier segments are sums of counts; the number
+// in the slot's own segment is in the segment's routing.
 #ifndef PROXYCCL_EXPERT_DISPATCH_COUNTS_H
 #define PROXYCCL_EXPERT_DISPATCH_COUNTS_H
 

@@ -67,7 +67,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::awaitItem(const Group& group, uint32_t item
   if (source < 64 && *arrived >> source & 1) return;
 #if !PROXYCCL_ON_HOST
   const uint64_t all = flagValue(number_, kAllItems);
-  // Loading several flags takes no longer than loading one.
+  // Each thread loads the flag of another rank, because several loads take no longer than one.
   const char* flag = team_->workspace + team_.sent(group.lane, segment_);
   const bool polls = group.lane < team_->world_size;
   *arrived |=

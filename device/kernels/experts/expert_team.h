@@ -101,7 +101,7 @@ struct Group {
   }
 
   // Lists in space() the entries for which find(i, &entry) returns true, in order of i < n. One thread calls find() for
-  // each i. There may be at most PROXYCCL_MAX_TOPK such entries.
+  // each i. At most PROXYCCL_MAX_TOPK entries may be listed.
   template <class Find>
   PROXYCCL_DEVICE void list(uint32_t n, Find find) const {
     GroupSpace& space = this->space();
@@ -295,9 +295,9 @@ class ExpertTeam {
     return e_.summed + 8ull * (local * e_.blocks + block);
   }
   // Returns the flag with the number of the output buffer in which the node's rank `local` has its rows of a combine.
-  // Even and odd combines have separate flags, so combine n + 2 overwrites a flag of combine n. This is safe: before
-  // combine n + 2 a rank has seen every rank's flag of combine n + 1, which a rank raises only after it has ended
-  // combine n.
+  // Even and odd combines have separate flags, so combine n + 2 overwrites a flag of combine n. The overwritten flag is
+  // no longer needed: before combine n + 2 a rank has seen every rank's flag of combine n + 1, which a rank raises only
+  // after it has ended combine n.
   PROXYCCL_DEVICE uint64_t loadable(uint64_t call, uint32_t local, uint32_t block) const {
     return e_.loadable + 8ull * ((call % 2 * e_.local_size + local) * e_.blocks + block);
   }

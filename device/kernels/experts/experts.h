@@ -218,7 +218,7 @@ typedef struct ProxycclCombine {
   const float* weights; /* [R], or null */
   /* [tokens][topk], or null: a further factor of each slot's row. Used only on one node and without local_combine. */
   const float* slot_weights;
-  /* [tokens][hidden] each, or null: arrays with which the sums begin. The second is null if the first is null. */
+  /* [tokens][hidden] each, or null: arrays with which the sums begin. added[1] is null if added[0] is null. */
   const char* added[PROXYCCL_ADDED];
   /* [tokens][topk] of id_bytes each, or null: the expert ids of the caller's dispatch. With these ids, the rows that a
    * token has on several ranks are added in the order of the token's last slot for each rank. Used only on one node, if
