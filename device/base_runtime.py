@@ -429,7 +429,7 @@ class BaseRuntime(Protocol):
         """
 
     def create_event(self, *, times: bool = True) -> Event:
-        """Creates an event. Without `times` the event does not support `elapsed`, and recording it is faster."""
+        """Creates an event. Without `times` the event does not support `elapsed`, and is faster to record."""
 
     def stream_handle(self, stream: StreamLike) -> int:
         """Returns the driver's handle of a stream.

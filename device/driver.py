@@ -283,7 +283,7 @@ class Driver(ABC):
         """
 
     def create_event(self, *, times: bool = True) -> int:
-        """Creates an event. Without `times` the event records no time, and recording it is faster."""
+        """Creates an event. Without `times` the event records no time, which is faster."""
         return int(self.call("EventCreate", 0 if times else _EVENT_DISABLE_TIMING))
 
     # -- kernels ---

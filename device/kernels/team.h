@@ -32,7 +32,7 @@ typedef struct ProxycclLink {
 enum {
   PROXYCCL_ROUND_BUFFERS = 2, /* indexed by the parity of `round` */
   PROXYCCL_PIPELINE_DEPTH = 3,
-  PROXYCCL_PIPELINE_BUFFERS = 2 * PROXYCCL_PIPELINE_DEPTH, /* as many for the scatter phase as for distributing */
+  PROXYCCL_PIPELINE_BUFFERS = 2 * PROXYCCL_PIPELINE_DEPTH, /* half for scattering, half for distributing */
   PROXYCCL_MAX_MAPPED_RANKS = 72 /* greatest number of members of a team in which all members map each other's memory */
 };
 

@@ -225,7 +225,8 @@ class Dispatch {
   PROXYCCL_DEVICE void giveUp() const {
     if (threadIdx.x == 0) storeRelaxedDevice<uint32_t>(&team_->counters->has_failed, 1);
   }
-  // Called by one thread of each block of a call's last kernel, after all threads of the block have read the counters.
+  // Called by one thread of each block of a call's last kernel, after all threads of the block have read the counters:
+  // counts the call.
   PROXYCCL_DEVICE void countCall() const {
     if (advance(*team_, &team_->counters->dispatches) && !call_.redispatch)
       storeRelaxedDevice<uint64_t>(&team_->counters->routings, team_->counters->routings + 1);
@@ -270,7 +271,7 @@ class Dispatch {
   // of the batch's earlier segments. The numbers are the positions of the tokens' rows in the batch.
   PROXYCCL_DEVICE void placeTokens() const;
   // Called by the block: awaitRouting() waits for the counts of all ranks; hasRouting() then returns whether all
-  // threads' waits succeeded. Each function ends with a barrier.
+  // threads' waits succeeded. Both end with a barrier of the block.
   PROXYCCL_DEVICE void awaitRouting() const;
   PROXYCCL_DEVICE bool hasRouting() const {
     __shared__ bool is_aborted;

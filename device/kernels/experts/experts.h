@@ -216,13 +216,13 @@ typedef struct ProxycclCombine {
   uint32_t rows_buffer; /* 1 + the number of the output buffer that holds `rows`; 0 if peers can't load the rows */
   const char* rows;     /* [R][hidden] */
   const float* weights; /* [R], or null */
-  /* [tokens][topk], or null: a further factor of each slot's row. Used only on one node and without local_combine. */
+  /* [tokens][topk], or null: a further factor of each slot's row, only on one node and without local_combine. */
   const float* slot_weights;
   /* [tokens][hidden] each, or null: arrays with which the sums begin. added[1] is null if added[0] is null. */
   const char* added[PROXYCCL_ADDED];
   /* [tokens][topk] of id_bytes each, or null: the expert ids of the caller's dispatch. With these ids, the rows that a
-   * token has on several ranks are added in the order of the token's last slot for each rank. Used only on one node, if
-   * each rank sends one row or one sum per token. */
+   * token has on several ranks are added in the order of the token's last slot for each rank. The ids are used only on
+   * one node, if each rank sends one row or one sum per token. */
   const char* order_ids;
   uint64_t id_bytes;
   char* output; /* [tokens][hidden] */
