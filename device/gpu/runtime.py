@@ -140,8 +140,8 @@ class GpuRuntime(GpuMemoryRuntime):
         )
 
     def warm_up(self, peers: Collection[str]) -> None:
-        """Enables access to peers' memory, and makes the driver set up copies and signals by one of each. Skips devices
-        for which an earlier call has done this."""
+        """Enables access to peers' memory, and makes a copy and a signal, so that the driver sets them up. Skips
+        devices for which an earlier call has done this."""
         cold = {self.device_id, *peers} - self._warm
         self._warm |= cold
         for peer in range(self.driver.device_count()) if cold else ():

@@ -83,7 +83,7 @@ class UnusedMemory:
         self._others.append(free)
 
     def append_pin(self, ptr: int, nbytes: int, free: Free) -> None:
-        """Queues a call that unpins a range of host memory. The range's owner may have freed the memory."""
+        """Queues a call that unpins a range of host memory. The range's owner may already have freed the memory."""
         self._pins.append((ptr, nbytes, free))
 
     @classmethod

@@ -1,8 +1,8 @@
 // Runs the threads of a block as fibers of one OS thread.
 //
 // If ThreadSanitizer is in the process, this file calls the sanitizer's fiber functions, so that the sanitizer sees
-// each GPU thread as a thread and finds a kernel's races. This file itself is never instrumented. To the sanitizer it
-// reports only orders that a GPU guarantees too: a barrier synchronises fibers, a switch does not. If unrelated
+// each GPU thread as a thread and finds a kernel's races. This file itself is never instrumented. The file reports to
+// the sanitizer only orders that a GPU guarantees too: a barrier synchronises fibers, a switch does not. If unrelated
 // barriers shared an address, the sanitizer would miss races between them.
 #include "link_old_symbols.h"
 
@@ -432,8 +432,8 @@ BlockResult runBlock(const Launch& launch, uint32_t block_index) {
   std::fill(block.warps.begin(), block.warps.end(), Warp{0, 0});
   void* dynamic_shared = reinterpret_cast<void*>((reinterpret_cast<uint64_t>(shared.data()) + 63) & ~uint64_t{63});
 
-  // Allocates kernels' __shared__ variables, which are thread-local. Otherwise the loader would allocate them at a
-  // fiber's first access, and a sanitizer would report a race with the other fibers.
+  // Allocates kernels' __shared__ variables, which are thread-local. Otherwise the loader would allocate the variables
+  // at a fiber's first access, and a sanitizer would report a race with the other fibers.
   if (launch.tls_module != 0) {
     TlsIndex index = {launch.tls_module, 0};
     __tls_get_addr(&index);

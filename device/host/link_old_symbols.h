@@ -19,7 +19,7 @@
 #define PROXYCCL_GLIBC_DLINFO PROXYCCL_GLIBC_BASE
 #endif
 
-// glibc 2.34 moved these functions from libdl to libc.
+// glibc 2.34 moved the dl functions from libdl to libc.
 PROXYCCL_LINK("dlopen", "dlopen" PROXYCCL_GLIBC_BASE);
 PROXYCCL_LINK("dlsym", "dlsym" PROXYCCL_GLIBC_BASE);
 PROXYCCL_LINK("dlerror", "dlerror" PROXYCCL_GLIBC_BASE);
@@ -32,7 +32,7 @@ PROXYCCL_LINK("_ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE",
 PROXYCCL_LINK("_ZSt28__throw_bad_array_new_lengthv", "_ZSt17__throw_bad_allocv@GLIBCXX_3.4");
 
 // glibc 2.32 added __libc_single_threaded, which makes std::shared_ptr non-atomic in processes with one thread. This
-// runtime has threads.
+// runtime has threads, so the constant 0 replaces it.
 #if __has_include(<sys/single_threaded.h>)
 #include <sys/single_threaded.h>
 static constexpr char proxyccl_single_threaded = 0;

@@ -67,9 +67,9 @@ int proxyccl_host_write32(void* stream, uint32_t* address, uint32_t value, unsig
 int proxyccl_host_stream_operations(void* stream, unsigned count, ProxycclStreamOperation* operations, unsigned flags);
 
 /* Registers a helper, such as a proxy of this process, whose work is done by waiting threads. Before a thread yields in
- * a kernel or a stream that waits, it calls help(argument, 1), which returns whether it made progress. When a kernel
- * ends, a thread calls help(argument, 0), so that the proxy takes the kernel's last triggers. One thread at a time runs
- * helpers, possibly on a kernel's stack. If memory runs out, the helper is silently not registered. */
+ * a kernel or a stream that waits, the thread calls help(argument, 1), which returns whether the helper made progress.
+ * When a kernel ends, a thread calls help(argument, 0), so that the proxy takes the kernel's last triggers. One thread
+ * at a time runs helpers, possibly on a kernel's stack. If memory runs out, the helper is silently not registered. */
 void proxyccl_host_add_helper(int (*help)(void*, int), void* argument);
 void proxyccl_host_remove_helper(void* argument); /* returns when no thread runs the helper */
 

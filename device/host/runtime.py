@@ -50,7 +50,7 @@ class HostRuntime(Runtime):
     Args:
         device: the device's number. All devices are this machine's CPU.
         async_copies: whether a separate thread per peer makes the proxy's copies, like a copy engine. By default the
-            proxy's thread makes them, which is faster with few cores.
+            proxy's thread makes the copies, which is faster with few cores.
         cxxflags: options for the C++ compiler, for example for a sanitizer. With options, shipped kernels are compiled
             at run time.
         blocks: most blocks of a shipped collective, the same on all ranks. More blocks than cores per rank make

@@ -294,8 +294,8 @@ class Event {
     pending_.push_back(++recorded_);
     return recorded_;
   }
-  // Withdraws a record from begin() that no stream will finish. Waits for this record become waits for the previous
-  // record.
+  // Withdraws a record that begin() made and that no stream will finish. Waits for this record become waits for the
+  // previous record.
   void withdraw(uint64_t record) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (recorded_ == record) --recorded_;

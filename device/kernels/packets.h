@@ -8,7 +8,8 @@
 // epoch on all ranks.
 //
 // A packet's memory is reused two epochs later, by any rank and any algorithm. No flag protects the packet, because its
-// reader has read it by then. Proof: let rank x, in epoch e + 2, write a packet of rank y that y read in epoch e.
+// reader has read it before the reuse. Proof: let rank x, in epoch e + 2, write a packet of rank y that y read in epoch
+// e.
 //   - If epochs e, e + 1 and e + 2 are in three different kernels, x has finished the kernel of epoch e + 1, so it has
 //     received data that y sent in that kernel. So y had started that kernel, and had ended the kernel of epoch e.
 //   - If epochs e + 1 and e + 2 are in one kernel, a thread has the same packets in both. Before the thread sends a

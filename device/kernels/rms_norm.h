@@ -7,7 +7,7 @@
 // A row is divided into packets (packets.h), even if they are not sent. The packets of a warp's threads form a group.
 // One block handles a row, or the blocks of a cluster each handle a part of the row. A thread normalizes the packets to
 // which it added residuals. Of other threads' results a thread needs only each group's sum of squares. All threads add
-// these sums in the same order, which depends only on the row's width and on the packets' form.
+// the groups' sums in the same order, which depends only on the row's width and on the packets' form.
 //
 // The code is short rather than unrolled, because most blocks run it for only one row, and instructions that are not
 // cached take longer to fetch than to execute.

@@ -36,7 +36,7 @@ enum {
   PROXYCCL_MAX_MAPPED_RANKS = 72 /* greatest number of members of a team in which all members map each other's memory */
 };
 
-/* Counters in device memory. The last block of each kernel advances them, so that a captured graph can be replayed. */
+/* Counters in device memory, which the last block of each kernel advances, so that a captured graph can be replayed. */
 typedef struct ProxycclTeamCounters {
   uint64_t round;
   uint32_t blocks_done;

@@ -2,7 +2,7 @@
 
 Ranks exchange handles as bytes, which can't contain a descriptor. So a handle contains the token of the process that
 owns the memory. A thread of that process, the server, makes descriptors on request. Clients connect to the server by
-its token, through a socket that both processes can access (`sockets.py`).
+the process's token, through a socket that both processes can access (`sockets.py`).
 """
 
 from __future__ import annotations

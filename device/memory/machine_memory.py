@@ -1,4 +1,4 @@
-"""The limits, by the machine and by control groups, on the memory of this process."""
+"""Finds the limits that the machine and control groups set on this process's memory."""
 
 from __future__ import annotations
 

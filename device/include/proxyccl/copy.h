@@ -54,7 +54,7 @@ PROXYCCL_DEVICE Bytes16 bytesFrom(uint32_t first, const Bytes16& word, const Byt
 }
 
 // copyWords() for addresses with different alignment: stores words of 16 bytes at the destination, each made of two
-// words of the source. A link carries these stores faster than narrower stores. A thread has one word in flight,
+// words of the source. A link carries stores of 16 bytes faster than narrower stores. A thread has one word in flight,
 // because more would make the calling kernels spill registers.
 PROXYCCL_DEVICE void copyShifted(char* dst, const char* src, size_t bytes, uint32_t thread, uint32_t threads) {
   const uintptr_t target = reinterpret_cast<uintptr_t>(dst), source = reinterpret_cast<uintptr_t>(src);

@@ -287,8 +287,8 @@ class Combine {
     }
   }
 
-  // Called by the block after post(): waits for the other nodes' sums. The first block of a batch waits for the message
-  // and raises a flag for the batch's other blocks.
+  // Called by the block after post(): waits for the other nodes' sums. The first block of a batch waits for the batch's
+  // message, and raises a flag for the batch's other blocks.
   PROXYCCL_DEVICE void awaitNodes() const {
     __syncthreads();
     if (threadIdx.x < team_->nodes && threadIdx.x != team_->node) {
@@ -334,7 +334,7 @@ class Combine {
     int32_t row;
   };
   static constexpr uint32_t kNotHere = ~0u;  // value of `local` if the slot has no row in this node
-  // Finds the row of slot k of a token. The token's source is this rank or a counterpart.
+  // Finds the row of slot k of a token. The token's source is this rank or one of its counterparts.
   PROXYCCL_DEVICE SlotRow findSlotRow(uint32_t source, uint64_t token, uint32_t k) const {
     const uint64_t of_node = static_cast<uint64_t>(team_.nodeOf(source)) * team_->max_tokens + token;
     const uint32_t rank = static_cast<uint32_t>(call_.layout.expert_ids[of_node * topk_ + k]) / team_->experts_per_rank;
@@ -385,7 +385,7 @@ class Combine {
   PROXYCCL_DEVICE float& weightOf(char* row, uint32_t piece) const {
     return reinterpret_cast<float*>(row + rowStride(row_bytes_))[piece];
   }
-  // With local_combine, returns the workspace offset of token i's sum from a rank of the node.
+  // With local_combine, returns the workspace offset of the sum that a rank of the node sends for token i.
   PROXYCCL_DEVICE uint64_t sumRow(uint32_t local, uint32_t i) const {
     return team_->returns + (local * team_->blocks + block_) * team_->return_segment_bytes + i * stride_;
   }
@@ -448,7 +448,7 @@ class Combine {
   }
 
   // Called by a group: lists the rows or, with local_combine, the sums of this node's ranks for an item. The item's
-  // source is this rank or a counterpart.
+  // source is this rank or one of its counterparts.
   PROXYCCL_DEVICE char* listNodeRows(const Group& group, uint32_t item, uint32_t source) const {
     const Segment& segment = team_.segmentOf(source);
     const uint32_t i = segment.tokenOf(item), node = team_.nodeOf(source);

@@ -18,7 +18,7 @@ constexpr bool kIsSame = false;
 template <class T>
 constexpr bool kIsSame<T, T> = true;
 
-// The variant of a dispatch kernel. A is the class of its announcement, or void if the kernel sends counts;
+// The variant of a dispatch kernel. A is the class of the kernel's announcement, or void if the kernel sends counts;
 // announcements need a single node. T is the type of the elements that the kernel converts to float8 in output buffers,
 // or uint8_t if it stores rows unchanged. A kernel with kOnlyStores has less code, because it serves only dispatches
 // that one launch completes and whose rows go to output buffers.
@@ -68,7 +68,7 @@ class Dispatch {
         topk_(experts.topk),
         own_(Segment::of(call.tokens, segment_, experts.segments)) {}
 
-  // Called by the block, before anything else: sends first the data for which other ranks wait.
+  // Called by the block, before anything else: sends the data for which other ranks wait.
   PROXYCCL_DEVICE void begin() const {
     const bool routes = call_.phases & PROXYCCL_EXPERT_ROUTE, sends = call_.phases & PROXYCCL_EXPERT_SEND;
     if (blockIdx.x == 0 && threadIdx.x < 2) team_->counters->next_item[(number_ + 1) % 2][threadIdx.x] = 0;
@@ -632,7 +632,7 @@ class Dispatch {
     __shared__ uint32_t tokens[PROXYCCL_MAX_EXPERT_RANKS];
     return tokens;
   }
-  // For each rank: the first row on that rank of this rank's tokens, and the output buffer that the rank named.
+  // For each rank r: the first row that this rank's tokens have on rank r, and the output buffer that rank r named.
   struct Outgoing {
     uint32_t row, buffer;
   };

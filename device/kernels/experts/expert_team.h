@@ -349,8 +349,8 @@ class ExpertTeam {
   PROXYCCL_DEVICE uint32_t* arrivals(uint32_t node, uint32_t first) const {
     return e_.arrivals + node * e_.blocks + first;
   }
-  // Return the channel to a node for the routing, and the channel (of out_channels or back_channels) for the batch that
-  // begins with segment `first`. The routing has a separate channel, because a batch may be sent before the routing.
+  // Return the channel to a node for the routing, and for the batch that begins with segment `first`. `channels` is
+  // out_channels or back_channels. The routing has a separate channel, because a batch may be sent before the routing.
   PROXYCCL_DEVICE const ProxycclProxyChannel& routingChannel(uint32_t node) const { return e_.routing_channels[node]; }
   PROXYCCL_DEVICE const ProxycclProxyChannel& channel(const ProxycclProxyChannel* channels, uint32_t node,
                                                       uint32_t first) const {
