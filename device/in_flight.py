@@ -121,7 +121,6 @@ class InFlight:
 
     @staticmethod
     def _is_reachable(key: int | ThreadStream) -> bool:
-        """Whether the calling thread has a handle of this stream."""
         return isinstance(key, int) or key[1] == thread_number()
 
     def follow(self, launcher: Launcher) -> None:

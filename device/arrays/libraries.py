@@ -198,7 +198,6 @@ def _find_raw_stream() -> Callable[[int], int] | None:
 
 
 def _cupys_handle(device: int) -> int:
-    """Returns the handle of cupy's current stream if that stream belongs to a device; otherwise 0."""
     # While another thread imports cupy, cupy may lack attributes.
     get_current = getattr(getattr(sys.modules["cupy"], "cuda", None), "get_current_stream", None)
     stream = None if get_current is None else get_current()

@@ -123,7 +123,6 @@ def _once(name: str, build: Callable[[], bytes]) -> Callable[[], bytes]:
 
 
 def _found_or_built(directory: int, path: Path, build: Callable[[], bytes]) -> tuple[Path, bytes]:
-    """Returns a file's path through the checked directory's descriptor, and its contents."""
     content = _found(directory, path)
     if content is None:
         with one_builder(directory, path) as waited:

@@ -63,7 +63,6 @@ def _lock(directory: int, name: str) -> tuple[int, bool]:
 
 
 def _is_named(descriptor: int, directory: int, name: str) -> bool:
-    """Whether the lock file still has its name, which the lock's last owner may have removed."""
     try:
         return os.path.samestat(os.stat(name, dir_fd=directory, follow_symlinks=False), os.fstat(descriptor))
     except FileNotFoundError:

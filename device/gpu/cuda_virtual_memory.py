@@ -134,7 +134,6 @@ class VirtualMemory:
         return _HANDLE.pack(MAPPED_BLOCKS, forks.here().token, request)
 
     def _blocks(self, base: int, size: int) -> Iterator[tuple[int, int]]:
-        """Yields the address and size of each block of a range."""
         ptr = base
         while ptr < base + size:
             _, nbytes = self._driver.call("MemGetAddressRange", ptr)

@@ -186,7 +186,6 @@ class _PinHolds:
             self._holds = +self._holds
 
     def elsewhere(self, device: tuple[str, int]) -> bool:
-        """Whether another device has a hold."""
         with self._lock:
             return any(other != device for other in self._holds)
 
@@ -310,7 +309,6 @@ class GpuMemoryRuntime(Runtime):
         return self._pin_shared(SharedMemory.adopt(descriptor, nbytes))
 
     def _pin_shared(self, shared: SharedMemory) -> GpuPinnedMemory:
-        """Pins shared host memory and maps it for the device. Closing the returned object closes `shared`."""
         # A process pins the memory once, whole and for all devices, because ranks that are threads share its address.
         start, nbytes = shared.mapped_range
         key, addresses = (self.driver.runtime, start), shared.addresses()

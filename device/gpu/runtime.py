@@ -176,7 +176,6 @@ class GpuRuntime(GpuMemoryRuntime):
         return self.info.orders_rdma_writes
 
     def _ordinal(self, device_id: str) -> int | None:
-        """Returns the device's number in this process; None if this process does not see the device."""
         every = range(self.driver.device_count())
         return next((each for each in every if self.driver.device(each).device_id == device_id), None)
 

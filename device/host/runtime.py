@@ -358,7 +358,6 @@ class HostRuntime(Runtime):
         return self.device
 
     def _load(self, path: Path, control: int = 0) -> VoidPointer:
-        """Loads a shared object, once per control block. Raises OSError."""
         with self._lock:
             modules = self._modules.setdefault(control, {})
             if str(path) not in modules:

@@ -21,10 +21,10 @@ typedef struct ProxycclArrived {
   uint64_t transfers; /* number of transfers of each piece but the first */
   uint64_t first;     /* number of transfers of the first piece; 0 if the piece is complete when the kernel starts */
   uint64_t* gate; /* in host memory: number of reduced pieces, for the proxy; null if the proxy does not wait for it */
-  uint32_t*
-      chunks_done; /* for each piece, the number of reduced chunks; this and later counters are zero between kernels */
-  uint32_t* here;  /* for each piece, 1 once its transfers are complete, so that only one block polls `stages` */
-  uint32_t* taken; /* number of chunks that blocks have taken */
+  uint32_t* chunks_done; /* for each piece, the number of reduced chunks; this and later counters are zero between
+                          * kernels */
+  uint32_t* here;        /* for each piece, 1 once its transfers are complete, so that only one block polls `stages` */
+  uint32_t* taken;       /* number of chunks that blocks have taken */
   uint32_t* blocks_done;
   uint32_t* opened; /* number of reduced pieces, like `gate`; the last piece is not counted */
   ProxycclControl* control;

@@ -62,7 +62,6 @@ class HandleCache:
                     raise
 
     def _unmap_idle(self) -> bool:
-        """Unmaps unused memory in all caches of this process. Returns whether anything was unmapped."""
         with self._caches_lock:
             caches = list(self._caches)
         unmapped = False

@@ -41,7 +41,6 @@ def memory_limit() -> Limit | None:
 
 
 def _group_limits() -> list[tuple[Path, int]]:
-    """Returns the limits of this process's control groups (v1 and v2) and of their parent groups."""
     found = []
     for line in _text(_PROC / "self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)

@@ -74,7 +74,6 @@ class Places:
 
     @classmethod
     def _let_go(cls, *closed: Places) -> None:
-        """Drops closed objects of which torch uses no place."""
         with cls._lock:
             cls._outlived[:] = [
                 places for places in (*cls._outlived, *closed) if not lib.proxyccl_places_close(places._native)

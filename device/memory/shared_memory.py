@@ -297,7 +297,6 @@ class _Handle:
 
 
 def _descriptor_of(origin: _Origin, identity: tuple[int, int]) -> int:
-    """Returns a new descriptor of an `_Origin`'s file, which the caller closes. Raises OSError."""
     if origin.view and origin.view == proc_view():
         return os.open(f"/proc/{origin.pid}/fd/{origin.descriptor}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     if origin.token == forks.here().token:  # needs no /proc

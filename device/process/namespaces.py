@@ -42,6 +42,5 @@ def _link(kind: str) -> str:
 
 
 def _number(link: str) -> int:
-    """Returns the number in a text such as "pid:[4026531836]", or 0."""
     digits = link.partition("[")[2].rstrip("]")
     return int(digits) if digits.isdigit() else 0
