@@ -221,8 +221,8 @@ class LaunchDefaults(Struct, frozen=True):
         staged_pinned_bytes: most bytes per peer that a schedule moves through pinned memory, if the transports to all
             remote ranks stage data.
         own_box_bytes: most bytes, per peer, that a schedule's stream copies within the device by two copies through a
-            peer's memory. Copy engines make these two; the driver makes a direct copy by a kernel, which may wait for a
-            multiprocessor. 0: none.
+            peer's memory. Copy engines make the two copies; the driver makes a direct copy by a kernel, which may wait
+            for a multiprocessor. 0: none.
         one_crossing_bytes: most bytes that a rank receives, from all others together, in a reduction by proxy that
             sends all data to all ranks in one step. A larger reduction takes two steps: each rank reduces one share,
             then sends the result to all.
@@ -258,7 +258,7 @@ class LaunchDefaults(Struct, frozen=True):
 
 
 class BaseRuntime(Protocol):
-    """A device and its driver. If a method has a body here, the body is for devices without a driver.
+    """A device and its driver. A method's body in this class is for devices without a driver.
 
     Attributes:
         name: one of "host", "cuda" and "hip".
@@ -408,7 +408,7 @@ class BaseRuntime(Protocol):
 
     def whole_allocation(self, ptr: int, nbytes: int) -> tuple[int, int] | None:
         """Returns address and size of the allocation, or of the adjacent allocations, that contain a range. Returns
-        None if the driver knows no allocation in the range."""
+        None if the range is in no allocation of the driver's."""
 
     def allocations(self, ptr: int, nbytes: int) -> Allocations:
         """Returns the allocations that contain a range; an empty tuple if the driver knows none.

@@ -103,19 +103,19 @@ typedef struct ProxycclReceivedRows {
   uint32_t bad_rank;  /* the first rank with an expert id out of range, in the latest dispatch that had one;
                          PROXYCCL_NO_PEER, which the CPU stores, if there was none */
   uint32_t bad_slot;  /* the first slot of bad_rank whose expert id is out of range */
-  uint32_t bad_index; /* 1 if full_scatter_indices were too few, or no permutation of this rank's rows */
+  uint32_t bad_index; /* 1 if full_scatter_indices were too few, or not a permutation of this rank's rows */
   uint32_t most_rows; /* largest number of rows of a rank or, with padded rows, of an expert; the CPU resets it to 0 */
   uint32_t wanted_tokens; /* the greatest ProxycclDispatch.wanted_tokens of all ranks */
 } ProxycclReceivedRows;
 
-/* In device memory. Only the last block of a kernel advances these counters, so a captured graph can be replayed. */
+/* Counters in device memory, which only the last block of a kernel advances, so a captured graph can be replayed. */
 typedef struct ProxycclExpertCounters {
   uint64_t dispatches, combines; /* number of calls; counted when all blocks of a call's last kernel have begun */
   uint64_t routings;             /* number of dispatches, without repeated ones */
   uint32_t
       next_item[2][2]; /* indexed by the dispatch's parity: next item of rows for peers, and of this rank's own rows */
   uint32_t blocks_done;
-  uint32_t has_failed; /* not 0 if a dispatch failed before it wrote its layout; calls that read it do nothing */
+  uint32_t has_failed; /* not 0 if a dispatch failed and wrote no layout; calls that read the layout do nothing */
 } ProxycclExpertCounters;
 
 /* A parameter of every kernel of a layer, passed by value. */
@@ -201,7 +201,7 @@ typedef struct ProxycclDispatch {
   const char* expert_ids;  /* [tokens][topk] of id_bytes each; for a repeated dispatch the layout's ids */
   const char* weights;     /* [tokens][topk], or null; float32 if tokens have one row per rank */
   const int32_t* scatter;  /* [scatter_tokens][topk], or null */
-  uint64_t scatter_tokens; /* number of all ranks' tokens by the caller; a stopped rank's data may claim more */
+  uint64_t scatter_tokens; /* the caller's number of all ranks' tokens; a failed rank's data may claim more */
   char* output;            /* [capacity][row_bytes - scale_bytes] */
   char* output_scales;     /* [capacity][scale_bytes] */
   char* output_weights;    /* [capacity] or, if tokens have one row per rank, [capacity][topk]; or null */
