@@ -92,7 +92,7 @@ class Event(Protocol):
         """Waits until the work before the event is done."""
 
     def elapsed(self, start: Any) -> float:
-        """Returns the milliseconds from event `start` to this event. Both events must be complete."""
+        """Returns the milliseconds from event `start` to this event. `start` and this event must be complete."""
 
     def close(self) -> None:
         """Destroys the event."""
@@ -204,8 +204,8 @@ class LaunchDefaults(Struct, frozen=True):
             default. Schedules send longer shares, without staging. 0: kernels send none.
         pinned_kernel_bytes: most bytes that a kernel sends through pinned memory to ranks of other nodes by default, if
             the transports to all remote ranks stage data. 0: none.
-        packet_threads: packets for which a packet kernel launches one block. For more than packet_blocks times this
-            many, blocks get more threads, up to `threads`.
+        packet_threads: packets for which a packet kernel launches one block. For more than packet_blocks *
+            packet_threads packets, blocks get more threads, up to `threads`.
         packet_blocks: most blocks of a packet kernel.
         pair_packet_blocks: most blocks of a packet kernel between two ranks.
         packet_move_bytes: most bytes that a rank sends, to all others together, as packets in an all_gather or
@@ -213,19 +213,19 @@ class LaunchDefaults(Struct, frozen=True):
         line_bytes: least bytes from one rank to another that are sent as lines (lines.h) instead of packets, if all
             links carry whole lines. 0: lines are not used.
         line_blocks: most blocks of a kernel that sends lines.
-        line_move_bytes: replaces packet_move_bytes where lines may be used.
-        row_blocks: blocks per cluster in a kernel that sends lines, where a cluster's blocks share a row; 1 without
-            clusters.
+        line_move_bytes: replaces packet_move_bytes if all links carry whole lines.
+        row_blocks: blocks per cluster in a kernel that sends lines and normalizes rows; a cluster handles one row at a
+            time; 1 without clusters.
         pinned_bytes: most bytes that a schedule moves through pinned memory instead of by copy engine, which starts
             more slowly. 0: none.
         staged_pinned_bytes: most bytes per peer that a schedule moves through pinned memory, if the transports to all
             remote ranks stage data.
-        own_box_bytes: most bytes, times the number of peers, that a schedule's stream copies within the device by way
-            of a peer's memory. Copy engines do this; a direct copy would be a kernel, which may wait for a
-            multiprocessor. 0: none.
-        one_crossing_bytes: most bytes that a rank may receive, from all others together, for a reduction by proxy to
-            send all data to all ranks in one step. For more bytes each rank reduces one share and sends the result to
-            all, in two steps.
+        own_box_bytes: most bytes, per peer, that a schedule's stream copies within the device by two copies through a
+            peer's memory. Copy engines make the two copies; the driver makes a direct copy by a kernel, which may wait
+            for a multiprocessor. 0: none.
+        one_crossing_bytes: most bytes that a rank receives, from all others together, in a reduction by proxy that
+            sends all data to all ranks in one step. A larger reduction takes two steps: each rank reduces one share,
+            then sends the result to all.
     """
 
     threads: int
@@ -258,7 +258,7 @@ class LaunchDefaults(Struct, frozen=True):
 
 
 class BaseRuntime(Protocol):
-    """A device and its driver. If a method has a body here, the body is for devices without a driver.
+    """A device and its driver. A method's body in this class is for devices without a driver.
 
     Attributes:
         name: one of "host", "cuda" and "hip".
@@ -300,7 +300,7 @@ class BaseRuntime(Protocol):
     def share_across_namespaces(self) -> None:
         """Makes later calls of `allocate` return memory that processes of other PID namespaces can also map.
 
-        Raises RuntimeUnavailableError if the driver does not support such memory.
+        Raises RuntimeUnavailableError if the driver can't share memory between namespaces.
         """
         return
 
@@ -396,7 +396,8 @@ class BaseRuntime(Protocol):
     def adds_at_peer(self, device_id: str) -> bool:
         """Whether this device's kernels can add atomically to accessible memory of the device with this id.
 
-        Returns False if the driver reports no such atomics, as over PCIe, or if this process does not see the device.
+        Returns False if the driver reports that the link has no atomic adds, as over PCIe, or if this process does not
+        see the device.
         """
 
     def pointer_device(self, ptr: int) -> int | None:
@@ -407,7 +408,7 @@ class BaseRuntime(Protocol):
 
     def whole_allocation(self, ptr: int, nbytes: int) -> tuple[int, int] | None:
         """Returns address and size of the allocation, or of the adjacent allocations, that contain a range. Returns
-        None if the driver knows no such allocation."""
+        None if the range is in no allocation of the driver's."""
 
     def allocations(self, ptr: int, nbytes: int) -> Allocations:
         """Returns the allocations that contain a range; an empty tuple if the driver knows none.
@@ -428,7 +429,7 @@ class BaseRuntime(Protocol):
         """
 
     def create_event(self, *, times: bool = True) -> Event:
-        """Creates an event. Without `times` the event does not support `elapsed`, and recording it is faster."""
+        """Creates an event. Without `times` the event does not support `elapsed`, and is faster to record."""
 
     def stream_handle(self, stream: StreamLike) -> int:
         """Returns the driver's handle of a stream.
@@ -443,8 +444,8 @@ class BaseRuntime(Protocol):
         return False
 
     def order_streams(self, first: int, then: int) -> None:
-        """Makes later work of stream `then` wait for the work queued so far on stream `first`. Both are handles of
-        streams."""
+        """Makes later work of stream `then` wait for the work queued so far on stream `first`. `first` and `then` are
+        handles."""
 
     def stream_events(self) -> StreamEvents:
         """Returns what C code needs to order this device's streams."""

@@ -15,7 +15,6 @@ _CDATA = Path(__file__).with_name("_cdata.pyi")
 
 
 def _read(tp: Any) -> str:
-    """Returns the Python type to which cffi converts values of a C type."""
     match tp:
         case model.VoidType():
             return "None"
@@ -37,7 +36,6 @@ def _read(tp: Any) -> str:
 
 
 def _pointer(to: Any) -> str:
-    """Returns the name of the stub's class for pointers to a C type."""
     match to:
         case model.VoidType():
             return "VoidPointer"
@@ -51,7 +49,6 @@ def _pointer(to: Any) -> str:
 
 
 def _argument(tp: Any) -> str:
-    """Returns the Python type that the stub gives a parameter of a C type."""
     if not isinstance(tp, model.PointerType):
         return _read(tp)
     match tp.totype:
@@ -65,7 +62,6 @@ def _argument(tp: Any) -> str:
 
 
 def _field(tp: Any) -> str:
-    """Returns the Python type that the stub gives a struct's field of a C type."""
     match tp:
         case model.PointerType(totype=model.VoidType()):
             return "Field[VoidPointer, Pointer]"

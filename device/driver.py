@@ -66,7 +66,7 @@ class DeviceInfo(Struct, frozen=True):
 
 
 class Compiler(Protocol):
-    """A vendor's run-time compiler. It needs no device and no driver."""
+    """A vendor's run-time compiler. A compiler needs neither a device nor a driver."""
 
     @property
     def runtime(self) -> str:
@@ -214,7 +214,7 @@ class Driver(ABC):
     def allocate_block(self, nbytes: int) -> int:
         """Allocates device memory that processes of other PID namespaces can also map.
 
-        Raises RuntimeUnavailableError if the driver does not support such memory.
+        Raises RuntimeUnavailableError if the driver can't share memory between namespaces.
         """
 
     def free(self, ptr: int) -> None:
@@ -283,7 +283,7 @@ class Driver(ABC):
         """
 
     def create_event(self, *, times: bool = True) -> int:
-        """Creates an event. Without `times` the event records no time, and recording it is faster."""
+        """Creates an event. Without `times` the event records no time, which is faster."""
         return int(self.call("EventCreate", 0 if times else _EVENT_DISABLE_TIMING))
 
     # -- kernels ---

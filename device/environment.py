@@ -77,7 +77,7 @@ def problem_with(name: str) -> str:
         return ""
     from difflib import get_close_matches  # imported in this function, because misspelt names are rare
 
-    # The prefix is left out, because it would make any two names similar.
+    # Names are compared without the prefix, which would make any two names similar.
     nearest = get_close_matches(name.removeprefix(_PREFIX), [known.removeprefix(_PREFIX) for known in VARIABLES], 1)
     return f"ignored: ProxyCCL has no variable {name}" + (f"; did you mean {_PREFIX}{nearest[0]}?" if nearest else "")
 

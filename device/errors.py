@@ -54,8 +54,8 @@ class HandleTypeError(ArgumentError, TypeError):
 
 
 class UntrustedPathError(ArgumentError):
-    """A file or directory belongs to another user, can be changed by another user, or is a link. Its contents were not
-    used."""
+    """A file or directory was not used, because it belongs to another user, can be changed by another user, or is a
+    link."""
 
 
 class AlreadyMappedError(ArgumentError):
@@ -190,8 +190,8 @@ class TransportError(CommunicatorError):
 
 class TriggerError(CommunicatorError):
     """A kernel or a schedule of the proxy used a channel wrongly: with an unused id, a range outside the memory, a
-    range that packets can't carry whole, or packet flag 0. On the host runtime it is also raised if two threads wait on
-    a channel at once.
+    range that packets can't carry whole, or packet flag 0. The host runtime also raises this error if two threads wait
+    on a channel at once.
     """
 
 

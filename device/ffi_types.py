@@ -26,8 +26,8 @@ def set_functions(ffi: Any, struct: Any, calls: object, *names: str, **other_nam
         ffi: the extension's `ffi`.
         struct: the struct.
         calls: an object whose attributes are the functions' addresses; 0 means NULL.
-        names: fields that have the same names as their attributes.
-        other_names: the attributes' names of other fields, by field.
+        names: the fields whose attribute in `calls` has the same name.
+        other_names: for each other field, its attribute's name in `calls`.
     """
     for field, name in (*zip(names, names, strict=True), *other_names.items()):
         setattr(struct, field, ffi.cast("void *", getattr(calls, name)))

@@ -50,8 +50,8 @@ def identify_stream(runtime: BaseRuntime, handle: int) -> int | ThreadStream:
 def reachable_stream(runtime: BaseRuntime, stream: int | ThreadStream) -> int:
     """Returns a handle, valid in the calling thread, of `stream` or of a stream that is ordered after it.
 
-    Another thread's own default stream has no handle in the calling thread. For such a stream, returns the legacy
-    default stream, which is ordered after all threads' default streams.
+    Another thread's own default stream has no handle in the calling thread. For another thread's default stream,
+    returns the legacy default stream, which is ordered after all threads' default streams.
     """
     if isinstance(stream, int):
         return stream
@@ -66,7 +66,8 @@ class Launcher(Protocol):
 
     @property
     def last_stream(self) -> int | None:
-        """A stream that is ordered after the latest launch: its handle in the calling thread, or None."""
+        """The handle, in the calling thread, of a stream that is ordered after the latest launch; None if there is
+        none."""
 
 
 class InFlight:
@@ -76,7 +77,7 @@ class InFlight:
     """
 
     def __init__(self, runtime: BaseRuntime) -> None:
-        self._runtime = weakref.proxy(runtime)  # the runtime owns this object
+        self._runtime = weakref.proxy(runtime)  # weak, because the runtime owns this object
         self._lock = threading.Lock()
         self._launchers: weakref.WeakSet[Launcher] = weakref.WeakSet()
         self._open: dict[int | ThreadStream, tuple[StreamLike, list[object]]] = {}  # batches with no event, by stream
@@ -120,7 +121,6 @@ class InFlight:
 
     @staticmethod
     def _is_reachable(key: int | ThreadStream) -> bool:
-        """Whether the calling thread has a handle of this stream."""
         return isinstance(key, int) or key[1] == thread_number()
 
     def follow(self, launcher: Launcher) -> None:
@@ -132,7 +132,8 @@ class InFlight:
         """Waits until all launches are done.
 
         Call this before the driver loads a module or frees memory: the driver then locks the context and waits for
-        kernels. If these wait for copies of the process's proxy, which wait for the context, the result is a deadlock.
+        kernels. If the kernels wait for copies of the process's proxy, which wait for the context, the result is a
+        deadlock.
 
         Does not wait for graphs, nor for open batches on other threads' own default streams or on streams that the
         program passes as integers, because such streams may have been destroyed.

@@ -28,13 +28,14 @@ class Runtime(LaunchRuntime, Protocol):
     ) -> Module:
         """Compiles a source, or loads its kernels from the cache on disk. Raises CompileError.
 
-        `control` is the device address of the control block for waits that are given none: its abort word and its
-        time-out end such waits, and their error record is stored in it. If `control` is 0, such waits end after 30 s
-        without an error.
+        `control` is the device address of the control block for waits that are given no control block: its abort word
+        and its time-out end such waits, and their error record is stored in it. If `control` is 0, such waits end after
+        30 s without an error.
         """
 
     def release_control(self, control: int) -> None:
-        """Detaches kernels from the control block for which they were compiled. No such kernel may be running."""
+        """Detaches kernels from the control block for which they were compiled. None of the detached kernels may be
+        running."""
 
     def shipped(
         self,

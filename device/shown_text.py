@@ -22,8 +22,8 @@ def shown_lines(text: object) -> str:
 
 
 def printed_json(document: str) -> str:
-    """Returns equivalent JSON in which all characters that are not printable are escaped; JSON encoders escape only
-    those of ASCII."""
+    """Returns equivalent JSON in which all characters that are not printable are escaped; JSON encoders escape only the
+    unprintable ASCII characters."""
     return _IN_JSON.sub(lambda found: _json_escape(found[0]), document)
 
 

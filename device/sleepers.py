@@ -1,4 +1,4 @@
-"""The sleeping threads of a proxy, which a launch that gives them work wakes (waking.h)."""
+"""The sleeping threads of a proxy. A launch wakes them when it gives them work (waking.h)."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ typedef struct ProxycclStreamOperation {
 /* A step is one of: operations on words; else a launch; else a copy. A copy from NULL sets all bits. */
 typedef struct ProxycclStreamStep {
   uint32_t words;               /* the number of operations on words, which the steps take in order */
-  const ProxycclLaunch* launch; /* in the context that the streams belong to */
+  const ProxycclLaunch* launch; /* a launch in the context that the streams belong to */
   uint64_t dst, src, bytes;     /* device addresses */
 } ProxycclStreamStep;
 

@@ -7,7 +7,7 @@
 
 enum { /* status codes of CUDA and HIP */
        PROXYCCL_NOT_READY = 600,
-       PROXYCCL_CAPTURE_IMPLICIT = 906 /* for the legacy default stream, during a capture */
+       PROXYCCL_CAPTURE_IMPLICIT = 906 /* status of the legacy default stream while a blocking stream is captured */
 };
 
 typedef struct ProxycclStreamOrder {
@@ -33,7 +33,7 @@ static inline int proxyccl_stream_captures(const ProxycclStreamOrder* self, uint
   return status == PROXYCCL_CAPTURE_IMPLICIT || (status == 0 && captures != 0);
 }
 
-/* Stores whether a stream's work goes into a graph. Returns the driver's status; does nothing and returns
+/* Sets *captures to whether a stream's work goes into a graph. Returns the driver's status; does nothing and returns
  * PROXYCCL_OTHER_CONTEXT if another context is current. */
 static inline int proxyccl_stream_ask_capture(const ProxycclStreamOrder* self, uintptr_t stream, int* captures) {
   if (!proxyccl_order_is_current(self)) return PROXYCCL_OTHER_CONTEXT;

@@ -2,8 +2,8 @@
  * wake up.
  *
  * Waking is only a hint: a thread that falls asleep just after its word was read sleeps for its full time, and no work
- * is lost. So accesses to the words may be relaxed. FUTEX_WAIT compares the word once more under the kernel's lock for
- * wakers. */
+ * is lost. So accesses to the words may be relaxed. FUTEX_WAIT compares the word again under Linux's lock on the word's
+ * waiters, so a thread that already sleeps is woken. */
 #pragma once
 
 #include <linux/futex.h>

@@ -32,7 +32,7 @@ _from_buffer, _cast = ffi.from_buffer, ffi.cast  # cached, because looking up th
 
 
 class Array:
-    """A contiguous array in device memory, in C order. `Communicator.empty` makes such arrays.
+    """A contiguous array in device memory, in C order. `Communicator.empty` makes an Array.
 
     On the host runtime ``numpy.asarray(a)`` shares the array's memory; on a GPU the array offers
     ``__cuda_array_interface__`` and ``__dlpack__``.
@@ -81,7 +81,7 @@ class Array:
         return f"Array(shape={self.shape}, dtype={self.dtype}, device={self._runtime.name}:{self._runtime.device})"
 
     def view(self) -> ArrayView:
-        """This array as an `ArrayView`."""
+        """The array's `ArrayView`."""
         return ArrayView(self.ptr, self.shape, self.dtype, (self._runtime.name, self._runtime.device), True, self)
 
     def numpy(self) -> NDArray[Any]:
@@ -145,7 +145,7 @@ class Array:
         # On each device the array has only the attributes of protocols that the device supports: other libraries test
         # with hasattr().
         if name == "__array_interface__" and self._runtime.name == "host":
-            # Passes a buffer, through which numpy keeps the array alive; with an address numpy would not.
+            # Passes a buffer instead of an address, because numpy keeps a buffer's owner alive.
             return self._interface(ffi.buffer(self.hold(), self.nbytes))
         if name == "__cuda_array_interface__" and self._runtime.name != "host":
             return self._interface((self.ptr, False))
@@ -220,15 +220,14 @@ def as_view(x: Any, argument: str, gpu: str = "cuda") -> ArrayView:
     if isinstance(x, Array):
         return x.view()
     if isinstance(x, np.ndarray):
-        # numpy's arrays are not read by DLPack: numpy refuses it for read-only arrays and for ml_dtypes' types.
+        # numpy's arrays are not read by DLPack, which numpy refuses for read-only arrays and for ml_dtypes' types.
         return _from_numpy(x, x.flags.writeable, x, argument)
     if libraries[type(x)].is_torch:
         return from_torch(x, argument)
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         return from_dlpack(x, argument)
     if hasattr(x, "__cuda_array_interface__"):
-        # With the host runtime too, ``__cuda_array_interface__`` describes a GPU's memory, so the array's device is a
-        # GPU.
+        # ``__cuda_array_interface__`` always describes a GPU's memory, even if this process uses the host runtime.
         return _from_interface(x, ("cuda" if gpu == "host" else gpu, -1), argument)
     try:
         buffer = memoryview(x)

@@ -93,7 +93,7 @@ def _release_export(managed: Any) -> None:
 
 
 def _drop_capsule(capsule: int) -> None:
-    # Consumers rename a capsule. A capsule that still has its first name owns the tensor.
+    # A consumer that takes the tensor renames the capsule, so a capsule that still has its first name owns the tensor.
     holder = ctypes.cast(capsule, ctypes.py_object)
     if _is_valid(holder, _DLTENSOR):
         _exported.pop(int(_get_pointer(holder, _DLTENSOR)), None)
@@ -133,8 +133,8 @@ def from_dlpack(x: Any, argument: str) -> ArrayView:
     runtime = _DL_RUNTIME.get(device_type)
     if runtime is None:
         raise ArgumentError(argument, f"DLPack device type {device_type} is not supported; expected CPU, CUDA or ROCm")
-    # On a GPU, stream -1 tells the exporter not to synchronize: the collective runs on a stream that its caller
-    # chooses.
+    # On a GPU, stream -1 tells the exporter not to synchronize, because the caller chooses and orders the collective's
+    # stream.
     try:
         capsule = x.__dlpack__() if runtime == "host" else x.__dlpack__(stream=-1)
         managed = int(_get_pointer(capsule, _DLTENSOR))

@@ -1,7 +1,7 @@
 """The table of element types. A new element type needs only a row in this table.
 
 `dtypes.py` makes the `DType` objects from the table; setup.py and `compile_cache.py` make kernel sources from it. Each
-such source checks that `reduce.h` agrees with the type's row (`c_check`).
+kernel source checks that `reduce.h` agrees with the type's row (`c_check`).
 
 This module imports nothing of the project: setup.py reads it before anything is installed.
 """

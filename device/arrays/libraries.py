@@ -100,7 +100,7 @@ def _torch_stream(x: Any) -> int | None:
     device = x.get_device()
     if device < 0:  # the CPU
         return None
-    # Avoids torch.cuda.current_stream(), which takes microseconds. torch's compiled code does the same.
+    # Calls the function that torch's compiled code calls, because torch.cuda.current_stream() takes microseconds.
     stream: int = sys.modules["torch"]._C._cuda_getCurrentRawStream(device)
     return stream
 
@@ -198,7 +198,6 @@ def _find_raw_stream() -> Callable[[int], int] | None:
 
 
 def _cupys_handle(device: int) -> int:
-    """Returns the handle of cupy's current stream if that stream belongs to a device; otherwise 0."""
     # While another thread imports cupy, cupy may lack attributes.
     get_current = getattr(getattr(sys.modules["cupy"], "cuda", None), "get_current_stream", None)
     stream = None if get_current is None else get_current()

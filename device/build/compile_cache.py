@@ -93,8 +93,8 @@ os.register_at_fork(after_in_child=_building.clear)  # a fork's child lacks the 
 
 
 def loaded_object(key_parts: tuple[str, ...], build: Callable[[], bytes], load: Callable[[Path], T]) -> T:
-    """Returns `load(path)` for the shared object with this key. If the cache has no such object, `build()` returns its
-    contents.
+    """Returns `load(path)` for the shared object with this key. If the cache has no object with this key, `build()`
+    returns its contents.
 
     If the cache can't be used, this process keeps the file in memory, and a warning is issued once.
 
@@ -123,7 +123,6 @@ def _once(name: str, build: Callable[[], bytes]) -> Callable[[], bytes]:
 
 
 def _found_or_built(directory: int, path: Path, build: Callable[[], bytes]) -> tuple[Path, bytes]:
-    """Returns a file's path through the checked directory's descriptor, and its contents."""
     content = _found(directory, path)
     if content is None:
         with one_builder(directory, path) as waited:
@@ -160,7 +159,7 @@ def _open_cache(*, make: bool) -> int:
     try:
         return _keep_open(open_private(cache_dir(), "PROXYCCL_CACHE" if named else "cache", make=make))
     except UntrustedPathError as error:
-        if named:  # the user chose this directory
+        if named:  # an error, because the user chose this directory
             raise
         raise PermissionError(str(error)) from error
 

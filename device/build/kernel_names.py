@@ -1,6 +1,6 @@
 """Finds the names of the kernels in a source, so that exports for them (kernel.h) can be appended before compiling.
 
-Where macros or ``#if`` may hide kernels, a source must be preprocessed. The host's compiler can do this. NVRTC and
+Where macros or ``#if`` may hide kernels, a source must be preprocessed. The host's compiler can preprocess. NVRTC and
 HIPRTC can't, so a GPU's source is compiled once without exports, and the kernels' names are read from the image.
 """
 

@@ -37,7 +37,7 @@ def one_builder(directory: int, path: Path) -> Iterator[bool]:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=directory)
         with contextlib.suppress(OSError):  # the file system has no locks
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing would not unlock if a fork's child has the descriptor
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing does not unlock while a fork's child has the descriptor
         os.close(descriptor)
 
 
@@ -63,7 +63,6 @@ def _lock(directory: int, name: str) -> tuple[int, bool]:
 
 
 def _is_named(descriptor: int, directory: int, name: str) -> bool:
-    """Whether the lock file still has its name, which the lock's last owner may have removed."""
     try:
         return os.path.samestat(os.stat(name, dir_fd=directory, follow_symlinks=False), os.fstat(descriptor))
     except FileNotFoundError:

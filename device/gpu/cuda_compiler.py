@@ -65,7 +65,7 @@ class CudaLinkCompiler(CudaCompiler):
     _image = "LTOIR"
 
     def options(self, architecture: str) -> tuple[str, ...]:
-        """Returns the options of `CudaCompiler`, and those that leave optimisation to the linker."""
+        """Returns the options of `CudaCompiler`, and the options that leave optimisation to the linker."""
         return (*super().options(architecture), "-dlto", "-rdc=true")
 
 

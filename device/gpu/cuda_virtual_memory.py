@@ -97,7 +97,8 @@ class VirtualMemory:
         return base
 
     def free(self, base: int) -> bool:
-        """Waits for the current context's work, and frees memory from `allocate`. Returns False for other memory."""
+        """Waits for the current context's work, and frees memory from `allocate`. Returns False if `allocate` did not
+        return the memory."""
         size = self._allocated.pop(base, None)
         if size is None:
             return False
@@ -133,7 +134,6 @@ class VirtualMemory:
         return _HANDLE.pack(MAPPED_BLOCKS, forks.here().token, request)
 
     def _blocks(self, base: int, size: int) -> Iterator[tuple[int, int]]:
-        """Yields the address and size of each block of a range."""
         ptr = base
         while ptr < base + size:
             _, nbytes = self._driver.call("MemGetAddressRange", ptr)
@@ -237,7 +237,7 @@ class VirtualMemory:
         self._driver.release("MemAddressFree", base, size)
 
     def release(self, base: int) -> bool:
-        """Unmaps memory from `open`. Returns False for other memory."""
+        """Unmaps memory from `open`. Returns False if `open` did not return the memory."""
         size = self._imported.pop(base, None)
         if size is None:
             return False

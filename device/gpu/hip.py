@@ -39,8 +39,8 @@ def _version(number: int) -> str:
 
 
 class HipDriver(Driver):
-    """AMD's driver. ROCm loads kernels lazily, but is not known to block other calls meanwhile, so `loads_lazily` is
-    False.
+    """AMD's driver. ROCm loads kernels lazily, but is not known to block other calls while it loads a kernel, so
+    `loads_lazily` is False.
 
     Raises:
         RuntimeUnavailableError: the package, ROCm or a device is missing, or the driver is too old.
@@ -139,7 +139,7 @@ class HipDriver(Driver):
         return int(self.call("ExtMallocWithFlags", nbytes, _MALLOC_UNCACHED))
 
     def allocate_block(self, nbytes: int) -> int:
-        """Raises RuntimeUnavailableError, because such allocations are untested on AMD GPUs."""
+        """Raises RuntimeUnavailableError, because memory for other PID namespaces is untested on AMD GPUs."""
         raise RuntimeUnavailableError(
             "hip: memory of AMD GPUs is not passed between PID namespaces; start the ranks in one: --pid=host or "
             "hostPID for containers"

@@ -161,8 +161,7 @@ def _undo(done: tuple[int, Callable[[int], None]]) -> None:
 
 
 class _PinHolds:
-    """Counts the open groups of each device, called holds: while a device has a hold, its kernels may wait for this
-    process. A device is a pair of runtime name and number.
+    """Counts the holds on each device: while a device has a hold, its kernels may wait for this process.
 
     CUDA's call that unpins (`cuMemHostUnregister`) waits for the kernels of all devices of the process (seen with
     driver 580). If such a kernel waits for a launch of the calling thread, or for a proxy's copy, which waits for the
@@ -187,7 +186,6 @@ class _PinHolds:
             self._holds = +self._holds
 
     def elsewhere(self, device: tuple[str, int]) -> bool:
-        """Whether another device has a hold."""
         with self._lock:
             return any(other != device for other in self._holds)
 
@@ -311,7 +309,6 @@ class GpuMemoryRuntime(Runtime):
         return self._pin_shared(SharedMemory.adopt(descriptor, nbytes))
 
     def _pin_shared(self, shared: SharedMemory) -> GpuPinnedMemory:
-        """Pins shared host memory and maps it for the device. Closing the returned object closes `shared`."""
         # A process pins the memory once, whole and for all devices, because ranks that are threads share its address.
         start, nbytes = shared.mapped_range
         key, addresses = (self.driver.runtime, start), shared.addresses()

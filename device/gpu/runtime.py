@@ -57,9 +57,9 @@ _NAMES = (
 
 
 class _LoadedModule:
-    """A loaded image. It is unloaded when neither the runtime nor a kernel refers to it.
+    """A loaded image, which is unloaded when neither the runtime nor a kernel refers to the module.
 
-    Unloading waits for the device, so it is deferred until the runtime next waits for the device.
+    Unloading is deferred until the runtime next waits for the device, because the driver's call would wait too.
 
     Attributes:
         handle: the driver's handle.
@@ -81,7 +81,7 @@ class GpuRuntime(GpuMemoryRuntime):
         self.thread_stream = driver.thread_stream
         self.legacy_stream = driver.legacy_stream
         bundles = self.calls.copy_many != 0
-        processors = self.info.multiprocessors  # so that blocks that wait for each other run at once
+        processors = self.info.multiprocessors  # the blocks wait for each other, so all must run at once
         small = driver.runtime == "cuda"  # see PROXYCCL_SMALL_BLOCKS in instance.h
         self.launch_defaults = LaunchDefaults(
             threads=512,
@@ -89,7 +89,7 @@ class GpuRuntime(GpuMemoryRuntime):
             efficient_blocks=min(64, processors),
             copy_blocks=min(32, processors),
             small_threads=32 if small else 512,
-            small_blocks=2 * processors if small else min(32, processors),  # these wait only for running blocks
+            small_blocks=2 * processors if small else min(32, processors),  # a block waits only for blocks that run
             small_bytes=2 * 1024 if small else 16 * 1024,
             awaits_data=True,
             bytes_per_block=16 * 1024,
@@ -125,7 +125,7 @@ class GpuRuntime(GpuMemoryRuntime):
     def activate(self, *, for_proxy: bool = False) -> None:
         self.driver.make_current(self.context.handle)
         if for_proxy:
-            # Otherwise the engine's queries of events would break other threads' captures.
+            # Without this call, the engine's queries of events would break other threads' captures.
             self.driver.relax_capture()
 
     @property
@@ -140,8 +140,8 @@ class GpuRuntime(GpuMemoryRuntime):
         )
 
     def warm_up(self, peers: Collection[str]) -> None:
-        """Enables access to peers' memory, and makes each driver call of a copy and of its signal once. For each device
-        only the first call does so."""
+        """Enables access to peers' memory, and makes a copy and a signal, so that the driver sets them up. Skips
+        devices for which an earlier call has done this."""
         cold = {self.device_id, *peers} - self._warm
         self._warm |= cold
         for peer in range(self.driver.device_count()) if cold else ():
@@ -176,7 +176,6 @@ class GpuRuntime(GpuMemoryRuntime):
         return self.info.orders_rdma_writes
 
     def _ordinal(self, device_id: str) -> int | None:
-        """Returns the device's number in this process; None if this process does not see the device."""
         every = range(self.driver.device_count())
         return next((each for each in every if self.driver.device(each).device_id == device_id), None)
 
@@ -226,7 +225,7 @@ class GpuRuntime(GpuMemoryRuntime):
         return self._order.ask_capture(stream)
 
     def order_streams(self, first: int, then: int) -> None:
-        # `alike`, because a captured stream can't be ordered with a stream that is not captured.
+        # A captured stream can't be ordered with a stream that is not captured, so `alike` skips such a pair.
         self._order.follow(first, then, alike=True)
 
     def stream_events(self) -> StreamEvents:

@@ -124,8 +124,9 @@ def _refuse_beside_capture(context: DeviceContext, handle: int, others: tuple[tu
 def handle_of(driver: Driver, stream: StreamLike) -> int:
     """Returns the handle of any library's stream, or of the calling thread's default stream for None.
 
-    A thread's default stream is ordered with the legacy default stream, which other libraries use by default. It is not
-    ordered with other threads' default streams, so ranks that are threads don't wait for each other's kernels.
+    A thread's default stream is ordered with the legacy default stream, which other libraries use by default. Default
+    streams of different threads are not ordered with each other, so ranks that are threads don't wait for each other's
+    kernels.
 
     Raises:
         ArgumentError: `stream` is not a stream, or is closed.

@@ -1,7 +1,7 @@
 """Frees a device's memory and modules without references when a call next waits for the device.
 
-Such a wait does not include other devices' and processes' kernels that access the device's memory. While a `Hold` says
-that such kernels may run, this process frees no allocation.
+A wait for the device does not include kernels of other devices and processes, which may access the device's memory.
+While a `Hold` says that such kernels may run, this process frees no allocation.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class UnusedMemory:
         self._others.append(free)
 
     def append_pin(self, ptr: int, nbytes: int, free: Free) -> None:
-        """Queues a call that unpins a range of host memory. The range's owner may have freed the memory."""
+        """Queues a call that unpins a range of host memory. The range's owner may already have freed the memory."""
         self._pins.append((ptr, nbytes, free))
 
     @classmethod

@@ -1,9 +1,9 @@
 // Runs the threads of a block as fibers of one OS thread.
 //
 // If ThreadSanitizer is in the process, this file calls the sanitizer's fiber functions, so that the sanitizer sees
-// each GPU thread as a thread and finds a kernel's races. This file itself is never instrumented. It reports only
-// orders that a GPU guarantees too: a barrier synchronises fibers, a switch does not. If unrelated barriers shared an
-// address, the sanitizer would miss races between them.
+// each GPU thread as a thread and finds a kernel's races. This file itself is never instrumented. The file reports to
+// the sanitizer only orders that a GPU guarantees too: a barrier synchronises fibers, a switch does not. If unrelated
+// barriers shared an address, the sanitizer would miss races between them.
 #include "link_old_symbols.h"
 
 #include "fibers.h"
@@ -19,7 +19,7 @@
 #include <new>
 #include <vector>
 
-// These symbols are weak: they are null unless the process runs under ThreadSanitizer.
+// The sanitizer's functions are weak symbols, which are null unless the process runs under ThreadSanitizer.
 extern "C" {
 void* __tsan_get_current_fiber() __attribute__((weak));
 void* __tsan_create_fiber(unsigned flags) __attribute__((weak));
@@ -36,8 +36,8 @@ struct TlsIndex {
 };
 extern "C" void* __tls_get_addr(TlsIndex*);
 
-// Saves the callee-saved registers on the current stack, stores the stack pointer, and continues on another stack. This
-// takes a few nanoseconds, while swapcontext takes hundreds because of its system call.
+// Saves the callee-saved registers on the current stack, stores the stack pointer, and continues on another stack. The
+// switch takes a few nanoseconds; swapcontext takes hundreds, because it makes a system call.
 extern "C" void proxyccl_host_switch(void** save, void* to);
 #if defined(__x86_64__)
 asm(R"(
@@ -242,7 +242,7 @@ void suspend(FiberState* fiber) {
 }
 
 // These functions tell the sanitizer about a barrier: all fibers' accesses before the barrier happen before the last
-// fiber's arrival, and this happens before each fiber's release.
+// fiber's arrival, and this arrival happens before each fiber's release.
 void announceArrival(FiberState* fiber) {
   if (__tsan_release) __tsan_release(&fiber->arrived);
 }
@@ -258,7 +258,7 @@ void waitForOthers(FiberState* fiber) {
   if (__tsan_acquire) __tsan_acquire(&fiber->released);
 }
 
-// Makes every live fiber of the block runnable. All of them wait at the barrier, except perhaps `current`.
+// Makes every live fiber of the block runnable. All live fibers wait at the barrier, except perhaps `current`.
 void releaseBarrier(Block* block, FiberState* current) {
   block->at_barrier = 0;
   FiberState* position = current;
@@ -307,7 +307,7 @@ bool completeExchange(Block* block, uint32_t warp_index, uint32_t mask, FiberSta
       fiber->exchange_result = bits;
     } else {
       const uint32_t source = fiber->exchange_source;
-      // If the source lane does not take part, a GPU's result is undefined. This emulator returns the reading lane's
+      // If the source lane does not take part, a GPU's result is undefined; the emulator returns the reading lane's
       // value.
       fiber->exchange_result =
           members >> source & 1 ? laneOf(block, warp_index, source)->exchange_value : fiber->exchange_value;
@@ -432,8 +432,8 @@ BlockResult runBlock(const Launch& launch, uint32_t block_index) {
   std::fill(block.warps.begin(), block.warps.end(), Warp{0, 0});
   void* dynamic_shared = reinterpret_cast<void*>((reinterpret_cast<uint64_t>(shared.data()) + 63) & ~uint64_t{63});
 
-  // Allocates kernels' __shared__ variables, which are thread-local. Otherwise the loader would do so at a fiber's
-  // first access, and a sanitizer would report a race with the other fibers.
+  // Allocates kernels' __shared__ variables, which are thread-local. Otherwise the loader would allocate the variables
+  // at a fiber's first access, and a sanitizer would report a race with the other fibers.
   if (launch.tls_module != 0) {
     TlsIndex index = {launch.tls_module, 0};
     __tls_get_addr(&index);
@@ -485,7 +485,7 @@ BlockResult runBlock(const Launch& launch, uint32_t block_index) {
   for (FiberState* fiber : block.fibers) {
     auto* canary = reinterpret_cast<uint64_t*>(StackPool::base(fiber) + kCanaryOffset);
     overflowed |= *canary != kCanary;
-    *canary = kCanary;  // for the next block that uses this stack
+    *canary = kCanary;  // restored for the next block that uses this stack
   }
   if (overflowed) return BlockResult::kStackOverflow;
   return block.deadlocked ? BlockResult::kDeadlock : BlockResult::kDone;

@@ -34,8 +34,8 @@ class RunsHere {
   RunsHere& operator=(const RunsHere&) = delete;
 };
 
-// Whether the calling thread should now call lookAround(), after `rounds` polls of a wait. It must make the call on its
-// own stack, not on a fiber's, and hold no lock but the stream's.
+// Whether the calling thread should now call lookAround(), after `rounds` polls of a wait. The thread must call
+// lookAround() on its own stack, not on a fiber's, and hold no lock but the stream's.
 bool timeToLook(uint32_t rounds);
 void lookAround();
 // Whether a wait that sleeps for kBetweenLooks at a time should call lookAround() after each sleep.

@@ -1,8 +1,8 @@
 // Links the host runtime to old versions of glibc's and libstdc++'s symbols, so that a wheel built on a new system also
 // loads on old systems with glibc 2.27 or later. Include this header before all others.
 //
-// Otherwise the linker would take the newest versions. Only `make wheel` defines PROXYCCL_LINK_OLD_SYMBOLS, because a
-// static libstdc++ has no symbol versions.
+// If another header came first, the linker would take the newest versions. Only `make wheel` defines
+// PROXYCCL_LINK_OLD_SYMBOLS, because a static libstdc++ has no symbol versions.
 #pragma once
 
 #include <cstddef>  // defines __GLIBC__ and __GLIBCXX__
@@ -19,7 +19,7 @@
 #define PROXYCCL_GLIBC_DLINFO PROXYCCL_GLIBC_BASE
 #endif
 
-// glibc 2.34 moved these functions from libdl to libc.
+// glibc 2.34 moved the dl functions from libdl to libc.
 PROXYCCL_LINK("dlopen", "dlopen" PROXYCCL_GLIBC_BASE);
 PROXYCCL_LINK("dlsym", "dlsym" PROXYCCL_GLIBC_BASE);
 PROXYCCL_LINK("dlerror", "dlerror" PROXYCCL_GLIBC_BASE);
@@ -32,7 +32,7 @@ PROXYCCL_LINK("_ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE",
 PROXYCCL_LINK("_ZSt28__throw_bad_array_new_lengthv", "_ZSt17__throw_bad_allocv@GLIBCXX_3.4");
 
 // glibc 2.32 added __libc_single_threaded, which makes std::shared_ptr non-atomic in processes with one thread. This
-// runtime has threads.
+// runtime has threads, so the constant 0 replaces it.
 #if __has_include(<sys/single_threaded.h>)
 #include <sys/single_threaded.h>
 static constexpr char proxyccl_single_threaded = 0;

@@ -1,7 +1,7 @@
 // Memory that other processes can map: anonymous shared memory with a file descriptor.
 //
 // A file in /dev/shm would outlive a killed process. A memfd is freed with its last mapping or descriptor. Peers of the
-// same user open it through /proc/<pid>/fd.
+// same user open the memfd through /proc/<pid>/fd.
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
@@ -32,14 +32,14 @@ int proxyccl_host_memory_create(int* descriptor, size_t bytes) {
 
 namespace {
 
-constexpr uintptr_t kHugePage = 2 << 20;  // on x86-64, and on arm64 with 4 KiB pages; on other systems madvise() fails
+constexpr uintptr_t kHugePage = 2 << 20;  // x86-64, and arm64 with 4 KiB pages; elsewhere madvise() fails
 constexpr int kCollapse = 25;             // MADV_COLLAPSE of Linux 6.1, which older headers lack
 constexpr uintptr_t kMovedAtOnce = 32 << 20;
 constexpr std::chrono::seconds kMovingTime(2);
 
 struct Mapping {
   size_t bytes;
-  int descriptor;  // owned descriptor of memory of proxyccl_host_allocate(); else -1
+  int descriptor;  // descriptor of memory from proxyccl_host_allocate(), to be closed; else -1
   uint64_t id;
 };
 
@@ -65,8 +65,8 @@ Mappings& mappings() { return proxyccl::host::Lasting<Mappings>::get(); }
 
 uintptr_t roundUp(uintptr_t value, uintptr_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// Maps a whole file. If the file is at least as large as a huge page, its address is a multiple of that size, because
-// the kernel uses huge pages only at such addresses.
+// Maps a whole file. If the file is at least as large as a huge page, the mapping's address is a multiple of a huge
+// page's size, because Linux uses huge pages only at such addresses.
 void* mapAligned(int descriptor, size_t bytes) {
   constexpr int kProtection = PROT_READ | PROT_WRITE;
   void* mapping = mmap(nullptr, bytes, kProtection, MAP_SHARED, descriptor, 0);

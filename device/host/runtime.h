@@ -45,8 +45,8 @@ int proxyccl_host_stream_destroy(void* stream); /* waits for queued work */
 int proxyccl_host_stream_query(void* stream);
 int proxyccl_host_stream_synchronize(void* stream);
 /* Waits for the work queued so far, for at most `milliseconds`. Returns PROXYCCL_HOST_NOT_READY if the work is not
- * done, so that the caller can run signal handlers and call again. *target must be 0 in the first call and be kept for
- * later ones. */
+ * done, so that the caller can run signal handlers and call again. *target must be 0 in the first call, and unchanged
+ * in later calls. */
 int proxyccl_host_stream_await(void* stream, uint64_t* target, unsigned milliseconds);
 int proxyccl_host_stream_wait_event(void* stream, void* event, unsigned flags);
 
@@ -67,19 +67,19 @@ int proxyccl_host_write32(void* stream, uint32_t* address, uint32_t value, unsig
 int proxyccl_host_stream_operations(void* stream, unsigned count, ProxycclStreamOperation* operations, unsigned flags);
 
 /* Registers a helper, such as a proxy of this process, whose work is done by waiting threads. Before a thread yields in
- * a kernel or a stream that waits, it calls help(argument, 1), which returns whether it made progress. When a kernel
- * ends, a thread calls help(argument, 0), so that the proxy takes the kernel's last triggers. One thread at a time runs
- * helpers, possibly on a kernel's stack. If memory runs out, the helper is silently not registered. */
+ * a kernel or a stream that waits, the thread calls help(argument, 1), which returns whether the helper made progress.
+ * When a kernel ends, a thread calls help(argument, 0), so that the proxy takes the kernel's last triggers. One thread
+ * at a time runs helpers, possibly on a kernel's stack. If memory runs out, the helper is silently not registered. */
 void proxyccl_host_add_helper(int (*help)(void*, int), void* argument);
 void proxyccl_host_remove_helper(void* argument); /* returns when no thread runs the helper */
 
 /* Makes a thread call look(stream) every 50 ms while it waits in work of a PROXYCCL_HOST_IN_CALLER stream. The work
- * continues when look() returns. During look() the thread may not use such streams. */
+ * continues when look() returns. During look() the thread may not use PROXYCCL_HOST_IN_CALLER streams. */
 void proxyccl_host_look_around(uint64_t thread, void (*look)(void* stream));
 /* Whether the calling thread is in look(). */
 int proxyccl_host_is_looking(void);
 
-/* A module is a shared object with a control block. Several modules may use one object, which is never unloaded. */
+/* A module is a shared object with a control block. Modules may share one object, which is never unloaded. */
 int proxyccl_host_module_load(void** module, const char* path); /* sets dlerror() on failure */
 int proxyccl_host_module_unload(void* module);                  /* queued launches still run */
 const char* proxyccl_host_module_error(void);
@@ -103,8 +103,8 @@ void proxyccl_host_memory_use_huge_pages(uint64_t ptr, size_t bytes);
 /* Allocate and free memory like a driver's calls, by address. */
 int proxyccl_host_allocate(uint64_t* ptr, size_t bytes);
 int proxyccl_host_free(uintptr_t ptr);
-/* Finds the allocation that contains an address. Returns PROXYCCL_HOST_NOT_FOUND for memory not of
- * proxyccl_host_allocate(). */
+/* Finds the allocation that contains an address. Returns PROXYCCL_HOST_NOT_FOUND for memory that
+ * proxyccl_host_allocate() did not return. */
 int proxyccl_host_allocation(uint64_t ptr, uint64_t* base, uint64_t* bytes, int* descriptor);
 /* Stores the number of the mapping or allocation that contains an address. Numbers are never reused. */
 int proxyccl_host_pointer_attribute(void* data, int attribute, uint64_t ptr);

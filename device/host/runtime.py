@@ -50,7 +50,7 @@ class HostRuntime(Runtime):
     Args:
         device: the device's number. All devices are this machine's CPU.
         async_copies: whether a separate thread per peer makes the proxy's copies, like a copy engine. By default the
-            proxy's thread makes them, which is faster with few cores.
+            proxy's thread makes the copies, which is faster with few cores.
         cxxflags: options for the C++ compiler, for example for a sanitizer. With options, shipped kernels are compiled
             at run time.
         blocks: most blocks of a shipped collective, the same on all ranks. More blocks than cores per rank make
@@ -146,7 +146,7 @@ class HostRuntime(Runtime):
         return memory
 
     def expect_reuse(self, ptr: int, nbytes: int) -> None:
-        """Moves shared memory to huge pages. Does nothing for other memory."""
+        """Moves shared memory to huge pages. Does nothing for memory that this runtime has not mapped."""
         lib.proxyccl_host_memory_use_huge_pages(ptr, nbytes)
 
     def allocate_pinned(self, nbytes: int) -> SharedMemory:
@@ -193,7 +193,7 @@ class HostRuntime(Runtime):
         return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
 
     def whole_allocation(self, ptr: int, nbytes: int) -> tuple[int, int] | None:
-        """Returns the allocation, made by `calls.allocate`, that contains a range. Returns None for other memory."""
+        """Returns the allocation, made by `calls.allocate`, that contains a range; None if there is none."""
         base, size, descriptor = ffi.new("uint64_t *"), ffi.new("uint64_t *"), ffi.new("int *")
         if lib.proxyccl_host_allocation(ptr, base, size, descriptor) or ptr + nbytes > base[0] + size[0]:
             return None
@@ -298,10 +298,10 @@ class HostRuntime(Runtime):
     def synchronize(self) -> None:
         failed: KernelError | None = None
         with self.in_flight.ending():
-            for stream in self._all_streams():  # including streams of ranks that are threads
+            for stream in self._all_streams():  # ranks that are threads share the streams
                 try:
                     stream.finish()
-                except KernelError as error:  # raised after all streams have been waited for
+                except KernelError as error:  # raised below, when all streams have finished
                     failed = failed or error
         if failed is not None:
             try:
@@ -358,7 +358,6 @@ class HostRuntime(Runtime):
         return self.device
 
     def _load(self, path: Path, control: int = 0) -> VoidPointer:
-        """Loads a shared object, once per control block. Raises OSError."""
         with self._lock:
             modules = self._modules.setdefault(control, {})
             if str(path) not in modules:

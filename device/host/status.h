@@ -19,8 +19,8 @@ int statusOf(Call&& call) noexcept {
   }
 }
 
-// The process's only object of type T. It is never destroyed, because threads may still use it at exit. It is not on
-// the heap, so that creating it can't fail.
+// The process's only object of type T. The object is never destroyed, because threads may still use it at exit. Its
+// memory is static, so that creating the object can't fail.
 template <class T>
 class Lasting {
  public:

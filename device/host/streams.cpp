@@ -110,7 +110,8 @@ class Start {
  public:
   explicit Start(uint32_t threads) : missing_(threads) {}
 
-  // Called once by each thread. `ready` says whether the thread has its memory. Returns whether all have memory.
+  // Called once by each thread. `ready` says whether the thread has its memory. Returns whether all threads have their
+  // memory.
   bool meet(bool ready) {
     std::unique_lock<std::mutex> lock(mutex_);
     ready_ &= ready;
@@ -133,8 +134,8 @@ class Start {
 int runLaunch(const Launch& launch) {
   const uint32_t blocks = launch.grid.x * launch.grid.y * launch.grid.z;
   const uint32_t resident = std::min<uint32_t>(blocks, PROXYCCL_HOST_MAX_RESIDENT_BLOCKS);
-  // Each thread begins with its own block. Otherwise one thread might run several blocks in order, which would hide the
-  // blocks' races from a sanitizer.
+  // Each thread begins with its own block. If a thread took the next free block, one thread might run several blocks in
+  // order, which would hide the blocks' races from a sanitizer.
   std::atomic<uint32_t> next{resident};
   std::atomic<bool> failed{false}, begun{false};
   Start start(resident);
@@ -182,8 +183,8 @@ class Stream {
 
   bool mayWait() const { return kind_ != PROXYCCL_HOST_INLINE; }
 
-  // A template, because a std::function would allocate memory even for an operation that runs in the caller. If it
-  // throws, nothing is queued.
+  // If enqueue() throws, nothing is queued. `operation` is not a std::function, which would allocate memory even if the
+  // operation runs in the caller.
   template <class Operation>
   int enqueue(Operation operation) {
     if (kind_ == PROXYCCL_HOST_INLINE) return operation();
@@ -293,8 +294,8 @@ class Event {
     pending_.push_back(++recorded_);
     return recorded_;
   }
-  // Withdraws a record from begin() that no stream will finish. Waits for this record become waits for the previous
-  // record.
+  // Withdraws a record that begin() made and that no stream will finish. Waits for this record become waits for the
+  // previous record.
   void withdraw(uint64_t record) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (recorded_ == record) --recorded_;
@@ -346,7 +347,7 @@ class Event {
   std::chrono::steady_clock::time_point time_{};
 };
 
-// Shared, because an event may be destroyed while a stream still has to record it.
+// The event is shared, because it may be destroyed while a stream still has to record it.
 using EventHolder = std::shared_ptr<Event>;
 
 Stream* asStream(void* stream) { return static_cast<Stream*>(stream); }
@@ -462,7 +463,7 @@ namespace {
 void carryOut(const ProxycclStreamOperation& operation) {
   auto* word = reinterpret_cast<uint64_t*>(operation.address);
   if (operation.kind == PROXYCCL_STREAM_WRITE) {
-    __atomic_store_n(word, operation.value, __ATOMIC_RELEASE);  // a release; see enqueueWrite()
+    __atomic_store_n(word, operation.value, __ATOMIC_RELEASE);  // a release, which enqueueWrite() explains
     return;
   }
   // Acquire: pairs with the release of the word's writer, so that the stream's later work sees the writer's earlier

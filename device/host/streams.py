@@ -38,7 +38,7 @@ class HostStream(OwnedStream):
         """Destroys the stream once its queued work is done and no thread waits for it in `finish`."""
         with self._end:
             if not self.closed and self._process.is_here:
-                self._await()  # first, because the wait in the destroy call can't be interrupted by signal handlers
+                self._await()  # the destroy call's own wait would not run signal handlers
             super().close()
 
     def finish(self) -> None:

@@ -3,12 +3,14 @@
 // element crosses links twice. If all ranks' outputs are mapped (outputs.h), results go straight to the outputs,
 // otherwise to the peers' scratch memory.
 //
-// If the all-reduce is in place, short, and all ranks offer their arrays, ranks load the data from their peers' arrays.
-// The kernel stores nothing before these loads, so the signals before the loads need no fence. A fence would take
-// longer than the loads. A share is read only by the rank that reduces it and then overwrites it. If only some ranks
-// offer their arrays, these ranks scatter as well, and the peers wait for one more post of each of these ranks.
+// If the all-reduce is in place and short, and all ranks allow their peers to load from their arrays (they offer them),
+// ranks load the data from their peers' arrays. The kernel stores nothing before these loads, so the signals before the
+// loads need no fence. A fence would take longer than the loads. In-place results are safe, because only the rank that
+// reduces a share reads this share, and overwrites it afterwards. If only some ranks offer their arrays, all ranks
+// scatter; a rank that offered has already posted once, so its peers wait for one more post.
 //
-// Otherwise each rank scatters its data through scratch memory, in pieces if the data does not fit. In step k a block
+// In all other cases each rank scatters its data through scratch memory, in pieces if the data does not fit. In step k
+// a block
 //   1. waits for the peers' scattered parts of piece k, and scatters piece k + 1;
 //   2. reduces piece k, and distributes the result;
 //   3. waits for the peers' results of piece k - 1 in its scratch memory, and copies them to its output. If results go

@@ -12,8 +12,8 @@ typedef struct ProxycclArrived {
   uint32_t divisor; /* divisor of an average */
   uint32_t pieces;
   uint32_t chunks;  /* number of chunks of a piece; an idle block takes the next chunk */
-  uint64_t chunk;   /* elements of each chunk but the last; a multiple of 16 bytes */
-  uint64_t piece;   /* elements of each piece but the last; a multiple of 16 bytes if there are several pieces */
+  uint64_t chunk;   /* elements of each chunk but the last; together a multiple of 16 bytes */
+  uint64_t piece;   /* elements of each piece but the last; together a multiple of 16 bytes */
   uint64_t* stages; /* in host memory: for each piece, the number of complete transfers, which the proxy writes and the
                        kernel resets */
   uint64_t* joined; /* in host memory: number of ranks that have joined the call; the kernel resets it; null if the
@@ -21,11 +21,11 @@ typedef struct ProxycclArrived {
   uint64_t transfers; /* number of transfers of each piece but the first */
   uint64_t first;     /* number of transfers of the first piece; 0 if the piece is complete when the kernel starts */
   uint64_t* gate; /* in host memory: number of reduced pieces, for the proxy; null if the proxy does not wait for it */
-  uint32_t* chunks_done; /* for each piece, the number of reduced chunks; all counters from this one on are zero between
+  uint32_t* chunks_done; /* for each piece, the number of reduced chunks; this and later counters are zero between
                           * kernels */
   uint32_t* here;        /* for each piece, 1 once its transfers are complete, so that only one block polls `stages` */
   uint32_t* taken;       /* number of chunks that blocks have taken */
   uint32_t* blocks_done;
-  uint32_t* opened; /* number of pieces that `gate` has counted, except the last piece */
+  uint32_t* opened; /* number of reduced pieces, like `gate`; the last piece is not counted */
   ProxycclControl* control;
 } ProxycclArrived;

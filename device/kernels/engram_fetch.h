@@ -20,9 +20,9 @@ PROXYCCL_DEVICE void fetchRow(char* out, const char* row, uint32_t bytes, uint32
 
 }  // namespace proxyccl
 
-// Copies row indices[i] to out[i], or fills out[i] with zeros if there is no such row. Rows are numbered rank by rank,
-// with `entries` rows per rank; `stores` has the address of each rank's first row. A row's size is a multiple of 2
-// bytes.
+// Copies row indices[i] to out[i], or fills out[i] with zeros if row indices[i] does not exist. Rows are numbered rank
+// by rank, with `entries` rows per rank; `stores` has the address of each rank's first row. A row's size is a multiple
+// of 2 bytes.
 extern "C" __global__ void engram_fetch_impl(const uint64_t* stores, uint32_t ranks, uint32_t entries,
                                              uint32_t row_bytes, const int32_t* indices, uint64_t count, char* out) {
   constexpr uint32_t kLanes = PROXYCCL_ON_HOST ? 1 : 32;

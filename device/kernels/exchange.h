@@ -2,10 +2,10 @@
 //
 // In a round a lane writes to its slot in each peer's scratch memory, signals every peer, waits for every peer's signal
 // and reads the slots in its own scratch memory. A post is a signal, with or without data. Slots are double-buffered by
-// the parity of the round. Slots need no flags: a rank starts round r + 2 after it has received every peer's signal of
-// round r + 1, which a peer sends after it has read its slots of round r. Slots in the staging area need no flags for
-// the same reason. Slots may also be reused by the next kernel, whatever its grid, because a peer that has started a
-// kernel has ended the previous one.
+// the parity of the round. Slots, also those in the staging area, need no flags: a rank starts round r + 2 after it has
+// received every peer's signal of round r + 1, which a peer sends after it has read its slots of round r. Slots may
+// also be reused by the next kernel, whatever its grid, because a peer that has started a kernel has ended the previous
+// one.
 #pragma once
 
 #include "integers.h"
@@ -27,7 +27,8 @@ PROXYCCL_DEVICE void finishKernel(const ProxycclTeam& team, uint64_t rounds) {
   storeRelaxedDevice<uint64_t>(&counters.round, counters.round + rounds);
 }
 
-// These functions are not inlined: only one thread calls them, rarely, but inlining would cost all threads registers.
+// The functions below are not inlined: only one thread calls them, rarely, but inlining would cost all threads
+// registers.
 PROXYCCL_OUT_OF_LINE void postThroughProxy(const ProxycclProxyChannel* handle, uint64_t dst_offset, uint64_t src_offset,
                                            uint64_t bytes) {
   const ProxyChannelDeviceHandle channel{*handle};
@@ -111,8 +112,8 @@ class Lane {
     return (outboxes().proxied[peer] ? team_.proxied : team_.scratch) + slotOffset(buffer, slot);
   }
 
-  // Returns the address at which to write data for slot `remote_slot` of `peer`. If the proxy sends, this is the local
-  // slot `local_slot`, in which no other send of the lane may stage data.
+  // Returns the address at which to write data for slot `remote_slot` of `peer`. If the proxy sends, the address is
+  // that of the local slot `local_slot`, in which no other send of the lane may stage data.
   PROXYCCL_DEVICE char* outbox(uint32_t buffer, uint32_t peer, uint32_t remote_slot, uint32_t local_slot) const {
     const uint32_t slot = outboxes().proxied[peer] ? local_slot : remote_slot;
     return outboxes().base[peer] + buffer * buffers_.bytes + slot * buffers_.slot_bytes;
@@ -207,8 +208,8 @@ class Exchange {
     lane_.sync();
   }
 
-  // post() signals every peer without data, and await() waits for every peer's post. All threads call both functions,
-  // outside of rounds.
+  // post() signals every peer without data, and await() waits for every peer's post. All threads call post() and
+  // await(), outside of rounds.
   PROXYCCL_DEVICE void post() const {
     lane_.syncBeforePost();
     const uint32_t peer = threadIdx.x;

@@ -75,7 +75,7 @@ class PlanBlock {
   ProxycclOperand kept_operands_[kOperands];
 };
 
-// These functions are not inlined, because they are large and called from several places.
+// The functions below are not inlined, because they are large and called from several places.
 
 // Returns payload number p of a source. Waits for the payload if it comes in a packet.
 PROXYCCL_OUT_OF_LINE LL16Packet::Payload receivePayload(const ProxycclStep& step, uint32_t source, size_t p) {

@@ -10,11 +10,11 @@ enum ProxycclStepCode {
   PROXYCCL_STEP_SYNC =
       0, /* a barrier of the block's threads, after which one thread's release covers the writes of all threads */
   PROXYCCL_STEP_BARRIER = 1, /* barrier number `channel`, in which `option` blocks take part */
-  PROXYCCL_STEP_SIGNAL = 2,  /* signals by a memory channel */
+  PROXYCCL_STEP_SIGNAL = 2,  /* signals a memory channel's peer */
   PROXYCCL_STEP_RELAXED_SIGNAL = 3,
   PROXYCCL_STEP_WAIT = 4,
   PROXYCCL_STEP_RELAXED_WAIT = 5,
-  PROXYCCL_STEP_PORT = 6, /* pushes a trigger with the operation `option`; if this includes a flush, waits for it */
+  PROXYCCL_STEP_PORT = 6,      /* pushes a trigger with the operation `option`; waits for its flush, if any */
   PROXYCCL_STEP_PORT_WAIT = 7, /* waits for the port channel's next signal */
   PROXYCCL_STEP_ACQUIRE = 8,   /* acquires semaphore number `channel` */
   PROXYCCL_STEP_RELEASE = 9,

@@ -27,7 +27,7 @@ class Links {
     if (handles_) semaphore_.signal();
   }
   // Called by all threads before they have stored anything: signals every peer. A peer that has waited for the signal
-  // may load what earlier kernels wrote.
+  // may load what this rank's earlier kernels wrote.
   PROXYCCL_DEVICE void postLoads() const {
     if (handles_) semaphore_.signalLoads();
   }

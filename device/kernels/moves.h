@@ -1,12 +1,12 @@
 // all_gather, all_to_all, broadcast and barrier: they move bytes without interpreting them.
 //
-// `bytes` is the size of the data that one rank sends to one rank. A call is in place, as in NCCL, if in = out + rank *
+// `bytes` is the size of the data that a rank sends to each rank. A call is in place, as in NCCL, if in = out + rank *
 // bytes for all_gather, or in = out for all_to_all and broadcast.
 //
 // If all ranks' outputs are mapped (outputs.h), a rank stores its data directly in the outputs. The ranks then
 // synchronize at the beginning, because an output may be written only when its rank's kernel runs, and again at the
-// end. Otherwise lanes send through scratch memory, in pieces that fit their slots, and every rank runs the same number
-// of rounds.
+// end. If some output is not mapped, lanes send through scratch memory, in pieces that fit their slots, and every rank
+// runs the same number of rounds.
 #pragma once
 
 #include "exchange.h"

@@ -1,6 +1,6 @@
 // all_gather and all_to_all of short shares, in packets or lines, which need neither fences nor signals.
 //
-// `bytes` is the size of the data that one rank sends to one rank. A call may be in place as in moves.h: a thread reads
+// `bytes` is the size of the data that a rank sends to each rank. A call may be in place as in moves.h: a thread reads
 // and writes the same bytes of every share, so it has sent the bytes that it overwrites.
 #pragma once
 

@@ -3,7 +3,7 @@
  *
  * Scratch memory, which all ranks map, has the same layout on each rank:
  *   for each block, for each parity of its epoch, for each slot: `slot_packets` packets
- * There are two slots per rank, which each algorithm uses in its own way.
+ * There are two slots per rank, whose use depends on the algorithm.
  */
 #pragma once
 

@@ -8,7 +8,8 @@
 // epoch on all ranks.
 //
 // A packet's memory is reused two epochs later, by any rank and any algorithm. No flag protects the packet, because its
-// reader has read it by then. Proof: let rank x, in epoch e + 2, write a packet of rank y that y read in epoch e.
+// reader has read it before the reuse. Proof: let rank x, in epoch e + 2, write a packet of rank y that y read in epoch
+// e.
 //   - If epochs e, e + 1 and e + 2 are in three different kernels, x has finished the kernel of epoch e + 1, so it has
 //     received data that y sent in that kernel. So y had started that kernel, and had ended the kernel of epoch e.
 //   - If epochs e + 1 and e + 2 are in one kernel, a thread has the same packets in both. Before the thread sends a
@@ -165,7 +166,7 @@ class Lanes {
       body((static_cast<uint64_t>(e) * gridDim.x + blockIdx.x) * team_.epoch_packets);
       const uint32_t since_clear = epoch_ & (kClearInterval - 1);
       if (since_clear < 2) clear();
-      if (since_clear == 2) fenceSystem();  // so that this block's next packets follow the peers' second clear()
+      if (since_clear == 2) fenceSystem();  // orders the peers' second clear() before this block's next packets
       ++epoch_;
     }
     __syncthreads();  // after this barrier, all threads have read the old epoch

@@ -96,8 +96,8 @@ PROXYCCL_DEVICE void openGate(const ProxycclArrived& arrived, uint32_t piece) {
 }
 
 // Ends a block's work on a chunk. The block that ends a piece's last chunk also resets the piece's words, because
-// a reset by the stream would take longer. No other block changes these words from then on. The reset follows
-// openGate(), whose release would otherwise wait for this store.
+// a reset by the stream would take longer. After the last chunk, no other block changes the piece's words. The reset
+// follows openGate(), whose release would otherwise wait for this store.
 PROXYCCL_DEVICE void endChunk(const ProxycclArrived& arrived, uint32_t piece) {
   meetInBlock();
   if (threadIdx.x != 0) return;

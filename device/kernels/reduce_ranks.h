@@ -1,4 +1,4 @@
-// Combines all ranks' values, each rank's contiguous in memory, for the bandwidth-bound reductions.
+// Combines the values of all ranks, for the bandwidth-bound reductions. Each rank's values are contiguous in memory.
 #pragma once
 
 #include "integers.h"
@@ -29,7 +29,7 @@ struct alignas(kCount * sizeof(T)) Pack {
 };
 
 #if PROXYCCL_ON_HOST
-// The contiguous results that one thread computes in one step on the host.
+// The contiguous results that a thread on the host computes in one step.
 template <class T>
 struct Run {
   const T* values;

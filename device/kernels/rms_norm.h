@@ -7,7 +7,7 @@
 // A row is divided into packets (packets.h), even if they are not sent. The packets of a warp's threads form a group.
 // One block handles a row, or the blocks of a cluster each handle a part of the row. A thread normalizes the packets to
 // which it added residuals. Of other threads' results a thread needs only each group's sum of squares. All threads add
-// these sums in the same order, which depends only on the row's width and on the packets' form.
+// the groups' sums in the same order, which depends only on the row's width and on the packets' form.
 //
 // The code is short rather than unrolled, because most blocks run it for only one row, and instructions that are not
 // cached take longer to fetch than to execute.
@@ -238,7 +238,7 @@ class NormedRow {
   PROXYCCL_DEVICE float told(uint32_t kind, Combine combine) const {
     const float* of_groups = numbers(kind);
     float own = 0;
-#pragma unroll 1  // most rows have fewer groups than a warp has threads
+#pragma unroll 1  // not unrolled, because most rows have fewer groups than a warp has threads
     for (uint32_t group = threadIdx.x % PROXYCCL_WARP_SIZE; group < groups(); group += PROXYCCL_WARP_SIZE)
       own = combine(own, of_groups[group]);
     return combineInWarp(own, combine);

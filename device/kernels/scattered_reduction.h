@@ -2,7 +2,7 @@
 // from its own input to that peer's scratch memory. Each rank then reduces its own share in rank order, in the
 // accumulator's type, and rounds once.
 //
-// Data crosses links by stores instead of loads, because NVLink carries stores faster.
+// Data crosses links by stores instead of loads, because NVLink carries stores faster than loads.
 //
 // On a GPU, thread t of the grid's N threads handles the 16-byte units t, t + N, …, because memory and links are faster
 // if blocks access neighbouring addresses at the same time. On the host a thread's units are contiguous. The same

@@ -9,8 +9,8 @@
 
 #include "proxyccl/handles.h"
 
-/* The most threads of a block: on a GPU, 512 threads leave each thread 128 registers. It is also the most ranks of a
- * team, because thread p of a block signals rank p and waits for rank p's signals. */
+/* The most threads of a block: on a GPU, 512 threads leave each thread 128 registers. The number also limits the ranks
+ * of a team, because thread p of a block signals rank p and waits for rank p's signals. */
 enum { PROXYCCL_MAX_BLOCK_THREADS = 512 };
 
 typedef struct ProxycclLink {
@@ -32,11 +32,11 @@ typedef struct ProxycclLink {
 enum {
   PROXYCCL_ROUND_BUFFERS = 2, /* indexed by the parity of `round` */
   PROXYCCL_PIPELINE_DEPTH = 3,
-  PROXYCCL_PIPELINE_BUFFERS = 2 * PROXYCCL_PIPELINE_DEPTH, /* for the pipeline's two phases, scatter and distribute */
+  PROXYCCL_PIPELINE_BUFFERS = 2 * PROXYCCL_PIPELINE_DEPTH, /* half for scattering, half for distributing */
   PROXYCCL_MAX_MAPPED_RANKS = 72 /* greatest number of members of a team in which all members map each other's memory */
 };
 
-/* Counters in device memory. The last block of each kernel advances them, so that a captured graph can be replayed. */
+/* Counters in device memory, which the last block of each kernel advances, so that a captured graph can be replayed. */
 typedef struct ProxycclTeamCounters {
   uint64_t round;
   uint32_t blocks_done;

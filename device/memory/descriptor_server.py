@@ -2,7 +2,7 @@
 
 Ranks exchange handles as bytes, which can't contain a descriptor. So a handle contains the token of the process that
 owns the memory. A thread of that process, the server, makes descriptors on request. Clients connect to the server by
-its token, through a socket that both processes can access (`sockets.py`).
+the process's token, through a socket that both processes can access (`sockets.py`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ forks.hold_while_forking(_lock)
 
 
 def supply(kind: bytes, make: Supply, failures: tuple[type[Exception], ...]) -> None:
-    """Registers a function that makes descriptors of a kind for this process's server.
+    """Registers a function that makes descriptors for requests to this process's server.
 
     Args:
         kind: the first byte of the requests.
@@ -53,7 +53,7 @@ def supply(kind: bytes, make: Supply, failures: tuple[type[Exception], ...]) -> 
 
 
 class DescriptorServer:
-    """This process's server, which `serve` returns. It serves processes of the same user."""
+    """This process's server, which `serve` returns, for processes of the same user."""
 
     def __init__(self) -> None:
         self.process = forks.here()
@@ -148,7 +148,7 @@ _left_files: list[tuple[forks.Process, str]] = []
 
 
 def serve() -> DescriptorServer:
-    """Returns this process's server. The first call starts it.
+    """Returns this process's server, which the first call starts.
 
     Raises:
         ResourceError: no descriptor or thread is left.
@@ -160,7 +160,7 @@ def serve() -> DescriptorServer:
         return _server
 
 
-@atexit.register  # registered before communicators' exit handlers, and so called after them
+@atexit.register  # communicators' exit handlers are registered later, and so run earlier
 def _remove_files() -> None:
     for process, path in _left_files:
         if process.is_here:

@@ -55,7 +55,7 @@ def require_descriptors(count: int) -> None:
             os.close(descriptor)
 
 
-# Used instead of `socket.send_fds` and `recv_fds`, which ignore the flags in Python 3.11.
+# This module does not use `socket.send_fds` and `recv_fds`, because they ignore the flags in Python 3.11.
 def send_with_descriptors(connection: socket.socket, data: bytes, descriptors: Sequence[int], flags: int = 0) -> None:
     """Sends a message. Raises OSError as `socket.sendmsg` does."""
     passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []

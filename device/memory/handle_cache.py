@@ -20,9 +20,9 @@ class HandleCache:
     """A cache of mappings of memory that other processes exported, by handle.
 
     A handle identifies memory independently of its address, so a cached mapping is never stale. But while this process
-    maps memory that its owner has freed, a driver may refuse to map the owner's new memory at the same address. Then
-    all idle mappings of this process are removed. If another client of a daemon still uses the old memory, `acquire`
-    waits for at most PATIENCE seconds.
+    maps memory that its owner has freed, a driver may refuse to map the owner's new memory at the same address. After
+    such a refusal, `acquire` unmaps all unused mappings of this process and tries again. If another client of a daemon
+    still uses the old memory, `acquire` waits for at most PATIENCE seconds.
 
     Args:
         open_handle: maps the memory of a handle.
@@ -45,7 +45,7 @@ class HandleCache:
             self._caches.add(self)
 
     def acquire(self, handle: bytes) -> Memory:
-        """Returns a handle's memory, and maps it if necessary. Call `release` once for each call."""
+        """Returns a handle's memory, and maps it if necessary. Each call needs one call of `release`."""
         return self._mappings.acquire(handle, lambda: self._map(handle))
 
     def _map(self, handle: bytes) -> Memory:
@@ -62,7 +62,6 @@ class HandleCache:
                     raise
 
     def _unmap_idle(self) -> bool:
-        """Unmaps unused memory in all caches of this process. Returns whether anything was unmapped."""
         with self._caches_lock:
             caches = list(self._caches)
         unmapped = False

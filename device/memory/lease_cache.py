@@ -58,7 +58,7 @@ class LeaseCache(Generic[Key, Value]):
         return self._closed
 
     def acquire(self, key: Key, make: Callable[[], Value]) -> Value:
-        """Returns the key's value, and calls `make` if there is none. Call `release` once for each call.
+        """Returns the key's value, and calls `make` if there is none. Each call needs one call of `release`.
 
         If `make` raises an exception, `acquire` raises it too, and `release` must not be called.
 

@@ -1,4 +1,4 @@
-"""The limits, by the machine and by control groups, on the memory of this process."""
+"""Finds the limits that the machine and control groups set on this process's memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ def memory_limit() -> Limit | None:
 
 
 def _group_limits() -> list[tuple[Path, int]]:
-    """Returns the limits of this process's control groups (v1 and v2) and of their parent groups."""
     found = []
     for line in _text(_PROC / "self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
@@ -51,7 +50,7 @@ def _group_limits() -> list[tuple[Path, int]]:
             root, name = _CGROUPS / "memory", "memory.limit_in_bytes"
         else:
             continue
-        # In a container the path may be one of the host, of which only the root is mounted here.
+        # In a container the path may be the host's, but the container's own group is mounted at the root.
         inner = root / group.lstrip("/")
         for directory in (inner, *inner.parents):
             text = _text(directory / name).strip()

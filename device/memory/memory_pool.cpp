@@ -1,5 +1,5 @@
-// Keeps a table of segments per device. No driver call is made with a table's lock held, because drivers wait for
-// kernels.
+// Keeps a table of segments (the library's allocations) per device. No driver call is made with a table's lock held,
+// because drivers wait for kernels.
 #include "memory_pool.h"
 
 #include <mutex>

@@ -14,7 +14,7 @@
 #include <stdint.h>
 #include <sys/types.h>
 
-/* All other symbols are hidden. */
+/* PROXYCCL_EXPORTED symbols are visible; all others are hidden. */
 #define PROXYCCL_EXPORTED extern "C" __attribute__((visibility("default")))
 
 enum { PROXYCCL_POOL_DEVICES = 64 }; /* device numbers are below this */
@@ -45,8 +45,8 @@ typedef struct ProxycclSegment {
   uint32_t freed; /* 1 if the library has freed the segment, but a hold remains */
 } ProxycclSegment;
 
-/* Sets the driver's calls for a device. Returns 0, or -1 if the device's number is too large or the device already has
- * other calls. */
+/* Sets the driver's calls for a device. Returns 0, or -1 if the device's number is too large or the device's calls were
+ * already set to different ones. */
 int proxyccl_pool_configure(int device, const ProxycclPoolCalls* calls);
 
 /* The functions that the library calls, with the signatures of torch.cuda.memory.CUDAPluggableAllocator. `stream` is

@@ -8,7 +8,7 @@
 struct ProxycclPlaces {
   uint64_t start, bytes;
   uint32_t count;
-  std::unique_ptr<uint64_t[]> states;  // kReady, kTaken, or for an idle place the number of its free
+  std::unique_ptr<uint64_t[]> states;  // kReady, kTaken, or for an idle place the number of the free that made it idle
   ProxycclPlaces* next;
 };
 

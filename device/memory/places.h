@@ -1,14 +1,14 @@
 /* Places are equal parts of one memory, each of which another library's caching allocator, such as torch's, uses as a
- * whole allocation. The allocator frees a place only when it is unused, because it knows on which streams its arrays
- * are used.
+ * whole allocation. The allocator frees only unused places, because the allocator knows on which streams arrays are
+ * used.
  *
  * A thread chooses the set of places for its next allocations. If all places are taken, an allocation returns a unique
- * unmapped address, which the caller must recognise and free immediately. NULL instead would make the library free its
- * cached memory and wait for the device.
+ * unmapped address, which the caller must recognise and free immediately. If the allocation returned NULL, the library
+ * would free its cached memory and wait for the device.
  *
  * The functions here never take the GIL, because the library calls them with its own lock held (memory_pool.h). When
  * the library frees a place, queued kernels may still use the place. So a freed place is idle, and not allocated again
- * until a caller has waited for the device and renewed it.
+ * until a caller has waited for the device and renewed the place.
  */
 #pragma once
 

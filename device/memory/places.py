@@ -55,7 +55,7 @@ class Places:
         idle = lib.proxyccl_places_idle(self._native)
         if idle:
             self._runtime.synchronize()
-            lib.proxyccl_places_renew(self._native, idle)  # not those freed since `idle` was read
+            lib.proxyccl_places_renew(self._native, idle)  # places that were freed after `idle` was read stay idle
         lib.proxyccl_places_choose(self._native)
 
     @staticmethod
@@ -74,7 +74,6 @@ class Places:
 
     @classmethod
     def _let_go(cls, *closed: Places) -> None:
-        """Drops closed objects of which torch uses no place."""
         with cls._lock:
             cls._outlived[:] = [
                 places for places in (*cls._outlived, *closed) if not lib.proxyccl_places_close(places._native)

@@ -1,8 +1,8 @@
 """Anonymous shared memory, which is the host runtime's device memory and every runtime's pinned memory.
 
 The memory is a memfd, so a killed process leaves no files, and the size limit of /dev/shm does not apply. Other
-processes of the same user open it as /proc/<pid>/fd/<fd>. From another PID or user namespace they ask the owner for a
-descriptor (`descriptor_server.py`).
+processes of the same user open the memfd as /proc/<pid>/fd/<fd>. Processes of another PID or user namespace ask the
+owner for a descriptor (`descriptor_server.py`).
 """
 
 from __future__ import annotations
@@ -326,7 +326,6 @@ class _Handle:
 
 
 def _descriptor_of(origin: _Origin, identity: tuple[int, int]) -> int:
-    """Returns a new descriptor of an `_Origin`'s file, which the caller closes. Raises OSError."""
     if origin.view and origin.view == proc_view():
         return os.open(f"/proc/{origin.pid}/fd/{origin.descriptor}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     if origin.token == forks.here().token:  # needs no /proc

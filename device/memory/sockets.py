@@ -91,13 +91,12 @@ def listen_in_directory(place: Path, token: bytes) -> tuple[socket.socket, str]:
         undo.callback(os.unlink, draft)
         os.chmod(draft, 0o600)
         listener.listen(64)
-        os.rename(draft, path)  # only now, because `_remove_left` removes sockets that do not listen
+        os.rename(draft, path)  # another process's `_remove_left` removes a socket that does not listen
         undo.pop_all()
     return listener, path
 
 
 def _remove_left(place: Path) -> None:
-    """Removes the files of processes that were killed."""
     for path in place.glob(f"*{_SUFFIX}"):
         with contextlib.suppress(OSError), _socket() as probe:
             if not stat.S_ISSOCK(path.lstat().st_mode):
@@ -164,7 +163,6 @@ def connect(token: bytes, timeout: float) -> socket.socket:
 
 
 def _ways(token: bytes) -> Iterator[tuple[str, Callable[[float], socket.socket]]]:
-    """Yields pairs of an error text and a function that takes a time-out and connects to a process's server."""
     yield "in this network namespace", lambda timeout: _connect(_abstract(token), timeout)
     place = directory()
     if _fits(place):

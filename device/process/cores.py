@@ -57,7 +57,6 @@ def cores_allowed(root: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> float | No
 
 
 def _upwards(mounted: Path, path: str) -> list[Path]:
-    """Returns the directories of a control group and of its parents."""
     group = PurePosixPath(path).relative_to("/")
     return [mounted / group, *(mounted / parent for parent in group.parents)]
 

@@ -91,7 +91,7 @@ def _begin() -> None:
     global _here  # noqa: PLW0603
     _here = Process()
     for connection in list(_sockets):
-        connection.close()  # without shutdown(), because the parent still uses the socket
+        connection.close()  # not shut down, because the parent still uses the socket
 
 
 os.register_at_fork(after_in_child=_begin)

@@ -1,6 +1,6 @@
 """Lets Python's signal handlers run while the main thread waits in C, so that Ctrl-C ends any wait quickly.
 
-Python runs handlers only in the main thread, after it has returned from C. So waits return from time to time. Some
+Python runs handlers only in the main thread, after it has returned from C. So waits in C return from time to time. Some
 waits can't return, such as those of a kernel that the host runtime runs in the main thread. They call `_look`. If a
 handler then raises an exception, the awaited work is aborted, and `raise_interrupt` raises the exception after the
 wait. A driver's wait for a whole device runs in another thread.
@@ -25,7 +25,7 @@ _when_interrupted: dict[int, Callable[[BaseException], None]] = {}
 
 
 def _look(stream: object) -> None:
-    """Called from C, only because Python runs pending signal handlers before a function's first statement."""
+    """C calls this function only because Python runs pending signal handlers before a function's first statement."""
 
 
 def _keep(_kind: type[BaseException], error: BaseException, trace: TracebackType) -> None:
@@ -82,8 +82,8 @@ def in_handler() -> bool:
 
 
 def await_driver(query: int, handle: int) -> None:
-    """Polls, in the main thread, until a stream or an event is done, so that signal handlers run meanwhile. Afterwards
-    the caller makes the driver's own wait for the status.
+    """Polls, in the main thread, until a stream or an event is done, so that signal handlers run meanwhile. When this
+    returns, the caller still makes the driver's wait, which returns the status.
 
     Args:
         query: address of the driver's function that queries a stream or an event.
@@ -130,7 +130,7 @@ os.register_at_fork(after_in_child=_idle.clear)
 
 def wait_elsewhere(wait: Callable[[], None], look: Callable[[], None] | None = None) -> None:
     """Makes a call that may wait long in C, and raises its exceptions. In the main thread, or with `look`, another
-    thread makes the call. If a signal handler or `look` raises, the call continues in that thread.
+    thread makes the call. If a signal handler or `look` raises an exception, the other thread continues the call.
 
     Args:
         wait: the call.

@@ -22,7 +22,8 @@ def proc_view() -> int:
     """Returns a number of at most 61 bits that is equal for processes that can open each other's entries in /proc.
     Returns 0 if /proc does not show this process.
 
-    The number identifies the PID and the user namespace. Linux numbers namespaces from 0xe0000000 on.
+    The number identifies the PID and the user namespace. The PID namespace's upper three bits are dropped, because
+    Linux numbers namespaces from 0xe0000000 on.
     """
     processes, users = _number(pid_namespace()), _number(_link("user"))
     return (processes & 0x1FFFFFFF) << 32 | users if processes and users else 0
@@ -41,6 +42,5 @@ def _link(kind: str) -> str:
 
 
 def _number(link: str) -> int:
-    """Returns the number in a text such as "pid:[4026531836]", or 0."""
     digits = link.partition("[")[2].rstrip("]")
     return int(digits) if digits.isdigit() else 0

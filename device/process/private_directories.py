@@ -80,7 +80,7 @@ def read_private(
         UntrustedPathError: the file belongs to another user, other users can write to it, or it is not a regular file.
         OSError: the file can't be read. FileNotFoundError: the file does not exist.
     """
-    try:  # O_NONBLOCK, because opening a named pipe would block
+    try:  # without O_NONBLOCK, opening a named pipe would block
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         descriptor = os.open(path.name, flags, dir_fd=directory)
     except OSError as error:

@@ -77,7 +77,7 @@ class Thread(threading.Thread):
             self._failed = None  # drops the reference to the thread's owner
 
     def _take(self) -> Callable[[], object] | None:
-        # Dropping `_call` frees the thread's arguments, because Python keeps a thread that did not begin forever.
+        # Dropping `_call` frees the thread's arguments, because Python never frees a thread that did not begin.
         with self._lock:
             call, self._call = self._call, None
         return call

@@ -40,7 +40,6 @@ def runtime_directory() -> Path:
 
 
 def _home() -> Path | None:
-    """Returns the user's home directory, or None if it does not exist."""
     named = os.environ.get("HOME", "")
     try:
         home = named or pwd.getpwuid(os.getuid()).pw_dir
@@ -50,7 +49,6 @@ def _home() -> Path | None:
 
 
 def _is_usable(home: Path, directory: Path) -> bool:
-    """Whether a directory in the user's home exists or can be made."""
     if os.path.isdir(directory):
         return True
     above = next(each for each in directory.parents if each == home or os.path.isdir(each))

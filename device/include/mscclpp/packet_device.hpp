@@ -84,8 +84,8 @@ template <class Packet>
 using PacketPayload = typename Packet::Payload;
 
 namespace detail {
-// Returns whether `bytes` is a multiple of the packets' payload. If not, a TriggerError ends the communicator that
-// compiled the kernel.
+// Returns whether `bytes` is a multiple of the packets' payload. If the result is false, a TriggerError ends the
+// communicator that compiled the kernel.
 template <class Packet>
 PROXYCCL_DEVICE bool areWholePayloads(uint32_t call, uint64_t bytes) {
   constexpr uint64_t kUnit = sizeof(PacketPayload<Packet>);

@@ -17,7 +17,7 @@ struct BasePortChannelDeviceHandle {
 
   FifoDeviceHandle fifo_;
   Host2DeviceSemaphoreDeviceHandle semaphore_;
-  uint64_t* flushDonePos_;  // ring index of the channel's last complete flush, plus one
+  uint64_t* flushDonePos_;  // ring index of the channel's last complete flush, plus one; 0 if none
   uint64_t* completed_;
   const uint64_t* memoryLimits_;
   ProxycclControl* control_;

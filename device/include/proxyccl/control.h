@@ -15,7 +15,7 @@ enum ProxycclErrorCode {
   PROXYCCL_ERROR_PEER_LOST = 2,      /* the process of a rank ended */
   PROXYCCL_ERROR_TRANSPORT = 3,      /* a copy or work request failed */
   PROXYCCL_ERROR_BAD_TRIGGER = 4,    /* a trigger names an unregistered id, or its range leaves its memory */
-  PROXYCCL_ERROR_HANDLER = 5,        /* a Python handler raised */
+  PROXYCCL_ERROR_HANDLER = 5,        /* a Python handler raised an exception */
   PROXYCCL_ERROR_MISMATCH = 6,       /* ranks called a collective with different arguments */
   PROXYCCL_ERROR_INVALID_FLAG = 7,   /* a kernel used packet flag 0 */
   PROXYCCL_ERROR_LOCAL = 8,          /* any other failure on one rank that ends the communicator */

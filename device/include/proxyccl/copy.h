@@ -54,13 +54,13 @@ PROXYCCL_DEVICE Bytes16 bytesFrom(uint32_t first, const Bytes16& word, const Byt
 }
 
 // copyWords() for addresses with different alignment: stores words of 16 bytes at the destination, each made of two
-// words of the source. A link carries these stores faster than narrower stores. A thread has one word in flight,
+// words of the source. A link carries stores of 16 bytes faster than narrower stores. A thread has one word in flight,
 // because more would make the calling kernels spill registers.
 PROXYCCL_DEVICE void copyShifted(char* dst, const char* src, size_t bytes, uint32_t thread, uint32_t threads) {
   const uintptr_t target = reinterpret_cast<uintptr_t>(dst), source = reinterpret_cast<uintptr_t>(src);
   const uint32_t shift = (source - target) % 16;
   size_t head = -target % 16;
-  if (head < shift) head += 16;  // the source's first whole word begins among the first `head` bytes
+  if (head < shift) head += 16;  // so that the source's first whole word begins among the bytes that are copied singly
   const size_t held = bytes > head ? (bytes - (head - shift)) / 16 : 0;  // whole words of the source
   const size_t words = held > 1 ? held - 1 : 0;
   if (words == 0) head = bytes;
@@ -90,8 +90,8 @@ PROXYCCL_OUT_OF_LINE void copyBytes(void* dst, const void* src, size_t bytes, ui
   const uintptr_t misaligned = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from);
   if (misaligned % 16 == 0) return copyWords<Bytes16>(to, from, bytes, thread, threads);
   const uint32_t width = misaligned % 8 == 0 ? 8 : misaligned % 4 == 0 ? 4 : 1;
-  // Shorter copies are faster with words of 8 bytes or fewer, because all of a thread's loads are in flight at the same
-  // time.
+  // If each thread copies at most 4 words of `width` bytes, copyWords() is faster than copyShifted(), because all of a
+  // thread's loads are in flight at the same time.
   if (bytes > static_cast<size_t>(4 * width) * threads) return copyShifted(to, from, bytes, thread, threads);
   if (width == 8) return copyWords<uint64_t>(to, from, bytes, thread, threads);
   if (width == 4) return copyWords<uint32_t>(to, from, bytes, thread, threads);

@@ -1,5 +1,5 @@
 // Defines CUDA's names of narrow floats for targets without CUDA's own headers: the host, and NVRTC without a toolkit.
-// Only conversions, arithmetic and comparisons are defined. The files in cuda_names include this one.
+// Only conversions, arithmetic and comparisons are defined. The files in cuda_names include this header.
 #pragma once
 
 #include "proxyccl/narrow_float.h"

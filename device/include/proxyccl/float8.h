@@ -13,7 +13,7 @@ struct Float8E5M2 {
   uint8_t bits;
 };
 
-// Converts a float to a sign, an exponent with this bias and a mantissa of kMantissa bits: rounds to nearest, ties to
+// Converts a float to a sign, an exponent of bias kBias and a mantissa of kMantissa bits: rounds to nearest, ties to
 // even, and saturates at the greatest finite value, `greatest`. A NaN stays a NaN, 0x7f.
 template <uint32_t kMantissa, uint32_t kBias>
 PROXYCCL_DEVICE uint8_t floatToFloat8(float value, uint32_t greatest) {

@@ -58,8 +58,8 @@ typedef struct ProxycclSmChannel {
 typedef struct ProxycclProxyChannel {
   ProxycclFifo fifo;
   ProxycclSemaphore semaphore;   /* only the engine uses remote_inbound and outbound */
-  uint64_t* flushed;             /* pinned: ticket of the channel's last complete flush, plus one */
-  uint64_t* completed;           /* pinned: ticket of the channel's last complete operation, plus one */
+  uint64_t* flushed;             /* pinned: ticket of the channel's last complete flush, plus one; 0 if none */
+  uint64_t* completed;           /* pinned: ticket of the channel's last complete operation, plus one; 0 if none */
   const uint64_t* memory_limits; /* pinned, by memory id: bytes to the memory's end; NULL for a handler's channel */
   ProxycclControl* control;
   uint32_t channel;

@@ -77,7 +77,7 @@ PROXYCCL_DEVICE constexpr auto max(A a, B b) -> decltype(true ? A() : B()) {
   using Common = decltype(true ? A() : B());
   return static_cast<Common>(a) < static_cast<Common>(b) ? b : a;
 }
-// If one argument is a NaN, these functions return the other argument.
+// If one argument is a NaN, min() and max() return the other argument.
 PROXYCCL_DEVICE float min(float a, float b) { return __builtin_fminf(a, b); }
 PROXYCCL_DEVICE float max(float a, float b) { return __builtin_fmaxf(a, b); }
 PROXYCCL_DEVICE double min(double a, double b) { return __builtin_fmin(a, b); }
@@ -302,7 +302,7 @@ struct DynamicShared {
   }
 };
 
-// An AbortedError ends the communicator that compiled the kernel; the kernel continues.
+// Ends the communicator that compiled the kernel with an AbortedError; the kernel continues.
 PROXYCCL_DEVICE void endCommunicator() {
   recordError(nullptr, PROXYCCL_ERROR_LOCAL, {PROXYCCL_WAIT_NONE, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL, 0}, 0);
 }

@@ -1,7 +1,7 @@
 // Defines PROXYCCL_EXPORT_KERNEL(name), which follows each kernel of a compiled source.
 //
 // The macro exports the kernel's parameter table, which gives the launcher the size and kind of each argument (a driver
-// knows at most the sizes). On the host, it also exports the entry point that unpacks the arguments.
+// knows at most the sizes). On the host, the macro also exports the entry point that unpacks the arguments.
 #pragma once
 
 #include "proxyccl/integer_limits.h"

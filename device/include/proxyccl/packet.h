@@ -2,7 +2,7 @@
 // protocol).
 //
 // A reader waits until the packet's flags equal the flag that it expects. A flag must differ from the flag that the
-// packet carried before. Flag 0 is refused, because zeroed memory holds it.
+// packet carried before. Flag 0 is refused, because zeroed memory holds 0.
 #pragma once
 
 #include "proxyccl/wait.h"

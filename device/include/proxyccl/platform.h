@@ -51,7 +51,7 @@ PROXYCCL_DEVICE void* dynamicShared() {
 }
 #endif
 
-// The library's kernels choose the order and scope of an access by one of these names.
+// Functions such as loadAcquireSystem() name the order and scope of their access.
 #define PROXYCCL_NAMED_LOAD(name, ORDER, SCOPE) \
   template <class T>                            \
   PROXYCCL_DEVICE T name(const T* p) {          \
@@ -89,7 +89,7 @@ PROXYCCL_NAMED_UPDATE(fetchAddAcqRelDevice, FETCH_ADD, ACQ_REL, DEVICE)
 PROXYCCL_NAMED_UPDATE(exchangeAcquireDevice, EXCHANGE, ACQUIRE, DEVICE)
 PROXYCCL_NAMED_UPDATE(exchangeRelaxedDevice, EXCHANGE, RELAXED, DEVICE)
 #undef PROXYCCL_NAMED_UPDATE
-// These additions return nothing, so the thread does not wait for a result.
+// The additions below return nothing, so the thread does not wait for a result.
 PROXYCCL_DEVICE void addReleaseSystem(uint64_t* p, uint64_t v) { PROXYCCL_ADD(p, v, RELEASE, SYSTEM); }
 PROXYCCL_DEVICE void addRelaxedSystem(uint64_t* p, uint64_t v) { PROXYCCL_ADD(p, v, RELAXED, SYSTEM); }
 PROXYCCL_DEVICE void addRelaxedDevice(uint64_t* p, uint64_t v) { PROXYCCL_ADD(p, v, RELAXED, DEVICE); }

@@ -9,8 +9,8 @@
 #define PROXYCCL_WHOLE_LINES 1
 #define PROXYCCL_DEVICE __device__ __forceinline__
 // Declares a kernel that has one warp per block and 32 registers per thread. On sm_90, a matrix product that fills the
-// GPU (384 threads of 168 registers per multiprocessor) leaves enough registers free for such a block, so the kernel
-// starts beside the product immediately.
+// GPU (384 threads of 168 registers per multiprocessor) leaves enough registers free for a block of one warp, so the
+// kernel starts beside the product immediately.
 #define PROXYCCL_SMALL_KERNEL extern "C" __global__ void __maxnreg__(32)
 #define PROXYCCL_OUT_OF_LINE static __device__ __noinline__
 // A release needs no fence if it orders only loads whose values were used and stores of earlier kernels: those stores
@@ -65,10 +65,10 @@ template <class T>
 PROXYCCL_DEVICE T shuffle(T value, uint32_t lane) {
   return __shfl_sync(0xffffffffu, value, lane);
 }
-// Not `ballot`: NVRTC also declares a global function of that name.
+// The name is not `ballot`, because NVRTC declares a global function `ballot`.
 PROXYCCL_DEVICE uint64_t ballotWarp(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
 PROXYCCL_DEVICE void syncWarp() { __syncwarp(); }
-// Stores 16 bytes by one access; for a plain store NVRTC may use two. The address is aligned to 16 bytes.
+// Stores 16 bytes by one access; NVRTC may split a plain store into two accesses. The address is aligned to 16 bytes.
 PROXYCCL_DEVICE void store128(void* p, uint64_t low, uint64_t high) {
   asm volatile("st.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(low), "l"(high) : "memory");
 }

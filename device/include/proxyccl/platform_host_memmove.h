@@ -1,4 +1,4 @@
-/* A memmove by which CPUs copy array data. It avoids `rep movsb` where that instruction is slow.
+/* A memmove by which CPUs copy array data. The copy avoids `rep movsb` on CPUs on which that instruction is slow.
  *
  * From about 2 KiB to the size of a core's cache, glibc copies with `rep movsb` if the CPU reports that this
  * instruction is fast. AMD's Zen 3 and Zen 4 report this, although the instruction is 4 to 15 times slower on them if

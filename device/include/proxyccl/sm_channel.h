@@ -69,7 +69,7 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
   /// t + numThreads, … .
   ///
   /// After the wait() for a signal, a get reads what the peer wrote before that signal. When the call returns, a thread
-  /// may read the words that it copied. After a __syncthreads() each thread of the group may read all of them.
+  /// may read the words that it copied. After a __syncthreads() each thread of the group may read all words.
   /// @param targetOffset  offset in local memory, in bytes: the target comes first, as in put()
   /// @param originOffset  offset in the peer's memory, in bytes
   /// @param bytes         number of bytes

@@ -24,8 +24,8 @@
 #include "proxyccl/types.h"
 
 /* An operation is a set of bits: putWithSignalAndFlush is one trigger with DATA, SIGNAL and FLUSH. A trigger without
- * these bits goes to the channel's Python handler. GET, used only with DATA, is the only bit outside the field
- * `operation`. */
+ * DATA, SIGNAL and FLUSH goes to the channel's Python handler. GET, used only with DATA, is the only bit outside the
+ * field `operation`. */
 enum {
   PROXYCCL_OP_CUSTOM = 0,
   PROXYCCL_OP_DATA = 1,

@@ -136,7 +136,7 @@ PROXYCCL_DEVICE bool waitUntil(Control* given, const WaitFor& what, Ready ready)
       started = checkWait(given, what, seen, started);
       given_up = started == 0;
     }
-    // Inside the check's branch, the return would take up to 28 more registers (two_shot of float32).
+    // Inside the check's branch, the return would take up to 28 more registers (in the two-shot all-reduce of float32).
     if (given_up) return false;
     spinHint(spins);
   }

@@ -77,8 +77,8 @@ class Announcement {
   // packet, payload) for each packet. Returns false to a thread whose packets did not arrive.
   template <class Keep>
   PROXYCCL_DEVICE bool awaitAllBut(uint32_t known, uint32_t thread, uint32_t threads, Keep keep) const {
-    // The loop with one packet per thread has less code to fetch into the instruction cache, which saves 1 us in a
-    // dispatch of 128 tokens.
+    // A loop over single packets has less code to fetch into the instruction cache than a loop over four, which saves 1
+    // us in a dispatch of 128 tokens.
     if (packetsBut(known) <= threads) return awaitEach<1>(known, thread, threads, keep);
     return awaitEach<4>(known, thread, threads, keep);
   }

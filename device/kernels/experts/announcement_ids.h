@@ -12,8 +12,8 @@ class IdAnnouncement : public Announcement {
 
   using Announcement::Announcement;
 
-  // Called by the block: sends its share of this rank's packets, beginning with the last threads. send() needs only the
-  // kernel's arguments, so the packets leave as soon as the kernel starts.
+  // Called by the block: sends the block's share of this rank's packets; the last thread sends the first packet. send()
+  // needs only the kernel's arguments, so the packets leave as soon as the kernel starts.
   PROXYCCL_DEVICE void send(const ProxycclDispatch& call) const {
     const uint32_t all = packetsOfRank(), begin = all * blockIdx.x / e_.blocks;
     const uint32_t end = all * (blockIdx.x + 1) / e_.blocks;
@@ -31,7 +31,7 @@ class IdAnnouncement : public Announcement {
   }
 
   // Calls body(source, slot, expert) for each slot of the ranks first to first + sources - 1, with the work divided
-  // among `threads` calling threads. Slots beyond a rank's tokens have an id that drops them.
+  // among `threads` calling threads. Slots beyond a rank's tokens have an id that drops the slot.
   template <class Body>
   PROXYCCL_DEVICE void forEachSlot(uint32_t first, uint32_t sources, uint32_t thread, uint32_t threads,
                                    Body body) const {

@@ -2,8 +2,8 @@
 // token's bit is set if the token goes to the rank. A row's position is the number of set bits before its token's bit.
 //
 // A rank's choices begin with one packet for each block that announces. The packet holds the number of the first slot
-// in the block's share whose id is out of range, or ~0 if there is none. Then come the masks: for each rank, one packet
-// per 64 tokens.
+// in the block's share whose id is out of range, or ~0 if there is none. The masks follow these packets: for each rank,
+// one packet per 64 tokens.
 #ifndef PROXYCCL_EXPERT_ANNOUNCEMENT_MASKS_H
 #define PROXYCCL_EXPERT_ANNOUNCEMENT_MASKS_H
 
@@ -100,9 +100,9 @@ class MaskAnnouncement : public Announcement {
                 others, [](uint32_t) { return 0; });
   }
 
-  // Called by `threads` threads: waits for all ranks' masks, except this rank's own if the block has collected all of
-  // these. The block may read the ranks' choices after its next barrier or, if kShared, after sumUp() and another
-  // barrier. Returns false to a thread whose packets did not arrive.
+  // Called by `threads` threads: waits for all ranks' masks, but not for this rank's own masks if the block has
+  // collected them all. The block may read the ranks' choices after its next barrier or, if kShared, after sumUp() and
+  // another barrier. Returns false to a thread whose packets did not arrive.
   PROXYCCL_DEVICE bool await(bool has_collected, uint32_t thread, uint32_t threads) const {
     const uint32_t known = has_collected && !kShared ? e_.rank : PROXYCCL_NO_PEER;
     return awaitAllBut(known, thread, threads, [&](uint32_t source, uint32_t packet, uint64_t payload) {
@@ -141,8 +141,8 @@ class MaskAnnouncement : public Announcement {
   };
   // Called by each of `threads` threads: calls body(source, slot, choice) for every slot of all sources for which
   // wanted(source, slot) is true. Waits for the slots' packets. With few tokens a thread loads several packets
-  // concurrently. With many tokens a thread loads one at a time, because more loads would take registers from the
-  // stores of rows in the same kernel: with four loads, a dispatch of 4096 tokens took 7 % longer on 4 H200.
+  // concurrently. With many tokens a thread loads one packet at a time, because more loads would take registers from
+  // the stores of rows in the same kernel: with four loads, a dispatch of 4096 tokens took 7 % longer on 4 H200.
   template <class Wanted, class Body>
   PROXYCCL_DEVICE void forEachChoice(uint32_t thread, uint32_t threads, Wanted wanted, Body body) const {
     const uint32_t slots = e_.max_tokens * e_.topk;
@@ -248,8 +248,8 @@ class MaskAnnouncement : public Announcement {
     const uint32_t expert = static_cast<uint32_t>(given.expert);
     return {expert & ~PROXYCCL_FIRST_CHOICE, given.weight, (expert & PROXYCCL_FIRST_CHOICE) != 0};
   }
-  // Returns a bit mask of the ranks to which a token goes; 0 if there is no such token. Lowers *bad_slot to the token's
-  // first slot whose id is out of range.
+  // Returns a bit mask of the ranks to which a token goes; 0 if this rank has no token of that number. Lowers *bad_slot
+  // to the token's first slot whose id is out of range.
   PROXYCCL_DEVICE uint64_t ranksOf(const Choices& choices, const ProxycclDispatch& call, uint32_t token,
                                    uint32_t* bad_slot) const {
     uint64_t ranks = 0;

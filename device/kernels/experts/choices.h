@@ -50,7 +50,7 @@ class Choices {
   }
 
   // Returns the id under which a slot is counted: its target. If byRank(), only the first of a token's slots with the
-  // same rank is counted; for the others the function returns the id that drops a slot.
+  // same rank is counted; for a later one, id() returns the id that drops a slot.
   PROXYCCL_DEVICE int32_t id(uint32_t slot) const {
     const int32_t none = static_cast<int32_t>(e_.world_size), found = target(slot);
     if (!byRank() || found < 0 || found == none) return found;
@@ -125,7 +125,7 @@ class Choices {
   PROXYCCL_DEVICE void loadIds(uint32_t first, uint32_t begin, int64_t* ids) const {
     const int64_t* wide = reinterpret_cast<const int64_t*>(call_.expert_ids) + first + begin;
     const int32_t* narrow = reinterpret_cast<const int32_t*>(call_.expert_ids) + first + begin;
-    // All loads have the same width, because a branch on the width between two loads would delay the second.
+    // All loads have the same width, because a branch on the width between two loads would delay the second load.
     if (call_.id_bytes == 8) {
 #pragma unroll
       for (uint32_t i = 0; i < kAtOnce; ++i) ids[i] = begin + i < e_.topk ? wide[i] : -1;

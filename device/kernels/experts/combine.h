@@ -1,15 +1,15 @@
 // MoE combine: the experts' rows go back to the ranks of their tokens, and each token's rows are summed.
 //
-// If a slot's expert is in the node of the token's rank, the slot's row goes to the token's rank. Otherwise the row
-// goes to the counterpart of the token's rank: the rank of the expert's node with the same number within the node. The
-// counterpart sums its node's rows of the token, and only the sum crosses the network. With local_combine each rank
-// first sums its own rows of a token. Rows are added in the order of their slots or, if a token has one row per rank,
-// in rank order. A sum uses the accumulator's type and is rounded once.
+// If a slot's expert is in the node of the token's rank, the slot's row goes to the token's rank. If the expert is in
+// another node, the row goes to the counterpart of the token's rank: the rank of the expert's node with the same number
+// within the node. The counterpart sums its node's rows of the token, and only the sum crosses the network. With
+// local_combine each rank first sums its own rows of a token. Rows are added in the order of their slots or, if a token
+// has one row per rank, in rank order. A sum uses the accumulator's type and is rounded once.
 //
 // combine_signalled is for rows that another kernel still computes: a group waits for a row's counter before it reads
 // the row. Few blocks send the rows, so that the other kernel has most multiprocessors. The send stage waits for the
-// counters of all rows, also of rows that it does not send, so that the receiving half, which takes all blocks, waits
-// for none and the caller may reuse the counters between the halves. Rows must be padded.
+// counters of all rows, even of rows that it does not send. So the receive stages, which take all blocks, read no
+// counters, and the caller may reuse the counters after the send stage. combine_signalled requires padded rows.
 //
 // If ranks have output buffers, rows in such a buffer are not sent: the token's rank loads them from the buffer. Each
 // rank announces with a flag in which buffer its rows are, and ends the combine only when the other ranks have loaded
@@ -72,8 +72,7 @@ PROXYCCL_DEVICE void sumWords(char* out, char* const* rows, const float* weights
     Bytes16 held[kWords][kCount];
 #pragma unroll
     for (uint32_t w = 0; w < kWords; ++w) {
-      const uint32_t next = word + w * kGroupLanes, at = next < end ? next : word;  // beyond the end, load some valid
-                                                                                    // word
+      const uint32_t next = word + w * kGroupLanes, at = next < end ? next : word;  // past the end, any valid word
 #pragma unroll
       for (uint32_t k = 0; k < kCount; ++k) held[w][k] = from[k][at];
     }
@@ -288,8 +287,8 @@ class Combine {
     }
   }
 
-  // Called by the block after post(): waits for the other nodes' sums. The first block of a batch waits for the message
-  // and raises a flag for the batch's other blocks.
+  // Called by the block after post(): waits for the other nodes' sums. The first block of a batch waits for the batch's
+  // message, and raises a flag for the batch's other blocks.
   PROXYCCL_DEVICE void awaitNodes() const {
     __syncthreads();
     if (threadIdx.x < team_->nodes && threadIdx.x != team_->node) {
@@ -335,7 +334,7 @@ class Combine {
     int32_t row;
   };
   static constexpr uint32_t kNotHere = ~0u;  // value of `local` if the slot has no row in this node
-  // Finds the row of slot k of a token. The token's source is this rank or a counterpart.
+  // Finds the row of slot k of a token. The token's source is this rank or one of its counterparts.
   PROXYCCL_DEVICE SlotRow findSlotRow(uint32_t source, uint64_t token, uint32_t k) const {
     const uint64_t of_node = static_cast<uint64_t>(team_.nodeOf(source)) * team_->max_tokens + token;
     const uint32_t rank = static_cast<uint32_t>(call_.layout.expert_ids[of_node * topk_ + k]) / team_->experts_per_rank;
@@ -386,7 +385,7 @@ class Combine {
   PROXYCCL_DEVICE float& weightOf(char* row, uint32_t piece) const {
     return reinterpret_cast<float*>(row + rowStride(row_bytes_))[piece];
   }
-  // With local_combine, returns the workspace offset of token i's sum from a rank of the node.
+  // With local_combine, returns the workspace offset of the sum that a rank of the node sends for token i.
   PROXYCCL_DEVICE uint64_t sumRow(uint32_t local, uint32_t i) const {
     return team_->returns + (local * team_->blocks + block_) * team_->return_segment_bytes + i * stride_;
   }
@@ -449,7 +448,7 @@ class Combine {
   }
 
   // Called by a group: lists the rows or, with local_combine, the sums of this node's ranks for an item. The item's
-  // source is this rank or a counterpart.
+  // source is this rank or one of its counterparts.
   PROXYCCL_DEVICE char* listNodeRows(const Group& group, uint32_t item, uint32_t source) const {
     const Segment& segment = team_.segmentOf(source);
     const uint32_t i = segment.tokenOf(item), node = team_.nodeOf(source);

@@ -1,6 +1,6 @@
-// MoE dispatch: a token's row is sent once to every rank of the sender's node that has one of the token's experts, and
-// once to every other node that has one. The receiver copies the row to its experts' rows; with output buffers the
-// sender stores it directly in those rows.
+// MoE dispatch: a token's row is sent once to every rank of the sender's node, and once to every other node, that has
+// one of the token's experts. The receiver copies the row to its experts' rows; with output buffers the sender stores
+// it directly in those rows.
 //
 // A rank counts its own slots by expert, segment by segment, and sends the counts to all ranks. From the counts of all
 // ranks each rank computes the row of every slot whose expert it has, while rows are already in flight. If tokens are
@@ -35,7 +35,7 @@ PROXYCCL_DEVICE void dispatchExperts(const ProxycclExperts& experts, const Proxy
   if constexpr (dispatch.kMasks)
     if (dispatch.storesMasked()) return dispatch.storeMaskedRows(group, &next_row);
   if constexpr (!dispatch.kOnlyStores) {
-    // Of the block's groups, the last thread's group is the last one that sends something.
+    // The last thread calls countCall(), because rows to send go to its group last.
     if (receives && threadIdx.x == blockDim.x - 1) dispatch.countCall();
     // In a kernel that also receives, the blocks without a segment send while the other blocks receive. If every block
     // has a segment, or the kernel does not receive, all blocks send.
@@ -55,7 +55,7 @@ PROXYCCL_DEVICE void dispatchExperts(const ProxycclExperts& experts, const Proxy
       if (!receives) syncThreadsSystem();
       if (group.number == Group::count() - 1) dispatch.publishSent(group);
     }
-    // Only one thread stores to host memory, so that only this thread's group starts to receive late.
+    // One thread makes all stores to host memory, which delay only this thread's group.
     if (gathers && complete && blockIdx.x == 0 && threadIdx.x == 0) dispatch.publishReceivedRows(gathered);
     if (!complete) dispatch.giveUp();
     if (!receives || !complete) return;

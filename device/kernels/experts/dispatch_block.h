@@ -18,7 +18,7 @@ constexpr bool kIsSame = false;
 template <class T>
 constexpr bool kIsSame<T, T> = true;
 
-// The variant of a dispatch kernel. A is the class of its announcement, or void if the kernel sends counts;
+// The variant of a dispatch kernel. A is the class of the kernel's announcement, or void if the kernel sends counts;
 // announcements need a single node. T is the type of the elements that the kernel converts to float8 in output buffers,
 // or uint8_t if it stores rows unchanged. A kernel with kOnlyStores has less code, because it serves only dispatches
 // that one launch completes and whose rows go to output buffers.
@@ -68,7 +68,7 @@ class Dispatch {
         topk_(experts.topk),
         own_(Segment::of(call.tokens, segment_, experts.segments)) {}
 
-  // Called by the block, before anything else: sends first the data for which other ranks wait.
+  // Called by the block, before anything else: sends the data for which other ranks wait.
   PROXYCCL_DEVICE void begin() const {
     const bool routes = call_.phases & PROXYCCL_EXPERT_ROUTE, sends = call_.phases & PROXYCCL_EXPERT_SEND;
     if (blockIdx.x == 0 && threadIdx.x < 2) team_->counters->next_item[(number_ + 1) % 2][threadIdx.x] = 0;
@@ -155,8 +155,8 @@ class Dispatch {
   // is its segment.
   PROXYCCL_DEVICE void send(const Group& group, uint32_t block, uint32_t blocks, uint32_t* finished) const;
   // Called by a group, after a barrier that follows the block's stores of rows: raises one flag for all these rows on
-  // every rank of the node. One release takes less time than one per group. The single release delays no receiver,
-  // because a small dispatch's rows arrive at nearly the same time.
+  // every rank of the node. A release per group would take more time. The single release delays no receiver, because a
+  // small dispatch's rows arrive at nearly the same time.
   PROXYCCL_DEVICE void publishSent(const Group& group) const {
 #pragma unroll 1
     for (uint32_t l = group.lane; l < team_->local_size; l += kGroupLanes)
@@ -191,8 +191,8 @@ class Dispatch {
     constexpr uint32_t kBoth = PROXYCCL_EXPERT_SEND | PROXYCCL_EXPERT_RECEIVE;
     return kOnlyStores || (kMasks && storesRows() && (call_.phases & kBoth) == kBoth);
   }
-  // Returns whether one kernel both counts and stores rows, in a dispatch by counts. In such a kernel the last block
-  // reports the counts to the CPU; in other kernels block 0 does.
+  // Returns whether one kernel both counts and stores rows, in a dispatch by counts. If so, the last block reports the
+  // counts to the CPU, otherwise block 0.
   PROXYCCL_DEVICE bool storesCounted() const {
     return !kAnnounced && storesRows() && call_.phases & PROXYCCL_EXPERT_SEND && movesRows();
   }
@@ -213,8 +213,8 @@ class Dispatch {
       team_.awaitSent(source, segment_, number_, kAllItems);
   }
 
-  // Returns whether a call signals the other ranks at its end that it has read its slabs; otherwise the next call does
-  // so at its beginning.
+  // Returns whether a call ends with a signal to the other ranks that it has read its slabs; otherwise the next call
+  // begins with this signal.
   static PROXYCCL_DEVICE constexpr bool acknowledges() { return !kAnnounced || kSharedMasks; }
   // Called by the block after it has received its rows: allows the node's ranks to write the slabs again.
   PROXYCCL_DEVICE void acknowledge() const {
@@ -225,7 +225,8 @@ class Dispatch {
   PROXYCCL_DEVICE void giveUp() const {
     if (threadIdx.x == 0) storeRelaxedDevice<uint32_t>(&team_->counters->has_failed, 1);
   }
-  // Called by one thread of each block of a call's last kernel, after all threads of the block have read the counters.
+  // Called by one thread of each block of a call's last kernel, after all threads of the block have read the counters:
+  // counts the call.
   PROXYCCL_DEVICE void countCall() const {
     if (advance(*team_, &team_->counters->dispatches) && !call_.redispatch)
       storeRelaxedDevice<uint64_t>(&team_->counters->routings, team_->counters->routings + 1);
@@ -270,7 +271,7 @@ class Dispatch {
   // of the batch's earlier segments. The numbers are the positions of the tokens' rows in the batch.
   PROXYCCL_DEVICE void placeTokens() const;
   // Called by the block: awaitRouting() waits for the counts of all ranks; hasRouting() then returns whether all
-  // threads' waits succeeded. Each function ends with a barrier.
+  // threads' waits succeeded. Both end with a barrier of the block.
   PROXYCCL_DEVICE void awaitRouting() const;
   PROXYCCL_DEVICE bool hasRouting() const {
     __shared__ bool is_aborted;
@@ -311,13 +312,13 @@ class Dispatch {
   PROXYCCL_DEVICE uint32_t storingBlocks() const { return storesAll() ? team_->blocks : team_->senders; }
   static PROXYCCL_DEVICE uint32_t describingGroups() { return Group::count() < 4 ? Group::count() : 4; }
   PROXYCCL_DEVICE void describeAll(uint32_t thread, uint32_t threads) const;
-  // These functions store the rows and write the layout's entries in a dispatch by masks: of few tokens, and of many.
-  // In storeFewRows() the first blocks write the entries and the other blocks, if any, store the rows, because a
-  // block's loads wait behind its stores over a busy link.
+  // Store the rows and write the layout's entries in a dispatch by masks. In storeFewRows(), for few tokens, the first
+  // blocks write the entries and the other blocks, if any, store the rows, because a block's loads wait behind its
+  // stores over a busy link.
   PROXYCCL_DEVICE void storeFewRows(const Group& group, uint32_t* next_item) const;
   PROXYCCL_DEVICE void storeManyRows(const Group& group) const;
-  // Returns the number of blocks that write the layout's entries in storeFewRows(). There is an entry for each slot of
-  // all ranks.
+  // Returns the number of blocks that write the layout's entries in storeFewRows(). The layout has an entry for each
+  // slot of all ranks.
   PROXYCCL_DEVICE uint32_t describingBlocks() const {
     const uint32_t wanted = (team_->world_size * team_->max_tokens * topk_ + kSlotsOfBlock - 1) / kSlotsOfBlock;
     const uint32_t most = team_->blocks < 8 ? 1 : team_->blocks / 8;  // so that the other blocks saturate the links
@@ -329,7 +330,7 @@ class Dispatch {
   // slots of all blocks.
   PROXYCCL_DEVICE void describeCounted() const;
   PROXYCCL_DEVICE void describeMasked(uint32_t thread, uint32_t threads) const;
-  // Called by `threads` threads, in a dispatch by masks: writes the layout's entries of the slots of this rank's
+  // Called by `threads` threads, in a dispatch by masks: writes the layout's entries for the slots of this rank's
   // tokens.
   PROXYCCL_DEVICE void describeSent(uint32_t thread, uint32_t threads) const;
   // A slot of a token: the token's row on this rank, whether the slot is the first that sends the token to this rank,
@@ -345,16 +346,16 @@ class Dispatch {
   // rank.
   template <class SlotOf>
   PROXYCCL_DEVICE OwnChoice findOwnChoice(uint32_t k, uint32_t first, uint64_t carried, SlotOf slotOf) const;
-  // Called by a group: stores an item, a piece of a token's row and scales, to each rank and row that find(i, &rank,
-  // &row) returns for i < n.
+  // Called by a group: stores an item (a piece of a token's row, with its scales) to each rank and row that find(i,
+  // &rank, &row) returns for i < n.
   template <class Find>
   PROXYCCL_DEVICE void storeRow(const Group& group, uint64_t token, const Segment& segment, uint32_t item, uint32_t n,
                                 Find find) const;
   template <class Find>
   PROXYCCL_DEVICE void storeQuantized(const Group& group, uint64_t token, const Segment& segment, uint32_t item,
                                       uint32_t n, Find find) const;
-  // Finds rank number i < world_size, counted from the next rank on, and the row of one of this rank's tokens on that
-  // rank. Returns false if the rank has no row of the token.
+  // Finds the i-th rank after this one (i < world_size), and the row that one of this rank's tokens has on the found
+  // rank. Returns false if the found rank has no row of the token.
   PROXYCCL_DEVICE bool findMasked(uint32_t token, uint32_t i, uint32_t* rank, int32_t* row) const;
   // The number of words of rows that a thread loads while it waits for announcements: the wait takes about as long as
   // these loads. A group's words hold half a row of 14 KiB, so that each group has at most one piece of 128 such rows.
@@ -393,7 +394,7 @@ class Dispatch {
   PROXYCCL_DEVICE int32_t inBuffer(uint32_t row) const {
     return row < team_->output_rows ? static_cast<int32_t>(row) : static_cast<int32_t>(PROXYCCL_PAST_END);
   }
-  // If a rank has named no output buffer, because it makes a different call, records this error, and moves the rows for
+  // If a rank has named no output buffer, because it makes a different call, records an error, and moves the rows for
   // that rank past the end of its buffer, so that none of the rows is stored.
   PROXYCCL_DEVICE void checkBufferOn(uint32_t rank) const {
     const WaitFor what = {PROXYCCL_WAIT_NONE, rank, PROXYCCL_NO_CHANNEL, 0};
@@ -507,7 +508,7 @@ class Dispatch {
     for (uint32_t l = group.lane; l < team_->local_size; l += kGroupLanes)
       team_.await(team_.read(l, segment_), number_ - 1, team_.nearRank(l));
   }
-  // On every rank of the node, raises the flag that tells that this block has read all data up to call `number`.
+  // On every rank of the node, raises the flag for this block to `number`, the last call whose data the block has read.
   PROXYCCL_DEVICE void raiseRead(uint32_t thread, uint64_t number) const {
 #pragma unroll 1
     for (uint32_t l = thread; l < team_->local_size; l += blockDim.x)
@@ -525,7 +526,7 @@ class Dispatch {
       team_.await(team_.read(i / count, first + i % count), number_ - (kAnnounced ? 1 : team_->kept_calls),
                   team_.member(team_->node, i / count));
   }
-  // Called by `threads` threads of the block.
+  // Called by `threads` threads of the block: sets this block's segment of each source.
   PROXYCCL_DEVICE void setSegments(uint32_t thread, uint32_t threads) const {
 #pragma unroll 1
     for (uint32_t s = thread; s < team_->world_size; s += threads) {
@@ -537,13 +538,13 @@ class Dispatch {
       }
       tokensOf()[s] = tokens;
       team_.segmentOf(s) = Segment::of(tokens, segment_, team_->segments);
-      // begin() has set this rank's own batch, which other groups may still use to send.
+      // This rank's own batch was set by begin(), and is not set again, because groups may be reading it.
       if (crossesNodes() && s != team_->rank) team_.batchFrom(s) = team_.batchOf(tokens, segment_);
     }
   }
 
-  // Returns whether rows are padded. If rows are padded, most_rows is the largest number of rows of an expert,
-  // otherwise of a rank.
+  // Returns whether rows are padded. most_rows is the largest number of rows of any expert if rows are padded,
+  // otherwise of any rank.
   PROXYCCL_DEVICE bool isPadded() const { return team_->padded_rows != 0; }
   PROXYCCL_DEVICE uint32_t alignedRows(uint32_t rows) const {
     const uint32_t alignment = team_->expert_alignment;
@@ -631,7 +632,7 @@ class Dispatch {
     __shared__ uint32_t tokens[PROXYCCL_MAX_EXPERT_RANKS];
     return tokens;
   }
-  // For each rank: the first row on that rank of this rank's tokens, and the output buffer that the rank named.
+  // For each rank r: the first row that this rank's tokens have on rank r, and the output buffer that rank r named.
   struct Outgoing {
     uint32_t row, buffer;
   };
@@ -677,11 +678,11 @@ class Dispatch {
     const uint32_t local = team_.localOf(source), node = team_.nodeOf(source);
     return node == team_->node ? inbox(team_->local_rank, local) : team_.peer(local) + team_.rail(number_, node);
   }
-  // Returns the offset, in its slab, of row `place` of this block's segment.
+  // Returns the offset, in the slab, of row `place` of this block's segment.
   PROXYCCL_DEVICE uint64_t rowAt(uint32_t place) const {
     return team_.rowAt(segment_, place, rowStride(call_.row_bytes));
   }
-  // Returns the offset, in its slab, of row `place` of a batch, which is sent between nodes.
+  // Returns the offset, in the slab, of row `place` of a batch, which is sent between nodes.
   PROXYCCL_DEVICE uint64_t batchRowAt(const Batch& batch, uint32_t place) const {
     return team_.rowAt(batch.first, place, rowStride(call_.row_bytes));
   }

@@ -2,7 +2,8 @@
 //
 // The number of a slot's row is a sum of three numbers: the first row that the slot's expert gets from the slot's
 // source, the number of slots with that expert in the source's earlier segments, and the number of such slots before
-// the slot in its own segment. The first two numbers are sums of counts; the third is in the segment's routing.
+// the slot in its own segment. The expert's first row and the number in earlier segments are sums of counts; the number
+// in the slot's own segment is in the segment's routing.
 #ifndef PROXYCCL_EXPERT_DISPATCH_COUNTS_H
 #define PROXYCCL_EXPERT_DISPATCH_COUNTS_H
 
@@ -184,7 +185,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::awaitRouting() const {
   const uint32_t segments = team_->segments;
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; i < team_->world_size * segments; i += blockDim.x)
-    if (isNear(i / segments) || i % segments == 0)  // a rank's routing arrives from another node as a whole
+    if (isNear(i / segments) || i % segments == 0)  // a whole routing arrives from another node at once
       team_.await(team_.routed(i / segments, i % segments), number_, i / segments);
   __syncthreads();
 }

@@ -67,7 +67,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::awaitItem(const Group& group, uint32_t item
   if (source < 64 && *arrived >> source & 1) return;
 #if !PROXYCCL_ON_HOST
   const uint64_t all = flagValue(number_, kAllItems);
-  // Loading several flags takes no longer than loading one.
+  // Each thread loads the flag of another rank, because several loads take no longer than one.
   const char* flag = team_->workspace + team_.sent(group.lane, segment_);
   const bool polls = group.lane < team_->world_size;
   *arrived |=
@@ -253,8 +253,8 @@ PROXYCCL_DEVICE void Dispatch<Mode>::describeRows(const Group& group, uint32_t s
   for (uint32_t k = group.lane; k < topk_; k += kGroupLanes) {
     const int32_t row = space.row[k];
     if (row < 0) continue;
-    // If the caller gives the rows' indices (`scatter`), first_rows was filled with PROXYCCL_NO_ROW, and each row must
-    // be used only once.
+    // With `scatter` the caller chooses the rows. A row's entry in first_rows is PROXYCCL_NO_ROW until a slot uses the
+    // row, so a second use of the row is detected.
     if (call_.scatter == nullptr) {
       call_.layout.first_rows[row] = first;
     } else if (atomicExch(&call_.layout.first_rows[row], first) != PROXYCCL_NO_ROW) {

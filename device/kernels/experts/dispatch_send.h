@@ -1,5 +1,5 @@
-// The sending part of a dispatch: writes a token's row once to every rank of this node that has one of the token's
-// experts, and once to every other node that has one.
+// The sending part of a dispatch: writes a token's row once to every rank of this node, and once to every other node,
+// that has one of the token's experts.
 #ifndef PROXYCCL_EXPERT_DISPATCH_SEND_H
 #define PROXYCCL_EXPERT_DISPATCH_SEND_H
 

@@ -119,7 +119,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeRow(const Group& group, uint64_t token
   const uint64_t scales = call_.row_bytes - call_.scale_bytes;  // offset of the scales in the row
   const uint64_t end = piece.end < scales ? piece.end : scales;
   const GroupSpace& space = group.space();
-  auto listParts = [&](uint64_t offset, uint64_t bytes) {  // lists addresses of elements, or of scales
+  auto listParts = [&](uint64_t offset, uint64_t bytes) {  // lists target addresses of elements or of scales
     group.list(n, [&](uint32_t i, RowEntry* entry) {
       uint32_t rank = 0;
       if (!find(i, &rank, &entry->number)) return false;
@@ -208,8 +208,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeCountedRows(const Group& group) const 
   const bool stores = blockIdx.x < storingBlocks();
   if (stores) placeOutgoing();
   const uint32_t rows = placeIncoming(), segments = team_->segments;
-  const uint32_t* first = stores ? firstRowsThere() : firstRowsHere();  // without stores to peers, only the rows on
-                                                                        // this rank matter
+  const uint32_t* first = stores ? firstRowsThere() : firstRowsHere();  // other blocks need only this rank's rows
   const char* slab = slabOf(team_->rank);
   storeInTurns(
       group, rows, topk_, [&](uint32_t thread, uint32_t threads) { describeAll(thread, threads); },

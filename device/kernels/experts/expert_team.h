@@ -101,7 +101,7 @@ struct Group {
   }
 
   // Lists in space() the entries for which find(i, &entry) returns true, in order of i < n. One thread calls find() for
-  // each i. There may be at most PROXYCCL_MAX_TOPK such entries.
+  // each i. At most PROXYCCL_MAX_TOPK entries may be listed.
   template <class Find>
   PROXYCCL_DEVICE void list(uint32_t n, Find find) const {
     GroupSpace& space = this->space();
@@ -282,25 +282,26 @@ class ExpertTeam {
   PROXYCCL_DEVICE uint64_t sent(uint32_t source, uint32_t part) const {
     return e_.sent + 8ull * (static_cast<uint64_t>(source) * parts() + part);
   }
-  // Returns the flag that is raised when a block of a rank of the node has read a dispatch's data.
+  // Returns the flag that block `block` of the node's rank `local` raises when it has read a dispatch's data.
   PROXYCCL_DEVICE uint64_t read(uint32_t local, uint32_t block) const {
     return e_.read + 8ull * (local * e_.segments + block);
   }
-  // Returns the flag that is raised when a block of a rank of the node has sent its rows of a combine.
+  // Returns the flag that block `block` of the node's rank `local` raises when it has sent its rows of a combine.
   PROXYCCL_DEVICE uint64_t returned(uint32_t local, uint32_t block) const {
     return e_.returned + 8ull * (local * e_.blocks + block);
   }
-  // Returns the flag that is raised when a block of a rank of the node has summed a combine's data.
+  // Returns the flag that block `block` of the node's rank `local` raises when it has summed a combine's data.
   PROXYCCL_DEVICE uint64_t summed(uint32_t local, uint32_t block) const {
     return e_.summed + 8ull * (local * e_.blocks + block);
   }
-  // Returns the flag with the number of the output buffer in which a rank of the node has its rows of a combine. Even
-  // and odd combines have separate flags: a rank raises the flag of combine n + 2 after it has ended combine n + 1, for
-  // which it needed every rank's flag of combine n + 1, which a rank raised after it had ended combine n.
+  // Returns the flag with the number of the output buffer in which the node's rank `local` has its rows of a combine.
+  // Even and odd combines have separate flags, so combine n + 2 overwrites a flag of combine n. The overwritten flag is
+  // no longer needed: before combine n + 2 a rank has seen every rank's flag of combine n + 1, which a rank raises only
+  // after it has ended combine n.
   PROXYCCL_DEVICE uint64_t loadable(uint64_t call, uint32_t local, uint32_t block) const {
     return e_.loadable + 8ull * ((call % 2 * e_.local_size + local) * e_.blocks + block);
   }
-  // Returns the flag that is raised, only on this rank, when a batch of a combine's sums has arrived from a node.
+  // Returns the flag that a block raises, only on this rank, when a batch of sums of a combine has arrived from `node`.
   // `block` is the batch's first block.
   PROXYCCL_DEVICE uint64_t crossed(uint32_t node, uint32_t block) const {
     return e_.crossed + 8ull * (node * e_.blocks + block);
@@ -325,8 +326,8 @@ class ExpertTeam {
     __shared__ Batch batches[PROXYCCL_MAX_EXPERT_RANKS];
     return batches[source];
   }
-  // Returns the batch of a segment of a source that has `source_tokens` tokens. If these tokens are few, all segments
-  // form one batch, because one long message uses the network better than several short ones.
+  // Returns the batch that contains segment `segment`, if its source has `source_tokens` tokens. If these tokens are
+  // few, all segments form one batch, because one long message uses the network better than several short ones.
   PROXYCCL_DEVICE Batch batchOf(uint32_t source_tokens, uint32_t segment) const {
     const uint32_t segments = e_.blocks, wanted = source_tokens / e_.batch_tokens;
     const uint32_t batches = wanted == 0 ? 1 : wanted < segments ? wanted : segments;
@@ -348,8 +349,8 @@ class ExpertTeam {
   PROXYCCL_DEVICE uint32_t* arrivals(uint32_t node, uint32_t first) const {
     return e_.arrivals + node * e_.blocks + first;
   }
-  // Return the channel to a node for the routing, and the channel (of out_channels or back_channels) for the batch that
-  // begins with segment `first`. The routing has a separate channel, because a batch may be sent before the routing.
+  // Return the channel to a node for the routing, and for the batch that begins with segment `first`. `channels` is
+  // out_channels or back_channels. The routing has a separate channel, because a batch may be sent before the routing.
   PROXYCCL_DEVICE const ProxycclProxyChannel& routingChannel(uint32_t node) const { return e_.routing_channels[node]; }
   PROXYCCL_DEVICE const ProxycclProxyChannel& channel(const ProxycclProxyChannel* channels, uint32_t node,
                                                       uint32_t first) const {

@@ -14,9 +14,9 @@
  * as one message.
  *
  * If a token has one row per rank (chosen_per_rank is not 0), the kernels treat each rank as one expert, and
- * experts_per_rank is 1. For each token, a dispatch counts each of its ranks once (experts/choices.h). A slot's expert
- * and weight (ProxycclExpertChoice) are sent in place of the slot's weight, so every rank that gets a token's routing
- * has all choices of the token.
+ * experts_per_rank is 1. A dispatch counts each of a token's ranks once (experts/choices.h). A slot's expert and weight
+ * (ProxycclExpertChoice) are sent in place of the slot's weight, so every rank that gets a token's routing has all
+ * choices of the token.
  *
  * - announced [2][…]: packets with the choices and weights of every rank
  * - inbox [local_size] or, if choices are announced or kept_calls is 2, [2][local_size]: data from the ranks of the
@@ -63,7 +63,7 @@ enum {
   PROXYCCL_EXPERT_LAYOUT = 16, /* instead of SEND and RECEIVE: only compute where the rows of a dispatch would go */
   PROXYCCL_EXPERT_TELL = 32,   /* with GATHER, if tokens have one row per rank: count each expert's slots for the CPU */
   PROXYCCL_FIRST_CHOICE = 1
-      << 30, /* bit of an announced ProxycclExpertChoice.expert: set for the first of a token's slots with a rank */
+      << 30, /* bit of an announced ProxycclExpertChoice.expert: set in a token's first slot for each rank */
   /* Bits of ProxycclExperts.dropping_ids, which says for which expert ids a slot is dropped: */
   PROXYCCL_NUMBER_DROPS = 1,    /* drop slots whose expert id is the number of experts, one more than the last id */
   PROXYCCL_MINUS_ONE_DROPS = 2, /* drop slots whose expert id is -1 */
@@ -103,19 +103,19 @@ typedef struct ProxycclReceivedRows {
   uint32_t bad_rank;  /* the first rank with an expert id out of range, in the latest dispatch that had one;
                          PROXYCCL_NO_PEER, which the CPU stores, if there was none */
   uint32_t bad_slot;  /* the first slot of bad_rank whose expert id is out of range */
-  uint32_t bad_index; /* 1 if full_scatter_indices were too few, or no permutation of this rank's rows */
+  uint32_t bad_index; /* 1 if full_scatter_indices were too few, or not a permutation of this rank's rows */
   uint32_t most_rows; /* largest number of rows of a rank or, with padded rows, of an expert; the CPU resets it to 0 */
   uint32_t wanted_tokens; /* the greatest ProxycclDispatch.wanted_tokens of all ranks */
 } ProxycclReceivedRows;
 
-/* In device memory. Only the last block of a kernel advances these counters, so a captured graph can be replayed. */
+/* Counters in device memory, which only the last block of a kernel advances, so a captured graph can be replayed. */
 typedef struct ProxycclExpertCounters {
-  uint64_t dispatches, combines; /* number of calls whose last kernel has been begun by all blocks */
+  uint64_t dispatches, combines; /* number of calls; counted when all blocks of a call's last kernel have begun */
   uint64_t routings;             /* number of dispatches, without repeated ones */
   uint32_t
       next_item[2][2]; /* indexed by the dispatch's parity: next item of rows for peers, and of this rank's own rows */
   uint32_t blocks_done;
-  uint32_t has_failed; /* not 0 if a dispatch failed before it wrote its layout; calls that read it do nothing */
+  uint32_t has_failed; /* not 0 if a dispatch failed and wrote no layout; calls that read the layout do nothing */
 } ProxycclExpertCounters;
 
 /* A parameter of every kernel of a layer, passed by value. */
@@ -201,7 +201,7 @@ typedef struct ProxycclDispatch {
   const char* expert_ids;  /* [tokens][topk] of id_bytes each; for a repeated dispatch the layout's ids */
   const char* weights;     /* [tokens][topk], or null; float32 if tokens have one row per rank */
   const int32_t* scatter;  /* [scatter_tokens][topk], or null */
-  uint64_t scatter_tokens; /* number of all ranks' tokens by the caller; a stopped rank's data may claim more */
+  uint64_t scatter_tokens; /* the caller's number of all ranks' tokens; a failed rank's data may claim more */
   char* output;            /* [capacity][row_bytes - scale_bytes] */
   char* output_scales;     /* [capacity][scale_bytes] */
   char* output_weights;    /* [capacity] or, if tokens have one row per rank, [capacity][topk]; or null */
@@ -216,13 +216,13 @@ typedef struct ProxycclCombine {
   uint32_t rows_buffer; /* 1 + the number of the output buffer that holds `rows`; 0 if peers can't load the rows */
   const char* rows;     /* [R][hidden] */
   const float* weights; /* [R], or null */
-  /* [tokens][topk], or null: a further factor of each slot's row. Used only on one node and without local_combine. */
+  /* [tokens][topk], or null: a further factor of each slot's row, only on one node and without local_combine. */
   const float* slot_weights;
-  /* [tokens][hidden] each, or null: arrays with which the sums begin. The second is null if the first is null. */
+  /* [tokens][hidden] each, or null: arrays with which the sums begin. added[1] is null if added[0] is null. */
   const char* added[PROXYCCL_ADDED];
   /* [tokens][topk] of id_bytes each, or null: the expert ids of the caller's dispatch. With these ids, the rows that a
-   * token has on several ranks are added in the order of the token's last slot for each rank. Used only on one node, if
-   * each rank sends one row or one sum per token. */
+   * token has on several ranks are added in the order of the token's last slot for each rank. The ids are used only on
+   * one node, if each rank sends one row or one sum per token. */
   const char* order_ids;
   uint64_t id_bytes;
   char* output; /* [tokens][hidden] */

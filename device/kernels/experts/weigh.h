@@ -7,7 +7,7 @@
 
 namespace proxyccl {
 
-// Weighs one row. Called by a group.
+// Weighs one row; a group of threads calls the methods.
 template <class T>
 class WeighedRow {
  public:
