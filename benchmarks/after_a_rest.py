@@ -36,7 +36,7 @@ from proxyccl.tools.results import Fields, write_json
 from proxyccl.tools.tables import Column, Table
 
 _TIMEOUT = 20.0
-_COUNT = 256  # elements of 4 bytes
+_COUNT = 256  # number of elements, of 4 bytes each
 _RESTS_MS = (0, 1, 10, 100)
 _CALLS = {0: 40, 1: 40, 10: 30, 100: 12}
 _QUICK_CALLS = 3

@@ -1,9 +1,9 @@
 """Prints a table like nccl-tests, with MPI's times: mpiexec -n 4 python -m mpi4py collectives.py all_reduce
 
-The same run checks the results, on fresh random data with poisoned outputs. Calls of ProxyCCL and MPI alternate, each
-after a barrier. ProxyCCL and MPI use the same buffers, except that on a GPU MPI's are in host memory. A time is the
-median over iterations of the slowest rank's time. If calls are slow, the program times fewer calls than requested, to
-keep its time limit.
+The program also checks the results, with new random inputs and poisoned outputs. Calls of ProxyCCL and MPI alternate,
+each after a barrier. ProxyCCL and MPI use the same buffers, except that on a GPU MPI's buffers are in host memory. A
+time is the median over iterations of the slowest rank's time. If calls are slow, the program times fewer calls than
+requested, so as not to exceed its time limit.
 
 The formulas are those of nccl-tests' doc/PERFORMANCE.md. The algorithm bandwidth is size / time. The bus bandwidth,
 which can be compared with the links' speed, is the algorithm bandwidth times a factor, for n ranks 2 (n - 1) / n for
@@ -78,7 +78,7 @@ def algorithms_of(collective: str, algorithm: str) -> tuple[str | None, ...]:
 
 
 def sizes_of(parsed: argparse.Namespace) -> list[int]:
-    """Returns the number of bytes of each row of the table."""
+    """Returns the message size in bytes for each row of the table."""
     sizes, size = [], parsed.min_bytes
     while size <= parsed.max_bytes:
         sizes.append(size)

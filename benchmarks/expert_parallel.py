@@ -1,9 +1,10 @@
 """MoE dispatch and combine compared with NCCL's all_to_all_single: mpiexec -n 4 python -m mpi4py expert_parallel.py
 
 Every token chooses `--topk` different experts at random. A size is the number of bytes that one rank sends to others,
-if it sends each token once to each rank that has one of its experts. NCCL moves as many bytes, without the time to pack
-and unpack them. Our times include counting rows and ordering the output by expert. Outputs have room for as many rows
-as any rank receives, so the CPU need not wait for the number of rows. gpu_job.py says how times are measured.
+if the rank sends each token once to each rank that has one of the token's experts. NCCL moves as many bytes; NCCL's
+times exclude packing and unpacking. Our times include counting rows and ordering the output by expert. Outputs have
+room for the largest number of rows that any rank receives, so the CPU need not wait for the number of rows. gpu_job.py
+says how times are measured.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def contenders(job: Job, routing: Routing, layers: dict[str, EPAll2AllLayer], pe
         def prepare_combine() -> None:
             if "given" not in state:
                 rows, _, kept = layer.dispatch(routing.tokens, routing.expert_ids, stream=stream)
-                job.synchronize()  # waits, because a copy to the CPU is not ordered by the stream
+                job.synchronize()  # the stream does not order a copy to the CPU, so the CPU waits
                 state.update(given=layer.combine_input(kept).copy_(rows), kept=kept)
             poison(combined)
 

@@ -42,8 +42,8 @@ def require(value: float, expected: float) -> None:
 
 
 def proxyccl(when: str) -> int:
-    """Makes a communicator, an all_reduce, and a proxied all_reduce, which follows immediately if `when` is "at once"
-    or after 2 s if it is "later". Returns the rank.
+    """Makes a communicator, calls all_reduce, and calls a proxied all_reduce: immediately if `when` is "at once", or 2
+    s later if `when` is "later". Returns the rank.
     """
     from proxyccl import Communicator
 
@@ -90,11 +90,11 @@ def _free_bytes(runtime: Any) -> int:
 
 
 def mpi() -> int:
-    """Makes MPI's Allreduce of numpy arrays. Returns the rank."""
+    """Calls MPI's Allreduce on numpy arrays. Returns the rank."""
     import numpy as np
     from mpi4py import MPI
 
-    world = MPI.COMM_WORLD  # the import has initialised MPI
+    world = MPI.COMM_WORLD  # importing the module has initialised MPI
     reached("imports")
     reached("communicator")
     array = np.ones(_COUNT, np.float32)
@@ -105,7 +105,7 @@ def mpi() -> int:
 
 
 def torch_group(backend: str) -> int:
-    """Makes an all_reduce by torch.distributed, with NCCL or gloo; torchrun has started the rank. Returns the rank."""
+    """Calls torch.distributed's all_reduce with NCCL or gloo, in a rank that torchrun started. Returns the rank."""
     import torch
     import torch.distributed as dist
 

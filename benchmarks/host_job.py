@@ -112,8 +112,8 @@ class HostJob(Job):
         x.view(np.uint8)[:] = 0xA5
 
     def peers(self, collective: str, count: int, dtype: str) -> list[Peer]:
-        """Returns each library's name with the reason why it can't be used. Between rehearsed nodes returns gloo, if
-        torch is installed.
+        """Returns, for each library, the reason why it can't be used. Between rehearsed nodes, returns gloo if torch is
+        installed.
         """
         if self.nodes is not None and importlib.util.find_spec("torch") is not None:
             from torch_peer import join_gloo, torch_peer
@@ -143,8 +143,8 @@ class HostJob(Job):
         return Calls(call, calls)
 
     def time_burst(self, timed: Burst, *, beside: Burst | None = None, beside_bursts: int = 0) -> tuple[float, bool]:
-        """Times the burst by the CPU's clock, after a barrier of the ranks. Concurrent matrix products run until the
-        burst ends.
+        """Times the burst by the CPU's clock, after a barrier of the ranks. Matrix products run concurrently until the
+        burst has ended.
         """
         self.synchronize()
         self.world.Barrier()

@@ -1,8 +1,8 @@
 """Compares the collectives that only move bytes, all_gather and all_to_all, with NCCL's kernels and copy engines.
 
-NCCL has kernels for any arrays, and others for arrays that are registered as symmetric; NCCL's time is that of the
-faster kernels. A size is the number of bytes of an all_gather's output, or of an all_to_all's input on one rank. An
-all_gather is in place: each rank's input is its share of the output. An all_to_all is out of place.
+NCCL has separate kernels for arrays that are registered as symmetric; NCCL's time is the time of its faster kernels. A
+size is the number of bytes of an all_gather's output, or of an all_to_all's input on one rank. An all_gather is in
+place: each rank's input is its share of the output. An all_to_all is out of place.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Buffers:
         self.peers = job.peers(collective, count, dtype)
 
     def contenders(self, count: int, names: list[str]) -> list[Contender]:
-        """Returns our contenders of these names, then the other libraries', for a call of `count` elements with fresh
-        random inputs.
+        """Returns our contenders of these names, then the other libraries' contenders, for a call of `count` elements
+        with new random inputs.
         """
         size = _OneSize(self.job, self.collective, count, self.dtype)
         return [*(self._ours(size, name) for name in names), *(self._peer(size, peer) for peer in self.peers)]
@@ -114,7 +114,7 @@ class _OneSize:
 
 
 def _fastest_kernels(times: Mapping[str, float | None]) -> float | None:
-    """Returns the time of NCCL's faster kernels; None if it was not measured."""
+    """Returns the time of NCCL's faster kernels, or None if this time was not measured."""
     return min((time for name in _NCCL_KERNELS if (time := times.get(name))), default=None)
 
 

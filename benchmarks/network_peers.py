@@ -1,4 +1,4 @@
-"""Measures a network's rate by other programs: iperf3, with one stream of TCP, and libfabric's own fi_pingpong.
+"""Measures a network with other programs: iperf3, with one TCP stream, and libfabric's fi_pingpong.
 
 Debian's packages iperf3 and libfabric-bin contain the programs. Server and client both run on this machine.
 """
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_PORT = 47592  # the port of both programs, which run one after the other
+_PORT = 47592  # the TCP port of both programs, which do not run at the same time
 _SECONDS = 2
 _MESSAGES, _MOST_BYTES = 2000, 256 << 20  # messages in each direction
 _LIMIT = 60.0

@@ -24,7 +24,7 @@ def bandwidth_of(output: str) -> float:
     if len(rows) != 1 or "BW average[MB/sec]" not in output:
         raise ValueError(f"no bandwidth in the output of ib_write_bw: {output.strip() or 'it is empty'}")
     _, _, _, average, *_ = rows[0]
-    return float(average) * (1 << 20)  # perftest's MB are MiB
+    return float(average) * (1 << 20)  # perftest calls a MiB a "MB"
 
 
 class Perftest:

@@ -20,7 +20,7 @@ from proxyccl.deep_ep import Buffer
 from proxyccl.tools.options import show_size
 
 _COUNT = 256  # Few elements, so that kernels are short.
-_BURST, _BURSTS = 50, 10  # A burst fits a stream's queue.
+_BURST, _BURSTS = 50, 10  # A burst of calls fits into a stream's queue.
 _PAIR_BURST = 20
 _GRAPH_CALLS, _REPLAYS = 4, 30
 _GRAPH_BYTES = (8 << 10, 16 << 10, 32 << 10)
@@ -113,13 +113,13 @@ def _measure_pair(ranks: Ranks, program: str, pair: Callable[[], object], bursts
 
 
 def _whole(issue: Figure, pairs: int) -> Figure:
-    """Returns the time of one pair, from several that are issued together, until the device has finished."""
+    """Issues several pairs together and waits for the device. Returns the time of one pair."""
     assert issue.cpu_share is not None
     return Figure(issue.value / issue.cpu_share / pairs, issue.cpu_share)
 
 
 def measure_proxied_graphs(ranks: Ranks, *, quick: bool) -> None:
-    """Measures an all_reduce by proxy in a graph of a few calls; on CPUs without a graph."""
+    """Measures an all_reduce by proxy, in a graph of a few calls or, on CPUs, without a graph."""
     with ranks.communicator() as comm:
         for nbytes in _GRAPH_BYTES:
             array = comm.empty(nbytes // 4, "float32").fill(1)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from msgspec.structs import replace
 from program import FACTS, RESULT, nvidia_driver
 
-import proxyccl.torch  # noqa: F401  torch 2.15 and later find the backend without this line
+import proxyccl.torch  # noqa: F401  registers the backend, which torch 2.15 and later find without this import
 from proxyccl import Communicator
 from proxyccl.channels.collectives.selection import SizeTable
 from proxyccl.tools.results import Fields
@@ -46,8 +46,8 @@ class Figure:
 class Variant:
     """Settings of our collectives, given by words joined by +. A number limits the blocks of a kernel. With `proxy` the
     proxies move all data, with `gather-by-proxy` only the data of long all_gathers, and with `scatter-by-proxy` only
-    that of long reduce_scatters. With `unlent` peers don't map torch's memory. With `registered` FSDP2 gathers into
-    registered memory. `default` changes nothing.
+    the data of long reduce_scatters. With `unlent`, peers do not map memory that torch allocates. With `registered`,
+    the output of FSDP2's all_gather is in registered memory. `default` changes nothing.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Draws a part of a file of `proxyccl trace` as SVG: python benchmarks/trace_picture.py TRACE.json PICTURE.svg
 
 The picture shows one burst of triggers or sends, such as those of a collective, between two pauses of all proxies.
-Among the bursts with the most frequent number of triggers, it is the one of median length. Use Perfetto to see the
+The burst is that of median length among the bursts with the most frequent number of triggers. Use Perfetto to see the
 whole file; the pictures are for documentation.
 """
 

@@ -1,7 +1,6 @@
 """Kernels in Triton compared with C++ and NCCL: mpiexec -n 2 python -m mpi4py triton_kernels.py
 
-- put + signal: half of a ping-pong's round trip. Each rank runs a kernel of one program in Triton, or of one thread in
-  C++.
+- put + signal: half of a ping-pong's round trip. On each rank, the kernel is one Triton program, or one thread in C++.
 - diffusion: a step of `examples/triton_diffusion.py`, compared with `examples/custom_kernel.py`.
 - all_reduce: 64 KiB by `examples/triton_all_reduce.py`, compared with our C++ kernel ``algorithm="one_shot"``.
 - all_to_all: 64 KiB to each peer by `examples/triton_all_to_all.py`, compared with `examples/all_to_all.py`.
@@ -46,7 +45,7 @@ from triton_diffusion import diffuse
 from triton_overlapped_gemm import all_gather_gemm, gemm_all_reduce, multiply_tile
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-_SECONDS = 60  # no section begins later; a program that hangs is killed after three minutes
+_SECONDS = 60  # seconds after which no section begins; a program that hangs is killed after three minutes
 _CPP, _TRITON = "C++", "Triton"
 _OVERLAPPED = "Triton, overlapped"
 _AIMS = {"put + signal": 1.05, "all_reduce": 1.15}
@@ -273,7 +272,7 @@ def measure_all_to_all(job: Job, report: Report) -> None:
 
 
 class Products:
-    """The common part of both overlapped products: tiles, grid, random matrices, and the check.
+    """The common part of both overlapped matrix products: tiles, grid, random matrices, and the check.
 
     Args:
         job: the ranks.

@@ -20,7 +20,8 @@ class NoAddressError(OSError):
     """Raised if a host could not be reached at any of its addresses.
 
     Attributes:
-        failures: the error for each numeric address (or unresolved name) and port; TimeoutError if no answer came.
+        failures: for each numeric address (or unresolved name) and port, the error; TimeoutError if the address did not
+            answer.
     """
 
     def __init__(self, failures: Mapping[tuple[object, ...], OSError]) -> None:
@@ -37,7 +38,7 @@ def connect_to_any(addresses: Iterable[tuple[str, int]], deadline: float) -> soc
 
     Args:
         addresses: hosts and ports, the preferred pair first; a host name may have several addresses.
-        deadline: value of `time.monotonic` at which the call gives up all attempts.
+        deadline: value of `time.monotonic` at which the function gives up.
 
     Raises:
         NoAddressError: no address has answered by the deadline.

@@ -1,5 +1,5 @@
-"""C loops without the engine: they write through verbs or libfabric, or drain or fill a ring. Benchmarks compare the
-engine with these loops. `make bare-loops` builds them.
+"""Loops in C that write through verbs or libfabric, or that drain or fill a ring, without ProxyCCL's engine. Benchmarks
+compare the engine with these loops. `make bare-loops` builds them.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def fabric_write(**options: int) -> int:
 
 
 def fabric_serve(queue: int, seconds: float) -> int:
-    """Polls a completion queue of libfabric for a time, because the provider receives writes only while it is polled.
-    Returns 0 or a libfabric error.
+    """Polls a libfabric completion queue for a given time, because the provider receives writes only while the queue is
+    polled. Returns 0 or a libfabric error.
     """
     return int(_library()[1].proxyccl_fabric_bare_serve(queue, int(seconds * 1e9)))
 

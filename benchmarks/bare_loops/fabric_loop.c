@@ -14,7 +14,7 @@
 
 #include "clock.h"
 
-enum { COMPLETIONS = 16 }; /* most completions taken with one call */
+enum { COMPLETIONS = 16 }; /* most completions that one call reads */
 
 typedef struct {
   struct fi_context2 context;

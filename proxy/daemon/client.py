@@ -1,7 +1,8 @@
 """A rank's proxy in the node daemon: an object with the methods of a `ProxyService`, which send requests to the daemon.
 
-Rings, counters and memories belong to this process; the daemon gets descriptors and handles of them. A service in this
-process does the work that the daemon can't do: Python handlers, and copies from memory that no other process can map.
+Rings, counters and memories belong to this process; the daemon gets descriptors and handles of them. A `ProxyService`
+in this process does the work that the daemon can't do: Python handlers, and copies from memory that no other process
+can map.
 """
 
 from __future__ import annotations
@@ -90,13 +91,13 @@ class DaemonClient(ProxyWords):
         runtime: the runtime of the rank's kernels.
         shared: pinned memory that begins with the ProxycclControl whose abort word ends the workers.
         threads: number of workers. Each worker has its own thread of the daemon if the daemon has enough threads.
-        idle: the idle policy of the proxy's threads, in the daemon and in this process; None for the daemon's choice,
-            and for `IdlePolicy()` in this process.
+        idle: the idle policy of the proxy's threads, in the daemon and in this process; with None, the daemon chooses
+            the policy for its threads, and this process uses `IdlePolicy()`.
         on_failure: called when an error ends a worker and when the daemon is lost, in a thread that this object
             started.
         timeout: returns the seconds that the daemon may take for an answer.
         address: the daemon's address; None for the node daemon at the default socket.
-        takes_private: whether a service in this process copies from memory that the daemon can't map; if not, such
+        takes_private: whether a service in this process copies from memory that the daemon can't map; if False, such
             memory is refused.
 
     Attributes:
@@ -105,7 +106,7 @@ class DaemonClient(ProxyWords):
         sleepers: the proxy's threads, which kernel launches wake.
 
     Raises:
-        ArgumentError: there are fewer rings than threads, or the daemon does not see the device.
+        ArgumentError: there are fewer rings than threads, or the daemon can't access the device.
         RuntimeUnavailableError: there is no daemon, or it does not accept this process.
     """
 
@@ -147,7 +148,7 @@ class DaemonClient(ProxyWords):
             "name": name,
             "sleepers": self.sleepers,
         }
-        self._own: ProxyService | None = None  # a service in this process, which uses the ids that the daemon assigned
+        self._own: ProxyService | None = None  # uses the ids that the daemon assigned
         self._own_words: PinnedMemory | None = None
         self._own_channels: set[int] = set()
         self._spare_channels: list[int] = []  # free ids that the daemon reserved for this process
@@ -379,7 +380,7 @@ class DaemonClient(ProxyWords):
 
     def close(self, timeout: float = 30.0) -> bool:
         """Drains the rings, and makes the daemon free all of this client's objects. If a handler or a worker does not
-        end in time, returns False and keeps the memory that this handler or worker uses.
+        end in time, returns False and keeps the memory that the handler or worker uses.
         """
         with self._lock:
             own_ended = self._own is None or self._own.close(timeout)

@@ -51,7 +51,7 @@ class JobOptions(Message, frozen=True):
         threads: number of threads that run the workers of all clients.
         cores: cores that these threads may run on; None for `affinity`.
         affinity: cores that the process may run on.
-        programs: number of ranks, whose programs run on the same cores.
+        programs: number of ranks; their programs run on the same cores.
     """
 
     threads: int
@@ -189,7 +189,7 @@ def _launch(listener: socket.socket, options: JobOptions, timeout: float) -> Non
 
 def _environment() -> dict[str, str]:
     """Returns the daemon's environment: this process's environment and module path, without the variables that hide
-    devices or limit their queues.
+    devices or limit devices' queues.
     """
     kept = {
         name: value

@@ -12,8 +12,8 @@ import types
 
 
 def main(listener: int, options: str, starter: int) -> None:
-    """Runs the daemon in a child process. The parent exits with status 0 once the child serves, and with 1 if the child
-    ends before.
+    """Runs the daemon in a child process. The parent exits with status 0 once the child serves, or with 1 if the child
+    ends earlier.
     """
     serves, tell = os.pipe()
     if os.fork():  # forks before the imports, because they start threads

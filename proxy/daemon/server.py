@@ -38,7 +38,7 @@ MOST_GREETED = 128
 """The highest number of connections that have not sent a hello. The number is limited because each of them has a thread
 and a descriptor.
 """
-_SILENT_SECONDS = 1.0  # a client has at least this many seconds for its hello
+_SILENT_SECONDS = 1.0  # a client has at least this many seconds to send its hello
 
 START_SECONDS = 30.0
 """Seconds that a job's own daemon waits for its first client, while the rank that started it lives."""
@@ -54,9 +54,9 @@ class DaemonOptions:
 
     Attributes:
         threads: number of threads that run the workers of all clients.
-        cores: cores that the threads may run on; None for any. Cores near the GPUs or network devices have the lowest
-            latency.
-        idle: the idle policy for clients that request none; None to choose it by the number of cores.
+        cores: cores that the threads may run on; None for any core. Cores near the GPUs or network devices have the
+            lowest latency.
+        idle: the idle policy for clients that request no policy; with None, the number of cores determines the policy.
         programs: the expected number of clients' processes.
     """
 
@@ -86,8 +86,8 @@ class Attendance:
         return list(self._pids)
 
     def came(self, pid: int) -> int | None:
-        """Records that a process has connected. Returns a new pidfd for the process; None if there is a pidfd already,
-        or if the process has ended or is in another PID namespace.
+        """Records that a process has connected. Returns a new pidfd for the process, or None if the process already has
+        a pidfd, has ended, or is in another PID namespace.
         """
         self._anybody_came = True
         return self._add(pid)
@@ -303,8 +303,8 @@ class Daemon:
             return self._runtimes[key]
 
     def _assign_threads(self, workers: int) -> Sequence[ProxyThread]:
-        """Returns a thread for each worker, from the threads with the fewest workers. The result has a thread twice
-        only if there are more workers than threads.
+        """Returns a thread for each worker, from the threads with the fewest workers. A thread occurs twice in the
+        result only if there are more workers than threads.
         """
         with self._lock:
             users = [thread for session in self._sessions for thread in session.threads]
@@ -320,7 +320,7 @@ class Daemon:
         return choose_idle(len(cores), max(self._options.programs, len(processes)), len(self._threads))
 
     def close(self) -> None:
-        """Finishes the clients' requests, ends their sessions, and stops listening."""
+        """Finishes the clients' requests, ends the clients' sessions, and stops listening."""
         self._stopping = True
         self._listener.close()
         with self._lock:
