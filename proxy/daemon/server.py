@@ -75,7 +75,7 @@ class Attendance:
     """
 
     def __init__(self, starter: int) -> None:
-        self._pids: dict[int, int] = {}  # process ids, by pidfd
+        self._pids: dict[int, int] = {}  # maps a pidfd to the process id
         self._anybody_came = False
         self._empty_since: float | None = time.monotonic()
         self._add(starter)

@@ -64,7 +64,7 @@ log = logging.getLogger("proxyccl.daemon")
 
 
 def refuse_user(connection: socket.socket, user: int) -> None:
-    """Sends a refusal to a client of another user, and hangs up without waiting."""
+    """Sends a refusal to a client that runs as another user, and closes the connection without waiting."""
     refusal = HelloAnswer(error="protocol", message=f"this daemon serves user {os.geteuid()}, not {user}")
     with connection:
         with contextlib.suppress(OSError):
@@ -81,18 +81,19 @@ class Session:
         connection: the socket; the session closes it.
         open_runtime: returns the runtime for a name and a device_id.
         assign_threads: returns the threads for this number of workers.
-        choose_idle: returns the idle policy for a client that requests none.
-        request_report: called with a job and a cause when the client asks for a report; it must not wait.
+        choose_idle: returns the idle policy for a client that requests no policy.
+        request_report: called with a job and a cause when the client asks for a report; must not wait.
         introductions: connects the client to other processes.
 
     Attributes:
         name: the client's name in logs and errors.
-        description: the rank that the proxy works for; None before a proxy is open, or if the client gives none.
+        description: the rank that the proxy works for; None until a proxy is open, or if the client gave no
+            description.
         since: time.monotonic() when the client connected.
         request: name of the method whose request is in progress, and time.monotonic() when the request arrived; None
             without a request.
         failure: the failure of the worker that failed last; None if no worker has failed.
-        served: the client's proxy, which stays readable after its end.
+        served: the client's proxy, whose state can be read even after the proxy has ended.
         threads: the threads that run the client's workers.
     """
 
@@ -132,7 +133,7 @@ class Session:
         self.served: ProxyService | None = None
 
     def run(self) -> None:
-        """Serves the client until it leaves, breaks the protocol, or `end` is called."""
+        """Serves the client until it disconnects or violates the protocol, or until `end` is called."""
         try:
             try:
                 if self._greet():
@@ -272,9 +273,7 @@ class Session:
 
     @method()
     def remote_missing(self) -> dict[str, str]:
-        """Returns, for each remote transport, which of the transport's requirements the daemon lacks, in words; "" if
-        it lacks none.
-        """
+        """Returns, for each remote transport, the requirements that the daemon lacks, as text; "" if none."""
         return missing_transports()
 
     @method(answered=False)
@@ -300,7 +299,7 @@ class Session:
 
     @method()
     def prepare(self, runtime: str, device_id: str, peers: list[str]) -> None:
-        """Opens the client's device, and prepares copies between it and the peers' devices."""
+        """Opens the client's device, and prepares copies between this device and the peers' devices."""
         opened = self._open_runtime(runtime, device_id)
         try:
             opened.warm_up(peers)

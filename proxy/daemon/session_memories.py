@@ -31,7 +31,7 @@ class SessionMemories:
         self._runtime = runtime
         self._mappings = HandleCache(runtime.open)
         self._kept: dict[tuple[str, int], _Unmap] = {}
-        self._retired: list[_Unmap] = []  # functions that unmap memory that a worker may still use
+        self._retired: list[_Unmap] = []  # each function unmaps memory that a worker may still use
 
     def map(self, handle: bytes, nbytes: int, undo: contextlib.ExitStack) -> Memory:
         """Maps the memory that a handle names, until `undo` is closed. A closed mapping is not cached, because the
@@ -67,7 +67,7 @@ class SessionMemories:
         self._retire(replaced)
 
     def retire(self, kind: str, number: int) -> None:
-        """Unmaps an object's memory, if it has any, once the workers are idle and so no copy is in flight."""
+        """Unmaps an object's memory, if any, once the workers are idle, because then no copy is in flight."""
         self._retire(self._kept.pop((kind, number), None))
 
     def _retire(self, unmap: _Unmap | None) -> None:

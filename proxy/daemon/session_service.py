@@ -62,7 +62,7 @@ class ServiceOptions(Message, frozen=True):
         semaphores_offset: offset, in the control segment, of the words that peers signal, by channel id; None for a
             service without schedules.
         ring_per_connection: see `ProxyService`.
-        idle: the fields of the `IdlePolicy` that the client needs, in order; None for the daemon's policy.
+        idle: the fields, in order, of the `IdlePolicy` that the client requires; None for the daemon's policy.
     """
 
     runtime: str
@@ -94,7 +94,7 @@ class SessionService:
         memories: the memory that is mapped for the client.
 
     Raises:
-        ArgumentError: a descriptor names no memory of the needed size.
+        ArgumentError: a descriptor is not memory of the required size.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class SessionService:
 
     @method()
     def add_remote_memory(self, address: Uint64, nbytes: Nbytes, key: Uint64) -> MemoryId:
-        """Registers memory that remote transports reach by address and key. Returns the first of the memory's ids."""
+        """Registers memory that remote transports access by address and key. Returns the first of the memory's ids."""
         return self._register(nbytes, lambda: self.proxy.add_remote_memory(address, nbytes, key))
 
     def _register(self, nbytes: int, add: Callable[[], int], undo: contextlib.ExitStack | None = None) -> int:
@@ -317,7 +317,7 @@ class SessionService:
 
     @method(opens=True)
     def expose(self, handle: bytes, nbytes: PositiveNbytes, transport: str) -> ExposedMemory:
-        """Lets peers on other hosts reach the client's memory. The result's `owner` is the number that `withdraw`
+        """Lets peers on other hosts access the client's memory. The result's `owner` is the number that `withdraw`
         takes.
         """
         remote = self._opened
@@ -348,14 +348,14 @@ class SessionService:
         if exposed is None:
             raise ProtocolError(f"number: this client has no exposed memory {number}")
         if remote_functions(exposed.transport).stages:
-            self._opened.withdraw(exposed)  # the engine refuses peers' data from here on
+            self._opened.withdraw(exposed)  # after this call, the engine refuses peers' data
         self.memories.retire("exposed", number)
 
     # -- the end ---
 
     @method(timeouts=1, needs_turns=True)
     def drain(self, timeout: Seconds) -> bool:
-        """See `ProxyService.drain`. The call also ends if the client leaves."""
+        """See `ProxyService.drain`. Also returns if the client disconnects."""
         return self.proxy.drain(timeout, self._has_left)
 
     def free(self) -> None:

@@ -1,9 +1,9 @@
 /* The proxy engine: drains rings of triggers and issues their operations.
  *
- * A service has one table of memories, one of channels, and some workers, each of which drains its own rings. All
- * triggers of a channel go through one ring, so they stay in order with any number of workers. A thread runs the
- * workers of one or more services in a loop. The engine does not know about Python, drivers or ranks; it moves data
- * through connections (transport.h).
+ * A service has a table of memories, a table of channels, and workers, each of which drains its own rings. All triggers
+ * of a channel go through one ring, so they stay in order with any number of workers. A thread runs the workers of one
+ * or more services in a loop. The engine does not know about Python, drivers or ranks; it moves data through
+ * connections (transport.h).
  *
  * service.c has the tables, and the requests that other threads make to a worker. thread.c runs workers by calling the
  * functions of schedule.c, drain.c and poll.c. */
@@ -29,7 +29,7 @@ typedef struct ProxycclCounters {
   uint64_t bytes; /* bytes of puts and gets */
   uint64_t signals;
   uint64_t flushes;
-  uint64_t flush_ns;      /* sum of the timed flushes' times, from issue to completion */
+  uint64_t flush_ns;      /* sum over the timed flushes of the time from issue to completion */
   uint64_t timed_flushes; /* number of timed flushes; a connection times only flushes that had to wait, one at a time */
   uint64_t errors;
   uint64_t gets;
@@ -42,7 +42,7 @@ typedef struct ProxycclSharedWords {
   uint64_t flushed[PROXYCCL_MAX_CHANNELS];       /* one more than the ticket of the last completed flush */
   uint64_t completed[PROXYCCL_MAX_CHANNELS];     /* one more than the ticket up to which all triggers of the channel are
                                                     complete */
-  uint64_t memory_limits[PROXYCCL_MAX_MEMORIES]; /* bytes from the id's first byte to the end of its memory; 0 if the id
+  uint64_t memory_limits[PROXYCCL_MAX_MEMORIES]; /* bytes from the id's first byte to the end of the memory; 0 if the id
                                                     is not in use */
   ProxycclScheduleWords schedule;
 } ProxycclSharedWords;
@@ -59,14 +59,16 @@ typedef struct ProxycclExitInfo {
   ProxycclConnection *connection; /* the connection that failed or whose trigger was refused; NULL if the error concerns
                                      no connection */
   uint32_t schedule;              /* number of the schedule that failed; 0 if the error concerns no schedule */
-  uint32_t wait;                  /* after a time-out: the ProxycclWaitKind */
-  uint32_t of_source;             /* 1 if a transfer was refused for its source, 0 if for its destination */
+  uint32_t wait;                  /* after a time-out: what the schedule waited for (ProxycclWaitKind) */
+  uint32_t of_source; /* 1 if a transfer was refused because of its source, 0 if because of its destination */
 } ProxycclExitInfo;
 
 typedef struct ProxycclIdlePolicy {
-  uint64_t spin_ns;  /* poll for this long after the last trigger of any worker, at first without yielding the core */
-  uint64_t yield_ns; /* after that, yield the core between polls for this long */
-  uint64_t max_sleep_ns; /* after that, sleep between polls, for a 32nd of the idle time, at most this long */
+  uint64_t spin_ns;  /* the thread polls for this long after the last trigger of any worker, at first without yielding
+                        its core */
+  uint64_t yield_ns; /* then the thread yields its core between polls, for this long */
+  uint64_t max_sleep_ns; /* then the thread sleeps between polls, each time for 1/32 of the idle time, but at most this
+                            long */
 } ProxycclIdlePolicy;
 
 ProxycclService *proxyccl_service_create(ProxycclControl *control, ProxycclCounters *counters);
@@ -96,8 +98,8 @@ int proxyccl_service_add_schedule(ProxycclService *service, uint32_t number, con
 /* Removes a schedule that no stream will start again. Returns 0, or EBUSY while the schedule runs. */
 int proxyccl_service_remove_schedule(ProxycclService *service, uint32_t number);
 
-/* Creates a worker. `stats` must be zeroed, and stay valid until the worker has ended. All workers of a service are
- * created before one of them runs. */
+/* Creates a worker. `stats` must be zeroed, and must stay valid until the worker has ended. All workers of a service
+ * are created before one of them runs. */
 ProxycclWorker *proxyccl_worker_create(ProxycclService *service, ProxycclWorkerStats *stats);
 void proxyccl_worker_destroy(ProxycclWorker *worker);
 /* Each of the next two functions may be called while the worker runs, and returns 0, or ENOSPC if the worker has the
@@ -122,11 +124,11 @@ uint32_t proxyccl_worker_drained(const ProxycclWorker *worker);
 uint32_t proxyccl_worker_pause(ProxycclWorker *worker);
 uint32_t proxyccl_worker_paused(const ProxycclWorker *worker);
 void proxyccl_worker_resume(ProxycclWorker *worker);
-/* Removes from its ring the trigger that PROXYCCL_EXIT_HANDLER reported. Call it after the handler and before the
+/* Removes the trigger that PROXYCCL_EXIT_HANDLER reported from the ring. Call it after the handler and before the
  * thread runs again. */
 void proxyccl_worker_handled(ProxycclWorker *worker);
 
-/* Creates a thread. `asleep` is a zeroed word by which threads of this and other processes wake the thread
+/* Creates a thread. `asleep` is a zeroed word that threads of this and other processes use to wake the thread
  * (waking.h). */
 ProxycclThread *proxyccl_thread_create(const ProxycclIdlePolicy *idle, uint32_t *asleep);
 void proxyccl_thread_destroy(ProxycclThread *thread);
@@ -137,8 +139,8 @@ void proxyccl_thread_add_worker(ProxycclThread *thread, ProxycclWorker *worker);
 /* Runs the thread's workers in a loop until one of them exits or needs a handler. The caller must not hold the GIL. */
 ProxycclOutcome proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *info);
 /* Lets other threads run this thread's workers (proxyccl_thread_help). Call it before the thread runs. This function
- * calls `add` to announce the thread to helpers. proxyccl_thread_destroy calls `remove`, which must return only when no
- * helper is running the thread's workers. */
+ * calls `add`, which announces the thread to helpers; proxyccl_thread_destroy calls `remove`, which must return only
+ * when no helper is running the thread's workers. */
 void proxyccl_thread_take_help(ProxycclThread *thread, void (*add)(int (*help)(void *thread, int waits), void *thread),
                                void (*remove)(void *thread));
 /* Runs each of the thread's workers once, unless another thread is running them. If `waits` is 0, runs the workers only

@@ -48,7 +48,7 @@ int proxyccl_fabric_offers(const ProxycclFabricLibrary *library, uint32_t ordere
   struct fi_info *hints = ((Dupinfo *)library->fi_dupinfo)(NULL);
   if (hints == NULL) return ENOMEM;
   hints->caps = FI_RMA | FI_WRITE | FI_REMOTE_WRITE | (reads ? READS : 0);
-  hints->mode = FI_CONTEXT | FI_CONTEXT2; /* requests provide the context memory that a provider may need */
+  hints->mode = FI_CONTEXT | FI_CONTEXT2; /* each request passes context memory, which a provider may need */
   hints->ep_attr->type = FI_EP_RDM;
   hints->domain_attr->threading = FI_THREAD_SAFE; /* workers share the endpoint */
   hints->domain_attr->resource_mgmt = FI_RM_ENABLED;

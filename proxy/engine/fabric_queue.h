@@ -1,5 +1,5 @@
-/* Posts requests to a libfabric endpoint and takes completions from its queue, for the transport `fabric` and for
- * transfers between agents.
+/* Posts requests to a libfabric endpoint and takes completions from the endpoint's queue, for the transport `fabric`
+ * and for transfers between agents.
  *
  * A program that includes this file need not link libfabric, because libfabric's inline functions call through function
  * tables in the endpoint and in the completion queue. */
@@ -16,7 +16,7 @@
 
 #include "fabric_transport.h"
 
-enum { COMPLETIONS = 16 }; /* most completions taken with one call */
+enum { COMPLETIONS = 16 }; /* most completions that one call reads */
 
 /* The memory of a request. Each part is a range of local memory and an equally long range of the peer's memory. */
 typedef struct {

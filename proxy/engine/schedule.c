@@ -12,8 +12,7 @@ enum {
   OFFSET_BITS = 32,        /* bits of a post's offset */
   MOST_RECEIVES = 1 << 30, /* most receives of a stage */
   SEQUENCE_SHIFT = OFFSET_BITS + PROXYCCL_MEMORY_BITS,
-  SHOWN_AFTER_NS = 1000000 /* a wait is published for observers after this time without progress; short schedules never
-                              wait that long */
+  SHOWN_AFTER_NS = 1000000 /* after this time without progress, the wait is published for observers */
 };
 
 typedef enum { POST, MEET, SEND, RECEIVE } StepKind;
@@ -26,8 +25,8 @@ typedef struct Step {
   const Channel *bundle; /* for an issued send in a bundle: the channel whose flush word reports the bundle's
                             completion; otherwise NULL */
   uint64_t flushed;      /* value of the flush word of `bundle` once the bundle is complete */
-  uint64_t value;        /* for a complete MEET step: the peer's post; for a send or receive: value of its word at
-                            completion */
+  uint64_t value; /* for a complete MEET step: the peer's post; for a send or receive: value of the channel's word at
+                     completion */
   union {
     ProxycclSchedulePost post;
     struct {
@@ -43,7 +42,7 @@ struct Schedule {
   uint32_t number;
   uint32_t joined; /* the stage that counts peers that have posted, or PROXYCCL_NO_ID */
   uint32_t count;
-  Step steps[]; /* sorted in the order in which workers advance them: POST, MEET, SEND, RECEIVE */
+  Step steps[]; /* the steps, in the order in which workers advance them: POST, MEET, SEND, RECEIVE */
 };
 
 /* -- the table of schedules --- */
@@ -185,7 +184,7 @@ static const char *refusal(const ProxycclTransport *transport, const ProxycclMem
 }
 
 /* Issues a post. A post does not wait for copies of the connection's stream, because the peer's schedule does not
- * depend on them. */
+ * depend on these copies. */
 static ProxycclOutcome issue_post(Step *step, Channel *channel, ProxycclExitInfo *info) {
   ProxycclConnection *connection = channel->connection;
   const uint64_t previous = channel->outbound, value = channel->outbound = next_post(previous, &step->post);
@@ -241,8 +240,8 @@ static ProxycclOutcome issue_send(ProxycclService *service, Step *step, Channel 
   step->value = ++channel->outbound;
   status = transport->signal(connection, channel->remote_semaphore, step->value, step->value - 1);
   if (status != 0) return fail(connection, PROXYCCL_ERROR_TRANSPORT, status, "signal", info);
-  if (!is_mapped(connection)) /* waits only until sources are read, because receivers see themselves that data has
-                                 arrived */
+  if (!is_mapped(
+          connection)) /* waits only until sources are read, because each receiver checks that the data has arrived */
     status =
         (transport->release != NULL ? transport->release : transport->flush)(connection, channel->flushed, step->value);
   if (status != 0) return fail(connection, PROXYCCL_ERROR_TRANSPORT, status, "flush", info);
@@ -277,9 +276,9 @@ typedef struct {
   ProxycclPut puts[PROXYCCL_MOST_PUTS];
   Step *steps[PROXYCCL_MOST_PUTS];
   uint32_t count;
-  int awaited;   /* 1 if further sends could join the bundle, but their peers have not posted yet */
-  uint64_t gate; /* value of the word `gate` before the first step, so that sends that it allows together share a
-                    bundle */
+  int awaited; /* 1 if further sends could join the bundle, but their peers have not posted yet */
+  uint64_t
+      gate; /* value of the word `gate` before the first step, so that all sends allowed by this value share a bundle */
 } Bundle;
 
 static ProxycclConnection *carrier_of(const ProxycclWorker *worker) {
@@ -305,8 +304,8 @@ static int may_follow(const Step *step, int bundled) {
   return before == NULL || before->state == COMPLETE || (before->bundle != NULL) == bundled;
 }
 
-/* Issues a bundle. One flush word after all copies reports their completion, because writing a word between two copies
- * would delay the second one. */
+/* Issues a bundle. One flush word reports the completion of all copies, because writing a word between two copies would
+ * delay the second copy. */
 static ProxycclOutcome issue_bundle(ProxycclService *service, Bundle *bundle, ProxycclExitInfo *info) {
   ProxycclConnection *carrier = bundle->carrier;
   const Channel *first = &service->channels[bundle->steps[0]->channel];
@@ -334,8 +333,8 @@ static void complete_in_stage(ProxycclService *service, Step *step, uint32_t sta
   if (stage != PROXYCCL_NO_ID) stage_add(&service->words->stages[stage]);
 }
 
-/* Returns whether a send is complete. The receiver's word shows this if this process maps the word; otherwise a flush
- * word shows it. */
+/* Returns whether a send is complete, as shown by the receiver's word, or by a flush word if this process does not map
+ * the receiver's word. */
 static int is_sent(const Step *step, const Channel *channel) {
   if (step->bundle != NULL) return word_load(step->bundle->flushed) >= step->flushed;
   const uint64_t *word = is_mapped(channel->connection) ? channel->remote_semaphore : channel->flushed;
@@ -415,7 +414,7 @@ static int is_own(const ProxycclWorker *worker, const Step *step) {
 /* -- what a worker waits for --- */
 
 /* A worker reports that it waits for its incomplete steps of the earliest phase, because steps of later phases may
- * depend on those. */
+ * depend on these steps. */
 enum {
   PHASE_POSTS,
   PHASE_MEETINGS,
@@ -482,7 +481,7 @@ static ProxycclTrigger trigger_of(const ProxycclService *service, const Step *st
   const ProxycclScheduleSend *send = &step->send;
   const Place place = destination(step);
   const uint64_t most = (1u << PROXYCCL_SIZE_BITS) - 1, size = send->bytes > most ? most : send->bytes;
-  const uint64_t ids = PROXYCCL_MEMORY_IDS - 1; /* the offset of an empty send is not checked */
+  const uint64_t ids = PROXYCCL_MEMORY_IDS - 1; /* a mask, because an empty send's offset is not checked */
   const uint64_t src_memory = (send->src_memory + (send->src_offset >> OFFSET_BITS)) & ids;
   const uint64_t dst_memory = (place.memory + (place.offset >> OFFSET_BITS)) & ids;
   const int mapped = is_mapped(service->channels[step->channel].connection);
@@ -495,8 +494,8 @@ static ProxycclTrigger trigger_of(const ProxycclService *service, const Step *st
 }
 
 /* Records an issued send; `seen_ns` is the time when the worker found that the send may start. Returns the present
- * time. Publishes the records immediately, because a schedule may issue more sends at once than a worker may record
- * without publishing. */
+ * time. Publishes each record immediately, because a schedule may issue more sends at once than the number of records
+ * that may stay unpublished. */
 static uint64_t trace_send(ProxycclWorker *worker, const Step *step, uint64_t seen_ns) {
   Trace *trace = &worker->trace;
   trace_begin();
@@ -600,9 +599,9 @@ static ProxycclOutcome idle(ProxycclWorker *worker, ProxycclExitInfo *info) {
 }
 
 /* Issues the gathered bundle, unless more sends could join the bundle once their receivers have posted. Each rank
- * copies to the next rank first, then to the rank after that, and so on. If instead all ranks began with the rank that
- * posted first, the copies would share that rank's link and take twice as long. Waiting for posts costs nothing,
- * because a late rank delays the schedule in any case. */
+ * copies first to the rank after it, then to the second rank after it, and so on. If instead all ranks began with the
+ * rank that posted first, the copies would share that rank's link and take twice as long. Waiting for posts costs no
+ * time, because a late rank delays the schedule in any case. */
 static ProxycclOutcome end_bundle(ProxycclWorker *worker, Bundle *bundle, uint64_t traced_ns, uint32_t *progress,
                                   ProxycclExitInfo *info) {
   const uint32_t count = bundle->count;
@@ -639,8 +638,8 @@ ProxycclOutcome proxyccl_worker_run_schedule(ProxycclWorker *worker, ProxycclExi
     ++*progress;
   }
   const ScheduleRun *run = &worker->run;
-  uint64_t traced_ns = trace_wanted(worker->stats); /* 0 if no trace is wanted; otherwise the time when the worker
-                                                       begins with the next step */
+  uint64_t traced_ns = trace_wanted(
+      worker->stats); /* 0 if no observer wants a trace; otherwise the time at which the worker begins the next step */
   if (traced_ns != 0 && began) trace_step(worker, PROXYCCL_TRACED_BEGIN, run->schedule->number, traced_ns);
   Bundle bundle;
   bundle.carrier = run->carrier;

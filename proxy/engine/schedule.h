@@ -1,5 +1,5 @@
-/* A schedule has a rank's transfers for one call. The rank's proxy makes these transfers once a stream writes the
- * schedule's number to the word `bell`. See channels/schedules/DESIGN.md.
+/* A schedule is the list of a rank's transfers for one call of a collective. The rank's proxy makes these transfers
+ * once a stream writes the schedule's number to the word `bell`. See channels/schedules/DESIGN.md.
  *
  * A schedule has three kinds of steps. A post allows a peer to write to this rank's memory; a send writes to a peer
  * that has posted; a receive waits for data from a peer. When all steps are complete, the proxy sets the word `done` to
@@ -23,14 +23,14 @@ enum {
 /* The turn count of a worker that has ended. */
 #define PROXYCCL_NO_MORE_TURNS UINT64_MAX
 
-/* Counts a worker's turns: how often a thread has run the worker. The count does not change while the thread is stopped
- * or stuck in a call. */
+/* Counts how often a thread has run a worker (the worker's turns). The count does not change while the thread is
+ * stopped or stuck in a call. */
 typedef struct ProxycclTurns {
   _Alignas(128) uint64_t count;
 } ProxycclTurns;
 
-/* The words by which streams and workers synchronize, in pinned memory, with separate cache lines for each writer. A
- * stream resets the words when the schedule is complete. */
+/* The words with which streams and workers synchronize, in pinned memory; words of different writers are in different
+ * cache lines. A stream resets the words when the schedule is complete. */
 typedef struct ProxycclScheduleWords {
   _Alignas(128) uint64_t bell;    /* a stream stores the number of a schedule; worker 0 resets the word to 0 */
   _Alignas(128) uint64_t running; /* the number of the running schedule, or 0 */
@@ -47,7 +47,7 @@ typedef struct ProxycclScheduleWords {
  * post. */
 typedef struct ProxycclSchedulePost {
   uint32_t channel; /* a channel that is used only for posts; its remote word holds the post */
-  uint32_t memory;  /* the memory to write to: the id, in the peer's service, of its first window */
+  uint32_t memory;  /* the memory to write to, as the id of the memory's first window in the peer's service */
   uint64_t offset;  /* offset in that memory, in bytes */
 } ProxycclSchedulePost;
 

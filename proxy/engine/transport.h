@@ -14,10 +14,11 @@
 
 /* The table entry of one memory id. A memory longer than a window has consecutive ids, one for each window. */
 typedef struct ProxycclMemory {
-  char *base;           /* address by which the transport names the window */
+  char *base;           /* the window's address in the transport's operations */
   uint64_t bytes;       /* bytes from `base` to the end of the memory; 0 if the id is not in use */
   uint64_t key;         /* the memory's key, as the transport defines it */
-  uint32_t remote_only; /* 1 if only a remote link reaches the memory, by `key`; local copies must not use `base` */
+  uint32_t remote_only; /* 1 if the memory can only be accessed through a remote link, by `key`; local copies must not
+                           use `base` */
   char *host;           /* the CPU's address of the window; NULL if the CPU may not access the memory */
 } ProxycclMemory;
 
@@ -47,7 +48,7 @@ typedef struct ProxycclTransport {
    * engine issues at most that number of triggers. If there is no room, the engine leaves triggers in their ring and
    * asks again after the next poll. The pointer is NULL if there is always room. */
   uint32_t (*ready)(const ProxycclConnection *self);
-  /* Moves at least one byte from local memory to the peer's. */
+  /* Moves at least one byte from local memory to the peer's memory. */
   int (*put)(ProxycclConnection *self, const ProxycclMemory *dst, uint64_t dst_offset, const ProxycclMemory *src,
              uint64_t src_offset, uint64_t bytes);
   /* Moves at least one byte from the peer's memory to local memory. */
@@ -78,7 +79,7 @@ typedef struct ProxycclTransport {
 /* A connection's progress: counts of triggers since its first trigger. */
 typedef struct ProxycclProgress {
   uint64_t issued;    /* number of issued triggers; set by the engine after each run of triggers */
-  uint64_t completed; /* at least this many triggers are complete; set by the transport during polls */
+  uint64_t completed; /* number of triggers that are known to be complete; set by the transport during polls */
   uint64_t marked;    /* the next value of `completed`; set by the transport */
 } ProxycclProgress;
 

@@ -8,7 +8,7 @@
 #include "ring.h"
 #include "trace.h"
 
-/* A point in a channel's progress, as a count of its connection's triggers and as a ticket of the channel. */
+/* A point in a channel's progress, as a count of the connection's triggers and as a ticket of the channel. */
 typedef struct {
   uint64_t triggers; /* number of triggers of the channel's connection, as ProxycclProgress counts them */
   uint64_t end;      /* one more than the ticket of the channel's last trigger among `triggers` */
@@ -52,7 +52,7 @@ struct ProxycclService {
 /* The flush that a connection is timing; a connection times one flush at a time. */
 typedef struct {
   const uint64_t *flushed; /* NULL if no flush is being timed */
-  uint64_t awaited;        /* value of the flush word once the flush is complete */
+  uint64_t awaited;        /* value that the flush stores in the flush word */
   uint64_t issued_ns;
   ProxycclCounters *counters;
 } TimedFlush;
@@ -77,7 +77,7 @@ struct ProxycclWorker {
   uint32_t *asleep;                       /* the word by which requests wake the thread (waking.h); NULL without a
                                              thread */
   ProxycclWorker *next;                   /* next worker in the thread's list */
-  int (*make_current)(uintptr_t context); /* NULL if the thread always has this worker's context */
+  int (*make_current)(uintptr_t context); /* NULL if this worker's context is always current in the thread */
   uintptr_t context;
   Ring rings[PROXYCCL_MAX_RINGS];
   ProxycclConnection *connections[PROXYCCL_MAX_CONNECTIONS];
@@ -90,10 +90,10 @@ struct ProxycclWorker {
   uint32_t polled;                       /* while a schedule runs: number of the connection to poll */
   ScheduleRun run;
   int handling;  /* whether a Python handler is handling the current ring's next trigger */
-  int handled;   /* whether a handler has returned and connections were not polled since */
+  int handled;   /* whether a handler has returned and the connections have not been polled afterwards */
   int stop;      /* STOP_… flags, pairing request */
-  Request drain; /* requests to report when nothing is left to do */
-  Request pause; /* requests with odd numbers pause the worker, those with even numbers resume it */
+  Request drain; /* drain requests: the worker answers when nothing is left to do */
+  Request pause; /* requests with odd numbers pause the worker, and requests with even numbers resume the worker */
 };
 
 enum {
@@ -105,7 +105,7 @@ static inline uint32_t room_of(const ProxycclConnection *connection) {
   return connection->transport->ready == NULL ? POLL_INTERVAL : connection->transport->ready(connection);
 }
 
-/* Returns 1 if a transport would copy from or to memory that only a remote link reaches. */
+/* Returns 1 if a transport would copy from or to memory that only a remote link can access. */
 static inline int copies_remote_only(const ProxycclTransport *transport, const ProxycclMemory *own,
                                      const ProxycclMemory *peer) {
   return (own->remote_only && transport->copies & PROXYCCL_COPIES_OWN) ||
@@ -122,8 +122,8 @@ static inline ProxycclOutcome exit_with_error(ProxycclExitInfo *info, uint32_t c
 }
 
 /* Acts on up to POLL_INTERVAL triggers of a ring, and adds their number to *progress. If a trigger's connection has no
- * room, the trigger and all after it stay in the ring, and *held is set. Returns CONTINUE, or the reason why the thread
- * must return. */
+ * room, the trigger and all later triggers stay in the ring, and *held is set. Returns CONTINUE, or the reason why the
+ * thread must return. */
 ProxycclOutcome proxyccl_worker_visit_ring(ProxycclWorker *worker, Ring *ring, ProxycclExitInfo *info,
                                            uint32_t *progress, int *held);
 

@@ -28,10 +28,11 @@ def library_name() -> str:
 
 
 def missing() -> str:
-    """Returns the requirements of the transport over libfabric that this machine lacks, in words; "" if it lacks none.
+    """Returns, as text, the requirements of the transport over libfabric that this machine lacks; "" if it lacks none.
 
     The check does not ask providers, because they may take a second to answer. The check does not load the library,
-    because a process can load only one libfabric: after the system's, MPI could not load a newer one.
+    because a process can load only one libfabric: if the check loaded the system's libfabric, MPI could not load a
+    newer version.
     """
     lacks = []
     if not lib.proxyccl_fabric_built():

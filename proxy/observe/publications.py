@@ -50,7 +50,7 @@ class Description(Message, frozen=True):
     Attributes:
         rank: number of the rank.
         world_size: the number of ranks.
-        job: the communicator's name, which differs from the names of all other communicators.
+        job: the communicator's name, which no other communicator has.
         program: the rank's program.
         ways: for each rank of the host in another PID namespace, the kind of socket that passes descriptors.
     """
@@ -154,7 +154,7 @@ def publications_directory() -> Path:
 
 
 def check_directory(directory: Path) -> None:
-    """Raises ArgumentError unless the path is a directory (not a link to one) that only this user can enter."""
+    """Raises ArgumentError unless the path is a directory (not a link to a directory) that only this user can enter."""
     info = directory.lstat()
     if not stat.S_ISDIR(info.st_mode):
         raise ArgumentError("directory", f"{directory} is not a directory")
@@ -200,7 +200,7 @@ def try_publish(publication: Publication) -> Path | None:
 
 
 def try_write(name: str, data: bytes) -> Path | None:
-    """Calls `write`. If the call fails, logs the error, once per reason, and returns None, because a service works
+    """Calls `write`. If the call fails, logs the error (each error only once) and returns None, because a service works
     without observers.
     """
     try:
@@ -217,7 +217,7 @@ def _warn(reason: str) -> None:
 
 
 def withdraw(path: Path) -> None:
-    """Removes a publication's file. If the removal fails, observers remove the file after its process has ended."""
+    """Removes a publication's file. If the removal fails, observers remove the file after this process has ended."""
     with contextlib.suppress(OSError):
         path.unlink()
 
