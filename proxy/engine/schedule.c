@@ -240,8 +240,7 @@ static ProxycclOutcome issue_send(ProxycclService *service, Step *step, Channel 
   step->value = ++channel->outbound;
   status = transport->signal(connection, channel->remote_semaphore, step->value, step->value - 1);
   if (status != 0) return fail(connection, PROXYCCL_ERROR_TRANSPORT, status, "signal", info);
-  if (!is_mapped(
-          connection)) /* waits only until sources are read, because each receiver checks that the data has arrived */
+  if (!is_mapped(connection)) /* waits only until sources are read, because receivers check that data has arrived */
     status =
         (transport->release != NULL ? transport->release : transport->flush)(connection, channel->flushed, step->value);
   if (status != 0) return fail(connection, PROXYCCL_ERROR_TRANSPORT, status, "flush", info);
@@ -276,9 +275,8 @@ typedef struct {
   ProxycclPut puts[PROXYCCL_MOST_PUTS];
   Step *steps[PROXYCCL_MOST_PUTS];
   uint32_t count;
-  int awaited; /* 1 if further sends could join the bundle, but their peers have not posted yet */
-  uint64_t
-      gate; /* value of the word `gate` before the first step, so that all sends allowed by this value share a bundle */
+  int awaited;   /* 1 if further sends could join the bundle, but their peers have not posted yet */
+  uint64_t gate; /* value of the word `gate` before the first step; all sends that this value allows share a bundle */
 } Bundle;
 
 static ProxycclConnection *carrier_of(const ProxycclWorker *worker) {
@@ -638,8 +636,7 @@ ProxycclOutcome proxyccl_worker_run_schedule(ProxycclWorker *worker, ProxycclExi
     ++*progress;
   }
   const ScheduleRun *run = &worker->run;
-  uint64_t traced_ns = trace_wanted(
-      worker->stats); /* 0 if no observer wants a trace; otherwise the time at which the worker begins the next step */
+  uint64_t traced_ns = trace_wanted(worker->stats); /* 0 without an observer; otherwise, when the next step begins */
   if (traced_ns != 0 && began) trace_step(worker, PROXYCCL_TRACED_BEGIN, run->schedule->number, traced_ns);
   Bundle bundle;
   bundle.carrier = run->carrier;

@@ -54,10 +54,9 @@ typedef struct {
   uint64_t bytes;   /* bytes of data in the message */
   uint64_t word;    /* address of a semaphore word in the receiver's process; 0 without a signal */
   uint64_t value;
-  uint64_t asked; /* requested bytes; 0 if the message is not a request */
-  uint64_t
-      answers; /* 1 if the data answers the receiver's oldest unanswered request; 0 if the data is put to `address` */
-  uint64_t flags; /* any of the flags below */
+  uint64_t asked;   /* requested bytes; 0 if the message is not a request */
+  uint64_t answers; /* 1 if the data answers the receiver's oldest unanswered request; 0 if it is put to `address` */
+  uint64_t flags;   /* any of the flags below */
 } Header;
 
 enum {
@@ -713,8 +712,7 @@ static int take(StagedConnection *self, uint32_t *progress) {
     const uint64_t bytes = header.bytes;
     int status;
     if (bytes > self->options.ring_bytes - data) return PROXYCCL_STAGED_REFUSED + PROXYCCL_STAGED_BAD_LENGTH;
-    if (header.flags & FILLS)
-      header.bytes = 0; /* a message that fills the ring's end has no data, but may carry a signal */
+    if (header.flags & FILLS) header.bytes = 0; /* a message that fills space may still carry a signal */
     status = place(self, &header, data);
     if (status != 0) return status;
     self->received += message_bytes(bytes);

@@ -319,10 +319,9 @@ ProxycclOutcome proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *in
   /* 1 if a helper has run the workers and this thread has found no triggers or steps afterwards. This thread then
    * leaves the work to helpers, because a thread that wakes up may take a core from a thread with work. */
   int is_helped = 0;
-  uint64_t idle_since = 0,
-           counted = 0; /* start of the idle time; time up to which the statistics include the idle time */
-  uint64_t slept = 0;   /* length of the last sleep; if it is not 0, the thread polls only once before
-                           it sleeps again */
+  uint64_t idle_since = 0, counted = 0; /* start of the idle time; end of the idle time in the statistics */
+  uint64_t slept = 0;                   /* length of the last sleep; if it is not 0, the thread polls only once before
+                                           it sleeps again */
   uint32_t polls = 0;
   prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS, 0, 0, 0); /* if the call fails, the only effect is longer sleeps */
   clear_info(info);

@@ -11,13 +11,12 @@ enum { PROXYCCL_VERBS_QP_OFFSET = 40 }; /* offset of the ibv_qp * in a pyverbs Q
 
 typedef enum ProxycclVerbsFinding {
   PROXYCCL_VERBS_FOUND = 0,
-  PROXYCCL_VERBS_NO_OBJECT = 1,  /* the object's memory can't be read at the offset */
-  PROXYCCL_VERBS_NO_POINTER = 2, /* the value at the offset is not an address of readable memory */
-  PROXYCCL_VERBS_OTHER_QP = 3,   /* the queue pair at this address has a number other than `qp_num` */
-  PROXYCCL_VERBS_OTHER_PARTS =
-      4, /* the queue pair's domain or a completion queue has a context other than the queue pair's */
-  PROXYCCL_VERBS_FORBIDDEN = 5, /* the process may not read its own memory by process_vm_readv */
-  PROXYCCL_VERBS_NOT_BUILT = 6  /* built without libibverbs' headers */
+  PROXYCCL_VERBS_NO_OBJECT = 1,   /* the object's memory can't be read at the offset */
+  PROXYCCL_VERBS_NO_POINTER = 2,  /* the value at the offset is not an address of readable memory */
+  PROXYCCL_VERBS_OTHER_QP = 3,    /* the queue pair at this address has a number other than `qp_num` */
+  PROXYCCL_VERBS_OTHER_PARTS = 4, /* the contexts of the queue pair, its domain and its completion queues differ */
+  PROXYCCL_VERBS_FORBIDDEN = 5,   /* the process may not read its own memory by process_vm_readv */
+  PROXYCCL_VERBS_NOT_BUILT = 6    /* built without libibverbs' headers */
 } ProxycclVerbsFinding;
 
 typedef struct ProxycclVerbsQp {
