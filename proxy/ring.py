@@ -38,7 +38,7 @@ def require_ring_size(size: object) -> int:
 
 
 def ring_bytes(size: int) -> int:
-    """Returns the bytes of pinned memory for a ring with this number of slots."""
+    """Returns the size in bytes of the pinned memory for a ring with this number of slots."""
     return size * _SLOT_BYTES + _LINE_BYTES
 
 
@@ -133,7 +133,7 @@ class Ring:
         import numpy as np  # imported here, because only this method needs numpy
 
         slots = np.frombuffer(ctypes.string_at(self.slots_host, self.tail_offset), np.uint64).reshape(-1, 2)
-        taken = self.taken  # read after the slots, so that no taken trigger is listed as waiting
+        taken = self.taken  # `taken` is read after the slots, so that no taken trigger is listed as waiting
 
         def held(first: int, end: int) -> list[int]:
             tickets = np.arange(first, end, dtype=np.uint64)

@@ -49,7 +49,7 @@ class SharedWords:
 
     @property
     def counters_handle(self) -> bytes:
-        """The handle by which other processes open the counters."""
+        """The handle with which other processes open the counters."""
         return self.memory.export(self.memory.host_ptr + self._offset, ffi.sizeof(self.table))
 
     def require_open(self) -> None:
@@ -119,19 +119,19 @@ class ProxyWords:
 
     @property
     def schedule_pointers(self) -> SchedulePointers:
-        """The device's addresses of the words by which streams start schedules."""
+        """The device's addresses of the words with which streams start schedules."""
         words, on_device = self.words.schedule_words, self.words.on_device
         bell, done, gate = (on_device(ffi.addressof(words, name)) for name in ("bell", "done", "gate"))
         return SchedulePointers(bell, done, gate, tuple(on_device(words.stages + i) for i in range(STAGES)))
 
     def end_waits(self) -> None:
-        """Releases streams that wait for schedules or stages, after a failure, when no worker releases the streams."""
+        """After a failure, releases the streams that wait for schedules or stages and that no worker releases."""
         lib.proxyccl_schedule_words_end_waits(self.words.schedule_words)
 
 
 class TurnWatch:
-    """Measures how long a worker has not polled its rings while a stream or a process waited for the workers: the
-    workers' process may be stopped, or a driver call may hang. One thread calls `look` every few milliseconds. The
+    """Measures how long a worker has not polled its rings while a stream or a process waited for the workers. A worker
+    does not poll if its process is stopped or a driver call hangs. One thread calls `look` every few milliseconds. The
     workers count their polls, which are called turns, in a ProxycclScheduleWords.
     """
 

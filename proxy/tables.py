@@ -1,4 +1,4 @@
-"""The tables of a service's channels, memories and schedules. A table writes each change also to the engine's tables
+"""The tables of a service's channels, memories and schedules. A table also writes each change to the engine's tables
 and to the memory that observers read. Callers must not call methods of a table concurrently.
 """
 
@@ -133,7 +133,7 @@ class MemoryTable:
     ) -> int:
         """Registers memory under free ids, or under the ids from `first` on, which another service chose. Returns the
         first id. Raises ResourceError if no ids are free. The engine refuses copies from and to `remote_only` memory.
-        `host` is the CPU's address of the memory; None if the CPU has none.
+        `host` is the CPU's address of the memory; None if the CPU can't access the memory.
         """
         windows = windows_of(nbytes)
         if first is None:

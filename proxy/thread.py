@@ -36,14 +36,14 @@ call.
 class IdlePolicy:
     """How a thread waits while the rings of all its workers are empty.
 
-    The thread first spins, then yields, then sleeps for a 32nd of the time for which it has been idle, so it notices
-    work late by at most a 32nd of the idle time. While transfers are under way, the thread yields for 1.6 ms before it
-    sleeps, because a thread takes as long to wake from a short sleep as it slept. A thread that has been idle for long
-    sleeps for a 1024th of its idle time, at most 10 ms, even if `max_sleep_us` is shorter; after 10 s it uses 0.1 % of
-    a core. ProxyCCL wakes a sleeping thread before each of its own launches. When another library replays a CUDA graph,
+    The thread first spins, then yields, then sleeps for a 32nd of the time for which it has been idle, so it finds new
+    work at most 1/32 of the idle time late. While transfers are under way, the thread yields for 1.6 ms before it
+    sleeps, because a thread takes as long to wake from a short sleep as it slept. After a long idle time, the thread
+    sleeps for 1/1024 of the idle time, at most 10 ms, even if `max_sleep_us` is shorter; after 10 s it uses 0.1 % of a
+    core. ProxyCCL wakes a sleeping thread before each of its own launches. When another library replays a CUDA graph,
     nothing wakes the thread, so it finds the work when its sleep ends.
 
-    The defaults suit machines with few cores. Where there are enough cores, a proxy that was given no policy uses
+    The defaults suit machines with few cores. If there are enough cores, a proxy without an explicit policy uses
     `where_cores_suffice`.
 
     Attributes:
@@ -71,8 +71,8 @@ class IdlePolicy:
 
     @classmethod
     def always_awake(cls) -> IdlePolicy:
-        """Returns a policy with which threads never sleep while a communicator is open. Each thread answers
-        immediately, and occupies a core.
+        """Returns a policy with which threads never sleep while a communicator is open. Each thread finds work
+        immediately, but occupies a core.
         """
         return cls(yield_us=LONGEST_US, max_sleep_us=50.0)
 
@@ -114,7 +114,8 @@ def choose_idle(cores: int, programs: int, threads: int, within: tuple[int, int]
         cores: cores that the programs and the threads may run on.
         programs: number of this machine's ranks that use the threads.
         threads: number of threads of all these ranks' proxies.
-        within: how many programs and how many threads share the CPU quota of this process's container; None if all do.
+        within: the number of programs and the number of threads that share the CPU quota of this process's container;
+            None if all share it.
     """
     allowed = cores_allowed()
     suffice = cores >= programs + threads and (allowed is None or allowed >= sum(within or (programs, threads)))
@@ -154,18 +155,18 @@ class _Served(NamedTuple):
 
 
 class ProxyThread:
-    """A thread that runs its workers round-robin, and waits while it has none.
+    """A thread that runs its workers round-robin, and waits while it has no workers.
 
     Args:
         name: the thread's name.
         idle: the idle policy for workers that are added without a policy.
         cores: numbers of the cores that the thread may run on; None for all cores of its process.
         begin: called in the thread before the thread runs workers.
-        functions: the functions of a runtime whose waiting kernels may help to run the workers; None if kernels do not
-            help.
+        functions: the functions of a runtime whose kernels may help to run the workers while the kernels wait; None if
+            kernels do not help.
 
     Attributes:
-        asleep: the word by which a launch in any process wakes the thread (waking.h).
+        asleep: the word with which a launch in any process wakes the thread (waking.h).
 
     Raises:
         ArgumentError: there are no such cores.
@@ -241,8 +242,8 @@ class ProxyThread:
             worker: a ProxycclWorker.
             stats: the worker's ProxycclWorkerStats, where observers find the thread and its policy.
             on_exit: called in the thread when the engine returns for the worker.
-            on_lost: called instead of `on_exit` if an error has ended the thread and so its workers.
-            idle: the policy that the worker needs; None for the thread's own policy.
+            on_lost: called instead of `on_exit` if an error has ended the thread and therefore its workers.
+            idle: the policy that the worker requires; None for the thread's own policy.
         """
         with self._changed:
             if self._error is not None:

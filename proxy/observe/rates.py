@@ -20,8 +20,7 @@ class WorkerRates(Message, frozen=True):
         looks_per_s: polls of the worker's rings and connections per second.
         sleeps_per_s: sleeps of the thread per second.
         wakes_per_s: how often per second a launch woke the thread.
-        core: the thread's CPU time per unit of time, 1.0 for a whole core; None if the system does not report the CPU
-            time.
+        core: the share of a core that the thread used, from 0 to 1; None if the system does not report the CPU time.
         idle_times: the fields of the thread's `IdlePolicy`, in order.
     """
 
@@ -66,7 +65,7 @@ class ChannelRates(Message, frozen=True):
             were no timed flushes.
         timed_flushes: number of timed flushes between the snapshots.
         errors: number of triggers that have failed since the channel was created.
-        connection_errors: number of failures of the connection, on all its channels, since it was created.
+        connection_errors: number of failures of the connection, on all its channels, since the connection was created.
     """
 
     id: int

@@ -24,8 +24,8 @@ def peer_of(stats: _engine.ProxycclConnectionStats) -> int | None:
 
 
 def open_published(handle: str, nbytes: int) -> SharedMemory:
-    """Maps the memory that a publication names by a handle in hexadecimal, for observers, which only read it. Raises
-    ArgumentError if the memory can't be opened, or has fewer than `nbytes` bytes.
+    """Maps, for an observer, the memory that a publication names by a handle in hexadecimal. Raises ArgumentError if
+    the memory can't be opened, or has fewer than `nbytes` bytes.
     """
     try:
         packed = bytes.fromhex(handle)
@@ -84,7 +84,7 @@ class ObservedSegment:
         if place.connection in (0, lib.PROXYCCL_PLACE_HANDLER):
             return None
         stats = self.worker(place.worker).connections[place.connection - 1]
-        completed = stats.completed  # read before `issued`, so that the difference is not negative
+        completed = stats.completed  # `completed` is read before `issued`, so that the difference is not negative
         return int(stats.issued - completed)
 
     def schedule_waits(self) -> list[ScheduleWait]:
@@ -101,6 +101,8 @@ class ObservedSegment:
         return found
 
     def close(self) -> None:
-        """Unmaps the segment; a segment that this object created is freed, so its workers must have ended."""
+        """Unmaps the segment. If this object created the segment, also frees it, so the service's workers must have
+        ended.
+        """
         vars(self).pop("pointer", None)  # a later access then raises AttributeError
         self.memory.close()

@@ -41,7 +41,8 @@ def write(group: str, who: str, number: int, text: str) -> Path:
     """Writes a report of this process atomically.
 
     Args:
-        group: eight random hexadecimal digits, which distinguish this process from others with the same process id.
+        group: eight random hexadecimal digits, which distinguish this process from other processes with the same
+            process id.
         who: "rank" and its number, or "daemon".
         number: number of this report among the reports of the same `who`, from 1.
         text: the report's text.

@@ -79,9 +79,9 @@ int proxyccl_calls_agree(ProxycclCallers *callers, const ProxycclCall *call) {
   callers->history = history_with(callers->history, call);
   write_entry(&callers->own[slot], stamp, call);
   count_call(callers->counts, call->fields[0]);
-  /* Pairing call-comparison, with the same fence of a peer: of two ranks that log calls concurrently, at least one
-   * finds the other's entry in the loop below. With only a release and an acquire, both ranks' loads could come before
-   * both stores. */
+  /* Pairing call-comparison, with the same fence of a peer: if two ranks log calls concurrently, at least one of the
+   * ranks finds the other rank's entry in the loop below. With only a release and an acquire, both ranks' loads could
+   * come before both stores. */
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
   for (uint32_t peer = 0; peer < callers->peer_count; ++peer) {
     const uint64_t theirs = read_entry(&callers->peers[peer][slot], sequence, &callers->different);

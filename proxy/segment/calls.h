@@ -19,13 +19,13 @@
 /* At one call per microsecond, the numbers of calls wrap around after half a year. No rank is ever half a year ahead of
  * another. */
 enum { PROXYCCL_CALL_LOG_ENTRIES = 256, PROXYCCL_CALL_FIELDS = 7, PROXYCCL_CALL_NUMBER_BITS = 44 };
-/* The number of collectives and execution plans that are counted separately, a power of two. All others share one
- * count. */
+/* The number of collectives and execution plans that are counted separately, a power of two. All other collectives and
+ * plans share one count. */
 enum { PROXYCCL_CALL_KINDS = 64 };
 /* The number of calls whose choices are kept (proxyccl_calls_choose). Drivers' queues are shorter, so no rank is ahead
  * of another by this many calls. */
 enum { PROXYCCL_CALL_CHOICES = 1024 };
-enum { PROXYCCL_CALL_WAYS = 4 }; /* most implementations of a call, of which all ranks must choose the same */
+enum { PROXYCCL_CALL_WAYS = 4 }; /* most implementations of a call; all ranks must choose the same implementation */
 
 /* The fields of a call, which must be equal on all ranks. channels/segment/calls.py names them. */
 typedef struct ProxycclCall {
@@ -41,7 +41,7 @@ typedef struct ProxycclCallEntry {
 
 /* Counts a rank's calls of one collective. Only the rank itself writes the count; observers read the count. */
 typedef struct ProxycclCallCount {
-  uint64_t collective; /* the first field of the counted calls; 0 in the count that further collectives share */
+  uint64_t collective; /* the first field of the counted calls; 0 in the count for all further collectives */
   uint64_t calls;
 } ProxycclCallCount;
 
@@ -71,9 +71,9 @@ void proxyccl_calls_wait_on(ProxycclCallers *callers, uintptr_t stream, uintptr_
 /* Reads call number `sequence` from a log. Returns 1 if the log has the call, otherwise 0. Any thread may call this
  * function. */
 int proxyccl_calls_read(const ProxycclCallEntry *log, uint64_t sequence, ProxycclCall *call);
-/* Returns the implementation (below PROXYCCL_CALL_WAYS) of this rank's next call, which is the `wish` of the rank that
- * was first to call this function for that call. A rank that is PROXYCCL_CALL_CHOICES calls behind gets its own wish;
- * if the other ranks chose otherwise, proxyccl_calls_agree detects the difference. */
+/* Returns the implementation (below PROXYCCL_CALL_WAYS) of this rank's next call: the `wish` of the first rank that
+ * called this function for the call. A rank that is PROXYCCL_CALL_CHOICES calls behind gets its own wish; if the other
+ * ranks chose otherwise, proxyccl_calls_agree detects the difference. */
 uint32_t proxyccl_calls_choose(const ProxycclCallers *callers, uint32_t wish);
 /* Logs a call and compares it with the peers' calls of the same number. Returns 0 or a negative PROXYCCL_CALL_
  * status. */

@@ -1,4 +1,4 @@
-"""The part of the staged transports that does not depend on the wires' transport: connections, endpoints and statuses.
+"""The code of the staged transports that does not depend on the wires' transport: connections, endpoints and statuses.
 
 See engine/staged_transport.h.
 """
@@ -60,7 +60,7 @@ class StagedOptions(Struct, frozen=True):
     Attributes:
         native: a ProxycclStagedOptions.
         wires: the wires, at least one, in the same order as on the peer.
-        ends: number of this rank's endpoints for wires; the connection may use fewer.
+        ends: number of this rank's endpoints for wires; the connection may use fewer endpoints.
     """
 
     native: Any

@@ -40,7 +40,7 @@ def remote_functions(name: str) -> RemoteFunctions:
 
 
 def missing_transports() -> dict[str, str]:
-    """Returns, for each remote transport, the requirements that this machine lacks, in words; "" if it lacks none."""
+    """Returns, for each remote transport, the requirements that this machine lacks, as text; "" if it lacks none."""
     remote = {name: each.remote.missing for name, each in TRANSPORTS.items() if each.remote is not None}
     # Transports of the same device share this function, so it is called only once.
     answers = {missing: missing() for missing in remote.values()}

@@ -1,4 +1,6 @@
-"""Lists this machine's RDMA devices, chooses the nearest, and names missing requirements if none can be used."""
+"""Lists this machine's RDMA devices, chooses the nearest device, and names the missing requirements if no device can be
+used.
+"""
 
 from __future__ import annotations
 
