@@ -87,8 +87,8 @@ class _Vendor:
     variable: str = ""
 
     def is_here(self) -> bool:
-        """Returns False if the machine lacks this vendor's GPUs, so that the caller saves the package's import of 0.1
-        s.
+        """Returns False if the machine has no GPU of this vendor. The caller then need not import the package, which
+        takes 0.1 s.
         """
         named = bool(self.variable and os.environ.get(self.variable))
         return named or Path(self.device_file).exists() or _loadable(self.library)
@@ -297,7 +297,7 @@ def _tuning() -> list[Finding]:
         except (OSError, UntrustedPathError, ProtocolError) as error:
             findings.append(Finding("Tuning", "tables", False, f"ignored: {error}", measure))
             continue
-        if found.machine.cpu != cpu_name():  # a table of another host that shares the home directory
+        if found.machine.cpu != cpu_name():  # the table may belong to another host that shares the home directory
             continue
         name = f"{sum(found.machine.nodes)} ranks"
         findings.append(Finding("Tuning", name, True, f"{path}, measured {found.measured}: {found.machine}"))
@@ -372,8 +372,8 @@ def _environment() -> list[Finding]:
 
 
 def findings() -> list[Finding]:
-    """Returns all findings, in the order of the output. Measures the proxies' shares of a core during the other
-    findings.
+    """Returns all findings, in the order of the output. While it collects the other findings, measures each proxy's
+    share of a core.
     """
     watch = Watch()
     with contextlib.suppress(ArgumentError):  # `_idle_policies` reports the error

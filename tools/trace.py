@@ -1,8 +1,8 @@
 """`proxyccl trace`: records the activity of this machine's proxies and agents in Chrome's trace format.
 
 Perfetto (https://ui.perfetto.dev) and chrome://tracing display files in this format, whose documentation is "Trace
-Event Format". A send of a schedule is recorded like a trigger, with the schedule's number instead of a ring and a
-ticket.
+Event Format". A send of a schedule is recorded in the same format as a trigger, with the schedule's number instead of a
+ring and a ticket.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class _Lanes:
         self._taken: list[tuple[int, int]] = []  # a heap of (time until which the track is taken, track)
 
     def take(self, begin: int, end: int) -> int:
-        """Reserves a track from `begin` to `end`: the first free track, or a new one. `begin` must not decrease between
-        calls.
+        """Reserves a track from `begin` to `end`: the first free track, or a new track. `begin` must not decrease
+        between calls.
         """
         while self._taken and self._taken[0][0] <= begin:
             heapq.heappush(self._free, heapq.heappop(self._taken)[1])
@@ -124,7 +124,7 @@ class _Agent(_Events):
 
 
 class _Process(_Events):
-    """The events of one service. `end_ns` is the end in the file for triggers whose completion was not recorded."""
+    """The events of one service. Triggers whose completion was not recorded end at `end_ns` in the file."""
 
     def __init__(
         self, pid: int, trace: ServiceTrace, start_ns: int, end_ns: int, write: Callable[[str], object]
@@ -214,7 +214,9 @@ def write_trace(path: Path, traces: list[ServiceTrace], agents: Sequence[AgentTr
 
 
 class _Ended:
-    """A context manager that records in `by_signal` whether Ctrl-C or SIGTERM came. Use it only in the main thread."""
+    """A context manager that records in `by_signal` whether Ctrl-C or SIGTERM has occurred. Use it only in the main
+    thread.
+    """
 
     def __init__(self) -> None:
         self.by_signal = False
@@ -297,8 +299,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(parsed: Namespace) -> int:
-    """Runs the command until the time is over, or until Ctrl-C or SIGTERM. Returns the exit code. Raises the errors of
-    `record`.
+    """Records until the requested time has passed, or until Ctrl-C or SIGTERM. Returns the exit code. Raises the errors
+    of `record`.
     """
     path, process = parsed.output, options.selected_process(parsed.daemon)
     with _Ended() as ended:

@@ -37,7 +37,7 @@ class EndpointAddress:
         port: number of the port.
         mtu: the largest path MTU that the endpoint supports, in bytes.
         atomics: number of the peer's atomics that the device executes at a time; 0 if it supports no atomics.
-        reads: number of the peer's reads and atomics that the device executes at a time; 0 if it supports none.
+        reads: number of the peer's reads and atomics that the device executes at a time; 0 if it supports no reads.
     """
 
     qp_number: int
