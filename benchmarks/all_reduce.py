@@ -75,8 +75,8 @@ class Buffers:
 
     def wrong_after(self, x: Any, calls: int) -> int:
         """Returns the number of wrong elements of an array that was reduced in place `calls` times. Each call after the
-        first multiplies the elements by the number of ranks. If the number of ranks is not a power of two, rounding
-        prevents the check.
+        first multiplies the elements by the number of ranks. If the number of ranks is not a power of two, the elements
+        are rounded, so they are not checked.
         """
         if calls > 1 and self.job.ranks & (self.job.ranks - 1):
             return 0

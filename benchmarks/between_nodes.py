@@ -2,8 +2,8 @@
 
 Rehearsed nodes are groups of ranks on one machine that communicate as if they were on different hosts. Between these
 nodes, ProxyCCL stages data in pinned memory and sends it through libfabric over the loopback's TCP, and NCCL uses its
-sockets. On the host runtime ProxyCCL is compared with gloo. The program also measures TCP's rate by the number of
-streams, and the rate of copies to and from pinned memory. Sizes are those of all_reduce.py and moves.py.
+socket transport. On the host runtime ProxyCCL is compared with gloo. The program also measures TCP's rate by the number
+of streams, and the rate of copies to and from pinned memory. all_reduce.py and moves.py define the meaning of sizes.
 """
 
 from __future__ import annotations

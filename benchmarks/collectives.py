@@ -5,8 +5,8 @@ each after a barrier. ProxyCCL and MPI use the same buffers, except that on a GP
 time is the median over iterations of the slowest rank's time. If calls are slow, the program times fewer calls than
 requested, so as not to exceed its time limit.
 
-The formulas are those of nccl-tests' doc/PERFORMANCE.md. The algorithm bandwidth is size / time. The bus bandwidth,
-which can be compared with the links' speed, is the algorithm bandwidth times a factor, for n ranks 2 (n - 1) / n for
+The formulas are from nccl-tests' doc/PERFORMANCE.md. The algorithm bandwidth is size / time. The bus bandwidth, which
+can be compared with the links' speed, is the algorithm bandwidth times a factor, for n ranks 2 (n - 1) / n for
 all_reduce; (n - 1) / n for all_gather, reduce_scatter and all_to_all; 1 for broadcast. The size is the number of bytes
 of one rank's input or output, whichever is larger.
 """

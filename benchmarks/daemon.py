@@ -8,8 +8,8 @@ whose proxies are in the ranks.
   only two cores: a CPU thread pushes a put and its signal, and polls the peer's semaphore word.
 - A rate is the number of triggers per second through one ring, from the first push until the proxy has taken the last
   trigger. Triggers are pushed by a kernel of one warp or by a CPU thread.
-- CPU time is that of the threads that run proxies, or of the whole daemon. CPU time is measured while all ranks are
-  idle, and while each rank pushes a few 8-byte puts with signals in each millisecond.
+- CPU time is the CPU time of the threads that run proxies, or of the whole daemon. CPU time is measured while all ranks
+  are idle, and while each rank pushes a few 8-byte puts with signals in each millisecond.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def quiet_barrier() -> None:
 
 
 class Pusher:
-    """Pushes onto a channel's ring from this thread. Once an object of this class exists, no kernel may push onto that
-    ring.
+    """Pushes triggers onto a channel's ring from the calling thread. Once an object of this class exists, no kernel may
+    push onto that ring.
 
     Args:
         comm: the communicator whose proxy drains the ring.
@@ -97,10 +97,10 @@ class Pusher:
         self._fifo = comm.proxy.fifo_for(channel.id)
         self._channel = channel.id
         self._memories = memory.source_id(channel.peer), memory.peer_id(channel.peer)
-        self._pushed = comm.proxy.counters(channel.id).triggers  # pushed by a kernel, and taken by the proxy
+        self._pushed = comm.proxy.counters(channel.id).triggers  # number of triggers that a kernel has pushed and the proxy has taken
 
     def push(self, operation: Operation, nbytes: int, count: int) -> None:
-        """Pushes `count` triggers of `nbytes` bytes. Waits for room in the ring."""
+        """Pushes `count` puts of `nbytes` bytes each. Waits for room in the ring."""
         src, dst = self._memories
         trigger = Trigger(operation, self._channel, nbytes, src, 0, dst, 0)
         if bare_loops.produce(self._fifo, self._pushed, trigger.encode(), count, _TIMEOUT) != count:

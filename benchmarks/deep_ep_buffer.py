@@ -80,7 +80,7 @@ class Contender:
 
 
 def contenders(job: GpuJob, buffer: Buffer, layer: EPAll2AllLayer, tokens: Tokens, experts: int) -> list[Contender]:
-    """Returns the contenders for a number of tokens."""
+    """Returns the contenders for a given number of tokens."""
     per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(tokens.ids, experts)
     crossing = tokens.visits.sum(0)
     crossing[job.rank] = 0

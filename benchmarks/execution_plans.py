@@ -108,9 +108,9 @@ def own(kind: str, index: int) -> dict[str, Any]:
 
 
 def meeting(peers: list[int], order: str = "") -> Block:
-    """Returns the operations of a barrier of all ranks' threadblocks with the same number. After the barrier, each
-    threadblock sees the data that the other threadblocks wrote before the barrier; with the order "rlx", it sees only
-    data that earlier kernels wrote.
+    """Returns the operations of a barrier among the threadblocks that have the same number on all ranks. After the
+    barrier, each threadblock sees the data that the other threadblocks wrote before the barrier; with the order "rlx",
+    it sees only data that earlier kernels wrote.
     """
     channels = {"channel_ids": list(range(len(peers))), "channel_type": "memory"}
     return [{"name": f"{order}signal", **channels}, {"name": f"{order}wait", **channels}]
@@ -156,7 +156,9 @@ def reads_and_writes(ranks: int, count: int) -> ExecutionPlan:
 
 
 def by_packets(ranks: int, count: int) -> ExecutionPlan:
-    """Builds a plan in which `count` threadblocks send each chunk, and `count` other threadblocks reduce."""
+    """Builds a plan in which `count` threadblocks send each chunk, and `count` other threadblocks reduce the received
+    chunks.
+    """
 
     def blocks(rank: int, peers: list[int]) -> list[Block]:
         found: list[Block] = []
@@ -184,7 +186,7 @@ _PLANS = {"plan, writes": writes, "plan, reads and writes": reads_and_writes, "p
 
 
 class Arrays:
-    """Input and output of one size, and the expected output.
+    """Input and output for one message size, and the expected output.
 
     Args:
         job: the ranks.

@@ -92,7 +92,7 @@ _NODE, _MOST_TOPK, _MOST_SCALES, _SOURCE_BYTES = 8, 128, 128, 8
 
 
 def deep_ep_normal(world: World) -> int:
-    """Returns the bytes that DeepEP's normal mode needs for NVLink and RDMA together."""
+    """Returns the number of bytes that DeepEP's normal mode needs for NVLink and RDMA together."""
     return max(_of_chunks(world.ranks, *chunks) for chunks in _CHUNKS[world.ranks])
 
 
@@ -119,7 +119,7 @@ def deep_ep_low_latency(world: World) -> int:
 
 
 def deep_ep_elastic(world: World) -> int:
-    """Returns the bytes of an ElasticBuffer with its default options."""
+    """Returns the size in bytes of an ElasticBuffer with default options."""
     most_channels, tokens, nodes, peers = 8 * 160, world.tokens, world.nodes, world.local_size
     dispatched = aligned(HIDDEN * _BFLOAT16, 32) + aligned(TOPK * 8 + (1 + TOPK) * 4, 32)
     combined = aligned(HIDDEN * _BFLOAT16, 32) + aligned(TOPK * 8, 32)

@@ -2,9 +2,9 @@
 
 Every token chooses `--topk` different experts at random. A size is the number of bytes that one rank sends to others,
 if the rank sends each token once to each rank that has one of the token's experts. NCCL moves as many bytes; NCCL's
-times exclude packing and unpacking. Our times include counting rows and ordering the output by expert. Outputs have
-room for the largest number of rows that any rank receives, so the CPU need not wait for the number of rows. gpu_job.py
-says how times are measured.
+times exclude packing and unpacking. ProxyCCL's times include counting rows and ordering the output by expert. Outputs
+have room for the largest number of rows that any rank receives, so the CPU need not wait for the number of rows.
+gpu_job.py says how times are measured.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def contenders(job: Job, routing: Routing, layers: dict[str, EPAll2AllLayer], pe
     """
     stream, topk = job.handle, routing.expert_ids.shape[1]
     hidden, dtype = routing.tokens.shape[1], routing.tokens.dtype
-    # Each expert returns its rows unchanged. With one row per rank, each rank that has an expert of a token returns the
-    # token.
+    # Each expert returns its rows unchanged. If a token is sent once per rank, each rank that has one of the token's
+    # experts returns the token.
     sums = {"expert": routing.tokens * topk, "rank": routing.tokens * routing.visits}
     found: list[Contender] = []
 

@@ -147,7 +147,7 @@ def main() -> int:
     print(f"# ProxyCCL {versions().get('proxyccl', '')} writes through libfabric {load().version}: {endpoint.offer}")
     print(f"# {facts['cpu']}, {facts['cores']} cores, load {facts['load']}")
     peers = beside(endpoint.offer, NetworkPeers(parsed.peers))
-    pipe.send(endpoint.address)  # from now on the target polls
+    pipe.send(endpoint.address)  # from this message on, the target polls
     to = endpoint.connect(address, key)
     rows = []
     with contextlib.ExitStack() as closing:

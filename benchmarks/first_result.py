@@ -2,10 +2,10 @@
 
 Each measurement starts a job of new processes. Each rank records the seconds from the start of its own process, which
 the system reports in steps of 10 ms, to the end of each stage: the interpreter, the imports, the communicator, and the
-first all_reduce of 1 KiB with its result on the CPU. Times therefore exclude the launcher. The first proxied all_reduce
-is timed separately: immediately after the first all_reduce, and on a communicator that is 2 s old. A row shows the
-slowest rank's times, each as the median over all jobs. The contenders' jobs alternate. Without --quick, the first job
-of each contender is not counted, because it fills caches.
+first all_reduce of 1 KiB with its result on the CPU. The times therefore exclude the time of the launcher. The first
+proxied all_reduce is timed separately: immediately after the first all_reduce, and on a communicator that is 2 s old. A
+row shows the slowest rank's times, each as the median over all jobs. The contenders' jobs alternate. Without --quick,
+the first job of each contender is not counted, because it fills caches.
 
 On GPUs torch calls NCCL, in ranks that torchrun starts; MPI uses host memory. To find the GPU memory that a separate
 process of proxies takes, the program compares the free memory of two jobs 2 s after their start: one with that process,
@@ -25,7 +25,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# This program is not an MPI rank, but starts MPI ranks. mpi4py reads this setting at its import.
+# mpi4py reads this setting at its import. This program is not an MPI rank, so it does not initialise MPI.
 os.environ["MPI4PY_RC_INITIALIZE"] = "false"
 
 import aims

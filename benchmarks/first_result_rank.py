@@ -1,7 +1,7 @@
 """A rank of a job of `first_result.py`: first_result_rank.py CONTENDER FOLDER.
 
-Writes the seconds from the start of its process to each stage into FOLDER/RANK.json. Each contender imports only the
-modules that a user's program would import.
+Writes, into FOLDER/RANK.json, the seconds from the start of the rank's process to the end of each stage. Each contender
+imports only the modules that a user's program would import.
 """
 
 import json
@@ -61,7 +61,7 @@ def proxyccl(when: str) -> int:
         time.sleep(max(0.0, made + _AGE - time.monotonic()))
         if comm.runtime.name == "cuda":
             stages["free_bytes"] = _free_bytes(comm.runtime)
-        comm.all_gather_bytes(b"")  # a barrier of all ranks
+        comm.all_gather_bytes(b"")  # serves as a barrier
     before = _since_boot()
     comm.proxy  # noqa: B018  the first use opens the proxy
     stages["of it the proxy"] = _since_boot() - before

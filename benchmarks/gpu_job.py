@@ -33,7 +33,7 @@ from proxyccl import Communicator
 from proxyccl.tools.results import Fields
 
 _POISON = 0xA5
-_SLEEP_CYCLES = 600_000  # about 300 µs: longer than queueing a barrier and a replay takes
+_SLEEP_CYCLES = 600_000  # about 300 µs, which is longer than the CPU takes to queue a barrier and a replay
 
 
 class GraphBurst(Burst):
@@ -73,8 +73,8 @@ class GraphBurst(Burst):
 
 
 class IssuedBurst(Burst):
-    """Calls that are issued one after another, without a graph. In a graph NCCL starts a call's network transfers by a
-    host function, which would add a delay.
+    """Calls that are issued one after another, without a graph, because in a graph NCCL starts network transfers by a
+    host function, which adds a delay.
 
     Args:
         call: queues a call on torch's current stream.

@@ -41,7 +41,7 @@ _OF_MPI = {
     "reduce_scatter": "Reduce_scatter_block",
 }
 _TIMEOUT = 20.0
-_BURST_US = 4000.0  # target time of a burst of the fastest contender
+_BURST_US = 4000.0  # how long a burst of the fastest contender should take
 _MOST_CALLS = 20
 
 Floats = NDArray[np.float32]
@@ -185,7 +185,7 @@ def main() -> int:
     parser.add_argument("--gloo", action="store_true", help="also torch's gloo, for all_reduce alone")
     parsed = parser.parse_args()
     sizes = parsed.sizes or (_QUICK_SIZES if parsed.quick else _SIZES)
-    bursts = parsed.repeats or (12 if parsed.quick else 48)  # bursts of each contender, over all orders
+    bursts = parsed.repeats or (12 if parsed.quick else 48)  # number of bursts per contender, over all orders
     if parsed.gloo and parsed.collectives != ["all_reduce"]:
         parser.error("--gloo is for --collectives all_reduce")
     end_if_it_hangs(parsed.seconds)

@@ -62,17 +62,17 @@ class Products(Burst):
         self._thread.start()
 
     def queue(self) -> None:
-        """Starts a thread that makes `calls` products."""
+        """Starts a thread that computes `calls` matrix products."""
         self._enough.set()
         self._start()
 
     def keep_on(self) -> None:
-        """Starts a thread that makes products until `wait` is called."""
+        """Starts a thread that computes matrix products until `wait` is called."""
         self._enough.clear()
         self._start()
 
     def wait(self) -> float:
-        """Waits for the thread. Returns the time at which the last product was finished."""
+        """Waits for the thread. Returns the time at which the last matrix product was finished."""
         assert self._thread is not None
         self._enough.set()
         self._thread.join()
@@ -123,7 +123,7 @@ class HostJob(Job):
         return [Peer(name, missing=_NO_PEER) for name in _PEERS[collective]]
 
     def peer_versions(self) -> Fields:
-        """Returns no versions, because no other library is measured."""
+        """Returns no versions, because no other library is measured on the host runtime."""
         return {}
 
     def current(self) -> AbstractContextManager[object]:

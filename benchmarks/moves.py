@@ -1,8 +1,8 @@
 """Compares the collectives that only move bytes, all_gather and all_to_all, with NCCL's kernels and copy engines.
 
 NCCL has separate kernels for arrays that are registered as symmetric; NCCL's time is the time of its faster kernels. A
-size is the number of bytes of an all_gather's output, or of an all_to_all's input on one rank. An all_gather is in
-place: each rank's input is its share of the output. An all_to_all is out of place.
+size is the number of bytes of one rank's output for all_gather, or of one rank's input for all_to_all. An all_gather is
+in place: each rank's input is its share of the output. An all_to_all is out of place.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _QUICK_SIZES = (4 * aims.KIB, 1 * aims.MIB, 64 * aims.MIB)
 
 
 class Buffers:
-    """Input and output arrays of the largest size, of one element type. Calls of smaller sizes use the beginning of the
-    arrays.
+    """Input and output arrays of the largest size, with one element type. Calls of smaller sizes use the beginning of
+    the arrays.
 
     Args:
         job: the ranks.

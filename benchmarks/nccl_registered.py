@@ -1,6 +1,6 @@
 """NCCL's collectives on memory that is registered with NCCL as symmetric. On symmetric memory NCCL runs special
-kernels; with its zero-CTA policy, it uses copy engines for all_gather and all_to_all. Registration and policy need NCCL
-2.28 (`ncclCommWindowRegister`, `NCCL_CTA_POLICY_ZERO`), and are set through torch's process group.
+kernels; with its zero-CTA policy, it uses copy engines for all_gather and all_to_all. The registration and the policy
+need NCCL 2.28 (`ncclCommWindowRegister`, `NCCL_CTA_POLICY_ZERO`), and are requested through torch's process group.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def _bus(job: Job) -> Fields:
         back = (device.ptr + _COPY_BYTES, pinned.ptr + _COPY_BYTES)
         for name, pairs in (("to_host", [out]), ("to_device", [back]), ("both", [out, back])):
             streams = [runtime.create_stream() for _ in pairs]
-            for turn in range(2):  # the first is a warm-up
+            for turn in range(2):  # the first run is a warm-up
                 job.world.Barrier()
                 start = time.perf_counter()
                 for _ in range(_COPIES if turn else 1):

@@ -47,7 +47,7 @@ ffi, lib = _engine.ffi, _engine.lib
 NOBODY, LOOKED_AT, TRACED = MODES = ("nobody looks", "looked at", "traced")
 JOB = f"observing-{os.getpid()}"
 _TIMEOUT = 30.0
-_SLOTS = 1 << 14  # slots of a ring that fits a core's cache; each timed run fills it once
+_SLOTS = 1 << 14  # slots of a ring that fits into a core's cache; each timed run fills the ring once
 _KINDS = {
     "put of 0 bytes": (Operation.DATA, 0),
     "signal": (Operation.SIGNAL, 0),
@@ -107,7 +107,7 @@ class Other:
 
 
 class Alone:
-    """An engine without a thread; the caller of `nanoseconds` runs it."""
+    """An engine without a thread of its own; the thread that calls `nanoseconds` runs the engine."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._segment = create_segment(runtime, 0, _TIMEOUT)
@@ -162,7 +162,7 @@ class Alone:
         first = self._ring.taken
         words = Trigger(operation, 0, size, 0, 0, 0, 8).encode()
         pushed = bare_loops.produce(self._ring, first, words, _SLOTS, _TIMEOUT)
-        lib.proxyccl_worker_stop(self._worker)  # the stopped worker returns when the ring is empty
+        lib.proxyccl_worker_stop(self._worker)  # the worker, which was told to stop, returns when the ring is empty
         lib.proxyccl_thread_add_worker(self._thread, self._worker)
         start = time.thread_time_ns()
         reason = lib.proxyccl_thread_run(self._thread, self._info)

@@ -1,4 +1,4 @@
-"""The contenders, and the other people's programs that `programs.py` runs, by family. Needs no torch.
+"""Lists the contenders, and the other people's programs that `programs.py` runs, by family. Needs no torch.
 
 The programs are unchanged; a contender sets the backend of torch's default group.
 """

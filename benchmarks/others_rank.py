@@ -37,7 +37,7 @@ from proxyccl.proxy.observe.publications import find
 from proxyccl.proxy.processes import stat_of
 
 _SAMPLES = 16
-_AIMED_STEPS = 10  # `late` covers the steps from 2 to this one.
+_AIMED_STEPS = 10  # The value `late` covers steps 2 to 10.
 _TURN_STEPS = 4  # number of steps; the CPU time of the first turn is not counted, because its steps create caches
 _CORES = 4
 """In each turn, the main thread of a rank and torch's threads for backward passes may run on this number of cores. The
@@ -114,7 +114,7 @@ class World:
         if share >= 2 * _CORES:
             first = self.rank * share + turn % (share // _CORES) * _CORES
             for thread in Path("/proc/self/task").iterdir():
-                with suppress(OSError):  # the thread has ended
+                with suppress(OSError):  # the thread may have ended
                     if int(thread.name) == os.getpid() or (thread / "comm").read_text().startswith("pt_autograd"):
                         os.sched_setaffinity(int(thread.name), self._cores[first : first + _CORES])
         self.meet()
@@ -207,13 +207,13 @@ def main() -> None:
         if world.rank == 0:
             print(RESULT + json.dumps(row), flush=True)
         faulthandler.cancel_dump_traceback_later()
-        gc.collect()  # frees models, which contain reference cycles
+        gc.collect()  # reference cycles keep models alive
         if world.on_gpus:
             torch.cuda.empty_cache()
     if dist.is_initialized():
         dist.destroy_process_group()
     world.store.set(f"ended/{world.rank}", "")
-    if world.rank == 0:  # rank 0 hosts the store
+    if world.rank == 0:  # rank 0 hosts the store, so it exits last
         world.store.wait([f"ended/{rank}" for rank in range(world.size)])
 
 

@@ -3,8 +3,8 @@
 Each contender is measured in three settings: alone; while matrix products run on another stream as a load; and as the
 load while matrix products are timed. The load must outlast the timed work; if the load ends earlier, the measurement is
 repeated with twice as much load. All our contenders use registered arrays. Results are checked after every burst that
-overlaps with products. A time is the median over repeats of the slowest rank's time. gpu_job.py says how times are
-measured.
+overlaps with matrix products. A time is the median over repeats of the slowest rank's time. gpu_job.py says how times
+are measured.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _DTYPE = "float32"
 _SIZES = (64 * aims.KIB, 1 * aims.MIB, 16 * aims.MIB, 256 * aims.MIB)
 _QUICK_SIZES = (1 * aims.MIB, 64 * aims.MIB)
 _COLLECTIVES = ("all_gather", "all_to_all", "all_reduce")
-_ROWS = 8192  # rows of the matrices; a product then occupies all multiprocessors
+_ROWS = 8192  # rows of each matrix: enough that a matrix product occupies all multiprocessors
 _ROWS_ON_HOST = 256
 _PRODUCTS = 4  # Number of matrix products in a burst.
-_MOST_BURSTS = 4096  # The maximum number of bursts of load.
+_MOST_BURSTS = 4096  # The maximum number of bursts that are queued as a load.
 
 _COLUMNS = (
     Column("collective", "", 10, left=True),

@@ -16,7 +16,7 @@ def bandwidth_of(output: str) -> float:
     """Returns the average bandwidth in bytes per second, from the output of ib_write_bw.
 
     Raises:
-        ValueError: the output does not show one message size.
+        ValueError: the output does not show exactly one message size.
     """
     lines = [line.split() for line in output.splitlines()]
     titles = next((i for i, words in enumerate(lines) if words[:1] == ["#bytes"]), len(lines))

@@ -1,4 +1,4 @@
-"""Options, time limit and description of the machine, which all benchmark programs share. Needs no torch."""
+"""The options, the time limit and the description of the machine that all benchmark programs share. Needs no torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def end_if_it_hangs(seconds: float) -> None:
 
 
 def output_of(title: str, command: Sequence[str], environment: Mapping[str, str], seconds: float) -> str:
-    """Runs a command, and returns its output, errors included. The processes that it starts end with it.
+    """Runs a command, and returns its output, errors included. Processes that the command started end with the command.
 
     Args:
         title: the name of the command in messages.
@@ -44,7 +44,7 @@ def output_of(title: str, command: Sequence[str], environment: Mapping[str, str]
         seconds: the time after which the processes are killed.
 
     Raises:
-        SystemExit: the command failed, or did not end in time. The message contains the end of the output.
+        SystemExit: the command failed, or did not end in time; the message contains the end of the output.
     """
     with subprocess.Popen(
         command,

@@ -7,9 +7,9 @@ those of the slowest rank.
 
 Then other people's programs run (others.py). Each contender (ProxyCCL with the defaults, ProxyCCL with other settings,
 and NCCL or gloo) has a separate job. All these jobs run at the same time on the same cores, but only one job at a time
-executes steps, four steps per turn. The rows of these programs also have the time of the first step, the time of the
-slowest of steps 2 to 10 divided by the median ("late"), and the CPU time of a step, including the CPU time of the
-proxies.
+executes steps, four steps per turn. The rows of other people's programs also have the time of the first step, the time
+of the slowest of steps 2 to 10 divided by the median ("late"), and the CPU time of a step, including the CPU time of
+the proxies.
 
 The CPU's share is the fraction of the measured time in which the CPU issued the work. If this share is near 1, a faster
 GPU would not help. In the rows of calls after idle times, the CPU's share is the share of a core that an idle proxy
@@ -49,7 +49,7 @@ from proxyccl.tools.tables import Column, Table
 _HERE = Path(__file__).parent
 _RANK = _HERE / "programs_rank.py"
 _OTHERS = _HERE / "others_rank.py"
-_START_SECONDS = 60.0  # seconds for imports and the start of communicators
+_START_SECONDS = 60.0  # time limit in seconds for imports and the start of communicators
 _MIXTURE = _HERE.parent / "examples" / "moe_training.py"
 _WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 _GRACE_SECONDS = 3.0
@@ -92,8 +92,8 @@ def of_a_mixture(result: Fields) -> Fields:
 
 
 def of_rests(results: Fields) -> list[Fields]:
-    """Makes rows of calls after idle times: calls by a proxy with its default process and idle policy, by kernels, and
-    by NCCL.
+    """Makes rows of calls that follow idle times: calls by a proxy with its default process and idle policy, by
+    kernels, and by NCCL.
     """
     rows = [each for each in results["rows"] if each["issued"] == "call"]
     rests = [key for key in rows[0] if key.startswith("after_")]
@@ -416,7 +416,7 @@ class Contender:
         return False
 
     def close(self) -> None:
-        """Ends the job. The next `begin` starts another one."""
+        """Ends the job. The next `begin` starts a new job."""
         if self._job is not None:
             self._job.close()
             self._job = None
@@ -471,8 +471,8 @@ def torch_backend() -> str:
 
 
 def compare(collected: Collected, title: str, by: str, peer: str) -> None:
-    """Records a failure if a program's outputs differ from NCCL's or gloo's by more than rounding. Does nothing until
-    both outputs are known.
+    """Records a failure if a program's outputs differ from the outputs with NCCL or gloo by more than rounding. Does
+    nothing until the outputs of both contenders are known.
     """
     _, program = named(title)
     theirs = collected.outputs.get((title, peer))

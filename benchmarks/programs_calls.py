@@ -19,7 +19,7 @@ from proxyccl import EPAll2AllLayer
 from proxyccl.deep_ep import Buffer
 from proxyccl.tools.options import show_size
 
-_COUNT = 256  # Few elements, so that kernels are short.
+_COUNT = 256  # Few elements per call, so that kernels are short.
 _BURST, _BURSTS = 50, 10  # A burst of calls fits into a stream's queue.
 _PAIR_BURST = 20
 _GRAPH_CALLS, _REPLAYS = 4, 30

@@ -44,10 +44,10 @@ class Figure:
 
 @dataclass(frozen=True)
 class Variant:
-    """Settings of our collectives, given by words joined by +. A number limits the blocks of a kernel. With `proxy` the
-    proxies move all data, with `gather-by-proxy` only the data of long all_gathers, and with `scatter-by-proxy` only
-    the data of long reduce_scatters. With `unlent`, peers do not map memory that torch allocates. With `registered`,
-    the output of FSDP2's all_gather is in registered memory. `default` changes nothing.
+    """Settings of our collectives, given by words joined by +. A number is the maximum number of blocks of a kernel.
+    With `proxy` the proxies move all data, with `gather-by-proxy` only the data of long all_gathers, and with
+    `scatter-by-proxy` only the data of long reduce_scatters. With `unlent`, peers do not map memory that torch
+    allocates. With `registered`, the output of FSDP2's all_gather is in registered memory. `default` changes nothing.
     """
 
     name: str

@@ -170,7 +170,7 @@ def measure(ranks: Ranks, case: Case, variants: list[Variant], *, quick: bool, t
         for way in ways:
             way.turn(ranks, batch, steps, together=together)
             if turn < 0:
-                way.seconds.clear()  # discards the times of the warm-up
+                way.seconds.clear()  # the times of the warm-up are discarded
     found = {}
     for way in ways:
         step, issue = (statistics.median(column) for column in zip(*way.seconds, strict=True))

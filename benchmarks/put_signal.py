@@ -249,7 +249,7 @@ class Bench:
 
     def count_wrong(self, nbytes: int, expected: np.ndarray) -> None:
         """Adds the number of wrong bytes in the memory's second half to `wrong`."""
-        self.comm.all_gather_bytes(b"")  # after this, the peer's data has arrived
+        self.comm.all_gather_bytes(b"")  # after this call, the peer's data has arrived
         arrived = self.memory.numpy()[self.largest : self.largest + nbytes]
         self.wrong += int(np.count_nonzero(arrived != expected))
 
@@ -446,7 +446,7 @@ def main() -> int:
                     skipped.append(name)
                     break
                 row = make()
-                if not gpu:  # limits and targets are for GPUs
+                if not gpu:  # the limits and targets apply only to GPUs
                     row = {key: None if key.startswith(("limit", "aim")) else value for key, value in row.items()}
                 rows.append(row)
                 if first:

@@ -47,7 +47,7 @@ ffi, lib = _engine.ffi, _engine.lib
 
 _LOOK = 0.02  # seconds between reads of the flush word; frequent reads would disturb a CPU that emulates the device
 _SHORT, _LONG = 8, 64 << 10
-_SMALL_FIFO_SIZE = 256  # Small, so that the producer often waits for room and spins.
+_SMALL_FIFO_SIZE = 256  # The ring is small, so the producer often waits for room and spins.
 _CALIBRATION = 200  # Writes in a calibration run.
 _MOST_WRITES = 1_000_000  # The most writes in a run.
 _LETTERS = "abcdefgh"

@@ -70,7 +70,7 @@ _LAYOUTS = {
     "64 blocks of 1": (64, 1),
     "512 blocks of 1": (512, 1),
 }
-_GPU_FIFO_SIZES = (256, 8192)  # Ring sizes besides the requested size.
+_GPU_FIFO_SIZES = (256, 8192)  # Sizes of rings that are measured in addition to the requested size.
 _MOST_HOST_BLOCKS = 64  # Each block is a thread of the CPU.
 
 _SOURCE = r"""

@@ -1,8 +1,8 @@
 """Costs that grow with the number of ranks: python benchmarks/scale.py -n 8 16 32
 
 The program starts jobs with increasing numbers of ranks on the host runtime. Each rank is a process, and a node has 8
-ranks. The nodes are rehearsed, that is, groups of ranks on one machine. With --hosts, ranks of different nodes share no
-memory. The program measures for each rank:
+ranks. The nodes are rehearsed: each is a group of ranks on this machine. With --hosts, ranks of different nodes share
+no memory. The program measures for each rank:
 
 - descriptors, mappings, sockets, threads and memory;
 - the connections, channels and memory ids of the rank's proxy;

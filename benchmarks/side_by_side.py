@@ -153,7 +153,7 @@ class Job(ABC):
     """The ranks that MPI started, with a Communicator.
 
     Args:
-        seconds: the time to spend. `in_time` tells whether time is left. A process that hangs is killed later.
+        seconds: the time to spend. `in_time` returns whether time is left. A process that hangs is killed later.
         growth_limit: limits the number of calls in a burst so that world_size ** calls < 10 ** growth_limit, because
             repeated sums grow.
         nodes: the number of rehearsed nodes, each with the same number of ranks. Between nodes, our data is staged and
@@ -266,7 +266,7 @@ class Job(ABC):
             beside_bursts: how often `beside` is queued.
 
         Returns:
-            Microseconds of one timed call on this rank, and whether `beside` ran at least until the end of `timed`.
+            The time in µs of one timed call on this rank, and whether `beside` ran at least until the end of `timed`.
         """
 
     @abstractmethod
@@ -291,7 +291,7 @@ class Job(ABC):
         self._said.add(line)
 
     def element_types(self, wanted: Sequence[str]) -> list[str]:
-        """Returns those of the element types that arrays can have, and prints the other ones."""
+        """Returns the element types that arrays can have, and prints the other element types."""
         for name in wanted:
             if name not in self.dtypes:
                 self.say_once(f"# {name} is not measured: arrays on the {self.comm.runtime.name} runtime can't have it")
@@ -351,7 +351,7 @@ class Job(ABC):
         contender.refill()
         self.synchronize()
         burst = self.burst(contender.call, calls)
-        burst.queue()  # this first run is also the warm-up
+        burst.queue()  # the first run is also the warm-up
         self.synchronize()
         return burst, contender.wrong(calls)
 

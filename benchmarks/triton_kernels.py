@@ -8,8 +8,8 @@
   followed or preceded by NCCL's call. The products are also measured alone, by cuBLAS and by the same Triton tiles, to
   show the gain by overlap and the loss against cuBLAS.
 
-side_by_side.py describes how results are checked, and gpu_job.py how times are measured. On the host runtime kernels
-run in Triton's interpreter, whose times say nothing about a GPU.
+side_by_side.py describes how results are checked, and gpu_job.py how times are measured. On the host runtime, kernels
+run in Triton's interpreter, whose times are unrelated to a GPU's times.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Report:
             self._table.header()
 
     def measure(self, what: str, contenders: Sequence[Contender], units: int = 1) -> None:
-        """Checks and times contenders. Prints the time of one unit of work; a call has `units` units."""
+        """Checks and times contenders. Prints the time per unit of work; one call does `units` units."""
         timings = self._job.measure(contenders, self._repeats)
         reference = next((timing.time_us for timing in timings if timing.time_us), None)
         for timing in timings:

@@ -31,7 +31,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-# This program is not a rank of MPI.
+# This program is not an MPI rank, so mpi4py must not initialise MPI.
 os.environ["MPI4PY_RC_INITIALIZE"] = "false"
 
 from program import common_arguments, nvidia_driver, output_of
@@ -48,7 +48,7 @@ _MOST_DIFFERENCE = 0.1
 
 @dataclass(frozen=True)
 class Model:
-    """The decoder: Llama 3's layers of 8 billion parameters, or small ones for CPUs."""
+    """The decoder: The shapes of Llama 3 8B, or small shapes for CPUs."""
 
     layers: int = 8
     hidden: int = 4096

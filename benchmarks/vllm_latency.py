@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-# This program is not a rank of MPI.
+# This program is not an MPI rank, so mpi4py must not initialise MPI.
 os.environ["MPI4PY_RC_INITIALIZE"] = "false"
 
 from program import RESULT, common_arguments, nvidia_driver, output_of

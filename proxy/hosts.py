@@ -59,7 +59,7 @@ def host_addresses() -> list[str]:
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # the interface has no IPv4 address
+            with contextlib.suppress(OSError):  # the interface may have no IPv4 address
                 request = struct.pack("256s", name.encode()[:15])
                 found.append(socket.inet_ntoa(fcntl.ioctl(asker.fileno(), _SIOCGIFADDR, request)[20:24]))
     found += _ipv6_addresses()

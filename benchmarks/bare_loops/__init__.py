@@ -60,8 +60,8 @@ def fabric_serve(queue: int, seconds: float) -> int:
 
 
 def produce(ring: Ring, first: int, words: tuple[int, int], count: int, timeout: float) -> int:
-    """Pushes copies of one trigger from this thread, and waits whenever the ring is full. No other thread may push
-    during this call.
+    """Pushes copies of one trigger from the calling thread, and waits whenever the ring is full. No other thread may
+    push during this call.
 
     Args:
         ring: the ring to push to.
@@ -78,7 +78,7 @@ def produce(ring: Ring, first: int, words: tuple[int, int], count: int, timeout:
 
 
 def drain(ring: Ring, count: int, timeout: float) -> int:
-    """Takes triggers out of a fresh ring and does nothing with them.
+    """Takes triggers out of a new ring, without executing the triggers.
 
     Args:
         ring: the ring.

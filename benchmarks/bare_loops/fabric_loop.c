@@ -1,4 +1,4 @@
-/* Keeps up to `depth` writes outstanding. See fabric_loop.h. */
+/* Posts writes, of which up to `depth` are outstanding at a time. See fabric_loop.h. */
 #include "fabric_loop.h"
 
 #include <errno.h>

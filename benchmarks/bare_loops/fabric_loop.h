@@ -23,7 +23,7 @@ typedef struct ProxycclFabricBareWrites {
 /* Returns the nanoseconds from the first write to the last completion, or a negative libfabric error. */
 int64_t proxyccl_fabric_bare_writes(const ProxycclFabricBareWrites* options);
 
-/* Polls a queue without completions for this time. Returns 0 or a libfabric error. */
+/* Polls, for `for_ns`, a completion queue that gets no completions. Returns 0 or a libfabric error. */
 int proxyccl_fabric_bare_serve(uintptr_t queue, uint64_t for_ns);
 
 #endif

@@ -1,4 +1,4 @@
-/* Loops that only drain or fill a ring. These loops show the ring's limit, with which benchmarks compare the engine. */
+/* Loops that only drain or fill a ring; their rates are the ring's limit, with which benchmarks compare the engine. */
 #ifndef PROXYCCL_RING_LOOP_H
 #define PROXYCCL_RING_LOOP_H
 

@@ -1,4 +1,4 @@
-/* Keeps up to `depth` writes outstanding. See verbs_loop.h. */
+/* Posts writes, of which up to `depth` are outstanding at a time. See verbs_loop.h. */
 #include "verbs_loop.h"
 
 #include <errno.h>

@@ -151,7 +151,7 @@ class DaemonClient(ProxyWords):
         self._own: ProxyService | None = None  # uses the ids that the daemon assigned
         self._own_words: PinnedMemory | None = None
         self._own_channels: set[int] = set()
-        self._spare_channels: list[int] = []  # free ids that the daemon reserved for this process
+        self._spare_channels: list[int] = []  # ids that the daemon reserved for this process and that no channel uses
         self._takes_private = takes_private
         # Maps the first id of each memory that copies can use to a function that registers the memory with the service
         # in this process.
@@ -188,7 +188,7 @@ class DaemonClient(ProxyWords):
         try:
             for handle in handles:
                 self.sleepers.add(SharedMemory.open(handle))
-        except ArgumentError as error:  # without the words, the daemon's threads find work only when they poll
+        except ArgumentError as error:  # without these words, launches can't wake the daemon's threads
             logging.getLogger("proxyccl").warning("launches cannot wake the node daemon's threads: %s", error)
 
     def __repr__(self) -> str:
@@ -409,6 +409,6 @@ RemoteContext: TypeAlias = ServiceRemote | DaemonRemote
 def _open_observed(handle: bytes, workers: int) -> ObservedSegment | None:
     try:
         return ObservedSegment(workers, handle.hex())
-    except ArgumentError as error:  # only reports need this memory
+    except ArgumentError as error:  # only reports need this memory, so the error is only logged
         logging.getLogger("proxyccl").warning("reports cannot show the node daemon's outstanding work: %s", error)
         return None

@@ -168,7 +168,7 @@ class DaemonConnection:
         self._news = threading.Condition()
         self._answers: list[AnyReply] = []
         self._numbers = itertools.count()
-        self._awaited: set[int] = set()  # numbers of unanswered requests
+        self._awaited: set[int] = set()  # the numbers of unanswered requests
         self._lost = ""
         self._closed = False
         self._process = forks.here()

@@ -151,7 +151,7 @@ def _launch(listener: socket.socket, options: JobOptions, timeout: float) -> Non
     """Starts a daemon's process with a listening socket, and waits until it serves. Raises RuntimeUnavailableError if
     the process does not serve in time, and ResourceError if descriptors have run out.
     """
-    import subprocess  # imported here, because it is slow to import and only the rank that starts the daemon needs it
+    import subprocess  # imported here: the import is slow, and only the rank that starts the daemon needs the module
 
     if not sys.executable:
         raise _no_daemon("this process does not know its Python interpreter (sys.executable is empty)")

@@ -16,7 +16,7 @@ def main(listener: int, options: str, starter: int) -> None:
     ends earlier.
     """
     serves, tell = os.pipe()
-    if os.fork():  # forks before the imports, because they start threads
+    if os.fork():  # the fork comes before the imports, because imports start threads
         os.close(tell)
         os._exit(0 if os.read(serves, 1) else 1)
     os.close(serves)

@@ -246,7 +246,7 @@ class Daemon:
         self._admit(connection)
 
     def _make_room(self) -> None:
-        """If too many clients have sent no hello, disconnects the one that connected first."""
+        """If too many clients have not sent a hello, disconnects the client that connected first."""
         with self._lock:
             silent = [session for session in self._sessions if not session.greeted]
         if len(silent) >= MOST_GREETED:

@@ -225,7 +225,7 @@ class Session:
             raise
         except ProxyCCLError as error:
             refused = Refused.of(error)
-        except OSError as error:  # the daemon has a problem, such as a lack of descriptors
+        except OSError as error:  # the daemon itself has a problem, such as a lack of descriptors
             refused = Refused.of(ResourceError(f"{DAEMON} can't do {called.name}: {error}"))
         finally:
             self.request = None

@@ -31,8 +31,8 @@ static uint32_t value_bytes(ProxycclTrigger trigger) {
 /* The table entries for a run: a sequence of triggers with equal ids. A kernel's triggers mostly differ only in offsets
  * and sizes, so ids are looked up only at the start of a run. The contents of the entries are read for each trigger. */
 typedef struct {
-  uint64_t names; /* word 1 without the destination's offset, with the put-or-get bit of word 0 in place of the
-                     parity */
+  uint64_t names; /* word 1 of the run's triggers, with the destination's offset zeroed and the put-or-get bit of word 0
+                     instead of the parity */
   uint32_t op;    /* the trigger's operations, PROXYCCL_OP_GET included */
   Channel *channel;
   const ProxycclMemory *dst, *src;
@@ -40,7 +40,7 @@ typedef struct {
                   const ProxycclMemory *src, uint64_t src_offset, uint64_t bytes); /* the transport's put or get */
   ProxycclCounters *counters;
   uint64_t triggers, bytes; /* numbers that this run has not yet added to `counters` */
-  uint32_t first;           /* number of triggers that visit() had taken when the run began */
+  uint32_t first;           /* number of triggers that visit() had taken before the run */
 } Route;
 
 static ALWAYS_INLINE void publish_counts(Route *route) {

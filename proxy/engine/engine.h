@@ -72,7 +72,7 @@ typedef struct ProxycclIdlePolicy {
 } ProxycclIdlePolicy;
 
 ProxycclService *proxyccl_service_create(ProxycclControl *control, ProxycclCounters *counters);
-void proxyccl_service_destroy(ProxycclService *service); /* call it only after the service's workers have ended */
+void proxyccl_service_destroy(ProxycclService *service); /* the service's workers must have ended */
 
 /* Each of the next three functions sets the table entry of `id`, and returns 0, or EINVAL if `id` is out of range. If
  * kernels may push triggers that name `id`, the service's workers must be paused during the call. `flushed` and

@@ -214,7 +214,7 @@ static int retire(FabricConnection *self) {
     const uint32_t state = request_state(request);
     /* A request that asks for no completion still reports an error. */
     if (state != 0 && state != DELIVERED) return failed((int)state);
-    if (!request->awaited) continue; /* this request is complete once the next awaited request is */
+    if (!request->awaited) continue; /* this request is complete once the next request with a completion is complete */
     if (state == 0) break;
     self->retired = number;
   }
@@ -240,14 +240,14 @@ static int ask(FabricConnection *self) {
   if (self->quiet == 0 || self->posted < self->made || self->made - self->retired == self->options.depth) return 0;
   if (!self->hurried && now_ns() - self->quiet_since < QUIET_NS) return 0;
   begin_request(self);
-  self->parts.count = 1; /* reuses the addresses of the last request's first part */
+  self->parts.count = 1; /* the write uses the addresses of the last request's first part */
   self->parts.own[0].iov_len = self->parts.theirs[0].len = 0;
   return post(self, 1);
 }
 
 static int fabric_poll(ProxycclConnection *base, uint32_t *progress) {
   FabricConnection *self = self_of(base);
-  const int posted = end_run(self); /* posts before it polls, because a poll takes system calls */
+  const int posted = end_run(self); /* the post comes before the poll, because a poll takes system calls */
   const int ended = is_to_look(self) ? fabric_drain(self->completions, take_end, self, progress) : 0;
   int status = ended == 0 ? retire(self) : failed(ended);
   /* An error in the queue may have caused a post to fail, so the queue's error is reported. */

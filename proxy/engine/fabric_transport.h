@@ -25,8 +25,9 @@ typedef struct ProxycclFabricOptions {
   uint64_t peer;      /* the peer's fi_addr_t */
   uint32_t depth;     /* most requests outstanding */
   uint32_t ordered;   /* 1 if writes reach the peer's memory in order; if 0, a signal waits for earlier writes */
-  uint32_t joined;    /* 1 if the bytes within one write also arrive in order, so that its last part may be a signal */
-  uint32_t reads;     /* 1 if the endpoint supports reads */
+  uint32_t
+      joined; /* 1 if the bytes within one write also arrive in order, so that a write's last part may be a signal */
+  uint32_t reads;       /* 1 if the endpoint supports reads */
   uint64_t max_message; /* most bytes of one request */
   uint64_t signal_key;  /* key of the memory with the peer's semaphore words */
   uintptr_t requests;   /* registered memory of `depth` * PROXYCCL_FABRIC_REQUEST_BYTES bytes, aligned to 8 bytes; freed

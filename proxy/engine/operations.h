@@ -84,7 +84,7 @@ static inline void operation_advance(Operation *transfer, uint64_t bytes) {
 typedef struct {
   uint64_t *flushed;
   uint64_t value;
-  uint64_t behind; /* number of the last request before the flush */
+  uint64_t behind; /* number of the last request that was issued before the flush */
 } Flush;
 
 typedef struct {
@@ -121,7 +121,7 @@ typedef struct {
   ProxycclConnection base;
   int (*issue)(ProxycclConnection *self); /* issues queued operations in order while there is room */
   uint64_t signal_key;                    /* key of the peer's semaphore words */
-  int adds;                               /* whether a signal adds to its word instead of storing a value */
+  int adds;                               /* 1 if a signal adds to the semaphore word, 0 if it stores a value */
   int no_reads, no_values;                /* status that refuses a get, or a put of a value; 0 if the operation is
                                              supported */
   OperationQueue operations;

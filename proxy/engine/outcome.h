@@ -3,7 +3,7 @@
 #define PROXYCCL_OUTCOME_H
 
 typedef enum ProxycclOutcome {
-  WAITS = -1,   /* nothing was done, because a queue was full; the next poll may make room */
+  WAITS = -1,   /* a queue was full, so nothing was done; the next poll may make room */
   CONTINUE = 0, /* success: proxyccl_thread_run continues */
   /* The reasons for which proxyccl_thread_run returns. Only after PROXYCCL_EXIT_HANDLER may the worker run again. */
   PROXYCCL_EXIT_STOPPED = 1,   /* the worker was stopped, and its rings are empty */

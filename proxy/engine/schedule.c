@@ -31,8 +31,9 @@ typedef struct Step {
     ProxycclSchedulePost post;
     struct {
       ProxycclScheduleSend send;
-      const struct Step *meeting; /* the step that waits for the receiver's post; NULL if the send needs no post */
-      const struct Step *before;  /* the previous send on the same channel, or NULL */
+      const struct Step
+          *meeting; /* for a send: the step that waits for the receiver's post; NULL if the send needs no post */
+      const struct Step *before; /* the previous send on the same channel, or NULL */
     };
     ProxycclScheduleReceive receive;
   };
@@ -307,7 +308,7 @@ static int may_follow(const Step *step, int bundled) {
 static ProxycclOutcome issue_bundle(ProxycclService *service, Bundle *bundle, ProxycclExitInfo *info) {
   ProxycclConnection *carrier = bundle->carrier;
   const Channel *first = &service->channels[bundle->steps[0]->channel];
-  const uint64_t value = first->outbound + 1; /* the value that the first send would have without a bundle */
+  const uint64_t value = first->outbound + 1; /* the flush value that the first send would have without a bundle */
   const char *failed = "put";
   int status = carrier->transport->put_many(carrier, bundle->puts, bundle->count);
   if (status == 0) {
@@ -555,7 +556,7 @@ static ProxycclOutcome find_schedule(ProxycclWorker *worker, Schedule **schedule
   const uint64_t number = word_load(&service->words->bell);
   if (number == 0) return CONTINUE;
   word_store(&service->words->running,
-             number); /* set before the bell is reset, so that one of the two is always set while a stream waits */
+             number); /* set before the bell is reset, so that `bell` or `running` is nonzero while a stream waits */
   word_store(&service->words->bell, 0);
   *schedule = number < PROXYCCL_MAX_SCHEDULES ? schedule_load(&service->schedules[number]) : NULL;
   if (*schedule == NULL) {

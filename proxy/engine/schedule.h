@@ -15,7 +15,7 @@
 #define PROXYCCL_NO_ID 0xffffffffu
 
 enum {
-  PROXYCCL_MAX_SCHEDULES = 65536, /* one more than the largest number of a schedule; the smallest is 1 */
+  PROXYCCL_MAX_SCHEDULES = 65536, /* schedules are numbered from 1; this is one more than the largest number */
   PROXYCCL_SCHEDULE_STAGES = 16,
   PROXYCCL_MAX_WORKERS = 64 /* most workers of a service that has schedules */
 };

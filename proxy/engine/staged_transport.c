@@ -848,7 +848,7 @@ static int make_wire(StagedConnection *self, uint32_t number, const ProxycclTran
   wire->number = number;
   wire->resting = 1;
   wire->link = transport->create(self->options.wires[number].options, runtime, refused);
-  self->options.wires[number].options = NULL; /* the caller's struct is valid only during this call */
+  self->options.wires[number].options = NULL; /* a copy, because the caller's struct is valid only during this call */
   return wire->link != NULL;
 }
 

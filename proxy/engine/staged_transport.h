@@ -41,7 +41,7 @@ enum {
 /* A range of this rank's memory that peers may write and read. Peers use the range's index in the table as its key. */
 typedef struct ProxycclRemoteWriteTarget {
   uint64_t base;
-  uint64_t bytes; /* 0 if this entry has no range */
+  uint64_t bytes; /* size of the range in bytes; 0 if the entry has no range */
   uint64_t host;  /* the CPU's address of the range; 0 if the CPU may not access it */
 } ProxycclRemoteWriteTarget;
 
@@ -81,7 +81,7 @@ ProxycclConnection *proxyccl_staged_wire(ProxycclConnection *connection, uint32_
 typedef struct ProxycclWireThread {
   uint32_t *asleep;     /* the word that workers use to wake the thread (waking.h); NULL without a thread */
   int turn;             /* pairing wire-turn: a lock; 1 while a thread serves one of the wires */
-  uint64_t padding[14]; /* keeps this state in other cache lines than the state of other threads */
+  uint64_t padding[14]; /* padding: no cache line contains the state of two threads */
 } ProxycclWireThread;
 
 /* Sets the thread that serves a wire. The state `thread` must be valid as long as the wire is used. NULL, the default,

@@ -14,9 +14,9 @@
 #include "worker.h"
 
 enum {
-  POLLS_PER_CLOCK = 16, /* rounds without work between two readings of the clock; a reading takes as long as several
-                           rounds */
-  SLEEP_PART = 32,      /* an idle thread sleeps for 1/32 of the time that it has been idle */
+  POLLS_PER_CLOCK =
+      16, /* rounds without work between two readings of the clock, because a reading takes as long as several rounds */
+  SLEEP_PART = 32,  /* an idle thread sleeps for 1/32 of the time that it has been idle */
   REST_PART = 1024, /* after a long idle time, a thread sleeps for 1/1024 of that time, even beyond its policy's longest
                        sleep */
   LONGEST_REST_NS = 10000000,
@@ -27,14 +27,14 @@ enum {
   SPIN_NS = 50000 /* longest spin, because a spin may delay other threads of the core by a whole time slice */
 };
 
-enum { HELPED_IDLY = 1, HELPED_ON = 2 }; /* a helper ran the workers without progress (IDLY) or with it (ON) */
+enum { HELPED_IDLY = 1, HELPED_ON = 2 }; /* a helper ran the workers without progress (IDLY) or with progress (ON) */
 
 #define IDLE_FOR_LONG UINT64_MAX /* an idle time so long that back_off() chooses the policy's longest sleep */
 
-#define NO_CONTEXT UINTPTR_MAX /* not 0, because HIP's contexts are device numbers from 0 */
+#define NO_CONTEXT UINTPTR_MAX /* not 0, because 0 is a valid context in HIP, where contexts are device numbers */
 
 struct ProxycclThread {
-  ProxycclIdlePolicy idle;     /* relaxed: the fields are independent */
+  ProxycclIdlePolicy idle;     /* relaxed accesses, because the fields are independent */
   uint32_t *asleep;            /* 1 while the thread sleeps and may be woken (waking.h) */
   int woken;                   /* whether a launch ended the last sleep */
   ProxycclWorker *added;       /* a stack: any thread pushes, this thread pops all */

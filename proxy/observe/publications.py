@@ -186,7 +186,7 @@ def write(name: str, data: bytes) -> Path:
     check_directory(directory)
     path = directory / name
     written = path.with_name(f".{path.name}")
-    written.unlink(missing_ok=True)  # a killed process with the same id may have left a file of this name
+    written.unlink(missing_ok=True)  # a killed process with the same id may have left a file with this name
     descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with open(descriptor, "wb") as file:
         file.write(data)
@@ -248,7 +248,7 @@ def find_running(suffix: str, codec: Codec[P]) -> list[tuple[Path, P]]:
     for path in sorted(each for each in directory.glob(f"*{suffix}") if each.is_file()):
         with contextlib.suppress(OSError):  # the file was removed or is not readable
             publication = _read(path, codec)
-            if publication is None:  # another version wrote the file
+            if publication is None:  # another version of ProxyCCL wrote the file
                 if _is_stale(path):
                     withdraw(path)
             elif publication.namespace == pid_namespace():

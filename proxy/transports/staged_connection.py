@@ -212,8 +212,8 @@ def staged_over(
     statuses: range = range(0),
     error_text: Callable[[Any], str] | None = None,
 ) -> Transport:
-    """Makes the staged transport whose wires are connections of the transport `wire`. `needs`: the build requirements
-    of `wire`, in words. `make_endpoint`, `statuses` and `error_text` are fields of the new transport; `error_text`
+    """Makes the staged transport whose wires are connections of the transport `wire`. `needs`: a text with the build
+    requirements of `wire`. `make_endpoint`, `statuses` and `error_text` are fields of the new transport; `error_text`
     defaults to the field of `wire`.
     """
     assert wire.remote is not None  # a wire's transport is always remote

@@ -258,7 +258,7 @@ def _used_gids(table: Path) -> Iterable[tuple[int, str]]:
         for index in sorted(int(name) for name in os.listdir(directory) if name.isdigit()):
             try:
                 file = os.open(str(index), os.O_RDONLY, dir_fd=directory)
-            except OSError:  # the file vanished after the listing
+            except OSError:  # the file was removed after the directory was listed
                 continue
             try:
                 text = os.read(file, 64)
@@ -315,7 +315,7 @@ def choose_device(
         if not devices:
             raise ArgumentError("device", f"no RDMA device {options.device!r}; there is {names}")
         if options.port is not None:
-            devices[0].port(options.port)  # raises ArgumentError for a port that the device lacks
+            devices[0].port(options.port)  # raises ArgumentError if the device lacks the port
     ports = [(device, port) for device, port in _ports(devices) if options.port in (None, port.number)]
     usable = [(device, port) for device, port in ports if _state(device, port) == "active"]
     if not usable:
