@@ -97,7 +97,7 @@ class Pusher:
         self._fifo = comm.proxy.fifo_for(channel.id)
         self._channel = channel.id
         self._memories = memory.source_id(channel.peer), memory.peer_id(channel.peer)
-        self._pushed = comm.proxy.counters(channel.id).triggers  # number of triggers that a kernel has pushed and the proxy has taken
+        self._pushed = comm.proxy.counters(channel.id).triggers  # including triggers that a kernel pushed
 
     def push(self, operation: Operation, nbytes: int, count: int) -> None:
         """Pushes `count` puts of `nbytes` bytes each. Waits for room in the ring."""

@@ -37,8 +37,7 @@ static int copy_transfer(ProxycclConnection *base, const ProxycclMemory *dst, ui
                          const ProxycclMemory *src, uint64_t src_offset, uint64_t bytes) {
   CopyConnection *self = self_of(base);
   if (dst->host != NULL && src->host != NULL && bytes <= PROXYCCL_CPU_COPY_BYTES && copy_idle(base)) {
-    proxyccl_memmove(dst->host + dst_offset, src->host + src_offset,
-                     bytes); /* the source and the destination may overlap */
+    proxyccl_memmove(dst->host + dst_offset, src->host + src_offset, bytes); /* the memory may overlap */
     return 0;
   }
   self->issued = 1;

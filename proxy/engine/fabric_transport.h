@@ -20,13 +20,13 @@ enum {
 };
 
 typedef struct ProxycclFabricOptions {
-  uintptr_t endpoint; /* fid_ep *, enabled */
-  uintptr_t queue;    /* fid_cq *, enabled; one poll takes the completions of all connections of the endpoint */
-  uint64_t peer;      /* the peer's fi_addr_t */
-  uint32_t depth;     /* most requests outstanding */
-  uint32_t ordered;   /* 1 if writes reach the peer's memory in order; if 0, a signal waits for earlier writes */
-  uint32_t
-      joined; /* 1 if the bytes within one write also arrive in order, so that a write's last part may be a signal */
+  uintptr_t endpoint;   /* fid_ep *, enabled */
+  uintptr_t queue;      /* fid_cq *, enabled; one poll takes the completions of all connections of the endpoint */
+  uint64_t peer;        /* the peer's fi_addr_t */
+  uint32_t depth;       /* most requests outstanding */
+  uint32_t ordered;     /* 1 if writes reach the peer's memory in order; if 0, a signal waits for earlier writes */
+  uint32_t joined;      /* 1 if the bytes within one write also arrive in order, so that a signal may be a write's last
+part */
   uint32_t reads;       /* 1 if the endpoint supports reads */
   uint64_t max_message; /* most bytes of one request */
   uint64_t signal_key;  /* key of the memory with the peer's semaphore words */

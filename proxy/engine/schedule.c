@@ -31,9 +31,8 @@ typedef struct Step {
     ProxycclSchedulePost post;
     struct {
       ProxycclScheduleSend send;
-      const struct Step
-          *meeting; /* for a send: the step that waits for the receiver's post; NULL if the send needs no post */
-      const struct Step *before; /* the previous send on the same channel, or NULL */
+      const struct Step *meeting; /* a send's step that waits for the receiver's post; NULL if the send needs no post */
+      const struct Step *before;  /* the previous send on the same channel, or NULL */
     };
     ProxycclScheduleReceive receive;
   };

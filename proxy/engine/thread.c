@@ -14,9 +14,8 @@
 #include "worker.h"
 
 enum {
-  POLLS_PER_CLOCK =
-      16, /* rounds without work between two readings of the clock, because a reading takes as long as several rounds */
-  SLEEP_PART = 32,  /* an idle thread sleeps for 1/32 of the time that it has been idle */
+  POLLS_PER_CLOCK = 16, /* rounds without work per reading of the clock; a reading takes as long as several rounds */
+  SLEEP_PART = 32,      /* an idle thread sleeps for 1/32 of the time that it has been idle */
   REST_PART = 1024, /* after a long idle time, a thread sleeps for 1/1024 of that time, even beyond its policy's longest
                        sleep */
   LONGEST_REST_NS = 10000000,
