@@ -42,7 +42,7 @@ from proxyccl.tools.results import Fields
 from proxyccl.tools.tables import Column, Table
 
 _QUICK_SIZES = (1 * aims.KIB, 64 * aims.KIB, 1 * aims.MIB, 16 * aims.MIB)
-_LARGEST_BY_PACKETS = 4 * aims.MIB  # one-shot algorithms are slow for larger messages
+_LARGEST_BY_PACKETS = 4 * aims.MIB  # one-shot algorithms are not measured above this message size
 _AUTO = "auto"
 REGISTERED = "registered"
 _ALGORITHMS: dict[str, str | None] = {_AUTO: None, REGISTERED: None, PROXIED: "proxy"}

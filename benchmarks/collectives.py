@@ -112,7 +112,7 @@ class _Case:
         self._element = as_dtype(parsed.dtype)
         self.dtype = self._element.numpy()
         ranks = communicator.world_size
-        # Rounds down to a multiple of the number of ranks, but to at least one element per rank.
+        # The count is rounded down to a multiple of the number of ranks, but is at least one element per rank.
         self.count = max(ranks, size // self._element.itemsize // ranks * ranks)
         self.nbytes = self.count * self._element.itemsize
         share = self.count // ranks
@@ -211,7 +211,7 @@ def _timed(communicator: Communicator, call: Callable[[], None]) -> float:
 
 
 def _affordable(communicator: Communicator, parsed: argparse.Namespace, warm_up_seconds: float, seconds: float) -> int:
-    """Returns the number of calls to time, the same on all ranks, from the slowest rank's warm-up time."""
+    """Computes the number of calls to time from the slowest rank's warm-up time. All ranks get the same number."""
     if parsed.warm_up == 0:
         return parsed.iterations
     slowest = max(

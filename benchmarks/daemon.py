@@ -97,7 +97,7 @@ class Pusher:
         self._fifo = comm.proxy.fifo_for(channel.id)
         self._channel = channel.id
         self._memories = memory.source_id(channel.peer), memory.peer_id(channel.peer)
-        self._pushed = comm.proxy.counters(channel.id).triggers  # including triggers that a kernel pushed
+        self._pushed = comm.proxy.counters(channel.id).triggers  # includes triggers that a kernel pushed
 
     def push(self, operation: Operation, nbytes: int, count: int) -> None:
         """Pushes `count` puts of `nbytes` bytes each. Waits for room in the ring."""
@@ -141,8 +141,8 @@ def latencies(comm: Communicator, channel: ProxyChannel, kernels: Any) -> dict[s
 def rates(
     comm: Communicator, channel: ProxyChannel, memory: RegisteredMemory, kernels: Any
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Measures triggers per second, and the latencies of pushes by the CPU. Returns an empty result on the second rank.
-    The CPU pushes last, because kernels don't know which slots of the ring the CPU has filled.
+    """Measures the rate of triggers per second, and the latencies of pushes by the CPU. Returns an empty result on the
+    second rank. The CPU pushes last, because kernels don't know which slots of the ring the CPU has filled.
     """
     if comm.rank:
         return {}, {}
@@ -189,7 +189,9 @@ def _cpu_of(stat: Path) -> float:
 
 
 def proxy_seconds(daemon: int) -> float:
-    """Returns the CPU seconds of this process's proxy threads, plus, on the first rank, those of the daemon."""
+    """Returns the CPU time in seconds of this process's proxy threads, plus, on the first rank, the daemon's CPU
+    time.
+    """
     own = [thread.native_id for thread in threading.enumerate() if "-proxy-" in thread.name]
     seconds = sum(_cpu_of(Path(f"/proc/self/task/{number}/stat")) for number in own)
     return seconds + (_cpu_of(Path(f"/proc/{daemon}/stat")) if MPI.COMM_WORLD.rank == 0 else 0.0)

@@ -25,7 +25,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# mpi4py reads this setting at its import. This program is not an MPI rank, so it does not initialise MPI.
+# mpi4py reads this setting at its import. This program must not initialise MPI, because it is not an MPI rank.
 os.environ["MPI4PY_RC_INITIALIZE"] = "false"
 
 import aims
@@ -68,8 +68,7 @@ def contenders(runtime: str) -> list[Contender]:
     found = [
         Contender("ProxyCCL, proxied call at once", "proxyccl", ours),
         Contender(_PROCESS, "proxyccl-later", {**ours, "PROXYCCL_PROXY": "process"}),
-        # Loads kernels lazily, as the other jobs do, so that the jobs' GPU memory can be compared. Lazy loading is
-        # safe, because no other library launches kernels in this job.
+        # Loads kernels lazily, as the other jobs do, so that the jobs' GPU memory can be compared.
         Contender(_THREAD, "proxyccl-later", {**ours, "PROXYCCL_PROXY": "thread"}),
         Contender("MPI, arrays of the CPU", "mpi"),
     ]

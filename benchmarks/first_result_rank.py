@@ -61,7 +61,7 @@ def proxyccl(when: str) -> int:
         time.sleep(max(0.0, made + _AGE - time.monotonic()))
         if comm.runtime.name == "cuda":
             stages["free_bytes"] = _free_bytes(comm.runtime)
-        comm.all_gather_bytes(b"")  # serves as a barrier
+        comm.all_gather_bytes(b"")  # used as a barrier
     before = _since_boot()
     comm.proxy  # noqa: B018  the first use opens the proxy
     stages["of it the proxy"] = _since_boot() - before

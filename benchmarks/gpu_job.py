@@ -230,7 +230,7 @@ class GpuJob(Job):
         ]
 
     def peer_versions(self) -> Fields:
-        """Returns the versions of torch and of the libraries that it contains."""
+        """Returns the versions of torch and of the libraries that torch contains."""
         return {
             "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
             "torch": torch.__version__,

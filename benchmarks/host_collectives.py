@@ -4,8 +4,8 @@ Our contender `registered` uses arrays of `Communicator.empty`; our contender `p
 `--gloo`, torch's gloo is measured too: it copies its input, and reduces the copy in place. gloo finds the first rank by
 ``MASTER_ADDR`` and ``MASTER_PORT``. Our calls use no stream, so a call returns when it is complete, as MPI's calls do.
 Contenders alternate in bursts of equally many calls. Before each burst the ranks wait for each other over separate
-sockets, because MPI's barrier would occupy cores by spinning, and would keep MPI's connections warm. A time is that of
-a burst on the slowest rank, divided by the number of calls; tables show the median over bursts. Outputs are checked
+sockets, because MPI's barrier would occupy cores by spinning, and would keep MPI's connections warm. A time is the time
+of a burst on the slowest rank, divided by the number of calls; tables show the median over bursts. Outputs are checked
 before and after the measurement.
 """
 
@@ -78,7 +78,7 @@ def expected_output(collective: str, given: Floats, rank: int) -> Floats:
 
 
 def reduced_by_gloo(source: Floats) -> Contender:
-    """Returns the contender that makes an all_reduce by torch's gloo. Makes gloo's process group if there is none."""
+    """Returns the contender that calls all_reduce of torch's gloo. Makes gloo's process group if it does not exist."""
     import torch
     import torch.distributed as dist
 
@@ -144,7 +144,7 @@ def measure(comm: Communicator, collective: str, nbytes: int, bursts: int, *, gl
     warm = [min(world.allreduce(burst(comm, contender, 2), MPI.MAX) for _ in range(3)) for contender in made]
     calls = max(1, min(_MOST_CALLS, int(_BURST_US / min(warm))))
     times = np.zeros((bursts, len(made)))
-    # The contenders run in all orders, because threads that one contender leaves awake affect the next one.
+    # The contenders run in all orders, because threads that one contender leaves awake affect the next contender.
     orders = np.random.default_rng(nbytes).permutation(list(itertools.permutations(range(len(made)))))
     for turn in range(bursts):
         for which in orders[turn % len(orders)]:

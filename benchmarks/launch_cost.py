@@ -43,7 +43,7 @@ _COLUMNS = (
 
 
 def calls(job: GpuJob) -> dict[str, Callable[[], object]]:
-    """Returns the calls to issue, by name: ours, other libraries', then parts of our call."""
+    """Returns the calls to issue, by name: our calls, other libraries' calls, then parts of our call."""
     x, y, out = (torch.zeros(_COUNT, device=job.device) for _ in range(3))
     array = job.comm.empty(_COUNT, "float32").fill(0)
     comm, handle, group = job.comm, job.stream.cuda_stream, job.group_name

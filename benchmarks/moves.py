@@ -119,7 +119,9 @@ def _fastest_kernels(times: Mapping[str, float | None]) -> float | None:
 
 
 def compare(case: Case, timings: list[Timing]) -> Fields:
-    """Returns NCCL's times divided by ours with registered arrays, at one size; None for a ratio without both times."""
+    """Returns, for one size, NCCL's times divided by our times with registered arrays; None for a ratio without both
+    times.
+    """
     times = {timing.name: timing.time_us for timing in timings}
     nccl, engines = _fastest_kernels(times), times.get(COPY_ENGINES)
     kernels, proxied = (times.get(name) for name in REGISTERED)

@@ -97,8 +97,8 @@ class NcclCommunicator:
         self._nccl.call("ncclAllReduce", pointer, pointer, count, _FLOAT32, _SUM, self._handle, stream)
 
     def shrink(self, exclude: Sequence[int], *, abort: bool) -> Self:
-        """Returns a communicator without the excluded ranks. Only the remaining ranks call this. `abort` first aborts
-        running calls.
+        """Returns a communicator without the excluded ranks. Only the remaining ranks call this method. `abort` first
+        aborts running calls.
         """
         made = _pointer()
         ranks = (_int * len(exclude))(*exclude)

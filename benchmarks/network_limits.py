@@ -76,7 +76,7 @@ def _receive(connection: socket.socket, received: list[float]) -> None:
 
 def _tcp(job: Job, ranks: tuple[int, int], streams: int, *, both: bool) -> float:
     """Measures the rate in GB/s of all streams together, from the first rank to the second. With `both`, data flows in
-    both directions, and the slower direction is returned.
+    both directions, and the rate of the slower direction is returned.
     """
     rates: list[float] = []
     with ExitStack() as undo:

@@ -7,8 +7,8 @@ residual and weight. The contenders are
 - all_reduce_rms_norm, also without a weight (which only adds the residual), and with float8 rows and their scales;
 - all_reduce, followed by the addition and the norm as torch.compile fuses them. Only on GPUs.
 
-The sums are exact, so their bits are compared; normalized rows may differ by rounding. gpu_job.py says how times are
-measured.
+The sums are exact, so they must be equal bit by bit; normalized rows may differ by rounding. gpu_job.py says how times
+are measured.
 """
 
 from __future__ import annotations

@@ -173,8 +173,8 @@ class Alone:
 
 
 def _summary(of_mode: dict[str, list[float]], *, rates: bool) -> Fields:
-    """Returns a summary for each mode. Uses the median of rates, and the minimum of CPU times, because other load can
-    only increase CPU times.
+    """Returns a summary for each mode. A summary has the median of rates, but the minimum of CPU times, because other
+    load can only increase CPU times.
     """
     counts = {mode: statistics.median(values) if rates else min(values) for mode, values in of_mode.items()}
     base = counts[NOBODY]

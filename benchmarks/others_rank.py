@@ -38,7 +38,7 @@ from proxyccl.proxy.processes import stat_of
 
 _SAMPLES = 16
 _AIMED_STEPS = 10  # The value `late` covers steps 2 to 10.
-_TURN_STEPS = 4  # number of steps; the CPU time of the first turn is not counted, because its steps create caches
+_TURN_STEPS = 4  # steps per turn; the CPU time of the first turn is not counted, because its steps create caches
 _CORES = 4
 """In each turn, the main thread of a rank and torch's threads for backward passes may run on this number of cores. The
 next turn has other cores, and all contenders have the same ones. The cores of a shared machine differ in speed by up to
@@ -223,4 +223,4 @@ if __name__ == "__main__":
     except Exception:
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # skips destroying the groups, which would wait for the other ranks
+        os._exit(1)  # skips the destruction of the groups, which would wait for the other ranks

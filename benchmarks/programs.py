@@ -1,9 +1,9 @@
 """Programs as users write them, with ProxyCCL and with NCCL: python programs.py --ranks 2 --json FILE
 
 The parts measure trainings by FSDP2 and DDP, a mixture of experts, the time to issue calls, and proxied calls after the
-proxy was idle. Each part is a separate job with its own time-out, in which the contenders take turns. The results are
-written after each row, so a part that fails loses only its own rows; the file names the part and the reason. Times are
-those of the slowest rank.
+proxy was idle. Each part is a separate job with its own time-out; in the job, measurements of the contenders alternate.
+The results are written after each row, so a part that fails loses only its own rows; the file names the failed part and
+the reason. Times are those of the slowest rank.
 
 Then other people's programs run (others.py). Each contender (ProxyCCL with the defaults, ProxyCCL with other settings,
 and NCCL or gloo) has a separate job. All these jobs run at the same time on the same cores, but only one job at a time
@@ -82,8 +82,8 @@ def row(program: str, what: str, unit: str, values: list[Fields], **more: Any) -
 
 
 def of_a_mixture(result: Fields) -> Fields:
-    """Makes a row from the output of `moe_training.py` for ProxyCCL or for torch's own backend. `Collected.add` joins
-    the two rows.
+    """Makes a row from the output of `moe_training.py` for one backend; `Collected.add` joins the rows of ProxyCCL and
+    of torch's own backend.
     """
     how = "captured" if result["captured"] else "eager"
     name = result["name"]
@@ -297,7 +297,7 @@ class Collected:
         self._table.header()
 
     def add(self, new: Fields) -> None:
-        """Adds a row, or adds its values to an earlier row of the same measurement."""
+        """Adds a row, or adds the row's values to an earlier row of the same measurement."""
         same = [row for row in self.rows if all(row[key] == new[key] for key in ("program", "figure", "unit"))]
         if same:
             same[0]["values"] += new["values"]
@@ -448,7 +448,7 @@ def run_others(families: list[str], parsed: Any, end: float, collected: Collecte
 
 
 def run_in_turns(program: Program, contenders: list[Contender], end: float) -> None:
-    """Runs a program with all contenders. The order of the turns alternates."""
+    """Runs a program with all contenders. The contenders' order alternates."""
 
     def comes_to_a_turn(each: Contender, seconds: float) -> bool:
         return each.comes_to_a_turn(min(seconds, end - time.monotonic()))

@@ -1,4 +1,4 @@
-"""Measures single calls for `programs.py`: the CPU's time to issue them, and CUDA graphs of a few calls by proxy.
+"""Measures single calls for `programs.py`: the CPU's time to issue calls, and CUDA graphs of a few calls by proxy.
 
 Each function measures a part with `Ranks` and reports its rows. The CPU's share is the time to issue a call, divided by
 the time until the device has finished.
@@ -140,7 +140,7 @@ def _per_call(ranks: Ranks, call: Callable[[], object], replays: int) -> float:
     if ranks.on_gpus:
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
-            queue()  # creates caches before the timed calls
+            queue()  # this call creates caches
         ranks.meet()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             queue()

@@ -1,4 +1,4 @@
-"""The process groups of a job that `programs.py` starts with torchrun's variables, and the rows that its ranks report.
+"""The process groups of a job that `programs.py` starts with torchrun's variables, and the rows that the ranks report.
 The default group uses NCCL, or gloo if there is not a GPU for each rank. The groups with ProxyCCL have the same ranks.
 """
 
@@ -44,8 +44,8 @@ class Figure:
 
 @dataclass(frozen=True)
 class Variant:
-    """Settings of our collectives, given by words joined by +. A number is the maximum number of blocks of a kernel.
-    With `proxy` the proxies move all data, with `gather-by-proxy` only the data of long all_gathers, and with
+    """Settings of our collectives, as a text of words joined by +. A number is the maximum number of blocks of a
+    kernel. With `proxy` the proxies move all data, with `gather-by-proxy` only the data of long all_gathers, and with
     `scatter-by-proxy` only the data of long reduce_scatters. With `unlent`, peers do not map memory that torch
     allocates. With `registered`, the output of FSDP2's all_gather is in registered memory. `default` changes nothing.
     """

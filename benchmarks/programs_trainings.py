@@ -1,4 +1,4 @@
-"""Measures steps of FSDP2 and DDP with our backend and with torch's own, for `programs.py`.
+"""Measures steps of FSDP2 and DDP with our backend and with torch's own backend, for `programs.py`.
 
 The steps of the backends alternate, with the same model and data. A step is timed from a barrier of all ranks until the
 device has finished the step; the CPU's share is the part until the CPU has issued the step. With `together`, steps

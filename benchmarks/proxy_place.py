@@ -1,10 +1,10 @@
 """Proxies in a separate process compared with proxies in threads: mpiexec -n 2 python -m mpi4py proxy_place.py
 
 Several times, the program opens a communicator with a proxy process and one with proxy threads. Latencies and rates are
-those of daemon.py, between the first two ranks. The cost to issue is the wall-clock time that the slowest rank's thread
-needs to issue one proxied all_reduce of 1 KiB. Calls are issued in bursts, each on an empty stream. The time to start
-is the slowest rank's time of the first use of a proxy, immediately after the communicator was made. This time includes
-the start of the proxy's thread, or of its process with its device contexts.
+measured as in daemon.py, between the first two ranks. The cost to issue is the wall-clock time that the slowest rank's
+thread needs to issue one proxied all_reduce of 1 KiB. Calls are issued in bursts, each on an empty stream. The time to
+start is the slowest rank's time of the first use of a proxy, immediately after the communicator was made. The time to
+start includes the start of the proxy's thread, or of the proxy's process with its device contexts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WHERE = ("thread", "process")
 _COUNT = 256  # number of elements, of 4 bytes each
 _BURST = 50
 _BURSTS = 40
-_GONE_SECONDS = 1.5  # seconds after which an unused process has ended, so that the next communicator starts a new one
+_GONE_SECONDS = 1.5  # seconds after which an unused proxy process has ended
 
 Samples = dict[str, dict[str, list[float]]]
 """The measurements, by name and by where the proxies ran."""

@@ -233,8 +233,8 @@ class Bench:
         return {"one_way_us": median, "best_us": best, "mean_us": mean}
 
     def fresh(self, nbytes: int) -> tuple[np.ndarray, np.ndarray]:
-        """Fills the first half of the memory with random bytes, and poisons the second. Returns this rank's and the
-        peer's random bytes.
+        """Fills the first half of the memory with random bytes, and poisons the second half. Returns the random bytes
+        of this rank and of the peer.
         """
         seed = self.rng.bytes(8)
         own, theirs = (
@@ -279,7 +279,9 @@ class Bench:
         return {"operation": _VALUES[kind], **timing}
 
     def completion(self, nbytes: int, *, get: bool) -> Fields:
-        """Measures the time of a put or get of rank 0 until a flush returns, and until its ticket is complete."""
+        """Measures the time from a put or get by rank 0 until a flush returns, and until the put's or get's ticket is
+        complete.
+        """
         _, theirs = self.fresh(nbytes)
         medians = []
         for by_ticket in (0, 1):

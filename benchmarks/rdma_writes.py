@@ -3,9 +3,9 @@
 The rate of 8-byte writes is compared with a C loop that only calls ibv_post_send and ibv_poll_cq. The bandwidth of 64
 KiB writes is compared with perftest's ib_write_bw.
 
-One thread pushes triggers into a ring, and a ProxyService drains it onto a queue pair. Our time runs from the first
-push until the pushing thread sees the flush word after the last write. The thread reads this word every 20 ms, so our
-time may be up to 20 ms too long. The bare loop and the engine use queue pairs with the same options on the same
+One thread pushes triggers into a ring, and a ProxyService drains the ring onto a queue pair. Our time runs from the
+first push until the pushing thread sees the flush word after the last write. The thread reads this word every 20 ms, so
+our time may be up to 20 ms too long. The bare loop and the engine use queue pairs with the same options on the same
 devices. ib_write_bw gets the same depth and number of messages. In each round every contender runs once; a ratio is the
 median over rounds.
 """
@@ -48,8 +48,8 @@ ffi, lib = _engine.ffi, _engine.lib
 _LOOK = 0.02  # seconds between reads of the flush word; frequent reads would disturb a CPU that emulates the device
 _SHORT, _LONG = 8, 64 << 10
 _SMALL_FIFO_SIZE = 256  # The ring is small, so the producer often waits for room and spins.
-_CALIBRATION = 200  # Writes in a calibration run.
-_MOST_WRITES = 1_000_000  # The most writes in a run.
+_CALIBRATION = 200  # Number of writes in a calibration run.
+_MOST_WRITES = 1_000_000  # Maximum number of writes in a run.
 _LETTERS = "abcdefgh"
 _SOFT_ROCE = "Soft-RoCE on an emulated CPU, which also does the device's work: ratios are meaningful, rates are not"
 
@@ -100,7 +100,7 @@ class Pair:
             ffi.memmove(ffi.cast("char *", memory.ptr), data, nbytes)
 
     def wrong(self, nbytes: int) -> int:
-        """Returns the number of bytes that differ after a write."""
+        """Returns the number of bytes in which source and destination differ."""
         sent, received = (bytes(ffi.buffer(ffi.cast("char *", memory.ptr), nbytes)) for memory in self.memories)
         return sum(a != b for a, b in zip(sent, received, strict=True)) if sent != received else 0
 
@@ -143,7 +143,7 @@ class Bare:
         }
 
     def __call__(self, nbytes: int, count: int) -> float:
-        """Makes `count` writes of `nbytes` bytes. Returns the seconds that they take."""
+        """Makes `count` writes of `nbytes` bytes. Returns the time that the writes take, in seconds."""
         taken = bare_loops.verbs_write(**self._options, bytes=nbytes, count=count)
         if taken < 0:
             raise TransportError(f"the bare loop: {TRANSPORT.status_text(-taken)}")
@@ -188,7 +188,7 @@ class Contender:
 
 
 class Comparison:
-    """Measures contenders in turns.
+    """Measures contenders alternately.
 
     Args:
         pair: the devices and their memory.

@@ -70,7 +70,7 @@ class Contender(ABC):
 
     @abstractmethod
     def regroup(self, part: MPI.Intracomm) -> None:
-        """Makes the communicator of the ranks of `part`. Only these ranks call this."""
+        """Makes the communicator of the ranks of `part`. Only these ranks call this method."""
 
     @abstractmethod
     def check(self) -> bool:

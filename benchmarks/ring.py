@@ -108,9 +108,9 @@ extern "C" __global__ void bare_round_trips(Fifo ring, ProxycclTrigger trigger, 
 }
 """
 _ROUND_TRIPS = 500  # Number of round trips in a launch; the first tenth is a warm-up.
-_CALIBRATION = 2000  # Triggers in a calibration run.
-_MOST_TRIGGERS = 400_000  # The most triggers that a CPU thread pushes in a timed run.
-_MOST_PUSHES = 50_000_000  # The most triggers that a kernel pushes in a timed run.
+_CALIBRATION = 2000  # Number of triggers in a calibration run.
+_MOST_TRIGGERS = 400_000  # Maximum number of triggers that a CPU thread pushes in a timed run.
+_MOST_PUSHES = 50_000_000  # Maximum number of triggers that a kernel pushes in a timed run.
 
 
 class Loopback:
@@ -166,7 +166,7 @@ class Loopback:
         return self.fifo.taken
 
     def trigger(self, operation: Operation, size: int) -> tuple[int, int]:
-        """Returns the words of a trigger that puts from the memory's first half to its second."""
+        """Returns the words of a trigger that puts from the memory's first half to the second half."""
         return Trigger(operation, self._channel, size, self._memory, 0, self._memory, _PUT_BYTES).encode()
 
     def check(self) -> None:
@@ -225,7 +225,7 @@ def _rates(rate: Callable[[int], float], repeats: int, seconds: float, triggers:
     """Returns the results of `repeats` calls of rate(count). The count is `triggers`; if `triggers` is None, it is a
     count for which all calls together take about `seconds`.
     """
-    rate(_CALIBRATION)  # a kernel's first launch also loads it
+    rate(_CALIBRATION)  # the first launch also loads the kernel
     count = triggers or max(_CALIBRATION, min(most, int(rate(_CALIBRATION) * seconds / repeats)))
     return [rate(count) for _ in range(repeats)]
 
@@ -321,7 +321,7 @@ def kernel_rates(
     runtime: Runtime, kernels: Module, repeats: int, fifo_size: int, seconds: float, triggers: int | None = None
 ) -> list[Fields]:
     """Measures how many triggers per second kernels push, by ring size, layout of the producers, and consumer. On a
-    GPU, rings of several other sizes are also measured. The arguments are those of `drain_rates`.
+    GPU, rings of several other sizes are also measured. The arguments are the same as for `drain_rates`.
     """
     gpu = runtime.name != "host"
     sizes = sorted({fifo_size, *(_GPU_FIFO_SIZES if gpu else ())})
@@ -452,7 +452,7 @@ def _show_idling(results: Fields) -> None:
 
 
 def run(seconds: float, repeats: int, fifo_size: int, json: Path | None, triggers: int | None) -> None:
-    """Measures everything, prints the tables, and writes the results to the file `json` unless that is None."""
+    """Measures everything, prints the tables, and, unless `json` is None, writes the results to the file `json`."""
     runtime = open_runtime()
     facts = machine()
     results: Fields = {

@@ -1,5 +1,5 @@
-"""Compares ProxyCCL's calls with those of other libraries, its peers, in the same ranks. Works on any runtime. Needs no
-torch.
+"""Compares ProxyCCL's calls with the calls of other libraries (called peers), in the same ranks. Works on any runtime.
+Needs no torch.
 
 The programs choose the calls. `Job` checks the calls and times them alternately; jobs.py picks the kind of job for the
 runtime.
@@ -67,7 +67,7 @@ def resolve(parsed: argparse.Namespace) -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Contender:
-    """A library's or an algorithm's call.
+    """A collective call by one library or one algorithm.
 
     Attributes:
         name: name of an algorithm or of a peer.
@@ -157,7 +157,7 @@ class Job(ABC):
         growth_limit: limits the number of calls in a burst so that world_size ** calls < 10 ** growth_limit, because
             repeated sums grow.
         nodes: the number of rehearsed nodes, each with the same number of ranks. Between nodes, our data is staged and
-            sent by TCP over the loopback, as other libraries' data is. None if the ranks are one node.
+            sent by TCP over the loopback, as other libraries' data is. None if all ranks are on one node.
 
     Attributes:
         nodes: the argument `nodes`.
@@ -207,7 +207,7 @@ class Job(ABC):
 
     @property
     def first(self) -> bool:
-        """Whether this rank prints and writes."""
+        """Whether this rank prints tables and writes results."""
         return self.rank == 0
 
     def in_time(self) -> bool:
@@ -271,7 +271,7 @@ class Job(ABC):
 
     @abstractmethod
     def product(self, size: int, calls: int) -> Burst:
-        """Returns a burst of matrix products, on another stream than the job's. The matrices are square, with this many
+        """Returns a burst of matrix products, on a stream other than the job's. The matrices are square, with this many
         rows.
         """
 
@@ -285,7 +285,7 @@ class Job(ABC):
         heading(self.comm, title, f"peers: {peers or 'none'}; no multicast", *notes)
 
     def say_once(self, line: str) -> None:
-        """Prints a line on the first rank, unless it was printed before."""
+        """Prints a line on the first rank, unless the line was printed before."""
         if self.first and line not in self._said:
             print(line)
         self._said.add(line)

@@ -2,8 +2,8 @@
 
 Each measurement runs a new process on the host runtime, with the modules' bytecode cached. The table shows the
 process's wall-clock time from fork to exit, and the CPU time of the process and its children. The measured programs
-alternate, so that other load affects all equally. For comparison, the table also has the times of Python alone and
-numpy alone.
+alternate, so that other load affects all programs equally. For comparison, the table also has the times of Python alone
+and numpy alone.
 
 Below the table the program lists the modules with the longest import times without their imports, as shown by `python
 -X importtime`.

@@ -20,8 +20,8 @@ _COUNT = 256  # number of elements: few, so that the kernels are short
 
 
 class NothingGroup(WholeGroup, dist.ProcessGroup):  # type: ignore[misc]  # torch's class has no types
-    """A process group in Python whose calls do nothing. Before torch 2.15 our backend is a Python class too, so the two
-    groups can be compared.
+    """A process group in Python whose calls do nothing. Before torch 2.15, our backend is also a Python class, so this
+    group can be compared with our group.
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:

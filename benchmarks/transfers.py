@@ -1,4 +1,5 @@
-"""Times of transfers between two processes of this host, by NIXL's interface, beside NIXL where it is installed.
+"""Times transfers between two processes of this host through ProxyCCL's version of NIXL's interface, and through NIXL
+itself if installed.
 
 python benchmarks/transfers.py [--rounds 5] [--tcp] [--devices [--mixed]] [--nixl DIRECTORY] [--json FILE]
 

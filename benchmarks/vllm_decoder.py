@@ -65,7 +65,7 @@ SMALL = Model(2, 256, 8, 4, 32, 512, 1024, 32)
 
 @dataclass(frozen=True)
 class Contender:
-    """A job to start.
+    """A job that the program starts.
 
     Attributes:
         title: its name in tables.

@@ -1,4 +1,4 @@
-"""A rank of `vllm_decoder.py`, which starts it by torchrun: vllm_decoder_rank.py OPTIONS FOLDER.
+"""The program of a rank; `vllm_decoder.py` starts it by torchrun: vllm_decoder_rank.py OPTIONS FOLDER.
 
 The rank writes to FOLDER/RANK.json the seconds per step for each batch size, the first logits, and vLLM's choices.
 """

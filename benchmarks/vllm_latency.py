@@ -4,8 +4,8 @@
 
 vLLM's `LLM` generates tokens with the decoder of `vllm_decoder.py`, whose weights are random (load_format="dummy"), at
 tensor parallelism 2 with vLLM's usual options: compiled, in CUDA graphs. The time of a token is the difference of two
-generations of different lengths, divided by the difference of lengths, so prefills cancel. The contenders are those of
-`vllm_decoder.py`, each in a new process; they get the same prompts, and their first tokens are shown.
+generations of different lengths, divided by the difference of lengths, so prefills cancel. The contenders are the same
+as in `vllm_decoder.py`, each in a new process; they get the same prompts, and the first tokens are shown.
 
 The program needs the packages that `vllm_decoder.py` names, and vLLM's attention kernels (`_vllm_fa3_C.abi3.so`, 14 MB
 by xz); for `--attention TRITON_ATTN` an empty file vllm_flash_attn/_vllm_fa2_C.py is enough. With a CPU build of vLLM,

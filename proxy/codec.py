@@ -71,7 +71,7 @@ class Codec(Generic[T]):
         self.name = name or getattr(kind, "__name__", str(kind))
 
     @functools.cached_property
-    def _decoder(self) -> msgspec.json.Decoder[T]:  # created on first use: most processes decode few types
+    def _decoder(self) -> msgspec.json.Decoder[T]:  # made lazily: a process uses few decoders
         _require_strict(self._kind)
         return msgspec.json.Decoder(self._kind)
 

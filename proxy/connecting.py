@@ -56,7 +56,7 @@ def connect_to_any(addresses: Iterable[tuple[str, int]], deadline: float) -> soc
                 family, place = waiting.popleft()
                 try:
                     attempt = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
-                except OSError as error:  # EAFNOSUPPORT: names may have IPv6 addresses although the kernel lacks IPv6
+                except OSError as error:  # EAFNOSUPPORT: the kernel may lack IPv6
                     if error.errno in EXHAUSTED:
                         raise
                     failures[place[:2]] = error

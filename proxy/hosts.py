@@ -1,4 +1,4 @@
-"""Determines this machine's unique name, and the addresses at which other machines may reach it.
+"""Determines this machine's unique name, and the addresses at which other machines may reach this machine.
 
 Containers of one host have different host names, so hosts are identified by their boot ids.
 """
@@ -23,7 +23,7 @@ _IPV6 = Path("/proc/net/if_inet6")
 
 @functools.cache  # cached, so that a call succeeds even when descriptors have run out
 def boot_id() -> str:
-    """Returns the machine's boot id, which all containers of the machine share; "" if the system has none."""
+    """Returns the machine's boot id, which all containers of the machine share; "" if the system has no boot id."""
     found = Path("/proc/sys/kernel/random/boot_id")
     return found.read_text().strip() if found.exists() else ""
 

@@ -20,7 +20,8 @@ open.
 
 
 class Connection(Message, frozen=True):
-    """A connection to one peer. One worker serves the connection and all its channels, so their state needs no lock.
+    """A connection to one peer. One worker serves the connection and all its channels, so the state of connection and
+    channels needs no lock.
 
     Attributes:
         number: the connection's number in the proxy, from 0.

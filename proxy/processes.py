@@ -1,4 +1,4 @@
-"""Reads what the system knows about a process of this machine, and parses lists of cores."""
+"""Reads information about a process from /proc, and parses lists of cores."""
 
 from __future__ import annotations
 

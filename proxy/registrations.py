@@ -154,7 +154,7 @@ class RemoteWriteTargets:
 
     def __init__(self) -> None:
         self.table: Any = ffi.new("ProxycclRemoteWriteTarget[]", lib.PROXYCCL_STAGED_WRITE_TARGETS)
-        self._free = deque(range(lib.PROXYCCL_STAGED_WRITE_TARGETS))  # free keys, in the order of reuse
+        self._free = deque(range(lib.PROXYCCL_STAGED_WRITE_TARGETS))  # the free keys, in order of reuse
         self._lock = threading.Lock()
 
     def add(self, ptr: int, nbytes: int, host_ptr: int = 0) -> int:

@@ -37,8 +37,8 @@ _RANGES = {
 
 @dataclass(frozen=True)
 class _FromEnvironment:
-    """Base class of options that are checked, and that environment variables can set. A field that is in neither
-    `_RANGES` nor `_choices` is a non-empty text.
+    """Base class of sets of options, which are checked, and which environment variables can set. A field that is in
+    neither `_RANGES` nor `_choices` must be a non-empty text.
     """
 
     _owner: ClassVar[str]

@@ -313,7 +313,7 @@ class ProxyThread:
             self._thread.join(timeout)
         if self._thread.is_alive():
             return False
-        pointer = vars(self).pop("_pointer", None)  # a later call then raises AttributeError
+        pointer = vars(self).pop("_pointer", None)  # later calls raise AttributeError
         if pointer is not None:
             lib.proxyccl_thread_destroy(pointer)  # __del__ can't do this, because the thread may still use the pointer
         return True

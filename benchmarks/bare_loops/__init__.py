@@ -27,7 +27,7 @@ def _library() -> tuple[Any, Any]:
 
 
 def verbs_write(**options: int) -> int:
-    """Posts RDMA writes on a queue pair, with a limited number outstanding, until all are complete.
+    """Posts RDMA writes on a queue pair, with a limited number outstanding, until all writes are complete.
 
     Args:
         options: the fields of ProxycclVerbsBareWrites (verbs_loop.h).
@@ -40,7 +40,7 @@ def verbs_write(**options: int) -> int:
 
 
 def fabric_write(**options: int) -> int:
-    """Posts writes on an endpoint of libfabric, with a limited number outstanding, until all are complete.
+    """Posts writes on a libfabric endpoint, with a limited number outstanding, until all writes are complete.
 
     Args:
         options: the fields of ProxycclFabricBareWrites (fabric_loop.h).

@@ -1,7 +1,7 @@
 """Chooses the daemon for a rank's proxy: the first of several daemons that can access the rank's device.
 
-A daemon needs a second or two to start and to create its device contexts. If a rank connects before it uses the proxy,
-the rank's program runs during that time.
+A daemon needs a second or two to start and to create its device contexts. A rank that connects before it uses the proxy
+can run its program during this time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A rank's proxy in the node daemon: an object with the methods of a `ProxyService`, which send requests to the daemon.
 
-Rings, counters and memories belong to this process; the daemon gets descriptors and handles of them. A `ProxyService`
-in this process does the work that the daemon can't do: Python handlers, and copies from memory that no other process
-can map.
+Rings, counters and memories belong to this process, which sends the daemon their descriptors and handles. A
+`ProxyService` in this process does the work that the daemon can't do: Python handlers, and copies from memory that no
+other process can map.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class DaemonClient(ProxyWords):
             "name": name,
             "sleepers": self.sleepers,
         }
-        self._own: ProxyService | None = None  # uses the ids that the daemon assigned
+        self._own: ProxyService | None = None  # it uses the daemon's ids
         self._own_words: PinnedMemory | None = None
         self._own_channels: set[int] = set()
         self._spare_channels: list[int] = []  # ids that the daemon reserved for this process and that no channel uses
@@ -252,7 +252,7 @@ class DaemonClient(ProxyWords):
         except ArgumentError:
             if not self._takes_private:
                 raise
-            # The daemon cannot map this memory, and refuses copies from and to it.
+            # The daemon cannot map this memory, and refuses copies from and to this memory.
             first = self.add_remote_memory(base, nbytes, key)
         else:
             first = self._daemon.ask(SessionService.add_memory, name, nbytes, key)
@@ -265,7 +265,7 @@ class DaemonClient(ProxyWords):
         return first
 
     def _repeat(self, first: int, add: Callable[[ProxyService], int]) -> None:
-        """Registers memory of the daemon's service with this process's service too, as soon as that service exists."""
+        """Also registers memory of the daemon's service with this process's service, as soon as this service exists."""
         with self._lock:
             self._memories[first] = add
             if self._own is not None:
@@ -368,7 +368,7 @@ class DaemonClient(ProxyWords):
         return channel
 
     def drain(self, timeout: float, given_up: Callable[[], bool] = lambda: False) -> bool:
-        """See `ProxyService.drain`. The call also ends after an abort or the loss of the daemon."""
+        """See `ProxyService.drain`. Also returns after an abort or the loss of the daemon."""
         if not self._daemon.is_open or given_up():
             return False
         if self._own is not None and not self._own.drain(timeout, given_up):

@@ -82,7 +82,7 @@ class NodeDaemon(DaemonAddress):
                 f"no node daemon answers at {self} ({error}); start one with: proxyccl daemon --socket {self}"
             ) from None
         process, _ = peer_credentials(connection)
-        if process != answer.pid:  # the daemon is in another PID namespace
+        if process != answer.pid:  # the daemon's PID namespace differs from this process's
             try:
                 offer(self._path, timeout)
             except ProxyCCLError:
@@ -164,7 +164,7 @@ class DaemonConnection:
         self._on_failure = on_failure
         self._watch_turns = watch_turns
         self._lock = threading.RLock()
-        # An RLock lets a signal handler make a request while the interrupted thread makes one.
+        # An RLock lets a signal handler make a request while the interrupted thread is making a request.
         self._news = threading.Condition()
         self._answers: list[AnyReply] = []
         self._numbers = itertools.count()
@@ -312,8 +312,8 @@ class DaemonConnection:
         self._on_failure(ProxyFailure(native.PROXYCCL_ERROR_PROXY_LOST, None, None, 0, reason))
 
     def give_up(self, what: str) -> None:
-        """Treats the daemon as lost, although its process may be alive. The error's text is the process's name followed
-        by `what`.
+        """Treats the daemon as lost, although the daemon's process may be alive. The error's text is the process's name
+        followed by `what`.
         """
         stopped = f"; it {_STOPPED}" if is_stopped(self.daemon) else ""
         self._lose(f"{process_name(self.daemon)} {what}{stopped}")
@@ -323,8 +323,8 @@ class DaemonConnection:
         return f"{process_name(self.daemon)} {_STOPPED}" if self.is_open and is_stopped(self.daemon) else ""
 
     def close_service(self, timeout: float) -> bool:
-        """Makes the daemon drain the rings and free all of this client's objects, then hangs up. Returns whether all
-        workers ended in time; True if the daemon is lost.
+        """Makes the daemon drain the rings and free all of this client's objects, then closes the connection. Returns
+        whether all workers ended in time; True if the daemon is lost.
         """
         if not self._process.is_here:
             return True

@@ -1,5 +1,5 @@
 """Lets the daemon connect processes that can't reach each other directly: the daemon makes a pair of connected sockets,
-and sends one to each process.
+and sends each process one of the sockets.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Introductions:
         sockets.add_broker(self._name, self._connect)
 
     def offer(self, process: bytes, hand: Hand, confirm: Callable[[], object]) -> None:
-        """Lets other processes reach the process with this token. First calls `confirm`, which must send the answer to
-        the process's request, so that the process gets this answer before the first connection. `confirm` must not
-        wait, because all introductions would wait for `confirm`.
+        """Lets other processes connect to the process with this token. First calls `confirm`, which must send the
+        answer to the process's request, so that the process gets this answer before the first connection. `confirm`
+        must not wait, because all introductions would wait for `confirm`.
         """
         with self._lock:
             confirm()

@@ -45,7 +45,7 @@ _WAY_OUT = "PROXYCCL_PROXY=thread runs the proxies in the ranks instead"
 
 
 class JobOptions(Message, frozen=True):
-    """The daemon's options for its clients' proxies.
+    """Options of a daemon for its clients' proxies.
 
     Attributes:
         threads: number of threads that run the workers of all clients.
@@ -131,7 +131,9 @@ class JobDaemon(DaemonAddress):
         return True
 
     def last_words(self) -> str:
-        """Returns the last line that the daemon wrote to stderr; "" if there is none or this process can't read it."""
+        """Returns the last line that the daemon wrote to stderr, or "" if the daemon wrote nothing or this process
+        can't read the line.
+        """
         if self._errors is None:
             return ""
         lines = _text_of(self._errors).splitlines()

@@ -1,4 +1,4 @@
-"""The program of a job's own daemon. A rank runs it as a file: python job_main.py SOCKET OPTIONS STARTER.
+"""The program of a job's own daemon. A rank runs this file: python job_main.py SOCKET OPTIONS STARTER.
 
 SOCKET is the descriptor of the listening socket, OPTIONS an encoded `JobOptions`, and STARTER the process id of the
 rank that runs the program. The process that the rank starts exits with status 0 once the daemon serves. The daemon is a

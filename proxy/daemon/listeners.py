@@ -78,7 +78,7 @@ def abstract(name: str) -> str:
 
 
 def shown(address: str | bytes) -> str:
-    """Returns a readable form of an address, with @ for the zero byte of an abstract address."""
+    """Returns a readable text for an address, with @ for the zero byte of an abstract address."""
     return os.fsdecode(address).replace("\0", "@")
 
 
@@ -124,7 +124,7 @@ def _lock_beside(path: Path, directory: int) -> int:
         _require_own(info, name)
         _require_file(info, name)
         if info.st_uid == os.geteuid():
-            os.fchmod(descriptor, 0o600)  # so that only this user can open and lock the file
+            os.fchmod(descriptor, 0o600)  # only this user can open and lock the file
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)

@@ -4,7 +4,7 @@ The client and the daemon first identify their builds, by `Hello` and `HelloAnsw
 functions of the daemon's `Session` and `SessionService` that have the decorator `method`. A function completely defines
 its method: the request, the checks of arguments, the session's dispatch and the client's call follow from the
 function's name and types. The daemon answers requests in order, and each answer has the request's number. The daemon
-sends an event when a worker fails, when it introduces another process, and when the daemon itself ends.
+sends an event when a worker fails, when the daemon connects another process to the client, and when the daemon ends.
 
 A frame is one packet on a Unix socket; it holds one message and the file descriptors that belong to the message.
 """
@@ -71,8 +71,8 @@ class Hello(Message, frozen=True):
 
 
 class HelloAnswer(Message, frozen=True, omit_defaults=True):
-    """The daemon's first frame: its version and process, or the reason why it refuses the client. The fields of
-    `HelloAnswer` are the same in every version of the protocol.
+    """The daemon's first frame: the daemon's version and process, or the reason why the daemon refuses the client. The
+    fields of `HelloAnswer` are the same in every version of the protocol.
     """
 
     version: Uint64 = 0
@@ -96,7 +96,7 @@ class Request(Message, frozen=True, omit_defaults=True, kw_only=True, tag_field=
 class Reply(
     Message, frozen=True, omit_defaults=True, kw_only=True, tag_field="kind", tag=lambda class_name: class_name.lower()
 ):
-    """Base of answers, which carry their request's number, and of events, whose `request` is None."""
+    """Base class of answers, which carry the number of their request, and of events, whose `request` is None."""
 
     request: Uint64 | None = None
 
@@ -261,7 +261,7 @@ def send(
 
 def receive(connection: socket.socket, codec: Codec[T], source: str, flags: int = 0) -> tuple[T, list[int]] | None:
     """Receives a frame. Returns the frame's message and its descriptors, which the caller closes. Returns None if the
-    sender has hung up.
+    sender has closed the connection.
 
     Raises:
         ProtocolError: `source` sent an invalid frame.
@@ -293,7 +293,7 @@ def close_all(descriptors: list[int]) -> None:
 
 def limit_waits(connection: socket.socket, send_seconds: float, receive_seconds: float) -> None:
     """Sets time-outs in seconds for a socket's sends and receives; 0 means no time-out. Uses the kernel's time-outs,
-    because with Python's time-outs a send with MSG_DONTWAIT would still wait.
+    because with Python's time-outs even a send with MSG_DONTWAIT would wait.
     """
     for option, seconds in ((socket.SO_SNDTIMEO, send_seconds), (socket.SO_RCVTIMEO, receive_seconds)):
         parts = divmod(int(seconds * 1e6), 1_000_000)

@@ -1,4 +1,4 @@
-"""The contents of a node daemon's report: its threads and its clients at one moment. `DaemonReporter` writes such
+"""The contents of a node daemon's report: the daemon's threads and clients at one moment. `DaemonReporter` writes such
 reports.
 """
 

@@ -63,11 +63,11 @@ class DaemonReporter:
         self._numbers = itertools.count(1)
         self._turn = threading.Lock()  # a thread holds this lock while it writes a report
         self._lock = threading.Lock()
-        self._requested: dict[str, float] = {}  # when each job's last report was started (time.monotonic())
+        self._requested: dict[str, float] = {}  # maps a job to the time of its last report (time.monotonic())
 
     def request(self, job: str, cause: str) -> None:
-        """Writes a report in a separate thread, unless a report for the job was started within the last seconds. The
-        clients' state is read before this function returns, so the requesting client may disconnect immediately.
+        """Writes a report in a separate thread, unless a report for the job was started a few seconds ago. The clients'
+        state is read before this function returns, so the requesting client may disconnect immediately.
         """
         now = time.monotonic()
         with self._lock:
@@ -146,7 +146,7 @@ class _Snapshots:
 
     def _with_proxy(self, client: Client, session: Session) -> tuple[Client, Callable[[], list[Worker]]]:
         """Adds the state of the session's proxy to `client`, if the session has a proxy that publishes its state.
-        Returns the client, and a function that returns the workers and counts their polls since this snapshot.
+        Returns the client, and a function that returns the workers with the number of their polls since this snapshot.
         """
         service, threads = session.served, session.threads
         if service is None or service.publication is None:

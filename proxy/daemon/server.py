@@ -32,7 +32,7 @@ from proxyccl.proxy.reports import files
 from proxyccl.proxy.thread import IdlePolicy, ProxyThread, choose_idle
 from proxyccl.proxy.workers import MAX_RINGS
 
-_FULL_MS = 100  # milliseconds to wait before accepting again after descriptors have run out
+_FULL_MS = 100  # after descriptors have run out, milliseconds until the next accept()
 _DRAIN_SECONDS = 10.0
 MOST_GREETED = 128
 """The highest number of connections that have not sent a hello. The number is limited because each of them has a thread
@@ -67,8 +67,8 @@ class DaemonOptions:
 
 
 class Attendance:
-    """Decides when a job's own daemon ends. An `Attendance` keeps the live processes that have been clients, and the
-    time when the last client left.
+    """Decides when a job's own daemon ends. An `Attendance` records the live processes that have been clients, and the
+    time at which the last client disconnected.
 
     Args:
         starter: id of the process that starts the daemon and will be a client.
@@ -82,7 +82,7 @@ class Attendance:
 
     @property
     def descriptors(self) -> list[int]:
-        """The processes' pidfds, each of which becomes readable when its process ends."""
+        """The pidfds of the clients' processes; a pidfd becomes readable when its process ends."""
         return list(self._pids)
 
     def came(self, pid: int) -> int | None:
@@ -255,7 +255,7 @@ class Daemon:
                 longest.abandon()
 
     def _process_ended(self, descriptor: int) -> None:
-        """Ends the sessions of an ended process, whose sockets a forked child may still hold open."""
+        """Ends the sessions of an ended process, because a forked child may still hold the process's sockets open."""
         assert self._attendance is not None
         pid = self._attendance.ended(descriptor)
         with self._lock:
@@ -303,8 +303,8 @@ class Daemon:
             return self._runtimes[key]
 
     def _assign_threads(self, workers: int) -> Sequence[ProxyThread]:
-        """Returns a thread for each worker, from the threads with the fewest workers. A thread occurs twice in the
-        result only if there are more workers than threads.
+        """Returns a thread for each worker, chosen among the threads with the fewest workers. A thread occurs twice in
+        the result only if there are more workers than threads.
         """
         with self._lock:
             users = [thread for session in self._sessions for thread in session.threads]

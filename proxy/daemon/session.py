@@ -160,7 +160,7 @@ class Session:
             self._connection.shutdown(socket.SHUT_RD)
 
     def abandon(self) -> None:
-        """Ends the session as if the client had hung up. Any thread may call this method."""
+        """Ends the session as if the client had disconnected. Any thread may call this method."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
@@ -170,7 +170,7 @@ class Session:
     # -- frames ---
 
     def _greet(self) -> bool:
-        """Exchanges hellos. Returns False if the client hung up before its hello."""
+        """Exchanges hellos. Returns False if the client disconnected before its hello."""
         limit_waits(self._connection, _ANSWER_SECONDS, HELLO_SECONDS)
         self.pid, _ = peer_credentials(self._connection)
         self.name = process_name(self.pid)
@@ -199,7 +199,7 @@ class Session:
                 close_all(handed)
 
     def _next_request(self) -> tuple[Request, list[int]] | None:
-        """Waits for the next request, and returns it; None if the client hung up. During the wait, tries to unmap
+        """Waits for the next request, and returns it; None if the client disconnected. During the wait, tries to unmap
         memory that the client has removed.
         """
         while self._service is not None and self._service.memories.unmaps_later and not self._arrived.poll(_QUIET_MS):
@@ -303,7 +303,7 @@ class Session:
         opened = self._open_runtime(runtime, device_id)
         try:
             opened.warm_up(peers)
-        except DriverError as error:  # the client's copies may succeed without a warm-up
+        except DriverError as error:  # ignored, because the client's copies may succeed without a warm-up
             log.warning("%s: its first copies will take longer: %s", self.name, error)
 
     @method(opens=True)
@@ -333,7 +333,7 @@ class Session:
 
     @method(timeouts=2, needs_turns=True)
     def close(self, timeout: Seconds) -> bool:
-        """Drains the rings and frees all of the client's objects. Returns whether the workers ended."""
+        """Drains the rings and frees all of the client's objects. Returns whether all workers have ended."""
         self._require_service("close").drain(timeout)
         return self._free(timeout)
 
@@ -372,7 +372,7 @@ class Session:
 
 
 def _token(process: str) -> bytes:
-    """Returns the token that a request contains as hexadecimal text. Raises ProtocolError for any other text."""
+    """Decodes a token, which a request contains as hexadecimal text. Raises ProtocolError for any other text."""
     try:
         token = bytes.fromhex(process)
     except ValueError:

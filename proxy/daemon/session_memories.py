@@ -24,7 +24,9 @@ _Unmap = Callable[[], None]
 
 
 class SessionMemories:
-    """The mappings of a client's handles. Each mapping belongs to the object, such as a channel, that needs it."""
+    """The mappings of a client's handles. Each mapping belongs to the object that needs the mapping, such as a
+    channel.
+    """
 
     def __init__(self, proxy: ProxyService, runtime: Runtime) -> None:
         self._proxy = proxy
@@ -41,8 +43,8 @@ class SessionMemories:
         try:
             memory = self._mappings.acquire(handle)
         except ArgumentError:
-            # The new memory may have the address of freed memory that this process still maps; drivers may refuse the
-            # new memory's handle.
+            # If new memory has the address of freed memory that this process still maps, drivers may refuse the new
+            # handle.
             if not self._retired or not self._proxy.drain(REST_SECONDS):
                 raise
             self.unmap_retired()
@@ -59,7 +61,7 @@ class SessionMemories:
         return memory
 
     def keep(self, kind: str, number: int, unmap: _Unmap) -> None:
-        """Keeps `unmap`, which is called after the object of this kind and number is retired or replaced, or when the
+        """Stores `unmap`, which is called after the object of this kind and number is retired or replaced, or when the
         session ends.
         """
         replaced = self._kept.get((kind, number))

@@ -81,7 +81,7 @@ class SessionService:
 
     A client may name only objects that the daemon has given it: a method raises ProtocolError for any other object.
     A method that changes a table pauses the workers, because a trigger may name any id at any time. The client's remote
-    links have a separate device context, so the client's keys work for no other client.
+    links have their own device context, so no other client can use the client's keys.
 
     Args:
         options: the client's options.
@@ -138,7 +138,7 @@ class SessionService:
         self.memories = SessionMemories(self.proxy, runtime)
         self._sizes: dict[int, int] = {}  # maps a memory's first id to its size
         self._connections: list[Connection] = []
-        self._channels: dict[int, Connection | None] = {}  # None for a channel that the client's process serves
+        self._channels: dict[int, Connection | None] = {}  # the value is None if the client's process serves the channel
         self._schedules: set[int] = set()
         self._remote: ServiceRemote | None = None
         self._exposed: dict[int, ExposedMemory] = {}
@@ -148,7 +148,7 @@ class SessionService:
 
     @method()
     def add_memory(self, handle: bytes, nbytes: Nbytes, key: Uint32) -> MemoryId:
-        """Maps memory by its handle, and registers it for copies. Returns the first of the memory's ids."""
+        """Maps memory by its handle, and registers the memory for copies. Returns the first of the memory's ids."""
         if nbytes == 0:
             return self._register(0, lambda: self.proxy.add_memory(0, 0, key))
         with contextlib.ExitStack() as undo:
@@ -157,8 +157,8 @@ class SessionService:
 
     @method()
     def add_pinned_memory(self, handle: bytes) -> MemoryId:
-        """Maps pinned memory by its handle, and registers it for copies by the device and by the CPU. Returns the first
-        of the memory's ids.
+        """Maps pinned memory by its handle, and registers the memory for copies by the device and by the CPU. Returns
+        the first of the memory's ids.
         """
         with contextlib.ExitStack() as undo:
             memory = self.memories.map_pinned(handle, undo)
@@ -317,13 +317,11 @@ class SessionService:
 
     @method(opens=True)
     def expose(self, handle: bytes, nbytes: PositiveNbytes, transport: str) -> ExposedMemory:
-        """Lets peers on other hosts access the client's memory. The result's `owner` is the number that `withdraw`
-        takes.
-        """
+        """Lets peers on other hosts access the client's memory. The result's `owner` is the argument for `withdraw`."""
         remote = self._opened
         with contextlib.ExitStack() as undo:
             memory = self.memories.map(handle, nbytes, undo)
-            # With an empty handle the registration is not cached: after the unmap, other memory may get the same
+            # The handle is empty so that the registration is not cached: after the unmap, other memory may get the same
             # address.
             return self._expose(remote.expose(memory.ptr, nbytes, transport, b""), undo)
 

@@ -2,8 +2,8 @@
  * engine need not wait for copies before it issues a signal or a flush.
  *
  * While nothing is outstanding on the stream, the CPU stores signals, flush words and values, and copies short data
- * between memories that it may access. While work is outstanding, the stream stores a value in aligned parts: 8 or 4
- * bytes by a stream write, 2 or 1 bytes by a copy from a table in the device's memory. The table is not in pinned
+ * between memories that the CPU may access. While work is outstanding, the stream stores a value in aligned parts: 8 or
+ * 4 bytes by a stream write, 2 or 1 bytes by a copy from a table in the device's memory. The table is not in pinned
  * memory, because a copy from pinned memory to a GPU takes a millisecond if another process allocated both memories. */
 #include "copy_transport.h"
 
@@ -31,13 +31,13 @@ static int copy_idle(const ProxycclConnection *base) {
   return !self->issued && !self->recorded;
 }
 
-/* Makes a put or a get. A copy by the CPU leaves the connection idle, so the CPU also stores the signal that follows,
- * with release order. */
+/* Makes a put or a get. A copy by the CPU leaves the stream idle, so the CPU also stores the signal that follows, with
+ * release order. */
 static int copy_transfer(ProxycclConnection *base, const ProxycclMemory *dst, uint64_t dst_offset,
                          const ProxycclMemory *src, uint64_t src_offset, uint64_t bytes) {
   CopyConnection *self = self_of(base);
   if (dst->host != NULL && src->host != NULL && bytes <= PROXYCCL_CPU_COPY_BYTES && copy_idle(base)) {
-    proxyccl_memmove(dst->host + dst_offset, src->host + src_offset, bytes); /* the memory may overlap */
+    proxyccl_memmove(dst->host + dst_offset, src->host + src_offset, bytes); /* the ranges may overlap */
     return 0;
   }
   self->issued = 1;

@@ -74,8 +74,8 @@ static ALWAYS_INLINE void end_run(Route *route, uint32_t taken, uint64_t end) {
   route->first = taken;
 }
 
-/* Returns the value of Route.names for a trigger. If a trigger has no transfer or carries a value, its put-or-get bit
- * has no meaning. */
+/* Returns the value of Route.names for a trigger. If a trigger has no transfer or carries a value, the trigger's
+ * put-or-get bit has no meaning. */
 static uint64_t names_of(ProxycclTrigger trigger) {
   _Static_assert(PROXYCCL_GET_SHIFT == PROXYCCL_PARITY_SHIFT - PROXYCCL_SRC_MEMORY_SHIFT, "where the parity was");
   return trigger.word1 << 1 >> (PROXYCCL_SRC_MEMORY_SHIFT + 1) | (trigger.word0 & 1ull << PROXYCCL_GET_SHIFT);
@@ -177,7 +177,7 @@ static ALWAYS_INLINE ProxycclOutcome execute(ProxycclWorker *worker, Route *rout
   return CONTINUE;
 }
 
-/* Acts on up to `limit` triggers of a ring, and adds their number to *progress. If a trigger's connection has no room,
+/* Executes up to `limit` triggers of a ring, and adds their number to *progress. If a trigger's connection has no room,
  * the trigger and all later triggers stay in the ring, and *held is set.
  *
  * Works on a local copy of the Ring struct, so that the compiler keeps the cursor in registers. The function is
@@ -225,8 +225,8 @@ static ALWAYS_INLINE ProxycclOutcome visit(ProxycclWorker *worker, Ring *shared,
   return result;
 }
 
-/* Visits a ring in parts, and reads the clock once for each part. Inlining this function would leave the compiler too
- * few registers for the loop in visit(). */
+/* Visits a ring in parts, and reads the clock once for each part. This function is not inlined, because inlining would
+ * leave too few registers for the loop in visit(). */
 static __attribute__((noinline)) ProxycclOutcome visit_traced(ProxycclWorker *worker, Ring *ring, uint64_t now,
                                                               ProxycclExitInfo *info, uint32_t *progress, int *held) {
   const uint32_t before = *progress, number = (uint32_t)(ring - worker->rings);

@@ -29,8 +29,9 @@ typedef struct ProxycclCounters {
   uint64_t bytes; /* bytes of puts and gets */
   uint64_t signals;
   uint64_t flushes;
-  uint64_t flush_ns;      /* sum over the timed flushes of the time from issue to completion */
-  uint64_t timed_flushes; /* number of timed flushes; a connection times only flushes that had to wait, one at a time */
+  uint64_t flush_ns; /* sum over the timed flushes of the time from issue to completion */
+  uint64_t
+      timed_flushes; /* number of timed flushes; a connection times only flushes that wait, and only one at a time */
   uint64_t errors;
   uint64_t gets;
 } __attribute__((aligned(128))) ProxycclCounters;
@@ -55,7 +56,7 @@ typedef struct ProxycclExitInfo {
   uint32_t channel;
   uint32_t code;                  /* ProxycclErrorCode */
   int32_t status;                 /* status that the transport or the driver returned */
-  const char *reason;             /* static text: why a trigger was refused, or what failed */
+  const char *reason;             /* static text: the reason of the refusal or the failure */
   ProxycclConnection *connection; /* the connection that failed or whose trigger was refused; NULL if the error concerns
                                      no connection */
   uint32_t schedule;              /* number of the schedule that failed; 0 if the error concerns no schedule */
@@ -99,7 +100,7 @@ int proxyccl_service_add_schedule(ProxycclService *service, uint32_t number, con
 int proxyccl_service_remove_schedule(ProxycclService *service, uint32_t number);
 
 /* Creates a worker. `stats` must be zeroed, and must stay valid until the worker has ended. All workers of a service
- * are created before one of them runs. */
+ * must be created before any of them runs. */
 ProxycclWorker *proxyccl_worker_create(ProxycclService *service, ProxycclWorkerStats *stats);
 void proxyccl_worker_destroy(ProxycclWorker *worker);
 /* Each of the next two functions may be called while the worker runs, and returns 0, or ENOSPC if the worker has the
@@ -109,7 +110,7 @@ int proxyccl_worker_add_connection(ProxycclWorker *worker, ProxycclConnection *c
 /* Sets the function that makes the worker's device current (cuCtxSetCurrent, hipSetDevice). If a thread runs workers of
  * several devices, each worker needs this function. Call it before the worker runs. */
 void proxyccl_worker_set_context(ProxycclWorker *worker, int (*make_current)(uintptr_t context), uintptr_t context);
-/* Ends the worker once its rings are empty and nothing is outstanding. Any thread may call this. */
+/* Ends the worker once its rings are empty and nothing is outstanding. Any thread may call this function. */
 void proxyccl_worker_stop(ProxycclWorker *worker);
 /* Ends the worker as soon as its thread sees the request, even if the worker's rings hold triggers. Any thread may call
  * this. */
@@ -132,7 +133,7 @@ void proxyccl_worker_handled(ProxycclWorker *worker);
  * (waking.h). */
 ProxycclThread *proxyccl_thread_create(const ProxycclIdlePolicy *idle, uint32_t *asleep);
 void proxyccl_thread_destroy(ProxycclThread *thread);
-/* Changes the thread's idle policy. Any thread may call this. */
+/* Changes the thread's idle policy. Any thread may call this function. */
 void proxyccl_thread_set_idle(ProxycclThread *thread, const ProxycclIdlePolicy *idle);
 /* Adds a worker that no other thread runs. The thread may be running during the call. */
 void proxyccl_thread_add_worker(ProxycclThread *thread, ProxycclWorker *worker);
@@ -145,7 +146,7 @@ void proxyccl_thread_take_help(ProxycclThread *thread, void (*add)(int (*help)(v
                                void (*remove)(void *thread));
 /* Runs each of the thread's workers once, unless another thread is running them. If `waits` is 0, runs the workers only
  * if a ring has triggers; a caller that waits for the workers' results sets `waits` to 1. Returns 1 if the workers made
- * progress. If a worker exits or needs a handler, proxyccl_thread_run reports that later. */
+ * progress. If a worker exits or needs a handler, proxyccl_thread_run reports this event later. */
 int proxyccl_thread_help(ProxycclThread *thread, int waits);
 
 #endif

@@ -21,7 +21,7 @@ typedef struct ProxycclFabricOffer {
   uint32_t ordered;       /* 1 if writes reach the peer's memory in the order of their posts */
   uint32_t parts;         /* most memory ranges of one write, local and remote each */
   uint32_t reads;         /* 1 if the endpoint also supports reads */
-  uint32_t remote;        /* 1 if the endpoint reaches other hosts */
+  uint32_t remote;        /* 1 if the endpoint can reach other hosts */
   uint32_t device_memory; /* 1 if GPU memory can be registered, provided that the library supports the GPUs */
   uint32_t virtual_keys;  /* 1 if peers address registered memory by virtual addresses, 0 if by offsets */
   uint32_t provider_keys; /* 1 if the provider chooses the keys of memory, 0 if the caller chooses them */

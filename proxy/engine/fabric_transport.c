@@ -63,7 +63,7 @@ struct FabricConnection {
   int hurried;          /* whether requests without a completion delay a read, or a flush for which a thread waits */
   int reading;          /* 1 if the outstanding and prepared requests are reads, 0 if they are writes */
   uint64_t looks;       /* the value of options.looks at this connection's last poll */
-  FabricMemory parts;   /* the parts of the request that is prepared but not posted, if any */
+  FabricMemory parts;   /* the parts of the prepared request, which is not posted yet */
   char text[PROXYCCL_FABRIC_ERROR_TEXT];
 };
 
@@ -185,7 +185,7 @@ static int issue(ProxycclConnection *base) {
   return 0;
 }
 
-/* Handles a completion, which may be that of another connection's request. Stores the provider's message about an error
+/* Handles a completion, which may belong to another connection's request. Stores the provider's message about an error
  * in the connection of the failed request, or in the polling connection if the error names no request. */
 static void take_end(void *reader, void *context, int error, const struct fi_cq_err_entry *entry) {
   FabricRequest *request = context;
@@ -234,8 +234,8 @@ static int end_run(FabricConnection *self) {
   return post(self, !self->options.ordered || self->hurried || self->quiet + 1 >= self->run);
 }
 
-/* Posts a write of zero bytes with a completion if requests without a completion delay a flush, or if QUIET_NS have
- * passed since the last such request. */
+/* If requests without a completion delay a flush, or if QUIET_NS have passed since the last such request, posts a write
+ * of zero bytes with a completion. */
 static int ask(FabricConnection *self) {
   if (self->quiet == 0 || self->posted < self->made || self->made - self->retired == self->options.depth) return 0;
   if (!self->hurried && now_ns() - self->quiet_since < QUIET_NS) return 0;

@@ -21,7 +21,7 @@ enum {
 
 typedef struct ProxycclFabricOptions {
   uintptr_t endpoint;   /* fid_ep *, enabled */
-  uintptr_t queue;      /* fid_cq *, enabled; one poll takes the completions of all connections of the endpoint */
+  uintptr_t queue;      /* an enabled fid_cq *; one poll takes the completions of all connections of the endpoint */
   uint64_t peer;        /* the peer's fi_addr_t */
   uint32_t depth;       /* most requests outstanding */
   uint32_t ordered;     /* 1 if writes reach the peer's memory in order; if 0, a signal waits for earlier writes */

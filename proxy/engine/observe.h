@@ -29,7 +29,7 @@ typedef struct ProxycclChannelPlace {
 
 typedef struct ProxycclConnectionStats {
   uint64_t issued;    /* number of issued triggers and sends of schedules */
-  uint64_t completed; /* at least the first `completed` of the `issued` operations are complete */
+  uint64_t completed; /* number of operations that are known to be complete, of the `issued` operations */
   uint64_t errors;
   uint32_t in_use;
   uint32_t peer; /* the peer's rank, or PROXYCCL_NO_PEER */
@@ -99,8 +99,9 @@ typedef struct ProxycclObserved {
   ProxycclWorkerStats workers[] __attribute__((aligned(4096)));
 } ProxycclObserved;
 
-/* Observers call this to copy up to `room` records, beginning with record number *next. Advances *next. Returns the
- * number of copied records. Adds to *lost the number of records that were overwritten before they could be copied. */
+/* Observers call this function to copy up to `room` records, beginning with record number *next. Advances *next.
+ * Returns the number of copied records. Adds to *lost the number of records that were overwritten before they could be
+ * copied. */
 uint32_t proxyccl_trace_read(const ProxycclWorkerStats *stats, uint64_t *next, ProxycclTraceRecord *records,
                              uint32_t room, uint64_t *lost);
 

@@ -73,7 +73,7 @@ static inline void operations_push_flush(OperationQueue *queue, OperationKind ki
   operation->value = value;
 }
 
-/* Advances a put or get past bytes that were issued. */
+/* Removes issued bytes from the start of a put or get. */
 static inline void operation_advance(Operation *transfer, uint64_t bytes) {
   transfer->source += bytes;
   if (transfer->source_host != 0) transfer->source_host += bytes;

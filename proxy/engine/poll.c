@@ -41,7 +41,7 @@ static void show_progress(ProxycclWorker *worker, const ProxycclConnection *conn
 }
 
 /* Returns whether proxyccl_worker_poll polls a connection in this call, while a schedule runs. A schedule learns from
- * memory whether its sends are complete, and a poll calls a driver, which delays these reads. So a call does not poll
+ * memory whether its sends are complete, but a poll calls a driver, which delays these reads. So a call does not poll
  * every connection. A connection that can carry bundles is polled even more rarely, because bundles need no poll. */
 static int is_its_turn(const ProxycclWorker *worker, const ProxycclConnection *connection, uint32_t connections) {
   enum { TURNS_PER_POLL = 16 };

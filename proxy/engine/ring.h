@@ -39,7 +39,7 @@ static inline int ring_peek(const Ring *ring, ProxycclTrigger *trigger) {
   return 1;
 }
 
-/* Gives the slots before `next` back to the producers.
+/* Returns the slots before `next` to the producers.
  *
  * Pairing tail, release; producers acquire the tail in refreshTail() and sync(). So a slot is read before a producer
  * overwrites it, and a trigger's operations are issued before sync() returns. */

@@ -9,7 +9,7 @@
 
 enum {
   POLLS_PER_CLOCK = 16,    /* in a schedule without progress, number of polls between two readings of the clock */
-  OFFSET_BITS = 32,        /* bits of a post's offset */
+  OFFSET_BITS = 32,        /* number of bits of a post's offset */
   MOST_RECEIVES = 1 << 30, /* most receives of a stage */
   SEQUENCE_SHIFT = OFFSET_BITS + PROXYCCL_MEMORY_BITS,
   SHOWN_AFTER_NS = 1000000 /* after this time without progress, the wait is published for observers */
@@ -161,7 +161,7 @@ static int is_behind(uint64_t post, uint64_t last) {
   return post >> SEQUENCE_SHIFT == (((last >> SEQUENCE_SHIFT) + 1) << SEQUENCE_SHIFT) >> SEQUENCE_SHIFT;
 }
 
-/* Returns whether this process maps the peer's words, so that the CPU can store and read them itself. */
+/* Returns whether this process maps the peer's words, so that the CPU can store and read the words itself. */
 static int is_mapped(const ProxycclConnection *connection) {
   return (connection->transport->copies & PROXYCCL_COPIES_PEER) != 0;
 }
@@ -287,7 +287,7 @@ static ProxycclConnection *carrier_of(const ProxycclWorker *worker) {
 }
 
 /* Returns whether a send joins a bundle. A send between pinned memories does not join, because the CPU copies short
- * data between them without the driver. */
+ * data between pinned memories without the driver. */
 static int is_bundled(const ProxycclConnection *carrier, const ProxycclConnection *connection, const Step *step,
                       const Ranges *ranges) {
   return carrier != NULL && carrier->transport == connection->transport && step->send.bytes > 0 &&
@@ -419,7 +419,7 @@ enum {
   PHASE_SENDS,
   PHASE_STAGES, /* one phase per stage: the receives that the stage counts */
   PHASE_GATE = PHASE_STAGES + PROXYCCL_SCHEDULE_STAGES,
-  PHASE_RECEIVES /* receives without a stage; their senders may wait for a gate */
+  PHASE_RECEIVES /* receives without a stage, whose senders may wait for a gate */
 };
 
 static uint32_t phase_of(const ProxycclService *service, const Step *step) {
@@ -598,7 +598,7 @@ static ProxycclOutcome idle(ProxycclWorker *worker, ProxycclExitInfo *info) {
 
 /* Issues the gathered bundle, unless more sends could join the bundle once their receivers have posted. Each rank
  * copies first to the rank after it, then to the second rank after it, and so on. If instead all ranks began with the
- * rank that posted first, the copies would share that rank's link and take twice as long. Waiting for posts costs no
+ * rank that posted first, the copies would share this rank's link and take twice as long. Waiting for posts costs no
  * time, because a late rank delays the schedule in any case. */
 static ProxycclOutcome end_bundle(ProxycclWorker *worker, Bundle *bundle, uint64_t traced_ns, uint32_t *progress,
                                   ProxycclExitInfo *info) {

@@ -5,7 +5,7 @@
  * that has posted; a receive waits for data from a peer. When all steps are complete, the proxy sets the word `done` to
  * 1. While the schedule runs, a stream may wait until a stage (a counter of steps) shows that receives are complete,
  * process the received data, and increase the word `gate` to allow further sends. The steps name channels and memories
- * by id; the ids' table entries may be set before or after the schedule is added. */
+ * by id; table entries for the ids may be set before or after the schedule is added. */
 #ifndef PROXYCCL_SCHEDULE_H
 #define PROXYCCL_SCHEDULE_H
 
@@ -33,7 +33,7 @@ typedef struct ProxycclTurns {
  * cache lines. A stream resets the words when the schedule is complete. */
 typedef struct ProxycclScheduleWords {
   _Alignas(128) uint64_t bell;    /* a stream stores the number of a schedule; worker 0 resets the word to 0 */
-  _Alignas(128) uint64_t running; /* the number of the running schedule, or 0 */
+  _Alignas(128) uint64_t running; /* the number of the running schedule; 0 if no schedule runs */
   _Alignas(128) uint64_t done;    /* 1 if the schedule is complete */
   _Alignas(128) uint64_t gate;    /* streams increase this count; a gated send may start once the count has reached the
                                      send's `gate` */

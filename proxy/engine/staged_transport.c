@@ -23,11 +23,11 @@
  * serves an endpoint's wires only while it holds the lock `turn` of ProxycclWireThread, and a thread that finds the
  * lock taken does not wait for it.
  *
- * For a get, a rank sends a message without data, called the request. The peer credits and records the request. Once
- * all messages that arrived before the request are placed, the peer sends the data in messages of its own, called the
- * answer. Requests are answered in order, so an answer need not name the destination of its data. A rank makes no
- * messages for operations after a get until all its gets are complete. The peer can always record a request, because a
- * rank has at most PROXYCCL_STAGED_GETS incomplete gets.
+ * For a get, a rank sends a message without data, called the request. The peer returns a credit for the request, and
+ * records the request. Once all messages that arrived before the request are placed, the peer sends the data in
+ * messages of its own, called the answer. Requests are answered in order, so an answer need not name the destination of
+ * its data. A rank makes no messages for operations after a get until all its gets are complete. The peer can always
+ * record a request, because a rank has at most PROXYCCL_STAGED_GETS incomplete gets.
  *
  * Over sockets, a count may arrive in parts, low bytes first. A partly written count may be too low but is never too
  * high, so a reader uses the highest value that it has read. */
@@ -56,7 +56,7 @@ typedef struct {
   uint64_t value;
   uint64_t asked;   /* requested bytes; 0 if the message is not a request */
   uint64_t answers; /* 1 if the data answers the receiver's oldest unanswered request; 0 if it is put to `address` */
-  uint64_t flags;   /* any of the flags below */
+  uint64_t flags;   /* a combination of the flags below */
 } Header;
 
 enum {
@@ -149,7 +149,7 @@ struct StagedConnection {
   Wire wires[PROXYCCL_STAGED_WIRES];
   Words *words;
   char *sending, *receiving;                       /* the rings */
-  ProxycclMemory device_sending, device_receiving; /* the rings, with the addresses for copies */
+  ProxycclMemory device_sending, device_receiving; /* the rings' addresses in copies */
   /* Sending. Positions count the bytes since the first message, and never wrap around. */
   uint64_t head, tail;   /* head: position after the last message written to the ring; tail: position after the last
                             freed message */
@@ -179,7 +179,7 @@ struct StagedConnection {
   uint64_t waiting; /* one more than the number of the first message whose signal is not stored; UINT64_MAX if all
                        signals are stored */
   /* Credits; only the thread that serves the first wire uses these fields. */
-  uint64_t returned;     /* number of returned credits */
+  uint64_t returned;     /* number of messages for which credits were returned */
   uint64_t returned_end; /* position after the last credited message */
   uint64_t held_since;   /* time since which a credit is delayed; 0 if no credit is delayed */
   /* Gets, by number. */
@@ -321,8 +321,8 @@ static int alert_after_rest(StagedConnection *self, uint64_t bytes, uint64_t par
   return copy_status(status, PROXYCCL_STAGED_COPY_OUT);
 }
 
-/* Chooses the length of the parts into which the next put is cut, so that the put uses several wires. The length of a
- * part is at most that of a message and of a copy by the CPU. Returns the number of parts. */
+/* Chooses the length of the parts into which the next put is cut, so that the put uses several wires. A part is at most
+ * as long as a message's data or a copy by the CPU may be. Returns the number of parts. */
 static uint64_t begin_put(StagedConnection *self, uint64_t bytes, int by_cpu) {
   const uint64_t chunk = self->options.chunk_bytes, wires = self->options.wire_count;
   const uint64_t longest = by_cpu && chunk > PROXYCCL_CPU_COPY_BYTES ? PROXYCCL_CPU_COPY_BYTES : chunk;
@@ -393,8 +393,8 @@ static int make_answer(StagedConnection *self) {
   return 0;
 }
 
-/* Makes a message with a value, which the CPU copies. If only a header fits before the ring's end, makes an empty
- * message first, which fills this space. */
+/* Makes a message with a value, which the CPU copies. If only a header fits before the ring's end, first makes an empty
+ * message that fills this space. */
 static int make_value(StagedConnection *self, Operation *operation) {
   const uint64_t place = self->head % self->options.ring_bytes + sizeof(Header);
   if (place == self->options.ring_bytes && open_message(self, 0) == NULL) return WAITS;
@@ -407,7 +407,7 @@ static int make_value(StagedConnection *self, Operation *operation) {
   return 0;
 }
 
-/* Adds a signal to the last message if no wire can have sent that message yet; otherwise makes a message for the
+/* If no wire can have sent the last message yet, adds a signal to the last message; otherwise makes a message for the
  * signal. */
 static int make_signal(StagedConnection *self, const Operation *operation) {
   Header *header = self->last;
@@ -750,7 +750,8 @@ static int staged_poll(ProxycclConnection *base, uint32_t *progress) {
   complete_gets(self, progress);
   if (status == 0) status = issue(base);
   if (status != 0) return status;
-  *progress += (uint32_t)self->has_copied; /* a copied piece is progress, because more pieces may be left to copy */
+  progress += (uint32_t)self->has_copied; /* a copied piece counts as progress, because more pieces may need to be
+  copied */
   status = mark(self->out, &self->words->copied.count, self->made, &self->marked);
   if (status == 0) status = poll_copies(self, self->out, &self->words->copied.count, self->marked, progress);
   if (status != 0) return copy_status(status, PROXYCCL_STAGED_COPY_OUT);
@@ -806,8 +807,8 @@ static int wire_poll(ProxycclConnection *base, uint32_t *progress) {
   return 0;
 }
 
-/* Always returns 1, so that the wire's thread may sleep while requests are outstanding, because the worker also polls
- * the wire. */
+/* Always returns 1: the wire's thread may sleep while requests are outstanding, because the worker also polls the wire.
+ * */
 static int wire_idle(const ProxycclConnection *base) {
   (void)base;
   return 1;

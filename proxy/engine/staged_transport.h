@@ -45,7 +45,8 @@ typedef struct ProxycclRemoteWriteTarget {
   uint64_t host;  /* the CPU's address of the range; 0 if the CPU may not access it */
 } ProxycclRemoteWriteTarget;
 
-/* Sets an entry of the table. Engines may read the table during the call, but no peer may name this entry. */
+/* Sets an entry of the table. Engines may read the table during the call, but no peer may name the entry during the
+ * call. */
 void proxyccl_remote_write_target_set(ProxycclRemoteWriteTarget *target, uint64_t base, uint64_t bytes, uint64_t host);
 
 typedef struct ProxycclStagedWire {
@@ -57,7 +58,7 @@ typedef struct ProxycclStagedWire {
 } ProxycclStagedWire;
 
 typedef struct ProxycclStagedOptions {
-  ProxycclStagedWire wires[PROXYCCL_STAGED_WIRES]; /* the wires, in the same order as the peer's */
+  ProxycclStagedWire wires[PROXYCCL_STAGED_WIRES]; /* the wires, in the same order as on the peer */
   uint32_t wire_count;
   uint32_t credits_tell; /* 1 if a message's credit implies that the requests that wrote the message are complete, as on
                             a byte stream */

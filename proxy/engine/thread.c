@@ -53,7 +53,7 @@ static int turn_taken(ProxycclThread *thread) { return __atomic_exchange_n(&thre
 /* Pairing turn, release. */
 static void turn_give(ProxycclThread *thread) { __atomic_store_n(&thread->turn, 0, __ATOMIC_RELEASE); }
 
-/* Pairing new-worker, release: the thread sees everything that was stored in the worker before. */
+/* Pairing new-worker, release: the thread sees everything that was stored in the worker before it was added. */
 static void push_added(ProxycclThread *thread, ProxycclWorker *worker) {
   worker->next = __atomic_load_n(&thread->added, __ATOMIC_RELAXED);
   while (!__atomic_compare_exchange_n(&thread->added, &worker->next, worker, 1, __ATOMIC_RELEASE, __ATOMIC_RELAXED)) {}
@@ -109,7 +109,7 @@ static void sleep_for(uint64_t ns) {
   nanosleep(&pause, NULL);
 }
 
-/* Sleeps for at most `ns`. Returns 1 if another thread woke this thread earlier. */
+/* Sleeps for at most `ns`. Returns 1 if another thread woke this thread before the time had passed. */
 static int sleep_until_woken(uint32_t *asleep, uint64_t ns) {
   const struct timespec longest = timespec_of(ns);
   __atomic_store_n(asleep, 1, __ATOMIC_RELAXED); /* a hint: see waking.h */
@@ -120,7 +120,7 @@ static int sleep_until_woken(uint32_t *asleep, uint64_t ns) {
 /* Limits how long a thread without work sleeps. */
 typedef enum {
   NOTHING_OUTSTANDING,
-  OUTSTANDING, /* a program may wait for a completion */
+  OUTSTANDING, /* a program may be waiting for the outstanding work */
   HELPED       /* helpers run the workers, so launches do not wake this thread, which would take a core from a helper */
 } Idleness;
 
@@ -195,10 +195,10 @@ typedef struct {
   int progress, busy, outstanding;
 } Round;
 
-/* Runs a worker once: advances a schedule, acts on up to POLL_INTERVAL triggers of each ring, and polls the
+/* Runs a worker once: advances a schedule, executes up to POLL_INTERVAL triggers of each ring, and polls the
  * connections. A trigger for a handler ends the call before the poll. So the first call after a handler skips the
- * rings, so that the connections are polled before the next trigger for a handler. Returns CONTINUE, or the reason why
- * proxyccl_thread_run must return. */
+ * rings; otherwise a series of such triggers would prevent polls of the connections. Returns CONTINUE, or the reason
+ * why proxyccl_thread_run must return. */
 static ProxycclOutcome take_turn(ProxycclThread *thread, ProxycclWorker *worker, ProxycclExitInfo *info, Round *round) {
   const uint32_t rings = list_count(&worker->ring_count);
   const uint32_t drain = request_asked(&worker->drain), pause = request_asked(&worker->pause);
@@ -299,7 +299,7 @@ int proxyccl_thread_help(ProxycclThread *thread, int waits) {
   return round.progress;
 }
 
-/* Takes the lock `turn` again. The loop ends soon, because a helper holds the lock for at most one round. */
+/* Takes the lock `turn` again. The loop takes little time, because a helper holds the lock for at most one round. */
 static void take_back(ProxycclThread *thread) {
   while (!turn_taken(thread)) sleep_for(TURN_SLEEP_NS);
 }

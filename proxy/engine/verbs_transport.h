@@ -24,12 +24,12 @@ enum {
 enum {
   PROXYCCL_VERBS_OPERATIONS = 256, /* most operations that wait for a connection's send queue */
   PROXYCCL_VERBS_CHAIN = 32,       /* most work requests posted with one call */
-  /* A chain with this many bytes is posted without waiting for more requests, because its transfer takes much longer
-   * than the call. */
+  /* A chain with this many bytes is posted without waiting for more requests, because the chain's transfer takes much
+   * longer than the call. */
   PROXYCCL_VERBS_CHAIN_BYTES = 16 << 10
 };
 
-/* At most min(send_depth, cq_depth) requests are outstanding, because after an error each request takes a place in the
+/* At most min(send_depth, cq_depth) requests are outstanding, because after an error each request has an entry in the
  * completion queue. A chain has at most half of this number, so that the device executes one chain while the engine
  * prepares the next chain. */
 typedef struct ProxycclVerbsOptions {

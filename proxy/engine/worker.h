@@ -40,7 +40,7 @@ struct ProxycclService {
   ProxycclScheduleWords *words; /* NULL without schedules */
   const uint64_t *semaphores;   /* the channels' words in this rank, which peers' proxies signal */
   uint32_t worker_count;
-  uint32_t current; /* number of the schedule that was started last */
+  uint32_t current; /* number of the most recently started schedule */
   uint32_t started; /* number of schedules that were started; pairing schedule-start */
   uint32_t parts;   /* number of workers that have not completed their part of the current schedule; pairing
                        schedule-end */
@@ -63,9 +63,9 @@ typedef struct {
   ProxycclConnection *carrier; /* the connection whose stream copies all bundles; NULL without bundles */
   uint32_t left;               /* number of steps that are not complete */
   uint32_t idle_polls;         /* number of polls since the last progress */
-  uint64_t idle_since;         /* when the worker first noticed the lack of progress; 0 if the clock was not read since
-                                  the last progress */
-  int shown;                   /* whether the waits are published for observers */
+  uint64_t idle_since; /* time at which the worker first found no progress; 0 if the clock has not been read since the
+                          last progress */
+  int shown;           /* whether the waits are published for observers */
 } ScheduleRun;
 
 enum { STOP_WHEN_DONE = 1, STOP_AT_ONCE = 2 };
@@ -85,9 +85,9 @@ struct ProxycclWorker {
   uint32_t ring_count, connection_count; /* pairing worker-list */
   uint32_t current;                      /* index of the ring to visit next; kept while a Python handler runs */
   uint32_t number;                       /* the worker's number in its service; worker 0 reads the bell */
-  uint32_t joined;                       /* value of the service's `started` when this worker last began a schedule;
-                                            unused by worker 0 */
-  uint32_t polled;                       /* while a schedule runs: number of the connection to poll */
+  uint32_t
+      joined; /* value that the service's `started` had when this worker last began a schedule; unused by worker 0 */
+  uint32_t polled; /* while a schedule runs: number of the connection to poll */
   ScheduleRun run;
   int handling;  /* whether a Python handler is handling the current ring's next trigger */
   int handled;   /* whether a handler has returned and the connections have not been polled afterwards */
@@ -97,7 +97,7 @@ struct ProxycclWorker {
 };
 
 enum {
-  POLL_INTERVAL = 256 /* most triggers that are taken from a ring between two polls of the connections */
+  POLL_INTERVAL = 256 /* most triggers that a worker takes from a ring between two polls of the connections */
 };
 
 /* Returns the number of triggers for which a connection has room now. */
@@ -121,7 +121,7 @@ static inline ProxycclOutcome exit_with_error(ProxycclExitInfo *info, uint32_t c
   return PROXYCCL_EXIT_ERROR;
 }
 
-/* Acts on up to POLL_INTERVAL triggers of a ring, and adds their number to *progress. If a trigger's connection has no
+/* Executes up to POLL_INTERVAL triggers of a ring, and adds their number to *progress. If a trigger's connection has no
  * room, the trigger and all later triggers stay in the ring, and *held is set. Returns CONTINUE, or the reason why the
  * thread must return. */
 ProxycclOutcome proxyccl_worker_visit_ring(ProxycclWorker *worker, Ring *ring, ProxycclExitInfo *info,

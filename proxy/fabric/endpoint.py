@@ -1,4 +1,6 @@
-"""Opens a rank's libfabric endpoints, encodes their addresses for peers, and registers memory with them."""
+"""Opens a rank's libfabric endpoints, encodes the endpoints' addresses for peers, and registers memory with the
+endpoints.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ ffi, lib = _engine.ffi, _engine.lib
 
 _ADDRESS_BYTES = 512
 _COMPLETIONS = 8192
-_KEY_EXISTS = 269  # FI_ENOKEY, a provider's error if the requested key is in use
+_KEY_EXISTS = 269  # FI_ENOKEY: the provider's error if the requested key is in use
 _KEY_TRIES = 8
 _OWNERS = {"cuda": lib.PROXYCCL_FABRIC_CUDA, "hip": lib.PROXYCCL_FABRIC_ROCR}
 _LOCAL_KEYS: int = lib.PROXYCCL_FABRIC_LOCAL_KEYS

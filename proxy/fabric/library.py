@@ -191,7 +191,7 @@ class FabricOffer:
 
 def fabric_offers(*, device_memory: bool = False) -> list[FabricOffer]:
     """Returns the endpoints that providers offer, in libfabric's order of preference. All offered endpoints can write
-    to peers' memory. Some can also read peers' memory or, with `device_memory`, access GPU memory.
+    to peers' memory. Some endpoints can also read peers' memory or, with `device_memory`, access GPU memory.
 
     Raises:
         ResourceError: out of memory.
@@ -204,9 +204,9 @@ def fabric_offers(*, device_memory: bool = False) -> list[FabricOffer]:
 
 
 def best_of(answers: list[list[FabricOffer]]) -> list[FabricOffer]:
-    """Merges libfabric's answers to successively weaker requests. Each offer is taken from the first answer that
-    contains the offer. The result has the order of the last answer. The last request asks for no optional features, so
-    this order is libfabric's order of preference.
+    """Merges libfabric's answers to requests, of which each asks for fewer features than the previous request. Each
+    offer is taken from the first answer that contains the offer. The result has the order of the last answer. The last
+    request asks for no optional features, so this order is libfabric's order of preference.
     """
     best: dict[tuple[str, str, object, int], FabricOffer] = {}
     for answer in reversed(answers):

@@ -43,7 +43,7 @@ class BoundedServer(ThreadingTCPServer):
     """
 
     daemon_threads = True
-    allow_reuse_address = True  # allows a port whose old connections are in TIME_WAIT
+    allow_reuse_address = True  # allows reuse of a port whose old connections are in TIME_WAIT
     MOST = 32
     request_queue_size = MOST
 
@@ -79,7 +79,7 @@ class BoundedServer(ThreadingTCPServer):
         self._thread.join()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serves a connection in a thread. Ends the oldest connection if too many connections are open."""
+        """Serves a connection in a thread. If too many connections are open, ends the oldest connection."""
         with self._lock:
             self._accepted.append(request)
             if len(self._accepted) > self.MOST:

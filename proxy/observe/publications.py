@@ -93,7 +93,7 @@ class RingPlace(Message, frozen=True):
 
 
 class OfProcess(Message, frozen=True):
-    """Base of publications of objects that belong to a process.
+    """Base class of publications of objects that belong to a process.
 
     Attributes:
         pid: the process's id.
@@ -170,7 +170,7 @@ def publish(publication: Publication) -> Path:
 
 
 def new_name(suffix: str) -> str:
-    """Returns a file name that no other object of this process has."""
+    """Returns a file name that is unique among the objects of this process."""
     return f"{os.getpid()}-{next(_numbers)}{suffix}"
 
 
@@ -223,7 +223,7 @@ def withdraw(path: Path) -> None:
 
 
 def _read(path: Path, codec: Codec[P]) -> P | None:
-    """Reads a publication from a file. Returns None if the file is of another version. Raises OSError."""
+    """Reads a publication from a file. Returns None if another version of ProxyCCL wrote the file. Raises OSError."""
     with path.open("rb") as file:
         data = file.read(codec.limit + 1)
     try:

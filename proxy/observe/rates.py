@@ -121,8 +121,8 @@ class ServiceRates(Message, frozen=True):
     ways: dict[int, str] = msgspec.field(default_factory=dict)
 
     def paths(self) -> dict[str, list[int]]:
-        """Returns a dict that maps each path to the sorted ranks that the path reaches. A path is a text: the transport
-        of a rank's channels, if there are any, and the rank's entry in `ways`, if there is one.
+        """Returns a dict that maps each path to the sorted ranks that are reached by the path. A path is a text: the
+        transport of a rank's channels, if there are any, and the rank's entry in `ways`, if there is one.
         """
         transports = dict.fromkeys(self.ways, "") | {each.peer: each.transport for each in self.channels}
         found: dict[str, list[int]] = {}
@@ -202,7 +202,7 @@ class Watch:
         self._views: dict[Path, ServiceView] = {}
 
     def rates(self) -> list[ServiceRates]:
-        """Returns the services' activity since the last call, ordered by job and rank. Services that are new since the
+        """Returns the services' activity since the last call, ordered by job and rank. Services that started after the
         last call are left out. Raises the errors of `find`.
         """
         before, self._views = self._views, snapshots(*self._of)

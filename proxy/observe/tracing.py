@@ -211,7 +211,7 @@ class Allowance:
 
     Args:
         triggers: the number of triggers to keep. Further triggers are kept if they share a clock reading with the last
-            of these.
+            of the kept triggers.
     """
 
     def __init__(self, triggers: int) -> None:
@@ -237,7 +237,7 @@ class _Records:
         self._stats = stats
         self._allowance = allowance
         self._next = ffi.new("uint64_t *", stats.traced)
-        self._parts: list[tuple[int, npt.NDArray[np.uint64]]] = []  # number of lost records, and the records after them
+        self._parts: list[tuple[int, npt.NDArray[np.uint64]]] = []  # number of lost records, and the records after the lost records
         self._full = False
         self.left_out = 0
 
@@ -359,7 +359,9 @@ class Tracer:
         return ServiceTrace(self._observer.publication, triggers, self._routes, lost, left_out, waits)
 
     def close(self) -> None:
-        """Ends the recording, unless `stop` has ended it, and lets other processes trace the service."""
+        """Ends the recording, unless `stop` has already ended the recording, and lets other processes trace the
+        service.
+        """
         self._ask_until(0)
         self._workers.clear()
         self._opened.close()
