@@ -1,4 +1,6 @@
-"""The options of the transports between hosts, and the description of the rank for which their devices are opened."""
+"""The options of the transports between hosts, and the description of the rank for which the transports' devices are
+opened.
+"""
 
 from __future__ import annotations
 
@@ -158,8 +160,8 @@ class FabricOptions(_FromEnvironment):
             such as "tcp"; None for the first provider, in libfabric's order of preference, that reaches other hosts
             (`choose_offer`).
         interface: the interfaces to use, as a comma-separated list of prefixes of libfabric's domain names, such as
-            "eth0" or "rdmap0s6". After a leading "=" the list has whole names; after a leading "^" or "^=" it has the
-            prefixes or whole names to exclude. None for any interface except the loopback.
+            "eth0" or "rdmap0s6". A leading "=" means that the list has whole names; a leading "^" or "^=" means that
+            the list has prefixes or whole names to exclude. None for any interface except the loopback.
         depth: the most outstanding writes of a connection, 2 to 4096; fewer if the provider takes fewer.
         signal: when a signal is written: with "ordered" right after its data, which needs a provider that keeps the
             order of writes; with "delivered" once its data has been delivered. "auto" is "ordered" if the provider

@@ -1,4 +1,4 @@
-"""Describes schedules: lists of transfers that a rank's proxy carries out when a stream starts them
+"""Describes schedules: lists of transfers that a rank's proxy makes when a stream starts the schedule
 (engine/schedule.h).
 
 The protocol is in channels/schedules/DESIGN.md.
@@ -16,7 +16,7 @@ STAGES: int = lib.PROXYCCL_SCHEDULE_STAGES
 
 
 class SchedulePost(Message, frozen=True):
-    """A step that lets a peer write to memory of this rank. A send of the peer's schedule writes to this memory.
+    """A step that lets a peer write to memory of this rank. A send of the peer's schedule writes to the memory.
 
     Attributes:
         channel: a channel to the peer that is used only for posts.
@@ -74,8 +74,8 @@ class ScheduleReceive(Message, frozen=True):
 
 
 class Schedule(Message, frozen=True):
-    """The steps of one rank. The proxy begins each step as soon as it can, in any order, but keeps the order of sends
-    on one channel.
+    """The steps of one rank. The proxy begins each step as early as possible, in any order, but keeps the order of
+    sends on one channel.
 
     Attributes:
         posts, sends, receives: the steps.

@@ -45,9 +45,9 @@ def require_callable(handler: object) -> None:
 
 
 class ProxyService(ProxyWords):
-    """Drains rings and issues their triggers' operations. A communicator has a `ProxyService` in its process, or a
-    `DaemonClient` with the same methods. Callers pass both an address of memory in their process and a handle: a
-    `ProxyService` uses the address, and the daemon opens the handle.
+    """Drains rings, and issues the operations of the rings' triggers. A communicator has a `ProxyService` in its
+    process, or a `DaemonClient` with the same methods. Callers pass both an address (in the caller's process) and a
+    handle of memory: a `ProxyService` uses the address, and the daemon opens the handle.
 
     Args:
         runtime: the runtime whose driver issues the service's copies.
@@ -227,10 +227,9 @@ class ProxyService(ProxyWords):
             return self._memories.add(memory.ptr, memory.nbytes, 0, host=memory.host_ptr, first=first)
 
     def add_remote_memory(self, address: int, nbytes: int, key: int) -> int:
-        """Registers this rank's or a peer's memory for remote transports, by its address and key.
+        """Registers this rank's or a peer's memory for remote transports, by the memory's address and key.
 
-        Channels that copy within the host cannot use this memory: the engine refuses their triggers. Returns the first
-        id.
+        The engine refuses triggers of channels that copy within the host and name this memory. Returns the first id.
 
         Raises:
             ResourceError: no ids are left.
@@ -362,7 +361,7 @@ class ProxyService(ProxyWords):
 
     def free_channels(self, channels: Iterable[int], connection: Connection) -> None:
         """Frees channel ids of a connection. All triggers of these channels must be drained, and peers must no longer
-        signal on them.
+        signal on the channels.
         """
         with self._lock:
             if not self._closed and self._process.is_here:
@@ -409,7 +408,7 @@ class ProxyService(ProxyWords):
 
     def stopped(self) -> str:
         """Returns an explanation if a signal has stopped the proxy's process, else "". A `ProxyService` returns "",
-        because its process is the caller's.
+        because it runs in the caller's process.
         """
         return ""
 
@@ -450,16 +449,16 @@ class ProxyService(ProxyWords):
             return self._channels.reserve(0)
 
     def fifo_for(self, channel: int) -> Fifo:
-        """Returns the ring that a channel's triggers go through."""
+        """Returns the ring to which a channel's triggers are pushed."""
         return self.fifos[self._channels.ring_of(channel)]
 
     def ring_of(self, channel: int) -> int:
-        """Returns the number of the ring that a channel's triggers go through."""
+        """Returns the number of the ring to which a channel's triggers are pushed."""
         return self._channels.ring_of(channel)
 
     def outstanding(self, channel: int) -> int | None:
-        """Returns the number of triggers and of schedules' sends on a channel's connection whose completion is not
-        known. Returns None for a handler's channel, or if this process can't read the number.
+        """Returns, for a channel's connection, the number of triggers and of schedules' sends that are not known to be
+        complete. Returns None for a handler's channel, or if this process can't read the number.
         """
         with self._open():
             return self._observed.outstanding(channel)
@@ -478,12 +477,12 @@ class ProxyService(ProxyWords):
 
     @property
     def observed_handle(self) -> bytes:
-        """The handle by which other processes open this service's `ObservedSegment`."""
+        """The handle with which other processes open this service's `ObservedSegment`."""
         return self._observed.memory.handle
 
     @property
     def asleep_handles(self) -> list[bytes]:
-        """The handles by which other processes open the words that wake this service's threads."""
+        """The handles with which other processes open the words that wake this service's threads."""
         return [word.handle for word in self._workers.asleep]
 
     @property
@@ -611,7 +610,8 @@ class ProxyService(ProxyWords):
             drained: whether the workers first empty their rings and complete outstanding work.
 
         Returns:
-            False if a worker did not end in time; the service keeps its memory, and another call waits again.
+            False if a worker did not end in time; then the service keeps its memory, and another call of `close` waits
+            again.
         """
         if not self._process.is_here:  # this process is a forked child, and the workers belong to the parent
             return True

@@ -164,7 +164,7 @@ class ServiceRemote:
             device.registrations.release(memory.owner)
 
     def close(self) -> None:
-        """Frees endpoints, registrations and devices. Close the proxy first."""
+        """Frees endpoints, registrations and devices. The proxy must be closed first."""
         with contextlib.ExitStack() as steps:  # closes the objects in reverse order, even if closing one of them fails
             for device in self._devices.values():
                 steps.callback(device.close)

@@ -132,7 +132,7 @@ class ProxyWords:
 class TurnWatch:
     """Measures how long a worker has not polled its rings while a stream or a process waited for the workers. A worker
     does not poll if its process is stopped or a driver call hangs. One thread calls `look` every few milliseconds. The
-    workers count their polls, which are called turns, in a ProxycclScheduleWords.
+    workers count their polls (called turns) in a ProxycclScheduleWords.
     """
 
     def __init__(self, schedule_words: Any, workers: int) -> None:
@@ -142,8 +142,8 @@ class TurnWatch:
         self._looked = time.monotonic()
 
     def look(self, *, awaited: bool = True) -> float:
-        """Returns the longest time, in seconds, since a running worker last polled its rings. If `awaited` is False,
-        nobody waits for the workers, so all times restart at 0.
+        """Returns the longest time, in seconds, since a running worker last polled its rings. If `awaited` is False, no
+        stream or process waits for the workers, so all times restart at 0.
         """
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, _LONGEST_STEP), now
@@ -154,5 +154,5 @@ class TurnWatch:
         return max(self._idle)
 
     def look_for_streams(self) -> float:
-        """Like `look`, but returns 0 unless a stream waits for a schedule."""
+        """Does the same as `look`, but returns 0 unless a stream waits for a schedule."""
         return self.look(awaited=bool(self._words.bell or self._words.running))

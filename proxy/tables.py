@@ -86,7 +86,7 @@ class ChannelTable:
         self._observed.place_channel(channel, connection.worker, self._ring_of[channel], number)
 
     def reserve_for_handler(self, channel: int | None) -> tuple[int, int]:
-        """Reserves an id, as `reserve` does, for a Python handler. Returns the id and its worker."""
+        """Reserves an id, as `reserve` does, for a Python handler. Returns the id and the channel's worker."""
         worker = self._handlers % len(self._rings_of)
         self._handlers += 1
         return self.reserve(worker, channel), worker
@@ -212,7 +212,7 @@ def _id(value: int | None) -> int:
 
 
 def _native_steps(schedule: Schedule) -> tuple[Any, list[Any]]:
-    """Returns a ProxycclScheduleSteps, and the objects that must stay alive with it."""
+    """Returns a ProxycclScheduleSteps, and the objects that must stay alive as long as the steps."""
     posts = ffi.new("ProxycclSchedulePost[]", len(schedule.posts))
     sends = ffi.new("ProxycclScheduleSend[]", len(schedule.sends))
     receives = ffi.new("ProxycclScheduleReceive[]", len(schedule.receives))

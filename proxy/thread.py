@@ -1,4 +1,4 @@
-"""A thread that runs workers of the engine, which may belong to one service or to many.
+"""A thread that runs workers of the engine; the workers may belong to one service or to many services.
 
 The thread enters the C engine without the GIL, and stays there until the engine returns for one of the thread's
 workers. This module does not know about services: the caller that adds a worker passes the function to call when the
@@ -36,9 +36,9 @@ call.
 class IdlePolicy:
     """How a thread waits while the rings of all its workers are empty.
 
-    The thread first spins, then yields, then sleeps for a 32nd of the time for which it has been idle, so it finds new
+    The thread first spins, then yields, then sleeps for 1/32 of the time for which it has been idle, so it finds new
     work at most 1/32 of the idle time late. While transfers are under way, the thread yields for 1.6 ms before it
-    sleeps, because a thread takes as long to wake from a short sleep as it slept. After a long idle time, the thread
+    sleeps, because waking up from a short sleep takes as long as the sleep itself. After a long idle time, the thread
     sleeps for 1/1024 of the idle time, at most 10 ms, even if `max_sleep_us` is shorter; after 10 s it uses 0.1 % of a
     core. ProxyCCL wakes a sleeping thread before each of its own launches. When another library replays a CUDA graph,
     nothing wakes the thread, so it finds the work when its sleep ends.
@@ -51,8 +51,8 @@ class IdlePolicy:
             threads on the core need not wait for a whole time slice. If there are fewer cores than threads, a host
             kernel may wait up to `spin_us` for the core after each trigger that it pushes.
         yield_us: how long, after spinning, the thread yields the core between two polls.
-        max_sleep_us: the longest sleep between two polls, unless the thread has been idle for long. The thread finds
-            work at most this much later, plus the time that the system needs to wake it.
+        max_sleep_us: the longest sleep between two polls, unless the thread has been idle for long. Sleeping delays the
+            thread's work by at most this time, plus the time that the system needs to wake the thread.
 
     Raises:
         ArgumentError: a time is out of range.
@@ -95,7 +95,9 @@ class IdlePolicy:
 
     @staticmethod
     def most_awake(policies: Iterable[IdlePolicy]) -> IdlePolicy:
-        """Returns a policy that wakes a thread no later than any of `policies`, which must not be empty."""
+        """Returns a policy with which a thread wakes up no later than with any of `policies`, which must not be
+        empty.
+        """
         each = list(policies)
         return IdlePolicy(
             max(policy.spin_us for policy in each),

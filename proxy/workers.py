@@ -194,8 +194,8 @@ class Workers:
         return [lib.proxyccl_worker_drain(worker.pointer) for worker in self._workers]
 
     def await_drained(self, asked: list[int], timeout: float, given_up: Callable[[], bool]) -> bool:
-        """Waits for the reports of `ask_to_drain`. Returns False on a time-out, if `given_up` returned True, or if a
-        worker ended.
+        """Waits for the reports that `ask_to_drain` requested. Returns False on a time-out, if `given_up` returned
+        True, or if a worker ended.
         """
         deadline = time.monotonic() + timeout
         for worker, number in zip(self._workers, asked, strict=True):
@@ -229,7 +229,8 @@ class Workers:
 
 class WireWorkers:
     """The threads that poll the wires of staged connections (engine/staged_transport.h): for each of `count` endpoints,
-    one thread with one worker polls the endpoint's wires to all peers. The other arguments are those of the service.
+    one thread with one worker polls the endpoint's wires to all peers. The other arguments are the arguments of the
+    service.
 
     While a wire's thread sleeps, the service's own workers poll the wire, so no transfer waits for the thread to wake.
     The threads speed up long transfers, because one thread that drives sockets does not saturate a network.

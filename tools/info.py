@@ -1,5 +1,5 @@
-"""`proxyccl info`: lists this machine's hardware and libraries, and says for each missing library why it is missing and
-how to install it.
+"""`proxyccl info`: lists this machine's hardware and libraries, and, for each missing library, the reason and how to
+install the library.
 
 The command queries GPU drivers for devices, and starts no MPI job.
 """
@@ -57,7 +57,7 @@ from proxyccl.tools.tune import in_words
 
 @dataclass(frozen=True)
 class Finding:
-    """A piece of hardware, a library or a setting that ProxyCCL can use, found or missing.
+    """A piece of hardware, a library or a setting that ProxyCCL can use, and whether it was found.
 
     Attributes:
         section: the heading that lists the finding.
@@ -278,7 +278,7 @@ def _cache() -> list[Finding]:
             return [Finding("Kernels", "cache", False, str(error), advice)]
     files = []
     for path in directory.glob("*"):
-        with contextlib.suppress(FileNotFoundError):  # another process has just removed the file
+        with contextlib.suppress(FileNotFoundError):  # another process may have removed the file
             if path.is_file():
                 files.append(path.stat().st_size)
     return [Finding("Kernels", "cache", True, f"{directory}: {len(files)} files, {sum(files) / 2**20:.1f} MiB")]
@@ -378,7 +378,7 @@ def findings() -> list[Finding]:
     watch = Watch()
     with contextlib.suppress(ArgumentError):  # `_idle_policies` reports the error
         watch.rates()
-    mpi = _mpi()  # before libfabric is loaded, because MPI may need a newer libfabric
+    mpi = _mpi()  # MPI before libfabric, because MPI may need a newer libfabric
     kernels = (*_shipped(), *_compiler(), *_cache())
     before = [*_runtimes(), *_devices(), *_rdma(), *_fabric()]
     after = [*mpi, *kernels, *_tuning(), *_environment()]

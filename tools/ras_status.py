@@ -131,7 +131,7 @@ def _rank(view: RankView, host: str) -> dict[str, object]:
 
 
 def _now() -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S")  # local time, because clients parse it with mktime
+    return time.strftime("%Y-%m-%d %H:%M:%S")  # local time, because clients parse the text with mktime
 
 
 class _Summary:
@@ -250,8 +250,8 @@ def _by_value(
     words: Callable[[object], str],
     most: Callable[[Sequence[object]], int],
 ) -> Iterator[str]:
-    """Yields a line for each value. The line also lists the ranks that have the value, unless it is the most frequent
-    value.
+    """Yields a line for each value. Unless the value is the most frequent value, the line also lists the ranks that
+    have the value.
     """
     by_value: dict[object, list[RankView]] = {}
     for view in ranks:

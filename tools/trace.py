@@ -40,7 +40,7 @@ _FETCH_EVERY = 0.005  # seconds between two fetches of records
 
 
 def _alike(traced: TracedTrigger) -> tuple[object, ...]:
-    """Returns a key of a trigger. Consecutive triggers with equal keys are shown as one event."""
+    """Returns a key for a trigger; consecutive triggers with equal keys are shown as one event."""
     trigger = traced.trigger
     return traced.worker, traced.look, trigger.channel, trigger.operation, trigger.size, traced.completed_ns
 
@@ -257,7 +257,7 @@ def record(
     with contextlib.ExitStack() as opened:
         tracers = []
         for path, publication in find(job, ranks, process):
-            with contextlib.suppress(ArgumentError):  # the agent or service may have been closed
+            with contextlib.suppress(ArgumentError):  # the agent or service may be closed
                 tracers.append(opened.enter_context(Tracer(path, publication, allowance)))
         of_agents = []
         for agent in find_agents() if job is None and ranks is None else ():

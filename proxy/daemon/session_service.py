@@ -138,7 +138,7 @@ class SessionService:
         self.memories = SessionMemories(self.proxy, runtime)
         self._sizes: dict[int, int] = {}  # maps a memory's first id to its size
         self._connections: list[Connection] = []
-        self._channels: dict[int, Connection | None] = {}  # the value is None if the client's process serves the channel
+        self._channels: dict[int, Connection | None] = {}  # None if the client's process serves the channel
         self._schedules: set[int] = set()
         self._remote: ServiceRemote | None = None
         self._exposed: dict[int, ExposedMemory] = {}

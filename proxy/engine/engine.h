@@ -29,9 +29,8 @@ typedef struct ProxycclCounters {
   uint64_t bytes; /* bytes of puts and gets */
   uint64_t signals;
   uint64_t flushes;
-  uint64_t flush_ns; /* sum over the timed flushes of the time from issue to completion */
-  uint64_t
-      timed_flushes; /* number of timed flushes; a connection times only flushes that wait, and only one at a time */
+  uint64_t flush_ns;      /* sum over the timed flushes of the time from issue to completion */
+  uint64_t timed_flushes; /* number of timed flushes; a connection times one flush at a time, and only if it waits */
   uint64_t errors;
   uint64_t gets;
 } __attribute__((aligned(128))) ProxycclCounters;

@@ -750,7 +750,7 @@ static int staged_poll(ProxycclConnection *base, uint32_t *progress) {
   complete_gets(self, progress);
   if (status == 0) status = issue(base);
   if (status != 0) return status;
-  progress += (uint32_t)self->has_copied; /* a copied piece counts as progress, because more pieces may need to be
+  *progress += (uint32_t)self->has_copied; /* a copied piece counts as progress, because more pieces may need to be
   copied */
   status = mark(self->out, &self->words->copied.count, self->made, &self->marked);
   if (status == 0) status = poll_copies(self, self->out, &self->words->copied.count, self->marked, progress);

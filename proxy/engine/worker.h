@@ -85,8 +85,7 @@ struct ProxycclWorker {
   uint32_t ring_count, connection_count; /* pairing worker-list */
   uint32_t current;                      /* index of the ring to visit next; kept while a Python handler runs */
   uint32_t number;                       /* the worker's number in its service; worker 0 reads the bell */
-  uint32_t
-      joined; /* value that the service's `started` had when this worker last began a schedule; unused by worker 0 */
+  uint32_t joined; /* the service's `started` when this worker last began a schedule; unused by worker 0 */
   uint32_t polled; /* while a schedule runs: number of the connection to poll */
   ScheduleRun run;
   int handling;  /* whether a Python handler is handling the current ring's next trigger */

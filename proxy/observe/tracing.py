@@ -237,7 +237,7 @@ class _Records:
         self._stats = stats
         self._allowance = allowance
         self._next = ffi.new("uint64_t *", stats.traced)
-        self._parts: list[tuple[int, npt.NDArray[np.uint64]]] = []  # number of lost records, and the records after the lost records
+        self._parts: list[tuple[int, npt.NDArray[np.uint64]]] = []  # number of lost records; the following records
         self._full = False
         self.left_out = 0
 

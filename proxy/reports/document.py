@@ -1,4 +1,4 @@
-"""The common format of report files: each is a message as JSON, with a `format` and a `version`."""
+"""The common format of report files: a message as JSON, with a `format` and a `version`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ReportError(ProxyCCLError):
 
 
 class Member(Message, frozen=True, eq=False):
-    """A process on a host. Comparing ignores `started`.
+    """Identifies a process on a host. Comparing ignores `started`.
 
     Attributes:
         host: the host's name and boot id.

@@ -1,4 +1,6 @@
-"""The directory for reports: the user's choice, or a default directory, which keeps the newest `KEPT` reports."""
+"""The directory for reports: one that the user chooses, or a default directory, in which only the newest `KEPT` reports
+are kept.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,7 @@ def reports_in(where: Path) -> list[Path]:
     found = []
     for path in where.iterdir():
         if _NAME.fullmatch(path.name) and path.is_file():
-            with contextlib.suppress(FileNotFoundError):  # another process has just removed the file
+            with contextlib.suppress(FileNotFoundError):  # another process may have removed the file
                 found.append((path.stat().st_mtime_ns, path))
     return [path for _, path in sorted(found)]
 

@@ -21,10 +21,10 @@ _tried = False
 
 
 def install(report: Callable[[str], object]) -> None:
-    """Makes the signal call `report` in a thread, with a cause in words.
+    """Makes the signal call `report` in a thread, with a text that names the cause.
 
-    Does nothing in a second call, or if the program handles or ignores the signal in Python. An existing handler in C,
-    such as MPICH's, is still called.
+    Does nothing if it was called before, or if the program handles or ignores the signal in Python. An existing handler
+    in C, such as MPICH's, is still called.
     """
     global _tried  # noqa: PLW0603  the process has only one handler for the signal
     with _lock:

@@ -1,4 +1,5 @@
-/* Announcements: a rank offers memory to the other ranks of its host, which map the memory and reply with its address.
+/* Announcements: a rank offers memory to the other ranks of the host, which map the memory and reply with the memory's
+ * address.
  *
  * Each rank owns one table, in memory that all ranks of the host map. The owner announces and withdraws memory in the
  * table's entries. When an entry changes, each peer maps or unmaps the memory, and replies with the memory's address
@@ -31,7 +32,7 @@ typedef struct ProxycclAnnouncement {
 typedef struct ProxycclAnnouncementReply {
   uint64_t version; /* version of the announcement that the reply answers */
   uint64_t address;
-  uint64_t memory; /* the version in the upper half, the memory's id plus one in the lower half; 0 without a reply */
+  uint64_t memory; /* upper half: the version; lower half: the memory's id plus one; 0 without a reply */
 } ProxycclAnnouncementReply;
 
 typedef struct ProxycclAnnouncements {

@@ -39,7 +39,7 @@ void proxyccl_calls_wait_on(ProxycclCallers *callers, uintptr_t stream, uintptr_
   callers->synchronize = (int (*)(void *))synchronize;
 }
 
-/* Returns `history`, the digest of all earlier calls, updated with one more call. */
+/* Adds a call to `history`, the digest of all earlier calls. Returns the new digest. */
 static uint64_t history_with(uint64_t history, const ProxycclCall *call) {
   for (int i = 0; i < PROXYCCL_CALL_FIELDS; ++i) {
     history = (history ^ call->fields[i]) * 0x9e3779b97f4a7c15u;
@@ -48,8 +48,8 @@ static uint64_t history_with(uint64_t history, const ProxycclCall *call) {
   return history;
 }
 
-/* Counts a call in a hash table, which is zeroed at first and from which nothing is removed. Fields are written with
- * plain 8-byte stores, so observers may read the table at any time. */
+/* Counts a call in a hash table, which begins as zeroed memory and from which nothing is removed. Fields are written
+ * with plain 8-byte stores, so observers may read the table at any time. */
 static void count_call(ProxycclCallCount *counts, uint64_t collective) {
   for (uint32_t probe = 0; probe < PROXYCCL_CALL_KINDS; ++probe) {
     ProxycclCallCount *const count = &counts[(collective + probe) % PROXYCCL_CALL_KINDS];
@@ -64,7 +64,8 @@ static void count_call(ProxycclCallCount *counts, uint64_t collective) {
 uint32_t proxyccl_calls_choose(const ProxycclCallers *callers, uint32_t wish) {
   const uint64_t number = callers->sequence + 1;
   uint64_t *const place = &callers->choices[number % PROXYCCL_CALL_CHOICES];
-  uint64_t made = __atomic_load_n(place, __ATOMIC_RELAXED); /* relaxed: no other data depends on a choice */
+  uint64_t made =
+      __atomic_load_n(place, __ATOMIC_RELAXED); /* relaxed accesses, because no other data depends on a choice */
   while (made / PROXYCCL_CALL_WAYS < number) {
     const uint64_t own = number * PROXYCCL_CALL_WAYS + wish;
     if (__atomic_compare_exchange_n(place, &made, own, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) return wish;

@@ -61,7 +61,7 @@ int proxyccl_invitation_find(const ProxycclRendezvous *theirs, uint64_t key, Pro
 uint64_t proxyccl_decide(ProxycclRendezvous *first, uint32_t question, uint64_t value) {
   uint64_t stands = 0;
   /* Pairing decision, release: the memory to which this rank's value refers is written before the value. Acquire: if
-   * another rank was first, this rank sees the memory to which that rank's value refers. */
+   * another rank decided first, this rank sees the memory to which the other rank's value refers. */
   __atomic_compare_exchange_n(&first->decisions[question], &stands, value, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
   return stands ? stands : value;
 }

@@ -1,4 +1,4 @@
-/* Ranks of a host form groups without a bootstrap, through memory that all of them map.
+/* Ranks of a host form groups without a bootstrap, through memory that all these ranks map.
  *
  * Each rank owns one rendezvous. A rank that forms a new group leaves invitations in its own rendezvous, under a key
  * that the group's members know. Ranks of a group exchange messages through their mailboxes. Questions that concern the

@@ -42,7 +42,7 @@ def _status_text(status: int) -> str:
 
     try:
         return load().words(error)
-    except RuntimeUnavailableError:  # the status may come from a rank of a machine that has libfabric
+    except RuntimeUnavailableError:  # the status may come from a rank on another machine, which has libfabric
         return f"libfabric's error {error}"
 
 
@@ -94,7 +94,7 @@ def _staged_error_text(connection: Any) -> str:
 
 
 def _wire(endpoint: FabricEndpoint, number: int) -> Wire:
-    """Makes a wire that leaves its endpoint open, because the device owns the endpoint."""
+    """Makes a wire whose `close` leaves the endpoint open, because the device owns the endpoint."""
     return Wire(
         endpoint.address,
         number,

@@ -48,6 +48,6 @@ def missing_transports() -> dict[str, str]:
 
 
 def text_of_status(status: int) -> str:
-    """Returns a failed transfer's status in words, or "" if the status does not identify a transport."""
+    """Returns a text for a failed transfer's status, or "" if the status does not identify a transport."""
     found = next((each for each in TRANSPORTS.values() if status in each.statuses), None)
     return found.status_text(status) if found is not None else ""

@@ -57,7 +57,7 @@ class EngineRuntime:
             return self._shorts.ptr
 
     def close(self) -> None:
-        """Frees the table of `shorts`. No connection may still use the table."""
+        """Frees the table that `shorts` made. No connection may still use the table."""
         with self._lock:
             if self._shorts is not None:
                 self._shorts.close()
@@ -121,7 +121,7 @@ class TransportEndpoint(Protocol):
 
     def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> Any:
         """Connects to the peer's endpoint, as `ServiceRemote.connect_endpoint` describes. Returns the options with
-        which `Transport.connect` makes a connection; the endpoint must outlive that connection.
+        which `Transport.connect` makes a connection; the endpoint must outlive the connection.
         """
         ...
 

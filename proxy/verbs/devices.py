@@ -292,8 +292,8 @@ def choose_device(
     local_rank: int = 0,
     root: Path = SYSFS,
 ) -> DeviceChoice:
-    """Chooses the active port nearest to a NUMA node; among equally near ports, the fastest. If several ports are
-    equally near and fast, `local_rank` distributes a node's ranks over these ports.
+    """Chooses the active port that is nearest to a NUMA node; among equally near ports, chooses the fastest port. If
+    several ports are equally near and fast, `local_rank` distributes a node's ranks over these ports.
 
     By default the GID is the port's `best_gid`. Options override the choice of device, port and GID.
 

@@ -316,7 +316,7 @@ class Endpoint:
             hop_limit=_HOP_LIMIT,
             traffic_class=device.options.traffic_class,
         )
-        # Within an InfiniBand subnet the LID suffices as the address; otherwise the GID is needed.
+        # Within an InfiniBand subnet, the LID suffices as the peer's address; otherwise the GID is needed.
         routed = own.link_layer == "ethernet" or own.gid[:8] != address.gid[:8]
         return api.AHAttr(
             gr=route,

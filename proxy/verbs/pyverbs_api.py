@@ -1,9 +1,9 @@
 """Hides the differences between pyverbs' versions from all other modules.
 
-Version 44 (Debian 12) has its enumerators in `pyverbs.enums`; later versions have them in `pyverbs.libibverbs_enums`.
-If a newer Cython built pyverbs, enumerators exist only as members of the enums' classes. From version 61 on, a queue
-pair exposes its address; for older versions the engine finds the address. The attributes `PD.pd`, `Context.context` and
-`CQ.cq` are never read, because before version 61 reading them crashes the process.
+Version 44 (Debian 12) has the enumerators in `pyverbs.enums`; later versions have the enumerators in
+`pyverbs.libibverbs_enums`. If a newer Cython built pyverbs, enumerators exist only as members of the enums' classes.
+From version 61 on, a queue pair exposes its address; for older versions the engine finds the address. The attributes
+`PD.pd`, `Context.context` and `CQ.cq` are never read, because before version 61 reading them crashes the process.
 """
 
 from __future__ import annotations

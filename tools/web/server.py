@@ -49,7 +49,7 @@ def serve(address: str, interval: float, job: str | None = None, process: int | 
 
 
 def run(address: str, interval: float, job: str | None, process: int | None) -> int:
-    """Runs a server until Ctrl-C. Returns the exit code. Arguments and errors are those of `serve`."""
+    """Runs a server until Ctrl-C. Returns the exit code. Has the arguments and errors of `serve`."""
     with serve(address, interval, job, process) as url, contextlib.suppress(KeyboardInterrupt):
         print(f"{url}\n(Ctrl-C ends it)", flush=True)
         threading.Event().wait()
@@ -87,7 +87,9 @@ class _Events:
         except ArgumentError as error:
             state = State(time.strftime("%H:%M:%S"), str(error))
         self._number += 1
-        data = shown_in_json(STATES.encode(state).decode())  # JSON without newlines, which would end the event
+        data = shown_in_json(
+            STATES.encode(state).decode()
+        )  # JSON without newlines, because a newline would end the event
         self._event = f"data: {data}\n\n".encode()
         self._made = time.monotonic()
         self._changed.notify_all()

@@ -91,7 +91,7 @@ class States:
     def _newest_failures(self) -> tuple[Diagnosis, ...]:
         try:
             names = reports_in(directory())[-_REPORTS:]
-        except OSError:  # the directory does not exist
+        except OSError:  # the directory may not exist
             names = []
         if names != self._reports:
             found = Found()
