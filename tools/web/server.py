@@ -87,9 +87,7 @@ class _Events:
         except ArgumentError as error:
             state = State(time.strftime("%H:%M:%S"), str(error))
         self._number += 1
-        data = shown_in_json(
-            STATES.encode(state).decode()
-        )  # JSON without newlines, because a newline would end the event
+        data = shown_in_json(STATES.encode(state).decode())  # JSON without newlines, which would end the event
         self._event = f"data: {data}\n\n".encode()
         self._made = time.monotonic()
         self._changed.notify_all()
