@@ -96,15 +96,12 @@ def bus_factor(collective: str, ranks: int) -> float:
 
 
 def _random(rng: np.random.Generator, count: int, dtype: np.dtype[Any], op: str) -> Data:
-    """Returns values whose reductions are exact in every element type."""
     if op == "prod":
         return rng.choice(np.array([-1, 1, 2]), count, p=[0.45, 0.45, 0.1]).astype(dtype)
     return rng.integers(-8, 9, count).astype(dtype)
 
 
 class _Case:
-    """One collective at one size: the buffers, the call of each library, and the expected result."""
-
     def __init__(self, communicator: Communicator, mpi: Any, parsed: argparse.Namespace, size: int, seed: int) -> None:
         self._comm = communicator
         self._mpi = mpi
@@ -168,7 +165,6 @@ class _Case:
             comm.synchronize()
 
     def mpi_call(self) -> Callable[[], None] | None:
-        """Returns MPI's call on buffers in host memory, or None if MPI lacks this call for the type or operation."""
         comm, send, receive = self._mpi.COMM_WORLD, self._input, self._output
         collective = self._parsed.collective
         if self._element.name not in _MPI_DTYPES:
@@ -211,7 +207,6 @@ def _timed(communicator: Communicator, call: Callable[[], None]) -> float:
 
 
 def _affordable(communicator: Communicator, parsed: argparse.Namespace, warm_up_seconds: float, seconds: float) -> int:
-    """Computes the number of calls to time from the slowest rank's warm-up time. All ranks get the same number."""
     if parsed.warm_up == 0:
         return parsed.iterations
     slowest = max(
@@ -224,7 +219,6 @@ def _affordable(communicator: Communicator, parsed: argparse.Namespace, warm_up_
 def _measure(
     communicator: Communicator, case: _Case, algorithm: str | None, parsed: argparse.Namespace, seconds: float
 ) -> Fields:
-    """Measures one row of the table in about `seconds` seconds. Returns the same row on all ranks."""
     mpi_call = case.mpi_call()
     case.poison()
     case.run(algorithm)

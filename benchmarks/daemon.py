@@ -183,7 +183,6 @@ def of_two(where: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
 
 
 def _cpu_of(stat: Path) -> float:
-    """Returns the CPU time in seconds, read from the stat file of a thread or a process."""
     fields = stat_of(stat)
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

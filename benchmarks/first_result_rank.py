@@ -79,7 +79,6 @@ def proxyccl(when: str) -> int:
 
 
 def _free_bytes(runtime: Any) -> int:
-    """Returns the free memory of the rank's GPU."""
     from cuda.bindings import driver
 
     with runtime.current():

@@ -86,8 +86,6 @@ class Buffers:
 
 
 class _OneSize:
-    """Makes this rank's random input of `count` elements, and the expected output."""
-
     def __init__(self, job: Job, collective: str, count: int, dtype: str) -> None:
         self._job, self.count = job, count
         self._gathers = collective == "all_gather"
@@ -114,7 +112,6 @@ class _OneSize:
 
 
 def _fastest_kernels(times: Mapping[str, float | None]) -> float | None:
-    """Returns the time of NCCL's faster kernels, or None if this time was not measured."""
     return min((time for name in _NCCL_KERNELS if (time := times.get(name))), default=None)
 
 

@@ -116,7 +116,6 @@ class NcclCommunicator:
 
 
 def _path() -> str:
-    """Returns the path of the library in the package nvidia-nccl, or of the library that the linker finds."""
     package = importlib.util.find_spec("nvidia")
     for place in package.submodule_search_locations or () if package else ():
         for library in Path(place).glob("nccl/lib/libnccl.so.2"):

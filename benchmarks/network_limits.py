@@ -41,9 +41,6 @@ def limits(job: Job) -> Fields:
 
 
 def _connections(job: Job, ranks: tuple[int, int], count: int, undo: ExitStack) -> list[socket.socket]:
-    """Returns new connections between two ranks, in the same order on both ranks. On other ranks, returns an empty
-    list.
-    """
     first, second = ranks
     made: list[socket.socket] = []
     listener = undo.enter_context(socket.create_server((_ADDRESS, 0), backlog=count)) if job.rank == first else None
@@ -116,9 +113,6 @@ def _round_trip(job: Job, ranks: tuple[int, int]) -> float:
 
 
 def _bus(job: Job) -> Fields:
-    """Measures the rates in GB/s of a rank's copies to pinned memory, from pinned memory, and in both directions
-    concurrently.
-    """
     runtime, found = job.comm.runtime, {}
     device = job.comm.empty(2 * _COPY_BYTES, "uint8")
     with closing(runtime.allocate_pinned(2 * _COPY_BYTES)) as pinned:

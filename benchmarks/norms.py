@@ -79,7 +79,6 @@ class Layer:
             self._job.poison(each.reshape(-1))
 
     def _wrong(self, *, sums: bool = False, normalized: bool = True) -> int:
-        """Returns the number of wrong elements of the outputs, which hold the results of a call."""
         if sums:
             return int((self.out != self._sums).sum())
         wrong = int((self.residual_out != self._added).sum())

@@ -102,7 +102,6 @@ class World:
         self._cpu = cpu / (count - _TURN_STEPS)
 
     def _await_turn(self, turn: int) -> None:
-        """Waits until the job may make the steps of its next turn, whose number is `turn`."""
         self.meet()
         faulthandler.cancel_dump_traceback_later()
         if self.rank == 0:
@@ -146,12 +145,10 @@ class World:
         self.of_all(None)
 
     def _proxies(self) -> set[int]:
-        """Returns the ids of the separate processes that run proxies for these ranks."""
         program = Path(sys.argv[0]).name
         return {found.pid for _, found in find() if found.description.program == program} - self._pids
 
     def _cpu_seconds(self, proxies: set[int]) -> float:
-        """Returns this process's CPU time plus a rank's share of the proxy processes' CPU time."""
         ticks = sum(int(field) for pid in proxies for field in stat_of(Path(f"/proc/{pid}/stat"))[11:13])
         return time.process_time() + ticks / os.sysconf("SC_CLK_TCK") / self.size
 

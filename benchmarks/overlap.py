@@ -103,9 +103,6 @@ class Together:
     def _beside(
         self, timed: Burst, other: Burst, bursts: int, before: Callable[[], object] = lambda: None
     ) -> float | None:
-        """Returns the time in µs of one timed call on this rank while the burst `other` runs, or None if `other` always
-        ended earlier.
-        """
         while bursts <= _MOST_BURSTS:
             before()
             time_us, outlasted = self._job.time_burst(timed, beside=other, beside_bursts=bursts)

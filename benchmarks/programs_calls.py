@@ -113,7 +113,6 @@ def _measure_pair(ranks: Ranks, program: str, pair: Callable[[], object], bursts
 
 
 def _whole(issue: Figure, pairs: int) -> Figure:
-    """Issues several pairs together and waits for the device. Returns the time of one pair."""
     assert issue.cpu_share is not None
     return Figure(issue.value / issue.cpu_share / pairs, issue.cpu_share)
 
@@ -135,7 +134,6 @@ def measure_proxied_graphs(ranks: Ranks, *, quick: bool) -> None:
 
 
 def _per_call(ranks: Ranks, call: Callable[[], object], replays: int) -> float:
-    """Returns the slowest rank's median time of a call over replays, in microseconds."""
     queue: Callable[[], object] = lambda: [call() for _ in range(_GRAPH_CALLS)]  # noqa: E731
     if ranks.on_gpus:
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()

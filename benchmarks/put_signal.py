@@ -300,7 +300,6 @@ class Bench:
         }
 
     def _count_wrong_of_first(self, nbytes: int, theirs: np.ndarray, *, get: bool) -> None:
-        """Counts the wrong bytes after transfers of rank 0: after gets on rank 0, after puts on rank 1."""
         if self.first == get:
             self.count_wrong(nbytes, theirs)
         else:
@@ -352,9 +351,6 @@ class Bench:
         return {"bytes": nbytes, "transfers": transfers, "put_gbs": rates[0], "get_gbs": rates[1]}
 
     def _slowest(self, times: list[float], *, both: bool) -> list[float]:
-        """Returns the slower rank's times, or rank 0's times if only rank 0 measured; the result is the same on both
-        ranks.
-        """
         everyone = [np.frombuffer(data) for data in self.comm.all_gather_bytes(np.array(times).tobytes())]
         return (np.maximum(*everyone) if both else everyone[0]).tolist()
 

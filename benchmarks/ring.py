@@ -181,9 +181,6 @@ def as_parameter(trigger: tuple[int, int]) -> bytes:
 
 
 def _produce(fifo: Fifo, first: int, trigger: tuple[int, int], count: int) -> float:
-    """Pushes triggers from the calling thread. Returns the seconds from the first push until the consumer has taken all
-    triggers.
-    """
     tail = fifo.tail
     start = time.perf_counter()
     pushed = bare_loops.produce(fifo, first, trigger, count, _TIMEOUT)
@@ -195,7 +192,6 @@ def _produce(fifo: Fifo, first: int, trigger: tuple[int, int], count: int) -> fl
 
 @contextlib.contextmanager
 def _bare_drain(runtime: Runtime, fifo_size: int, count: int) -> Iterator[Fifo]:
-    """Opens a fresh ring, and starts a thread that takes `count` triggers out of it by the bare loop."""
     fifo = Fifo(runtime, fifo_size)
     consumer = threading.Thread(target=bare_loops.drain, args=(fifo, count, _TIMEOUT), name="bare-drain")
     consumer.start()
@@ -207,14 +203,12 @@ def _bare_drain(runtime: Runtime, fifo_size: int, count: int) -> Iterator[Fifo]:
 
 
 def _bare_rate(runtime: Runtime, fifo_size: int, trigger: tuple[int, int], count: int) -> float:
-    """Measures triggers per second through a new ring and the bare loop, after a warm-up of equally many triggers."""
     with _bare_drain(runtime, fifo_size, 2 * count) as fifo:
         _produce(fifo, 0, trigger, count)
         return count / _produce(fifo, count, trigger, count)
 
 
 def _engine_rate(proxy: Loopback, trigger: tuple[int, int], count: int) -> float:
-    """Measures triggers per second through the proxy's ring and worker, after a warm-up of equally many triggers."""
     _produce(proxy.fifo, proxy.taken, trigger, count)
     seconds = _produce(proxy.fifo, proxy.taken, trigger, count)
     proxy.check()
@@ -306,7 +300,6 @@ class _Pushes:
         return each * self._producers / (time.perf_counter() - start)
 
     def engine(self, count: int) -> float:
-        """Returns triggers per second with the engine as the consumer, over about `count` triggers."""
         each = self._each(count)
         return self._timed(self._proxy.fifo, self._proxy.taken + each * self._producers, each)
 

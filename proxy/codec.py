@@ -157,7 +157,6 @@ def _escape_surrogates(value: Any) -> Any:
 
 
 def _require_strict(kind: Any) -> None:
-    """Raises TypeError for a type whose decoder would ignore unknown fields."""
     seen: set[int] = set()
     pending = [inspect.type_info(kind)]
     while pending:
@@ -182,7 +181,6 @@ def _no_json(data: bytes | bytearray | memoryview, error: Exception) -> str:
 
 
 def _explain(text: str, kind: Any, data: bytes | bytearray | memoryview) -> str:
-    """Returns msgspec's message about a wrong value, extended by the field's name, value and valid choices."""
     try:
         whole = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -244,7 +242,6 @@ def _structs(expected: inspect.Type) -> list[inspect.StructType]:
 
 
 def _variant(value: dict[str, Any], structs: list[inspect.StructType]) -> inspect.StructType | None:
-    """Returns the only struct of `structs`, or the struct with the object's tag; None if no struct has that tag."""
     if len(structs) == 1:
         return structs[0]
     return next((struct for struct in structs if value.get(struct.tag_field or "") == struct.tag), None)

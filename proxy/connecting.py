@@ -92,9 +92,6 @@ def connect_to_any(addresses: Iterable[tuple[str, int]], deadline: float) -> soc
 def _resolve(
     addresses: Iterable[tuple[str, int]], failures: dict[tuple[object, ...], OSError]
 ) -> Iterable[tuple[socket.AddressFamily, tuple[object, ...]]]:
-    """Resolves hosts. Yields address families and numeric addresses. Adds an error to `failures` for each host without
-    an address.
-    """
     for host, port in addresses:
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

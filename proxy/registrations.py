@@ -79,9 +79,6 @@ class RegistrationCache:
         raise NotImplementedError
 
     def _acquire(self, ptr: int, nbytes: int, allocation: Hashable, make: Callable[[], Registration]) -> Registration:
-        """Returns the registration of a range, which `make` creates if necessary. Raises ArgumentError if the range is
-        empty or invalid.
-        """
         if not isinstance(ptr, int) or not 0 < ptr < 1 << 64:
             raise ArgumentError("ptr", f"must be an address, not {ptr!r}")
         if not isinstance(nbytes, int) or nbytes <= 0:

@@ -56,9 +56,6 @@ class _FromEnvironment:
 
     @classmethod
     def _checked(cls, option: str, shown: str, value: object) -> object:
-        """Checks and returns an option's value, with integers converted to `int`. `shown` is the option's name in
-        errors. Raises ArgumentError.
-        """
         if option in _RANGES:
             lowest, highest = _RANGES[option][0], _RANGES[option][-1]
             return as_integer(value, shown, f"must be a whole number from {lowest} to {highest}", lowest, highest)

@@ -498,7 +498,6 @@ class ProxyService(ProxyWords):
             self._fail(self._failure(info))
 
     def _thread_lost(self, error: BaseException) -> None:
-        """Fails the proxy, in the worker's thread, after an error has ended a worker."""
         reason = f"its proxy's thread has failed: {type(error).__name__}: {error}"
         self._fail(ProxyFailure(native.PROXYCCL_ERROR_LOCAL, None, None, 0, reason, error))
 

@@ -258,7 +258,6 @@ class ProxyThread:
             self._changed.notify()
 
     def _choose_idle(self) -> None:
-        """Sets the thread's policy to the most aggressive policy of its workers, and publishes the policy."""
         self._idle = IdlePolicy.most_awake([served.idle for served in self._served.values()] or [self._default])
         policy = _policy(self._idle)
         lib.proxyccl_thread_set_idle(self._pointer, policy)

@@ -124,8 +124,6 @@ class _Agent(_Events):
 
 
 class _Process(_Events):
-    """The events of one service. Triggers whose completion was not recorded end at `end_ns` in the file."""
-
     def __init__(
         self, pid: int, trace: ServiceTrace, start_ns: int, end_ns: int, write: Callable[[str], object]
     ) -> None:

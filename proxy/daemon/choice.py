@@ -20,8 +20,6 @@ from proxyccl.proxy.daemon.hello import DaemonAddress
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A connection to a daemon that has prepared the rank's device."""
-
     address: DaemonAddress
     connection: socket.socket
     process: int

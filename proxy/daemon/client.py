@@ -49,8 +49,6 @@ R = TypeVar("R")
 
 
 def _asks(function: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Returns a method that only calls the daemon's method `function`."""
-
     def ask(client: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
         result: R = client._daemon.ask(function, *args, **kwargs)
         return result

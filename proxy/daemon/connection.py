@@ -236,7 +236,6 @@ class DaemonConnection:
         raise ProxyLostError(f"{DAEMON} is lost: {self._lost}", operation=method.name)
 
     def _exchange(self, method: Method, request: Request, descriptors: Sequence[int]) -> AnyReply | None:
-        """Sends a request. Returns the answer; None if the daemon is lost."""
         takes = method.timeouts * getattr(request, "timeout", 0.0) + (self._timeout() if method.opens else 0.0)
         turns = self._watch_turns() if method.needs_turns else None
         number = next(self._numbers)
@@ -253,9 +252,6 @@ class DaemonConnection:
         return None
 
     def _answer_to(self, number: int, timeout: float, turns: TurnWatch | None) -> AnyReply | None:
-        """Waits for an answer. Returns None if the daemon is lost or this process has closed the connection. Raises
-        TimeoutError.
-        """
         deadline = time.monotonic() + timeout
         with self._news:
             while True:
@@ -271,9 +267,6 @@ class DaemonConnection:
                 self._news.wait(left if turns is None else min(left, _LOOK_SECONDS))
 
     def _arrive(self, answer: AnyReply) -> None:
-        """Stores an answer for the thread that waits for it. Discards the answers to requests that Ctrl-C
-        interrupted.
-        """
         with self._news:
             known = (*self._answers, answer)
             self._answers = [each for each in known if each.request is None or each.request in self._awaited]

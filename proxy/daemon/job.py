@@ -115,7 +115,6 @@ class JobDaemon(DaemonAddress):
         return started is not None and start_of(pid) == started
 
     def _start(self, timeout: float) -> bool:
-        """Starts the daemon. Returns False if another rank is starting the daemon."""
         with naming_exhaustion("the socket of the job's own node daemon"):
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         forks.keep_from_children(listener)  # a forked child would keep the socket open
@@ -150,9 +149,6 @@ def _no_daemon(reason: str) -> RuntimeUnavailableError:
 
 
 def _launch(listener: socket.socket, options: JobOptions, timeout: float) -> None:
-    """Starts a daemon's process with a listening socket, and waits until it serves. Raises RuntimeUnavailableError if
-    the process does not serve in time, and ResourceError if descriptors have run out.
-    """
     import subprocess  # imported here: the import is slow, and only the rank that starts the daemon needs the module
 
     if not sys.executable:

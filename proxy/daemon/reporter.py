@@ -145,9 +145,6 @@ class _Snapshots:
             self._clients.append((client, workers))
 
     def _with_proxy(self, client: Client, session: Session) -> tuple[Client, Callable[[], list[Worker]]]:
-        """Adds the state of the session's proxy to `client`, if the session has a proxy that publishes its state.
-        Returns the client, and a function that returns the workers with the number of their polls since this snapshot.
-        """
         service, threads = session.served, session.threads
         if service is None or service.publication is None:
             return client, _no_workers
@@ -165,7 +162,6 @@ class _Snapshots:
         return structs.replace(client, rings=rings, connections=connections, channels=channels), workers
 
     def finish(self) -> list[Client]:
-        """Returns the clients as they were at the snapshot, with their workers as they are now."""
         clients = []
         with self._opened:
             for client, workers_of in self._clients:

@@ -246,7 +246,6 @@ class Daemon:
         self._admit(connection)
 
     def _make_room(self) -> None:
-        """If too many clients have not sent a hello, disconnects the client that connected first."""
         with self._lock:
             silent = [session for session in self._sessions if not session.greeted]
         if len(silent) >= MOST_GREETED:
@@ -293,7 +292,6 @@ class Daemon:
                     self._wake()
 
     def _open_runtime(self, name: str, device_id: str) -> Runtime:
-        """Returns the runtime of a device, which all clients of the device share."""
         key = name if name == "host" else device_id  # all devices of the host runtime share one runtime
         with self._lock:
             opening = self._opening[key]

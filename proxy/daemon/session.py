@@ -170,7 +170,6 @@ class Session:
     # -- frames ---
 
     def _greet(self) -> bool:
-        """Exchanges hellos. Returns False if the client disconnected before its hello."""
         limit_waits(self._connection, _ANSWER_SECONDS, HELLO_SECONDS)
         self.pid, _ = peer_credentials(self._connection)
         self.name = process_name(self.pid)
@@ -199,9 +198,6 @@ class Session:
                 close_all(handed)
 
     def _next_request(self) -> tuple[Request, list[int]] | None:
-        """Waits for the next request, and returns it; None if the client disconnected. During the wait, tries to unmap
-        memory that the client has removed.
-        """
         while self._service is not None and self._service.memories.unmaps_later and not self._arrived.poll(_QUIET_MS):
             self._service.memories.unmap_if_quiet()
         return receive(self._connection, REQUESTS, self.name)
@@ -238,12 +234,10 @@ class Session:
         return self._service
 
     def _confirm(self) -> None:
-        """Answers the request in progress, before the request's function returns."""
         self._answered = True
         self._send_event(Answer(Raw(b"null"), request=self._number))
 
     def _hand(self, theirs: socket.socket) -> None:
-        """Sends the client a socket that is connected to another process. Any thread may call this method."""
         send(self._connection, REPLIES, Introduced(), [theirs.fileno()], socket.MSG_DONTWAIT)
 
     def _send_event(self, event: AnyReply) -> None:
@@ -372,7 +366,6 @@ class Session:
 
 
 def _token(process: str) -> bytes:
-    """Decodes a token, which a request contains as hexadecimal text. Raises ProtocolError for any other text."""
     try:
         token = bytes.fromhex(process)
     except ValueError:

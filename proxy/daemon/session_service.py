@@ -367,9 +367,6 @@ class SessionService:
 
 
 def _from_fields(kind: type[T], given: dict[str, str | int | None]) -> T:
-    """Makes the options from the fields that a client sent. Raises ArgumentError for a value out of range, and
-    ProtocolError for a missing or unknown field.
-    """
     expected = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     if given.keys() != set(expected):
         raise ProtocolError(f"{kind.__name__} has the fields {', '.join(given)}; expected {', '.join(expected)}")

@@ -223,7 +223,6 @@ def withdraw(path: Path) -> None:
 
 
 def _read(path: Path, codec: Codec[P]) -> P | None:
-    """Reads a publication from a file. Returns None if another version of ProxyCCL wrote the file. Raises OSError."""
     with path.open("rb") as file:
         data = file.read(codec.limit + 1)
     try:

@@ -51,8 +51,6 @@ def _error_text(connection: Any) -> str:
 
 
 class _Endpoint:
-    """A `TransportEndpoint` that wraps the libfabric endpoint that a rank uses for all peers."""
-
     def __init__(self, device: FabricContext) -> None:
         self._device = device
         segment = device.registered_segment

@@ -69,7 +69,6 @@ class _Events:
         self._closed = False
 
     def after(self, number: int) -> tuple[int, bytes]:
-        """Waits until the event after event `number` is due. Returns the number and the text of the newest event."""
         with self._changed:
             while self._number <= number or time.monotonic() > self._made + 2 * self._interval:
                 if self._closed:
