@@ -243,7 +243,6 @@ class GpuJob(Job):
         return stream
 
     def synchronize(self) -> None:
-        """Waits for the device."""
         torch.cuda.synchronize()
 
     def time_now(self, call: Callable[[], object], calls: int) -> float:

@@ -167,7 +167,6 @@ def measure(comm: Communicator, collective: str, nbytes: int, bursts: int, *, gl
 
 
 def columns(peers: list[str]) -> tuple[Column, ...]:
-    """Returns the headings of the table."""
     return (
         Column("collective", "", 15, left=True),
         Column("size", "", 8),

@@ -64,7 +64,6 @@ class Nccl:
             raise NcclError(f"NCCL {self.version} has no ncclCommShrink, which came with 2.27")
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Calls a function of NCCL. Raises NcclError if the function does not succeed."""
         function = getattr(self._library, name)
         function.argtypes = _SIGNATURES[name]
         if status := function(*arguments):

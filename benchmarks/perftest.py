@@ -66,7 +66,6 @@ class Perftest:
             time.sleep(0.05)
 
     def version(self) -> str:
-        """Returns the version that the program prints."""
         command = [self._command[0], "--version"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
         return done.stdout.replace("Version:", "").strip()

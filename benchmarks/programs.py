@@ -318,7 +318,6 @@ class Collected:
         self.write()
 
     def write(self) -> None:
-        """Writes the results so far."""
         if self._path is not None:
             write_json(self._path, {"benchmark": "programs", **self.facts, "rows": self.rows, "failed": self.failed})
 
@@ -466,7 +465,6 @@ def run_in_turns(program: Program, contenders: list[Contender], end: float) -> N
 
 
 def torch_backend() -> str:
-    """Returns the name of torch's own backend."""
     return "gloo" if os.environ["PROXYCCL_RUNTIME"] == "host" else "nccl"
 
 

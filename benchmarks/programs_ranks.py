@@ -133,11 +133,9 @@ class Ranks:
             yield comm
 
     def ones(self, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Returns a tensor of ones on the device."""
         return torch.ones(count, dtype=dtype, device=self.device)
 
     def synchronize(self) -> None:
-        """Waits for the device."""
         if self.on_gpus:
             torch.cuda.synchronize()
 

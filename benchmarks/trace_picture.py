@@ -61,7 +61,6 @@ def _step(length: float) -> float:
 
 
 def picture(events: list[Event], pause_us: float) -> str:
-    """Returns the SVG text."""
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     ranks = {e["pid"]: e["args"]["name"].partition(" of ")[0] for e in events if e["name"] == "process_name"}
     burst = usual(list(bursts([e for e in events if e["ph"] == "X"], pause_us)))

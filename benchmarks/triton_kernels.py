@@ -138,7 +138,6 @@ def together(job: Job, write: Callable[[], object]) -> Callable[[], None]:
 
 
 def on_gpus(job: Job) -> bool:
-    """Returns whether the job runs on GPUs, where torch and NCCL are measured too."""
     return job.comm.runtime.name != "host"
 
 
