@@ -33,7 +33,7 @@ enum { HELPED_IDLY = 1, HELPED_ON = 2 }; /* a helper ran the workers without pro
 #define NO_CONTEXT UINTPTR_MAX /* not 0, because 0 is a valid context in HIP, where contexts are device numbers */
 
 struct ProxycclThread {
-  ProxycclIdlePolicy idle;     /* relaxed accesses, because the fields are independent */
+  ProxycclIdlePolicy idle;     /* relaxed: the fields are independent */
   uint32_t *asleep;            /* 1 while the thread sleeps and may be woken (waking.h) */
   int woken;                   /* whether a launch ended the last sleep */
   ProxycclWorker *added;       /* a stack: any thread pushes, this thread pops all */

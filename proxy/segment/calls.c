@@ -64,7 +64,7 @@ static void count_call(ProxycclCallCount *counts, uint64_t collective) {
 uint32_t proxyccl_calls_choose(const ProxycclCallers *callers, uint32_t wish) {
   const uint64_t number = callers->sequence + 1;
   uint64_t *const place = &callers->choices[number % PROXYCCL_CALL_CHOICES];
-  uint64_t made = __atomic_load_n(place, __ATOMIC_RELAXED); /* no other data depends on a choice */
+  uint64_t made = __atomic_load_n(place, __ATOMIC_RELAXED); /* relaxed: no other data depends on a choice */
   while (made / PROXYCCL_CALL_WAYS < number) {
     const uint64_t own = number * PROXYCCL_CALL_WAYS + wish;
     if (__atomic_compare_exchange_n(place, &made, own, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) return wish;
