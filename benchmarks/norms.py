@@ -3,7 +3,7 @@
 As between the layers of a tensor-parallel decoder, each rank has rows of a partial sum, and all ranks have the same
 residual and weight. The contenders are
 
-- all_reduce alone, which no other contender can undercut;
+- all_reduce alone, which no other contender can beat;
 - all_reduce_rms_norm, also without a weight (which only adds the residual), and with float8 rows and their scales;
 - all_reduce, followed by the addition and the norm as torch.compile fuses them. Only on GPUs.
 

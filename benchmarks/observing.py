@@ -162,7 +162,7 @@ class Alone:
         first = self._ring.taken
         words = Trigger(operation, 0, size, 0, 0, 0, 8).encode()
         pushed = bare_loops.produce(self._ring, first, words, _SLOTS, _TIMEOUT)
-        lib.proxyccl_worker_stop(self._worker)  # the worker, which was told to stop, returns when the ring is empty
+        lib.proxyccl_worker_stop(self._worker)  # the worker then returns when the ring is empty
         lib.proxyccl_thread_add_worker(self._thread, self._worker)
         start = time.thread_time_ns()
         reason = lib.proxyccl_thread_run(self._thread, self._info)

@@ -146,7 +146,7 @@ class DaemonClient(ProxyWords):
             "name": name,
             "sleepers": self.sleepers,
         }
-        self._own: ProxyService | None = None  # it uses the daemon's ids
+        self._own: ProxyService | None = None  # serves memory and channels under ids that the daemon assigned
         self._own_words: PinnedMemory | None = None
         self._own_channels: set[int] = set()
         self._spare_channels: list[int] = []  # ids that the daemon reserved for this process and that no channel uses

@@ -89,7 +89,7 @@ def _answer_all(connection: socket.socket, answer: object, path: Path) -> None:
                     close_all(descriptors)
                     continue
                 Thread(answer, "proxyccl-introduced", socket.socket(fileno=descriptors[0])).start()
-    except (OSError, ProtocolError):  # the next request to the daemon raises the error
+    except (OSError, ProtocolError):  # if the daemon has ended, the next request raises an error
         pass
     finally:
         with _lock:

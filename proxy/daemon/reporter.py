@@ -66,8 +66,8 @@ class DaemonReporter:
         self._requested: dict[str, float] = {}  # maps a job to the time of its last report (time.monotonic())
 
     def request(self, job: str, cause: str) -> None:
-        """Writes a report in a separate thread, unless a report for the job was started a few seconds ago. The clients'
-        state is read before this function returns, so the requesting client may disconnect immediately.
+        """Writes a report in a separate thread, unless a report for the job was started within the last few seconds.
+        The clients' state is read before this function returns, so the requesting client may disconnect immediately.
         """
         now = time.monotonic()
         with self._lock:
