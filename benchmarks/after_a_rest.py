@@ -2,12 +2,13 @@
 
 A call is an all_reduce of 1 KiB. All ranks wait for each other in a barrier, rest, and make one call. A replay launches
 a graph that contains only this call, and does not wake a sleeping proxy. A call's time is measured by two events around
-it on an idle stream, so it includes the time to issue the call. Of all ranks' times the shortest is used, because the
-others include waiting for ranks that issued later. The result is the median over calls. The time of the issuing thread
-is measured on the first rank.
+it on an idle stream, so it includes the time to issue the call. Only the shortest of all ranks' times is used, because
+the longer times include waiting for ranks that issued the call later. The result is the median over calls. The time of
+the issuing thread is measured on the first rank.
 
-Proxies run in threads, in a process of the job and in the daemon, with each idle policy. The share of a core is the CPU
-time per second of the busiest thread of the first rank's proxy while the program sleeps. Replays and NCCL need torch.
+The calls are measured with proxies in threads, in a process of the job, and in the node daemon, each with every idle
+policy. The share of a core is the CPU time per second of the busiest thread of the first rank's proxy while the program
+sleeps. Replays and NCCL need torch.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from proxyccl.tools.results import Fields, write_json
 from proxyccl.tools.tables import Column, Table
 
 _TIMEOUT = 20.0
-_COUNT = 256  # elements of 4 bytes
+_COUNT = 256  # number of elements, of 4 bytes each
 _RESTS_MS = (0, 1, 10, 100)
 _CALLS = {0: 40, 1: 40, 10: 30, 100: 12}
 _QUICK_CALLS = 3
-_SETTLED_SECONDS = 0.3  # seconds of rest after the last call
+_SETTLED_SECONDS = 0.3  # idle seconds after the last call
 _IDLE_SECONDS = 1.5
 _POLICIES: dict[str, IdlePolicy | None] = {
     "default": None,
@@ -64,7 +65,7 @@ Timed = Callable[[], tuple[float, float]]
 
 
 def after_rests(call: Timed, calls: dict[int, int]) -> Fields:
-    """Makes calls after rests of each length. Returns the median times in µs."""
+    """Makes calls after idle times of each length. Returns the median times in µs."""
     world = MPI.COMM_WORLD
     fields: Fields = {}
     for _ in range(5):
@@ -83,7 +84,7 @@ def after_rests(call: Timed, calls: dict[int, int]) -> Fields:
 
 
 def timed_on(comm: Communicator, stream: Any, issue: Callable[[], object]) -> Timed:
-    """Returns a function that makes a call on a stream, and times it by the runtime's events."""
+    """Returns a function that makes a call on a stream, and times the call by the runtime's events."""
     begin, end = comm.runtime.create_event(), comm.runtime.create_event()
 
     def call() -> tuple[float, float]:
@@ -99,7 +100,7 @@ def timed_on(comm: Communicator, stream: Any, issue: Callable[[], object]) -> Ti
 
 
 def share_of_a_core(comm: Communicator) -> float | None:
-    """Returns the share of a core that this rank's idle proxy takes; None if it is unknown."""
+    """Returns the share of a core that this rank's idle proxy takes, or None if the share is unknown."""
     ((_, publication),) = find(comm.job, [comm.rank])
     quiet_barrier()
     time.sleep(_SETTLED_SECONDS)

@@ -1,7 +1,7 @@
 """Times of other libraries, limits of the machine, and our targets, on H200 GPUs joined by NVLink.
 
-These numbers were measured once, on 4 GPUs without multicast. The numbers give only an order of magnitude. Targets that
-are ratios refer to times of other libraries that the programs measure themselves.
+These numbers were measured once, on 4 GPUs without multicast. A target that is a ratio is relative to another library's
+time, which the program measures in the same run.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ _WRITTEN_ONCE_US: dict[int, dict[str, float]] = {
 
 
 def expert_parallel_us(ranks: int, tokens: int, call: str) -> float | None:
-    """Returns the target in µs of a call, by its name ("dispatch…", "combine…" or "both…"); None if it has none."""
+    """Returns the target in µs for the call of this name ("dispatch…", "combine…" or "both…"), or None."""
     name = call.split(",", maxsplit=1)[0]
     if ranks == 2 and call.endswith("written once"):
         return _WRITTEN_ONCE_US.get(tokens, {}).get(name)
@@ -125,7 +125,7 @@ def expert_parallel_us(ranks: int, tokens: int, call: str) -> float | None:
 
 
 def all_reduce_us(ranks: int, nbytes: int) -> float | None:
-    """Returns the time in µs of the fastest other library; None if none was measured at this size."""
+    """Returns the time in µs of the fastest other library, or None if no other library was measured at this size."""
     times = _ALL_REDUCE_US.get(ranks)
     return times[ALL_REDUCE_SIZES.index(nbytes)] if times and nbytes in ALL_REDUCE_SIZES else None
 

@@ -1,6 +1,6 @@
 """all_reduce by each algorithm, by NCCL and by torch symmetric memory: mpiexec -n 4 python -m mpi4py all_reduce.py
 
-All sums are in place, except those of torch's one-shot, which always writes to another tensor. The contenders of torch
+All calls are in place, except torch's one-shot, which always writes to another tensor. The contenders of torch
 symmetric memory, `NCCL, symmetric`, `registered` and `registered_proxy` use registered buffers; the other contenders do
 not. `bare copies` shows the link's limit: it only copies the bytes that an all-reduce must send, in both directions
 concurrently. gpu_job.py says how times are measured.
@@ -42,7 +42,7 @@ from proxyccl.tools.results import Fields
 from proxyccl.tools.tables import Column, Table
 
 _QUICK_SIZES = (1 * aims.KIB, 64 * aims.KIB, 1 * aims.MIB, 16 * aims.MIB)
-_LARGEST_BY_PACKETS = 4 * aims.MIB  # one-shot algorithms are slow for larger messages
+_LARGEST_BY_PACKETS = 4 * aims.MIB  # one-shot algorithms are not measured above this message size
 _AUTO = "auto"
 REGISTERED = "registered"
 _ALGORITHMS: dict[str, str | None] = {_AUTO: None, REGISTERED: None, PROXIED: "proxy"}
@@ -50,7 +50,7 @@ _ALGORITHMS: dict[str, str | None] = {_AUTO: None, REGISTERED: None, PROXIED: "p
 
 
 class Buffers:
-    """This rank's input of one size, the expected sum, and the arrays that the calls reduce.
+    """This rank's input for one message size, the expected sum, and the arrays that the calls reduce.
 
     Args:
         job: the ranks.
@@ -68,15 +68,15 @@ class Buffers:
         self._peers = peers
         total: Any = 0
         for rank, given in enumerate(random_inputs(job, count, dtype, fresh_seed(job))):
-            total = total + given  # an exact sum of small whole numbers
+            total = total + given  # the inputs are small whole numbers, so the sum is exact
             if rank == job.rank:
                 self.source = given
         self.expected = total
 
     def wrong_after(self, x: Any, calls: int) -> int:
         """Returns the number of wrong elements of an array that was reduced in place `calls` times. Each call after the
-        first multiplies the elements by the number of ranks. If the number of ranks is not a power of two, rounding
-        prevents the check.
+        first multiplies the elements by the number of ranks. If the number of ranks is not a power of two, the elements
+        are rounded, so they are not checked.
         """
         if calls > 1 and self.job.ranks & (self.job.ranks - 1):
             return 0
@@ -99,8 +99,8 @@ class Buffers:
         return Contender(name, ours, call, refill, lambda calls: self.wrong_after(x, calls), also_wrong)
 
     def ours(self, name: str) -> Contender:
-        """Returns the contender for one of our algorithms. The contender's check also calls it out of place, into
-        poisoned memory.
+        """Returns the contender for one of our algorithms. The check of this contender also makes an out-of-place call,
+        whose output is poisoned first.
         """
         comm, stream = self.job.comm, self.job.handle
         algorithm = _ALGORITHMS.get(name, name)
@@ -122,7 +122,7 @@ class Buffers:
         )
 
     def peers(self) -> list[Contender]:
-        """Returns the other libraries' contenders, without torch's one-shot at sizes for which it is slow."""
+        """Returns the other libraries' contenders, but no one-shot of torch at sizes for which one-shot is slow."""
         return [
             self._peer(peer)
             for peer in self._peers
@@ -145,7 +145,7 @@ class Buffers:
 
 
 def compare(case: Case, timings: list[Timing], ranks: int) -> Fields | None:
-    """Returns our best time and the best time of another library at one size; None if either is missing."""
+    """Returns our best time and the best time of another library at one size, or None if either time is missing."""
     mine = [t for t in timings if t.ours and t.time_us]
     peers = [t for t in timings if not t.ours and t.time_us and t.name != BARE_COPIES]
     if not mine or not peers:
@@ -194,7 +194,9 @@ _SUMMARY = (
 
 
 def summarise(comparisons: list[Fields]) -> dict[str, dict[str, float]]:
-    """Prints our times and the best other library's. Returns the geometric mean of their ratios by element type."""
+    """Prints our times and the times of the best other library. Returns, for each element type, the geometric mean of
+    the ratios of these times.
+    """
     print("#\n# ours beside the best peer of this run; aim: the best peer's time when the aims were set")
     table = Table(_SUMMARY)
     table.header()

@@ -1,6 +1,6 @@
 """all_to_all compared with NCCL's kernels and copy engines: mpiexec -n 4 python -m mpi4py all_to_all.py
 
-A size is the number of bytes that one rank sends, including those to itself. The contenders `auto` and `proxy` use
+A size is the number of bytes that one rank sends, including the bytes to itself. The contenders `auto` and `proxy` use
 arrays that are not registered; `registered_kernels` and `registered_proxy` use symmetric memory. moves.py describes the
 calls, and gpu_job.py how times are measured.
 """

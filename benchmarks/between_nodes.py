@@ -1,9 +1,9 @@
-"""Collectives and experts between rehearsed nodes: mpiexec -n 4 python -m mpi4py between_nodes.py
+"""Collectives and expert parallelism between rehearsed nodes: mpiexec -n 4 python -m mpi4py between_nodes.py
 
 Rehearsed nodes are groups of ranks on one machine that communicate as if they were on different hosts. Between these
 nodes, ProxyCCL stages data in pinned memory and sends it through libfabric over the loopback's TCP, and NCCL uses its
-sockets. On the host runtime ProxyCCL is compared with gloo. The program also measures TCP's rate by the number of
-streams, and the rate of copies to and from pinned memory. Sizes are those of all_reduce.py and moves.py.
+socket transport. On the host runtime ProxyCCL is compared with gloo. The program also measures TCP's rate by the number
+of streams, and the rate of copies to and from pinned memory. all_reduce.py and moves.py define the meaning of sizes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from proxyccl.tools.tables import Column, Table
 _SIZES = tuple(aims.KIB << shift for shift in (0, 4, 6, 8, 10, 12, 14, 16, 18))
 _QUICK_SIZES = (1 * aims.KIB, 64 * aims.KIB, 16 * aims.MIB)
 _LONG = 16 * aims.MIB
-_LONG_REPEATS = 4  # repeats of a long call
+_LONG_REPEATS = 4  # number of repeats of a long call
 _REDUCTIONS = (all_reduce.REGISTERED, "auto")
 _MOVES = ("registered_proxy", "auto")
 _HIDDEN, _TOPK, _EXPERTS, _BLOCKS = 7168, 8, 256, 24
@@ -100,7 +100,7 @@ def experts(job: Job, table: Table, dtype: str, tokens: int, repeats: int) -> li
 
 
 def compare(collective: str, case: Case, timings: list[Timing]) -> Fields | None:
-    """Returns our best time and that of NCCL or gloo at one size; None if either is missing."""
+    """Returns our best time and the time of NCCL or gloo at one size, or None if either time is missing."""
     mine = [t for t in timings if t.ours and t.time_us]
     peers = [t for t in timings if not t.ours and t.time_us]
     if not mine or not peers:
@@ -131,7 +131,7 @@ _SUMMARY = (
 
 
 def summarise(comparisons: list[Fields]) -> None:
-    """Prints our times beside those of NCCL or gloo."""
+    """Prints our times beside the times of NCCL or gloo."""
     print("#")
     table = Table(_SUMMARY)
     table.header()

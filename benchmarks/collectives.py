@@ -1,12 +1,12 @@
 """Prints a table like nccl-tests, with MPI's times: mpiexec -n 4 python -m mpi4py collectives.py all_reduce
 
-The same run checks the results, on fresh random data with poisoned outputs. Calls of ProxyCCL and MPI alternate, each
-after a barrier. ProxyCCL and MPI use the same buffers, except that on a GPU MPI's are in host memory. A time is the
-median over iterations of the slowest rank's time. If calls are slow, the program times fewer calls than requested, to
-keep its time limit.
+The program also checks the results, with new random inputs and poisoned outputs. Calls of ProxyCCL and MPI alternate,
+each after a barrier. ProxyCCL and MPI use the same buffers, except that on a GPU MPI's buffers are in host memory. A
+time is the median over iterations of the slowest rank's time. If calls are slow, the program times fewer calls than
+requested, so as not to exceed its time limit.
 
-The formulas are those of nccl-tests' doc/PERFORMANCE.md. The algorithm bandwidth is size / time. The bus bandwidth,
-which can be compared with the links' speed, is the algorithm bandwidth times a factor, for n ranks 2 (n - 1) / n for
+The formulas are from nccl-tests' doc/PERFORMANCE.md. The algorithm bandwidth is size / time. The bus bandwidth, which
+can be compared with the links' speed, is the algorithm bandwidth times a factor, for n ranks 2 (n - 1) / n for
 all_reduce; (n - 1) / n for all_gather, reduce_scatter and all_to_all; 1 for broadcast. The size is the number of bytes
 of one rank's input or output, whichever is larger.
 """
@@ -78,7 +78,7 @@ def algorithms_of(collective: str, algorithm: str) -> tuple[str | None, ...]:
 
 
 def sizes_of(parsed: argparse.Namespace) -> list[int]:
-    """Returns the number of bytes of each row of the table."""
+    """Returns the message size in bytes for each row of the table."""
     sizes, size = [], parsed.min_bytes
     while size <= parsed.max_bytes:
         sizes.append(size)
@@ -96,15 +96,12 @@ def bus_factor(collective: str, ranks: int) -> float:
 
 
 def _random(rng: np.random.Generator, count: int, dtype: np.dtype[Any], op: str) -> Data:
-    """Returns values whose reductions are exact in every element type."""
     if op == "prod":
         return rng.choice(np.array([-1, 1, 2]), count, p=[0.45, 0.45, 0.1]).astype(dtype)
     return rng.integers(-8, 9, count).astype(dtype)
 
 
 class _Case:
-    """One collective at one size: the buffers, the call of each library, and the expected result."""
-
     def __init__(self, communicator: Communicator, mpi: Any, parsed: argparse.Namespace, size: int, seed: int) -> None:
         self._comm = communicator
         self._mpi = mpi
@@ -112,7 +109,7 @@ class _Case:
         self._element = as_dtype(parsed.dtype)
         self.dtype = self._element.numpy()
         ranks = communicator.world_size
-        # Rounds down to a multiple of the number of ranks, but to at least one element per rank.
+        # The count is rounded down to a multiple of the number of ranks, but is at least one element per rank.
         self.count = max(ranks, size // self._element.itemsize // ranks * ranks)
         self.nbytes = self.count * self._element.itemsize
         share = self.count // ranks
@@ -168,7 +165,6 @@ class _Case:
             comm.synchronize()
 
     def mpi_call(self) -> Callable[[], None] | None:
-        """Returns MPI's call on buffers in host memory, or None if MPI lacks this call for the type or operation."""
         comm, send, receive = self._mpi.COMM_WORLD, self._input, self._output
         collective = self._parsed.collective
         if self._element.name not in _MPI_DTYPES:
@@ -211,7 +207,6 @@ def _timed(communicator: Communicator, call: Callable[[], None]) -> float:
 
 
 def _affordable(communicator: Communicator, parsed: argparse.Namespace, warm_up_seconds: float, seconds: float) -> int:
-    """Returns the number of calls to time, the same on all ranks, from the slowest rank's warm-up time."""
     if parsed.warm_up == 0:
         return parsed.iterations
     slowest = max(
@@ -224,7 +219,6 @@ def _affordable(communicator: Communicator, parsed: argparse.Namespace, warm_up_
 def _measure(
     communicator: Communicator, case: _Case, algorithm: str | None, parsed: argparse.Namespace, seconds: float
 ) -> Fields:
-    """Measures one row of the table in about `seconds` seconds. Returns the same row on all ranks."""
     mpi_call = case.mpi_call()
     case.poison()
     case.run(algorithm)

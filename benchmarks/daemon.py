@@ -1,15 +1,15 @@
 """The node daemon compared with proxies in the ranks: mpiexec -n 4 python -m mpi4py daemon.py
 
-A run starts a daemon. Several times, the program opens a communicator whose proxies are in the daemon, and one whose
-proxies are in the ranks.
+The program starts a daemon. Several times, the program opens a communicator whose proxies are in the daemon, and one
+whose proxies are in the ranks.
 
 - Latency is half of a ping-pong's round trip between the first two ranks. Each rank runs a kernel of one thread, which
   times each round. On the host runtime each kernel and each proxy needs a core. A second measurement of latency needs
   only two cores: a CPU thread pushes a put and its signal, and polls the peer's semaphore word.
 - A rate is the number of triggers per second through one ring, from the first push until the proxy has taken the last
-  trigger. Either a kernel of one warp or a CPU thread pushes.
-- CPU time is that of the threads that run proxies, or of the whole daemon. CPU time is measured while all ranks are
-  idle, and while each rank pushes a few 8-byte puts with signals in each millisecond.
+  trigger. Triggers are pushed by a kernel of one warp or by a CPU thread.
+- CPU time is the CPU time of the threads that run proxies, or of the whole daemon. CPU time is measured while all ranks
+  are idle, and while each rank pushes a few 8-byte puts with signals in each millisecond.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _KERNEL_PUSHES = 200_000
 _CPU_PUSHES = 1_000_000
 _CPU_ROUNDS = 2000
 _CPU_LATENCY = "put + signal of the CPU"
-_BURST = 16  # pushes per rank and millisecond
+_BURST = 16  # pushes of each rank per millisecond
 _WHERE = ("thread", "daemon")
 
 _SOURCE = r"""
@@ -84,7 +84,8 @@ def quiet_barrier() -> None:
 
 
 class Pusher:
-    """Pushes onto a channel's ring from this thread. Once a pusher exists, no kernel may push onto that ring.
+    """Pushes triggers onto a channel's ring from the calling thread. Once an object of this class exists, no kernel may
+    push onto that ring.
 
     Args:
         comm: the communicator whose proxy drains the ring.
@@ -96,10 +97,10 @@ class Pusher:
         self._fifo = comm.proxy.fifo_for(channel.id)
         self._channel = channel.id
         self._memories = memory.source_id(channel.peer), memory.peer_id(channel.peer)
-        self._pushed = comm.proxy.counters(channel.id).triggers  # pushed by a kernel, and taken by the proxy
+        self._pushed = comm.proxy.counters(channel.id).triggers  # includes triggers that a kernel pushed
 
     def push(self, operation: Operation, nbytes: int, count: int) -> None:
-        """Pushes `count` triggers of `nbytes` bytes. Waits for room in the ring."""
+        """Pushes `count` puts of `nbytes` bytes each. Waits for room in the ring."""
         src, dst = self._memories
         trigger = Trigger(operation, self._channel, nbytes, src, 0, dst, 0)
         if bare_loops.produce(self._fifo, self._pushed, trigger.encode(), count, _TIMEOUT) != count:
@@ -125,7 +126,9 @@ class Pusher:
 
 
 def latencies(comm: Communicator, channel: ProxyChannel, kernels: Any) -> dict[str, list[float]]:
-    """Measures ping-pongs. Returns for each kind of message the one-way times in µs of all rounds after the warm-up."""
+    """Measures ping-pongs. Returns, for each kind of message, the one-way times in µs of all rounds after the warm-up
+    rounds.
+    """
     found = {}
     ns = comm.empty(_ROUNDS, "int64")
     for name, nbytes in (("signal", 0), ("put of 8 bytes + signal", 8), ("put of 1 KiB + signal", 1024)):
@@ -138,8 +141,8 @@ def latencies(comm: Communicator, channel: ProxyChannel, kernels: Any) -> dict[s
 def rates(
     comm: Communicator, channel: ProxyChannel, memory: RegisteredMemory, kernels: Any
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Measures triggers per second, and the latencies of pushes by the CPU. Returns an empty result on the second rank.
-    The CPU pushes last, because kernels don't know which slots of the ring the CPU has filled.
+    """Measures the rate of triggers per second, and the latencies of pushes by the CPU. Returns an empty result on the
+    second rank. The CPU pushes last, because kernels don't know which slots of the ring the CPU has filled.
     """
     if comm.rank:
         return {}, {}
@@ -180,20 +183,21 @@ def of_two(where: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
 
 
 def _cpu_of(stat: Path) -> float:
-    """Returns the CPU seconds in the stat file of a thread or a process."""
     fields = stat_of(stat)
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def proxy_seconds(daemon: int) -> float:
-    """Returns the CPU seconds of this process's proxy threads, plus, on the first rank, those of the daemon."""
+    """Returns the CPU time in seconds of this process's proxy threads, plus, on the first rank, the daemon's CPU
+    time.
+    """
     own = [thread.native_id for thread in threading.enumerate() if "-proxy-" in thread.name]
     seconds = sum(_cpu_of(Path(f"/proc/self/task/{number}/stat")) for number in own)
     return seconds + (_cpu_of(Path(f"/proc/{daemon}/stat")) if MPI.COMM_WORLD.rank == 0 else 0.0)
 
 
 def of_node(where: str, daemon: int, seconds: float) -> dict[str, float]:
-    """Measures how many cores the proxies of all ranks use, idle and busy."""
+    """Measures how many cores the proxies of all ranks use while they are idle and while they are busy."""
     with Communicator.from_mpi(timeout=_TIMEOUT, proxy=where) as comm:
         memory = comm.register(comm.empty(1 << 16, "uint8"))
         channel = comm.proxy_channels(memory).to((comm.rank + 1) % comm.world_size)

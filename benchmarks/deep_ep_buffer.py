@@ -9,9 +9,10 @@ tensor that the caller allocated, as an expert's result would be. Contenders:
 - NCCL: all_to_all_single there and back of as many bytes, without the time to pack and unpack rows
 
 A burst is ten pairs on one stream. If the CPU need not wait, a kernel blocks the stream until the CPU has issued the
-burst's calls. Events around the calls measure the GPU's time. A dispatch for which the CPU waits has this wait in its
-time. The issuing thread's time is the wall-clock time of the burst's calls. A result is the slowest rank's mean of a
-burst; the table shows the median over bursts. Outputs are checked before and after the measurement.
+burst's calls. Events around the calls measure the GPU's time. If the CPU waits for a dispatch, the dispatch's time
+includes this wait. The issuing thread's time is the wall-clock time of the burst's calls. For each burst, the result is
+the mean over the burst on the slowest rank; the table shows the median over bursts. Outputs are checked before and
+after the measurement.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Contender:
 
 
 def contenders(job: GpuJob, buffer: Buffer, layer: EPAll2AllLayer, tokens: Tokens, experts: int) -> list[Contender]:
-    """Returns the contenders for a number of tokens."""
+    """Returns the contenders for a given number of tokens."""
     per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(tokens.ids, experts)
     crossing = tokens.visits.sum(0)
     crossing[job.rank] = 0
@@ -135,7 +136,7 @@ def wrong(contender: Contender, tokens: Tokens) -> int:
 
 
 def burst(job: GpuJob, contender: Contender, results: torch.Tensor) -> tuple[float, float, float]:
-    """Returns the microseconds of a dispatch, of a combine and of issuing both. `results` are the experts' results."""
+    """Returns the times in µs of a dispatch, of a combine, and of issuing both. `results` are the experts' results."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * _PAIRS + 1)]
     torch.cuda.synchronize()
     job.world.Barrier()
@@ -160,7 +161,7 @@ def measure(job: GpuJob, made: list[Contender], tokens: Tokens, bursts: int) -> 
     found = [wrong(contender, tokens) for contender in made]
     results = torch.zeros(job.ranks * len(tokens.x), tokens.x.shape[1], dtype=tokens.x.dtype, device=job.device)
     times = np.zeros((bursts, len(made), 3))
-    for turn in range(-2, bursts):  # the first two are warm-ups
+    for turn in range(-2, bursts):  # the first two bursts are warm-ups
         for which, contender in enumerate(made):
             measured = burst(job, contender, results)
             if turn >= 0:

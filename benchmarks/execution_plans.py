@@ -44,7 +44,7 @@ _SIZES = tuple(aims.KIB << shift for shift in (6, 8, 10, 12, 14, 16, 18))
 _QUICK_SIZES = (64 * aims.KIB, 1 * aims.MIB, 64 * aims.MIB)
 _HOST_SIZES = (4 * aims.KIB, 256 * aims.KIB)
 _LONGEST_PACKETS = 4 * aims.MIB
-_MOST_THREADBLOCKS = 128  # limits the threadblocks, because all must be resident together
+_MOST_THREADBLOCKS = 128  # all threadblocks must be resident on the GPU at the same time
 _TWO_SHOT = "two_shot"
 
 Block = list[dict[str, Any]]
@@ -108,8 +108,9 @@ def own(kind: str, index: int) -> dict[str, Any]:
 
 
 def meeting(peers: list[int], order: str = "") -> Block:
-    """Returns the operations of a barrier of all ranks' threadblocks with the same number. After the barrier, each
-    threadblock sees what the other threadblocks wrote before it; with the order "rlx", only what earlier kernels wrote.
+    """Returns the operations of a barrier among the threadblocks that have the same number on all ranks. After the
+    barrier, each threadblock sees the data that the other threadblocks wrote before the barrier; with the order "rlx",
+    it sees only data that earlier kernels wrote.
     """
     channels = {"channel_ids": list(range(len(peers))), "channel_type": "memory"}
     return [{"name": f"{order}signal", **channels}, {"name": f"{order}wait", **channels}]
@@ -155,7 +156,9 @@ def reads_and_writes(ranks: int, count: int) -> ExecutionPlan:
 
 
 def by_packets(ranks: int, count: int) -> ExecutionPlan:
-    """Builds a plan in which `count` threadblocks send each chunk, and `count` other threadblocks reduce."""
+    """Builds a plan in which `count` threadblocks send each chunk, and `count` other threadblocks reduce the received
+    chunks.
+    """
 
     def blocks(rank: int, peers: list[int]) -> list[Block]:
         found: list[Block] = []
@@ -183,7 +186,7 @@ _PLANS = {"plan, writes": writes, "plan, reads and writes": reads_and_writes, "p
 
 
 class Arrays:
-    """Input and output of one size, and the expected output.
+    """Input and output for one message size, and the expected output.
 
     Args:
         job: the ranks.
@@ -198,7 +201,7 @@ class Arrays:
         self._registered: tuple[RegisteredMemory, ...] = tuple(self._comm.register(each) for each in (self.x, self.out))
         total: Any = 0
         for rank, given in enumerate(random_inputs(job, count, dtype, fresh_seed(job))):
-            total = total + given  # an exact sum of small whole numbers
+            total = total + given  # the inputs are small whole numbers, so the sum is exact
             if rank == job.rank:
                 self._given = given
         self._expected = total
@@ -233,7 +236,7 @@ class Arrays:
 
 
 def compare(case: Case, timings: list[Timing]) -> Fields | None:
-    """Returns the times of the best plan and of two_shot; None if either time is missing."""
+    """Returns the times of the best plan and of two_shot, or None if either time is missing."""
     times = {timing.name: timing.time_us for timing in timings if timing.time_us}
     plans = {name: took for name, took in times.items() if name != _TWO_SHOT}
     if _TWO_SHOT not in times or not plans:
@@ -260,7 +263,7 @@ _SUMMARY = (
 
 
 def summarise(comparisons: list[Fields]) -> None:
-    """Prints the best plan beside two_shot for each size."""
+    """Prints the time of the best plan beside two_shot's time, for each size."""
     worst = max((row["plan_over_two_shot"] for row in comparisons), default=math.nan)
     print(f"#\n# the best plan beside two_shot; at most {worst:.2f} times as long, aim {aims.PLAN_OVER_TWO_SHOT}")
     table = Table(_SUMMARY)

@@ -1,15 +1,15 @@
 """Memory per rank of an expert-parallel layer, compared with DeepEP's formulas: python expert_memory.py
 
-The program needs no GPU, because it only computes sizes. For ProxyCCL it computes the workspace that peers reach
-(`Geometry`), including the outputs in it, for each mode of `proxyccl.deep_ep`. For DeepEP it computes the sizes that
-callers pass to DeepEP's buffers, by the formulas of DeepEP's sources with the recommended chunk sizes:
+The program needs no GPU, because it only computes sizes. For ProxyCCL it computes the size of the workspace that peers
+access (`Geometry`), including the outputs in the workspace, for each mode of `proxyccl.deep_ep`. For DeepEP it computes
+the sizes that callers pass to DeepEP's buffers, by the formulas of DeepEP's sources with the recommended chunk sizes:
 
 - normal mode, DeepEP 1.2.1: `Config.get_nvl_buffer_size_hint` plus `get_rdma_buffer_size_hint` (csrc/config.hpp), for
   the dispatch or the combine configuration, whichever is larger. DeepEP sends chunks in this mode, so the size does not
   depend on the number of tokens.
 - low-latency mode, DeepEP 1.2.1: `get_low_latency_rdma_size_hint` (csrc/config.hpp).
-- elastic, DeepEP 2.1.0: `ElasticBuffer.get_buffer_size_hint` (csrc/elastic/buffer.hpp), in bfloat16, without its
-  workspace of fixed size.
+- elastic, DeepEP 2.1.0: `ElasticBuffer.get_buffer_size_hint` (csrc/elastic/buffer.hpp), in bfloat16, without the
+  buffer's workspace of fixed size.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ _NODE, _MOST_TOPK, _MOST_SCALES, _SOURCE_BYTES = 8, 128, 128, 8
 
 
 def deep_ep_normal(world: World) -> int:
-    """Returns the bytes that DeepEP's normal mode needs for NVLink and RDMA together."""
+    """Returns the number of bytes that DeepEP's normal mode needs for NVLink and RDMA together."""
     return max(_of_chunks(world.ranks, *chunks) for chunks in _CHUNKS[world.ranks])
 
 
@@ -119,7 +119,7 @@ def deep_ep_low_latency(world: World) -> int:
 
 
 def deep_ep_elastic(world: World) -> int:
-    """Returns the bytes of an ElasticBuffer with its default options."""
+    """Returns the size in bytes of an ElasticBuffer with default options."""
     most_channels, tokens, nodes, peers = 8 * 160, world.tokens, world.nodes, world.local_size
     dispatched = aligned(HIDDEN * _BFLOAT16, 32) + aligned(TOPK * 8 + (1 + TOPK) * 4, 32)
     combined = aligned(HIDDEN * _BFLOAT16, 32) + aligned(TOPK * 8, 32)

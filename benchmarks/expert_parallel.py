@@ -1,9 +1,10 @@
 """MoE dispatch and combine compared with NCCL's all_to_all_single: mpiexec -n 4 python -m mpi4py expert_parallel.py
 
 Every token chooses `--topk` different experts at random. A size is the number of bytes that one rank sends to others,
-if it sends each token once to each rank that has one of its experts. NCCL moves as many bytes, without the time to pack
-and unpack them. Our times include counting rows and ordering the output by expert. Outputs have room for as many rows
-as any rank receives, so the CPU need not wait for the number of rows. gpu_job.py says how times are measured.
+if the rank sends each token once to each rank that has one of the token's experts. NCCL moves as many bytes; NCCL's
+times exclude packing and unpacking. ProxyCCL's times include counting rows and ordering the output by expert. Outputs
+have room for the largest number of rows that any rank receives, so the CPU need not wait for the number of rows.
+gpu_job.py says how times are measured.
 """
 
 from __future__ import annotations
@@ -77,13 +78,13 @@ class Routing:
 
 
 def contenders(job: Job, routing: Routing, layers: dict[str, EPAll2AllLayer], peer: str = "NCCL") -> list[Contender]:
-    """Returns our contenders (for each layer a dispatch, a combine and both), then those of torch's default group,
-    which moves the same bytes there and back.
+    """Returns our contenders (for each layer a dispatch, a combine and both), then the contenders of torch's default
+    group, which moves the same bytes there and back.
     """
     stream, topk = job.handle, routing.expert_ids.shape[1]
     hidden, dtype = routing.tokens.shape[1], routing.tokens.dtype
-    # Each expert returns its rows unchanged. With one row per rank, each rank that has an expert of a token returns the
-    # token.
+    # Each expert returns its rows unchanged. If a token is sent once per rank, each rank that has one of the token's
+    # experts returns the token.
     sums = {"expert": routing.tokens * topk, "rank": routing.tokens * routing.visits}
     found: list[Contender] = []
 
@@ -108,7 +109,7 @@ def contenders(job: Job, routing: Routing, layers: dict[str, EPAll2AllLayer], pe
         def prepare_combine() -> None:
             if "given" not in state:
                 rows, _, kept = layer.dispatch(routing.tokens, routing.expert_ids, stream=stream)
-                job.synchronize()  # waits, because a copy to the CPU is not ordered by the stream
+                job.synchronize()  # the stream does not order a copy to the CPU, so the CPU waits
                 state.update(given=layer.combine_input(kept).copy_(rows), kept=kept)
             poison(combined)
 

@@ -1,9 +1,10 @@
-"""Proxied writes through libfabric, beside a bare C loop of fi_writemsg on the same provider.
+"""Compares proxied writes through libfabric with a bare C loop of fi_writemsg on the same provider.
 
-Writes of 8 bytes give a rate, writes of 1 MiB a bandwidth. The target of the writes is another process, which only
-polls. The bare loop and the engine each have an endpoint, of the same provider and interface and with the same window.
-They send the same memory, request equally many completions, and take turns; a ratio is the median over rounds. Before
-that, iperf3 (one TCP stream) and fi_pingpong (round trips) measure the same interface where they are installed.
+The rate is measured with writes of 8 bytes, and the bandwidth with writes of 1 MiB. The target of the writes is another
+process, which only polls. The bare loop and the engine each have an endpoint, of the same provider and interface and
+with the same window. The loop and the engine send the same memory, request equally many completions, and run
+alternately; a ratio is the median over rounds. First, if they are installed, iperf3 (one TCP stream) and fi_pingpong
+(round trips) measure the same interface.
 
     make bare-loops                                       the bare loop
     python benchmarks/fabric_writes.py --interface lo      both processes on one host, over its loopback
@@ -35,14 +36,14 @@ from proxyccl.proxy.registrations import Registration
 from proxyccl.tools.results import Fields, machine, versions, write_json
 
 _LOOK = 0.002  # Seconds between two reads of the flush word.
-_FIFO_SIZE = 1 << 18  # Has room for all writes of a run, so that the pushing thread never spins.
+_FIFO_SIZE = 1 << 18  # The ring has room for all writes of a run, so the pushing thread never spins.
 _CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 _BYTES = 1 << 20
 _SHORT, _LONG = 8, _BYTES
 _AIMS = {_SHORT: aims.FABRIC_RATE_RATIO, _LONG: aims.FABRIC_BANDWIDTH_RATIO}
 _RUN_SECONDS = 0.5
 _CALIBRATION = {_SHORT: 5000, _LONG: 20}
-_RUNS_OF_A_WINDOW = 4  # completions requested in a window, as many as the engine requests
+_RUNS_OF_A_WINDOW = 4  # completions that the loop requests per window, as many as the engine requests
 
 
 def _endpoint(options: FabricOptions, memory: np.ndarray) -> tuple[FabricEndpoint, Registration]:
@@ -108,8 +109,8 @@ def compare(nbytes: int, rounds: int, bare: Callable[[int, int], float], ours: C
 
 
 def beside(offer: FabricOffer, peers: NetworkPeers) -> Fields:
-    """Measures the rates of iperf3 and fi_pingpong on an offer's network interface. Programs that are not installed
-    have no entry.
+    """Measures the rates of iperf3 and fi_pingpong on an offer's network interface. The result has no entry for a
+    program that is not installed.
     """
     found: Fields = {}
     for program in peers.missing:
@@ -146,7 +147,7 @@ def main() -> int:
     print(f"# ProxyCCL {versions().get('proxyccl', '')} writes through libfabric {load().version}: {endpoint.offer}")
     print(f"# {facts['cpu']}, {facts['cores']} cores, load {facts['load']}")
     peers = beside(endpoint.offer, NetworkPeers(parsed.peers))
-    pipe.send(endpoint.address)  # from now on the target polls
+    pipe.send(endpoint.address)  # from this message on, the target polls
     to = endpoint.connect(address, key)
     rows = []
     with contextlib.ExitStack() as closing:

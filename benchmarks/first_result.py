@@ -2,10 +2,10 @@
 
 Each measurement starts a job of new processes. Each rank records the seconds from the start of its own process, which
 the system reports in steps of 10 ms, to the end of each stage: the interpreter, the imports, the communicator, and the
-first all_reduce of 1 KiB with its result on the CPU. Times therefore exclude the launcher. The first proxied all_reduce
-is timed separately: immediately after the first all_reduce, and on a communicator that is 2 s old. A row has the
-slowest rank's times, as medians over all jobs. The contenders take turns. Without --quick, the first job of each
-contender is not counted, because it fills caches.
+first all_reduce of 1 KiB with its result on the CPU. The times therefore exclude the time of the launcher. The first
+proxied all_reduce is timed separately: immediately after the first all_reduce, and on a communicator that is 2 s old. A
+row shows the slowest rank's times, each as the median over all jobs. The contenders' jobs alternate. Without --quick,
+the first job of each contender is not counted, because it fills caches.
 
 On GPUs torch calls NCCL, in ranks that torchrun starts; MPI uses host memory. To find the GPU memory that a separate
 process of proxies takes, the program compares the free memory of two jobs 2 s after their start: one with that process,
@@ -25,7 +25,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# This program is not an MPI rank, but starts MPI ranks. mpi4py reads this setting at its import.
+# mpi4py reads this setting at its import. This program must not initialise MPI, because it is not an MPI rank.
 os.environ["MPI4PY_RC_INITIALIZE"] = "false"
 
 import aims
@@ -68,8 +68,8 @@ def contenders(runtime: str) -> list[Contender]:
     found = [
         Contender("ProxyCCL, proxied call at once", "proxyccl", ours),
         Contender(_PROCESS, "proxyccl-later", {**ours, "PROXYCCL_PROXY": "process"}),
-        # Loads kernels lazily, like the other jobs, so that the jobs' memory can be compared. Lazy loading is safe,
-        # because no other library launches kernels in this job.
+        # Loads kernels lazily, as the other jobs do, so that the jobs' GPU memory can be compared. This causes no
+        # deadlock, because no other library launches kernels in this job.
         Contender(_THREAD, "proxyccl-later", {**ours, "PROXYCCL_PROXY": "thread"}),
         Contender("MPI, arrays of the CPU", "mpi"),
     ]
@@ -80,7 +80,8 @@ def contenders(runtime: str) -> list[Contender]:
 
 
 def run(contender: Contender, ranks: int, mpiexec: list[str]) -> Fields:
-    """Runs a job. Returns the slowest rank's seconds to each stage, and the least free memory of the GPUs.
+    """Runs a job. Returns the slowest rank's time in seconds until the end of each stage, and the least free memory of
+    the GPUs.
 
     Raises:
         SystemExit: the job failed, or did not end in time.
@@ -102,7 +103,7 @@ def run(contender: Contender, ranks: int, mpiexec: list[str]) -> Fields:
 
 
 def medians(samples: list[Fields]) -> Fields:
-    """Returns the median time to each stage."""
+    """Returns the median time until the end of each stage."""
     return {name: statistics.median(sample[name] for sample in samples) for name in samples[0]}
 
 
@@ -163,7 +164,7 @@ def main() -> int:
     show(rows)
     print()
     results = {"benchmark": "first_result", **facts, "stages_s": rows, **conclusions(rows)}
-    results["device"] = open_runtime(runtime).describe()  # done last, because opening a runtime takes GPU memory
+    results["device"] = open_runtime(runtime).describe()  # opening a runtime takes GPU memory, so this is done last
     if parsed.json is not None:
         write_json(parsed.json, {**results, "samples_s": samples})
     return 0

@@ -1,7 +1,7 @@
 """A rank of a job of `first_result.py`: first_result_rank.py CONTENDER FOLDER.
 
-Writes the seconds from the start of its process to each stage into FOLDER/RANK.json. Each contender imports only the
-modules that a user's program would import.
+Writes, into FOLDER/RANK.json, the seconds from the start of the rank's process to the end of each stage. Each contender
+imports only the modules that a user's program would import.
 """
 
 import json
@@ -42,8 +42,8 @@ def require(value: float, expected: float) -> None:
 
 
 def proxyccl(when: str) -> int:
-    """Makes a communicator, an all_reduce, and a proxied all_reduce, which follows immediately if `when` is "at once"
-    or after 2 s if it is "later". Returns the rank.
+    """Makes a communicator, calls all_reduce, and calls a proxied all_reduce: immediately if `when` is "at once", or 2
+    s later if `when` is "later". Returns the rank.
     """
     from proxyccl import Communicator
 
@@ -61,7 +61,7 @@ def proxyccl(when: str) -> int:
         time.sleep(max(0.0, made + _AGE - time.monotonic()))
         if comm.runtime.name == "cuda":
             stages["free_bytes"] = _free_bytes(comm.runtime)
-        comm.all_gather_bytes(b"")  # a barrier of all ranks
+        comm.all_gather_bytes(b"")  # used as a barrier
     before = _since_boot()
     comm.proxy  # noqa: B018  the first use opens the proxy
     stages["of it the proxy"] = _since_boot() - before
@@ -79,7 +79,6 @@ def proxyccl(when: str) -> int:
 
 
 def _free_bytes(runtime: Any) -> int:
-    """Returns the free memory of the rank's GPU."""
     from cuda.bindings import driver
 
     with runtime.current():
@@ -90,11 +89,11 @@ def _free_bytes(runtime: Any) -> int:
 
 
 def mpi() -> int:
-    """Makes MPI's Allreduce of numpy arrays. Returns the rank."""
+    """Calls MPI's Allreduce on numpy arrays. Returns the rank."""
     import numpy as np
     from mpi4py import MPI
 
-    world = MPI.COMM_WORLD  # the import has initialised MPI
+    world = MPI.COMM_WORLD  # importing the module has initialised MPI
     reached("imports")
     reached("communicator")
     array = np.ones(_COUNT, np.float32)
@@ -105,7 +104,7 @@ def mpi() -> int:
 
 
 def torch_group(backend: str) -> int:
-    """Makes an all_reduce by torch.distributed, with NCCL or gloo; torchrun has started the rank. Returns the rank."""
+    """Calls torch.distributed's all_reduce with NCCL or gloo, in a rank that torchrun started. Returns the rank."""
     import torch
     import torch.distributed as dist
 

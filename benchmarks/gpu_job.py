@@ -2,8 +2,8 @@
 libraries.
 
 A contender's calls are captured into a CUDA graph. Events time the graph's replay, so that no launch cost of Python is
-included. Each rank's stream first sleeps until its CPU has queued the replay, and then joins a barrier of all ranks. So
-a slow CPU does not make a rank start late.
+included. Each rank's stream first sleeps until the rank's CPU has queued the replay, and then joins a barrier of all
+ranks, so that a slow CPU does not make a rank start late.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
-# Disables NVLink multicast. torch and NCCL read these variables at their import.
+# These variables disable NVLink multicast; torch and NCCL read them at import.
 os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NVSHMEM_DISABLE_NVLS="1")
 
 import nccl_registered
@@ -33,7 +33,7 @@ from proxyccl import Communicator
 from proxyccl.tools.results import Fields
 
 _POISON = 0xA5
-_SLEEP_CYCLES = 600_000  # about 300 µs: longer than queueing a barrier and a replay takes
+_SLEEP_CYCLES = 600_000  # about 300 µs, which is longer than the CPU takes to queue a barrier and a replay
 
 
 class GraphBurst(Burst):
@@ -73,8 +73,8 @@ class GraphBurst(Burst):
 
 
 class IssuedBurst(Burst):
-    """Calls that are issued one after another, without a graph. In a graph NCCL starts a call's network transfers by a
-    host function, which would add a delay.
+    """Calls that are issued one after another, without a graph, because in a graph NCCL starts network transfers by a
+    host function, which adds a delay.
 
     Args:
         call: queues a call on torch's current stream.
@@ -230,7 +230,7 @@ class GpuJob(Job):
         ]
 
     def peer_versions(self) -> Fields:
-        """Returns the versions of torch and of the libraries that it contains."""
+        """Returns the versions of torch and of the libraries that torch contains."""
         return {
             "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
             "torch": torch.__version__,
@@ -243,7 +243,6 @@ class GpuJob(Job):
         return stream
 
     def synchronize(self) -> None:
-        """Waits for the device."""
         torch.cuda.synchronize()
 
     def time_now(self, call: Callable[[], object], calls: int) -> float:
@@ -287,7 +286,7 @@ class GpuJob(Job):
         return elapsed * 1e3 / timed.calls, outlasted
 
     def product(self, size: int, calls: int) -> GraphBurst:
-        """Returns a graph of products of bfloat16 matrices."""
+        """Returns a CUDA graph of matrix products in bfloat16."""
         a = torch.randn(size, size, device=self.device, dtype=torch.bfloat16)
         b, out = torch.randn_like(a), torch.empty_like(a)
         stream = torch.cuda.Stream()
@@ -297,7 +296,7 @@ class GpuJob(Job):
             torch.mm(a, b, out=out)
 
         with torch.cuda.stream(stream):
-            multiply()  # loads the library's kernel, because a capture can't load it
+            multiply()  # loads the library's kernel, which can't be loaded during a capture
             stream.synchronize()
         return GraphBurst(multiply, calls, stream, counted=False)
 
@@ -315,8 +314,8 @@ def _all_reduce(out: Any, _: Any, group: Any) -> None:
 
 
 def symmetric_memory(job: Job, count: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, str]:
-    """Returns a tensor that all ranks reach and "", or None and the reason why torch can't make such a tensor. The
-    reason is the same on all ranks.
+    """Returns a tensor that all ranks can access, with ""; if torch can't make such a tensor, returns None and the
+    reason. The reason is the same on all ranks.
     """
     reason, tensor = "", None
     try:

@@ -1,5 +1,5 @@
-"""Finds out how many multiprocessors the calls in a CUDA graph can occupy. It reads the graph's nodes, so it works for
-kernels of any library.
+"""Finds out how many multiprocessors the calls in a CUDA graph can occupy. The module reads the graph's nodes, so it
+works for kernels of any library.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def multiprocessors_used(driver: Any, graph: int, available: int) -> int:
     """Returns the number of blocks of the largest kernel in a graph, but at most the device's number of
     multiprocessors.
 
-    The result is 0 for a graph without kernels. Copies between devices are not counted, because copy engines make them.
+    The result is 0 for a graph without kernels. Copies between devices are not counted, because they occupy copy
+    engines instead of multiprocessors.
 
     Args:
         driver: `cuda.bindings.driver`.

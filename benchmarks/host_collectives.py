@@ -1,12 +1,12 @@
 """Collectives of the host runtime compared with MPI's: mpiexec -n 4 python -m mpi4py host_collectives.py
 
-Our contender `registered` uses arrays of `Communicator.empty`, and our `private` uses numpy arrays, as MPI does. With
+Our contender `registered` uses arrays of `Communicator.empty`; our contender `private` and MPI use numpy arrays. With
 `--gloo`, torch's gloo is measured too: it copies its input, and reduces the copy in place. gloo finds the first rank by
-``MASTER_ADDR`` and ``MASTER_PORT``. Our calls have no stream, so they return when they are complete, like MPI's.
+``MASTER_ADDR`` and ``MASTER_PORT``. Our calls use no stream, so a call returns when it is complete, as MPI's calls do.
 Contenders alternate in bursts of equally many calls. Before each burst the ranks wait for each other over separate
-sockets, because MPI's barrier would spin on cores and keep MPI's connections warm. A time is that of a burst on the
-slowest rank, divided by the number of calls; tables show the median over bursts. Outputs are checked before and after
-the measurement.
+sockets, because MPI's barrier would occupy cores by spinning, and would keep MPI's connections warm. A time is the time
+of a burst on the slowest rank, divided by the number of calls; tables show the median over bursts. Outputs are checked
+before and after the measurement.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _OF_MPI = {
     "reduce_scatter": "Reduce_scatter_block",
 }
 _TIMEOUT = 20.0
-_BURST_US = 4000.0  # target time of a burst of the fastest contender
+_BURST_US = 4000.0  # how long a burst of the fastest contender should take
 _MOST_CALLS = 20
 
 Floats = NDArray[np.float32]
@@ -65,8 +65,8 @@ class Contender:
 
 
 def expected_output(collective: str, given: Floats, rank: int) -> Floats:
-    """Returns the expected result of a rank. The input of rank i is `given[i]`, or for all_gather the first share of
-    `given[i]`.
+    """Returns the result expected on one rank. The input of rank i is `given[i]`, or, for all_gather, the first share
+    of `given[i]`.
     """
     ranks, count = given.shape
     shares = given.reshape(ranks, ranks, count // ranks)
@@ -78,7 +78,7 @@ def expected_output(collective: str, given: Floats, rank: int) -> Floats:
 
 
 def reduced_by_gloo(source: Floats) -> Contender:
-    """Returns the contender that makes an all_reduce by torch's gloo. Makes gloo's process group if there is none."""
+    """Returns the contender that calls all_reduce of torch's gloo. Makes gloo's process group if it does not exist."""
     import torch
     import torch.distributed as dist
 
@@ -100,7 +100,7 @@ def contenders(
 ) -> tuple[list[Contender], Floats]:
     """Returns the contenders for a call whose longer array has `count` elements, and the expected output."""
     world, ranks = MPI.COMM_WORLD, comm.world_size
-    given = np.arange(ranks * count, dtype=np.float32).reshape(ranks, count) % 251  # values whose sums are exact
+    given = np.arange(ranks * count, dtype=np.float32).reshape(ranks, count) % 251  # the sums of these values are exact
     source = given[comm.rank] if collective != "all_gather" else given[comm.rank, : count // ranks]
     expected = expected_output(collective, given, comm.rank)
 
@@ -128,7 +128,7 @@ def wrong(contender: Contender, expected: Floats) -> int:
 
 
 def burst(comm: Communicator, contender: Contender, calls: int) -> float:
-    """Makes a burst of calls. Returns the microseconds of a call on this rank."""
+    """Makes a burst of calls. Returns the time per call on this rank in µs."""
     comm.group.exchange.barrier("a burst of calls")
     start = time.perf_counter()
     for _ in range(calls):
@@ -144,7 +144,7 @@ def measure(comm: Communicator, collective: str, nbytes: int, bursts: int, *, gl
     warm = [min(world.allreduce(burst(comm, contender, 2), MPI.MAX) for _ in range(3)) for contender in made]
     calls = max(1, min(_MOST_CALLS, int(_BURST_US / min(warm))))
     times = np.zeros((bursts, len(made)))
-    # The contenders run in all orders, because threads that one contender leaves awake affect the next one.
+    # The contenders run in all orders, because threads that one contender leaves awake affect the next contender.
     orders = np.random.default_rng(nbytes).permutation(list(itertools.permutations(range(len(made)))))
     for turn in range(bursts):
         for which in orders[turn % len(orders)]:
@@ -167,7 +167,6 @@ def measure(comm: Communicator, collective: str, nbytes: int, bursts: int, *, gl
 
 
 def columns(peers: list[str]) -> tuple[Column, ...]:
-    """Returns the headings of the table."""
     return (
         Column("collective", "", 15, left=True),
         Column("size", "", 8),
@@ -185,7 +184,7 @@ def main() -> int:
     parser.add_argument("--gloo", action="store_true", help="also torch's gloo, for all_reduce alone")
     parsed = parser.parse_args()
     sizes = parsed.sizes or (_QUICK_SIZES if parsed.quick else _SIZES)
-    bursts = parsed.repeats or (12 if parsed.quick else 48)  # bursts of each contender, over all orders
+    bursts = parsed.repeats or (12 if parsed.quick else 48)  # number of bursts per contender, over all orders
     if parsed.gloo and parsed.collectives != ["all_reduce"]:
         parser.error("--gloo is for --collectives all_reduce")
     end_if_it_hangs(parsed.seconds)

@@ -62,17 +62,17 @@ class Products(Burst):
         self._thread.start()
 
     def queue(self) -> None:
-        """Starts a thread that makes `calls` products."""
+        """Starts a thread that computes `calls` matrix products."""
         self._enough.set()
         self._start()
 
     def keep_on(self) -> None:
-        """Starts a thread that makes products until `wait` is called."""
+        """Starts a thread that computes matrix products until `wait` is called."""
         self._enough.clear()
         self._start()
 
     def wait(self) -> float:
-        """Waits for the thread. Returns the time at which the last product was finished."""
+        """Waits for the thread. Returns the time at which the last matrix product was finished."""
         assert self._thread is not None
         self._enough.set()
         self._thread.join()
@@ -112,8 +112,8 @@ class HostJob(Job):
         x.view(np.uint8)[:] = 0xA5
 
     def peers(self, collective: str, count: int, dtype: str) -> list[Peer]:
-        """Returns each library's name with the reason why it can't be used. Between rehearsed nodes returns gloo, if
-        torch is installed.
+        """Returns, for each library, the reason why it can't be used. Between rehearsed nodes, returns gloo if torch is
+        installed.
         """
         if self.nodes is not None and importlib.util.find_spec("torch") is not None:
             from torch_peer import join_gloo, torch_peer
@@ -123,7 +123,7 @@ class HostJob(Job):
         return [Peer(name, missing=_NO_PEER) for name in _PEERS[collective]]
 
     def peer_versions(self) -> Fields:
-        """Returns no versions, because no other library is measured."""
+        """Returns no versions, because no other library is measured on the host runtime."""
         return {}
 
     def current(self) -> AbstractContextManager[object]:
@@ -143,8 +143,8 @@ class HostJob(Job):
         return Calls(call, calls)
 
     def time_burst(self, timed: Burst, *, beside: Burst | None = None, beside_bursts: int = 0) -> tuple[float, bool]:
-        """Times the burst by the CPU's clock, after a barrier of the ranks. Concurrent matrix products run until the
-        burst ends.
+        """Times the burst by the CPU's clock, after a barrier of the ranks. Matrix products run concurrently until the
+        burst has ended.
         """
         self.synchronize()
         self.world.Barrier()

@@ -1,4 +1,4 @@
-"""Picks the kind of job for the runtime. Jobs on GPUs need torch; jobs on the host runtime don't."""
+"""Picks the kind of `Job` for the runtime. A job on GPUs needs torch; a job on the host runtime does not."""
 
 from __future__ import annotations
 

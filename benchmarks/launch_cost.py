@@ -3,8 +3,8 @@
 The collective is compared with torch's elementwise add, NCCL's all_reduce through torch, and the one-shot of torch
 symmetric memory.
 
-Calls are issued in bursts that fit an empty stream's queue, so no call waits for the GPU. A time is the wall-clock time
-in which the slowest rank's thread issues one burst, divided by the number of calls. Tables show the median over bursts.
+A burst of calls fits into an empty stream's queue, so no call waits for the GPU. A time is the wall-clock time in which
+the slowest rank's thread issues one burst, divided by the number of calls. Tables show the median over bursts.
 Contenders alternate.
 """
 
@@ -28,7 +28,7 @@ from proxyccl.device.arrays.array import current_stream
 from proxyccl.tools.results import Fields
 from proxyccl.tools.tables import Column, Table
 
-_COUNT = 256  # elements: few, so that the kernels are as short as possible
+_COUNT = 256  # number of elements: few, so that the kernels are as short as possible
 _BURST = 100
 _BURSTS = 60
 _MANY = 4000  # more tensors than the library caches, so each tensor is new to the library
@@ -43,7 +43,7 @@ _COLUMNS = (
 
 
 def calls(job: GpuJob) -> dict[str, Callable[[], object]]:
-    """Returns the calls to issue, by name: ours, other libraries', then parts of our call."""
+    """Returns the calls to issue, by name: our calls, other libraries' calls, then parts of our call."""
     x, y, out = (torch.zeros(_COUNT, device=job.device) for _ in range(3))
     array = job.comm.empty(_COUNT, "float32").fill(0)
     comm, handle, group = job.comm, job.stream.cuda_stream, job.group_name
@@ -70,10 +70,10 @@ def calls(job: GpuJob) -> dict[str, Callable[[], object]]:
 
 
 def measure(job: GpuJob, what: dict[str, Callable[[], object]], bursts: int) -> list[Fields]:
-    """Measures each call. Returns their rows, the same on all ranks."""
+    """Measures each call. Returns a row for each call, the same on all ranks."""
     times = np.zeros((len(what), bursts))
     with torch.cuda.stream(job.stream):
-        for burst in range(-2, bursts):  # the first two are warm-ups
+        for burst in range(-2, bursts):  # the first two bursts are warm-ups
             for i, call in enumerate(what.values()):
                 torch.cuda.synchronize()
                 job.world.Barrier()

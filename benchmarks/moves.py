@@ -1,8 +1,8 @@
 """Compares the collectives that only move bytes, all_gather and all_to_all, with NCCL's kernels and copy engines.
 
-NCCL has kernels for any arrays, and others for arrays that are registered as symmetric; NCCL's time is that of the
-faster kernels. A size is the number of bytes of an all_gather's output, or of an all_to_all's input on one rank. An
-all_gather is in place: each rank's input is its share of the output. An all_to_all is out of place.
+NCCL has separate kernels for arrays that are registered as symmetric; NCCL's time is the time of its faster kernels. A
+size is the number of bytes of one rank's output for all_gather, or of one rank's input for all_to_all. An all_gather is
+in place: each rank's input is its share of the output. An all_to_all is out of place.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _QUICK_SIZES = (4 * aims.KIB, 1 * aims.MIB, 64 * aims.MIB)
 
 
 class Buffers:
-    """Input and output arrays of the largest size, of one element type. Calls of smaller sizes use the beginning of the
-    arrays.
+    """Input and output arrays of the largest size, with one element type. Calls of smaller sizes use the beginning of
+    the arrays.
 
     Args:
         job: the ranks.
@@ -61,8 +61,8 @@ class Buffers:
         self.peers = job.peers(collective, count, dtype)
 
     def contenders(self, count: int, names: list[str]) -> list[Contender]:
-        """Returns our contenders of these names, then the other libraries', for a call of `count` elements with fresh
-        random inputs.
+        """Returns our contenders of these names, then the other libraries' contenders, for a call of `count` elements
+        with new random inputs.
         """
         size = _OneSize(self.job, self.collective, count, self.dtype)
         return [*(self._ours(size, name) for name in names), *(self._peer(size, peer) for peer in self.peers)]
@@ -86,8 +86,6 @@ class Buffers:
 
 
 class _OneSize:
-    """Makes this rank's random input of `count` elements, and the expected output."""
-
     def __init__(self, job: Job, collective: str, count: int, dtype: str) -> None:
         self._job, self.count = job, count
         self._gathers = collective == "all_gather"
@@ -114,12 +112,13 @@ class _OneSize:
 
 
 def _fastest_kernels(times: Mapping[str, float | None]) -> float | None:
-    """Returns the time of NCCL's faster kernels; None if it was not measured."""
     return min((time for name in _NCCL_KERNELS if (time := times.get(name))), default=None)
 
 
 def compare(case: Case, timings: list[Timing]) -> Fields:
-    """Returns NCCL's times divided by ours with registered arrays, at one size; None for a ratio without both times."""
+    """Returns, for one size, NCCL's times divided by our times with registered arrays; None for a ratio without both
+    times.
+    """
     times = {timing.name: timing.time_us for timing in timings}
     nccl, engines = _fastest_kernels(times), times.get(COPY_ENGINES)
     kernels, proxied = (times.get(name) for name in REGISTERED)

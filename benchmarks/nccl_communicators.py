@@ -64,14 +64,13 @@ class Nccl:
             raise NcclError(f"NCCL {self.version} has no ncclCommShrink, which came with 2.27")
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Calls a function of NCCL. Raises NcclError if the function does not succeed."""
         function = getattr(self._library, name)
         function.argtypes = _SIGNATURES[name]
         if status := function(*arguments):
             raise NcclError(f"{name}: {self._library.ncclGetErrorString(status).decode()}")
 
     def communicator(self, ranks: MPI.Intracomm) -> NcclCommunicator:
-        """Makes a communicator; each rank uses the current device of its thread."""
+        """Makes a communicator on the current device of the calling thread."""
         unique = _UniqueId()
         if ranks.Get_rank() == 0:
             self.call("ncclGetUniqueId", ctypes.byref(unique))
@@ -93,12 +92,12 @@ class NcclCommunicator:
         self._nccl, self._handle = nccl, handle
 
     def all_reduce(self, pointer: int, count: int, stream: int) -> None:
-        """Queues an in-place sum of float32 elements."""
+        """Queues an in-place all_reduce that sums float32 elements."""
         self._nccl.call("ncclAllReduce", pointer, pointer, count, _FLOAT32, _SUM, self._handle, stream)
 
     def shrink(self, exclude: Sequence[int], *, abort: bool) -> Self:
-        """Returns a communicator without some ranks. Only the remaining ranks call this. `abort` first aborts running
-        calls.
+        """Returns a communicator without the excluded ranks. Only the remaining ranks call this method. `abort` first
+        aborts running calls.
         """
         made = _pointer()
         ranks = (_int * len(exclude))(*exclude)
@@ -116,7 +115,6 @@ class NcclCommunicator:
 
 
 def _path() -> str:
-    """Returns the path of the library in the package nvidia-nccl, or of the library that the linker finds."""
     package = importlib.util.find_spec("nvidia")
     for place in package.submodule_search_locations or () if package else ():
         for library in Path(place).glob("nccl/lib/libnccl.so.2"):

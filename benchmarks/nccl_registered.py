@@ -1,6 +1,6 @@
-"""NCCL's collectives on memory that is registered with NCCL as symmetric. On such memory NCCL runs special kernels, or
-under its zero-CTA policy uses copy engines for all_gather and all_to_all. Registration and policy need NCCL 2.28
-(`ncclCommWindowRegister`, `NCCL_CTA_POLICY_ZERO`), and are set through torch's process group.
+"""NCCL's collectives on memory that is registered with NCCL as symmetric. On symmetric memory NCCL runs special
+kernels; with its zero-CTA policy, it uses copy engines for all_gather and all_to_all. The registration and the policy
+need NCCL 2.28 (`ncclCommWindowRegister`, `NCCL_CTA_POLICY_ZERO`), and are requested through torch's process group.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class RegisteredNccl:
         self._pool = torch.cuda.MemPool(backend.mem_allocator)
         with torch.cuda.use_mem_pool(self._pool):
             self._arrays = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        dist.all_reduce(torch.ones(4, device=device), group=self.group)  # the first call connects the ranks
+        dist.all_reduce(torch.ones(4, device=device), group=self.group)  # NCCL connects the ranks in the first call
         backend.register_mem_pool(self._pool, symm=True)
 
     def arrays(self, count: int, dtype: torch.dtype) -> tuple[Any, Any]:

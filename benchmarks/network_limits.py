@@ -25,8 +25,8 @@ _ADDRESS = "127.0.0.1"
 
 
 def limits(job: Job) -> Fields:
-    """Measures all limits in GB/s, and half a round trip of 64 bytes over TCP in µs. Returns the same values on all
-    ranks.
+    """Measures all rates in GB/s, and half of the round-trip time of 64 bytes over TCP in µs. Returns the same values
+    on all ranks.
     """
     ranks = (0, job.ranks // (job.nodes or 1))
     return {
@@ -41,7 +41,6 @@ def limits(job: Job) -> Fields:
 
 
 def _connections(job: Job, ranks: tuple[int, int], count: int, undo: ExitStack) -> list[socket.socket]:
-    """Returns new connections between two ranks, in the same order on both; an empty list on other ranks."""
     first, second = ranks
     made: list[socket.socket] = []
     listener = undo.enter_context(socket.create_server((_ADDRESS, 0), backlog=count)) if job.rank == first else None
@@ -73,8 +72,8 @@ def _receive(connection: socket.socket, received: list[float]) -> None:
 
 
 def _tcp(job: Job, ranks: tuple[int, int], streams: int, *, both: bool) -> float:
-    """Measures the GB/s of all streams together, from the first rank to the second. With `both`, data flows in both
-    directions, and the slower direction is returned.
+    """Measures the rate in GB/s of all streams together, from the first rank to the second. With `both`, data flows in
+    both directions, and the rate of the slower direction is returned.
     """
     rates: list[float] = []
     with ExitStack() as undo:
@@ -114,7 +113,6 @@ def _round_trip(job: Job, ranks: tuple[int, int]) -> float:
 
 
 def _bus(job: Job) -> Fields:
-    """Measures the GB/s of a rank's copies to pinned memory, from pinned memory, and of both concurrently."""
     runtime, found = job.comm.runtime, {}
     device = job.comm.empty(2 * _COPY_BYTES, "uint8")
     with closing(runtime.allocate_pinned(2 * _COPY_BYTES)) as pinned:
@@ -122,7 +120,7 @@ def _bus(job: Job) -> Fields:
         back = (device.ptr + _COPY_BYTES, pinned.ptr + _COPY_BYTES)
         for name, pairs in (("to_host", [out]), ("to_device", [back]), ("both", [out, back])):
             streams = [runtime.create_stream() for _ in pairs]
-            for turn in range(2):  # the first is a warm-up
+            for turn in range(2):  # the first run is a warm-up
                 job.world.Barrier()
                 start = time.perf_counter()
                 for _ in range(_COPIES if turn else 1):

@@ -1,6 +1,6 @@
-"""Measures a network's rate by other programs: iperf3, with one stream of TCP, and libfabric's own fi_pingpong.
+"""Measures a network with other programs: iperf3, with one TCP stream, and libfabric's fi_pingpong.
 
-Debian's packages iperf3 and libfabric-bin contain the programs. Server and client both run on this machine.
+The programs are in Debian's packages iperf3 and libfabric-bin. Server and client both run on this machine.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_PORT = 47592  # the port of both programs, which run one after the other
+_PORT = 47592  # the TCP port of both programs, which do not run at the same time
 _SECONDS = 2
-_MESSAGES, _MOST_BYTES = 2000, 256 << 20  # messages in each direction
+_MESSAGES, _MOST_BYTES = 2000, 256 << 20  # number of messages in each direction
 _LIMIT = 60.0
-_TRIES = 50  # attempts of a client to reach the server
+_TRIES = 50  # number of attempts of a client to connect to the server
 
 
 class NetworkPeers:

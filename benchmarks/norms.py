@@ -1,14 +1,14 @@
-"""all_reduce with the residual and RMSNorm, in one call and apart: mpiexec -n 2 python -m mpi4py benchmarks/norms.py
+"""all_reduce with residual and RMSNorm, fused or in separate calls: mpiexec -n 2 python -m mpi4py benchmarks/norms.py
 
 As between the layers of a tensor-parallel decoder, each rank has rows of a partial sum, and all ranks have the same
 residual and weight. The contenders are
 
-- all_reduce alone, which is the limit of the others;
+- all_reduce alone, which no other contender can beat;
 - all_reduce_rms_norm, also without a weight (which only adds the residual), and with float8 rows and their scales;
 - all_reduce, followed by the addition and the norm as torch.compile fuses them. Only on GPUs.
 
-The sums are exact, so their bits are compared; normalized rows may differ by rounding. gpu_job.py says how times are
-measured.
+The sums are exact, so they must be equal bit by bit; normalized rows may differ by rounding. gpu_job.py says how times
+are measured.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ADDED, FLOAT8 = "all_reduce_rms_norm, no weight", "all_reduce_rms_norm, float8"
 _EPSILON = 1e-6
 _ROWS = (1, 6, 16, 32, 64, 128, 512, 2048)
 _QUICK_ROWS = (1, 16, 128)
-_NEAR, _NEAR_FLOAT8 = 0.01, 0.07  # of a normalized value: bfloat16 has 8 bits, float8 4
+_NEAR, _NEAR_FLOAT8 = 0.01, 0.07  # allowed relative errors; bfloat16 has 8 significant bits, and float8 has 4
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -49,7 +49,7 @@ def widened(x: Any) -> Any:
 
 
 class Layer:
-    """The arrays of one number of rows, and the expected results.
+    """The arrays for one number of rows, and the expected results.
 
     Args:
         job: the ranks.
@@ -79,7 +79,6 @@ class Layer:
             self._job.poison(each.reshape(-1))
 
     def _wrong(self, *, sums: bool = False, normalized: bool = True) -> int:
-        """Returns the number of wrong elements of the outputs, which hold the results of a call."""
         if sums:
             return int((self.out != self._sums).sum())
         wrong = int((self.residual_out != self._added).sum())
@@ -140,7 +139,7 @@ class Layer:
                 self._job.poison(each.reshape(-1))
 
         def wrong(_: int) -> int:
-            near = _NEAR_FLOAT8 * abs(self._normalized) + scales * 2**-9  # the least step of float8
+            near = _NEAR_FLOAT8 * abs(self._normalized) + scales * 2**-9  # float8's smallest step
             return self._wrong(normalized=False) + int((abs(rows.float() * scales - self._normalized) > near).sum())
 
         return [
@@ -169,7 +168,7 @@ _ON_GPUS = (FLOAT8, APART)
 
 
 def compare(rows: int, width: int, timings: list[Timing]) -> Fields:
-    """Returns the times of a number of rows by contender."""
+    """Returns, for each contender, its time with a given number of rows."""
     return {"rows": rows, "width": width, "times_us": {timing.name: timing.time_us for timing in timings}}
 
 
@@ -183,7 +182,7 @@ _SUMMARY = (
 
 
 def summarise(comparisons: list[Fields]) -> None:
-    """Prints what the norm costs beside the all_reduce alone."""
+    """Prints the time that the norm adds to the all_reduce."""
     print(f"#\n# one call beside all_reduce alone; aim: {aims.NORM_US:g} µs over it, or {aims.NORM_OVER_ALONE:g} times")
     table = Table(_SUMMARY)
     table.header()

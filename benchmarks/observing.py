@@ -1,11 +1,11 @@
 """The cost of observing a proxy: python benchmarks/observing.py
 
-The proxy has one channel, whose destination is the rank's own memory. The proxy is measured in three modes, in turns:
+The proxy has one channel, whose destination is the rank's own memory. The proxy is measured alternately in three modes:
 without an observer ("nobody looks"); while another process reads all counters every 10 ms, a hundred times as often as
 `proxyccl top` does ("looked at"); and while another process traces the proxy ("traced"). Two things are measured:
 
-- The engine alone, by the CPU time of its thread. One thread fills a ring and then drains it. No other core takes part,
-  so other load on the machine matters little.
+- The engine alone, by the CPU time of its thread. One thread fills a ring and then drains it. Only one core is used, so
+  other load on the machine matters little.
 - The rate at which a kernel pushes while the proxy's thread drains the ring.
 """
 
@@ -47,7 +47,7 @@ ffi, lib = _engine.ffi, _engine.lib
 NOBODY, LOOKED_AT, TRACED = MODES = ("nobody looks", "looked at", "traced")
 JOB = f"observing-{os.getpid()}"
 _TIMEOUT = 30.0
-_SLOTS = 1 << 14  # slots of a ring that fits a core's cache; each timed run fills it once
+_SLOTS = 1 << 14  # slots of a ring that fits into a core's cache; each timed run fills the ring once
 _KINDS = {
     "put of 0 bytes": (Operation.DATA, 0),
     "signal": (Operation.SIGNAL, 0),
@@ -66,7 +66,7 @@ extern "C" __global__ void push(Fifo ring, ProxycclTrigger trigger, ProxycclCont
 
 
 def observe(job: str) -> None:
-    """Observes the only proxy of a job, in a separate process. Each line of its standard input sets the mode."""
+    """Observes the only proxy of a job, in a separate process; each line on standard input sets the mode."""
     while mode := sys.stdin.readline().strip():
         if mode == NOBODY:
             print(mode, flush=True)
@@ -107,7 +107,7 @@ class Other:
 
 
 class Alone:
-    """An engine without a thread; the caller of `nanoseconds` runs it."""
+    """An engine without a thread of its own; the thread that calls `nanoseconds` runs the engine."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._segment = create_segment(runtime, 0, _TIMEOUT)
@@ -162,7 +162,7 @@ class Alone:
         first = self._ring.taken
         words = Trigger(operation, 0, size, 0, 0, 0, 8).encode()
         pushed = bare_loops.produce(self._ring, first, words, _SLOTS, _TIMEOUT)
-        lib.proxyccl_worker_stop(self._worker)  # the stopped worker returns when the ring is empty
+        lib.proxyccl_worker_stop(self._worker)  # the worker then returns when the ring is empty
         lib.proxyccl_thread_add_worker(self._thread, self._worker)
         start = time.thread_time_ns()
         reason = lib.proxyccl_thread_run(self._thread, self._info)
@@ -173,8 +173,8 @@ class Alone:
 
 
 def _summary(of_mode: dict[str, list[float]], *, rates: bool) -> Fields:
-    """Returns a summary for each mode. Uses the median of rates, and the minimum of CPU times, because other load can
-    only increase these.
+    """Returns a summary for each mode. A summary has the median of rates, but the minimum of CPU times, because other
+    load can only increase CPU times.
     """
     counts = {mode: statistics.median(values) if rates else min(values) for mode, values in of_mode.items()}
     base = counts[NOBODY]
@@ -202,7 +202,9 @@ def engine_alone(runtime: Runtime, repeats: int) -> list[Fields]:
 
 
 def kernel_rates(runtime: Runtime, repeats: int, seconds: float) -> list[Fields]:
-    """Measures how many triggers kernels push per second, by kind, layout of the kernel's threads, and mode."""
+    """Measures how many triggers kernels push per second, for each kind of trigger, layout of the kernel's threads, and
+    mode.
+    """
     kernel = runtime.compile(_SOURCE)["push"]
     what = {"put of 0 bytes": _KINDS["put of 0 bytes"], "put of 8 bytes + signal": _KINDS["put of 8 bytes + signal"]}
     rates: dict[tuple[str, str], dict[str, list[float]]] = {}

@@ -1,4 +1,4 @@
-"""The contenders, and the other people's programs that `programs.py` runs, by family. Needs no torch.
+"""Lists the contenders, and the other people's programs that `programs.py` runs, by family. Needs no torch.
 
 The programs are unchanged; a contender sets the backend of torch's default group.
 """
@@ -38,7 +38,7 @@ class Program:
         ranks: the least number of ranks with which the program can run.
         needs_gpu: whether the program can't run on CPUs.
         rounding: the allowed difference between the outputs of two contenders, relative to the largest output.
-        variants: whether the program also runs with other settings of ProxyCCL than the defaults.
+        variants: whether the program also runs with ProxyCCL settings other than the defaults.
         seconds: the time after which the program is ended.
     """
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
+os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads this variable at its import
 
 import torch
 import torch.distributed as dist
@@ -124,7 +124,7 @@ def lightning_ddp(world: World) -> None:
 
 def llama_tp(world: World, *, what: str, compiled: bool) -> None:
     """Runs inference by transformers' tensor parallelism. The model is saved first, because transformers splits a model
-    only when it loads it.
+    only while loading it.
     """
     from transformers import AutoModelForCausalLM
 

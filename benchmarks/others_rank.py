@@ -1,10 +1,10 @@
 """A rank of other people's programs: others_rank.py --by nccl --folder DIRECTORY, with torchrun's variables
 
-`programs.py` writes the programs' titles (others.py) to the rank's input, a line each. A job has one contender, the
-backend of torch's default group, and makes a new group for each family of programs. The jobs of all contenders run at
-the same time, but a program's steps are made in turns: before each turn the ranks wait for a line of input. After the
-last turn the first rank prints a row with the outputs of all ranks, which `programs.py` compares between contenders. If
-a program fails, its job ends.
+`programs.py` writes the titles of the programs (others.py) to the rank's standard input, one per line. A job has one
+contender, the backend of torch's default group, and makes a new group for each family of programs. The jobs of all
+contenders run at the same time, but only one job at a time executes steps: before each group of steps (a turn), the
+ranks wait for a line of input. After the last turn the first rank prints a row with the outputs of all ranks, which
+`programs.py` compares between contenders. If a program fails, its job ends.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from others import GO, OURS, PROBLEM, TURN, Program, named
 from program import RESULT
 from torch import Tensor
 
-import proxyccl.torch  # noqa: F401  torch 2.15 and later find the backend without this line
+import proxyccl.torch  # noqa: F401  registers the backend, which torch 2.15 and later find without this import
 from proxyccl.proxy.observe.publications import find
 from proxyccl.proxy.processes import stat_of
 
 _SAMPLES = 16
-_AIMED_STEPS = 10  # `late` covers the steps from 2 to this one.
-_TURN_STEPS = 4  # the CPU time of the first turn is not counted, because its steps create caches
+_AIMED_STEPS = 10  # The value `late` covers steps 2 to 10.
+_TURN_STEPS = 4  # steps per turn; the CPU time of the first turn is not counted, because its steps create caches
 _CORES = 4
 """In each turn, the main thread of a rank and torch's threads for backward passes may run on this number of cores. The
 next turn has other cores, and all contenders have the same ones. The cores of a shared machine differ in speed by up to
@@ -73,7 +73,9 @@ class World:
         self._pids = set(self.of_all(os.getpid()))
 
     def begin(self, program: Program) -> None:
-        """Clears the state of the previous program, and limits the time until the first turn and of each turn."""
+        """Clears the state of the previous program, and sets a time limit for the wait for the first turn and for each
+        turn.
+        """
         self._limit = program.seconds
         faulthandler.dump_traceback_later(self._limit, exit=True)
         self.seconds: list[tuple[float, float]] = []
@@ -81,8 +83,8 @@ class World:
         self._cpu = 0.0
 
     def steps(self, count: int = 24) -> Iterator[int]:
-        """Yields the number of each step. A step ends when the program asks for the next one and the device has
-        finished. Waits for a turn before the first step, and then every _TURN_STEPS steps.
+        """Yields the number of each step. A step ends when the program asks for the next step and the device has
+        finished this step. Waits for a turn before the first step, and again after every _TURN_STEPS steps.
         """
         count = _TURN_STEPS + 1 if self._quick else count
         cpu = 0.0
@@ -100,7 +102,6 @@ class World:
         self._cpu = cpu / (count - _TURN_STEPS)
 
     def _await_turn(self, turn: int) -> None:
-        """Waits until the job may make the steps of its next turn, whose number is `turn`."""
         self.meet()
         faulthandler.cancel_dump_traceback_later()
         if self.rank == 0:
@@ -112,7 +113,7 @@ class World:
         if share >= 2 * _CORES:
             first = self.rank * share + turn % (share // _CORES) * _CORES
             for thread in Path("/proc/self/task").iterdir():
-                with suppress(OSError):  # the thread has ended
+                with suppress(OSError):  # the thread may have ended
                     if int(thread.name) == os.getpid() or (thread / "comm").read_text().startswith("pt_autograd"):
                         os.sched_setaffinity(int(thread.name), self._cores[first : first + _CORES])
         self.meet()
@@ -144,12 +145,10 @@ class World:
         self.of_all(None)
 
     def _proxies(self) -> set[int]:
-        """Returns the ids of the separate processes that run proxies for these ranks."""
         program = Path(sys.argv[0]).name
         return {found.pid for _, found in find() if found.description.program == program} - self._pids
 
     def _cpu_seconds(self, proxies: set[int]) -> float:
-        """Returns this process's CPU time plus a rank's share of the proxy processes' CPU time."""
         ticks = sum(int(field) for pid in proxies for field in stat_of(Path(f"/proc/{pid}/stat"))[11:13])
         return time.process_time() + ticks / os.sysconf("SC_CLK_TCK") / self.size
 
@@ -205,13 +204,13 @@ def main() -> None:
         if world.rank == 0:
             print(RESULT + json.dumps(row), flush=True)
         faulthandler.cancel_dump_traceback_later()
-        gc.collect()  # frees models, which contain reference cycles
+        gc.collect()  # reference cycles keep models alive
         if world.on_gpus:
             torch.cuda.empty_cache()
     if dist.is_initialized():
         dist.destroy_process_group()
     world.store.set(f"ended/{world.rank}", "")
-    if world.rank == 0:  # rank 0 hosts the store
+    if world.rank == 0:  # rank 0 hosts the store, so it exits last
         world.store.wait([f"ended/{rank}" for rank in range(world.size)])
 
 
@@ -221,4 +220,4 @@ if __name__ == "__main__":
     except Exception:
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # skips destroying the groups, which would wait for the other ranks
+        os._exit(1)  # skips the destruction of the groups, which would wait for the other ranks

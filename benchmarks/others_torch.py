@@ -133,7 +133,9 @@ def functional(world: World, *, compiled: bool) -> None:
 
 
 def context_parallel_attention(world: World, *, rotation: str) -> None:
-    """Computes causal attention of 16 heads over a sequence that is divided among the ranks, forward and backward."""
+    """Computes causal attention, forward and backward, with 16 heads over a sequence that is divided among the
+    ranks.
+    """
     mesh = init_device_mesh(world.device.type, (world.size,))
     heads, tokens, width = (16, 16384, 128) if world.on_gpus else (4, 64, 16)
     set_rotate_method(rotation)
@@ -167,8 +169,8 @@ def new_tensors(world: World, *, call: str, nbytes: int) -> None:
 
 
 def decoder(world: World, *, batch: int, graph: bool) -> None:
-    """Computes one token per step with a decoder, whose layers have two all_reduces each; with `graph`, in a CUDA
-    graph.
+    """Computes one token per step with a decoder, whose layers have two all_reduces each; with `graph`, the step is
+    captured in a CUDA graph.
     """
     layers, width = (32, 4096) if world.on_gpus else (2, 64)
     share = width // world.size
@@ -225,7 +227,9 @@ def checkpoint(world: World, *, what: str) -> None:
 
 
 def pipeline(world: World, *, schedule: str) -> None:
-    """Trains by a schedule of torch.distributed.pipelining, with two stages per rank if the schedule takes several."""
+    """Trains with a schedule of torch.distributed.pipelining, with two stages per rank if the schedule supports
+    several.
+    """
     made = get_schedule_class(schedule)
     several = issubclass(made, PipelineScheduleMulti)
     in_v = made in (ScheduleZBVZeroBubble, ScheduleDualPipeV)

@@ -1,9 +1,10 @@
 """Collectives during a matrix product that uses the whole GPU: mpiexec -n 2 python -m mpi4py overlap.py
 
-Each contender is measured in three settings: alone; while products run on another stream as a load; and as the load
-while products are timed. The load must outlast the timed work; if it does not, the measurement is repeated with twice
-as much load. All our contenders use registered arrays. Results are checked after every burst that overlaps with
-products. A time is the median over repeats of the slowest rank's time. gpu_job.py says how times are measured.
+Each contender is measured in three settings: alone; while matrix products run on another stream as a load; and as the
+load while matrix products are timed. The load must outlast the timed work; if the load ends earlier, the measurement is
+repeated with twice as much load. All our contenders use registered arrays. Results are checked after every burst that
+overlaps with matrix products. A time is the median over repeats of the slowest rank's time. gpu_job.py says how times
+are measured.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ _DTYPE = "float32"
 _SIZES = (64 * aims.KIB, 1 * aims.MIB, 16 * aims.MIB, 256 * aims.MIB)
 _QUICK_SIZES = (1 * aims.MIB, 64 * aims.MIB)
 _COLLECTIVES = ("all_gather", "all_to_all", "all_reduce")
-_ROWS = 8192  # rows of the matrices; a product then occupies all multiprocessors
+_ROWS = 8192  # rows of each matrix: enough that a matrix product occupies all multiprocessors
 _ROWS_ON_HOST = 256
-_PRODUCTS = 4  # Matrix products in a burst.
-_MOST_BURSTS = 4096  # The maximum number of bursts of load.
+_PRODUCTS = 4  # Number of matrix products in a burst.
+_MOST_BURSTS = 4096  # The maximum number of bursts that are queued as a load.
 
 _COLUMNS = (
     Column("collective", "", 10, left=True),
@@ -69,7 +70,7 @@ def of_move(job: Job, collective: str, largest: int) -> Callable[[int], list[Con
 
 
 def ratio(time_us: float | None, alone_us: float | None) -> float | None:
-    """Returns one time divided by another; None if either time is missing."""
+    """Returns the ratio of two times, or None if either time is missing."""
     return time_us / alone_us if time_us is not None and alone_us else None
 
 
@@ -102,9 +103,6 @@ class Together:
     def _beside(
         self, timed: Burst, other: Burst, bursts: int, before: Callable[[], object] = lambda: None
     ) -> float | None:
-        """Returns the microseconds of one timed call on this rank while `other` runs; None if `other` always ended
-        earlier.
-        """
         while bursts <= _MOST_BURSTS:
             before()
             time_us, outlasted = self._job.time_burst(timed, beside=other, beside_bursts=bursts)
@@ -123,7 +121,7 @@ class Together:
         return found
 
     def repeat(self, found: list[Figures]) -> None:
-        """Measures the products alone, then each contender in all three settings."""
+        """Measures the matrix products alone, then each contender in all three settings."""
         self.product_alone.append(self._job.time_burst(self._product)[0])
         for each in found:
             burst, contender = each.burst, each.contender
@@ -154,7 +152,7 @@ class Together:
 
 def measure(job: Job, product: Burst, contenders: list[Contender], repeats: int) -> list[Fields]:
     """Measures each contender. Returns the table's rows, the same on all ranks."""
-    job.synchronize()  # waits, because the inputs were made on another stream
+    job.synchronize()  # the inputs were made on another stream
     with job.current():
         together = Together(job, product)
         found = [together.start(contender) for contender in contenders]

@@ -16,7 +16,7 @@ def bandwidth_of(output: str) -> float:
     """Returns the average bandwidth in bytes per second, from the output of ib_write_bw.
 
     Raises:
-        ValueError: the output does not show one message size.
+        ValueError: the output does not show exactly one message size.
     """
     lines = [line.split() for line in output.splitlines()]
     titles = next((i for i, words in enumerate(lines) if words[:1] == ["#bytes"]), len(lines))
@@ -24,7 +24,7 @@ def bandwidth_of(output: str) -> float:
     if len(rows) != 1 or "BW average[MB/sec]" not in output:
         raise ValueError(f"no bandwidth in the output of ib_write_bw: {output.strip() or 'it is empty'}")
     _, _, _, average, *_ = rows[0]
-    return float(average) * (1 << 20)  # perftest's MB are MiB
+    return float(average) * (1 << 20)  # perftest calls a MiB a "MB"
 
 
 class Perftest:
@@ -66,7 +66,6 @@ class Perftest:
             time.sleep(0.05)
 
     def version(self) -> str:
-        """Returns the version that the program prints."""
         command = [self._command[0], "--version"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
         return done.stdout.replace("Version:", "").strip()

@@ -1,4 +1,4 @@
-"""Options, time limit and description of the machine, which all benchmark programs share. Needs no torch."""
+"""The options, the time limit and the description of the machine that all benchmark programs share. Needs no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from proxyccl.tools.results import Fields, machine, versions
 
 RESULT, FACTS = "RESULT ", "FACTS "
 """The beginnings of a rank's lines that `programs.py` reads: a row, and the facts about the job."""
-_SHOWN_CHARACTERS = 20_000  # of a failed command's output
+_SHOWN_CHARACTERS = 20_000  # number of characters that are shown of a failed command's output
 
 
 def common_arguments(description: str) -> argparse.ArgumentParser:
@@ -30,21 +30,21 @@ def common_arguments(description: str) -> argparse.ArgumentParser:
 
 
 def end_if_it_hangs(seconds: float) -> None:
-    """Ends the process with a traceback of all threads if it far exceeds this time."""
+    """Ends the process with a traceback of all threads if the process runs far longer than `seconds`."""
     faulthandler.dump_traceback_later(2 * seconds + 60, exit=True)
 
 
 def output_of(title: str, command: Sequence[str], environment: Mapping[str, str], seconds: float) -> str:
-    """Runs a command, and returns its output, errors included. The processes that it starts end with it.
+    """Runs a command, and returns its output, errors included. Processes that the command started end with the command.
 
     Args:
-        title: the name of what runs, for messages.
+        title: the name of the command in messages.
         command: the command.
         environment: all environment variables.
         seconds: the time after which the processes are killed.
 
     Raises:
-        SystemExit: the command failed, or did not end in time. The message contains the end of the output.
+        SystemExit: the command failed, or did not end in time; the message contains the end of the output.
     """
     with subprocess.Popen(
         command,

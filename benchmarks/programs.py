@@ -1,19 +1,22 @@
 """Programs as users write them, with ProxyCCL and with NCCL: python programs.py --ranks 2 --json FILE
 
-The parts are trainings by FSDP2 and DDP, a mixture of experts, the time to issue calls, and calls by proxy after a
-rest. Each part is a separate job with its own time-out, in which the contenders take turns. The results are written
-after each row, so a part that fails loses only its own rows; the file names the part and the reason. Times are those of
-the slowest rank.
+The parts measure trainings by FSDP2 and DDP, a mixture of experts, the time to issue calls, and proxied calls after the
+proxy was idle. Each part is a separate job with its own time-out; in the job, measurements of the contenders alternate.
+The results are written after each row, so a part that fails loses only its own rows; the file names the failed part and
+the reason. Times are those of the slowest rank.
 
 Then other people's programs run (others.py). Each contender (ProxyCCL with the defaults, ProxyCCL with other settings,
-and NCCL or gloo) has a separate job. All these jobs run at the same time, but only one of them makes steps: they take
-turns of four steps on the same cores. A row of these programs also has the time of the first step, the time of the
-slowest step from 2 to 10 divided by the median ("late"), and a step's CPU time, including the proxies'.
+and NCCL or gloo) has a separate job. All these jobs run at the same time on the same cores, but only one job at a time
+executes steps, four steps per turn. The rows of other people's programs also have the time of the first step, the time
+of the slowest of steps 2 to 10 divided by the median ("late"), and the CPU time of a step, including the CPU time of
+the proxies.
 
-The CPU's share is the part of the measured time in which the CPU issued the work. If this share is near 1, a faster GPU
-would not help. In the rows of calls after a rest, the CPU's share is the share of a core that an idle proxy takes.
+The CPU's share is the fraction of the measured time in which the CPU issued the work. If this share is near 1, a faster
+GPU would not help. In the rows of calls after idle times, the CPU's share is the share of a core that an idle proxy
+uses.
 
-Without a GPU for each rank, the program runs tiny cases on the host runtime and with gloo, only to show that they work.
+Without a GPU for each rank, the program runs tiny cases on the host runtime and with gloo, only to show that the cases
+work.
 """
 
 from __future__ import annotations
@@ -46,11 +49,11 @@ from proxyccl.tools.tables import Column, Table
 _HERE = Path(__file__).parent
 _RANK = _HERE / "programs_rank.py"
 _OTHERS = _HERE / "others_rank.py"
-_START_SECONDS = 60.0  # seconds for imports and the start of communicators
+_START_SECONDS = 60.0  # time limit in seconds for imports and the start of communicators
 _MIXTURE = _HERE.parent / "examples" / "moe_training.py"
 _WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 _GRACE_SECONDS = 3.0
-_SHOWN_LINES = 15  # lines of a failed job's output
+_SHOWN_LINES = 15  # number of lines shown of a failed job's output
 _COLUMNS = (
     Column("program", "", 50, left=True),
     Column("figure", "", 50, left=True),
@@ -79,8 +82,8 @@ def row(program: str, what: str, unit: str, values: list[Fields], **more: Any) -
 
 
 def of_a_mixture(result: Fields) -> Fields:
-    """Makes a row from the output of `moe_training.py` for ProxyCCL or for torch's own backend. `Collected.add` joins
-    the two rows.
+    """Makes a row from the output of `moe_training.py` for one backend; `Collected.add` joins the rows of ProxyCCL and
+    of torch's own backend.
     """
     how = "captured" if result["captured"] else "eager"
     name = result["name"]
@@ -89,7 +92,9 @@ def of_a_mixture(result: Fields) -> Fields:
 
 
 def of_rests(results: Fields) -> list[Fields]:
-    """Makes rows of calls after rests: by a proxy with its default process and policy, by kernels, and by NCCL."""
+    """Makes rows of calls that follow idle times: calls by a proxy with its default process and idle policy, by
+    kernels, and by NCCL.
+    """
     rows = [each for each in results["rows"] if each["issued"] == "call"]
     rests = [key for key in rows[0] if key.startswith("after_")]
     shown = []
@@ -122,8 +127,8 @@ def of_values(results: Fields) -> list[Fields]:
 
 
 def of_normal_mode(results: Fields) -> list[Fields]:
-    """Makes rows of deep_ep's normal mode: with outputs of the exact size, with outputs of a fixed size, and NCCL
-    moving as many bytes.
+    """Makes rows of deep_ep's normal mode: with outputs of the exact size, with outputs of a fixed size, and with NCCL,
+    which moves as many bytes.
     """
     shown = []
     for tokens in dict.fromkeys(each["tokens"] for each in results["results"]):
@@ -202,7 +207,7 @@ class Job:
         ]
 
     def limit(self, seconds: float | None) -> None:
-        """Kills the processes if `limit` is not called again within `seconds`; None for no limit."""
+        """Kills the processes if `limit` is not called again within `seconds`; None removes the limit."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None if seconds is None else threading.Timer(seconds, self._end)
@@ -210,7 +215,7 @@ class Job:
             self._timer.start()
 
     def tell(self, line: str) -> None:
-        """Writes a line to the input of each process that still reads."""
+        """Writes a line to the standard input of each process that has not closed it."""
         for process in self._processes:
             assert process.stdin is not None
             with suppress(BrokenPipeError):
@@ -221,7 +226,7 @@ class Job:
         """Yields the lines that the first process prints."""
         output = self._processes[0].stdout
         assert output is not None
-        yield from iter(output.readline, "")  # the end of `yield from output` would close the file
+        yield from iter(output.readline, "")  # `yield from output` would close the file
 
     def status(self) -> int:
         """Waits until all processes have ended. Returns the first nonzero status; 0 if all are 0."""
@@ -230,7 +235,9 @@ class Job:
         return next((status for status in statuses if status), 0)
 
     def close(self) -> None:
-        """Closes the processes' input, at whose end ranks end by themselves, and kills those that do not end soon."""
+        """Closes the processes' standard input, which makes the ranks exit, and kills processes that do not exit
+        soon.
+        """
         self.limit(None)
         for process in self._processes:
             assert process.stdin is not None
@@ -290,7 +297,7 @@ class Collected:
         self._table.header()
 
     def add(self, new: Fields) -> None:
-        """Adds a row, or adds its values to an earlier row of the same measurement."""
+        """Adds a row, or adds the row's values to an earlier row of the same measurement."""
         same = [row for row in self.rows if all(row[key] == new[key] for key in ("program", "figure", "unit"))]
         if same:
             same[0]["values"] += new["values"]
@@ -311,7 +318,6 @@ class Collected:
         self.write()
 
     def write(self) -> None:
-        """Writes the results so far."""
         if self._path is not None:
             write_json(self._path, {"benchmark": "programs", **self.facts, "rows": self.rows, "failed": self.failed})
 
@@ -349,8 +355,8 @@ class Contender:
 
     Attributes:
         by: the contender's name in rows.
-        row: the row of the program that has ended; None if the program did not end.
-        reason: why the program did not run or did not end; "" if it did.
+        row: the row of the finished program; None if the program did not finish.
+        reason: why the program did not run or did not finish; "" if it finished.
         output: what the job has printed since the program began.
     """
 
@@ -381,13 +387,13 @@ class Contender:
         self._job.tell(program.title)
 
     def go_on(self) -> None:
-        """Lets the job make the steps of its turn."""
+        """Lets the job execute the steps of its turn."""
         assert self._job is not None
         self._job.tell(GO)
 
     def comes_to_a_turn(self, seconds: float) -> bool:
-        """Waits until the job has come to its next turn, for at most `seconds`. Returns False if the program has ended;
-        then sets `row` or `reason`.
+        """Waits for at most `seconds` until the job is ready for its next turn. If the program has ended, sets `row` or
+        `reason` and returns False.
         """
         assert self._job is not None
         self._job.limit(seconds)
@@ -409,14 +415,16 @@ class Contender:
         return False
 
     def close(self) -> None:
-        """Ends the job. The next `begin` starts another one."""
+        """Ends the job. The next `begin` starts a new job."""
         if self._job is not None:
             self._job.close()
             self._job = None
 
 
 def run_others(families: list[str], parsed: Any, end: float, collected: Collected, folder: Path) -> None:
-    """Runs other people's programs. All contenders begin a program, and then take turns."""
+    """Runs other people's programs. All contenders begin a program at the same time, then execute its steps in
+    turns.
+    """
     contenders = [Contender(name, parsed, folder) for name in parsed.contenders]
     try:
         for program in (program for family in families for program in FAMILIES[family]):
@@ -439,7 +447,7 @@ def run_others(families: list[str], parsed: Any, end: float, collected: Collecte
 
 
 def run_in_turns(program: Program, contenders: list[Contender], end: float) -> None:
-    """Runs a program by all contenders. The order of the turns alternates."""
+    """Runs a program with all contenders. The contenders' order alternates."""
 
     def comes_to_a_turn(each: Contender, seconds: float) -> bool:
         return each.comes_to_a_turn(min(seconds, end - time.monotonic()))
@@ -457,13 +465,12 @@ def run_in_turns(program: Program, contenders: list[Contender], end: float) -> N
 
 
 def torch_backend() -> str:
-    """Returns the name of torch's own backend."""
     return "gloo" if os.environ["PROXYCCL_RUNTIME"] == "host" else "nccl"
 
 
 def compare(collected: Collected, title: str, by: str, peer: str) -> None:
-    """Records a failure if a program's outputs differ from NCCL's or gloo's by more than rounding. Does nothing until
-    both outputs are known.
+    """Records a failure if a program's outputs differ from the outputs with NCCL or gloo by more than rounding. Does
+    nothing until the outputs of both contenders are known.
     """
     _, program = named(title)
     theirs = collected.outputs.get((title, peer))

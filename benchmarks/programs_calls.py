@@ -1,4 +1,4 @@
-"""Measures single calls for `programs.py`: the CPU's time to issue them, and CUDA graphs of a few calls by proxy.
+"""Measures single calls for `programs.py`: the CPU's time to issue calls, and CUDA graphs of a few calls by proxy.
 
 Each function measures a part with `Ranks` and reports its rows. The CPU's share is the time to issue a call, divided by
 the time until the device has finished.
@@ -19,8 +19,8 @@ from proxyccl import EPAll2AllLayer
 from proxyccl.deep_ep import Buffer
 from proxyccl.tools.options import show_size
 
-_COUNT = 256  # Few elements, so that kernels are short.
-_BURST, _BURSTS = 50, 10  # A burst fits a stream's queue.
+_COUNT = 256  # Few elements per call, so that kernels are short.
+_BURST, _BURSTS = 50, 10  # A burst of calls fits into a stream's queue.
 _PAIR_BURST = 20
 _GRAPH_CALLS, _REPLAYS = 4, 30
 _GRAPH_BYTES = (8 << 10, 16 << 10, 32 << 10)
@@ -113,13 +113,12 @@ def _measure_pair(ranks: Ranks, program: str, pair: Callable[[], object], bursts
 
 
 def _whole(issue: Figure, pairs: int) -> Figure:
-    """Returns the time of one pair, from several that are issued together, until the device has finished."""
     assert issue.cpu_share is not None
     return Figure(issue.value / issue.cpu_share / pairs, issue.cpu_share)
 
 
 def measure_proxied_graphs(ranks: Ranks, *, quick: bool) -> None:
-    """Measures an all_reduce by proxy in a graph of a few calls; on CPUs without a graph."""
+    """Measures an all_reduce by proxy, in a graph of a few calls or, on CPUs, without a graph."""
     with ranks.communicator() as comm:
         for nbytes in _GRAPH_BYTES:
             array = comm.empty(nbytes // 4, "float32").fill(1)
@@ -135,12 +134,11 @@ def measure_proxied_graphs(ranks: Ranks, *, quick: bool) -> None:
 
 
 def _per_call(ranks: Ranks, call: Callable[[], object], replays: int) -> float:
-    """Returns the slowest rank's median time of a call over replays, in microseconds."""
     queue: Callable[[], object] = lambda: [call() for _ in range(_GRAPH_CALLS)]  # noqa: E731
     if ranks.on_gpus:
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
-            queue()  # creates caches before the timed calls
+            queue()  # this call creates caches
         ranks.meet()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             queue()

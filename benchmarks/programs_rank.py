@@ -41,7 +41,7 @@ def main() -> None:
         for together in (False, True) if parsed.together else (False,):
             case = programs_trainings.CASES[part]
             programs_trainings.measure(ranks, case, variants, quick=parsed.quick, together=together)
-            gc.collect()  # frees models, which contain reference cycles
+            gc.collect()  # reference cycles keep models alive
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""The process groups of a job that `programs.py` starts with torchrun's variables, and the rows that its ranks report.
+"""The process groups of a job that `programs.py` starts with torchrun's variables, and the rows that the ranks report.
 The default group uses NCCL, or gloo if there is not a GPU for each rank. The groups with ProxyCCL have the same ranks.
 """
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from msgspec.structs import replace
 from program import FACTS, RESULT, nvidia_driver
 
-import proxyccl.torch  # noqa: F401  torch 2.15 and later find the backend without this line
+import proxyccl.torch  # noqa: F401  registers the backend, which torch 2.15 and later find without this import
 from proxyccl import Communicator
 from proxyccl.channels.collectives.selection import SizeTable
 from proxyccl.tools.results import Fields
@@ -44,10 +44,10 @@ class Figure:
 
 @dataclass(frozen=True)
 class Variant:
-    """Settings of our collectives, given by words joined by +. A number limits the blocks of a kernel. With `proxy` the
-    proxies move all data, with `gather-by-proxy` only the data of long all_gathers, and with `scatter-by-proxy` only
-    that of long reduce_scatters. With `unlent` peers don't map torch's memory. With `registered` FSDP2 gathers into
-    registered memory. `default` changes nothing.
+    """Settings of our collectives, as a text of words joined by +. A number is the maximum number of blocks of a
+    kernel. With `proxy` the proxies move all data, with `gather-by-proxy` only the data of long all_gathers, and with
+    `scatter-by-proxy` only the data of long reduce_scatters. With `unlent`, peers do not map memory that torch
+    allocates. With `registered`, the output of FSDP2's all_gather is in registered memory. `default` changes nothing.
     """
 
     name: str
@@ -133,11 +133,9 @@ class Ranks:
             yield comm
 
     def ones(self, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Returns a tensor of ones on the device."""
         return torch.ones(count, dtype=dtype, device=self.device)
 
     def synchronize(self) -> None:
-        """Waits for the device."""
         if self.on_gpus:
             torch.cuda.synchronize()
 

@@ -1,9 +1,10 @@
-"""Measures steps of FSDP2 and DDP with our backend and with torch's own, for `programs.py`.
+"""Measures steps of FSDP2 and DDP with our backend and with torch's own backend, for `programs.py`.
 
-The backends take turns with the same model and data. A step is timed from a barrier of all ranks until the device has
-finished the step; the CPU's share is the part until the CPU has issued the step. With `together` steps follow one
-another without a barrier, as in a training, so a CPU that issues faster than the device works runs ahead. Before torch
-2.15, steps are also measured with a group that does nothing (torch_calls.py), which no backend can beat.
+The steps of the backends alternate, with the same model and data. A step is timed from a barrier of all ranks until the
+device has finished the step; the CPU's share is the part until the CPU has issued the step. With `together`, steps
+follow one another without a barrier, as in a real training, so the CPU may issue steps before the device has finished
+the previous steps. Before torch 2.15, steps are also measured with a group that does nothing (torch_calls.py), which no
+backend can beat.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch_calls import nothing_group
 from proxyccl.channels.collectives.table import COLLECTIVES
 
 _PROFILED_STEPS = 3
-_LOSSES_DIFFER = 0.05  # relative to the loss; bfloat16's rounding error is smaller
+_LOSSES_DIFFER = 0.05  # allowed difference relative to the loss; bfloat16's rounding error is smaller
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,8 @@ class Way:
                     module.set_allocate_memory_from_process_group_for_comm(True)
         else:
             devices = [ranks.device.index] if ranks.on_gpus else None
-            # Does not compare weights at the start, because a group that does nothing can't; the seed makes them equal.
+            # The seed makes the initial weights equal. DDP does not compare them, because a group that does nothing
+            # can't.
             model = DistributedDataParallel(model, device_ids=devices, process_group=group, init_sync=False)
         return cls(name, model, torch.optim.SGD(model.parameters(), 1e-2))
 
@@ -168,7 +170,7 @@ def measure(ranks: Ranks, case: Case, variants: list[Variant], *, quick: bool, t
         for way in ways:
             way.turn(ranks, batch, steps, together=together)
             if turn < 0:
-                way.seconds.clear()  # discards the times of the warm-up
+                way.seconds.clear()  # the times of the warm-up are discarded
     found = {}
     for way in ways:
         step, issue = (statistics.median(column) for column in zip(*way.seconds, strict=True))

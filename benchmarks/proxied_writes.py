@@ -35,8 +35,8 @@ class Place:
 
 
 class ProxiedWrites:
-    """A proxy with one channel, which writes through a transport to the destination memory. One process
-    holds both ends.
+    """A proxy with one channel, which writes through a transport to the destination memory. The source and the
+    destination are in the same process.
 
     Args:
         runtime: the runtime of the proxy.
@@ -93,7 +93,7 @@ class ProxiedWrites:
 
     def __call__(self, nbytes: int, count: int) -> float:
         """Makes `count` writes of `nbytes` bytes. Returns the seconds from the first push until the flush after the
-        last.
+        last write.
         """
         parts = ((Operation.DATA, count - 1), (Operation.DATA | Operation.FLUSH, 1))
         triggers = [(self._trigger(operation, nbytes), pushes) for operation, pushes in parts]

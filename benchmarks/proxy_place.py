@@ -1,10 +1,10 @@
 """Proxies in a separate process compared with proxies in threads: mpiexec -n 2 python -m mpi4py proxy_place.py
 
-The program several times opens a communicator of each kind. Latencies and rates are those of daemon.py, between the
-first two ranks. The cost to issue is the wall-clock time in which the slowest rank's thread issues one proxied
-all_reduce of 1 KiB. Calls are issued in bursts, each on an empty stream. The time to start is the slowest rank's time
-of the first use of a proxy, immediately after the communicator was made. This time includes the start of the proxy's
-thread, or of its process with its device contexts.
+Several times, the program opens a communicator with a proxy process and one with proxy threads. Latencies and rates are
+measured as in daemon.py, between the first two ranks. The cost to issue is the wall-clock time that the slowest rank's
+thread needs to issue one proxied all_reduce of 1 KiB. Calls are issued in bursts, each on an empty stream. The time to
+start is the slowest rank's time of the first use of a proxy, immediately after the communicator was made. The time to
+start includes the start of the proxy's thread, or of the proxy's process with its device contexts.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from proxyccl.tools.tables import Column, Table
 
 _TIMEOUT = 20.0  # seconds
 _WHERE = ("thread", "process")
-_COUNT = 256  # elements of 4 bytes
+_COUNT = 256  # number of elements, of 4 bytes each
 _BURST = 50
 _BURSTS = 40
-_GONE_SECONDS = 1.5  # seconds after which an unused process has ended, so that the next communicator starts a new one
+_GONE_SECONDS = 1.5  # seconds after which an unused proxy process has ended
 
 Samples = dict[str, dict[str, list[float]]]
 """The measurements, by name and by where the proxies ran."""
@@ -57,7 +57,7 @@ def of_all(where: str) -> dict[str, float]:
             issued = slowest(time.perf_counter() - start, 1e6 / _BURST)
             stream.synchronize()
             comm.check()
-            if burst >= 2:  # the first two are warm-ups
+            if burst >= 2:  # the first two bursts are warm-ups
                 bursts.append(issued)
     return {"start": started, "issue": statistics.median(bursts)}
 

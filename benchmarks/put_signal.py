@@ -1,8 +1,8 @@
 """Puts, gets and signals between two GPUs, by proxy and by the kernel: mpiexec -n 2 python -m mpi4py put_signal.py
 
 - Latency is half of a ping-pong's round trip between two kernels of one thread, one on each rank. The kernel of rank 0
-  times each round; the result is the median over rounds, without the warm-up rounds. Another run of the same kernel,
-  which is not timed, checks that each put's data arrives before its signal.
+  times each round; the result is the median over rounds, without the warm-up rounds. A second, untimed run of the same
+  kernel checks that each put's data arrives before the put's signal.
 - The time to complete a put or get is measured by one thread of rank 0, which pushes the trigger, then waits for a
   flush or for the ticket. The result is the median over rounds.
 - The bandwidth of puts or gets is measured over many transfers, from the first push until a final flush returns.
@@ -199,7 +199,7 @@ class Bench:
             comm.proxy_channels(self.memory),
         )
         self.proxied, self.mapped, self.valued = (channels.to(self.peer) for channels in self._channel_sets)
-        self._signals = comm.empty(1, "int64").fill(0)  # signals that each rank has sent on `valued`
+        self._signals = comm.empty(1, "int64").fill(0)  # number of signals that each rank has sent on `valued`
         self.kernels = comm.compile(_SOURCE)
         self.stream = comm.runtime.create_stream()
         self.ns = comm.empty(rounds, "int64")
@@ -233,8 +233,8 @@ class Bench:
         return {"one_way_us": median, "best_us": best, "mean_us": mean}
 
     def fresh(self, nbytes: int) -> tuple[np.ndarray, np.ndarray]:
-        """Fills the first half of the memory with random bytes, and poisons the second. Returns this rank's and the
-        peer's random bytes.
+        """Fills the first half of the memory with random bytes, and poisons the second half. Returns the random bytes
+        of this rank and of the peer.
         """
         seed = self.rng.bytes(8)
         own, theirs = (
@@ -249,7 +249,7 @@ class Bench:
 
     def count_wrong(self, nbytes: int, expected: np.ndarray) -> None:
         """Adds the number of wrong bytes in the memory's second half to `wrong`."""
-        self.comm.all_gather_bytes(b"")  # after this, the peer's data has arrived
+        self.comm.all_gather_bytes(b"")  # after this call, the peer's data has arrived
         arrived = self.memory.numpy()[self.largest : self.largest + nbytes]
         self.wrong += int(np.count_nonzero(arrived != expected))
 
@@ -261,7 +261,7 @@ class Bench:
             own, theirs = self.fresh(nbytes)
             self.launch("proxy_ping_pong", 1, 1, *args, int(self.first), self.rounds, self.ns, wrong)
             self.wrong += int(wrong.numpy()[0])
-            for each in (own, theirs):  # the kernel left the last round's number in the first and the last word
+            for each in (own, theirs):  # the kernel has stored the last round's number in the first and the last word
                 each[:4] = each[-4:] = np.frombuffer(np.int32(self.rounds - 1).tobytes(), np.uint8)
             self.count_wrong(nbytes, theirs)
         limit, aim = aims.PUT_SIGNAL_US.get(nbytes, (None, None))
@@ -279,7 +279,9 @@ class Bench:
         return {"operation": _VALUES[kind], **timing}
 
     def completion(self, nbytes: int, *, get: bool) -> Fields:
-        """Measures the time of a put or get of rank 0 until a flush returns, and until its ticket is complete."""
+        """Measures the time from a put or get by rank 0 until a flush returns, and until the put's or get's ticket is
+        complete.
+        """
         _, theirs = self.fresh(nbytes)
         medians = []
         for by_ticket in (0, 1):
@@ -298,7 +300,6 @@ class Bench:
         }
 
     def _count_wrong_of_first(self, nbytes: int, theirs: np.ndarray, *, get: bool) -> None:
-        """Counts the wrong bytes after transfers of rank 0: after gets on rank 0, after puts on rank 1."""
         if self.first == get:
             self.count_wrong(nbytes, theirs)
         else:
@@ -310,7 +311,7 @@ class Bench:
         return {"signal": "relaxedSignal" if relaxed else "signal", **timing, "limit_us": aims.SM_SIGNAL_US}
 
     def put_bandwidth(self, nbytes: int, total: int, *, both: bool) -> Fields:
-        """Measures the bandwidth of puts of `nbytes` bytes, about `total` bytes altogether, in one direction or in
+        """Measures the bandwidth of puts of `nbytes` bytes each and about `total` bytes in all, in one direction or in
         both.
         """
         puts = max(4, min(400, total // nbytes))
@@ -350,7 +351,6 @@ class Bench:
         return {"bytes": nbytes, "transfers": transfers, "put_gbs": rates[0], "get_gbs": rates[1]}
 
     def _slowest(self, times: list[float], *, both: bool) -> list[float]:
-        """Returns, on both ranks, the slower rank's times, or rank 0's if only rank 0 measured."""
         everyone = [np.frombuffer(data) for data in self.comm.all_gather_bytes(np.array(times).tobytes())]
         return (np.maximum(*everyone) if both else everyone[0]).tolist()
 
@@ -444,7 +444,7 @@ def main() -> int:
                     skipped.append(name)
                     break
                 row = make()
-                if not gpu:  # limits and targets are for GPUs
+                if not gpu:  # the limits and targets apply only to GPUs
                     row = {key: None if key.startswith(("limit", "aim")) else value for key, value in row.items()}
                 rows.append(row)
                 if first:

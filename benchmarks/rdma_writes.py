@@ -3,10 +3,11 @@
 The rate of 8-byte writes is compared with a C loop that only calls ibv_post_send and ibv_poll_cq. The bandwidth of 64
 KiB writes is compared with perftest's ib_write_bw.
 
-One thread pushes triggers into a ring, and a ProxyService drains it onto a queue pair. Our time runs from the first
-push until the pushing thread sees the flush word after the last write. The thread may see this word up to 20 ms late.
-The bare loop and the engine use queue pairs with the same options on the same devices. ib_write_bw gets the same depth
-and number of messages. The contenders alternate in rounds; a ratio is the median over rounds.
+One thread pushes triggers into a ring, and a ProxyService drains the ring onto a queue pair. Our time runs from the
+first push until the pushing thread sees the flush word after the last write. The thread reads this word every 20 ms, so
+our time may be up to 20 ms too long. The bare loop and the engine use queue pairs with the same options on the same
+devices. ib_write_bw gets the same depth and number of messages. In each round every contender runs once; a ratio is the
+median over rounds.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ ffi, lib = _engine.ffi, _engine.lib
 
 _LOOK = 0.02  # seconds between reads of the flush word; frequent reads would disturb a CPU that emulates the device
 _SHORT, _LONG = 8, 64 << 10
-_SMALL_FIFO_SIZE = 256  # Small, so that the producer often waits for room and spins.
-_CALIBRATION = 200  # Writes in a calibration run.
-_MOST_WRITES = 1_000_000  # The most writes in a run.
+_SMALL_FIFO_SIZE = 256  # The ring is small, so the producer often waits for room and spins.
+_CALIBRATION = 200  # Number of writes in a calibration run.
+_MOST_WRITES = 1_000_000  # Maximum number of writes in a run.
 _LETTERS = "abcdefgh"
 _SOFT_ROCE = "Soft-RoCE on an emulated CPU, which also does the device's work: ratios are meaningful, rates are not"
 
@@ -86,7 +87,7 @@ class Pair:
         return self._devices[0].choice.gid_index
 
     def connect(self) -> Endpoint:
-        """Returns a new queue pair of the first device, connected to one of the second."""
+        """Returns a new queue pair of the first device, connected to a queue pair of the second device."""
         near, far = (device.endpoint() for device in self._devices)
         near.connect(far.address)
         far.connect(near.address)
@@ -99,12 +100,12 @@ class Pair:
             ffi.memmove(ffi.cast("char *", memory.ptr), data, nbytes)
 
     def wrong(self, nbytes: int) -> int:
-        """Returns the number of bytes that differ after a write."""
+        """Returns the number of bytes in which source and destination differ."""
         sent, received = (bytes(ffi.buffer(ffi.cast("char *", memory.ptr), nbytes)) for memory in self.memories)
         return sum(a != b for a, b in zip(sent, received, strict=True)) if sent != received else 0
 
     def close(self) -> None:
-        """Closes devices and memory. Everything that uses the devices or the memory must be closed before."""
+        """Closes devices and memory. The caller must first close everything that uses the devices or the memory."""
         for device in self._devices:
             device.close()
         for memory in self.memories:
@@ -117,7 +118,7 @@ class Bare:
     Args:
         pair: the devices and their memory.
         depth: the most outstanding writes.
-        chain: writes posted with one call.
+        chain: number of writes posted with one call.
         signal_every: every n-th write is signalled.
     """
 
@@ -142,7 +143,7 @@ class Bare:
         }
 
     def __call__(self, nbytes: int, count: int) -> float:
-        """Makes `count` writes of `nbytes` bytes. Returns the seconds that they take."""
+        """Makes `count` writes of `nbytes` bytes. Returns the time that the writes take, in seconds."""
         taken = bare_loops.verbs_write(**self._options, bytes=nbytes, count=count)
         if taken < 0:
             raise TransportError(f"the bare loop: {TRANSPORT.status_text(-taken)}")
@@ -187,7 +188,7 @@ class Contender:
 
 
 class Comparison:
-    """Measures contenders in turns.
+    """Measures contenders alternately.
 
     Args:
         pair: the devices and their memory.
@@ -219,7 +220,7 @@ class Comparison:
         """
         start = time.monotonic()
         rate = _CALIBRATION / min(self._run(contender, _CALIBRATION) for contender in self._contenders)
-        share = seconds / (2 * (rounds + 1) * len(self._contenders))  # half of the time is for other work
+        share = seconds / (2 * (rounds + 1) * len(self._contenders))  # half of the time limit is left for other work
         self._count = max(_CALIBRATION, min(_MOST_WRITES, int(rate * share)))
         while self.rounds < rounds and (self.rounds == 0 or time.monotonic() - start < seconds):
             for contender in self._contenders:
@@ -227,8 +228,8 @@ class Comparison:
             self.rounds += 1
 
     def rows(self) -> list[Fields]:
-        """Returns a row for each contender. A row's field `over` holds the median ratios of the contender's rate to
-        every contender's.
+        """Returns a row for each contender. A row's field `over` holds, for every contender, the median ratio of this
+        row's rate to that contender's rate.
         """
         found = []
         for contender in self._contenders:

@@ -3,17 +3,17 @@
 Each contender makes a communicator of all ranks except the last:
 
 - `Communicator` over MPI;
-- `split`, whose result ends when the communicator of all ranks ends;
+- `split`, whose result can be used only until the communicator of all ranks is closed;
 - `shrink`, whose result outlives the communicator of all ranks, and which also works after ranks were lost;
 - on NVIDIA GPUs NCCL's ncclCommInitRank and ncclCommShrink.
 
 Contenders are measured while no call is running, and during an all_reduce that the last rank does not join, as if that
-rank were lost. In the second case the communicator of all ranks is aborted: ours by `abort`, NCCL's by ncclCommAbort or
-by ncclCommShrink's flag NCCL_SHRINK_ABORT.
+rank were lost. During an all_reduce, the communicator of all ranks is aborted: ours by `abort`, NCCL's by ncclCommAbort
+or by ncclCommShrink's flag NCCL_SHRINK_ABORT.
 
 Two times of the slowest rank are measured: from a barrier until the call returns, and from the barrier until the new
-communicator's first all_reduce of 1 KiB is complete. The contenders take turns; the table shows medians. Results are
-checked.
+communicator's first all_reduce of 1 KiB is complete. The contenders are measured alternately; the table shows medians.
+Results are checked.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Contender(ABC):
 
     @abstractmethod
     def regroup(self, part: MPI.Intracomm) -> None:
-        """Makes the communicator of the ranks of `part`. Only these ranks call this."""
+        """Makes the communicator of the ranks of `part`. Only these ranks call this method."""
 
     @abstractmethod
     def check(self) -> bool:
@@ -82,8 +82,8 @@ class Contender(ABC):
 
 
 class Ours(Contender):
-    """A `Contender` of ours. `how` takes the communicator of all ranks and an MPI communicator of the new ranks, and
-    makes the new communicator.
+    """A `Contender` that uses ProxyCCL. `how` takes the communicator of all ranks and an MPI communicator of the new
+    ranks, and makes the new communicator.
     """
 
     def __init__(self, name: str, how: Callable[[Communicator, MPI.Intracomm], Communicator], *, stuck: bool) -> None:
@@ -127,7 +127,7 @@ class Ours(Contender):
 
 
 class Ncclwise(Contender):
-    """A `Contender` of NCCL: with `shrink` by ncclCommShrink, otherwise by a new communicator."""
+    """A `Contender` that uses NCCL: with `shrink` it calls ncclCommShrink, otherwise it makes a new communicator."""
 
     def __init__(self, name: str, nccl: Nccl, *, shrink: bool, stuck: bool) -> None:
         super().__init__(name, stuck=stuck)

@@ -15,7 +15,6 @@ from proxyccl.tools.options import show_size
 
 
 def _file(result: Result, name: str) -> str:
-    """Returns the name of a plot's file, which differs between the host runtime and GPUs."""
     return f"{name}.svg" if on_gpus(result) else f"{name}_host.svg"
 
 
@@ -37,7 +36,6 @@ def _by_size(axes: Any, sizes: Sequence[int]) -> None:
 
 
 def _plot_collective(result: Result, directory: Path) -> list[str]:
-    """Plots time and bus bandwidth by size, for the first element type that was measured. Returns the files' names."""
     name, ranks, dtype = result["benchmark"], result["world_size"], types(result)[0]
     rows = [row for row in result["results"] if row["type"] == dtype and row["time_us"]]
     files = []

@@ -83,7 +83,6 @@ def origin(result: Result) -> list[str]:
 
 
 def _program_cells(row: Result) -> list[list[str]]:
-    """Returns a line of the programs' table for each contender of a row."""
     ours = row["values"][0]["value"]
     digits = {"tokens/s": 0, "ms": 2}.get(row["unit"], 1)
     lines = []

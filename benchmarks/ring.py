@@ -4,12 +4,12 @@ It measures:
 
 - The drain rate. One CPU thread produces triggers. The consumer is alternately a proxy worker and the bare loop, a C
   loop that only takes triggers out of an equal ring (`bare_loops.drain`). The engine decodes, checks, executes and
-  counts each trigger. A put of 0 bytes shows the cost of this work alone. A signal and a flush also store 8 bytes by a
-  call of the transport and the runtime. A put of 8 bytes also copies.
+  counts each trigger. A put of 0 bytes shows the cost of this work alone. For a signal or a flush, the engine also
+  calls the transport and the runtime to store 8 bytes. For a put of 8 bytes, the engine also copies the bytes.
 - The rate at which kernels push, by the layout of the producing threads and the size of the ring. The consumer is again
   the engine or the bare loop.
-- The round trip of push and sync, and its lower bound. For the bound, a kernel stores a trigger without ordering and
-  polls the word by which the bare loop answers.
+- The round trip of push and sync, and its lower bound. To measure the bound, a kernel stores a trigger without memory
+  ordering and polls the word with which the bare loop answers.
 - Idling: the time to wake an idle worker, and the CPU time that an idle worker uses.
 
 A short run determines the number of triggers of a timed run, because some kinds of triggers are a hundred times slower
@@ -70,7 +70,7 @@ _LAYOUTS = {
     "64 blocks of 1": (64, 1),
     "512 blocks of 1": (512, 1),
 }
-_GPU_FIFO_SIZES = (256, 8192)  # Ring sizes besides the requested size.
+_GPU_FIFO_SIZES = (256, 8192)  # Sizes of rings that are measured in addition to the requested size.
 _MOST_HOST_BLOCKS = 64  # Each block is a thread of the CPU.
 
 _SOURCE = r"""
@@ -107,10 +107,10 @@ extern "C" __global__ void bare_round_trips(Fifo ring, ProxycclTrigger trigger, 
   }
 }
 """
-_ROUND_TRIPS = 500  # Round trips in a launch; the first tenth is a warm-up.
-_CALIBRATION = 2000  # Triggers in a calibration run.
-_MOST_TRIGGERS = 400_000  # The most triggers that a CPU thread pushes in a timed run.
-_MOST_PUSHES = 50_000_000  # The most triggers that a kernel pushes in a timed run.
+_ROUND_TRIPS = 500  # Number of round trips in a launch; the first tenth is a warm-up.
+_CALIBRATION = 2000  # Number of triggers in a calibration run.
+_MOST_TRIGGERS = 400_000  # Maximum number of triggers that a CPU thread pushes in a timed run.
+_MOST_PUSHES = 50_000_000  # Maximum number of triggers that a kernel pushes in a timed run.
 
 
 class Loopback:
@@ -166,11 +166,11 @@ class Loopback:
         return self.fifo.taken
 
     def trigger(self, operation: Operation, size: int) -> tuple[int, int]:
-        """Returns the words of a trigger that puts from the memory's first half to its second."""
+        """Returns the words of a trigger that puts from the memory's first half to the second half."""
         return Trigger(operation, self._channel, size, self._memory, 0, self._memory, _PUT_BYTES).encode()
 
     def check(self) -> None:
-        """Raises if the worker ended on an error."""
+        """Raises an error if the worker ended with an error."""
         if self._failures:
             raise ProxyCCLError(f"the proxy failed: {self._failures[0].reason}")
 
@@ -181,9 +181,6 @@ def as_parameter(trigger: tuple[int, int]) -> bytes:
 
 
 def _produce(fifo: Fifo, first: int, trigger: tuple[int, int], count: int) -> float:
-    """Pushes triggers from this thread. Returns the seconds from the first push until the consumer has taken all
-    triggers.
-    """
     tail = fifo.tail
     start = time.perf_counter()
     pushed = bare_loops.produce(fifo, first, trigger, count, _TIMEOUT)
@@ -195,7 +192,6 @@ def _produce(fifo: Fifo, first: int, trigger: tuple[int, int], count: int) -> fl
 
 @contextlib.contextmanager
 def _bare_drain(runtime: Runtime, fifo_size: int, count: int) -> Iterator[Fifo]:
-    """Opens a fresh ring, and starts a thread that takes `count` triggers out of it by the bare loop."""
     fifo = Fifo(runtime, fifo_size)
     consumer = threading.Thread(target=bare_loops.drain, args=(fifo, count, _TIMEOUT), name="bare-drain")
     consumer.start()
@@ -207,14 +203,12 @@ def _bare_drain(runtime: Runtime, fifo_size: int, count: int) -> Iterator[Fifo]:
 
 
 def _bare_rate(runtime: Runtime, fifo_size: int, trigger: tuple[int, int], count: int) -> float:
-    """Measures triggers per second through a new ring and the bare loop, after a warm-up of equally many triggers."""
     with _bare_drain(runtime, fifo_size, 2 * count) as fifo:
         _produce(fifo, 0, trigger, count)
         return count / _produce(fifo, count, trigger, count)
 
 
 def _engine_rate(proxy: Loopback, trigger: tuple[int, int], count: int) -> float:
-    """Measures triggers per second through the proxy's ring and worker, after a warm-up of equally many triggers."""
     _produce(proxy.fifo, proxy.taken, trigger, count)
     seconds = _produce(proxy.fifo, proxy.taken, trigger, count)
     proxy.check()
@@ -222,10 +216,10 @@ def _engine_rate(proxy: Loopback, trigger: tuple[int, int], count: int) -> float
 
 
 def _rates(rate: Callable[[int], float], repeats: int, seconds: float, triggers: int | None, most: int) -> list[float]:
-    """Returns the results of `repeats` calls of rate(count). The count is `triggers`, or if that is None, a count for
-    which all calls together take about `seconds`.
+    """Returns the results of `repeats` calls of rate(count). The count is `triggers`; if `triggers` is None, it is a
+    count for which all calls together take about `seconds`.
     """
-    rate(_CALIBRATION)  # a kernel's first launch also loads it
+    rate(_CALIBRATION)  # the first launch also loads the kernel
     count = triggers or max(_CALIBRATION, min(most, int(rate(_CALIBRATION) * seconds / repeats)))
     return [rate(count) for _ in range(repeats)]
 
@@ -237,7 +231,7 @@ def _summary(values: list[float]) -> Fields:
 def drain_rates(
     runtime: Runtime, repeats: int, fifo_size: int, seconds: float, triggers: int | None = None
 ) -> list[Fields]:
-    """Measures the bare loop's rate and the engine's for each kind of trigger.
+    """Measures the rates of the bare loop and of the engine for each kind of trigger.
 
     Args:
         runtime: provides the ring and the driver.
@@ -260,7 +254,7 @@ def drain_rates(
         for name in rates:
             affordable = int(rate(name, _CALIBRATION) * each / repeats)
             counts[name] = triggers or max(_CALIBRATION, min(_MOST_TRIGGERS, affordable))
-        for _ in range(repeats):  # alternates, so that other load affects all kinds equally
+        for _ in range(repeats):  # kinds alternate, so that other load affects all kinds equally
             for name, values in rates.items():
                 values.append(rate(name, counts[name]))
     bare = statistics.median(rates[BARE])
@@ -306,7 +300,6 @@ class _Pushes:
         return each * self._producers / (time.perf_counter() - start)
 
     def engine(self, count: int) -> float:
-        """Returns triggers per second with the engine as the consumer, over about `count` triggers."""
         each = self._each(count)
         return self._timed(self._proxy.fifo, self._proxy.taken + each * self._producers, each)
 
@@ -321,7 +314,7 @@ def kernel_rates(
     runtime: Runtime, kernels: Module, repeats: int, fifo_size: int, seconds: float, triggers: int | None = None
 ) -> list[Fields]:
     """Measures how many triggers per second kernels push, by ring size, layout of the producers, and consumer. On a
-    GPU, rings of other sizes than `fifo_size` are also measured. The arguments are those of `drain_rates`.
+    GPU, rings of several other sizes are also measured. The arguments are the same as for `drain_rates`.
     """
     gpu = runtime.name != "host"
     sizes = sorted({fifo_size, *(_GPU_FIFO_SIZES if gpu else ())})
@@ -348,8 +341,8 @@ def kernel_rates(
 
 
 def round_trip(runtime: Runtime, kernels: Module, repeats: int, fifo_size: int) -> Fields:
-    """Measures in a kernel of one thread the nanoseconds from a push until its sync returns, and the bare loop's round
-    trip.
+    """Measures, in a kernel of one thread, the time in ns from a push until its sync returns, and the bare loop's
+    round-trip time.
     """
     times: dict[str, list[int]] = {"engine": [], BARE: []}
     out = Array(runtime, runtime.allocate(8 * _ROUND_TRIPS), (_ROUND_TRIPS,), as_dtype("int64"))
@@ -452,7 +445,7 @@ def _show_idling(results: Fields) -> None:
 
 
 def run(seconds: float, repeats: int, fifo_size: int, json: Path | None, triggers: int | None) -> None:
-    """Measures everything, prints the tables, and writes the results to the file `json` unless that is None."""
+    """Measures everything, prints the tables, and, unless `json` is None, writes the results to the file `json`."""
     runtime = open_runtime()
     facts = machine()
     results: Fields = {

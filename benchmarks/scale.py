@@ -1,8 +1,8 @@
 """Costs that grow with the number of ranks: python benchmarks/scale.py -n 8 16 32
 
 The program starts jobs with increasing numbers of ranks on the host runtime. Each rank is a process, and a node has 8
-ranks. The nodes are rehearsed, that is, groups of ranks on one machine. With --hosts, different nodes share no memory.
-The program measures for each rank:
+ranks. The nodes are rehearsed: each is a group of ranks on this machine. With --hosts, ranks of different nodes share
+no memory. The program measures for each rank:
 
 - descriptors, mappings, sockets, threads and memory;
 - the connections, channels and memory ids of the rank's proxy;
@@ -14,8 +14,8 @@ The table shows the maximum over ranks for times, and the median over ranks for 
 
 The program fits a formula of the number of ranks n to each quantity, by least squares of the relative errors. For times
 the formula is a + b n + c n², because all ranks share the machine's cores. For other quantities the formula is a + b n,
-or a + b n + c (number of nodes) if nodes of several sizes were measured. The program prints the formula's values for
-1,024 and 16,384 ranks.
+or a + b n + c (number of nodes) if jobs with several node sizes were measured. The program prints the formula's values
+for 1,024 and 16,384 ranks.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def run(ranks: int, node: int, seconds: int, kind: str) -> list[Fields]:
 
 
 def summary(found: list[Fields]) -> Fields:
-    """Returns one value for each quantity of a job: the maximum over ranks for times, the median otherwise."""
+    """Returns one value for each quantity of a job: for times the maximum over ranks, for other quantities the
+    median.
+    """
     values: Fields = {}
     for name, first in found[0].items():
         each = [rank[name] for rank in found]

@@ -61,7 +61,7 @@ class Timed:
 
 
 def held() -> Fields:
-    """Returns the number of this process's resources of each kind, and its memory in KiB."""
+    """Returns the number of this process's resources of each kind, and the process's memory in KiB."""
     descriptors = sockets = 0
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -180,8 +180,8 @@ def main() -> None:
 
 
 def proxy_of(comm: Communicator) -> Fields:
-    """Returns the numbers of connections, channels and memory ids of this rank's proxy; empty if the proxy was never
-    used.
+    """Returns the numbers of connections, channels and memory ids of this rank's proxy, or nothing if the proxy was
+    never used.
     """
     found = find(comm.job, [comm.rank], os.getpid())
     if not found:

@@ -1,10 +1,11 @@
-"""Compares ProxyCCL's calls with those of other libraries, its peers, in the same ranks. Works on any runtime. Needs no
-torch.
+"""Compares ProxyCCL's calls with the calls of other libraries (called peers), in the same ranks. Works on any runtime.
+Needs no torch.
 
-The programs choose the calls. `Job` checks and times the calls in turns; jobs.py picks the runtime's kind of job.
+The programs choose the calls. `Job` checks the calls and times them alternately; jobs.py picks the kind of job for the
+runtime.
 
 Contenders alternate. A time is the median over repeats of the slowest rank's time. Calls are timed in bursts, so that
-on GPUs times do not include the issue of calls; gpu_job.py and host_job.py describe this.
+on GPUs times exclude the CPU's time to issue calls (gpu_job.py, host_job.py).
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def resolve(parsed: argparse.Namespace) -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Contender:
-    """A library's or an algorithm's call.
+    """A collective call by one library or one algorithm.
 
     Attributes:
         name: name of an algorithm or of a peer.
@@ -101,7 +102,7 @@ class Peer:
         call: queues the call on the job's stream, given output and input.
         arrays: makes an input and an output with a number of elements; None if the peer takes any arrays.
         in_place: whether an all_reduce replaces its input.
-        missing: why this machine can't make the call, or "". If there is a reason, `call` is None.
+        missing: why this machine can't make the call, or "". If `missing` is not "", `call` is None.
     """
 
     name: str
@@ -128,7 +129,7 @@ class Burst(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Frees what the burst holds. The burst can't be queued afterwards."""
+        """Frees the burst's resources, after which the burst can't be queued."""
 
 
 @dataclass(frozen=True)
@@ -152,17 +153,17 @@ class Job(ABC):
     """The ranks that MPI started, with a Communicator.
 
     Args:
-        seconds: the time to spend. `in_time` tells whether time is left. A process that hangs is killed later.
+        seconds: the time to spend. `in_time` returns whether time is left. A process that hangs is killed later.
         growth_limit: limits the number of calls in a burst so that world_size ** calls < 10 ** growth_limit, because
             repeated sums grow.
         nodes: the number of rehearsed nodes, each with the same number of ranks. Between nodes, our data is staged and
-            sent by TCP over the loopback, as other libraries' data is. None if the ranks are one node.
+            sent by TCP over the loopback, as other libraries' data is. None if all ranks are on one node.
 
     Attributes:
         nodes: the argument `nodes`.
         dtypes: names of the element types that arrays can have.
         device: the device of torch's tensors.
-        handle: the stream on which calls are queued, in the form of the argument `stream=` of our calls.
+        handle: the stream on which calls are queued, as a value for the argument `stream=` of our calls.
         timing: how times are measured, for headings and results.
     """
 
@@ -206,7 +207,7 @@ class Job(ABC):
 
     @property
     def first(self) -> bool:
-        """Whether this rank prints and writes."""
+        """Whether this rank prints tables and writes results."""
         return self.rank == 0
 
     def in_time(self) -> bool:
@@ -215,7 +216,7 @@ class Job(ABC):
 
     @abstractmethod
     def empty(self, count: int, dtype: str) -> Any:
-        """Returns an array that is not registered with our library. Arrays can be sliced and assigned to."""
+        """Returns an array that is not registered with our library. The array can be sliced and assigned to."""
 
     @abstractmethod
     def registered(self, count: int, dtype: str) -> Any:
@@ -237,7 +238,7 @@ class Job(ABC):
 
     @abstractmethod
     def peer_versions(self) -> Fields:
-        """Returns the peers' versions by name."""
+        """Returns the version of each peer library, by name."""
 
     @abstractmethod
     def current(self) -> AbstractContextManager[object]:
@@ -249,7 +250,7 @@ class Job(ABC):
 
     @abstractmethod
     def time_now(self, call: Callable[[], object], calls: int) -> float:
-        """Issues some calls one by one. Returns the microseconds of one call on this rank."""
+        """Issues some calls one by one. Returns the time of one call on this rank in µs."""
 
     @abstractmethod
     def burst(self, call: Callable[[], object], calls: int) -> Burst:
@@ -265,12 +266,12 @@ class Job(ABC):
             beside_bursts: how often `beside` is queued.
 
         Returns:
-            Microseconds of one timed call on this rank, and whether `beside` ran at least until the end of `timed`.
+            The time in µs of one timed call on this rank, and whether `beside` ran at least until the end of `timed`.
         """
 
     @abstractmethod
     def product(self, size: int, calls: int) -> Burst:
-        """Returns a burst of matrix products, on another stream than the job's. The matrices are square, with this many
+        """Returns a burst of matrix products, on a stream other than the job's. The matrices are square, with this many
         rows.
         """
 
@@ -284,13 +285,13 @@ class Job(ABC):
         heading(self.comm, title, f"peers: {peers or 'none'}; no multicast", *notes)
 
     def say_once(self, line: str) -> None:
-        """Prints a line on the first rank, unless it was printed before."""
+        """Prints a line on the first rank, unless the line was printed before."""
         if self.first and line not in self._said:
             print(line)
         self._said.add(line)
 
     def element_types(self, wanted: Sequence[str]) -> list[str]:
-        """Returns those of the element types that arrays can have, and prints the other ones."""
+        """Returns the element types that arrays can have, and prints the other element types."""
         for name in wanted:
             if name not in self.dtypes:
                 self.say_once(f"# {name} is not measured: arrays on the {self.comm.runtime.name} runtime can't have it")
@@ -312,11 +313,11 @@ class Job(ABC):
         return 1 if wrong else 0
 
     def everywhere(self, reason: str) -> str:
-        """Returns the first nonempty reason of any rank, or ""; the same on all ranks."""
+        """Returns the first nonempty reason among all ranks, or "". All ranks get the same result."""
         return next((each for each in self.world.allgather(reason) if each), "")
 
     def slowest(self, value: float) -> float:
-        """Returns the largest value of any rank."""
+        """Returns the maximum over ranks."""
         return float(self.world.allreduce(value, MPI.MAX))
 
     def first_call(self, contender: Contender) -> tuple[int, str]:
@@ -344,22 +345,22 @@ class Job(ABC):
         burst, and the number of wrong elements on this rank.
         """
         contender.refill()
-        self.time_now(contender.call, 1)  # discarded, because ranks end the checks at different times
+        self.time_now(contender.call, 1)  # the result is discarded, because ranks finish the checks at different times
         slowest = self.slowest(self.time_now(contender.call, 3))
         calls = max(1, min(self._most_calls, int(_BURST_US / slowest)))
         contender.refill()
         self.synchronize()
         burst = self.burst(contender.call, calls)
-        burst.queue()  # this first run is also the warm-up
+        burst.queue()  # the first run is also the warm-up
         self.synchronize()
         return burst, contender.wrong(calls)
 
     def measure(self, contenders: Sequence[Contender], repeats: int) -> list[Timing]:
-        """Checks and times the contenders in turns. All ranks call this together and get the same result."""
+        """Checks the contenders, then times them alternately. All ranks call this together and get the same result."""
         wrong, reasons = [0] * len(contenders), [""] * len(contenders)
         bursts: dict[int, Burst] = {}
         times = np.full((len(contenders), repeats), np.nan)
-        self.synchronize()  # waits, because the inputs were made on another stream
+        self.synchronize()  # the inputs were made on another stream
         with self.current():
             for i, contender in enumerate(contenders):
                 wrong[i], reasons[i] = self.first_call(contender)
@@ -391,7 +392,7 @@ class Job(ABC):
 
 
 def bare_copies(job: Job, count: int) -> Contender:
-    """Returns a contender that shows the link's limit. The copy engines of all ranks concurrently copy the bytes that
+    """Returns a contender that shows the link's limit: the copy engines of all ranks concurrently copy the bytes that
     an all-reduce of `count` bytes must send.
     """
     comm, share = job.comm, count // job.ranks
@@ -442,7 +443,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Case:
-    """One size of one element type.
+    """A message size, with one element type.
 
     Attributes:
         nbytes: the size of a rank's buffer.

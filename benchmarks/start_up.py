@@ -2,11 +2,11 @@
 
 Each measurement runs a new process on the host runtime, with the modules' bytecode cached. The table shows the
 process's wall-clock time from fork to exit, and the CPU time of the process and its children. The measured programs
-alternate, so that other load affects all equally. For comparison, the table also has the times of Python alone and
-numpy alone.
+alternate, so that other load affects all programs equally. For comparison, the table also has the times of Python alone
+and numpy alone.
 
-Below the table the program lists the modules with the longest import times of their own, as `python -X importtime`
-shows them.
+Below the table the program lists the modules with the longest import times without their imports, as shown by `python
+-X importtime`.
 """
 
 from __future__ import annotations
@@ -115,7 +115,9 @@ def measure(repeats: int, seconds: float) -> list[Fields]:
 
 
 def slowest_imports(program: str, repeats: int) -> list[Fields]:
-    """Returns the modules with the longest import times. A module's time is its best in several runs of a program."""
+    """Returns the modules with the longest import times. A module's time is its minimum over several runs of a
+    program.
+    """
     best: dict[str, int] = {}
     for _ in range(repeats):
         done = subprocess.run(

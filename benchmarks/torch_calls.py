@@ -1,5 +1,6 @@
-"""torch's calls whose time to issue `programs.py` measures, and a process group in Python whose calls do nothing. Calls
-of this group show how long torch itself takes, and a training step with it shows the time without communication.
+"""The calls of torch for which `programs.py` measures the time to issue, and a process group in Python whose calls do
+nothing. Calls of this group show how long torch itself takes; a training step with this group shows the time without
+communication.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import torch.distributed as dist
 from proxyccl.torch.issuing import IS_BACKEND
 from proxyccl.torch.process_group import WholeGroup
 
-_COUNT = 256  # elements: few, so that the kernels are short
+_COUNT = 256  # number of elements: few, so that the kernels are short
 
 
 class NothingGroup(WholeGroup, dist.ProcessGroup):  # type: ignore[misc]  # torch's class has no types
-    """A process group in Python whose calls do nothing. Before torch 2.15 our backend is a Python class too, so the two
-    groups can be compared.
+    """A process group in Python whose calls do nothing. Before torch 2.15, our backend is also a Python class, so this
+    group can be compared with our group.
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:

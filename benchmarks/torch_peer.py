@@ -1,4 +1,4 @@
-"""torch.distributed's default group as a contender: NCCL on GPUs, gloo on the host runtime."""
+"""Makes torch.distributed's default group a contender: NCCL on GPUs, gloo on the host runtime."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Draws a part of a file of `proxyccl trace` as SVG: python benchmarks/trace_picture.py TRACE.json PICTURE.svg
 
-The picture shows one burst of triggers or sends, such as those of a collective, between two pauses of all proxies.
-Among the bursts with the most frequent number of triggers, it is the one of median length. Use Perfetto to see the
-whole file; the pictures are for documentation.
+The picture shows one burst of triggers or sends, such as the triggers of one collective call, between two pauses of all
+proxies. The burst is that of median length among the bursts with the most frequent number of triggers. Use Perfetto to
+see the whole file; the pictures are for documentation.
 """
 
 from __future__ import annotations
@@ -61,7 +61,6 @@ def _step(length: float) -> float:
 
 
 def picture(events: list[Event], pause_us: float) -> str:
-    """Returns the SVG text."""
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     ranks = {e["pid"]: e["args"]["name"].partition(" of ")[0] for e in events if e["name"] == "process_name"}
     burst = usual(list(bursts([e for e in events if e["ph"] == "X"], pause_us)))

@@ -1,13 +1,14 @@
-"""Times of transfers between two processes of this host, by NIXL's interface, beside NIXL where it is installed.
+"""Times transfers between two processes of this host through ProxyCCL's version of NIXL's interface, and through NIXL
+itself if installed.
 
 python benchmarks/transfers.py [--rounds 5] [--tcp] [--devices [--mixed]] [--nixl DIRECTORY] [--json FILE]
 
-Each round runs the two libraries in turn, each in a pair of fresh processes, and the table has medians of rounds.
-DIRECTORY is where NIXL's wheel was installed (`pip install --target DIRECTORY nixl`). Wall-clock times, and processor
-time of the initiator; "idle" is the part of a core that a process takes with an agent that has nothing to do.
+Each round runs the two libraries one after the other, each in a pair of new processes; the table shows medians over
+rounds. DIRECTORY is where NIXL's wheel was installed (`pip install --target DIRECTORY nixl`). The table shows
+wall-clock times and the initiator's CPU time; "idle" is the share of a core that a process with an idle agent uses.
 
-With --devices both agents use GPU memory, of two GPUs or of the machine's only one, and the table also has GB/s. With
---mixed the initiator uses the host's memory.
+With --devices, both agents use GPU memory (of two GPUs, or of one GPU if the machine has only one), and the table also
+shows GB/s. With --mixed the initiator uses the host's memory.
 """
 
 from __future__ import annotations
@@ -70,15 +71,15 @@ class Side:
         from nixl._api import nixl_agent
 
         self.agent = nixl_agent(name)
-        # The memory starts at a huge page, because small pages, whose number would differ from run to run, take twice
-        # as long to copy.
+        # The memory starts at a huge page: copies of small pages take twice as long, and the number of small pages
+        # would vary from run to run.
         memory = np.ones(MOST_BYTES + HUGE_PAGE, np.uint8)
         self._memory: list[Any] = [memory[-memory.ctypes.data % HUGE_PAGE :][:MOST_BYTES]]
         self.kinds = {"DRAM": (int(self._memory[0].ctypes.data), 0)}
         self.agent.register_memory([(self.kinds["DRAM"][0], MOST_BYTES, 0, "")], "DRAM")
         if devices:
             runtime = open_runtime(local_rank=number)
-            runtime.activate()  # because NIXL registers memory of the thread's current device
+            runtime.activate()  # NIXL registers memory of the thread's current device
             self._memory += [runtime, runtime.allocate(MOST_DEVICE_BYTES)]
             self.kinds["VRAM"] = (self._memory[-1].ptr, runtime.device)
             self.agent.register_memory([(self._memory[-1].ptr, MOST_DEVICE_BYTES, runtime.device, "")], "VRAM")

@@ -1,16 +1,15 @@
 """Kernels in Triton compared with C++ and NCCL: mpiexec -n 2 python -m mpi4py triton_kernels.py
 
-- put + signal: half of a ping-pong's round trip. Each rank runs a kernel of one program in Triton, or of one thread in
-  C++.
+- put + signal: half of a ping-pong's round trip. On each rank, the kernel is one Triton program, or one thread in C++.
 - diffusion: a step of `examples/triton_diffusion.py`, compared with `examples/custom_kernel.py`.
 - all_reduce: 64 KiB by `examples/triton_all_reduce.py`, compared with our C++ kernel ``algorithm="one_shot"``.
 - all_to_all: 64 KiB to each peer by `examples/triton_all_to_all.py`, compared with `examples/all_to_all.py`.
 - GEMM + all_reduce, all_gather + GEMM: `examples/triton_overlapped_gemm.py` in float16, compared with ``torch.matmul``
-  followed or preceded by NCCL's call. The products are also measured alone, by cuBLAS and by the same Triton tiles, to
-  show the gain by overlap and the loss against cuBLAS.
+  followed or preceded by NCCL's call. The matrix products are also measured alone, by cuBLAS and by the same Triton
+  tiles, to show the gain by overlap and the loss against cuBLAS.
 
-side_by_side.py describes how results are checked, and gpu_job.py how times are measured. On the host runtime kernels
-run in Triton's interpreter, whose times say nothing about a GPU.
+side_by_side.py describes how results are checked, and gpu_job.py how times are measured. On the host runtime, kernels
+run in Triton's interpreter, whose times are unrelated to a GPU's times.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from triton_diffusion import diffuse
 from triton_overlapped_gemm import all_gather_gemm, gemm_all_reduce, multiply_tile
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-_SECONDS = 60  # no section begins later; a program that hangs is killed after three minutes
+_SECONDS = 60  # seconds after which no section begins; a program that hangs is killed after three minutes
 _CPP, _TRITON = "C++", "Triton"
 _OVERLAPPED = "Triton, overlapped"
 _AIMS = {"put + signal": 1.05, "all_reduce": 1.15}
@@ -109,7 +108,7 @@ class Report:
             self._table.header()
 
     def measure(self, what: str, contenders: Sequence[Contender], units: int = 1) -> None:
-        """Checks and times contenders. Prints the time of one unit of work; a call has `units` units."""
+        """Checks and times contenders. Prints the time per unit of work; one call does `units` units."""
         timings = self._job.measure(contenders, self._repeats)
         reference = next((timing.time_us for timing in timings if timing.time_us), None)
         for timing in timings:
@@ -125,7 +124,9 @@ class Report:
 
 
 def together(job: Job, write: Callable[[], object]) -> Callable[[], None]:
-    """Returns a refill with a barrier before and after it, so that no rank refills while a peer's kernel puts."""
+    """Returns a refill function that calls a barrier before and after the refill, so that no rank refills while a
+    peer's kernel puts.
+    """
 
     def refill() -> None:
         for step in (lambda: None, write):
@@ -137,7 +138,6 @@ def together(job: Job, write: Callable[[], object]) -> Callable[[], None]:
 
 
 def on_gpus(job: Job) -> bool:
-    """Returns whether the job runs on GPUs, where torch and NCCL are measured too."""
     return job.comm.runtime.name != "host"
 
 
@@ -215,7 +215,7 @@ def measure_diffusion(job: Job, report: Report, steps: int) -> None:
 
 def measure_all_reduce(job: Job, report: Report) -> None:
     """Measures all_reduce in place. After n calls the elements are the sum times world_size ** (n - 1), which is exact
-    for powers of two.
+    if world_size is a power of two.
     """
     comm, ranks, seed = job.comm, job.ranks, fresh_seed(job)
     n, block, warps = (16 * 1024, 256, 8) if on_gpus(job) else (2 * 1024, 1024, 4)
@@ -248,7 +248,9 @@ def measure_all_reduce(job: Job, report: Report) -> None:
 
 
 def measure_all_to_all(job: Job, report: Report) -> None:
-    """Measures an all_to_all of 64 KiB from each rank to each other rank. A rank's part for itself is not copied."""
+    """Measures an all_to_all of 64 KiB from each rank to each other rank. The part that a rank sends to itself is not
+    copied.
+    """
     comm, rank, ranks, count, seed = job.comm, job.rank, job.ranks, 16 * 1024, fresh_seed(job)
     given = [job.random(ranks * count, "float32", seed + each) for each in range(ranks)]
     send, receive = (job.registered(ranks * count, "float32") for _ in range(2))
@@ -273,7 +275,7 @@ def measure_all_to_all(job: Job, report: Report) -> None:
 
 
 class Products:
-    """The common part of both overlapped products: tiles, grid, random matrices, and the check.
+    """The common part of both overlapped matrix products: tiles, grid, random matrices, and the check.
 
     Args:
         job: the ranks.
@@ -293,8 +295,8 @@ class Products:
         return pt.compile(self.job.comm, function, grid=self.programs, configs=self._configs)
 
     def matrix(self, rows: int, columns: int, seed: int) -> Any:
-        """Returns a random matrix in float16. Its numbers use all mantissa bits, because the GPU would take less power
-        with whole numbers.
+        """Returns a random matrix in float16. The elements use all mantissa bits, because with whole numbers the GPU
+        would take less power.
         """
         return self.job.random(rows * columns, "float16", seed).reshape(rows, columns) * 0.037
 
@@ -326,7 +328,9 @@ class Products:
 
 
 def measure_gemm_all_reduce(products: Products, report: Report, size: int) -> None:
-    """Measures a product with an all_reduce, the sum over ranks of [size, size / ranks] * [size / ranks, size]."""
+    """Measures a matrix product with an all_reduce, the sum over ranks of [size, size / ranks] * [size / ranks,
+    size].
+    """
     job, m, n, k = products.job, size, size, size // products.job.ranks
     comm, rank, ranks, seed = job.comm, job.rank, job.ranks, fresh_seed(job)
     pairs = [(products.matrix(m, k, seed + 2 * r), products.matrix(k, n, seed + 2 * r + 1)) for r in range(ranks)]
@@ -366,8 +370,8 @@ def measure_gemm_all_reduce(products: Products, report: Report, size: int) -> No
 
 
 def measure_all_gather_gemm(products: Products, report: Report, size: int) -> None:
-    """Measures an all_gather with a product, [size, size] * [size, size / ranks]. Each rank has a share of the first
-    matrix's rows.
+    """Measures an all_gather with a matrix product, [size, size] * [size, size / ranks]. Each rank has a share of the
+    first matrix's rows.
     """
     job, m, n, k = products.job, size, size // products.job.ranks, size
     comm, rank, ranks, seed = job.comm, job.rank, job.ranks, fresh_seed(job)

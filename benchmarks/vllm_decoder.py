@@ -1,23 +1,24 @@
-"""A decoder by vLLM's groups, layers, passes and graph capture, on ProxyCCL and on vLLM's own communicators.
+"""Times a decoder built of vLLM's groups, layers, passes and graph capture, with ProxyCCL and with vLLM's own
+communicators.
 
     python benchmarks/vllm_decoder.py --json benchmarks/results/vllm_decoder_2.json
 
 A Llama of 8 layers with random weights decodes one token for each sequence: embedding, layers with norms, matrix
 products and attention over a context that does not grow, the head, and the choice of the next token. The ranks are one
 tensor-parallel group. torch compiles the step with the pass manager of vLLM's platform, and on GPUs the step is
-captured by vLLM's `graph_capture` and replayed; on CPUs it is called. The contenders take turns, each in new
-processes: ProxyCCL; ProxyCCL without its pass; and vLLM without the plug-in, which uses NCCL and vLLM's own all_reduce
-(gloo on CPUs). All start with the same weights, and their logits are compared.
+captured by vLLM's `graph_capture` and replayed; on CPUs it is called. The contenders alternate, each in new processes:
+ProxyCCL; ProxyCCL without its pass; and vLLM without the plug-in, which uses NCCL and vLLM's own all_reduce (gloo on
+CPUs). All contenders start with the same weights, and their logits are compared.
 
-It needs vLLM, `proxyccl[torch]` and `packages/vllm` in Python's environment. On a machine from which nothing can be
-downloaded, carry for vLLM 0.26.0 (torch 2.11, CUDA 13, Python 3.12), in a folder that PYTHONPATH names:
+The program needs vLLM, `proxyccl[torch]` and `packages/vllm` in Python's environment. For a machine without network
+access, copy these files for vLLM 0.26.0 (torch 2.11, CUDA 13, Python 3.12) into a folder that PYTHONPATH names:
 
 - the .py files and the dist-info folder of vLLM's wheel (8 MB zipped), because vLLM asks for its own version;
 - `_C_stable_libtorch.abi3.so` of that wheel (56 MB by xz, in a call of its own): CUDA's platform imports it;
 - the wheels that requirements-vllm.lock lists, but torch, for that Python (30 MB), and proxyccl's;
 - packages/vllm/proxyccl_vllm and its dist-info, which has the entry point: pip install --target FOLDER packages/vllm.
 
-No kernel of attention or of experts is needed.
+Kernels for attention or experts are not needed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-# This program is not a rank of MPI.
+# This program is not an MPI rank, so mpi4py must not initialise MPI.
 os.environ["MPI4PY_RC_INITIALIZE"] = "false"
 
 from program import common_arguments, nvidia_driver, output_of
@@ -47,7 +48,7 @@ _MOST_DIFFERENCE = 0.1
 
 @dataclass(frozen=True)
 class Model:
-    """The decoder: Llama 3's layers of 8 billion parameters, or small ones for CPUs."""
+    """The decoder: The shapes of Llama 3 8B, or small shapes for CPUs."""
 
     layers: int = 8
     hidden: int = 4096
@@ -64,7 +65,7 @@ SMALL = Model(2, 256, 8, 4, 32, 512, 1024, 32)
 
 @dataclass(frozen=True)
 class Contender:
-    """A job to start.
+    """A job that the program starts.
 
     Attributes:
         title: its name in tables.
@@ -100,7 +101,7 @@ def run(contender: Contender, ranks: int, model: Model, batches: list[int], repe
 
 
 def require_alike(ours: Fields, theirs: Fields, title: str) -> None:
-    """Ends the program if two contenders' logits differ by more than roundings."""
+    """Exits with an error if two contenders' logits differ by more than rounding errors."""
     for batch, logits in ours["logits"].items():
         greatest = max(abs(each) for each in theirs["logits"][batch])
         apart = max(abs(a - b) for a, b in zip(logits, theirs["logits"][batch], strict=True))

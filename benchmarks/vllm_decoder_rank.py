@@ -1,6 +1,6 @@
-"""A rank of `vllm_decoder.py`, which starts it by torchrun: vllm_decoder_rank.py OPTIONS FOLDER.
+"""The program of a rank; `vllm_decoder.py` starts it by torchrun: vllm_decoder_rank.py OPTIONS FOLDER.
 
-It writes to FOLDER/RANK.json the seconds of a step by batch, the first logits, and what vLLM chose.
+The rank writes to FOLDER/RANK.json the seconds per step for each batch size, the first logits, and vLLM's choices.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import vllm.platforms
 
 ON_GPU = torch.cuda.is_available()
-if not ON_GPU:  # vLLM's wheel for GPUs finds no platform on a CPU, and has no kernels for one
+if not ON_GPU:  # on a machine without GPUs, vLLM's GPU wheel finds no platform and has no kernels
     sys.path.append(str(Path(__file__).parents[1] / "tests"))
     from support.fakes import vllm_kernels
 
@@ -70,7 +70,7 @@ class Attention(torch.nn.Module):
 
 
 class Layer(torch.nn.Module):
-    """A layer of a Llama. Sums of ranks and residuals meet in its norms."""
+    """A layer of a Llama. Its norms also add the residuals."""
 
     def __init__(self, model: Any, ranks: int, batch: int, prefix: str) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Decoder(torch.nn.Module):
 
 
 def decoder(model: Any, ranks: int, rank: int, batch: int, device: torch.device) -> Decoder:
-    """Makes the decoder with weights at random, which depend on the rank alone."""
+    """Makes the decoder with random weights, which depend only on the rank."""
     torch.manual_seed(1 + rank)
     with device:
         made = Decoder(model, ranks, batch)
@@ -140,7 +140,7 @@ def compiled(made: Decoder, config: Any) -> Callable[..., Any]:
 
 
 def seconds_of(step: Callable[[], object], repeats: int) -> float:
-    """Returns the median time of a step, of measurements that all ranks begin together."""
+    """Returns the median time of a step over measurements that all ranks begin together."""
     group, found = parallel_state.get_tp_group(), []
     for _ in range(repeats):
         group.barrier()

@@ -1,15 +1,15 @@
-"""The time of a token of a whole vLLM, on ProxyCCL and on vLLM's own communicators.
+"""Measures the time per token of a complete vLLM, with ProxyCCL and with vLLM's own communicators.
 
     python benchmarks/vllm_latency.py --json benchmarks/results/vllm_latency_2.json
 
 vLLM's `LLM` generates tokens with the decoder of `vllm_decoder.py`, whose weights are random (load_format="dummy"), at
 tensor parallelism 2 with vLLM's usual options: compiled, in CUDA graphs. The time of a token is the difference of two
-generations of different lengths, divided by the difference of lengths, so prefills cancel. The contenders are those of
-`vllm_decoder.py`, each in a new process; they get the same prompts, and their first tokens are shown.
+generations of different lengths, divided by the difference of lengths, so prefills cancel. The contenders are the same
+as in `vllm_decoder.py`, each in a new process; they get the same prompts, and the first tokens are shown.
 
-It needs what `vllm_decoder.py` names, and vLLM's kernels of attention (`_vllm_fa3_C.abi3.so`, 14 MB by xz); for
-`--attention TRITON_ATTN` an empty file vllm_flash_attn/_vllm_fa2_C.py is enough. With a CPU build of vLLM, `--small`
-runs on CPUs.
+The program needs the packages that `vllm_decoder.py` names, and vLLM's attention kernels (`_vllm_fa3_C.abi3.so`, 14 MB
+by xz); for `--attention TRITON_ATTN` an empty file vllm_flash_attn/_vllm_fa2_C.py is enough. With a CPU build of vLLM,
+`--small` runs on CPUs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-# This program is not a rank of MPI.
+# This program is not an MPI rank, so mpi4py must not initialise MPI.
 os.environ["MPI4PY_RC_INITIALIZE"] = "false"
 
 from program import RESULT, common_arguments, nvidia_driver, output_of
@@ -95,7 +95,7 @@ def generate(asked: Any) -> None:
         for batch in asked["batches"]:
             prompts = [{"prompt_token_ids": [3 + (i + j) % 900 for j in range(_PROMPT)]} for i in range(batch)]
             times: dict[int, list[float]] = {_SHORT: [], _LONG: []}
-            for repeat in range(1 + asked["repeats"]):  # the first one fills caches
+            for repeat in range(1 + asked["repeats"]):  # the first repeat fills caches
                 for length, found in times.items():
                     params = SamplingParams(max_tokens=length, ignore_eos=True, temperature=0.0, detokenize=False)
                     begin = time.perf_counter()
@@ -109,7 +109,7 @@ def generate(asked: Any) -> None:
 
 
 def run(contender: Contender, asked: Fields) -> Fields:
-    """Runs a contender in a new process. Returns the seconds of a token, and the first tokens, by batch.
+    """Runs a contender in a new process. Returns, for each batch size, the seconds per token and the first tokens.
 
     Raises:
         SystemExit: the process failed, or did not end in time.

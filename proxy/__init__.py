@@ -1,4 +1,4 @@
-"""The CPU side: rings, the C engine that drains them, and the service that runs the engine.
+"""The CPU's part of the library: rings, the C engine that drains the rings, and the service that runs the engine.
 
 This package does not know about collectives.
 """

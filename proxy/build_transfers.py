@@ -31,7 +31,7 @@ ffi.set_source(
     ],
     include_dirs=[
         *("proxy/transfers", "proxy/engine", "device"),
-        "build/fabric-headers/usr/include",  # `make` puts headers here that the system lacks
+        "build/fabric-headers/usr/include",  # `make` puts headers that the system lacks into this directory
     ],
     define_macros=[("_GNU_SOURCE", None)],  # process_vm_readv, accept4
     extra_compile_args=["-std=gnu11", "-O2", "-fvisibility=hidden"],

@@ -6,7 +6,7 @@ them. Decoding raises a `ProtocolError` for bytes that are not a valid message; 
 the received value and the expected value.
 
 The encoding is JSON rather than MessagePack, because people and other tools read these bytes in report files, in shared
-memory and on sockets, and because no user of the codec moves enough data to profit from a binary encoding. Values of
+memory and on sockets, and because no use of the codec moves enough data to profit from a binary encoding. Values of
 type ``bytes`` are encoded in base64. Integers have 64 bits: from -2^63 to 2^64 - 1.
 """
 
@@ -31,7 +31,7 @@ Uint64 = Annotated[int, Meta(ge=0)]
 _SHOWN = 100  # errors show at most this many characters of a wrong value
 _LOCATED = re.compile(r"(?P<what>.*?)(?: - at `(?P<key>key` in `)?\$(?P<path>.*)`)?", re.DOTALL)
 _STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
-_LONG_NUMBER = re.compile(rb"-[0-9]{19}|[0-9]{20}")  # a number with fewer digits fits in 64 bits
+_LONG_NUMBER = re.compile(rb"-[0-9]{19}|[0-9]{20}")  # an integer with fewer digits than this fits in 64 bits
 _INTEGERS = range(-(2**63), 2**64)
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class Codec(Generic[T]):
     """Encodes values of one type as bytes, and decodes them.
 
     Args:
-        kind: a `Message`, or anything made of messages and plain values: a tagged union, a list, a dict.
+        kind: a `Message`, or a type made of messages and plain values, such as a tagged union, a list or a dict.
         limit: maximum length of an encoded value in bytes.
         name: the name of a value of `kind` in errors; the type's name by default.
         error: the exception to raise for bytes that do not encode a value of `kind`.
@@ -61,7 +61,7 @@ class Codec(Generic[T]):
         self, kind: type[T], limit: int, name: str = "", error: type[ProtocolError] = ProtocolError
     ) -> None: ...
 
-    @overload  # unions need this overload, because they are no `type[T]`: Codec[A | B](A | B, ...)
+    @overload  # unions need this overload, because a union is not a `type[T]`: Codec[A | B](A | B, ...)
     def __init__(self, kind: Any, limit: int, name: str = "", error: type[ProtocolError] = ProtocolError) -> None: ...
 
     def __init__(self, kind: Any, limit: int, name: str = "", error: type[ProtocolError] = ProtocolError) -> None:
@@ -71,7 +71,7 @@ class Codec(Generic[T]):
         self.name = name or getattr(kind, "__name__", str(kind))
 
     @functools.cached_property
-    def _decoder(self) -> msgspec.json.Decoder[T]:  # created on first use, because most processes decode few types
+    def _decoder(self) -> msgspec.json.Decoder[T]:  # made lazily: a process uses few decoders
         _require_strict(self._kind)
         return msgspec.json.Decoder(self._kind)
 
@@ -157,7 +157,6 @@ def _escape_surrogates(value: Any) -> Any:
 
 
 def _require_strict(kind: Any) -> None:
-    """Raises TypeError for a type whose decoder would ignore unknown fields."""
     seen: set[int] = set()
     pending = [inspect.type_info(kind)]
     while pending:
@@ -182,7 +181,6 @@ def _no_json(data: bytes | bytearray | memoryview, error: Exception) -> str:
 
 
 def _explain(text: str, kind: Any, data: bytes | bytearray | memoryview) -> str:
-    """Returns msgspec's message about a wrong value, extended by the field's name, value and valid choices."""
     try:
         whole = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -244,7 +242,6 @@ def _structs(expected: inspect.Type) -> list[inspect.StructType]:
 
 
 def _variant(value: dict[str, Any], structs: list[inspect.StructType]) -> inspect.StructType | None:
-    """Returns the only struct of `structs`, or the struct with the object's tag; None if no struct has that tag."""
     if len(structs) == 1:
         return structs[0]
     return next((struct for struct in structs if value.get(struct.tag_field or "") == struct.tag), None)

@@ -20,7 +20,8 @@ class NoAddressError(OSError):
     """Raised if a host could not be reached at any of its addresses.
 
     Attributes:
-        failures: the error for each numeric address (or unresolved name) and port; TimeoutError if no answer came.
+        failures: for each numeric address (or unresolved name) and port, the error; TimeoutError if the address did not
+            answer.
     """
 
     def __init__(self, failures: Mapping[tuple[object, ...], OSError]) -> None:
@@ -37,7 +38,7 @@ def connect_to_any(addresses: Iterable[tuple[str, int]], deadline: float) -> soc
 
     Args:
         addresses: hosts and ports, the preferred pair first; a host name may have several addresses.
-        deadline: value of `time.monotonic` at which the call gives up all attempts.
+        deadline: value of `time.monotonic` at which the function gives up.
 
     Raises:
         NoAddressError: no address has answered by the deadline.
@@ -55,7 +56,7 @@ def connect_to_any(addresses: Iterable[tuple[str, int]], deadline: float) -> soc
                 family, place = waiting.popleft()
                 try:
                     attempt = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
-                except OSError as error:  # EAFNOSUPPORT: names may have IPv6 addresses although the kernel lacks IPv6
+                except OSError as error:  # EAFNOSUPPORT: the kernel may lack IPv6
                     if error.errno in EXHAUSTED:
                         raise
                     failures[place[:2]] = error
@@ -91,9 +92,6 @@ def connect_to_any(addresses: Iterable[tuple[str, int]], deadline: float) -> soc
 def _resolve(
     addresses: Iterable[tuple[str, int]], failures: dict[tuple[object, ...], OSError]
 ) -> Iterable[tuple[socket.AddressFamily, tuple[object, ...]]]:
-    """Resolves hosts. Yields address families and numeric addresses. Adds an error to `failures` for each host without
-    an address.
-    """
     for host, port in addresses:
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

@@ -1,4 +1,4 @@
-"""Determines this machine's unique name, and the addresses at which other machines may reach it.
+"""Determines this machine's unique name, and the addresses at which other machines may reach this machine.
 
 Containers of one host have different host names, so hosts are identified by their boot ids.
 """
@@ -21,9 +21,9 @@ _SIOCGIFADDR = 0x8915
 _IPV6 = Path("/proc/net/if_inet6")
 
 
-@functools.cache  # cached, so that the id is known even when descriptors have run out
+@functools.cache  # cached, so that a call succeeds even when descriptors have run out
 def boot_id() -> str:
-    """Returns the machine's boot id, which all containers of the machine share; "" if the system has none."""
+    """Returns the machine's boot id, which all containers of the machine share; "" if the system has no boot id."""
     found = Path("/proc/sys/kernel/random/boot_id")
     return found.read_text().strip() if found.exists() else ""
 
@@ -43,7 +43,7 @@ def host_name() -> str:
 
 
 def told_apart_by(host: str) -> str:
-    """Returns the value of ``PROXYCCL_HOSTS`` with which `host_name` returned `host`."""
+    """Returns the value that ``PROXYCCL_HOSTS`` had when `host_name` returned `host`."""
     return "name" if host.count("/") > 1 else "machine"
 
 
@@ -53,13 +53,13 @@ def same_host(one: str, other: str) -> bool:
 
 
 def host_addresses() -> list[str]:
-    """Returns the addresses at which other hosts may reach this host, IPv4 first; loopback addresses if it has no
-    others.
+    """Returns the addresses at which other hosts may reach this host, IPv4 first; loopback addresses if there are no
+    other addresses.
     """
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # the interface has no IPv4 address
+            with contextlib.suppress(OSError):  # the interface may have no IPv4 address
                 request = struct.pack("256s", name.encode()[:15])
                 found.append(socket.inet_ntoa(fcntl.ioctl(asker.fileno(), _SIOCGIFADDR, request)[20:24]))
     found += _ipv6_addresses()

@@ -20,14 +20,15 @@ open.
 
 
 class Connection(Message, frozen=True):
-    """A connection to one peer. One worker serves the connection and all its channels, so their state needs no lock.
+    """A connection to one peer. One worker serves the connection and all its channels, so the state of connection and
+    channels needs no lock.
 
     Attributes:
         number: the connection's number in the proxy, from 0.
         worker: number of the worker that serves the connection.
         peer: the rank at the other end; None if unknown.
         transport: the transport's name.
-        private: whether the connection's channels copy from memory that only the caller's process can reach.
+        private: whether the connection's channels copy from memory that only the caller's process can access.
     """
 
     number: Uint64
@@ -42,9 +43,9 @@ class ChannelCounters(Message, frozen=True, kw_only=True):
 
     Attributes:
         triggers: number of triggers, of all operations, that the proxy acted on.
-        puts: number of triggers that put data, and of schedules' sends that carried data.
+        puts: number of triggers that put data, plus schedules' sends that carried data.
         bytes: number of bytes that the puts and gets moved.
-        signals: number of triggers that signalled, and of schedules' sends, which always signal.
+        signals: number of triggers that signalled, plus schedules' sends, which always signal.
         flushes: number of triggers that flushed.
         gets: number of triggers that got data.
     """
@@ -75,7 +76,7 @@ class ProxyFailure(Message, frozen=True):
         exception: the exception that a handler or thread raised, or None.
         peer: the peer of the connection that failed, or of the failed trigger's connection; None without a connection.
         schedule: number of the schedule that failed; 0 if no schedule failed.
-        offset: the trigger's offset in its source or destination, if that memory caused the trigger's refusal.
+        offset: the trigger's offset in the source or destination, if this memory caused the trigger's refusal.
         wait: after a time-out, the kind of wait: a ProxycclWaitKind (control.h).
     """
 
@@ -109,7 +110,7 @@ class EndpointWire(Message, frozen=True):
 
 
 class EndpointInfo(Message, frozen=True):
-    """The message by which a rank tells a peer how to connect to the rank's endpoint.
+    """A message that tells a peer how to connect to this rank's endpoint.
 
     Attributes:
         endpoint: the endpoint's address, encoded by its transport (for a queue pair an `EndpointAddress`).
@@ -134,7 +135,7 @@ class EndpointInfo(Message, frozen=True):
 
 
 class ExposedMemory(Message, frozen=True):
-    """Memory of this rank that peers reach by one transport; made by `ServiceRemote.expose`.
+    """Memory of this rank that peers access by one transport; made by `ServiceRemote.expose`.
 
     Attributes:
         transport: the transport's name.

@@ -1,4 +1,4 @@
-"""Reads what the system knows about a process of this machine, and parses lists of cores."""
+"""Reads information about a process from /proc, and parses lists of cores."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DIGITS = 5  # a core's number has at most this many digits
 
 
 def stat_of(path: Path) -> list[str]:
-    """Returns the fields of a process's or a thread's `stat` file (proc(5)), from the third field, the state, on.
+    """Returns the fields of a process's or a thread's `stat` file (proc(5)), beginning with the third field, the state.
 
     Raises:
         FileNotFoundError, ProcessLookupError: the process has ended.
@@ -23,8 +23,8 @@ def stat_of(path: Path) -> list[str]:
 
 
 def start_of(pid: int, *, zombies: bool = False) -> int | None:
-    """Returns when a process started, in ticks since the system's start; None if there is no such process. If `zombies`
-    is False, returns None also for a process whose first thread has ended, although other threads may run.
+    """Returns the start time of a process, in ticks since the system's start, or None if there is no such process. If
+    `zombies` is False, also returns None for a process whose main thread has ended, although its other threads may run.
 
     The process id and the start time together identify one process, because the system reuses ids.
     """
@@ -111,7 +111,7 @@ def encode_cores(cores: Iterable[int]) -> str:
 
 
 def decode_cores(text: str) -> set[int]:
-    """Decodes a text of `encode_cores`. Raises ValueError for any other text."""
+    """Decodes a text that `encode_cores` returned. Raises ValueError for any other text."""
     mask = int(text or "0", 16)
     return {core for core in range(mask.bit_length()) if mask >> core & 1}
 

@@ -1,9 +1,10 @@
-"""Registers memory of a rank so that peers on other hosts reach it: with a network device, or as targets of staged
-writes.
+"""Registers a rank's memory so that peers on other hosts can access the memory: with a network device, or as targets of
+staged writes.
 
-A signal is a word in the receiver's control segment, which is host memory. The network adapter writes the data first
-and then the word, but on different paths. So a kernel that has read the new word may still read old data, unless the
-GPU orders both writes. If the GPU does not order the writes, the staged transports move the data through pinned memory.
+A signal is a word in the receiver's control segment, which is host memory. The network adapter first writes the data,
+then the word, but the two writes take different paths. So a kernel that has read the new word may still read old data,
+unless the GPU orders both writes. If the GPU does not order the writes, the staged transports move the data through
+pinned memory.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Registration:
         address: the address of the range's first byte in peers' requests. This address equals `ptr` unless the memory
             is a DMA-BUF or the provider takes offsets instead of addresses.
         key: key for peers' requests.
-        local_key: key for this rank's own requests; 0 if a provider of libfabric needs none.
+        local_key: key for this rank's own requests; 0 if libfabric's provider needs no key.
         allocation: identifies the range's allocation among all others; None if the range stays registered only while in
             use.
         how: for RDMA, how the memory is registered: "host", "peer memory" (the device takes the GPU's address itself)
@@ -58,9 +59,9 @@ class RegistrationCache:
     The cache is thread-safe.
 
     A range whose allocation the caller named stays registered after its last use, for reuse. A range without a named
-    allocation could not be distinguished from a later allocation at the same address. At most `KEEP` unused ranges, of
-    `KEEP_BYTES` in all, stay registered; the least recently used are deregistered first. GPU memory of a registered
-    range stays occupied even after the program has freed the memory.
+    allocation could not be distinguished from a later allocation at the same address. At most `KEEP` unused ranges,
+    with at most `KEEP_BYTES` bytes in all, stay registered; the least recently used ranges are deregistered first. GPU
+    memory of a registered range stays occupied even after the program has freed the memory.
     """
 
     KEEP, KEEP_BYTES = 64, 1 << 30
@@ -78,9 +79,6 @@ class RegistrationCache:
         raise NotImplementedError
 
     def _acquire(self, ptr: int, nbytes: int, allocation: Hashable, make: Callable[[], Registration]) -> Registration:
-        """Returns the registration of a range, which `make` creates if necessary. Raises ArgumentError if the range is
-        empty or invalid.
-        """
         if not isinstance(ptr, int) or not 0 < ptr < 1 << 64:
             raise ArgumentError("ptr", f"must be an address, not {ptr!r}")
         if not isinstance(nbytes, int) or nbytes <= 0:
@@ -88,7 +86,7 @@ class RegistrationCache:
         return self._made.acquire((ptr, nbytes, allocation), make)
 
     def release(self, registration: Registration) -> None:
-        """Ends one use of a registration. After the last use, requests must no longer name the registration. Raises
+        """Ends one use of a registration. After the last release, requests must no longer name the registration. Raises
         ArgumentError if the registration is not in use.
         """
         key = (registration.ptr, registration.nbytes, registration.allocation)
@@ -100,9 +98,9 @@ class RegistrationCache:
     def register_of(
         self, runtime: Runtime, gpu_writes: str, ptr: int, nbytes: int, allocation: Hashable = None
     ) -> Registration:
-        """Registers memory of a runtime. Refuses memory of a GPU that does not order RDMA writes. The caller pairs each
-        call with a `release`. `gpu_writes` is "auto" to ask the GPU's driver whether the GPU orders RDMA writes, or
-        "ordered" if the caller promises the order.
+        """Registers memory of a runtime. Refuses memory of a GPU that does not order RDMA writes. The caller must pair
+        each call with a `release`. `gpu_writes` is "auto" to ask the GPU's driver whether the GPU orders RDMA writes,
+        or "ordered" if the caller promises the order.
 
         Raises:
             ArgumentError: the range is empty or invalid.
@@ -153,12 +151,12 @@ class RemoteWriteTargets:
 
     def __init__(self) -> None:
         self.table: Any = ffi.new("ProxycclRemoteWriteTarget[]", lib.PROXYCCL_STAGED_WRITE_TARGETS)
-        self._free = deque(range(lib.PROXYCCL_STAGED_WRITE_TARGETS))  # free keys, reused in the order of their removal
+        self._free = deque(range(lib.PROXYCCL_STAGED_WRITE_TARGETS))  # the free keys, in order of reuse
         self._lock = threading.Lock()
 
     def add(self, ptr: int, nbytes: int, host_ptr: int = 0) -> int:
-        """Adds a range. `host_ptr` is the CPU's address of the range, or 0 if the CPU has none. Returns the range's
-        key. Raises ResourceError if the table is full.
+        """Adds a range. `host_ptr` is the CPU's address of the range, or 0 if the CPU can't access the range. Returns
+        the range's key. Raises ResourceError if the table is full.
         """
         with self._lock:
             if not self._free:

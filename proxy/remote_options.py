@@ -1,4 +1,6 @@
-"""The options of the transports between hosts, and the description of the rank for which their devices are opened."""
+"""The options of the transports between hosts, and the description of the rank for which the transports' devices are
+opened.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +39,13 @@ _RANGES = {
 
 @dataclass(frozen=True)
 class _FromEnvironment:
-    """Base class of options that are checked, and that environment variables can set. A field that is in neither
-    `_RANGES` nor `_choices` is a non-empty text.
+    """Base class of sets of options, which are checked, and which environment variables can set. A field that is in
+    neither `_RANGES` nor `_choices` must be a non-empty text.
     """
 
     _owner: ClassVar[str]
     _prefix: ClassVar[str]
-    _name: ClassVar[str]  # describes a valid text in errors
+    _name: ClassVar[str]  # a description of valid texts, for errors
     _choices: ClassVar[dict[str, tuple[object, ...]]]
 
     def __post_init__(self) -> None:
@@ -54,9 +56,6 @@ class _FromEnvironment:
 
     @classmethod
     def _checked(cls, option: str, shown: str, value: object) -> object:
-        """Checks an option's value, and returns it, with integers converted to `int`. `shown` is the option's name in
-        errors. Raises ArgumentError.
-        """
         if option in _RANGES:
             lowest, highest = _RANGES[option][0], _RANGES[option][-1]
             return as_integer(value, shown, f"must be a whole number from {lowest} to {highest}", lowest, highest)
@@ -100,13 +99,13 @@ class RdmaOptions(_FromEnvironment):
     Attributes:
         device: name of the RDMA device, such as "mlx5_0"; None for the nearest (`choose_device`).
         port: number of the device's port; None for the nearest active port.
-        gid_index: index of the port's GID to use; None for RoCE v2 with an IPv4 address if there is one.
+        gid_index: index of the port's GID to use; None to choose a GID of RoCE v2 with an IPv4 address if there is one.
         mtu: largest path MTU in bytes, one of 256, 512, 1024, 2048, 4096; None for the port's MTU. A connection uses
             the smaller MTU of its two endpoints.
         service_level: the InfiniBand service level, or the priority of RoCE's frames, 0 to 15.
         traffic_class: traffic class of the packets' IP header, with the DSCP in its upper six bits; 0 to 255.
-        timeout: exponent of the time after which an unacknowledged request is sent again, which is 4.096 µs ·
-            2^timeout; 1 to 31. An exponent of 14 means 67 ms. The actual wait may be a few times longer.
+        timeout: exponent, from 1 to 31, of the time after which an unacknowledged request is sent again: 4.096 µs ·
+            2^timeout. An exponent of 14 means 67 ms. The actual wait may be a few times longer.
         retry_count: how often a request is sent again before the connection fails, 0 to 7; with 7, Soft-RoCE never
             gives up.
         rnr_retry_count: how often a request is sent again to a peer that has posted no receive, 0 to 7; with 7, the
@@ -157,9 +156,9 @@ class FabricOptions(_FromEnvironment):
         provider: the provider's name, such as "efa", "cxi" or "tcp;ofi_rxm", or a part of the name between semicolons,
             such as "tcp"; None for the first provider, in libfabric's order of preference, that reaches other hosts
             (`choose_offer`).
-        interface: the interfaces to use: a comma-separated list of prefixes of libfabric's domain names, such as "eth0"
-            or "rdmap0s6". After a leading "=" the list has whole names; after a leading "^" or "^=" it has the prefixes
-            or whole names to exclude. None for any interface but the loopback.
+        interface: the interfaces to use, as a comma-separated list of prefixes of libfabric's domain names, such as
+            "eth0" or "rdmap0s6". A leading "=" means that the list has whole names; a leading "^" or "^=" means that
+            the list has prefixes or whole names to exclude. None for any interface except the loopback.
         depth: the most outstanding writes of a connection, 2 to 4096; fewer if the provider takes fewer.
         signal: when a signal is written: with "ordered" right after its data, which needs a provider that keeps the
             order of writes; with "delivered" once its data has been delivered. "auto" is "ordered" if the provider
@@ -213,7 +212,7 @@ class RemoteSetup(Struct, frozen=True):
     """The rank for which a device is opened.
 
     Attributes:
-        runtime: the runtime whose device memory peers reach.
+        runtime: the runtime whose device memory peers access.
         segment: the rank's control segment.
         signals: byte range, in the control segment, of the words that peers' proxies may signal.
         near: the NUMA node that the device should be near; None if all nodes are equally near.

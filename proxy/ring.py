@@ -1,7 +1,7 @@
 """The rings through which kernels pass triggers to the proxy: allocates their memory, and reads their contents.
 
-Reading a ring disturbs neither the producers nor the proxy. The proxy does not clear the slots that it has taken, so a
-ring also holds the last triggers that the proxy handled.
+Reading a ring disturbs neither the producers nor the proxy. The proxy does not clear the slots of taken triggers, so a
+ring also holds the last triggers that the proxy has handled.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from proxyccl.proxy.codec import Message
 from proxyccl.proxy.trigger import PARITY_SHIFT, Trigger, full_parity, operation_name
 
 if TYPE_CHECKING:
-    from proxyccl.device._native import ProxycclFifo  # the type exists only in the stub file
+    from proxyccl.device._native import ProxycclFifo  # the compiled module does not define this type
 
 _LINE_BYTES = 128
 """Distance in bytes between words with different writers: two cache lines, because some processors fetch lines in
@@ -38,12 +38,12 @@ def require_ring_size(size: object) -> int:
 
 
 def ring_bytes(size: int) -> int:
-    """Returns the bytes of pinned memory for a ring with this number of slots."""
+    """Returns the size in bytes of the pinned memory for a ring with this number of slots."""
     return size * _SLOT_BYTES + _LINE_BYTES
 
 
 class RingTrigger(Message, frozen=True):
-    """A trigger in a ring: its ticket and the fields of a `Trigger`, with the operation in words."""
+    """A trigger in a ring: the ticket, and the fields of a `Trigger` with the operation as text."""
 
     ticket: int
     channel: int
@@ -112,7 +112,7 @@ class Ring:
     def count_full(self) -> tuple[int, int]:
         """Returns `taken`, and the number of slots with triggers that the proxy has not taken.
 
-        The full slots are contiguous, so a binary search finds their end.
+        The full slots are contiguous, so a binary search finds the last full slot.
         """
         taken, low, step = self.taken, 0, 1
         while low + step <= self.size and self._holds(taken + low + step - 1):
@@ -133,7 +133,7 @@ class Ring:
         import numpy as np  # imported here, because only this method needs numpy
 
         slots = np.frombuffer(ctypes.string_at(self.slots_host, self.tail_offset), np.uint64).reshape(-1, 2)
-        taken = self.taken  # read after the slots, so that no taken trigger is listed as waiting
+        taken = self.taken  # `taken` is read after the slots, so that no taken trigger is listed as waiting
 
         def held(first: int, end: int) -> list[int]:
             tickets = np.arange(first, end, dtype=np.uint64)

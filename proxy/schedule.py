@@ -1,4 +1,4 @@
-"""Describes schedules: lists of transfers that a rank's proxy carries out when a stream starts them
+"""Describes schedules: lists of transfers that a rank's proxy makes when a stream starts the schedule
 (engine/schedule.h).
 
 The protocol is in channels/schedules/DESIGN.md.
@@ -16,12 +16,12 @@ STAGES: int = lib.PROXYCCL_SCHEDULE_STAGES
 
 
 class SchedulePost(Message, frozen=True):
-    """A step that lets a peer write to memory of this rank. A send of the peer's schedule writes to this memory.
+    """A step that lets a peer write to memory of this rank. A send of the peer's schedule writes to the memory.
 
     Attributes:
         channel: a channel to the peer that is used only for posts.
         memory: the first of the memory's ids in the peer's proxy.
-        offset: where the peer's data begins in that memory, in bytes.
+        offset: where the peer's data begins in the memory, in bytes.
     """
 
     channel: Uint32
@@ -40,7 +40,7 @@ class ScheduleSend(Message, frozen=True):
         post_channel: the channel of the peer's post, for which the send waits; None to wait for no post.
         dst_memory: the first of the destination memory's ids; None for the memory that the peer posted.
         dst_offset: offset from the destination's start, in bytes.
-        gate: the send begins when its gate, which is a counter, has reached this count; 0 to wait for no gate.
+        gate: the send begins when the counter that is its gate has reached this count; 0 to wait for no gate.
         gate_stage: index of the stage that is the gate, for a send that forwards received data; None for the gate that
             streams and kernels count up.
         stage: index of the stage that the complete send increments, for streams and kernels that wait for it; None for
@@ -64,7 +64,7 @@ class ScheduleReceive(Message, frozen=True):
 
     Attributes:
         channel: the channel to the peer that is used only for sends.
-        sends: number of sends to wait for, after those of the channel's earlier receives.
+        sends: number of sends to wait for, after the sends for which the channel's earlier receives wait.
         stage: index of the stage that the complete receive increments, for streams that wait for it; None for no stage.
     """
 
@@ -74,8 +74,8 @@ class ScheduleReceive(Message, frozen=True):
 
 
 class Schedule(Message, frozen=True):
-    """The steps of one rank. The proxy begins each step as soon as it can, in any order, but keeps the order of sends
-    on one channel.
+    """The steps of one rank. The proxy begins each step as early as possible, in any order, but keeps the order of
+    sends on one channel.
 
     Attributes:
         posts, sends, receives: the steps.
@@ -89,7 +89,7 @@ class Schedule(Message, frozen=True):
 
 
 class SchedulePointers(Struct, frozen=True):
-    """The device's addresses of the words by which streams and the proxy synchronize.
+    """The device's addresses of the words with which streams and the proxy synchronize.
 
     A stream writes a schedule's number to `bell`, and waits until `done` is at least 1. Before waiting for `done`, the
     stream may wait until a stage has reached a count, and may write to `gate` the count up to which gated sends may

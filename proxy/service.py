@@ -1,4 +1,4 @@
-"""The proxy service, which has the rings, the workers that drain them, and the tables of the ids that triggers name.
+"""The proxy service: rings, the workers that drain the rings, and tables of the ids that triggers name.
 
 A service runs in a rank's process with its own threads, or in the node daemon on shared threads. This module does not
 know about ranks or collectives.
@@ -45,13 +45,13 @@ def require_callable(handler: object) -> None:
 
 
 class ProxyService(ProxyWords):
-    """Drains rings and issues their triggers' operations. A communicator has a `ProxyService` in its process, or a
-    `DaemonClient` with the same methods. Callers pass both an address of memory in their process and a handle: a
-    `ProxyService` uses the address, and the daemon opens the handle.
+    """Drains rings, and issues the operations of the rings' triggers. A communicator has a `ProxyService` in its
+    process, or a `DaemonClient` with the same methods. Callers pass both an address (in the caller's process) and a
+    handle of memory: a `ProxyService` uses the address, and the daemon opens the handle.
 
     Args:
         runtime: the runtime whose driver issues the service's copies.
-        control: address of the ProxycclControl. Its abort word stops the workers.
+        control: address of the ProxycclControl, whose abort word stops the workers.
         shared: zeroed pinned memory that contains the `SharedWords`, which have `shared_bytes()` bytes, and the words
             that peers on other hosts signal.
         shared_offset: offset of the `SharedWords` in `shared`, in bytes.
@@ -60,17 +60,17 @@ class ProxyService(ProxyWords):
         fifos: number of rings.
         threads: number of workers, each with its own thread. Rings are assigned to workers round-robin.
         fifo_size: slots in each ring.
-        idle: the idle policy that the service needs; None for `IdlePolicy()` or the policy of the `shared_threads`. A
-            shared thread uses the most aggressive policy of its services.
-        cores: cores that the threads may run on; None for any.
+        idle: the idle policy that the service requires; None for `IdlePolicy()` or, with `shared_threads`, the policy
+            of these threads. A shared thread uses the most aggressive policy of its services.
+        cores: cores that the threads may run on; None for any core.
         shared_threads: one thread for each worker, shared with other services; empty to create threads.
         rings: existing rings, which `close` closes; empty to create rings.
-        ring_per_connection: whether all channels of a connection share a ring. If so, connections are assigned to rings
-            round-robin; if not, channels are.
+        ring_per_connection: whether all channels of a connection share a ring. If True, connections are assigned to
+            rings round-robin; if False, channels are.
         on_failure: called in a worker's thread when an error ends the worker.
         description: the service's description for observers; None to hide the service from observers.
         name: the prefix of the threads' names.
-        sleepers: the `Sleepers` that the threads are added to; None to create one.
+        sleepers: the `Sleepers` to which the threads are added; None to create a `Sleepers`.
 
     Attributes:
         sleepers: the service's threads, which kernel launches wake.
@@ -143,7 +143,7 @@ class ProxyService(ProxyWords):
             )
             self.publication = self._describe(description) if description else None
             self._published = publications.try_publish(self.publication) if self.publication else None
-            undo.pop_all()  # no step after this one fails
+            undo.pop_all()  # no later step can fail
         self._wires: WireWorkers | None = None
         self._control, self._cores, self._name = control, cores, name
         self.sleepers = sleepers or Sleepers()
@@ -187,8 +187,9 @@ class ProxyService(ProxyWords):
         Args:
             base: the memory's address in the caller's process.
             nbytes: the memory's size.
-            key: the memory's key in this rank's requests on remote transports; 0 if it has none.
-            handle: returns the handle by which another process opens the memory; a `ProxyService` does not use it.
+            key: the memory's key in this rank's requests on remote transports; 0 if the memory has no key.
+            handle: returns the handle with which another process opens the memory; a `ProxyService` does not call this
+                function.
             first: the first of the ids, which another service chose; None to choose free ids.
 
         Returns:
@@ -202,7 +203,7 @@ class ProxyService(ProxyWords):
             return self._memories.add(base, nbytes, key, first=first)
 
     def add_pinned_memory(self, memory: PinnedMemory, *, first: int | None = None) -> int:
-        """Registers pinned memory: this rank's own, or a peer's that this process has opened.
+        """Registers pinned memory: this rank's own memory, or a peer's memory that this process has opened.
 
         If the source and the destination of a put are both registered by this method, and the put has at most
         `PROXYCCL_CPU_COPY_BYTES` bytes (copy_transport.h), the CPU makes the copy, in less time than a copy engine
@@ -226,10 +227,9 @@ class ProxyService(ProxyWords):
             return self._memories.add(memory.ptr, memory.nbytes, 0, host=memory.host_ptr, first=first)
 
     def add_remote_memory(self, address: int, nbytes: int, key: int) -> int:
-        """Registers this rank's or a peer's memory for remote transports, by its address and key.
+        """Registers this rank's or a peer's memory for remote transports, by the memory's address and key.
 
-        Channels that copy within the host cannot use this memory: the engine refuses their triggers. Returns the first
-        id.
+        The engine refuses triggers of channels that copy within the host and name this memory. Returns the first id.
 
         Raises:
             ResourceError: no ids are left.
@@ -249,8 +249,8 @@ class ProxyService(ProxyWords):
         Args:
             peer: the rank at the other end, for errors.
             transport: name of a transport that copies within a host.
-            private: whether the connection's channels copy from memory that only the caller's process can reach; a
-                `ProxyService` does not use it.
+            private: whether the connection's channels copy from memory that only the caller's process can access; a
+                `ProxyService` ignores this argument.
 
         Raises:
             ArgumentError: the transport is remote, or does not exist.
@@ -262,7 +262,7 @@ class ProxyService(ProxyWords):
         """Returns a new connection over any transport.
 
         Objects that the options name, such as a queue pair, must outlive the service. For a remote transport, register
-        memories with their keys (`add_remote_memory`), and name a peer's memory, also in `set_channel`, by the address
+        memories with their keys (`add_remote_memory`), and name a peer's memory (also in `set_channel`) by the address
         that the peer's device uses.
 
         Args:
@@ -286,8 +286,8 @@ class ProxyService(ProxyWords):
         local_rank: int,
         core_share: int,
     ) -> ServiceRemote:
-        """Returns the object that opens the rank's remote links. Call this method once, and close the result after the
-        proxy.
+        """Returns the object that opens the rank's remote links. Call this method once, and close the result after
+        closing the proxy.
 
         Args:
             options: the network device to use, and the device's settings.
@@ -352,7 +352,8 @@ class ProxyService(ProxyWords):
             connection: the connection that the channel was reserved for.
             remote_semaphore: address of the peer's word that counts the channel's signals, in the form that the
                 transport uses.
-            handle: returns the handle by which another process opens that word; a `ProxyService` does not use it.
+            handle: returns the handle with which another process opens this word; a `ProxyService` does not call this
+                function.
         """
         with self._open():
             pointer = self.engine_connections[connection.number].pointer
@@ -360,7 +361,7 @@ class ProxyService(ProxyWords):
 
     def free_channels(self, channels: Iterable[int], connection: Connection) -> None:
         """Frees channel ids of a connection. All triggers of these channels must be drained, and peers must no longer
-        signal on them.
+        signal on the channels.
         """
         with self._lock:
             if not self._closed and self._process.is_here:
@@ -407,7 +408,7 @@ class ProxyService(ProxyWords):
 
     def stopped(self) -> str:
         """Returns an explanation if a signal has stopped the proxy's process, else "". A `ProxyService` returns "",
-        because its process is the caller's.
+        because it runs in the caller's process.
         """
         return ""
 
@@ -441,23 +442,23 @@ class ProxyService(ProxyWords):
         return self._handling
 
     def reserve_elsewhere(self) -> int:
-        """Reserves a channel id for a service in a client's process. The daemon calls this method, so that its own
-        service and the client's use different ids.
+        """Reserves a channel id for a service in a client's process. The daemon calls this method, so that the daemon's
+        service and the client's service use different ids.
         """
         with self._open():
             return self._channels.reserve(0)
 
     def fifo_for(self, channel: int) -> Fifo:
-        """Returns the ring that a channel's triggers go through."""
+        """Returns the ring to which a channel's triggers are pushed."""
         return self.fifos[self._channels.ring_of(channel)]
 
     def ring_of(self, channel: int) -> int:
-        """Returns the number of the ring that a channel's triggers go through."""
+        """Returns the number of the ring to which a channel's triggers are pushed."""
         return self._channels.ring_of(channel)
 
     def outstanding(self, channel: int) -> int | None:
-        """Returns the number of triggers and of schedules' sends on a channel's connection whose completion is not
-        known. Returns None for a handler's channel, and if this process can't read the number.
+        """Returns, for a channel's connection, the number of triggers and of schedules' sends that are not known to be
+        complete. Returns None for a handler's channel, or if this process can't read the number.
         """
         with self._open():
             return self._observed.outstanding(channel)
@@ -476,12 +477,12 @@ class ProxyService(ProxyWords):
 
     @property
     def observed_handle(self) -> bytes:
-        """The handle by which other processes open this service's `ObservedSegment`."""
+        """The handle with which other processes open this service's `ObservedSegment`."""
         return self._observed.memory.handle
 
     @property
     def asleep_handles(self) -> list[bytes]:
-        """The handles by which other processes open the words that wake this service's threads."""
+        """The handles with which other processes open the words that wake this service's threads."""
         return [word.handle for word in self._workers.asleep]
 
     @property
@@ -497,7 +498,6 @@ class ProxyService(ProxyWords):
             self._fail(self._failure(info))
 
     def _thread_lost(self, error: BaseException) -> None:
-        """Fails the proxy, in the worker's thread, after an error has ended a worker."""
         reason = f"its proxy's thread has failed: {type(error).__name__}: {error}"
         self._fail(ProxyFailure(native.PROXYCCL_ERROR_LOCAL, None, None, 0, reason, error))
 
@@ -507,7 +507,7 @@ class ProxyService(ProxyWords):
         self._handling[channel] = time.monotonic()
         try:
             self._handlers[channel](Trigger.decode(*words))
-        except BaseException as raised:  # also catches SystemExit, which would end this thread and so the proxy
+        except BaseException as raised:  # also catches SystemExit, which would end this thread and therefore the proxy
             error = raised
         finally:
             del self._handling[channel]
@@ -565,8 +565,8 @@ class ProxyService(ProxyWords):
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[None]:
-        """Holds the lock during a context, so that `close` does not free memory that the tables use. Raises ClosedError
-        if the service is closed.
+        """A context manager that holds the lock, so that `close` does not free memory that the tables use. Raises
+        ClosedError if the service is closed.
         """
         with self._lock:
             self._process.require("the proxy service")
@@ -575,8 +575,8 @@ class ProxyService(ProxyWords):
             yield
 
     def paused(self, timeout: float) -> contextlib.AbstractContextManager[None]:
-        """Pauses the workers during a context. No paused worker reads rings or tables, so the caller may change table
-        entries that triggers name.
+        """A context manager that pauses the workers. No paused worker reads rings or tables, so the caller may change
+        table entries that triggers name.
 
         Raises:
             ResourceError: a worker did not pause in time.
@@ -584,7 +584,8 @@ class ProxyService(ProxyWords):
         return self._workers.paused(timeout)
 
     def drain(self, timeout: float, given_up: Callable[[], bool] = lambda: False) -> bool:
-        """Waits until all triggers in the rings are done and no transfer is outstanding. The workers keep running.
+        """Waits until all triggers in the rings have been executed and no transfer is outstanding. The workers keep
+        running.
 
         Args:
             timeout: in seconds.
@@ -608,9 +609,10 @@ class ProxyService(ProxyWords):
             drained: whether the workers first empty their rings and complete outstanding work.
 
         Returns:
-            False if a worker did not end in time; the service keeps its memory, and another call waits again.
+            False if a worker did not end in time; then the service keeps its memory, and another call of `close` waits
+            again.
         """
-        if not self._process.is_here:  # this is a fork's child, and the workers belong to the parent
+        if not self._process.is_here:  # this process is a forked child, and the workers belong to the parent
             return True
         with self._lock:
             if self._freed:
@@ -631,7 +633,7 @@ class ProxyService(ProxyWords):
             lib.proxyccl_connection_destroy(made.pointer)
             for resource in made.owned:
                 with contextlib.suppress(ProxyCCLError):
-                    resource.synchronize()  # waits for copies, whose memory the caller may free next
+                    resource.synchronize()  # waits for copies, because the caller may free their memory next
                 with contextlib.suppress(ProxyCCLError):
                     resource.close()
         lib.proxyccl_service_destroy(self._service)

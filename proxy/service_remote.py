@@ -1,4 +1,4 @@
-"""Manages a rank's remote links for a service in this process: devices, endpoints, and memory that peers reach."""
+"""Manages a rank's remote links for a service in this process: devices, endpoints, and memory that peers access."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class _PeerEndpoint(Struct):
 
 
 class ServiceRemote:
-    """One rank's remote links: its endpoints, and the memory that peers reach. `DaemonRemote` has the same methods.
+    """One rank's remote links: the rank's endpoints, and the memory that peers access. `DaemonRemote` has the same
+    methods.
 
     The first call that names a transport opens the transport's device. This first call also raises ArgumentError if an
     option names something that does not exist, and RuntimeUnavailableError, whose message states the reason, if no
@@ -51,7 +52,7 @@ class ServiceRemote:
         self._setup = setup
         self._options = options
         self._devices: dict[Callable[[RemoteSetup, TransportOptions], RemoteDevice], RemoteDevice] = {}
-        self._endpoints: dict[int, _PeerEndpoint] = {}  # by the peer's rank
+        self._endpoints: dict[int, _PeerEndpoint] = {}  # maps a peer's rank to the endpoint
 
     def _device(self, transport: str) -> RemoteDevice:
         open_device = remote_functions(transport).open
@@ -88,7 +89,7 @@ class ServiceRemote:
     def connect_endpoint(
         self, peer: int, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool] = lambda: False
     ) -> None:
-        """Connects this rank's endpoint to the peer's. The call does not wait for the peer.
+        """Connects this rank's endpoint to the peer's endpoint. The call does not wait for the peer.
 
         Args:
             peer: the peer's rank.
@@ -119,11 +120,11 @@ class ServiceRemote:
         return self._endpoints[peer]
 
     def expose(self, ptr: int, nbytes: int, transport: str, handle: bytes) -> ExposedMemory:
-        """Lets peers reach memory of this rank. Pair each call with a `withdraw`.
+        """Lets peers access memory of this rank. Pair each call with a `withdraw`.
 
         Args:
             ptr: the memory's address in the caller's process.
-            handle: handle by which another process opens the memory, and which identifies the memory's allocation;
+            handle: handle with which another process opens the memory, and which identifies the memory's allocation;
                 empty if the memory has no handle.
 
         Raises:
@@ -139,7 +140,7 @@ class ServiceRemote:
         return ExposedMemory(transport, made.address, made.key, made.local_key, made.how != "dma-buf", made)
 
     def expose_pinned(self, memory: PinnedMemory, transport: str) -> ExposedMemory:
-        """Lets peers reach pinned memory by a transport that stages data. CPUs copy short data to this memory. The
+        """Lets peers access pinned memory by a transport that stages data. CPUs copy short data to this memory. The
         memory must stay open until `withdraw`.
 
         Raises:
@@ -163,7 +164,7 @@ class ServiceRemote:
             device.registrations.release(memory.owner)
 
     def close(self) -> None:
-        """Frees endpoints, registrations and devices. Close the proxy first."""
+        """Frees endpoints, registrations and devices. The proxy must be closed first."""
         with contextlib.ExitStack() as steps:  # closes the objects in reverse order, even if closing one of them fails
             for device in self._devices.values():
                 steps.callback(device.close)

@@ -49,7 +49,7 @@ class SharedWords:
 
     @property
     def counters_handle(self) -> bytes:
-        """The handle by which other processes open the counters."""
+        """The handle with which other processes open the counters."""
         return self.memory.export(self.memory.host_ptr + self._offset, ffi.sizeof(self.table))
 
     def require_open(self) -> None:
@@ -119,20 +119,20 @@ class ProxyWords:
 
     @property
     def schedule_pointers(self) -> SchedulePointers:
-        """The device's addresses of the words by which streams start schedules."""
+        """The device's addresses of the words with which streams start schedules."""
         words, on_device = self.words.schedule_words, self.words.on_device
         bell, done, gate = (on_device(ffi.addressof(words, name)) for name in ("bell", "done", "gate"))
         return SchedulePointers(bell, done, gate, tuple(on_device(words.stages + i) for i in range(STAGES)))
 
     def end_waits(self) -> None:
-        """Releases streams that wait for schedules or stages, after a failure, when no worker releases the streams."""
+        """After a failure, releases the streams that wait for schedules or stages and that no worker releases."""
         lib.proxyccl_schedule_words_end_waits(self.words.schedule_words)
 
 
 class TurnWatch:
-    """Measures how long a worker has not polled its rings while a stream or a process waited for the workers: the
-    workers' process may be stopped, or a driver call may hang. One thread calls `look` every few milliseconds. The
-    workers count their polls, which are called turns, in a ProxycclScheduleWords.
+    """Measures how long a worker has not polled its rings while a stream or a process waited for the workers. A worker
+    does not poll if its process is stopped or a driver call hangs. One thread calls `look` every few milliseconds. The
+    workers count their polls (called turns) in a ProxycclScheduleWords.
     """
 
     def __init__(self, schedule_words: Any, workers: int) -> None:
@@ -142,8 +142,8 @@ class TurnWatch:
         self._looked = time.monotonic()
 
     def look(self, *, awaited: bool = True) -> float:
-        """Returns the longest time, in seconds, since a running worker last polled its rings. If `awaited` is False,
-        nobody waits for the workers, so all times restart at 0.
+        """Returns the longest time, in seconds, since a running worker last polled its rings. If `awaited` is False, no
+        stream or process waits for the workers, so all times restart at 0.
         """
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, _LONGEST_STEP), now
@@ -154,5 +154,5 @@ class TurnWatch:
         return max(self._idle)
 
     def look_for_streams(self) -> float:
-        """Like `look`, but returns 0 unless a stream waits for a schedule."""
+        """Does the same as `look`, but returns 0 unless a stream waits for a schedule."""
         return self.look(awaited=bool(self._words.bell or self._words.running))

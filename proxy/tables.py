@@ -1,4 +1,4 @@
-"""The tables of a service's channels, memories and schedules. A table writes each change also to the engine's tables
+"""The tables of a service's channels, memories and schedules. A table also writes each change to the engine's tables
 and to the memory that observers read. Callers must not call methods of a table concurrently.
 """
 
@@ -86,7 +86,7 @@ class ChannelTable:
         self._observed.place_channel(channel, connection.worker, self._ring_of[channel], number)
 
     def reserve_for_handler(self, channel: int | None) -> tuple[int, int]:
-        """Reserves an id, as `reserve` does, for a Python handler. Returns the id and its worker."""
+        """Reserves an id, as `reserve` does, for a Python handler. Returns the id and the channel's worker."""
         worker = self._handlers % len(self._rings_of)
         self._handlers += 1
         return self.reserve(worker, channel), worker
@@ -133,7 +133,7 @@ class MemoryTable:
     ) -> int:
         """Registers memory under free ids, or under the ids from `first` on, which another service chose. Returns the
         first id. Raises ResourceError if no ids are free. The engine refuses copies from and to `remote_only` memory.
-        `host` is the CPU's address of the memory; None if the CPU has none.
+        `host` is the CPU's address of the memory; None if the CPU can't access the memory.
         """
         windows = windows_of(nbytes)
         if first is None:
@@ -212,7 +212,7 @@ def _id(value: int | None) -> int:
 
 
 def _native_steps(schedule: Schedule) -> tuple[Any, list[Any]]:
-    """Returns a ProxycclScheduleSteps, and the objects that must stay alive with it."""
+    """Returns a ProxycclScheduleSteps, and the objects that must stay alive as long as the steps."""
     posts = ffi.new("ProxycclSchedulePost[]", len(schedule.posts))
     sends = ffi.new("ProxycclScheduleSend[]", len(schedule.sends))
     receives = ffi.new("ProxycclScheduleReceive[]", len(schedule.receives))

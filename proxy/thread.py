@@ -1,4 +1,4 @@
-"""A thread that runs workers of the engine, which may belong to one service or to many.
+"""A thread that runs workers of the engine; the workers may belong to one service or to many services.
 
 The thread enters the C engine without the GIL, and stays there until the engine returns for one of the thread's
 workers. This module does not know about services: the caller that adds a worker passes the function to call when the
@@ -36,14 +36,14 @@ call.
 class IdlePolicy:
     """How a thread waits while the rings of all its workers are empty.
 
-    The thread first spins, then yields, then sleeps for a 32nd of the time for which it has been idle, so it notices
-    work late by at most a 32nd of the idle time. While transfers are under way, the thread yields for 1.6 ms before it
-    sleeps, because a thread takes as long to wake from a short sleep as it slept. A thread that has been idle for long
-    sleeps for a 1024th of its idle time, at most 10 ms, even if `max_sleep_us` is shorter; after 10 s it uses 0.1 % of
-    a core. ProxyCCL wakes a sleeping thread before each of its own launches. When another library replays a CUDA graph,
+    The thread first spins, then yields, then sleeps for 1/32 of the time for which it has been idle, so it finds new
+    work at most 1/32 of the idle time late. While transfers are under way, the thread yields for 1.6 ms before it
+    sleeps, because waking up from a short sleep takes as long as the sleep itself. After a long idle time, the thread
+    sleeps for 1/1024 of the idle time, at most 10 ms, even if `max_sleep_us` is shorter; after 10 s it uses 0.1 % of a
+    core. ProxyCCL wakes a sleeping thread before each of its own launches. When another library replays a CUDA graph,
     nothing wakes the thread, so it finds the work when its sleep ends.
 
-    The defaults suit machines with few cores. Where there are enough cores, a proxy that was given no policy uses
+    The defaults suit machines with few cores. If there are enough cores, a proxy without an explicit policy uses
     `where_cores_suffice`.
 
     Attributes:
@@ -51,8 +51,8 @@ class IdlePolicy:
             threads on the core need not wait for a whole time slice. If there are fewer cores than threads, a host
             kernel may wait up to `spin_us` for the core after each trigger that it pushes.
         yield_us: how long, after spinning, the thread yields the core between two polls.
-        max_sleep_us: the longest sleep between two polls, unless the thread has been idle for long. The thread finds
-            work at most this much later, plus the time that the system needs to wake it.
+        max_sleep_us: the longest sleep between two polls, unless the thread has been idle for long. Sleeping delays the
+            thread's work by at most this time, plus the time that the system needs to wake the thread.
 
     Raises:
         ArgumentError: a time is out of range.
@@ -71,8 +71,8 @@ class IdlePolicy:
 
     @classmethod
     def always_awake(cls) -> IdlePolicy:
-        """Returns a policy with which threads never sleep while a communicator is open. Each thread answers
-        immediately, and occupies a core.
+        """Returns a policy with which threads never sleep while a communicator is open. Each thread finds work
+        immediately, but occupies a core.
         """
         return cls(yield_us=LONGEST_US, max_sleep_us=50.0)
 
@@ -95,7 +95,9 @@ class IdlePolicy:
 
     @staticmethod
     def most_awake(policies: Iterable[IdlePolicy]) -> IdlePolicy:
-        """Returns a policy that wakes a thread no later than any of `policies`, which must not be empty."""
+        """Returns a policy with which a thread wakes up no later than with any of `policies`, which must not be
+        empty.
+        """
         each = list(policies)
         return IdlePolicy(
             max(policy.spin_us for policy in each),
@@ -114,7 +116,8 @@ def choose_idle(cores: int, programs: int, threads: int, within: tuple[int, int]
         cores: cores that the programs and the threads may run on.
         programs: number of this machine's ranks that use the threads.
         threads: number of threads of all these ranks' proxies.
-        within: how many programs and how many threads share the CPU quota of this process's container; None if all do.
+        within: the number of programs and the number of threads that share the CPU quota of this process's container;
+            None if all share it.
     """
     allowed = cores_allowed()
     suffice = cores >= programs + threads and (allowed is None or allowed >= sum(within or (programs, threads)))
@@ -154,18 +157,18 @@ class _Served(NamedTuple):
 
 
 class ProxyThread:
-    """A thread that runs its workers round-robin, and waits while it has none.
+    """A thread that runs its workers round-robin, and waits while it has no workers.
 
     Args:
         name: the thread's name.
         idle: the idle policy for workers that are added without a policy.
         cores: numbers of the cores that the thread may run on; None for all cores of its process.
         begin: called in the thread before the thread runs workers.
-        functions: the functions of a runtime whose waiting kernels may help to run the workers; None if kernels do not
-            help.
+        functions: the functions of a runtime whose kernels may help to run the workers while the kernels wait; None if
+            kernels do not help.
 
     Attributes:
-        asleep: the word by which a launch in any process wakes the thread (waking.h).
+        asleep: the word with which a launch in any process wakes the thread (waking.h).
 
     Raises:
         ArgumentError: there are no such cores.
@@ -241,8 +244,8 @@ class ProxyThread:
             worker: a ProxycclWorker.
             stats: the worker's ProxycclWorkerStats, where observers find the thread and its policy.
             on_exit: called in the thread when the engine returns for the worker.
-            on_lost: called instead of `on_exit` if an error has ended the thread and so its workers.
-            idle: the policy that the worker needs; None for the thread's own policy.
+            on_lost: called instead of `on_exit` if an error has ended the thread and therefore its workers.
+            idle: the policy that the worker requires; None for the thread's own policy.
         """
         with self._changed:
             if self._error is not None:
@@ -255,7 +258,6 @@ class ProxyThread:
             self._changed.notify()
 
     def _choose_idle(self) -> None:
-        """Sets the thread's policy to the most aggressive policy of its workers, and publishes the policy."""
         self._idle = IdlePolicy.most_awake([served.idle for served in self._served.values()] or [self._default])
         policy = _policy(self._idle)
         lib.proxyccl_thread_set_idle(self._pointer, policy)
@@ -312,7 +314,7 @@ class ProxyThread:
             self._thread.join(timeout)
         if self._thread.is_alive():
             return False
-        pointer = vars(self).pop("_pointer", None)  # a later call then raises AttributeError
+        pointer = vars(self).pop("_pointer", None)  # later calls raise AttributeError
         if pointer is not None:
             lib.proxyccl_thread_destroy(pointer)  # __del__ can't do this, because the thread may still use the pointer
         return True

@@ -36,7 +36,7 @@ _TRANSFER = Operation.DATA | Operation.GET
 
 @functools.cache  # cached, because a trace contains many operations
 def operation_name(operation: Operation) -> str:
-    """Returns an operation in words, such as "data+signal" or "get+flush"."""
+    """Returns an operation as text, such as "data+signal" or "get+flush"."""
     transfer = [Operation.GET] if operation & Operation.GET else list(operation & Operation.DATA)
     return "+".join(str(flag.name).lower() for flag in (*transfer, *(operation & ~_TRANSFER))) or "custom"
 

@@ -46,7 +46,7 @@ def require_rings(fifos: object, threads: object) -> tuple[int, int]:
 
 class OwnThreads(Struct, frozen=True):
     """Options of the `count` threads that are created for a service's workers, one for each worker. The threads may run
-    on `cores` (None for any), and their names begin with `name`.
+    on `cores` (None for all cores), and their names begin with `name`.
     """
 
     count: int
@@ -82,8 +82,8 @@ def _begin(runtime: Runtime, unbound_threads: int) -> None:
     `OwnThreads`; 0 if `cores` were chosen for the threads.
     """
     runtime.activate(for_proxy=True)
-    # Some launchers bind each rank to one core, where the program spins while it waits for its GPU. A worker on the
-    # same core would run once in a time slice, and each trigger would cost milliseconds.
+    # Some launchers bind each rank to one core, on which the program spins while it waits for its GPU. A worker on the
+    # same core would have to wait for time slices, so each trigger would cost milliseconds.
     if len(os.sched_getaffinity(0)) <= unbound_threads:
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
@@ -96,7 +96,7 @@ class Workers:
         service: a ProxycclService.
         observed: the segment in which the workers publish their activity, with room for every worker.
         threads: the threads to create, or one existing thread for each worker.
-        idle: the idle policy that the workers need on existing threads; None for the threads' own policy.
+        idle: the idle policy that the workers require on existing threads; None for the threads' own policy.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Workers:
 
     @property
     def asleep(self) -> list[SharedMemory]:
-        """The words by which launches wake the workers' threads, one for each thread."""
+        """The words with which launches wake the workers' threads, one for each thread."""
         return list({worker.thread: worker.thread.asleep for worker in self._workers}.values())
 
     @contextlib.contextmanager
@@ -194,8 +194,8 @@ class Workers:
         return [lib.proxyccl_worker_drain(worker.pointer) for worker in self._workers]
 
     def await_drained(self, asked: list[int], timeout: float, given_up: Callable[[], bool]) -> bool:
-        """Waits for the reports of `ask_to_drain`. Returns False on a time-out, if `given_up` returned True, or if a
-        worker ended.
+        """Waits for the reports that `ask_to_drain` requested. Returns False on a time-out, if `given_up` returned
+        True, or if a worker ended.
         """
         deadline = time.monotonic() + timeout
         for worker, number in zip(self._workers, asked, strict=True):
@@ -213,11 +213,11 @@ class Workers:
             (lib.proxyccl_worker_stop if drained else lib.proxyccl_worker_abandon)(worker.pointer)
 
     def await_ended(self, timeout: float) -> bool:
-        """Waits until all workers, and the threads created for them, have ended, at most `timeout` seconds for each.
-        Returns False if a worker or thread has not ended.
+        """Waits until all workers, and the threads created for them, have ended; waits at most `timeout` seconds for
+        each. Returns False if a worker or thread has not ended.
         """
         ended = [worker.ended.wait(0 if worker.thread.is_current else timeout) for worker in self._workers]
-        # A thread whose worker has not ended in time can't end either, so the call does not wait for it.
+        # If a worker has not ended in time, its thread can't end either, so the call does not wait for the thread.
         closed = [thread.close(timeout if ended[i] else 0) for i, thread in enumerate(self._own_threads)]
         return all(ended) and all(closed)
 
@@ -229,7 +229,8 @@ class Workers:
 
 class WireWorkers:
     """The threads that poll the wires of staged connections (engine/staged_transport.h): for each of `count` endpoints,
-    one thread with one worker polls the endpoint's wires to all peers. The other arguments are those of the service.
+    one thread with one worker polls the endpoint's wires to all peers. The other arguments are the arguments of the
+    service.
 
     While a wire's thread sleeps, the service's own workers poll the wire, so no transfer waits for the thread to wake.
     The threads speed up long transfers, because one thread that drives sockets does not saturate a network.
@@ -267,7 +268,7 @@ class WireWorkers:
     def add(self, wires: Sequence[tuple[int, Any]]) -> None:
         """Assigns each wire of a connection to the thread that has the wire's number, and that then polls the wire.
         Call this method before the connection is added to a worker of the service. If a thread has no room for a wire,
-        only the service's workers poll that wire.
+        only the service's workers poll the wire.
         """
         for number, wire in wires:
             lib.proxyccl_staged_wire_set_thread(wire, self._shared[number])

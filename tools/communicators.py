@@ -32,12 +32,12 @@ class RankView(Message, frozen=True):
     Attributes:
         rank: the rank's number.
         pid: the id of the rank's process.
-        state: "runs"; "failed" if an error has ended the communicator; "leaves" while the rank closes it. A missing
-            rank is "ended" if its process has ended, "stopped" if a signal has stopped the process, or "absent" if the
-            process does not have the communicator open; the fields below then have their defaults.
+        state: "runs"; "failed" if an error has ended the communicator; "leaves" while the rank closes the communicator.
+            A missing rank is "ended" if its process has ended, "stopped" if a signal has stopped the process, or
+            "absent" if the process does not have the communicator open; the fields below then have their defaults.
         host: the rank's host (`host_name`).
         device: the ordinal of the rank's device; None if the rank is missing.
-        calls: the number of collective calls that the rank has made, by collective. A call in a graph is counted at the
+        calls: for each collective, the number of calls that the rank has made. A call in a graph is counted at the
             capture, not at the replays of the graph.
         made: the number of all collective calls of the rank.
         last: the last call as text; "" if there is none, or while the rank writes the call's log record.
@@ -126,7 +126,7 @@ def _with_missing(first: RankPublication, seen: dict[int, RankView]) -> dict[int
 
 def rank_view(publication: RankPublication) -> RankView:
     """Returns the view of a rank. Raises ArgumentError if the rank has ended or closed the communicator, or if the
-    rank's publication or segment is wrong.
+    rank's publication or segment is invalid.
     """
     who = publication.description
     with contextlib.closing(open_published(publication.segment, segment_bytes(who.world_size))) as memory:
@@ -157,6 +157,6 @@ def _failure(segment: ControlSegment) -> tuple[int, str]:
     if not segment.aborted:
         return 0, ""
     record = segment.filed()
-    if record is None:  # this rank knows of the failure only from a peer
+    if record is None:  # this rank learned of the failure from a peer
         return lib.PROXYCCL_ERROR_LOCAL, "another rank has failed"
     return record.code, str(exception_from(record, -1))

@@ -1,10 +1,10 @@
 """`proxyccl compile`: compiles shipped kernels into the cache, for this machine's GPUs or for architectures by name.
 On a machine without GPUs, the command compiles the kernels for the CPU.
 
-The kernels are those of the expert-parallel layer for all element types, and those of a training step's collectives:
-collectives that only move bytes, and sums and averages of float32 and bfloat16. Compilers need no GPU, so a container
-image with the cache can be built on any machine. The package and the cache must have the same paths in the image as on
-the cluster.
+The command compiles the kernels of the expert-parallel layer for all element types, the kernels of collectives that
+only move bytes, and the kernels of sums and averages of float32 and bfloat16, which a training step needs. Compilers
+need no GPU, so a container image with the cache can be built on any machine. The paths of the package and of the cache
+must be the same in the image as on the cluster.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def runtime_of(architecture: str) -> str:
 
 
 def compile_all(architecture: str, kernels: Sequence[Shipped]) -> tuple[int, int]:
-    """Compiles kernels with `compile_kernels`, on each core one at a time. Raises the errors of `compile_kernels` and
-    `runtime_of`.
+    """Compiles kernels with `compile_kernels`, one kernel per core at a time. Raises the errors of `compile_kernels`
+    and `runtime_of`.
     """
     compiler, threads = open_compiler(runtime_of(architecture)), usable_cores(len(os.sched_getaffinity(0)))
     return compile_kernels(compiler, architecture, kernels, threads)

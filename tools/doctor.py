@@ -38,9 +38,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(parsed: Namespace) -> int:
     """Prints why ranks wait. Returns 0 if the reports show the reason, else 1.
 
-    A single report is also printed in full, and so are daemons' reports if there are no ranks' reports. Without paths,
-    the command reads this user's newest reports of one group of communicators, and notes a newer report of a daemon. If
-    no rank has written a report, it reads the newest report of a daemon.
+    If there is only one report, also prints it in full. If there are no ranks' reports, prints the daemons' reports in
+    full. Without paths, reads this user's newest reports of one group of communicators, and mentions a newer report of
+    a daemon. If no rank has written a report, reads the newest report of a daemon.
 
     Raises:
         ReportError: a file is not a report, or there are no reports.

@@ -1,5 +1,5 @@
-"""`proxyccl info`: lists this machine's hardware and libraries, and says for each missing library why it is missing and
-how to install it.
+"""`proxyccl info`: lists this machine's hardware and libraries, and, for each missing library, the reason and how to
+install the library.
 
 The command queries GPU drivers for devices, and starts no MPI job.
 """
@@ -57,7 +57,7 @@ from proxyccl.tools.tune import in_words
 
 @dataclass(frozen=True)
 class Finding:
-    """A piece of hardware, a library or a setting that ProxyCCL can use, found or missing.
+    """A piece of hardware, a library or a setting that ProxyCCL can use, and whether it was found.
 
     Attributes:
         section: the heading that lists the finding.
@@ -87,8 +87,8 @@ class _Vendor:
     variable: str = ""
 
     def is_here(self) -> bool:
-        """Returns False if the machine lacks this vendor's GPUs, so that the caller saves the package's import of 0.1
-        s.
+        """Returns False if the machine has no GPU of this vendor. The caller then need not import the package, which
+        takes 0.1 s.
         """
         named = bool(self.variable and os.environ.get(self.variable))
         return named or Path(self.device_file).exists() or _loadable(self.library)
@@ -278,7 +278,7 @@ def _cache() -> list[Finding]:
             return [Finding("Kernels", "cache", False, str(error), advice)]
     files = []
     for path in directory.glob("*"):
-        with contextlib.suppress(FileNotFoundError):  # another process has just removed the file
+        with contextlib.suppress(FileNotFoundError):  # another process may have removed the file
             if path.is_file():
                 files.append(path.stat().st_size)
     return [Finding("Kernels", "cache", True, f"{directory}: {len(files)} files, {sum(files) / 2**20:.1f} MiB")]
@@ -297,7 +297,7 @@ def _tuning() -> list[Finding]:
         except (OSError, UntrustedPathError, ProtocolError) as error:
             findings.append(Finding("Tuning", "tables", False, f"ignored: {error}", measure))
             continue
-        if found.machine.cpu != cpu_name():  # a table of another host that shares the home directory
+        if found.machine.cpu != cpu_name():  # the table may belong to another host that shares the home directory
             continue
         name = f"{sum(found.machine.nodes)} ranks"
         findings.append(Finding("Tuning", name, True, f"{path}, measured {found.measured}: {found.machine}"))
@@ -372,13 +372,13 @@ def _environment() -> list[Finding]:
 
 
 def findings() -> list[Finding]:
-    """Returns all findings, in the order of the output. Measures the proxies' shares of a core during the other
-    findings.
+    """Returns all findings, in the order of the output. While it collects the other findings, measures each proxy's
+    share of a core.
     """
     watch = Watch()
     with contextlib.suppress(ArgumentError):  # `_idle_policies` reports the error
         watch.rates()
-    mpi = _mpi()  # before libfabric is loaded, because MPI may need a newer libfabric
+    mpi = _mpi()  # MPI before libfabric, because MPI may need a newer libfabric
     kernels = (*_shipped(), *_compiler(), *_cache())
     before = [*_runtimes(), *_devices(), *_rdma(), *_fabric()]
     after = [*mpi, *kernels, *_tuning(), *_environment()]

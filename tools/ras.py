@@ -2,7 +2,7 @@
 
 The protocol is text over TCP, with one command per line; the server listens at localhost:28028, or at the address in
 NCCL_RAS_ADDR. The protocol follows the code of NCCL 2.30, src/ras/client_support.cc (rasClientEventLoop) and
-src/ras/client.cc; NCCL's user guide documents it under "RAS".
+src/ras/client.cc; NCCL's user guide documents the protocol under "RAS".
 
     CLIENT PROTOCOL 2   -> SERVER PROTOCOL 2
     TIMEOUT seconds     -> OK
@@ -11,8 +11,8 @@ src/ras/client.cc; NCCL's user guide documents it under "RAS".
     VERBOSE STATUS      -> the same, with more ranks named
 
 Any other line is answered with a line that begins with "ERROR: ". Commands are not case-sensitive, and a carriage
-return before the newline is ignored. TIMEOUT has no effect: in NCCL it limits the wait for other processes, and this
-server does not wait for any.
+return before the newline is ignored. TIMEOUT has no effect: in NCCL it limits the wait for other processes, but this
+server waits for no other process.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Describes communicators as NCCL's RAS subsystem does: in the same JSON format, and in a similar text format.
 
-The fields, the order of the fields, and the classes of errors are those of NCCL 2.30 (src/ras/client_support.cc:
+The fields, their order, and the classes of errors are the same as in NCCL 2.30 (src/ras/client_support.cc:
 jsonWriteHeader and the functions after it, rasClientRunInit, rasClientRunComms). ProxyCCL adds two fields: "name", the
 communicator's name in ProxyCCL's reports, and "host_only", which says that only the ranks of this host are listed.
 """
@@ -131,7 +131,7 @@ def _rank(view: RankView, host: str) -> dict[str, object]:
 
 
 def _now() -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S")  # local time, because clients parse it with mktime
+    return time.strftime("%Y-%m-%d %H:%M:%S")  # local time, because clients parse the text with mktime
 
 
 class _Summary:
@@ -161,8 +161,8 @@ def _state(view: RankView) -> str:
 
 
 def as_text(communicators: Sequence[CommunicatorView], seconds: float, *, verbose: bool) -> str:
-    """Returns the answer to STATUS, which lists at most ten ranks of each kind, or, if `verbose` is set, to VERBOSE
-    STATUS, which lists all ranks.
+    """Returns the answer to VERBOSE STATUS, which lists all ranks, if `verbose` is set; otherwise the answer to STATUS,
+    which lists at most ten ranks of each kind.
     """
     return "\n".join(map(shown, _lines(communicators, seconds, len if verbose else lambda _: _MOST_RANKS))) + "\n"
 
@@ -250,7 +250,9 @@ def _by_value(
     words: Callable[[object], str],
     most: Callable[[Sequence[object]], int],
 ) -> Iterator[str]:
-    """Yields a line for each value, and, except for the most frequent value, the ranks that have the value."""
+    """Yields a line for each value. Unless the value is the most frequent value, the line also lists the ranks that
+    have the value.
+    """
     by_value: dict[object, list[RankView]] = {}
     for view in ranks:
         by_value.setdefault(value_of(view), []).append(view)

@@ -62,8 +62,8 @@ def share_of_a_core(service: ServiceRates) -> str:
 
 
 def _values(channels: Sequence[ChannelRates], errors: int) -> tuple[object, ...]:
-    """Returns the cells from "triggers" to "errors" for the channels together. A ring or connection that several
-    channels share is counted once.
+    """Returns the cells of the columns "triggers" to "errors", for several channels together. A ring or connection that
+    several channels share is counted once.
     """
     rings = {channel.ring: channel for channel in channels}.values()
     connections = {(channel.worker, channel.connection): channel for channel in channels}.values()

@@ -1,8 +1,8 @@
 """`proxyccl trace`: records the activity of this machine's proxies and agents in Chrome's trace format.
 
 Perfetto (https://ui.perfetto.dev) and chrome://tracing display files in this format, whose documentation is "Trace
-Event Format". A send of a schedule is recorded like a trigger, with the schedule's number instead of a ring and a
-ticket.
+Event Format". A send of a schedule is recorded in the same format as a trigger, with the schedule's number instead of a
+ring and a ticket.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FETCH_EVERY = 0.005  # seconds between two fetches of records
 
 
 def _alike(traced: TracedTrigger) -> tuple[object, ...]:
-    """Returns a key of a trigger. Consecutive triggers with equal keys are shown as one event."""
+    """Returns a key for a trigger; consecutive triggers with equal keys are shown as one event."""
     trigger = traced.trigger
     return traced.worker, traced.look, trigger.channel, trigger.operation, trigger.size, traced.completed_ns
 
@@ -64,8 +64,8 @@ class _Lanes:
         self._taken: list[tuple[int, int]] = []  # a heap of (time until which the track is taken, track)
 
     def take(self, begin: int, end: int) -> int:
-        """Reserves a track from `begin` to `end`: the first free track, or a new one. `begin` must not decrease between
-        calls.
+        """Reserves a track from `begin` to `end`: the first free track, or a new track. `begin` must not decrease
+        between calls.
         """
         while self._taken and self._taken[0][0] <= begin:
             heapq.heappush(self._free, heapq.heappop(self._taken)[1])
@@ -124,8 +124,6 @@ class _Agent(_Events):
 
 
 class _Process(_Events):
-    """The events of one service. `end_ns` is the end in the file for triggers whose completion was not recorded."""
-
     def __init__(
         self, pid: int, trace: ServiceTrace, start_ns: int, end_ns: int, write: Callable[[str], object]
     ) -> None:
@@ -214,7 +212,9 @@ def write_trace(path: Path, traces: list[ServiceTrace], agents: Sequence[AgentTr
 
 
 class _Ended:
-    """A context manager that records in `by_signal` whether Ctrl-C or SIGTERM came. Use it only in the main thread."""
+    """A context manager that records in `by_signal` whether Ctrl-C or SIGTERM has occurred. Use it only in the main
+    thread.
+    """
 
     def __init__(self) -> None:
         self.by_signal = False
@@ -255,7 +255,7 @@ def record(
     with contextlib.ExitStack() as opened:
         tracers = []
         for path, publication in find(job, ranks, process):
-            with contextlib.suppress(ArgumentError):  # the agent or service may have been closed
+            with contextlib.suppress(ArgumentError):  # the agent or service may be closed
                 tracers.append(opened.enter_context(Tracer(path, publication, allowance)))
         of_agents = []
         for agent in find_agents() if job is None and ranks is None else ():
@@ -297,8 +297,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(parsed: Namespace) -> int:
-    """Runs the command until the time is over, or until Ctrl-C or SIGTERM. Returns the exit code. Raises the errors of
-    `record`.
+    """Records until the requested time has passed, or until Ctrl-C or SIGTERM. Returns the exit code. Raises the errors
+    of `record`.
     """
     path, process = parsed.output, options.selected_process(parsed.daemon)
     with _Ended() as ended:

@@ -1,5 +1,5 @@
-"""C loops without the engine: they write through verbs or libfabric, or drain or fill a ring. Benchmarks compare the
-engine with these loops. `make bare-loops` builds them.
+"""Loops in C that write through verbs or libfabric, or that drain or fill a ring, without ProxyCCL's engine. Benchmarks
+compare the engine with these loops. `make bare-loops` builds them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _library() -> tuple[Any, Any]:
 
 
 def verbs_write(**options: int) -> int:
-    """Posts RDMA writes on a queue pair, with a limited number outstanding, until all are complete.
+    """Posts RDMA writes on a queue pair, with a limited number outstanding, until all writes are complete.
 
     Args:
         options: the fields of ProxycclVerbsBareWrites (verbs_loop.h).
@@ -40,7 +40,7 @@ def verbs_write(**options: int) -> int:
 
 
 def fabric_write(**options: int) -> int:
-    """Posts writes on an endpoint of libfabric, with a limited number outstanding, until all are complete.
+    """Posts writes on a libfabric endpoint, with a limited number outstanding, until all writes are complete.
 
     Args:
         options: the fields of ProxycclFabricBareWrites (fabric_loop.h).
@@ -53,15 +53,15 @@ def fabric_write(**options: int) -> int:
 
 
 def fabric_serve(queue: int, seconds: float) -> int:
-    """Polls a completion queue of libfabric for a time, because the provider receives writes only while it is polled.
-    Returns 0 or a libfabric error.
+    """Polls a libfabric completion queue for a given time, because the provider receives writes only while the queue is
+    polled. Returns 0 or a libfabric error.
     """
     return int(_library()[1].proxyccl_fabric_bare_serve(queue, int(seconds * 1e9)))
 
 
 def produce(ring: Ring, first: int, words: tuple[int, int], count: int, timeout: float) -> int:
-    """Pushes copies of one trigger from this thread, and waits whenever the ring is full. No other thread may push
-    during this call.
+    """Pushes copies of one trigger from the calling thread, and waits whenever the ring is full. No other thread may
+    push during this call.
 
     Args:
         ring: the ring to push to.
@@ -78,7 +78,7 @@ def produce(ring: Ring, first: int, words: tuple[int, int], count: int, timeout:
 
 
 def drain(ring: Ring, count: int, timeout: float) -> int:
-    """Takes triggers out of a fresh ring and does nothing with them.
+    """Takes triggers out of a new ring, without executing the triggers.
 
     Args:
         ring: the ring.

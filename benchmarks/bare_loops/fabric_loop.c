@@ -1,4 +1,4 @@
-/* Keeps up to `depth` writes outstanding. See fabric_loop.h. */
+/* Posts writes, of which up to `depth` are outstanding at a time. See fabric_loop.h. */
 #include "fabric_loop.h"
 
 #include <errno.h>
@@ -14,7 +14,7 @@
 
 #include "clock.h"
 
-enum { COMPLETIONS = 16 }; /* most completions taken with one call */
+enum { COMPLETIONS = 16 }; /* most completions that one call reads */
 
 typedef struct {
   struct fi_context2 context;

@@ -15,7 +15,7 @@ static void cpu_relax(void) {
 #endif
 }
 
-/* Waits briefly. Reads the clock only in every MISSES_PER_CLOCK-th call. Returns 1 after the time-out. */
+/* Waits briefly. Reads the clock only in every MISSES_PER_CLOCK-th call. Returns 1 if the time-out has passed. */
 static int missed(uint32_t* misses, uint64_t deadline) {
   cpu_relax();
   if (++*misses % MISSES_PER_CLOCK != 0) return 0;

@@ -1,4 +1,4 @@
-/* Keeps up to `depth` writes outstanding. See verbs_loop.h. */
+/* Posts writes, of which up to `depth` are outstanding at a time. See verbs_loop.h. */
 #include "verbs_loop.h"
 
 #include <errno.h>
@@ -10,7 +10,7 @@
 #include "clock.h"
 #include "verbs_transport.h"
 
-enum { COMPLETIONS = 16 }; /* most completions taken with one call */
+enum { COMPLETIONS = 16 }; /* most completions that one call reads */
 
 static int possible(const ProxycclVerbsBareWrites* options) {
   return options->qp != 0 && options->cq != 0 && options->count > 0 && options->depth > 0 && options->chain > 0 &&

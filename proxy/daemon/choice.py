@@ -1,7 +1,7 @@
-"""Chooses the daemon of a rank's proxy: the first of several daemons that sees the rank's device.
+"""Chooses the daemon for a rank's proxy: the first of several daemons that can access the rank's device.
 
-A daemon needs a second or two to start and to create its device contexts. If a rank connects before it uses the proxy,
-the rank's program runs during that time.
+A daemon needs a second or two to start and to create its device contexts. A rank that connects before it uses the proxy
+can run its program during this time.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from proxyccl.proxy.daemon.hello import DaemonAddress
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A connection to a daemon that has prepared the rank's device."""
-
     address: DaemonAddress
     connection: socket.socket
     process: int
@@ -39,8 +37,8 @@ class _Prepared:
 
 
 class ChosenDaemon(DaemonAddress):
-    """The first daemon of `addresses` that sees the rank's device. Only one thread at a time may call methods. `peers`
-    are the `device_id`s of the peers.
+    """A connection to the first daemon of `addresses` that can access the rank's device. Only one thread at a time may
+    call methods. `peers` are the `device_id`s of the peers.
     """
 
     def __init__(
@@ -87,7 +85,7 @@ class ChosenDaemon(DaemonAddress):
             early.add_done_callback(_close_made)
 
     def connect(self, timeout: float) -> tuple[socket.socket, int]:
-        """See `DaemonAddress.connect`. Raises, in addition, ArgumentError if no daemon sees the device or the daemon
+        """See `DaemonAddress.connect`. Also raises ArgumentError if no daemon can access the device or if the daemon
         refuses an option, and ProxyLostError if the daemon does not answer.
         """
         prepared = self._made_early() or self._prepare(timeout)

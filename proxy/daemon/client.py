@@ -1,7 +1,8 @@
 """A rank's proxy in the node daemon: an object with the methods of a `ProxyService`, which send requests to the daemon.
 
-Rings, counters and memories belong to this process; the daemon gets descriptors and handles of them. A service in this
-process does the work that the daemon can't do: Python handlers, and copies from memory that no other process can map.
+Rings, counters and memories belong to this process, which sends the daemon their descriptors and handles. A
+`ProxyService` in this process does the work that the daemon can't do: Python handlers, and copies from memory that no
+other process can map.
 """
 
 from __future__ import annotations
@@ -48,8 +49,6 @@ R = TypeVar("R")
 
 
 def _asks(function: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Returns a method that only calls the daemon's method `function`."""
-
     def ask(client: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
         result: R = client._daemon.ask(function, *args, **kwargs)
         return result
@@ -90,13 +89,13 @@ class DaemonClient(ProxyWords):
         runtime: the runtime of the rank's kernels.
         shared: pinned memory that begins with the ProxycclControl whose abort word ends the workers.
         threads: number of workers. Each worker has its own thread of the daemon if the daemon has enough threads.
-        idle: the idle policy of the proxy's threads, in the daemon and in this process; None for the daemon's choice,
-            and for `IdlePolicy()` in this process.
+        idle: the idle policy of the proxy's threads, in the daemon and in this process; with None, the daemon chooses
+            the policy for its threads, and this process uses `IdlePolicy()`.
         on_failure: called when an error ends a worker and when the daemon is lost, in a thread that this object
             started.
         timeout: returns the seconds that the daemon may take for an answer.
         address: the daemon's address; None for the node daemon at the default socket.
-        takes_private: whether a service in this process copies from memory that the daemon can't map; if not, such
+        takes_private: whether a service in this process copies from memory that the daemon can't map; if False, such
             memory is refused.
 
     Attributes:
@@ -105,7 +104,7 @@ class DaemonClient(ProxyWords):
         sleepers: the proxy's threads, which kernel launches wake.
 
     Raises:
-        ArgumentError: there are fewer rings than threads, or the daemon does not see the device.
+        ArgumentError: there are fewer rings than threads, or the daemon can't access the device.
         RuntimeUnavailableError: there is no daemon, or it does not accept this process.
     """
 
@@ -147,10 +146,10 @@ class DaemonClient(ProxyWords):
             "name": name,
             "sleepers": self.sleepers,
         }
-        self._own: ProxyService | None = None  # a service in this process, which uses the ids that the daemon assigned
+        self._own: ProxyService | None = None  # serves memory and channels under ids that the daemon assigned
         self._own_words: PinnedMemory | None = None
         self._own_channels: set[int] = set()
-        self._spare_channels: list[int] = []  # free ids that the daemon reserved for this process
+        self._spare_channels: list[int] = []  # ids that the daemon reserved for this process and that no channel uses
         self._takes_private = takes_private
         # Maps the first id of each memory that copies can use to a function that registers the memory with the service
         # in this process.
@@ -187,7 +186,7 @@ class DaemonClient(ProxyWords):
         try:
             for handle in handles:
                 self.sleepers.add(SharedMemory.open(handle))
-        except ArgumentError as error:  # without the words, the daemon's threads find work only when they poll
+        except ArgumentError as error:  # without these words, launches can't wake the daemon's threads
             logging.getLogger("proxyccl").warning("launches cannot wake the node daemon's threads: %s", error)
 
     def __repr__(self) -> str:
@@ -251,7 +250,7 @@ class DaemonClient(ProxyWords):
         except ArgumentError:
             if not self._takes_private:
                 raise
-            # The daemon cannot map this memory, and refuses copies from and to it.
+            # The daemon cannot map this memory, and refuses copies from and to this memory.
             first = self.add_remote_memory(base, nbytes, key)
         else:
             first = self._daemon.ask(SessionService.add_memory, name, nbytes, key)
@@ -264,7 +263,7 @@ class DaemonClient(ProxyWords):
         return first
 
     def _repeat(self, first: int, add: Callable[[ProxyService], int]) -> None:
-        """Registers memory of the daemon's service with this process's service too, as soon as that service exists."""
+        """Also registers memory of the daemon's service with this process's service, as soon as this service exists."""
         with self._lock:
             self._memories[first] = add
             if self._own is not None:
@@ -367,7 +366,7 @@ class DaemonClient(ProxyWords):
         return channel
 
     def drain(self, timeout: float, given_up: Callable[[], bool] = lambda: False) -> bool:
-        """See `ProxyService.drain`. The call also ends after an abort or the loss of the daemon."""
+        """See `ProxyService.drain`. Also returns after an abort or the loss of the daemon."""
         if not self._daemon.is_open or given_up():
             return False
         if self._own is not None and not self._own.drain(timeout, given_up):
@@ -379,7 +378,7 @@ class DaemonClient(ProxyWords):
 
     def close(self, timeout: float = 30.0) -> bool:
         """Drains the rings, and makes the daemon free all of this client's objects. If a handler or a worker does not
-        end in time, returns False and keeps the memory that this handler or worker uses.
+        end in time, returns False and keeps the memory that the handler or worker uses.
         """
         with self._lock:
             own_ended = self._own is None or self._own.close(timeout)
@@ -408,6 +407,6 @@ RemoteContext: TypeAlias = ServiceRemote | DaemonRemote
 def _open_observed(handle: bytes, workers: int) -> ObservedSegment | None:
     try:
         return ObservedSegment(workers, handle.hex())
-    except ArgumentError as error:  # only reports need this memory
+    except ArgumentError as error:  # only reports need this memory, so the error is only logged
         logging.getLogger("proxyccl").warning("reports cannot show the node daemon's outstanding work: %s", error)
         return None

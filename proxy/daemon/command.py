@@ -1,5 +1,5 @@
-"""Runs the process of a daemon: `proxyccl daemon` serves until a signal ends it, and a job's own daemon until the job's
-ranks have ended.
+"""Runs the process of a daemon: `proxyccl daemon` serves until a signal ends it; a job's own daemon serves until the
+job's ranks have ended.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def _log_to_stderr(level: int) -> None:
 
 def run(path: Path, options: DaemonOptions, servers: Sequence[Server] = ()) -> int:
     """Serves until SIGTERM or SIGINT, then finishes the clients' requests. Returns the exit code. Writes a report at
-    each SIGUSR1. `servers` serve pages and metrics of this user's programs while the daemon runs. Raises the errors of
-    `Daemon`, and ResourceError if a server's port is in use.
+    each SIGUSR1. While the daemon runs, `servers` serve web pages and metrics of this user's programs. Raises the
+    errors of `Daemon`, and ResourceError if a server's port is in use.
     """
     _log_to_stderr(logging.INFO)
     ending = _Ending()
@@ -66,12 +66,12 @@ def run_for_job(listener: int, options: str, starter: int, on_ready: Callable[[]
     raise_descriptor_limit()
     chosen = JOB_OPTIONS.decode(options.encode(), "the rank that starts it")
     every = range(os.cpu_count() or 1)
-    # Launchers may bind each rank to few cores, on which its program spins while it waits for its GPU. A proxy thread
-    # on such a core would run once in a time slice.
+    # Launchers may bind each rank to few cores, on which the rank's program spins while waiting for a GPU. A proxy
+    # thread on such a core would have to wait for time slices.
     suffice = len(chosen.affinity) >= chosen.threads + chosen.programs
     os.sched_setaffinity(0, chosen.affinity if suffice else every)
     with contextlib.suppress(ArgumentError):
-        reach_through(socket_path())  # reaches clients' peers that run in other containers
+        reach_through(socket_path())  # connects to clients' peers that run in other containers
     daemon_options = DaemonOptions(threads=chosen.threads, cores=chosen.cores, programs=chosen.programs)
     with Daemon(HandedOver(listener), daemon_options, Attendance(starter)) as daemon:
         on_ready()

@@ -82,7 +82,7 @@ class NodeDaemon(DaemonAddress):
                 f"no node daemon answers at {self} ({error}); start one with: proxyccl daemon --socket {self}"
             ) from None
         process, _ = peer_credentials(connection)
-        if process != answer.pid:  # the daemon is in another PID namespace
+        if process != answer.pid:  # the daemon's PID namespace differs from this process's
             try:
                 offer(self._path, timeout)
             except ProxyCCLError:
@@ -99,8 +99,8 @@ def daemon_process(path: Path) -> int:
 
 
 def missing_in_daemon(timeout: float) -> tuple[str, dict[str, str]]:
-    """Returns the reason why this process can't use the daemon ("" if it can), and a dict that maps each remote
-    transport to the requirements that the daemon lacks ("" if none).
+    """Returns the reason why this process can't use the daemon ("" if it can), and, for each remote transport, the
+    requirements that the daemon lacks ("" if none).
     """
     remote_transports = [name for name, transport in TRANSPORTS.items() if transport.is_remote]
     try:
@@ -120,7 +120,7 @@ def prepare_device(connection: socket.socket, timeout: float, runtime: str, devi
     """Calls the daemon's `Session.prepare` over a new connection.
 
     Raises:
-        ArgumentError: the daemon does not see the device; the error's `argument` is "device".
+        ArgumentError: the daemon can't access the device; the error's `argument` is "device".
         ProxyLostError: the daemon does not answer.
         ProxyCCLError: the daemon's error.
     """
@@ -137,7 +137,7 @@ class DaemonConnection:
 
     Args:
         timeout: returns the seconds that the daemon may take for an answer, in addition to the time that the request
-            needs; at most 10 s are used.
+            needs; values above 10 s are treated as 10 s.
         name: prefix of the name of the thread that reads the daemon's messages.
         on_failure: called when a worker fails and when the daemon is lost, usually in the reading thread.
         watch_turns: returns a new `TurnWatch` of this rank's workers, for methods whose `needs_turns` is set.
@@ -164,11 +164,11 @@ class DaemonConnection:
         self._on_failure = on_failure
         self._watch_turns = watch_turns
         self._lock = threading.RLock()
-        # An RLock lets a signal handler make a request while the interrupted thread makes one.
+        # An RLock lets a signal handler make a request while the interrupted thread is making a request.
         self._news = threading.Condition()
         self._answers: list[AnyReply] = []
         self._numbers = itertools.count()
-        self._awaited: set[int] = set()  # numbers of unanswered requests
+        self._awaited: set[int] = set()  # the numbers of unanswered requests
         self._lost = ""
         self._closed = False
         self._process = forks.here()
@@ -187,19 +187,21 @@ class DaemonConnection:
 
     @property
     def is_open(self) -> bool:
-        """Whether the daemon still takes requests: it is not lost, and this end has not closed the connection."""
+        """Whether the daemon still takes requests: the daemon is not lost, and this process has not closed the
+        connection.
+        """
         return not self._closed and not self._lost
 
     @property
     def is_closed(self) -> bool:
-        """Whether this end has closed the connection."""
+        """Whether this process has closed the connection."""
         return self._closed
 
     def ask(self, function: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls a method of the daemon (`proxyccl.proxy.daemon.protocol.method`). Returns the method's result.
 
         Raises:
-            ClosedError: this end has closed the connection, or this process is a fork of the process that opened it.
+            ClosedError: this process has closed the connection, or is a fork of the process that opened the connection.
             ProxyLostError: the daemon is lost or violates the protocol.
             ProxyCCLError: the daemon's error.
         """
@@ -234,11 +236,10 @@ class DaemonConnection:
         raise ProxyLostError(f"{DAEMON} is lost: {self._lost}", operation=method.name)
 
     def _exchange(self, method: Method, request: Request, descriptors: Sequence[int]) -> AnyReply | None:
-        """Sends a request. Returns the answer; None if the daemon is lost."""
         takes = method.timeouts * getattr(request, "timeout", 0.0) + (self._timeout() if method.opens else 0.0)
         turns = self._watch_turns() if method.needs_turns else None
         number = next(self._numbers)
-        self._awaited.add(number)  # a signal handler's request may interrupt the send below
+        self._awaited.add(number)  # a signal handler may make a request during the send below
         try:
             send(self._socket, REQUESTS, structs.replace(request, request=number), descriptors)
             return self._answer_to(number, takes + min(self._timeout(), _MARGIN), turns)
@@ -251,7 +252,6 @@ class DaemonConnection:
         return None
 
     def _answer_to(self, number: int, timeout: float, turns: TurnWatch | None) -> AnyReply | None:
-        """Waits for an answer. Returns None if the daemon is lost or this end has hung up. Raises TimeoutError."""
         deadline = time.monotonic() + timeout
         with self._news:
             while True:
@@ -267,7 +267,6 @@ class DaemonConnection:
                 self._news.wait(left if turns is None else min(left, _LOOK_SECONDS))
 
     def _arrive(self, answer: AnyReply) -> None:
-        """Stores an answer for the thread that waits for it. Discards answers to interrupted requests (Ctrl-C)."""
         with self._news:
             known = (*self._answers, answer)
             self._answers = [each for each in known if each.request is None or each.request in self._awaited]
@@ -275,7 +274,7 @@ class DaemonConnection:
 
     def request_report(self, cause: str) -> None:
         """Asks the daemon to write a report, without waiting for an answer, because the daemon may hang."""
-        with contextlib.suppress(OSError):  # this rank's own report shows the daemon's loss
+        with contextlib.suppress(OSError):  # if the daemon is lost, this rank's own report says so
             request, _ = METHODS["write_report"].request_of((cause,), {})
             send(self._socket, REQUESTS, request, flags=socket.MSG_DONTWAIT)
 
@@ -306,8 +305,8 @@ class DaemonConnection:
         self._on_failure(ProxyFailure(native.PROXYCCL_ERROR_PROXY_LOST, None, None, 0, reason))
 
     def give_up(self, what: str) -> None:
-        """Treats the daemon as lost, although its process may be alive. The error's text is the process's name followed
-        by `what`.
+        """Treats the daemon as lost, although the daemon's process may be alive. The error's text is the process's name
+        followed by `what`.
         """
         stopped = f"; it {_STOPPED}" if is_stopped(self.daemon) else ""
         self._lose(f"{process_name(self.daemon)} {what}{stopped}")
@@ -317,8 +316,8 @@ class DaemonConnection:
         return f"{process_name(self.daemon)} {_STOPPED}" if self.is_open and is_stopped(self.daemon) else ""
 
     def close_service(self, timeout: float) -> bool:
-        """Makes the daemon drain the rings and free all of this client's objects, then hangs up. Returns whether all
-        workers ended in time; True if the daemon is lost.
+        """Makes the daemon drain the rings and free all of this client's objects, then closes the connection. Returns
+        whether all workers ended in time; True if the daemon is lost.
         """
         if not self._process.is_here:
             return True

@@ -1,5 +1,5 @@
-"""Opens a connection to a node daemon: exchanges hellos, by which the client and the daemon may refuse each other, and
-makes requests until a `DaemonConnection` takes the connection over.
+"""Opens a connection to a node daemon: exchanges hellos, with which the client and the daemon may refuse each other,
+and makes requests until a `DaemonConnection` takes over the connection.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class DaemonAddress:
         raise NotImplementedError
 
     def last_words(self) -> str:
-        """Returns the end of the daemon's output, for `ProxyLostError`; "" if this process can't read the output."""
+        """Returns the last output of the daemon, for `ProxyLostError`, or "" if this process can't read the output."""
         return ""
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Connects processes that can reach each other only through the node daemon: the client's side of introductions.py."""
+"""Connects processes that can reach each other only through the node daemon; introductions.py is the daemon's part."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _offered: dict[Path, forks.Process] = {}
 
 
 def offer(path: Path, timeout: float) -> None:
-    """Offers this process to the daemon at a path. From then on the daemon connects other processes to this process,
-    and this process to others.
+    """Offers this process to the daemon at a path. Afterwards the daemon connects other processes to this process, and
+    this process to other processes.
 
     Raises:
         RuntimeUnavailableError: no such daemon is running, or it does not accept this process.
@@ -51,8 +51,8 @@ def offer(path: Path, timeout: float) -> None:
 
 
 def reach_through(path: Path) -> None:
-    """Lets this process connect through the daemon at a path, if a daemon runs there, to processes that it can't reach
-    directly.
+    """If a daemon listens at a path, lets this process connect, through that daemon, to processes that this process
+    can't reach directly.
     """
     sockets.add_broker(f"{DAEMON} at {path}", lambda token, seconds: _reach(path, token, seconds))
 
@@ -89,7 +89,7 @@ def _answer_all(connection: socket.socket, answer: object, path: Path) -> None:
                     close_all(descriptors)
                     continue
                 Thread(answer, "proxyccl-introduced", socket.socket(fileno=descriptors[0])).start()
-    except (OSError, ProtocolError):  # the next request to the daemon reports the daemon's end
+    except (OSError, ProtocolError):  # if the daemon has ended, the next request raises an error
         pass
     finally:
         with _lock:

@@ -1,5 +1,5 @@
 """Lets the daemon connect processes that can't reach each other directly: the daemon makes a pair of connected sockets,
-and sends one to each process.
+and sends each process one of the sockets.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ closes the socket.
 
 
 class Introductions:
-    """The processes to which a daemon can connect others, including the daemon itself. Thread-safe.
+    """The processes to which the daemon can connect other processes and itself. Thread-safe.
 
     Args:
         name: the daemon's name, for errors.
@@ -35,16 +35,16 @@ class Introductions:
         sockets.add_broker(self._name, self._connect)
 
     def offer(self, process: bytes, hand: Hand, confirm: Callable[[], object]) -> None:
-        """Lets other processes reach the process with this token. First calls `confirm`, which must send the answer to
-        the process's request, so that the process gets this answer before the first connection. `confirm` must not
-        wait, because all introductions wait for it.
+        """Lets other processes connect to the process with this token. First calls `confirm`, which must send the
+        answer to the process's request, so that the process gets this answer before the first connection. `confirm`
+        must not wait, because all introductions would wait for `confirm`.
         """
         with self._lock:
             confirm()
             self._hands[process] = hand
 
     def withdraw(self, process: bytes, hand: Hand) -> None:
-        """Undoes `offer`, unless the process has made another offer since."""
+        """Undoes `offer`, unless the process has made a later offer."""
         with self._lock:
             if self._hands.get(process) == hand:
                 del self._hands[process]

@@ -45,13 +45,13 @@ _WAY_OUT = "PROXYCCL_PROXY=thread runs the proxies in the ranks instead"
 
 
 class JobOptions(Message, frozen=True):
-    """The daemon's options for its clients' proxies.
+    """Options of a daemon for its clients' proxies.
 
     Attributes:
         threads: number of threads that run the workers of all clients.
         cores: cores that these threads may run on; None for `affinity`.
         affinity: cores that the process may run on.
-        programs: number of ranks, whose programs run on the same cores.
+        programs: number of ranks; their programs run on the same cores.
     """
 
     threads: int
@@ -115,7 +115,6 @@ class JobDaemon(DaemonAddress):
         return started is not None and start_of(pid) == started
 
     def _start(self, timeout: float) -> bool:
-        """Starts the daemon. Returns False if another rank is starting the daemon."""
         with naming_exhaustion("the socket of the job's own node daemon"):
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         forks.keep_from_children(listener)  # a forked child would keep the socket open
@@ -131,7 +130,9 @@ class JobDaemon(DaemonAddress):
         return True
 
     def last_words(self) -> str:
-        """Returns the last line that the daemon wrote to stderr; "" if there is none or this process can't read it."""
+        """Returns the last line that the daemon wrote to stderr, or "" if the daemon wrote nothing or this process
+        can't read the line.
+        """
         if self._errors is None:
             return ""
         lines = _text_of(self._errors).splitlines()
@@ -148,10 +149,7 @@ def _no_daemon(reason: str) -> RuntimeUnavailableError:
 
 
 def _launch(listener: socket.socket, options: JobOptions, timeout: float) -> None:
-    """Starts a daemon's process with a listening socket, and waits until it serves. Raises RuntimeUnavailableError if
-    the process does not serve in time, and ResourceError if descriptors have run out.
-    """
-    import subprocess  # imported here, because it is slow to import and only the rank that starts the daemon needs it
+    import subprocess  # imported here: the import is slow, and only the rank that starts the daemon needs the module
 
     if not sys.executable:
         raise _no_daemon("this process does not know its Python interpreter (sys.executable is empty)")
@@ -189,7 +187,7 @@ def _launch(listener: socket.socket, options: JobOptions, timeout: float) -> Non
 
 def _environment() -> dict[str, str]:
     """Returns the daemon's environment: this process's environment and module path, without the variables that hide
-    devices or limit their queues.
+    devices or limit devices' queues.
     """
     kept = {
         name: value

@@ -1,4 +1,4 @@
-"""The program of a job's own daemon. A rank runs it as a file: python job_main.py SOCKET OPTIONS STARTER.
+"""The program of a job's own daemon. A rank runs this file: python job_main.py SOCKET OPTIONS STARTER.
 
 SOCKET is the descriptor of the listening socket, OPTIONS an encoded `JobOptions`, and STARTER the process id of the
 rank that runs the program. The process that the rank starts exits with status 0 once the daemon serves. The daemon is a
@@ -12,11 +12,11 @@ import types
 
 
 def main(listener: int, options: str, starter: int) -> None:
-    """Runs the daemon in a child process. The parent exits with status 0 once the child serves, and with 1 if the child
-    ends before.
+    """Runs the daemon in a child process. The parent exits with status 0 once the child serves, or with 1 if the child
+    ends earlier.
     """
     serves, tell = os.pipe()
-    if os.fork():  # forks before the imports, because they start threads
+    if os.fork():  # the fork comes before the imports, because imports start threads
         os.close(tell)
         os._exit(0 if os.read(serves, 1) else 1)
     os.close(serves)

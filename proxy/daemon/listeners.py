@@ -25,8 +25,8 @@ class SocketFile:
 
     Raises:
         ArgumentError: the directory can't be created, or the path names a file that is not a socket.
-        UntrustedPathError: the directory is a link, or other users can write to it (even if it is sticky), or the
-            socket or its lock belongs to another user.
+        UntrustedPathError: the directory is a link or writable for other users (even if it is sticky), or the socket or
+            its lock belongs to another user.
         ResourceError: another daemon listens at the path.
     """
 
@@ -56,7 +56,7 @@ class HandedOver:
     """A listening socket that another process has bound to an abstract name, which needs no file and no lock."""
 
     def __init__(self, descriptor: int) -> None:
-        os.set_inheritable(descriptor, False)  # otherwise a child process would keep the name in use
+        os.set_inheritable(descriptor, False)  # a child process with this descriptor would keep the name in use
         self.socket = socket.socket(fileno=descriptor)
         self.name = shown(self.socket.getsockname())
 
@@ -78,7 +78,7 @@ def abstract(name: str) -> str:
 
 
 def shown(address: str | bytes) -> str:
-    """Returns a readable form of an address, with @ for the zero byte of an abstract address."""
+    """Returns a readable text for an address, with @ for the zero byte of an abstract address."""
     return os.fsdecode(address).replace("\0", "@")
 
 
@@ -92,8 +92,8 @@ def _open_directory(directory: Path) -> int:
 
 
 def _require_own(info: os.stat_result, path: Path) -> None:
-    """Raises UntrustedPathError if a file belongs to another user, who may have created it when the directory was
-    writable.
+    """Raises UntrustedPathError if a file belongs to another user, who may have created the file when the directory was
+    writable for others.
     """
     if info.st_uid not in (0, os.geteuid()):
         reason = f"{path} belongs to user {info.st_uid}; remove it, or name another --socket"
@@ -124,7 +124,7 @@ def _lock_beside(path: Path, directory: int) -> int:
         _require_own(info, name)
         _require_file(info, name)
         if info.st_uid == os.geteuid():
-            os.fchmod(descriptor, 0o600)  # so that only this user can open and lock the file
+            os.fchmod(descriptor, 0o600)  # only this user can open and lock the file
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)

@@ -4,9 +4,9 @@ The client and the daemon first identify their builds, by `Hello` and `HelloAnsw
 functions of the daemon's `Session` and `SessionService` that have the decorator `method`. A function completely defines
 its method: the request, the checks of arguments, the session's dispatch and the client's call follow from the
 function's name and types. The daemon answers requests in order, and each answer has the request's number. The daemon
-sends an event when a worker fails, when it introduces another process, and when the daemon itself ends.
+sends an event when a worker fails, when the daemon connects another process to the client, and when the daemon ends.
 
-A frame is one packet of a Unix socket, with one message and the file descriptors that belong to the message.
+A frame is one packet on a Unix socket; it holds one message and the file descriptors that belong to the message.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Hello(Message, frozen=True):
 
 
 class HelloAnswer(Message, frozen=True, omit_defaults=True):
-    """The daemon's first frame: its version and process, or the reason why it refuses the client. The fields of
-    `HelloAnswer` are the same in every version of the protocol.
+    """The daemon's first frame: the daemon's version and process, or the reason why the daemon refuses the client. The
+    fields of `HelloAnswer` are the same in every version of the protocol.
     """
 
     version: Uint64 = 0
@@ -96,7 +96,7 @@ class Request(Message, frozen=True, omit_defaults=True, kw_only=True, tag_field=
 class Reply(
     Message, frozen=True, omit_defaults=True, kw_only=True, tag_field="kind", tag=lambda class_name: class_name.lower()
 ):
-    """Base of answers, which carry their request's number, and of events, whose `request` is None."""
+    """Base class of answers, which carry the number of their request, and of events, whose `request` is None."""
 
     request: Uint64 | None = None
 
@@ -120,7 +120,8 @@ class Refused(Reply, frozen=True):
     """The answer to a request that the daemon did not carry out.
 
     Attributes:
-        error: the kind of exception that the client raises. With the kind "protocol", the daemon also hangs up.
+        error: the kind of exception that the client raises. With the kind "protocol", the daemon also closes the
+            connection.
         message: the reason.
         argument: the argument's name, if `error` is "argument".
     """
@@ -185,8 +186,9 @@ class Method(Struct, frozen=True, kw_only=True):
         result: the codec of the method's results.
         takes_descriptors: whether the request's frame carries descriptors.
         returns_descriptors: whether the answer's frame carries descriptors instead of a result.
-        timeouts: the method may take this many times its argument `timeout`; 0 if it has no such argument.
-        opens: whether the method may open a device or register memory; if so, the client waits for one more time-out.
+        timeouts: the method may take this many times its argument `timeout`; 0 if the method has no such argument.
+        opens: whether the method may open a device or register memory; if so, the client waits one more time-out for
+            the answer.
         needs_turns: whether the client gives up if the client's workers do not poll their rings during a time-out.
         releases: whether the method only frees objects that the daemon holds for the client. The objects are also freed
             when the daemon or the connection ends, so a later call does nothing.
@@ -259,7 +261,7 @@ def send(
 
 def receive(connection: socket.socket, codec: Codec[T], source: str, flags: int = 0) -> tuple[T, list[int]] | None:
     """Receives a frame. Returns the frame's message and its descriptors, which the caller closes. Returns None if the
-    sender has hung up.
+    sender has closed the connection.
 
     Raises:
         ProtocolError: `source` sent an invalid frame.
@@ -290,8 +292,8 @@ def close_all(descriptors: list[int]) -> None:
 
 
 def limit_waits(connection: socket.socket, send_seconds: float, receive_seconds: float) -> None:
-    """Sets time-outs for a socket's sends and receives; 0 for no time-out. Uses the kernel's time-outs, because with
-    Python's time-outs a send with MSG_DONTWAIT would still wait.
+    """Sets time-outs in seconds for a socket's sends and receives; 0 means no time-out. Uses the kernel's time-outs,
+    because with Python's time-outs even a send with MSG_DONTWAIT would wait.
     """
     for option, seconds in ((socket.SO_SNDTIMEO, send_seconds), (socket.SO_RCVTIMEO, receive_seconds)):
         parts = divmod(int(seconds * 1e6), 1_000_000)

@@ -1,4 +1,4 @@
-"""The contents of a node daemon's report: its threads and its clients at one moment. `DaemonReporter` writes such
+"""The contents of a node daemon's report: the daemon's threads and clients at one moment. `DaemonReporter` writes such
 reports.
 """
 
@@ -36,8 +36,8 @@ class Worker(Message, frozen=True):
 
     Attributes:
         thread: name of the thread that runs the worker.
-        ended: whether the worker has ended, because it failed, the client's communicator failed, or the proxy was
-            closed.
+        ended: whether the worker has ended, because the worker failed, the client's communicator failed, or the proxy
+            was closed.
         looks_meanwhile: number of polls of the worker's rings within the report's interval of `DaemonReport.meanwhile`
             seconds; 0 if the thread was blocked or slept during the whole interval.
         seen: the worker's counters.
@@ -50,7 +50,7 @@ class Worker(Message, frozen=True):
 
 
 class Request(Message, frozen=True):
-    """A request that is not answered yet: its method's name, and its age in seconds."""
+    """An unanswered request: the method's name, and the request's age in seconds."""
 
     name: str
     seconds: float
@@ -60,12 +60,12 @@ class Client(Message, frozen=True):
     """A process whose proxy the daemon runs.
 
     Attributes:
-        pid: the process's id; None before its hello.
+        pid: the process's id; None until the process has sent its hello.
         description: the rank that the proxy works for; None if the client has no open proxy, or gave no description.
         device_id: the rank's device.
         seconds: time since the client connected.
         request: the request in progress, or None.
-        failure: why the client's last failed worker has failed, in words; None if no worker has failed.
+        failure: the reason of the client's latest failure of a worker, as text; None if no worker has failed.
         workers: the client's workers, by number.
         rings: the client's rings, by number.
         connections: the client's connections, by worker and number.

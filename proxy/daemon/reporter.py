@@ -1,4 +1,4 @@
-"""Writes the node daemon's reports, when a signal or a client asks for one.
+"""Writes a report of the node daemon when a signal or a client requests one.
 
 The reporter takes no lock that a session or an engine thread may hold, so it never waits for a thread that hangs. The
 reporter maps the memory in which a proxy publishes its state, so the proxy may be closed during the report.
@@ -44,7 +44,7 @@ log = logging.getLogger("proxyccl.daemon")
 
 class DaemonReporter:
     """Writes reports about the daemon at the socket `place`. `threads` run the clients' workers; `sessions` returns the
-    current sessions without waiting. Clients and signals may ask for reports if `enabled`.
+    current sessions without waiting. If `enabled`, clients and signals may request reports.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class DaemonReporter:
         self.enabled = enabled
         self._group = secrets.token_hex(4)
         self._numbers = itertools.count(1)
-        self._turn = threading.Lock()  # held while a report is written
+        self._turn = threading.Lock()  # a thread holds this lock while it writes a report
         self._lock = threading.Lock()
-        self._requested: dict[str, float] = {}  # when each job's last report was started (time.monotonic())
+        self._requested: dict[str, float] = {}  # maps a job to the time of its last report (time.monotonic())
 
     def request(self, job: str, cause: str) -> None:
-        """Writes a report in a separate thread, unless a report for the job was started within the last seconds. The
-        clients' state is read before this function returns, so the requesting client may leave.
+        """Writes a report in a separate thread, unless a report for the job was started within the last few seconds.
+        The clients' state is read before this function returns, so the requesting client may disconnect immediately.
         """
         now = time.monotonic()
         with self._lock:
@@ -79,7 +79,7 @@ class DaemonReporter:
         Thread(self._write, "proxyccl-report", cause, snapshots).start()
 
     def write(self, cause: str) -> Path | None:
-        """Writes a report. Returns the file's path; None if it can't be written, and then the log has the reason."""
+        """Writes a report. Returns the file's path. If the file can't be written, logs the reason and returns None."""
         return self._write(cause, _Snapshots(self._sessions()))
 
     def _write(self, cause: str, snapshots: _Snapshots) -> Path | None:
@@ -145,9 +145,6 @@ class _Snapshots:
             self._clients.append((client, workers))
 
     def _with_proxy(self, client: Client, session: Session) -> tuple[Client, Callable[[], list[Worker]]]:
-        """Adds the state of the session's proxy to `client`, if the session has a proxy that publishes its state.
-        Returns the client, and a function that returns the workers and counts their polls since this snapshot.
-        """
         service, threads = session.served, session.threads
         if service is None or service.publication is None:
             return client, _no_workers
@@ -165,7 +162,6 @@ class _Snapshots:
         return structs.replace(client, rings=rings, connections=connections, channels=channels), workers
 
     def finish(self) -> list[Client]:
-        """Returns the clients as they were at the snapshot, with their workers as they are now."""
         clients = []
         with self._opened:
             for client, workers_of in self._clients:

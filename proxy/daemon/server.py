@@ -32,13 +32,13 @@ from proxyccl.proxy.reports import files
 from proxyccl.proxy.thread import IdlePolicy, ProxyThread, choose_idle
 from proxyccl.proxy.workers import MAX_RINGS
 
-_FULL_MS = 100  # milliseconds to wait before accepting again after descriptors have run out
+_FULL_MS = 100  # after descriptors have run out, milliseconds until the next accept()
 _DRAIN_SECONDS = 10.0
 MOST_GREETED = 128
 """The highest number of connections that have not sent a hello. The number is limited because each of them has a thread
 and a descriptor.
 """
-_SILENT_SECONDS = 1.0  # a client has at least this many seconds for its hello
+_SILENT_SECONDS = 1.0  # a client has at least this many seconds to send its hello
 
 START_SECONDS = 30.0
 """Seconds that a job's own daemon waits for its first client, while the rank that started it lives."""
@@ -54,9 +54,9 @@ class DaemonOptions:
 
     Attributes:
         threads: number of threads that run the workers of all clients.
-        cores: cores that the threads may run on; None for any. Cores near the GPUs or network devices have the lowest
-            latency.
-        idle: the idle policy for clients that request none; None to choose it by the number of cores.
+        cores: cores that the threads may run on; None for any core. Cores near the GPUs or network devices have the
+            lowest latency.
+        idle: the idle policy for clients that request no policy; with None, the number of cores determines the policy.
         programs: the expected number of clients' processes.
     """
 
@@ -67,27 +67,27 @@ class DaemonOptions:
 
 
 class Attendance:
-    """Decides when a job's own daemon ends. An `Attendance` keeps the live processes that have been clients, and the
-    time when the last client left.
+    """Decides when a job's own daemon ends. An `Attendance` records the live processes that have been clients, and the
+    time at which the last client disconnected.
 
     Args:
         starter: id of the process that starts the daemon and will be a client.
     """
 
     def __init__(self, starter: int) -> None:
-        self._pids: dict[int, int] = {}  # process ids, by pidfd
+        self._pids: dict[int, int] = {}  # maps a pidfd to the process id
         self._anybody_came = False
         self._empty_since: float | None = time.monotonic()
         self._add(starter)
 
     @property
     def descriptors(self) -> list[int]:
-        """The processes' pidfds, each of which becomes readable when its process ends."""
+        """The pidfds of the clients' processes; a pidfd becomes readable when its process ends."""
         return list(self._pids)
 
     def came(self, pid: int) -> int | None:
-        """Records that a process has connected. Returns a new pidfd for the process; None if there is a pidfd already,
-        or if the process has ended or is in another PID namespace.
+        """Records that a process has connected. Returns a new pidfd for the process, or None if the process already has
+        a pidfd, has ended, or is in another PID namespace.
         """
         self._anybody_came = True
         return self._add(pid)
@@ -246,7 +246,6 @@ class Daemon:
         self._admit(connection)
 
     def _make_room(self) -> None:
-        """If too many clients have sent no hello, disconnects the one that connected first."""
         with self._lock:
             silent = [session for session in self._sessions if not session.greeted]
         if len(silent) >= MOST_GREETED:
@@ -255,7 +254,7 @@ class Daemon:
                 longest.abandon()
 
     def _process_ended(self, descriptor: int) -> None:
-        """Ends the sessions of an ended process, whose sockets a forked child may still hold open."""
+        """Ends the sessions of an ended process, because a forked child may still hold the process's sockets open."""
         assert self._attendance is not None
         pid = self._attendance.ended(descriptor)
         with self._lock:
@@ -293,7 +292,6 @@ class Daemon:
                     self._wake()
 
     def _open_runtime(self, name: str, device_id: str) -> Runtime:
-        """Returns the runtime of a device, which all clients of the device share."""
         key = name if name == "host" else device_id  # all devices of the host runtime share one runtime
         with self._lock:
             opening = self._opening[key]
@@ -303,8 +301,8 @@ class Daemon:
             return self._runtimes[key]
 
     def _assign_threads(self, workers: int) -> Sequence[ProxyThread]:
-        """Returns a thread for each worker, from the threads with the fewest workers. The result has a thread twice
-        only if there are more workers than threads.
+        """Returns a thread for each worker, chosen among the threads with the fewest workers. A thread occurs twice in
+        the result only if there are more workers than threads.
         """
         with self._lock:
             users = [thread for session in self._sessions for thread in session.threads]
@@ -320,7 +318,7 @@ class Daemon:
         return choose_idle(len(cores), max(self._options.programs, len(processes)), len(self._threads))
 
     def close(self) -> None:
-        """Finishes the clients' requests, ends their sessions, and stops listening."""
+        """Finishes the clients' requests, ends the clients' sessions, and stops listening."""
         self._stopping = True
         self._listener.close()
         with self._lock:

@@ -64,7 +64,7 @@ log = logging.getLogger("proxyccl.daemon")
 
 
 def refuse_user(connection: socket.socket, user: int) -> None:
-    """Sends a refusal to a client of another user, and hangs up without waiting."""
+    """Sends a refusal to a client that runs as another user, and closes the connection without waiting."""
     refusal = HelloAnswer(error="protocol", message=f"this daemon serves user {os.geteuid()}, not {user}")
     with connection:
         with contextlib.suppress(OSError):
@@ -81,18 +81,19 @@ class Session:
         connection: the socket; the session closes it.
         open_runtime: returns the runtime for a name and a device_id.
         assign_threads: returns the threads for this number of workers.
-        choose_idle: returns the idle policy for a client that requests none.
-        request_report: called with a job and a cause when the client asks for a report; it must not wait.
+        choose_idle: returns the idle policy for a client that requests no policy.
+        request_report: called with a job and a cause when the client asks for a report; must not wait.
         introductions: connects the client to other processes.
 
     Attributes:
         name: the client's name in logs and errors.
-        description: the rank that the proxy works for; None before a proxy is open, or if the client gives none.
+        description: the rank that the proxy works for; None until a proxy is open, or if the client gave no
+            description.
         since: time.monotonic() when the client connected.
         request: name of the method whose request is in progress, and time.monotonic() when the request arrived; None
             without a request.
         failure: the failure of the worker that failed last; None if no worker has failed.
-        served: the client's proxy, which stays readable after its end.
+        served: the client's proxy, whose state can be read even after the proxy has ended.
         threads: the threads that run the client's workers.
     """
 
@@ -132,7 +133,7 @@ class Session:
         self.served: ProxyService | None = None
 
     def run(self) -> None:
-        """Serves the client until it leaves, breaks the protocol, or `end` is called."""
+        """Serves the client until it disconnects or violates the protocol, or until `end` is called."""
         try:
             try:
                 if self._greet():
@@ -159,7 +160,7 @@ class Session:
             self._connection.shutdown(socket.SHUT_RD)
 
     def abandon(self) -> None:
-        """Ends the session as if the client had hung up. Any thread may call this method."""
+        """Ends the session as if the client had disconnected. Any thread may call this method."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
@@ -169,7 +170,6 @@ class Session:
     # -- frames ---
 
     def _greet(self) -> bool:
-        """Exchanges hellos. Returns False if the client hung up before its hello."""
         limit_waits(self._connection, _ANSWER_SECONDS, HELLO_SECONDS)
         self.pid, _ = peer_credentials(self._connection)
         self.name = process_name(self.pid)
@@ -198,9 +198,6 @@ class Session:
                 close_all(handed)
 
     def _next_request(self) -> tuple[Request, list[int]] | None:
-        """Waits for the next request, and returns it; None if the client hung up. During the wait, tries to unmap
-        memory that the client has removed.
-        """
         while self._service is not None and self._service.memories.unmaps_later and not self._arrived.poll(_QUIET_MS):
             self._service.memories.unmap_if_quiet()
         return receive(self._connection, REQUESTS, self.name)
@@ -224,7 +221,7 @@ class Session:
             raise
         except ProxyCCLError as error:
             refused = Refused.of(error)
-        except OSError as error:  # the daemon has a problem, such as a lack of descriptors
+        except OSError as error:  # the daemon itself has a problem, such as a lack of descriptors
             refused = Refused.of(ResourceError(f"{DAEMON} can't do {called.name}: {error}"))
         finally:
             self.request = None
@@ -237,12 +234,10 @@ class Session:
         return self._service
 
     def _confirm(self) -> None:
-        """Answers the request in progress, before the request's function returns."""
         self._answered = True
         self._send_event(Answer(Raw(b"null"), request=self._number))
 
     def _hand(self, theirs: socket.socket) -> None:
-        """Sends the client a socket that is connected to another process. Any thread may call this method."""
         send(self._connection, REPLIES, Introduced(), [theirs.fileno()], socket.MSG_DONTWAIT)
 
     def _send_event(self, event: AnyReply) -> None:
@@ -272,9 +267,7 @@ class Session:
 
     @method()
     def remote_missing(self) -> dict[str, str]:
-        """Returns, for each remote transport, which of the transport's requirements the daemon lacks, in words; "" if
-        it lacks none.
-        """
+        """Returns, for each remote transport, the requirements that the daemon lacks, as text; "" if none."""
         return missing_transports()
 
     @method(answered=False)
@@ -300,11 +293,11 @@ class Session:
 
     @method()
     def prepare(self, runtime: str, device_id: str, peers: list[str]) -> None:
-        """Opens the client's device, and prepares copies between it and the peers' devices."""
+        """Opens the client's device, and prepares copies between this device and the peers' devices."""
         opened = self._open_runtime(runtime, device_id)
         try:
             opened.warm_up(peers)
-        except DriverError as error:  # the client's copies may succeed without a warm-up
+        except DriverError as error:  # ignored, because the client's copies may succeed without a warm-up
             log.warning("%s: its first copies will take longer: %s", self.name, error)
 
     @method(opens=True)
@@ -334,7 +327,7 @@ class Session:
 
     @method(timeouts=2, needs_turns=True)
     def close(self, timeout: Seconds) -> bool:
-        """Drains the rings and frees all of the client's objects. Returns whether the workers ended."""
+        """Drains the rings and frees all of the client's objects. Returns whether all workers have ended."""
         self._require_service("close").drain(timeout)
         return self._free(timeout)
 
@@ -373,7 +366,6 @@ class Session:
 
 
 def _token(process: str) -> bytes:
-    """Returns the token that a request contains as hexadecimal text. Raises ProtocolError for any other text."""
     try:
         token = bytes.fromhex(process)
     except ValueError:

@@ -24,14 +24,16 @@ _Unmap = Callable[[], None]
 
 
 class SessionMemories:
-    """The mappings of a client's handles. Each mapping belongs to the object, such as a channel, that needs it."""
+    """The mappings of a client's handles. Each mapping belongs to the object that needs the mapping, such as a
+    channel.
+    """
 
     def __init__(self, proxy: ProxyService, runtime: Runtime) -> None:
         self._proxy = proxy
         self._runtime = runtime
         self._mappings = HandleCache(runtime.open)
         self._kept: dict[tuple[str, int], _Unmap] = {}
-        self._retired: list[_Unmap] = []  # functions that unmap memory that a worker may still use
+        self._retired: list[_Unmap] = []  # each function unmaps memory that a worker may still use
 
     def map(self, handle: bytes, nbytes: int, undo: contextlib.ExitStack) -> Memory:
         """Maps the memory that a handle names, until `undo` is closed. A closed mapping is not cached, because the
@@ -41,8 +43,8 @@ class SessionMemories:
         try:
             memory = self._mappings.acquire(handle)
         except ArgumentError:
-            # The new memory may have the address of freed memory that this process still maps; drivers may refuse the
-            # new memory's handle.
+            # If new memory has the address of freed memory that this process still maps, drivers may refuse the new
+            # handle.
             if not self._retired or not self._proxy.drain(REST_SECONDS):
                 raise
             self.unmap_retired()
@@ -59,7 +61,7 @@ class SessionMemories:
         return memory
 
     def keep(self, kind: str, number: int, unmap: _Unmap) -> None:
-        """Keeps `unmap`, which is called after the object of this kind and number is retired or replaced, or when the
+        """Stores `unmap`, which is called after the object of this kind and number is retired or replaced, or when the
         session ends.
         """
         replaced = self._kept.get((kind, number))
@@ -67,7 +69,7 @@ class SessionMemories:
         self._retire(replaced)
 
     def retire(self, kind: str, number: int) -> None:
-        """Unmaps an object's memory, if it has any, once the workers are idle and so no copy is in flight."""
+        """Unmaps an object's memory, if any, once the workers are idle, because then no copy is in flight."""
         self._retire(self._kept.pop((kind, number), None))
 
     def _retire(self, unmap: _Unmap | None) -> None:

@@ -62,7 +62,7 @@ class ServiceOptions(Message, frozen=True):
         semaphores_offset: offset, in the control segment, of the words that peers signal, by channel id; None for a
             service without schedules.
         ring_per_connection: see `ProxyService`.
-        idle: the fields of the `IdlePolicy` that the client needs, in order; None for the daemon's policy.
+        idle: the fields, in order, of the `IdlePolicy` that the client requires; None for the daemon's policy.
     """
 
     runtime: str
@@ -81,7 +81,7 @@ class SessionService:
 
     A client may name only objects that the daemon has given it: a method raises ProtocolError for any other object.
     A method that changes a table pauses the workers, because a trigger may name any id at any time. The client's remote
-    links have a separate device context, so the client's keys work for no other client.
+    links have their own device context, so no other client can use the client's keys.
 
     Args:
         options: the client's options.
@@ -94,7 +94,7 @@ class SessionService:
         memories: the memory that is mapped for the client.
 
     Raises:
-        ArgumentError: a descriptor names no memory of the needed size.
+        ArgumentError: a descriptor is not memory of the required size.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class SessionService:
         self.memories = SessionMemories(self.proxy, runtime)
         self._sizes: dict[int, int] = {}  # maps a memory's first id to its size
         self._connections: list[Connection] = []
-        self._channels: dict[int, Connection | None] = {}  # None for a channel that the client's process serves
+        self._channels: dict[int, Connection | None] = {}  # None if the client's process serves the channel
         self._schedules: set[int] = set()
         self._remote: ServiceRemote | None = None
         self._exposed: dict[int, ExposedMemory] = {}
@@ -148,7 +148,7 @@ class SessionService:
 
     @method()
     def add_memory(self, handle: bytes, nbytes: Nbytes, key: Uint32) -> MemoryId:
-        """Maps memory by its handle, and registers it for copies. Returns the first of the memory's ids."""
+        """Maps memory by its handle, and registers the memory for copies. Returns the first of the memory's ids."""
         if nbytes == 0:
             return self._register(0, lambda: self.proxy.add_memory(0, 0, key))
         with contextlib.ExitStack() as undo:
@@ -157,8 +157,8 @@ class SessionService:
 
     @method()
     def add_pinned_memory(self, handle: bytes) -> MemoryId:
-        """Maps pinned memory by its handle, and registers it for copies by the device and by the CPU. Returns the first
-        of the memory's ids.
+        """Maps pinned memory by its handle, and registers the memory for copies by the device and by the CPU. Returns
+        the first of the memory's ids.
         """
         with contextlib.ExitStack() as undo:
             memory = self.memories.map_pinned(handle, undo)
@@ -166,7 +166,7 @@ class SessionService:
 
     @method()
     def add_remote_memory(self, address: Uint64, nbytes: Nbytes, key: Uint64) -> MemoryId:
-        """Registers memory that remote transports reach by address and key. Returns the first of the memory's ids."""
+        """Registers memory that remote transports access by address and key. Returns the first of the memory's ids."""
         return self._register(nbytes, lambda: self.proxy.add_remote_memory(address, nbytes, key))
 
     def _register(self, nbytes: int, add: Callable[[], int], undo: contextlib.ExitStack | None = None) -> int:
@@ -317,13 +317,11 @@ class SessionService:
 
     @method(opens=True)
     def expose(self, handle: bytes, nbytes: PositiveNbytes, transport: str) -> ExposedMemory:
-        """Lets peers on other hosts reach the client's memory. The result's `owner` is the number that `withdraw`
-        takes.
-        """
+        """Lets peers on other hosts access the client's memory. The result's `owner` is the argument for `withdraw`."""
         remote = self._opened
         with contextlib.ExitStack() as undo:
             memory = self.memories.map(handle, nbytes, undo)
-            # With an empty handle the registration is not cached: after the unmap, other memory may get the same
+            # The handle is empty so that the registration is not cached: after the unmap, other memory may get the same
             # address.
             return self._expose(remote.expose(memory.ptr, nbytes, transport, b""), undo)
 
@@ -348,14 +346,14 @@ class SessionService:
         if exposed is None:
             raise ProtocolError(f"number: this client has no exposed memory {number}")
         if remote_functions(exposed.transport).stages:
-            self._opened.withdraw(exposed)  # the engine refuses peers' data from here on
+            self._opened.withdraw(exposed)  # after this call, the engine refuses peers' data
         self.memories.retire("exposed", number)
 
     # -- the end ---
 
     @method(timeouts=1, needs_turns=True)
     def drain(self, timeout: Seconds) -> bool:
-        """See `ProxyService.drain`. The call also ends if the client leaves."""
+        """See `ProxyService.drain`. Also returns if the client disconnects."""
         return self.proxy.drain(timeout, self._has_left)
 
     def free(self) -> None:
@@ -369,9 +367,6 @@ class SessionService:
 
 
 def _from_fields(kind: type[T], given: dict[str, str | int | None]) -> T:
-    """Makes the options from the fields that a client sent. Raises ArgumentError for a value out of range, and
-    ProtocolError for a missing or unknown field.
-    """
     expected = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     if given.keys() != set(expected):
         raise ProtocolError(f"{kind.__name__} has the fields {', '.join(given)}; expected {', '.join(expected)}")

@@ -1,4 +1,4 @@
-/* The engine takes all times from CLOCK_MONOTONIC. */
+/* All times in the engine are read from CLOCK_MONOTONIC. */
 #ifndef PROXYCCL_CLOCK_H
 #define PROXYCCL_CLOCK_H
 

@@ -2,9 +2,9 @@
  * engine need not wait for copies before it issues a signal or a flush.
  *
  * While nothing is outstanding on the stream, the CPU stores signals, flush words and values, and copies short data
- * between memories that it may access. While work is outstanding, the stream stores a value in aligned parts: 8 or 4
- * bytes by a stream write, 2 or 1 bytes by a copy from a table in the device's memory. The table is not in pinned
- * memory, because a process that owns neither memory takes a millisecond for a copy from pinned memory to a GPU. */
+ * between memories that the CPU may access. While work is outstanding, the stream stores a value in aligned parts: 8 or
+ * 4 bytes by a stream write, 2 or 1 bytes by a copy from a table in the device's memory. The table is not in pinned
+ * memory, because a copy from pinned memory to a GPU takes a millisecond if another process allocated both memories. */
 #include "copy_transport.h"
 
 #include <stdlib.h>
@@ -21,7 +21,7 @@ typedef struct {
   void *event;
   const char *shorts;
   int issued;   /* whether work was issued after `event` was last recorded */
-  int recorded; /* whether `event` is recorded and no query has found it complete yet */
+  int recorded; /* whether `event` is recorded and no query has yet found the event complete */
 } CopyConnection;
 
 static CopyConnection *self_of(ProxycclConnection *base) { return (CopyConnection *)base; }
@@ -31,13 +31,13 @@ static int copy_idle(const ProxycclConnection *base) {
   return !self->issued && !self->recorded;
 }
 
-/* Makes a put or a get. A copy by the CPU leaves the connection idle, so the CPU also stores the signal that follows,
- * with release order. */
+/* Makes a put or a get. A copy by the CPU leaves the stream idle, so the CPU also stores the signal that follows, with
+ * release order. */
 static int copy_transfer(ProxycclConnection *base, const ProxycclMemory *dst, uint64_t dst_offset,
                          const ProxycclMemory *src, uint64_t src_offset, uint64_t bytes) {
   CopyConnection *self = self_of(base);
   if (dst->host != NULL && src->host != NULL && bytes <= PROXYCCL_CPU_COPY_BYTES && copy_idle(base)) {
-    proxyccl_memmove(dst->host + dst_offset, src->host + src_offset, bytes); /* source and destination may overlap */
+    proxyccl_memmove(dst->host + dst_offset, src->host + src_offset, bytes); /* the ranges may overlap */
     return 0;
   }
   self->issued = 1;
@@ -91,8 +91,8 @@ static int copy_put_value(ProxycclConnection *base, const ProxycclMemory *dst, u
   return 0;
 }
 
-/* Stores a signal or a flush word. If nothing is outstanding, the CPU stores the word, in half the time of a stream's
- * write. */
+/* Stores a signal or a flush word. If nothing is outstanding, the CPU stores the word, which takes half as long as a
+ * write by the stream. */
 static int copy_write(ProxycclConnection *base, uint64_t *address, uint64_t value) {
   CopyConnection *self = self_of(base);
   if (copy_idle(base)) {
@@ -126,7 +126,7 @@ static int copy_put_many(ProxycclConnection *base, const ProxycclPut *puts, uint
 }
 
 /* Records an event after the last copies, or queries the event recorded earlier; the query returns the error of a
- * failed copy. One event suffices, because it is recorded again only once it is complete. */
+ * failed copy. One event suffices, because a complete event can be recorded again. */
 static int copy_poll(ProxycclConnection *base, uint32_t *progress) {
   CopyConnection *self = self_of(base);
   int status;

@@ -5,15 +5,16 @@
 
 #include <stdint.h>
 
-/* Longest put that the CPU copies, in bytes. A core copies this many bytes from outside its caches in about 10 us; a
- * GPU's copy engine needs that time even for a short copy. The worker serves no other connection during the copy. */
+/* Longest put that the CPU copies, in bytes. If the bytes are not in a core's caches, the core copies this many bytes
+ * in about 10 us; a GPU's copy engine takes 10 us even for a short copy. The worker serves no other connection during
+ * the copy. */
 enum { PROXYCCL_CPU_COPY_BYTES = 65536 };
 
 /* The caller owns the stream and the event, which no other connection may use. */
 typedef struct ProxycclCopyOptions {
   void *stream;
   void *event;
-  const char *shorts; /* table of all 16-bit values in order, in the device's memory; NULL if no value is ever put */
+  const char *shorts; /* all 16-bit values in order, in the device's memory; NULL if no trigger carries a value */
 } ProxycclCopyOptions;
 
 #endif

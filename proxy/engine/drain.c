@@ -6,8 +6,8 @@ static ProxycclOutcome refuse(ProxycclExitInfo *info, const char *reason) {
   return exit_with_error(info, PROXYCCL_ERROR_BAD_TRIGGER, 0, reason);
 }
 
-/* Fills in the error of a refused transfer. If several checks fail, the error names the first: registrations are
- * checked before ranges, and the source before the destination. */
+/* Fills in the error of a refused transfer. The error names the first failed check: registrations are checked before
+ * ranges, and the source before the destination. */
 static __attribute__((noinline)) ProxycclOutcome refuse_transfer(const ProxycclMemory *dst, const ProxycclMemory *src,
                                                                  uint64_t src_offset, uint64_t bytes,
                                                                  ProxycclExitInfo *info) {
@@ -18,7 +18,7 @@ static __attribute__((noinline)) ProxycclOutcome refuse_transfer(const ProxycclM
       info, info->of_source ? "the transfer leaves the source memory" : "the transfer leaves the destination memory");
 }
 
-/* Returns the number of bytes of the value that a trigger carries; 0 if the trigger's source is a memory. */
+/* Returns the number of bytes of the value that a trigger carries; 0 if the trigger names a memory as its source. */
 static uint32_t value_bytes(ProxycclTrigger trigger) {
   const uint32_t id = trigger_field(trigger.word1, PROXYCCL_SRC_MEMORY_SHIFT, PROXYCCL_MEMORY_BITS);
   return id < PROXYCCL_MAX_MEMORIES ? 0 : 1u << (id - PROXYCCL_MAX_MEMORIES);
@@ -28,20 +28,19 @@ static uint32_t value_bytes(ProxycclTrigger trigger) {
  * taken. */
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 
-/* The table entries of a run, which is a sequence of triggers with equal ids. A kernel's triggers mostly differ only in
- * offsets and sizes, so ids are looked up only at the start of a run. The contents of the entries are read for each
- * trigger. */
+/* The table entries for a run: a sequence of triggers with equal ids. A kernel's triggers mostly differ only in offsets
+ * and sizes, so ids are looked up only at the start of a run. The contents of the entries are read for each trigger. */
 typedef struct {
-  uint64_t names; /* word 1 without the destination's offset, with the put-or-get bit of word 0 in place of the
-                     parity */
+  uint64_t names; /* word 1 of the run's triggers, with the destination's offset zeroed and the put-or-get bit of word 0
+                     instead of the parity */
   uint32_t op;    /* the trigger's operations, PROXYCCL_OP_GET included */
   Channel *channel;
   const ProxycclMemory *dst, *src;
   int (*transfer)(ProxycclConnection *connection, const ProxycclMemory *dst, uint64_t dst_offset,
                   const ProxycclMemory *src, uint64_t src_offset, uint64_t bytes); /* the transport's put or get */
   ProxycclCounters *counters;
-  uint64_t triggers, bytes; /* counts of this run that are not in `counters` yet */
-  uint32_t first;           /* number of triggers that visit() had taken when the run began */
+  uint64_t triggers, bytes; /* numbers that this run has not yet added to `counters` */
+  uint32_t first;           /* number of triggers that visit() had taken before the run */
 } Route;
 
 static ALWAYS_INLINE void publish_counts(Route *route) {
@@ -75,8 +74,8 @@ static ALWAYS_INLINE void end_run(Route *route, uint32_t taken, uint64_t end) {
   route->first = taken;
 }
 
-/* Returns the value of Route.names for a trigger. If a trigger has no transfer or carries a value, its put-or-get bit
- * has no meaning. */
+/* Returns the value of Route.names for a trigger. If a trigger has no transfer or carries a value, the trigger's
+ * put-or-get bit has no meaning. */
 static uint64_t names_of(ProxycclTrigger trigger) {
   _Static_assert(PROXYCCL_GET_SHIFT == PROXYCCL_PARITY_SHIFT - PROXYCCL_SRC_MEMORY_SHIFT, "where the parity was");
   return trigger.word1 << 1 >> (PROXYCCL_SRC_MEMORY_SHIFT + 1) | (trigger.word0 & 1ull << PROXYCCL_GET_SHIFT);
@@ -107,8 +106,8 @@ static ALWAYS_INLINE ProxycclOutcome find_route(ProxycclService *service, Proxyc
   return CONTINUE;
 }
 
-/* Starts timing a flush that is not complete yet, unless the connection is timing another one. A flush that is complete
- * at once is not timed, because reading the clock would take longer than the flush. */
+/* Starts timing a flush that is not complete yet, unless the connection is timing another flush. A flush that is
+ * complete at once is not timed, because reading the clock would take longer than the flush. */
 static void time_flush(ProxycclWorker *worker, const Channel *channel, uint64_t awaited, ProxycclCounters *counters) {
   TimedFlush *timed = &worker->timed[channel->connection->number];
   if (timed->flushed == NULL) *timed = (TimedFlush){channel->flushed, awaited, now_ns(), counters};
@@ -178,10 +177,10 @@ static ALWAYS_INLINE ProxycclOutcome execute(ProxycclWorker *worker, Route *rout
   return CONTINUE;
 }
 
-/* Acts on up to `limit` triggers of a ring, and adds their number to *progress. If a trigger's connection has no room,
- * the trigger and all after it stay in the ring, and *held is set.
+/* Executes up to `limit` triggers of a ring, and adds their number to *progress. If a trigger's connection has no room,
+ * the trigger and all later triggers stay in the ring, and *held is set.
  *
- * Works on a local copy of the ring, so that the compiler keeps the ring's cursor in registers. The function is
+ * Works on a local copy of the Ring struct, so that the compiler keeps the cursor in registers. The function is
  * compiled once with and once without tracing, so that tracing costs no branch while it is off. */
 static ALWAYS_INLINE ProxycclOutcome visit(ProxycclWorker *worker, Ring *shared, uint32_t limit, ProxycclExitInfo *info,
                                            uint32_t *progress, int *held, int traced) {
@@ -218,7 +217,7 @@ static ALWAYS_INLINE ProxycclOutcome visit(ProxycclWorker *worker, Ring *shared,
     ++ring.next;
     if (++taken % RING_RELEASE_BATCH == 0) ring_release(&ring);
   }
-  end_run(&route, taken, ring.next); /* publishes the counts before sync() sees the new tail */
+  end_run(&route, taken, ring.next); /* the counts are published before sync() can see the new tail */
   ring_release(&ring);
   *shared = ring;
   *progress += taken;
@@ -226,8 +225,8 @@ static ALWAYS_INLINE ProxycclOutcome visit(ProxycclWorker *worker, Ring *shared,
   return result;
 }
 
-/* Visits a ring in parts, and reads the clock once for each part. Inlining this function would leave the compiler too
- * few registers for the loop in visit(). */
+/* Visits a ring in parts, and reads the clock once for each part. This function is not inlined, because inlining would
+ * leave too few registers for the loop in visit(). */
 static __attribute__((noinline)) ProxycclOutcome visit_traced(ProxycclWorker *worker, Ring *ring, uint64_t now,
                                                               ProxycclExitInfo *info, uint32_t *progress, int *held) {
   const uint32_t before = *progress, number = (uint32_t)(ring - worker->rings);
@@ -250,7 +249,7 @@ static __attribute__((noinline)) ProxycclOutcome visit_traced(ProxycclWorker *wo
     now = end;
     if (result != CONTINUE || taken < limit || taken == left) break;
   }
-  if (trace->next == begin + 1) trace->next = begin; /* no trigger was taken: removes the mark */
+  if (trace->next == begin + 1) trace->next = begin; /* no trigger was taken, so this removes the mark */
   trace_publish(trace, worker->stats);
   return result;
 }

@@ -1,9 +1,9 @@
 /* The proxy engine: drains rings of triggers and issues their operations.
  *
- * A service has one table of memories, one of channels, and some workers, each of which drains its own rings. All
- * triggers of a channel go through one ring, so they stay in order with any number of workers. A thread runs the
- * workers of one or more services in a loop. The engine does not know about Python, drivers or ranks; it moves data
- * through connections (transport.h).
+ * A service has a table of memories, a table of channels, and workers, each of which drains its own rings. All triggers
+ * of a channel go through one ring, so they stay in order with any number of workers. A thread runs the workers of one
+ * or more services in a loop. The engine does not know about Python, drivers or ranks; it moves data through
+ * connections (transport.h).
  *
  * service.c has the tables, and the requests that other threads make to a worker. thread.c runs workers by calling the
  * functions of schedule.c, drain.c and poll.c. */
@@ -29,8 +29,8 @@ typedef struct ProxycclCounters {
   uint64_t bytes; /* bytes of puts and gets */
   uint64_t signals;
   uint64_t flushes;
-  uint64_t flush_ns;      /* sum of the timed flushes' times, from issue to completion */
-  uint64_t timed_flushes; /* number of timed flushes; a connection times only flushes that had to wait, one at a time */
+  uint64_t flush_ns;      /* sum over the timed flushes of the time from issue to completion */
+  uint64_t timed_flushes; /* number of timed flushes; a connection times one flush at a time, and only if it waits */
   uint64_t errors;
   uint64_t gets;
 } __attribute__((aligned(128))) ProxycclCounters;
@@ -42,7 +42,7 @@ typedef struct ProxycclSharedWords {
   uint64_t flushed[PROXYCCL_MAX_CHANNELS];       /* one more than the ticket of the last completed flush */
   uint64_t completed[PROXYCCL_MAX_CHANNELS];     /* one more than the ticket up to which all triggers of the channel are
                                                     complete */
-  uint64_t memory_limits[PROXYCCL_MAX_MEMORIES]; /* bytes from the id's first byte to the end of its memory; 0 if the id
+  uint64_t memory_limits[PROXYCCL_MAX_MEMORIES]; /* bytes from the id's first byte to the end of the memory; 0 if the id
                                                     is not in use */
   ProxycclScheduleWords schedule;
 } ProxycclSharedWords;
@@ -55,22 +55,24 @@ typedef struct ProxycclExitInfo {
   uint32_t channel;
   uint32_t code;                  /* ProxycclErrorCode */
   int32_t status;                 /* status that the transport or the driver returned */
-  const char *reason;             /* static text: why a trigger was refused, or what failed */
+  const char *reason;             /* static text: the reason of the refusal or the failure */
   ProxycclConnection *connection; /* the connection that failed or whose trigger was refused; NULL if the error concerns
                                      no connection */
   uint32_t schedule;              /* number of the schedule that failed; 0 if the error concerns no schedule */
-  uint32_t wait;                  /* after a time-out: the ProxycclWaitKind */
-  uint32_t of_source;             /* 1 if a transfer was refused for its source, 0 if for its destination */
+  uint32_t wait;                  /* after a time-out: what the schedule waited for (ProxycclWaitKind) */
+  uint32_t of_source; /* 1 if a transfer was refused because of its source, 0 if because of its destination */
 } ProxycclExitInfo;
 
 typedef struct ProxycclIdlePolicy {
-  uint64_t spin_ns;  /* poll for this long after the last trigger of any worker, at first without yielding the core */
-  uint64_t yield_ns; /* after that, yield the core between polls for this long */
-  uint64_t max_sleep_ns; /* after that, sleep between polls, for a 32nd of the idle time, at most this long */
+  uint64_t spin_ns;  /* the thread polls for this long after the last trigger of any worker, at first without yielding
+                        its core */
+  uint64_t yield_ns; /* then the thread yields its core between polls, for this long */
+  uint64_t max_sleep_ns; /* then the thread sleeps between polls, each time for 1/32 of the idle time, but at most this
+                            long */
 } ProxycclIdlePolicy;
 
 ProxycclService *proxyccl_service_create(ProxycclControl *control, ProxycclCounters *counters);
-void proxyccl_service_destroy(ProxycclService *service); /* call it only after the service's workers have ended */
+void proxyccl_service_destroy(ProxycclService *service); /* the service's workers must have ended */
 
 /* Each of the next three functions sets the table entry of `id`, and returns 0, or EINVAL if `id` is out of range. If
  * kernels may push triggers that name `id`, the service's workers must be paused during the call. `flushed` and
@@ -96,8 +98,8 @@ int proxyccl_service_add_schedule(ProxycclService *service, uint32_t number, con
 /* Removes a schedule that no stream will start again. Returns 0, or EBUSY while the schedule runs. */
 int proxyccl_service_remove_schedule(ProxycclService *service, uint32_t number);
 
-/* Creates a worker. `stats` must be zeroed, and stay valid until the worker has ended. All workers of a service are
- * created before one of them runs. */
+/* Creates a worker. `stats` must be zeroed, and must stay valid until the worker has ended. All workers of a service
+ * must be created before any of them runs. */
 ProxycclWorker *proxyccl_worker_create(ProxycclService *service, ProxycclWorkerStats *stats);
 void proxyccl_worker_destroy(ProxycclWorker *worker);
 /* Each of the next two functions may be called while the worker runs, and returns 0, or ENOSPC if the worker has the
@@ -107,7 +109,7 @@ int proxyccl_worker_add_connection(ProxycclWorker *worker, ProxycclConnection *c
 /* Sets the function that makes the worker's device current (cuCtxSetCurrent, hipSetDevice). If a thread runs workers of
  * several devices, each worker needs this function. Call it before the worker runs. */
 void proxyccl_worker_set_context(ProxycclWorker *worker, int (*make_current)(uintptr_t context), uintptr_t context);
-/* Ends the worker once its rings are empty and nothing is outstanding. Any thread may call this. */
+/* Ends the worker once its rings are empty and nothing is outstanding. Any thread may call this function. */
 void proxyccl_worker_stop(ProxycclWorker *worker);
 /* Ends the worker as soon as its thread sees the request, even if the worker's rings hold triggers. Any thread may call
  * this. */
@@ -122,28 +124,28 @@ uint32_t proxyccl_worker_drained(const ProxycclWorker *worker);
 uint32_t proxyccl_worker_pause(ProxycclWorker *worker);
 uint32_t proxyccl_worker_paused(const ProxycclWorker *worker);
 void proxyccl_worker_resume(ProxycclWorker *worker);
-/* Removes from its ring the trigger that PROXYCCL_EXIT_HANDLER reported. Call it after the handler and before the
+/* Removes the trigger that PROXYCCL_EXIT_HANDLER reported from the ring. Call it after the handler and before the
  * thread runs again. */
 void proxyccl_worker_handled(ProxycclWorker *worker);
 
-/* Creates a thread. `asleep` is a zeroed word by which threads of this and other processes wake the thread
+/* Creates a thread. `asleep` is a zeroed word that threads of this and other processes use to wake the thread
  * (waking.h). */
 ProxycclThread *proxyccl_thread_create(const ProxycclIdlePolicy *idle, uint32_t *asleep);
 void proxyccl_thread_destroy(ProxycclThread *thread);
-/* Changes the thread's idle policy. Any thread may call this. */
+/* Changes the thread's idle policy. Any thread may call this function. */
 void proxyccl_thread_set_idle(ProxycclThread *thread, const ProxycclIdlePolicy *idle);
 /* Adds a worker that no other thread runs. The thread may be running during the call. */
 void proxyccl_thread_add_worker(ProxycclThread *thread, ProxycclWorker *worker);
 /* Runs the thread's workers in a loop until one of them exits or needs a handler. The caller must not hold the GIL. */
 ProxycclOutcome proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *info);
 /* Lets other threads run this thread's workers (proxyccl_thread_help). Call it before the thread runs. This function
- * calls `add` to announce the thread to helpers. proxyccl_thread_destroy calls `remove`, which must return only when no
- * helper is running the thread's workers. */
+ * calls `add`, which announces the thread to helpers; proxyccl_thread_destroy calls `remove`, which must return only
+ * when no helper is running the thread's workers. */
 void proxyccl_thread_take_help(ProxycclThread *thread, void (*add)(int (*help)(void *thread, int waits), void *thread),
                                void (*remove)(void *thread));
 /* Runs each of the thread's workers once, unless another thread is running them. If `waits` is 0, runs the workers only
  * if a ring has triggers; a caller that waits for the workers' results sets `waits` to 1. Returns 1 if the workers made
- * progress. If a worker exits or needs a handler, proxyccl_thread_run reports that later. */
+ * progress. If a worker exits or needs a handler, proxyccl_thread_run reports this event later. */
 int proxyccl_thread_help(ProxycclThread *thread, int waits);
 
 #endif

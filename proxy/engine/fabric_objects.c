@@ -30,7 +30,7 @@ struct ProxycclFabricOffers {
 };
 
 struct ProxycclFabricEndpoint {
-  int binds_regions; /* registered memory must be bound to the endpoint; registering it with the domain is not enough */
+  int binds_regions; /* 1 if registered memory must also be bound to the endpoint */
   int reads;
   struct fid_fabric *fabric;
   struct fid_domain *domain;
@@ -48,9 +48,9 @@ int proxyccl_fabric_offers(const ProxycclFabricLibrary *library, uint32_t ordere
   struct fi_info *hints = ((Dupinfo *)library->fi_dupinfo)(NULL);
   if (hints == NULL) return ENOMEM;
   hints->caps = FI_RMA | FI_WRITE | FI_REMOTE_WRITE | (reads ? READS : 0);
-  hints->mode = FI_CONTEXT | FI_CONTEXT2; /* requests provide the context memory that a provider may need */
+  hints->mode = FI_CONTEXT | FI_CONTEXT2; /* each request passes context memory, which a provider may need */
   hints->ep_attr->type = FI_EP_RDM;
-  hints->domain_attr->threading = FI_THREAD_SAFE; /* workers share the endpoint */
+  hints->domain_attr->threading = FI_THREAD_SAFE; /* several workers use the endpoint */
   hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
   hints->domain_attr->mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_ENDPOINT;
   if (device_memory) {

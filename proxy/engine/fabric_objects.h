@@ -1,6 +1,6 @@
 /* Lists libfabric's providers, opens endpoints, registers memory and adds peers' addresses, for Python.
  *
- * Python loads the library; the functions are in C because they need the library's headers. A function of type int
+ * Python loads the library; these functions are in C because they need the library's headers. A function of type int
  * returns 0 or libfabric's error number, unless its comment says otherwise. */
 #ifndef PROXYCCL_FABRIC_OBJECTS_H
 #define PROXYCCL_FABRIC_OBJECTS_H
@@ -12,20 +12,19 @@ typedef struct ProxycclFabricLibrary {
   uintptr_t fi_getinfo, fi_freeinfo, fi_dupinfo, fi_fabric;
 } ProxycclFabricLibrary;
 
-/* A provider's description of an endpoint that it can make. The strings and `source` are valid as long as the list of
- * offers.
- */
+/* A provider's description of an endpoint that the provider can make. The strings and `source` are valid as long as the
+ * list of offers. */
 typedef struct ProxycclFabricOffer {
   const char *provider, *domain;
   const void *source; /* the endpoint's own address, which has `source_bytes` bytes; NULL if not known yet */
   uint32_t source_bytes, address_format;
   uint32_t ordered;       /* 1 if writes reach the peer's memory in the order of their posts */
-  uint32_t parts;         /* most memory ranges of one write, on each side */
+  uint32_t parts;         /* most memory ranges of one write, local and remote each */
   uint32_t reads;         /* 1 if the endpoint also supports reads */
-  uint32_t remote;        /* 1 if the endpoint reaches other hosts */
+  uint32_t remote;        /* 1 if the endpoint can reach other hosts */
   uint32_t device_memory; /* 1 if GPU memory can be registered, provided that the library supports the GPUs */
   uint32_t virtual_keys;  /* 1 if peers address registered memory by virtual addresses, 0 if by offsets */
-  uint32_t provider_keys; /* 1 if the provider chooses the keys of memory, 0 if the caller does */
+  uint32_t provider_keys; /* 1 if the provider chooses the keys of memory, 0 if the caller chooses them */
   uint32_t key_bytes;
   uint32_t depth; /* most writes that may be outstanding */
   uint64_t max_message;
@@ -55,8 +54,8 @@ typedef struct ProxycclFabricParts {
 int proxyccl_fabric_open(const ProxycclFabricLibrary *library, const ProxycclFabricOffers *offers, uint32_t number,
                          uint32_t completions, uint32_t waits, ProxycclFabricEndpoint **endpoint, const char **call);
 void proxyccl_fabric_parts(const ProxycclFabricEndpoint *endpoint, ProxycclFabricParts *parts);
-/* Closes an endpoint and frees it. The caller must first deregister all memory, and wait for the requests that matter.
- * Returns the first error, or 0. */
+/* Closes an endpoint and frees it. The caller must first deregister all memory, and wait for all requests whose results
+ * it needs. Returns the first error, or 0. */
 int proxyccl_fabric_close(ProxycclFabricEndpoint *endpoint);
 
 /* Stores the endpoint's address in a buffer. *bytes is the buffer's size before the call, and the address's length

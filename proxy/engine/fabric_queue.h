@@ -1,5 +1,5 @@
-/* Posts requests to a libfabric endpoint and takes completions from its queue, for the transport `fabric` and for
- * transfers between agents.
+/* Posts requests to a libfabric endpoint and takes completions from the endpoint's queue, for the transport `fabric`
+ * and for transfers between agents.
  *
  * A program that includes this file need not link libfabric, because libfabric's inline functions call through function
  * tables in the endpoint and in the completion queue. */
@@ -16,7 +16,7 @@
 
 #include "fabric_transport.h"
 
-enum { COMPLETIONS = 16 }; /* most completions taken with one call */
+enum { COMPLETIONS = 16 }; /* most completions that one call reads */
 
 /* The memory of a request. Each part is a range of local memory and an equally long range of the peer's memory. */
 typedef struct {
@@ -26,7 +26,7 @@ typedef struct {
   struct fi_rma_iov theirs[PROXYCCL_FABRIC_PARTS];
 } FabricMemory;
 
-/* Adds a part to a request: `bytes` bytes at `own` in local memory and at `theirs` in the peer's memory. */
+/* Adds a part to a request: `bytes` bytes at the address `own` in local memory and at `theirs` in the peer's memory. */
 static inline void fabric_add_part(FabricMemory *parts, void *own, void *descriptor, uint64_t theirs, uint64_t key,
                                    uint64_t bytes) {
   const uint32_t part = parts->count++;
@@ -35,7 +35,7 @@ static inline void fabric_add_part(FabricMemory *parts, void *own, void *descrip
   parts->theirs[part] = (struct fi_rma_iov){theirs, bytes, key};
 }
 
-/* Posts a read or a write. A read always has a completion. A write has a completion only if `awaited` is set; that
+/* Posts a read or a write. A read always has a completion. A write has a completion only if `awaited` is set; the
  * completion comes once the data is delivered. The request owns `context` until its completion. Returns 0, FI_EAGAIN if
  * the provider has no room, or another error. */
 static inline int fabric_post(struct fid_ep *endpoint, uint64_t peer, int reads, int awaited, const FabricMemory *parts,

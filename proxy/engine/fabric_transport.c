@@ -5,8 +5,8 @@
  * are complete, so most writes ask for no completion. A prepared write is posted only when the next request is made or
  * the connection is polled, because only a write without a successor may need a completion. The last write asks for a
  * completion only if a flush waits, because a completion over sockets costs a message from the peer. If a flush arrives
- * after the last write was posted, or no request follows for QUIET_NS, a write of zero bytes asks for the completion.
- * If a provider's writes may arrive out of order, each request has its own completion.
+ * after the last write was posted, or if no request follows within QUIET_NS, the connection posts a write of zero bytes
+ * that asks for the completion. If a provider's writes may arrive out of order, each request has its own completion.
  *
  * If the bytes within one write also arrive in order, a signal becomes the second part of a prepared write, so that one
  * message over sockets carries both data and signal.
@@ -31,7 +31,7 @@
 #include "fabric_queue.h"
 
 enum {
-  RUNS = 4,          /* number of completions per `depth` requests; each makes room for new requests */
+  RUNS = 4,          /* completions requested per `depth` requests; each completion makes room for new requests */
   QUIET_NS = 1000000 /* after this time without further requests, a write of zero bytes asks for a completion */
 };
 
@@ -41,7 +41,7 @@ typedef struct FabricConnection FabricConnection;
 typedef struct {
   struct fi_context2 context;
   FabricConnection *connection;
-  uint64_t values[PROXYCCL_FABRIC_PARTS]; /* for a part that is a value or a signal: what to write */
+  uint64_t values[PROXYCCL_FABRIC_PARTS]; /* the bytes to write, for a part that is a value or a signal */
   uint32_t awaited;                       /* whether the request has its own completion */
   uint32_t state; /* pairing fabric-completion: 0 before the completion, then DELIVERED or an error number */
 } FabricRequest;
@@ -57,13 +57,13 @@ struct FabricConnection {
   struct fid_ep *endpoint;
   struct fid_cq *completions;
   uint32_t run;   /* most successive requests without a completion */
-  uint32_t quiet; /* number of requests since the last one with a completion */
+  uint32_t quiet; /* number of requests since the last request with a completion */
   uint64_t made, posted, retired;
   uint64_t quiet_since; /* time when the last request without a completion was posted */
-  int hurried;          /* whether a flush that a thread awaits, or a read, waits for requests without a completion */
+  int hurried;          /* whether requests without a completion delay a read, or a flush for which a thread waits */
   int reading;          /* 1 if the outstanding and prepared requests are reads, 0 if they are writes */
   uint64_t looks;       /* the value of options.looks at this connection's last poll */
-  FabricMemory parts;   /* the parts of the request that is prepared but not posted, if any */
+  FabricMemory parts;   /* the parts of the prepared request, which is not posted yet */
   char text[PROXYCCL_FABRIC_ERROR_TEXT];
 };
 
@@ -185,7 +185,7 @@ static int issue(ProxycclConnection *base) {
   return 0;
 }
 
-/* Handles a completion, which may be that of another connection's request. Stores the provider's message about an error
+/* Handles a completion, which may belong to another connection's request. Stores the provider's message about an error
  * in the connection of the failed request, or in the polling connection if the error names no request. */
 static void take_end(void *reader, void *context, int error, const struct fi_cq_err_entry *entry) {
   FabricRequest *request = context;
@@ -207,14 +207,14 @@ static int is_to_look(FabricConnection *self) {
   return is_due;
 }
 
-/* Retires requests in order up to the first one that is not known to be complete. */
+/* Retires requests in order, up to the first request that is not known to be complete. */
 static int retire(FabricConnection *self) {
   for (uint64_t number = self->retired + 1; number <= self->posted; ++number) {
     const FabricRequest *request = request_of(self, number);
     const uint32_t state = request_state(request);
     /* A request that asks for no completion still reports an error. */
     if (state != 0 && state != DELIVERED) return failed((int)state);
-    if (!request->awaited) continue; /* this request is complete once the next awaited request is */
+    if (!request->awaited) continue; /* this request is complete once the next request with a completion is complete */
     if (state == 0) break;
     self->retired = number;
   }
@@ -224,33 +224,33 @@ static int retire(FabricConnection *self) {
 
 static int fabric_flush(ProxycclConnection *base, uint64_t *flushed, uint64_t value) {
   FabricConnection *self = self_of(base);
-  /* A thread may wait for any flush except one to `completed`, which only records progress. */
+  /* A thread may wait for any flush, except a flush to the word `completed`, which only records progress. */
   if (flushed != &base->progress.completed) self->hurried = 1;
   return queued_flush(base, flushed, value);
 }
 
-/* Posts the prepared request, and asks for a completion if one is due. */
+/* Posts the prepared request, with a completion if one is due. */
 static int end_run(FabricConnection *self) {
   return post(self, !self->options.ordered || self->hurried || self->quiet + 1 >= self->run);
 }
 
-/* Posts a write of zero bytes with a completion if requests without a completion delay a flush, or if QUIET_NS have
- * passed since the last such request. */
+/* If requests without a completion delay a flush, or if QUIET_NS have passed since the last such request, posts a write
+ * of zero bytes with a completion. */
 static int ask(FabricConnection *self) {
   if (self->quiet == 0 || self->posted < self->made || self->made - self->retired == self->options.depth) return 0;
   if (!self->hurried && now_ns() - self->quiet_since < QUIET_NS) return 0;
   begin_request(self);
-  self->parts.count = 1; /* reuses the addresses of the last request's first part */
+  self->parts.count = 1; /* the write uses the addresses of the last request's first part */
   self->parts.own[0].iov_len = self->parts.theirs[0].len = 0;
   return post(self, 1);
 }
 
 static int fabric_poll(ProxycclConnection *base, uint32_t *progress) {
   FabricConnection *self = self_of(base);
-  const int posted = end_run(self); /* posts before it polls, because a poll takes system calls */
+  const int posted = end_run(self); /* the post comes before the poll, because a poll takes system calls */
   const int ended = is_to_look(self) ? fabric_drain(self->completions, take_end, self, progress) : 0;
   int status = ended == 0 ? retire(self) : failed(ended);
-  /* An error in the queue may have caused a post to fail, so the queue's error is the one to report. */
+  /* An error in the queue may have caused a post to fail, so the queue's error is reported. */
   if (status == 0 && posted != WAITS) status = posted;
   if (status == 0) status = issue(base);
   if (status == 0) status = end_run(self);
@@ -261,7 +261,7 @@ static int fabric_poll(ProxycclConnection *base, uint32_t *progress) {
   return status == 0 ? proxyccl_mark_progress(base) : status;
 }
 
-/* Need not look at the queue of operations, because operations wait only while a request is outstanding. */
+/* Need not check the queue of operations, because operations wait only while a request is outstanding. */
 static int fabric_idle(const ProxycclConnection *base) {
   const FabricConnection *self = (const FabricConnection *)base;
   return self->made == self->retired;

@@ -1,8 +1,7 @@
 /* Reads a worker's trace, for observers. See observe.h. */
 #include "observe.h"
 
-/* Returns the number of the oldest record that the worker can't be overwriting, given the number of published
- * records. */
+/* Returns the number of the oldest record that the worker is not overwriting, given the number of published records. */
 static uint64_t oldest(uint64_t traced) {
   enum { KEPT = PROXYCCL_TRACE_RECORDS - PROXYCCL_TRACE_UNPUBLISHED };
   return traced > KEPT ? traced - KEPT : 0;

@@ -29,7 +29,7 @@ typedef struct ProxycclChannelPlace {
 
 typedef struct ProxycclConnectionStats {
   uint64_t issued;    /* number of issued triggers and sends of schedules */
-  uint64_t completed; /* at least the first `completed` of the `issued` operations are complete */
+  uint64_t completed; /* number of operations that are known to be complete, of the `issued` operations */
   uint64_t errors;
   uint32_t in_use;
   uint32_t peer; /* the peer's rank, or PROXYCCL_NO_PEER */
@@ -39,11 +39,11 @@ typedef struct ProxycclConnectionStats {
   uint64_t reserved;
 } ProxycclConnectionStats;
 
-#define PROXYCCL_SCHEDULE_WAIT_SHIFT 32 /* position of the kind in `schedule_wait` */
+#define PROXYCCL_SCHEDULE_WAIT_SHIFT 32 /* bit position of the ProxycclWaitKind in `schedule_wait` */
 
 /* A record is a trigger or a mark. A trigger is recorded as it was in its ring, but with parity 0. A mark has parity 1;
- * its word 0 is the time by CLOCK_MONOTONIC in ns, and its word 1 has a ProxycclTraceMark and a number. A schedule's
- * send is recorded as an equivalent trigger. */
+ * its word 0 is the time by CLOCK_MONOTONIC in ns, and its word 1 has a ProxycclTraceMark and a number. A send of a
+ * schedule is recorded as an equivalent trigger. */
 typedef struct ProxycclTraceRecord {
   uint64_t word0, word1;
 } __attribute__((aligned(16))) ProxycclTraceRecord;
@@ -59,8 +59,7 @@ typedef enum ProxycclTraceMark {
                                   (number % 2^32) of them */
   PROXYCCL_MARK_HANDLED = 3,   /* the handler of the channel with this number has returned from the last trigger before
                                   the mark */
-  PROXYCCL_MARK_SCHEDULE = 4,  /* the triggers after the mark come from no ring: they are sends of the schedule with
-                                  this number */
+  PROXYCCL_MARK_SCHEDULE = 4,  /* the triggers after the mark are sends of the schedule with this number */
   PROXYCCL_MARK_STEP = 5       /* an event of a schedule; the number has a ProxycclTracedStep above the 32 bits of a
                                   schedule's or channel's number */
 } ProxycclTraceMark;
@@ -78,7 +77,7 @@ typedef enum ProxycclTracedStep {
 typedef struct ProxycclWorkerStats {
   /* Written by the worker. */
   uint64_t looks;      /* number of polls of the worker's rings and connections */
-  uint64_t idle_ns;    /* time in which none of the thread's workers had anything to do */
+  uint64_t idle_ns;    /* time in ns in which no worker of the thread had anything to do */
   uint64_t sleeps;     /* number of the thread's sleeps */
   uint64_t slept_ns;   /* time asleep */
   uint64_t wakes;      /* number of sleeps that a launch ended */
@@ -86,9 +85,9 @@ typedef struct ProxycclWorkerStats {
   /* Written by the thread's owner. */
   uint64_t thread;                               /* the system's id of the thread, in the worker's process */
   uint64_t spin_ns, yield_ns, max_sleep_ns;      /* the thread's idle policy (engine.h) */
-  uint64_t traced __attribute__((aligned(128))); /* number of records written so far; `records` has the last of them */
-  /* Written by an observer: the time by CLOCK_MONOTONIC until which it wants records, or 0. The worker zeroes the time
-   * once it has passed, so a killed observer causes no lasting cost. */
+  uint64_t traced __attribute__((aligned(128))); /* number of records written so far; `records` has the latest */
+  /* Written by an observer: the time by CLOCK_MONOTONIC until which the worker writes records, or 0. The worker zeroes
+   * the field after that time, so a killed observer causes no lasting cost. */
   uint64_t trace_until __attribute__((aligned(128)));
   ProxycclConnectionStats connections[PROXYCCL_MAX_CONNECTIONS] __attribute__((aligned(128)));
   ProxycclTraceRecord records[PROXYCCL_TRACE_RECORDS] __attribute__((aligned(4096)));
@@ -100,8 +99,9 @@ typedef struct ProxycclObserved {
   ProxycclWorkerStats workers[] __attribute__((aligned(4096)));
 } ProxycclObserved;
 
-/* For observers: copies up to `room` records, beginning with record number *next, and advances *next. Returns the
- * number of copied records. Adds to *lost the number of records that were overwritten before they could be copied. */
+/* Observers call this function to copy up to `room` records, beginning with record number *next. Advances *next.
+ * Returns the number of copied records. Adds to *lost the number of records that were overwritten before they could be
+ * copied. */
 uint32_t proxyccl_trace_read(const ProxycclWorkerStats *stats, uint64_t *next, ProxycclTraceRecord *records,
                              uint32_t room, uint64_t *lost);
 

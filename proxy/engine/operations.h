@@ -22,15 +22,15 @@ typedef struct {
   uint64_t source, destination; /* addresses of a put's or get's bytes that are not issued yet; a signal's `destination`
                                    is its word */
   uint64_t bytes;               /* number of bytes that are not issued yet; 0 for a signal */
-  uint64_t source_host;         /* for a put: the CPU's address of the source bytes that are not issued yet; 0 if it may
-                                   not access them */
+  uint64_t source_host; /* for a put: the CPU's address of the source bytes that are not issued yet; 0 if the CPU may
+                           not access the source */
   uint64_t source_key, destination_key;
   uint64_t *flushed;
   uint64_t value; /* the value that a put of a value, a signal or a flush stores */
 } Operation;
 
 typedef struct {
-  uint64_t first, last; /* the waiting operations have the numbers from `first` to `last` - 1 */
+  uint64_t first, last; /* the waiting operations are numbered from `first` to `last` - 1 */
   Operation entries[OPERATIONS];
 } OperationQueue;
 
@@ -46,9 +46,9 @@ static inline Operation *operations_next(OperationQueue *queue) {
 
 static inline void operations_pop(OperationQueue *queue) { ++queue->first; }
 
-/* Appends an operation to a queue that has room. Returns a pointer by which the caller sets the operation's other
- * fields. Copying a struct into the queue would be slower, because the copy's wide loads would wait for the narrow
- * stores just before them. */
+/* Appends an operation to a queue that has room. Returns a pointer to the operation, so that the caller can set the
+ * other fields. Copying a struct into the queue would be slower, because the copy's wide loads would wait for the
+ * narrow stores just before them. */
 static inline Operation *operations_push(OperationQueue *queue, OperationKind kind) {
   Operation *operation = &queue->entries[queue->last++ % OPERATIONS];
   operation->kind = kind;
@@ -73,7 +73,7 @@ static inline void operations_push_flush(OperationQueue *queue, OperationKind ki
   operation->value = value;
 }
 
-/* Advances a put or get past bytes that were issued. */
+/* Removes issued bytes from the start of a put or get. */
 static inline void operation_advance(Operation *transfer, uint64_t bytes) {
   transfer->source += bytes;
   if (transfer->source_host != 0) transfer->source_host += bytes;
@@ -84,11 +84,11 @@ static inline void operation_advance(Operation *transfer, uint64_t bytes) {
 typedef struct {
   uint64_t *flushed;
   uint64_t value;
-  uint64_t behind; /* number of the last request before the flush */
+  uint64_t behind; /* number of the last request that was issued before the flush */
 } Flush;
 
 typedef struct {
-  uint64_t first, last; /* the waiting flushes have the numbers from `first` to `last` - 1 */
+  uint64_t first, last; /* the waiting flushes are numbered from `first` to `last` - 1 */
   Flush entries[FLUSHES];
 } FlushQueue;
 
@@ -115,13 +115,13 @@ static inline void flushes_complete(FlushQueue *queue, uint64_t completed) {
   }
 }
 
-/* A connection with a queue of operations and a queue of flushes. A transport that queues operations begins the struct
- * of its connections with a QueuedConnection. */
+/* A connection with a queue of operations and a queue of flushes. If a transport queues operations, the first member of
+ * its connection struct is a QueuedConnection. */
 typedef struct {
   ProxycclConnection base;
   int (*issue)(ProxycclConnection *self); /* issues queued operations in order while there is room */
   uint64_t signal_key;                    /* key of the peer's semaphore words */
-  int adds;                               /* whether a signal adds to its word instead of storing a value */
+  int adds;                               /* 1 if a signal adds to the semaphore word, 0 if it stores a value */
   int no_reads, no_values;                /* status that refuses a get, or a put of a value; 0 if the operation is
                                              supported */
   OperationQueue operations;

@@ -25,7 +25,7 @@ static inline void counter_set(uint64_t *counter, uint64_t value) {
   __atomic_store_n(counter, value, __ATOMIC_RELAXED);
 }
 
-/* -- words that somebody waits for: a peer's semaphore, a flush word, a staged connection's counts --- */
+/* -- words that a thread or stream waits for: a peer's semaphore, a flush word, a staged connection's counts --- */
 
 /* Pairings signal, flush, bell, post, ticket and staged-signal, release, for words that the CPU stores.
  * Semaphore::wait, waitFlushed, waitComplete, a waiting stream or a peer's worker acquires the word. The thread that
@@ -116,7 +116,7 @@ static inline uint32_t request_answered(const Request *request) {
   return __atomic_load_n(&request->answered, __ATOMIC_ACQUIRE);
 }
 
-/* Pairing request, release and acquire. A request to end a worker is a flag, which is never cleared. */
+/* Pairing request, release and acquire. A request to end a worker is a flag that is never cleared. */
 static inline void flags_set(int *flags, int flag) { __atomic_fetch_or(flags, flag, __ATOMIC_RELEASE); }
 static inline int flags_load(const int *flags) { return __atomic_load_n(flags, __ATOMIC_ACQUIRE); }
 

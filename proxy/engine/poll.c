@@ -9,8 +9,8 @@ static void end_timed_flush(TimedFlush *timed) {
   timed->flushed = NULL;
 }
 
-/* Publishes, for each channel of a connection, the ticket up to which its triggers are complete. A channel's ticket
- * `awaited` changes only once it is complete, so that later triggers do not delay its publication. */
+/* Publishes, for each channel of a connection, the ticket up to which its triggers are complete. A channel's `awaited`
+ * changes only once its triggers are complete, so that later triggers do not delay the publication. */
 static void show_completed(ProxycclConnection *connection) {
   const uint64_t completed = connection->progress.completed;
   for (Channel **place = &connection->unfinished, *channel; (channel = *place) != NULL;) {
@@ -40,10 +40,9 @@ static void show_progress(ProxycclWorker *worker, const ProxycclConnection *conn
              (uint64_t)connection->number << 32 | (outstanding & 0xffffffffu), *traced_ns);
 }
 
-/* Returns whether proxyccl_worker_poll polls a connection in this call, while a schedule runs. A schedule reads from
- * memory whether its sends are complete, and each poll, which calls a driver, delays the next read. So a call does not
- * poll every connection. A connection that can carry bundles is polled even more rarely, because bundles need no
- * poll. */
+/* Returns whether proxyccl_worker_poll polls a connection in this call, while a schedule runs. A schedule learns from
+ * memory whether its sends are complete, but a poll calls a driver, which delays these reads. So a call does not poll
+ * every connection. A connection that can carry bundles is polled even more rarely, because bundles need no poll. */
 static int is_its_turn(const ProxycclWorker *worker, const ProxycclConnection *connection, uint32_t connections) {
   enum { TURNS_PER_POLL = 16 };
   const uint64_t looks = worker->stats->looks;

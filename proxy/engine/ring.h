@@ -1,4 +1,4 @@
-/* The consumer's side of a ring of triggers; fifo.h is the producers' side. */
+/* The consumer's functions for a ring of triggers; fifo.h has the producers' functions. */
 #ifndef PROXYCCL_RING_H
 #define PROXYCCL_RING_H
 
@@ -7,7 +7,7 @@
 #include "proxyccl/trigger.h"
 
 /* Number of slots that the consumer prefetches ahead: four cache lines. A full slot is in the producer's cache, and
- * fetching it takes longer than acting on a trigger. */
+ * fetching the slot takes longer than executing a trigger. */
 enum { RING_PREFETCH = 16 };
 
 /* Number of triggers between two stores to a ring's tail. Stores to the tail are expensive, because a GPU polls the
@@ -22,11 +22,11 @@ typedef struct {
   uint64_t released; /* the value that was last stored to *tail */
 } Ring;
 
-/* Reads the next slot and returns 1 if the slot is full; otherwise returns 0. A slot is full if its parity bit is that
- * of the current lap around the ring. The first lap's parity is 1, so zeroed memory is an empty ring.
+/* Reads the next slot and returns 1 if the slot is full; otherwise returns 0. A slot is full if its parity bit equals
+ * the parity of the current lap around the ring. The first lap's parity is 1, so zeroed memory is an empty ring.
  *
  * Pairing trigger, acquire; the producer's release is in storeTrigger. A reader that sees word 1 also sees word 0 and
- * everything that the kernel wrote before it pushed the trigger. */
+ * everything that the kernel wrote before the push of the trigger. */
 static inline int ring_peek(const Ring *ring, ProxycclTrigger *trigger) {
   const uint64_t mask = (1ull << ring->size_log2) - 1;
   const ProxycclTrigger *slot = &ring->slots[ring->next & mask];
@@ -39,7 +39,7 @@ static inline int ring_peek(const Ring *ring, ProxycclTrigger *trigger) {
   return 1;
 }
 
-/* Gives the slots before `next` back to the producers.
+/* Returns the slots before `next` to the producers.
  *
  * Pairing tail, release; producers acquire the tail in refreshTail() and sync(). So a slot is read before a producer
  * overwrites it, and a trigger's operations are issued before sync() returns. */

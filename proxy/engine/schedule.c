@@ -9,11 +9,10 @@
 
 enum {
   POLLS_PER_CLOCK = 16,    /* in a schedule without progress, number of polls between two readings of the clock */
-  OFFSET_BITS = 32,        /* bits of a post's offset */
+  OFFSET_BITS = 32,        /* number of bits of a post's offset */
   MOST_RECEIVES = 1 << 30, /* most receives of a stage */
   SEQUENCE_SHIFT = OFFSET_BITS + PROXYCCL_MEMORY_BITS,
-  SHOWN_AFTER_NS = 1000000 /* a wait is published for observers after this time without progress; short schedules never
-                              wait that long */
+  SHOWN_AFTER_NS = 1000000 /* after this time without progress, the wait is published for observers */
 };
 
 typedef enum { POST, MEET, SEND, RECEIVE } StepKind;
@@ -26,13 +25,13 @@ typedef struct Step {
   const Channel *bundle; /* for an issued send in a bundle: the channel whose flush word reports the bundle's
                             completion; otherwise NULL */
   uint64_t flushed;      /* value of the flush word of `bundle` once the bundle is complete */
-  uint64_t value;        /* for a complete MEET step: the peer's post; for a send or receive: value of its word at
-                            completion */
+  uint64_t value; /* for a complete MEET step: the peer's post; for a send or receive: value of the channel's word at
+                     completion */
   union {
     ProxycclSchedulePost post;
     struct {
       ProxycclScheduleSend send;
-      const struct Step *meeting; /* the step that waits for the receiver's post; NULL if the send needs no post */
+      const struct Step *meeting; /* a send's step that waits for the receiver's post; NULL if the send needs no post */
       const struct Step *before;  /* the previous send on the same channel, or NULL */
     };
     ProxycclScheduleReceive receive;
@@ -43,7 +42,7 @@ struct Schedule {
   uint32_t number;
   uint32_t joined; /* the stage that counts peers that have posted, or PROXYCCL_NO_ID */
   uint32_t count;
-  Step steps[]; /* sorted in the order in which workers advance them: POST, MEET, SEND, RECEIVE */
+  Step steps[]; /* the steps, in the order in which workers advance them: POST, MEET, SEND, RECEIVE */
 };
 
 /* -- the table of schedules --- */
@@ -162,7 +161,7 @@ static int is_behind(uint64_t post, uint64_t last) {
   return post >> SEQUENCE_SHIFT == (((last >> SEQUENCE_SHIFT) + 1) << SEQUENCE_SHIFT) >> SEQUENCE_SHIFT;
 }
 
-/* Returns whether this process maps the peer's words, so that the CPU can store and read them itself. */
+/* Returns whether this process maps the peer's words, so that the CPU can store and read the words itself. */
 static int is_mapped(const ProxycclConnection *connection) {
   return (connection->transport->copies & PROXYCCL_COPIES_PEER) != 0;
 }
@@ -185,7 +184,7 @@ static const char *refusal(const ProxycclTransport *transport, const ProxycclMem
 }
 
 /* Issues a post. A post does not wait for copies of the connection's stream, because the peer's schedule does not
- * depend on them. */
+ * depend on these copies. */
 static ProxycclOutcome issue_post(Step *step, Channel *channel, ProxycclExitInfo *info) {
   ProxycclConnection *connection = channel->connection;
   const uint64_t previous = channel->outbound, value = channel->outbound = next_post(previous, &step->post);
@@ -241,8 +240,7 @@ static ProxycclOutcome issue_send(ProxycclService *service, Step *step, Channel 
   step->value = ++channel->outbound;
   status = transport->signal(connection, channel->remote_semaphore, step->value, step->value - 1);
   if (status != 0) return fail(connection, PROXYCCL_ERROR_TRANSPORT, status, "signal", info);
-  if (!is_mapped(connection)) /* waits only until sources are read, because receivers see themselves that data has
-                                 arrived */
+  if (!is_mapped(connection)) /* waits only until sources are read, because receivers check that data has arrived */
     status =
         (transport->release != NULL ? transport->release : transport->flush)(connection, channel->flushed, step->value);
   if (status != 0) return fail(connection, PROXYCCL_ERROR_TRANSPORT, status, "flush", info);
@@ -278,8 +276,7 @@ typedef struct {
   Step *steps[PROXYCCL_MOST_PUTS];
   uint32_t count;
   int awaited;   /* 1 if further sends could join the bundle, but their peers have not posted yet */
-  uint64_t gate; /* value of the word `gate` before the first step, so that sends that it allows together share a
-                    bundle */
+  uint64_t gate; /* value of the word `gate` before the first step; all sends that this value allows share a bundle */
 } Bundle;
 
 static ProxycclConnection *carrier_of(const ProxycclWorker *worker) {
@@ -290,7 +287,7 @@ static ProxycclConnection *carrier_of(const ProxycclWorker *worker) {
 }
 
 /* Returns whether a send joins a bundle. A send between pinned memories does not join, because the CPU copies short
- * data between them without the driver. */
+ * data between pinned memories without the driver. */
 static int is_bundled(const ProxycclConnection *carrier, const ProxycclConnection *connection, const Step *step,
                       const Ranges *ranges) {
   return carrier != NULL && carrier->transport == connection->transport && step->send.bytes > 0 &&
@@ -305,12 +302,12 @@ static int may_follow(const Step *step, int bundled) {
   return before == NULL || before->state == COMPLETE || (before->bundle != NULL) == bundled;
 }
 
-/* Issues a bundle. One flush word after all copies reports their completion, because writing a word between two copies
- * would delay the second one. */
+/* Issues a bundle. One flush word reports the completion of all copies, because writing a word between two copies would
+ * delay the second copy. */
 static ProxycclOutcome issue_bundle(ProxycclService *service, Bundle *bundle, ProxycclExitInfo *info) {
   ProxycclConnection *carrier = bundle->carrier;
   const Channel *first = &service->channels[bundle->steps[0]->channel];
-  const uint64_t value = first->outbound + 1; /* the value that the first send would have without a bundle */
+  const uint64_t value = first->outbound + 1; /* the flush value that the first send would have without a bundle */
   const char *failed = "put";
   int status = carrier->transport->put_many(carrier, bundle->puts, bundle->count);
   if (status == 0) {
@@ -334,8 +331,8 @@ static void complete_in_stage(ProxycclService *service, Step *step, uint32_t sta
   if (stage != PROXYCCL_NO_ID) stage_add(&service->words->stages[stage]);
 }
 
-/* Returns whether a send is complete. The receiver's word shows this if this process maps the word; otherwise a flush
- * word shows it. */
+/* Returns whether a send is complete, as shown by the receiver's word, or by a flush word if this process does not map
+ * the receiver's word. */
 static int is_sent(const Step *step, const Channel *channel) {
   if (step->bundle != NULL) return word_load(step->bundle->flushed) >= step->flushed;
   const uint64_t *word = is_mapped(channel->connection) ? channel->remote_semaphore : channel->flushed;
@@ -415,14 +412,14 @@ static int is_own(const ProxycclWorker *worker, const Step *step) {
 /* -- what a worker waits for --- */
 
 /* A worker reports that it waits for its incomplete steps of the earliest phase, because steps of later phases may
- * depend on those. */
+ * depend on these steps. */
 enum {
   PHASE_POSTS,
   PHASE_MEETINGS,
   PHASE_SENDS,
   PHASE_STAGES, /* one phase per stage: the receives that the stage counts */
   PHASE_GATE = PHASE_STAGES + PROXYCCL_SCHEDULE_STAGES,
-  PHASE_RECEIVES /* receives without a stage; their senders may wait for a gate */
+  PHASE_RECEIVES /* receives without a stage, whose senders may wait for a gate */
 };
 
 static uint32_t phase_of(const ProxycclService *service, const Step *step) {
@@ -482,7 +479,7 @@ static ProxycclTrigger trigger_of(const ProxycclService *service, const Step *st
   const ProxycclScheduleSend *send = &step->send;
   const Place place = destination(step);
   const uint64_t most = (1u << PROXYCCL_SIZE_BITS) - 1, size = send->bytes > most ? most : send->bytes;
-  const uint64_t ids = PROXYCCL_MEMORY_IDS - 1; /* the offset of an empty send is not checked */
+  const uint64_t ids = PROXYCCL_MEMORY_IDS - 1; /* a mask, because an empty send's offset is not checked */
   const uint64_t src_memory = (send->src_memory + (send->src_offset >> OFFSET_BITS)) & ids;
   const uint64_t dst_memory = (place.memory + (place.offset >> OFFSET_BITS)) & ids;
   const int mapped = is_mapped(service->channels[step->channel].connection);
@@ -495,8 +492,8 @@ static ProxycclTrigger trigger_of(const ProxycclService *service, const Step *st
 }
 
 /* Records an issued send; `seen_ns` is the time when the worker found that the send may start. Returns the present
- * time. Publishes the records immediately, because a schedule may issue more sends at once than a worker may record
- * without publishing. */
+ * time. Publishes each record immediately, because a schedule may issue more sends at once than the number of records
+ * that may stay unpublished. */
 static uint64_t trace_send(ProxycclWorker *worker, const Step *step, uint64_t seen_ns) {
   Trace *trace = &worker->trace;
   trace_begin();
@@ -558,7 +555,7 @@ static ProxycclOutcome find_schedule(ProxycclWorker *worker, Schedule **schedule
   const uint64_t number = word_load(&service->words->bell);
   if (number == 0) return CONTINUE;
   word_store(&service->words->running,
-             number); /* set before the bell is reset, so that one of the two is always set while a stream waits */
+             number); /* set before the bell is reset, so that `bell` or `running` is nonzero while a stream waits */
   word_store(&service->words->bell, 0);
   *schedule = number < PROXYCCL_MAX_SCHEDULES ? schedule_load(&service->schedules[number]) : NULL;
   if (*schedule == NULL) {
@@ -600,9 +597,9 @@ static ProxycclOutcome idle(ProxycclWorker *worker, ProxycclExitInfo *info) {
 }
 
 /* Issues the gathered bundle, unless more sends could join the bundle once their receivers have posted. Each rank
- * copies to the next rank first, then to the rank after that, and so on. If instead all ranks began with the rank that
- * posted first, the copies would share that rank's link and take twice as long. Waiting for posts costs nothing,
- * because a late rank delays the schedule in any case. */
+ * copies first to the rank after it, then to the second rank after it, and so on. If instead all ranks began with the
+ * rank that posted first, the copies would share this rank's link and take twice as long. Waiting for posts costs no
+ * time, because a late rank delays the schedule in any case. */
 static ProxycclOutcome end_bundle(ProxycclWorker *worker, Bundle *bundle, uint64_t traced_ns, uint32_t *progress,
                                   ProxycclExitInfo *info) {
   const uint32_t count = bundle->count;
@@ -639,8 +636,7 @@ ProxycclOutcome proxyccl_worker_run_schedule(ProxycclWorker *worker, ProxycclExi
     ++*progress;
   }
   const ScheduleRun *run = &worker->run;
-  uint64_t traced_ns = trace_wanted(worker->stats); /* 0 if no trace is wanted; otherwise the time when the worker
-                                                       begins with the next step */
+  uint64_t traced_ns = trace_wanted(worker->stats); /* 0 without an observer; otherwise, when the next step begins */
   if (traced_ns != 0 && began) trace_step(worker, PROXYCCL_TRACED_BEGIN, run->schedule->number, traced_ns);
   Bundle bundle;
   bundle.carrier = run->carrier;

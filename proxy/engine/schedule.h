@@ -1,11 +1,11 @@
-/* A schedule has a rank's transfers for one call. The rank's proxy makes these transfers once a stream writes the
- * schedule's number to the word `bell`. See channels/schedules/DESIGN.md.
+/* A schedule is the list of a rank's transfers for one call of a collective. The rank's proxy makes these transfers
+ * once a stream writes the schedule's number to the word `bell`. See channels/schedules/DESIGN.md.
  *
  * A schedule has three kinds of steps. A post allows a peer to write to this rank's memory; a send writes to a peer
  * that has posted; a receive waits for data from a peer. When all steps are complete, the proxy sets the word `done` to
  * 1. While the schedule runs, a stream may wait until a stage (a counter of steps) shows that receives are complete,
  * process the received data, and increase the word `gate` to allow further sends. The steps name channels and memories
- * by id; the ids' table entries may be set before or after the schedule is added. */
+ * by id; table entries for the ids may be set before or after the schedule is added. */
 #ifndef PROXYCCL_SCHEDULE_H
 #define PROXYCCL_SCHEDULE_H
 
@@ -15,7 +15,7 @@
 #define PROXYCCL_NO_ID 0xffffffffu
 
 enum {
-  PROXYCCL_MAX_SCHEDULES = 65536, /* one more than the largest number of a schedule; the smallest is 1 */
+  PROXYCCL_MAX_SCHEDULES = 65536, /* schedules are numbered from 1; this is one more than the largest number */
   PROXYCCL_SCHEDULE_STAGES = 16,
   PROXYCCL_MAX_WORKERS = 64 /* most workers of a service that has schedules */
 };
@@ -23,17 +23,17 @@ enum {
 /* The turn count of a worker that has ended. */
 #define PROXYCCL_NO_MORE_TURNS UINT64_MAX
 
-/* Counts a worker's turns: how often a thread has run the worker. The count does not change while the thread is stopped
- * or stuck in a call. */
+/* Counts how often a thread has run a worker (the worker's turns). The count does not change while the thread is
+ * stopped or stuck in a call. */
 typedef struct ProxycclTurns {
   _Alignas(128) uint64_t count;
 } ProxycclTurns;
 
-/* The words by which streams and workers synchronize, in pinned memory, with separate cache lines for each writer. A
- * stream resets the words when the schedule is complete. */
+/* The words with which streams and workers synchronize, in pinned memory; words of different writers are in different
+ * cache lines. A stream resets the words when the schedule is complete. */
 typedef struct ProxycclScheduleWords {
   _Alignas(128) uint64_t bell;    /* a stream stores the number of a schedule; worker 0 resets the word to 0 */
-  _Alignas(128) uint64_t running; /* the number of the running schedule, or 0 */
+  _Alignas(128) uint64_t running; /* the number of the running schedule; 0 if no schedule runs */
   _Alignas(128) uint64_t done;    /* 1 if the schedule is complete */
   _Alignas(128) uint64_t gate;    /* streams increase this count; a gated send may start once the count has reached the
                                      send's `gate` */
@@ -47,7 +47,7 @@ typedef struct ProxycclScheduleWords {
  * post. */
 typedef struct ProxycclSchedulePost {
   uint32_t channel; /* a channel that is used only for posts; its remote word holds the post */
-  uint32_t memory;  /* the memory to write to: the id, in the peer's service, of its first window */
+  uint32_t memory;  /* the memory to write to, as the id of the memory's first window in the peer's service */
   uint64_t offset;  /* offset in that memory, in bytes */
 } ProxycclSchedulePost;
 

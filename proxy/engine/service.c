@@ -29,8 +29,8 @@ int proxyccl_service_set_memory(ProxycclService *service, uint32_t id, char *bas
   return 0;
 }
 
-/* Replaces a channel. Removes the old channel from its connection's list first, so that no poll takes the new channel
- * for the old one. */
+/* Replaces a channel. First removes the old channel from the connection's list, so that no poll mistakes the new
+ * channel for the old channel. */
 static int set_channel(ProxycclService *service, uint32_t id, Channel made) {
   if (id >= PROXYCCL_MAX_CHANNELS) return EINVAL;
   Channel *channel = &service->channels[id];

@@ -1,13 +1,11 @@
 /* A staged connection uses other connections: one copies into the sending ring, one or more (the wires) write to the
  * peer, and one copies out of the receiving ring. Messages are numbered from 0 and pass through these states in order:
  *
- *   `made`: the message has a place in the ring, and its copy into the ring is issued.
- *   `copied`: the copy into the ring is complete.
- *   `posted`: the write of the message, and then of the peer's count of arrived messages, is issued to the wire.
- *   `sent`: the message's requests are complete.
- *   `taken`: the peer has issued the copy out of its ring.
- *   `placed`: the copy out of the peer's ring is complete, and the peer's worker stores the message's signal.
- *   `credited`: the peer's credit has reached the sender; the peer may delay a credit that the sender does not await.
+ * `made`: space in the ring is reserved for the message, and the message's copy into the ring is issued. `copied`: the
+ * copy into the ring is complete. `posted`: the write of the message, and then of the peer's count of arrived messages,
+ * is issued to the wire. `sent`: the message's requests are complete. `taken`: the peer has issued the copy out of its
+ * ring. `placed`: the copy out of the peer's ring is complete, and the peer's worker stores the message's signal.
+ * `credited`: the peer's credit has reached the sender; the peer may delay a credit for which the sender does not wait.
  *
  * A message's space in the ring is free once the message is sent and credited. If the wire is a byte stream, a
  * message's credit implies that the message is sent. Sending on a wire never waits for the peer's engine, so two
@@ -16,23 +14,23 @@
  * A message that follows a long message uses the next wire; a message that follows a short message uses the same wire.
  * If all earlier messages are posted when a put begins, the message after the put uses the first wire, so that
  * successive calls use wires whose threads are awake. Each message tells the receiver which wire carries the next
- * message. The receiver takes messages in the order of their numbers, regardless of their wires. A few gigabytes per
- * second over sockets keep a core busy. So a thread other than the worker may serve a wire: it posts messages and
- * credits, and polls. The worker wakes a wire's thread for long messages. The worker does not serve a wire whose thread
- * is awake and has just polled the wire, because sending a long message would keep the worker from starting copies. The
- * worker serves all other wires, so short messages need no other thread. A provider holds an endpoint's locks during
- * system calls, and all wires of the endpoint, to all peers, need these locks. So a thread serves an endpoint's wires
- * only while it holds the lock `turn` of ProxycclWireThread, and a thread that finds the lock taken does not wait for
- * it.
+ * message. The receiver takes messages in the order of their numbers, regardless of their wires. Sending a few
+ * gigabytes per second over sockets fully occupies a core. So a thread other than the worker may serve a wire: it posts
+ * messages and credits, and polls. The worker wakes a wire's thread for long messages. The worker does not serve a wire
+ * whose thread is awake and has just polled the wire, because sending a long message would keep the worker from
+ * starting copies. The worker serves all other wires, so short messages need no other thread. A provider holds an
+ * endpoint's locks during system calls, and all wires of the endpoint, to all peers, need these locks. So a thread
+ * serves an endpoint's wires only while it holds the lock `turn` of ProxycclWireThread, and a thread that finds the
+ * lock taken does not wait for it.
  *
- * For a get, a side sends a message without data, called the request. The peer credits and records the request. Once
- * all messages that arrived before the request are placed, the peer sends the data in messages of its own, called the
- * answer. Requests are answered in order, so an answer need not name the destination of its data. A side makes no
- * messages for operations after a get until all its gets are complete. The peer can always record a request, because a
- * side has at most PROXYCCL_STAGED_GETS incomplete gets.
+ * For a get, a rank sends a message without data, called the request. The peer returns a credit for the request, and
+ * records the request. Once all messages that arrived before the request are placed, the peer sends the data in
+ * messages of its own, called the answer. Requests are answered in order, so an answer need not name the destination of
+ * its data. A rank makes no messages for operations after a get until all its gets are complete. The peer can always
+ * record a request, because a rank has at most PROXYCCL_STAGED_GETS incomplete gets.
  *
  * Over sockets, a count may arrive in parts, low bytes first. A partly written count may be too low but is never too
- * high, so each side uses the highest value that it has read. */
+ * high, so a reader uses the highest value that it has read. */
 #include "staged_transport.h"
 
 #include <errno.h>
@@ -50,33 +48,34 @@ enum { MESSAGES = PROXYCCL_STAGED_MESSAGES };
 /* The header of a message. A message may be empty, or carry a piece of a put or of an answer, a signal to store after
  * the piece, or a request. */
 typedef struct {
-  uint64_t address; /* address, in the receiver's process, to put to or to get from; with ALERTS, the number of parts */
+  uint64_t address; /* address, in the receiver's process, of a put's destination or a get's source; with ALERTS, the
+                       number of parts */
   uint64_t target;  /* key of the receiver's range that contains `address` */
   uint64_t bytes;   /* bytes of data in the message */
   uint64_t word;    /* address of a semaphore word in the receiver's process; 0 without a signal */
   uint64_t value;
   uint64_t asked;   /* requested bytes; 0 if the message is not a request */
-  uint64_t answers; /* 1 if the data answers the receiver's oldest unanswered request; 0 if it goes to `address` */
-  uint64_t flags;   /* any of the flags below */
+  uint64_t answers; /* 1 if the data answers the receiver's oldest unanswered request; 0 if it is put to `address` */
+  uint64_t flags;   /* a combination of the flags below */
 } Header;
 
 enum {
   AWAITED = 1, /* a flush waits for the message's credit; without this flag the peer may delay the credit */
   REWINDS = 2, /* the next message uses the first wire */
   FILLS = 4,   /* the message only fills the rest of the ring; its data is not sent */
-  ALERTS = 8   /* a put of `address` parts follows; the receiver wakes the threads of these parts' wires */
+  ALERTS = 8 /* a put of `address` parts follows; the receiver wakes the threads of the wires that carry these parts */
 };
 
 _Static_assert(sizeof(Header) == PROXYCCL_STAGED_ALIGN, "messages are aligned to their headers");
 
-/* Each word has two cache lines of its own, because some processors fetch lines in pairs. */
+/* Each word occupies a separate pair of cache lines, because some processors fetch lines in pairs. */
 typedef struct {
   uint64_t count __attribute__((aligned(128)));
 } Count;
 
 typedef struct {
   Count arrived[PROXYCCL_STAGED_WIRES]; /* written by the peer: for each wire, the number of messages that arrived */
-  Count credited;                       /* written by the peer: number of this side's messages that are credited */
+  Count credited;                       /* written by the peer: number of this rank's messages that are credited */
   Count copied;                         /* written by the stream that copies into the area: number of copied messages */
   Count placed;                         /* written by the stream that copies out of the area: number of placed
                                            messages */
@@ -84,7 +83,7 @@ typedef struct {
 
 _Static_assert(sizeof(Words) == PROXYCCL_STAGED_WORDS_BYTES, "the rings begin after the words");
 
-/* An incomplete get of this side. */
+/* An incomplete get of this rank. */
 typedef struct {
   uint64_t destination, bytes; /* destination range of the data that has not arrived yet */
   uint64_t last;               /* the get is complete once this many of the peer's messages are placed */
@@ -92,7 +91,7 @@ typedef struct {
 
 /* A get that the peer has requested. */
 typedef struct {
-  uint64_t source, bytes; /* source range of the data that is in no message yet */
+  uint64_t source, bytes; /* source range of the data that no message contains yet */
   uint64_t behind;        /* the answer may begin once this many messages are placed */
 } Answer;
 
@@ -105,14 +104,14 @@ typedef struct {
 } Signal;
 
 enum {
-  HELD_NS = 50000,        /* longest time for which a credit is held back */
+  HELD_NS = 50000,        /* longest time for which a credit is delayed */
   SERVED_NS = 50000,      /* the worker does not serve a wire whose thread is awake and has polled the wire within this
                              time */
   LONG_PART = 1024,       /* a message is long if its data exceeds 1/1024 of the ring or has at least SHORTEST_PIECE
                              bytes */
   SHORTEST_PIECE = 65536, /* bytes of the shortest part into which a put is cut to use several wires */
   RESTED_NS = 500000,     /* if the last long put began this long ago, the wires' threads may be asleep */
-  MOST_PARTS = 8,         /* most parts into which a put is cut to use several wires */
+  MOST_PARTS = 8,         /* most parts into which a put is cut */
   FILLED_PART = 256,      /* if less than 1/256 of the ring is left before its end, this space is not used for a short
                              piece */
   LOOKS_AT_ALL = 64,      /* once in this many polls, the worker polls all wires that no awake thread serves, because
@@ -124,7 +123,7 @@ typedef struct StagedConnection StagedConnection;
 
 /* A wire. Only the thread that holds the lock `thread->turn` uses `link`. */
 typedef struct {
-  ProxycclConnection base; /* the wire as a connection for another thread to poll */
+  ProxycclConnection base; /* the wire as a connection that another thread polls */
   StagedConnection *staged;
   ProxycclConnection *link;
   uint32_t number;
@@ -150,7 +149,7 @@ struct StagedConnection {
   Wire wires[PROXYCCL_STAGED_WIRES];
   Words *words;
   char *sending, *receiving;                       /* the rings */
-  ProxycclMemory device_sending, device_receiving; /* the rings, with the addresses for copies */
+  ProxycclMemory device_sending, device_receiving; /* the rings' addresses in copies */
   /* Sending. Positions count the bytes since the first message, and never wrap around. */
   uint64_t head, tail;   /* head: position after the last message written to the ring; tail: position after the last
                             freed message */
@@ -177,12 +176,12 @@ struct StagedConnection {
   uint64_t wanted;         /* the peer waits for the credits of this many messages */
   uint64_t signals_taken, signals_stored;
   Signal signals[MESSAGES]; /* signals that are not stored, by message number */
-  uint64_t waiting;         /* one more than the number of the first message whose signal is not stored; UINT64_MAX if
-                               all are */
+  uint64_t waiting; /* one more than the number of the first message whose signal is not stored; UINT64_MAX if all
+                       signals are stored */
   /* Credits; only the thread that serves the first wire uses these fields. */
-  uint64_t returned;     /* number of returned credits */
+  uint64_t returned;     /* number of messages for which credits were returned */
   uint64_t returned_end; /* position after the last credited message */
-  uint64_t held_since;   /* time since which a credit is held back; 0 if none is held back */
+  uint64_t held_since;   /* time since which a credit is delayed; 0 if no credit is delayed */
   /* Gets, by number. */
   uint64_t asked, arriving, got; /* numbers of the next get to request, of the next get whose data arrives, of the next
                                     get to complete */
@@ -214,7 +213,7 @@ static uint64_t count_load(const uint64_t *word, uint64_t *highest) {
 }
 
 /* Pairing write-target, release: the addresses are stored before the size, so a reader finds either no range or a
- * complete one. */
+ * complete range. */
 void proxyccl_remote_write_target_set(ProxycclRemoteWriteTarget *target, uint64_t base, uint64_t bytes, uint64_t host) {
   __atomic_store_n(&target->bytes, 0, __ATOMIC_RELAXED);
   __atomic_store_n(&target->host, host, __ATOMIC_RELEASE);
@@ -231,7 +230,7 @@ static ProxycclRemoteWriteTarget target_load(const ProxycclRemoteWriteTarget *ta
 
 /* -- sending --- */
 
-/* Returns whether a message with this many bytes of data is long. Both sides get the same result, because their rings
+/* Returns whether a message with this many bytes of data is long. Both ranks get the same result, because their rings
  * have the same size. */
 static int is_long(const StagedConnection *self, uint64_t bytes) {
   return bytes >= SHORTEST_PIECE || bytes > self->options.ring_bytes / LONG_PART;
@@ -266,9 +265,9 @@ static Header *open_message(StagedConnection *self, uint64_t bytes) {
 
 /* Makes a message with up to `most` bytes from `source`, stores their number in *made, and returns the message's
  * header. `host` is the CPU's address of the source, or 0. A message does not wrap around the ring's end. If little
- * fits before the end, makes a message without data that fills this space, and sets *made to 0, because short copies of
- * a GPU may have to wait for kernels. If the ring is full, returns NULL and sets *status to WAITS. If the copy can't be
- * issued, sets *status to the copy's status. */
+ * space is left before the end, makes a message without data that fills the space, and sets *made to 0, because even a
+ * short copy by a GPU may have to wait for kernels. If the ring is full, returns NULL and sets *status to WAITS. If the
+ * copy can't be issued, sets *status to the copy's status. */
 static Header *make_piece(StagedConnection *self, uint64_t source, uint64_t host, uint64_t most, uint64_t *made,
                           int *status) {
   const uint64_t place = self->head % self->options.ring_bytes + sizeof(Header);
@@ -304,7 +303,7 @@ static int mark(ProxycclConnection *copies, uint64_t *word, uint64_t count, uint
 static int take_turn(Wire *wire, uint32_t *progress);
 
 /* Makes a message that tells the peer to wake the threads of a put's wires, unless a recent long put has kept the
- * threads awake. The threads then wake up while this side copies the first parts. If the threads woke up only when
+ * threads awake. The threads then wake up while this rank copies the first parts. If the threads were woken only when
  * parts arrive, the peer's worker would handle all parts itself. */
 static int alert_after_rest(StagedConnection *self, uint64_t bytes, uint64_t parts) {
   if (self->options.wire_count == 1 || bytes < 2 * SHORTEST_PIECE) return 0;
@@ -322,8 +321,8 @@ static int alert_after_rest(StagedConnection *self, uint64_t bytes, uint64_t par
   return copy_status(status, PROXYCCL_STAGED_COPY_OUT);
 }
 
-/* Chooses the length of the parts into which the next put is cut, so that the put uses several wires. A part is no
- * longer than a message may be, or than the CPU may copy. Returns the number of parts. */
+/* Chooses the length of the parts into which the next put is cut, so that the put uses several wires. A part is at most
+ * as long as a message's data or a copy by the CPU may be. Returns the number of parts. */
 static uint64_t begin_put(StagedConnection *self, uint64_t bytes, int by_cpu) {
   const uint64_t chunk = self->options.chunk_bytes, wires = self->options.wire_count;
   const uint64_t longest = by_cpu && chunk > PROXYCCL_CPU_COPY_BYTES ? PROXYCCL_CPU_COPY_BYTES : chunk;
@@ -337,8 +336,8 @@ static uint64_t begin_put(StagedConnection *self, uint64_t bytes, int by_cpu) {
   return parts;
 }
 
-/* Makes a piece of a put. In each poll, the CPU copies at most one long piece, so that sending and receiving go on
- * between two pieces. */
+/* Makes a piece of a put. In each poll, the CPU copies at most one long piece, so that sending and receiving continue
+ * between pieces. */
 static int make_put(StagedConnection *self, Operation *operation) {
   const int by_cpu = operation->source_host != 0;
   uint64_t bytes;
@@ -394,8 +393,8 @@ static int make_answer(StagedConnection *self) {
   return 0;
 }
 
-/* Makes a message with a value, which the CPU copies. If only a header fits before the ring's end, makes an empty
- * message first, which fills this space. */
+/* Makes a message with a value, which the CPU copies. If only a header fits before the ring's end, first makes an empty
+ * message that fills this space. */
 static int make_value(StagedConnection *self, Operation *operation) {
   const uint64_t place = self->head % self->options.ring_bytes + sizeof(Header);
   if (place == self->options.ring_bytes && open_message(self, 0) == NULL) return WAITS;
@@ -408,7 +407,7 @@ static int make_value(StagedConnection *self, Operation *operation) {
   return 0;
 }
 
-/* Adds a signal to the last message if no wire can have sent that message yet; otherwise makes a message for the
+/* If no wire can have sent the last message yet, adds a signal to the last message; otherwise makes a message for the
  * signal. */
 static int make_signal(StagedConnection *self, const Operation *operation) {
   Header *header = self->last;
@@ -527,7 +526,7 @@ static int post(Wire *wire, uint32_t *progress) {
   return 0;
 }
 
-/* Returns whether the credits of the first `placed` messages may be held back. */
+/* Returns whether the credits for the first `placed` messages may be delayed. */
 static int may_be_held(StagedConnection *self, uint64_t placed) {
   const uint64_t returned = self->returned, wanted = word_load(&self->wanted);
   if (wanted > returned && placed >= wanted) return 0;
@@ -713,7 +712,7 @@ static int take(StagedConnection *self, uint32_t *progress) {
     const uint64_t bytes = header.bytes;
     int status;
     if (bytes > self->options.ring_bytes - data) return PROXYCCL_STAGED_REFUSED + PROXYCCL_STAGED_BAD_LENGTH;
-    if (header.flags & FILLS) header.bytes = 0; /* a filling message has no data, but may carry a signal */
+    if (header.flags & FILLS) header.bytes = 0; /* a message that fills space may still carry a signal */
     status = place(self, &header, data);
     if (status != 0) return status;
     self->received += message_bytes(bytes);
@@ -742,7 +741,7 @@ static int staged_release(ProxycclConnection *base, uint64_t *released, uint64_t
   return issue(base);
 }
 
-/* Handles messages in the order of their states, so that one poll can advance a message through several states. */
+/* Handles the states of messages in order, so that one poll can advance a message through several states. */
 static int staged_poll(ProxycclConnection *base, uint32_t *progress) {
   StagedConnection *self = self_of(base);
   int status = reclaim(self, progress);
@@ -751,7 +750,8 @@ static int staged_poll(ProxycclConnection *base, uint32_t *progress) {
   complete_gets(self, progress);
   if (status == 0) status = issue(base);
   if (status != 0) return status;
-  *progress += (uint32_t)self->has_copied; /* a copied piece is progress, because more pieces may be left to copy */
+  *progress += (uint32_t)self->has_copied; /* a copied piece counts as progress, because more pieces may need to be
+  copied */
   status = mark(self->out, &self->words->copied.count, self->made, &self->marked);
   if (status == 0) status = poll_copies(self, self->out, &self->words->copied.count, self->marked, progress);
   if (status != 0) return copy_status(status, PROXYCCL_STAGED_COPY_OUT);
@@ -772,7 +772,7 @@ static int are_resting(const StagedConnection *self) {
   return 1;
 }
 
-/* Need not look at the queue of operations, because operations wait only while a message has no credit or a get is
+/* Need not check the queue of operations, because operations wait only while a message has no credit or a get is
  * incomplete. */
 static int staged_idle(const ProxycclConnection *base) {
   const StagedConnection *self = (const StagedConnection *)base;
@@ -807,8 +807,8 @@ static int wire_poll(ProxycclConnection *base, uint32_t *progress) {
   return 0;
 }
 
-/* Always returns 1, so that the wire's thread may sleep while requests are outstanding. The worker also polls the
- * wire. */
+/* Always returns 1: the wire's thread may sleep while requests are outstanding, because the worker also polls the wire.
+ * */
 static int wire_idle(const ProxycclConnection *base) {
   (void)base;
   return 1;
@@ -849,7 +849,7 @@ static int make_wire(StagedConnection *self, uint32_t number, const ProxycclTran
   wire->number = number;
   wire->resting = 1;
   wire->link = transport->create(self->options.wires[number].options, runtime, refused);
-  self->options.wires[number].options = NULL; /* the caller's struct is valid only during this call */
+  self->options.wires[number].options = NULL; /* a copy, because the caller's struct is valid only during this call */
   return wire->link != NULL;
 }
 

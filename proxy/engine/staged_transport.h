@@ -2,10 +2,10 @@
  * the network device can't register the memory. Connections of verbs (`staged`) or of libfabric (`staged_fabric`),
  * called wires, move the data between the hosts.
  *
- * Each side of a connection has an area of pinned memory: some words, a ring to send from and a ring to receive in. The
- * sender's engine copies a put in pieces into its sending ring, and writes each piece to the same place in the
- * receiver's receiving ring. The receiver's engine copies the pieces to their destination, so both engines must run. A
- * get is a request to the peer's engine, which then sends the data like a put. */
+ * Each of the two ranks has an area of pinned memory for the connection: some words, a sending ring and a receiving
+ * ring. The sender's engine copies a put in pieces into its sending ring, and writes each piece to the same offset in
+ * the receiver's receiving ring. The receiver's engine copies the pieces to their destination, so both engines must
+ * run. A get is a request to the peer's engine, which then sends the data like a put. */
 #ifndef PROXYCCL_STAGED_TRANSPORT_H
 #define PROXYCCL_STAGED_TRANSPORT_H
 
@@ -14,15 +14,15 @@
 /* A status of these transports is a status of the wire's transport, PROXYCCL_STAGED_COPY_OUT or PROXYCCL_STAGED_COPY_IN
  * plus the driver's status, or PROXYCCL_STAGED_REFUSED plus a ProxycclStagedRefusal. */
 enum {
-  PROXYCCL_STAGED_COPY_OUT = 1 << 17, /* the copy from the source into this side's area failed */
-  PROXYCCL_STAGED_COPY_IN = 1 << 18,  /* the copy from this side's area to the destination of a peer's put failed */
-  PROXYCCL_STAGED_REFUSED = 1 << 19   /* this side refused a message of the peer */
+  PROXYCCL_STAGED_COPY_OUT = 1 << 17, /* the copy from the source into this rank's area failed */
+  PROXYCCL_STAGED_COPY_IN = 1 << 18,  /* the copy from this rank's area to the destination of a peer's put failed */
+  PROXYCCL_STAGED_REFUSED = 1 << 19   /* this rank refused a message of the peer */
 };
 
 typedef enum ProxycclStagedRefusal {
   PROXYCCL_STAGED_BAD_COUNT = 0,   /* the peer's count of messages is out of range */
   PROXYCCL_STAGED_BAD_LENGTH = 1,  /* a message does not fit the ring */
-  PROXYCCL_STAGED_BAD_RANGE = 2,   /* a put or get leaves the offered memory */
+  PROXYCCL_STAGED_BAD_RANGE = 2,   /* a put or get exceeds the memory that the rank offers */
   PROXYCCL_STAGED_BAD_WORD = 3,    /* a signal's address is not a semaphore word */
   PROXYCCL_STAGED_BAD_REQUEST = 4, /* more than PROXYCCL_STAGED_GETS requests are unanswered, or a request carries
                                       data */
@@ -31,9 +31,8 @@ typedef enum ProxycclStagedRefusal {
 
 enum {
   PROXYCCL_STAGED_WRITE_TARGETS = 4096, /* most memory ranges that a rank offers to peers for writing and reading */
-  PROXYCCL_STAGED_GETS = 64,            /* most incomplete gets that a side may have; a power of two */
-  PROXYCCL_STAGED_MESSAGES = 256,       /* most messages of a side for which the peer has returned no credit; a power of
-                                           two */
+  PROXYCCL_STAGED_GETS = 64,            /* most incomplete gets of a rank; a power of two */
+  PROXYCCL_STAGED_MESSAGES = 256,       /* most messages of a rank without a credit from the peer; a power of two */
   PROXYCCL_STAGED_ALIGN = 64,           /* alignment of messages in a ring, and of a ring's length */
   PROXYCCL_STAGED_WIRES = 16,           /* most wires that a connection may have */
   PROXYCCL_STAGED_WORDS_BYTES = 2432
@@ -42,35 +41,35 @@ enum {
 /* A range of this rank's memory that peers may write and read. Peers use the range's index in the table as its key. */
 typedef struct ProxycclRemoteWriteTarget {
   uint64_t base;
-  uint64_t bytes; /* 0 if this entry has no range */
+  uint64_t bytes; /* size of the range in bytes; 0 if the entry has no range */
   uint64_t host;  /* the CPU's address of the range; 0 if the CPU may not access it */
 } ProxycclRemoteWriteTarget;
 
-/* Sets an entry of the table. Engines may read the table during the call, but no peer may name this entry. */
+/* Sets an entry of the table. Engines may read the table during the call, but no peer may name the entry during the
+ * call. */
 void proxyccl_remote_write_target_set(ProxycclRemoteWriteTarget *target, uint64_t base, uint64_t bytes, uint64_t host);
 
 typedef struct ProxycclStagedWire {
   const void *options;    /* options of the wire's transport; the key for signals in these options is the peer area's
                              key */
-  uint64_t area_key;      /* the key of this side's area, for the wire's requests */
-  uint64_t peer_area;     /* the address by which the wire names the peer's area */
-  uint64_t peer_area_key; /* the key by which the wire names the peer's area */
+  uint64_t area_key;      /* the key of this rank's area, for the wire's requests */
+  uint64_t peer_area;     /* the address of the peer's area in the wire's requests */
+  uint64_t peer_area_key; /* the key of the peer's area in the wire's requests */
 } ProxycclStagedWire;
 
 typedef struct ProxycclStagedOptions {
-  ProxycclStagedWire wires[PROXYCCL_STAGED_WIRES]; /* the wires, in the same order as the peer's */
+  ProxycclStagedWire wires[PROXYCCL_STAGED_WIRES]; /* the wires, in the same order as on the peer */
   uint32_t wire_count;
   uint32_t credits_tell; /* 1 if a message's credit implies that the requests that wrote the message are complete, as on
                             a byte stream */
-  uintptr_t area;        /* this side's area, pinned and registered: PROXYCCL_STAGED_WORDS_BYTES zeroed bytes, then the
+  uintptr_t area;        /* this rank's area, pinned and registered: PROXYCCL_STAGED_WORDS_BYTES zeroed bytes, then the
                             two rings */
-  uintptr_t device_area; /* the address by which the runtime's copies name the area */
-  uint64_t ring_bytes;   /* bytes of a ring, the same on both sides; a multiple of PROXYCCL_STAGED_ALIGN */
+  uintptr_t device_area; /* the address of the area in the runtime's copies */
+  uint64_t ring_bytes;   /* bytes of a ring, the same on both ranks; a multiple of PROXYCCL_STAGED_ALIGN */
   uint64_t chunk_bytes;  /* most bytes of a put in one message */
   const ProxycclRemoteWriteTarget *write_targets; /* PROXYCCL_STAGED_WRITE_TARGETS of them */
   uint64_t signals, signals_bytes;                /* local memory with the words that the peer may signal */
-  ProxycclCopyOptions copy_out, copy_in;          /* the streams for copies from sources into this side's area, and from
-                                                     the area to destinations */
+  ProxycclCopyOptions copy_out, copy_in;          /* the streams for copies into the area, and for copies out of it */
 } ProxycclStagedOptions;
 
 typedef struct ProxycclConnection ProxycclConnection;
@@ -79,12 +78,11 @@ typedef struct ProxycclConnection ProxycclConnection;
  * is destroyed. No other worker has to poll the wire, because the staged connection polls its wires itself. */
 ProxycclConnection *proxyccl_staged_wire(ProxycclConnection *connection, uint32_t number);
 
-/* State that is shared by a thread, which serves all wires of one endpoint, and by the workers of the wires'
- * connections. */
+/* State shared by the thread that serves all wires of one endpoint and the workers of these wires' connections. */
 typedef struct ProxycclWireThread {
-  uint32_t *asleep;     /* the word by which workers wake the thread (waking.h); NULL without a thread */
+  uint32_t *asleep;     /* the word that workers use to wake the thread (waking.h); NULL without a thread */
   int turn;             /* pairing wire-turn: a lock; 1 while a thread serves one of the wires */
-  uint64_t padding[14]; /* keeps this state in other cache lines than the state of other threads */
+  uint64_t padding[14]; /* padding: no cache line contains the state of two threads */
 } ProxycclWireThread;
 
 /* Sets the thread that serves a wire. The state `thread` must be valid as long as the wire is used. NULL, the default,

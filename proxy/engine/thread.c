@@ -14,25 +14,23 @@
 #include "worker.h"
 
 enum {
-  POLLS_PER_CLOCK = 16, /* rounds without work between two readings of the clock; a reading takes as long as several
-                           rounds */
+  POLLS_PER_CLOCK = 16, /* rounds without work per reading of the clock; a reading takes as long as several rounds */
   SLEEP_PART = 32,      /* an idle thread sleeps for 1/32 of the time that it has been idle */
   REST_PART = 1024, /* after a long idle time, a thread sleeps for 1/1024 of that time, even beyond its policy's longest
                        sleep */
   LONGEST_REST_NS = 10000000,
   OUTSTANDING_SLEEP_NS = 50000, /* longest and shortest sleep while work is outstanding: a program may wait for the
                                    work, and waking takes a large part of this time */
-  TIMER_SLACK_NS = 1000,        /* the system may end a sleep this much later; its default is 50 µs */
+  TIMER_SLACK_NS = 1000,        /* the system may end a sleep this much later; the system's default is 50 µs */
   TURN_SLEEP_NS = 50000,        /* sleep between two attempts to take the lock `turn` from a helper */
-  SPIN_NS = 50000               /* longest spin, because a spin may delay other threads of its core by a whole time
-                                   slice */
+  SPIN_NS = 50000 /* longest spin, because a spin may delay other threads of the core by a whole time slice */
 };
 
-enum { HELPED_IDLY = 1, HELPED_ON = 2 }; /* a helper ran the workers without progress (IDLY) or with it (ON) */
+enum { HELPED_IDLY = 1, HELPED_ON = 2 }; /* a helper ran the workers without progress (IDLY) or with progress (ON) */
 
-#define IDLE_FOR_LONG UINT64_MAX /* an idle time for which back_off() chooses the policy's longest sleep */
+#define IDLE_FOR_LONG UINT64_MAX /* an idle time so long that back_off() chooses the policy's longest sleep */
 
-#define NO_CONTEXT UINTPTR_MAX /* not 0, because HIP's contexts are device numbers from 0 */
+#define NO_CONTEXT UINTPTR_MAX /* not 0, because 0 is a valid context in HIP, where contexts are device numbers */
 
 struct ProxycclThread {
   ProxycclIdlePolicy idle;     /* relaxed: the fields are independent */
@@ -45,7 +43,7 @@ struct ProxycclThread {
   int turn;                    /* pairing turn: a lock; 1 while a thread holds it */
   int helped;                  /* HELPED_… flags since the thread's last check */
   ProxycclOutcome found;       /* the outcome of a helper's round; proxyccl_thread_run returns it later */
-  ProxycclExitInfo found_info; /* the details of `found` */
+  ProxycclExitInfo found_info; /* the details of the outcome `found` */
 };
 
 /* Pairing turn, acquire: the thread sees what the last holder of the lock did. Returns 1 if the caller took the lock,
@@ -55,7 +53,7 @@ static int turn_taken(ProxycclThread *thread) { return __atomic_exchange_n(&thre
 /* Pairing turn, release. */
 static void turn_give(ProxycclThread *thread) { __atomic_store_n(&thread->turn, 0, __ATOMIC_RELEASE); }
 
-/* Pairing new-worker, release: the thread sees everything that was stored in the worker before. */
+/* Pairing new-worker, release: the thread sees everything that was stored in the worker before it was added. */
 static void push_added(ProxycclThread *thread, ProxycclWorker *worker) {
   worker->next = __atomic_load_n(&thread->added, __ATOMIC_RELAXED);
   while (!__atomic_compare_exchange_n(&thread->added, &worker->next, worker, 1, __ATOMIC_RELEASE, __ATOMIC_RELAXED)) {}
@@ -111,7 +109,7 @@ static void sleep_for(uint64_t ns) {
   nanosleep(&pause, NULL);
 }
 
-/* Sleeps for at most `ns`. Returns 1 if another thread woke this one earlier. */
+/* Sleeps for at most `ns`. Returns 1 if another thread woke this thread before the time had passed. */
 static int sleep_until_woken(uint32_t *asleep, uint64_t ns) {
   const struct timespec longest = timespec_of(ns);
   __atomic_store_n(asleep, 1, __ATOMIC_RELAXED); /* a hint: see waking.h */
@@ -122,7 +120,7 @@ static int sleep_until_woken(uint32_t *asleep, uint64_t ns) {
 /* Limits how long a thread without work sleeps. */
 typedef enum {
   NOTHING_OUTSTANDING,
-  OUTSTANDING, /* a program may wait for a completion */
+  OUTSTANDING, /* a program may be waiting for the outstanding work */
   HELPED       /* helpers run the workers, so launches do not wake this thread, which would take a core from a helper */
 } Idleness;
 
@@ -197,10 +195,10 @@ typedef struct {
   int progress, busy, outstanding;
 } Round;
 
-/* Runs a worker once: advances a schedule, acts on up to POLL_INTERVAL triggers of each ring, and polls the
+/* Runs a worker once: advances a schedule, executes up to POLL_INTERVAL triggers of each ring, and polls the
  * connections. A trigger for a handler ends the call before the poll. So the first call after a handler skips the
- * rings, to poll the connections before the next such trigger. Returns CONTINUE, or the reason why proxyccl_thread_run
- * must return. */
+ * rings; otherwise a series of such triggers would prevent polls of the connections. Returns CONTINUE, or the reason
+ * why proxyccl_thread_run must return. */
 static ProxycclOutcome take_turn(ProxycclThread *thread, ProxycclWorker *worker, ProxycclExitInfo *info, Round *round) {
   const uint32_t rings = list_count(&worker->ring_count);
   const uint32_t drain = request_asked(&worker->drain), pause = request_asked(&worker->pause);
@@ -301,7 +299,7 @@ int proxyccl_thread_help(ProxycclThread *thread, int waits) {
   return round.progress;
 }
 
-/* Takes the lock `turn` again. The loop ends soon, because a helper holds the lock for at most one round. */
+/* Takes the lock `turn` again. The loop takes little time, because a helper holds the lock for at most one round. */
 static void take_back(ProxycclThread *thread) {
   while (!turn_taken(thread)) sleep_for(TURN_SLEEP_NS);
 }
@@ -317,14 +315,14 @@ static uint64_t rest(ProxycclThread *thread, uint64_t idle_ns, Idleness idleness
 }
 
 ProxycclOutcome proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *info) {
-  /* 1 if a helper has run the workers and this thread has found no triggers or steps since. This thread then leaves the
-   * work to helpers, because a thread that wakes up may take a core from a thread with work. */
+  /* 1 if a helper has run the workers and this thread has found no triggers or steps afterwards. This thread then
+   * leaves the work to helpers, because a thread that wakes up may take a core from a thread with work. */
   int is_helped = 0;
-  uint64_t idle_since = 0, counted = 0; /* start of the idle time; end of the idle time that is in the statistics */
+  uint64_t idle_since = 0, counted = 0; /* start of the idle time; end of the idle time in the statistics */
   uint64_t slept = 0;                   /* length of the last sleep; if it is not 0, the thread polls only once before
                                            it sleeps again */
   uint32_t polls = 0;
-  prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS, 0, 0, 0); /* if the call fails, sleeps just last longer */
+  prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS, 0, 0, 0); /* if the call fails, the only effect is longer sleeps */
   clear_info(info);
   for (;;) {
     Round round = {0};
@@ -355,7 +353,7 @@ ProxycclOutcome proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *in
       slept = rest(thread, idle_ns, idleness);
       if (!(thread->helped & HELPED_ON)) count_idle(thread, now + slept - counted, slept);
       counted = now + slept;
-      if (thread->woken) idle_since = slept = 0; /* a thread wakes this one to announce work */
+      if (thread->woken) idle_since = slept = 0; /* another thread wakes this thread to announce work */
     }
   }
 }

@@ -1,5 +1,5 @@
-/* Writes a worker's trace (observe.h): a ring of records, which the worker overwrites whether or not an observer has
- * read them.
+/* Writes a worker's trace (observe.h): a ring of records. The worker overwrites records even if no observer has read
+ * them.
  *
  * Reading the clock takes longer than issuing most triggers. So consecutive triggers that together take about
  * TRACE_CLOCK_INTERVAL_NS share one reading of the clock. A trigger that takes longer has its own reading. */
@@ -11,7 +11,7 @@
 
 typedef struct {
   uint64_t next;  /* number of the next record */
-  uint32_t share; /* number of triggers that share a reading of the clock; 0 if not known yet */
+  uint32_t share; /* number of triggers that share one reading of the clock; 0 until the first estimate */
 } Trace;
 
 enum { TRACE_CLOCK_INTERVAL_NS = 2000 };
@@ -63,9 +63,8 @@ static inline void trace_publish(const Trace *trace, ProxycclWorkerStats *stats)
   __atomic_store_n(&stats->traced, trace->next, __ATOMIC_RELEASE);
 }
 
-/* Returns the present time if an observer wants records, otherwise 0. Zeroes a request that has expired, unless the
- * observer extends it at the same moment, so that later calls need not read the clock. Relaxed: the request orders
- * nothing. */
+/* Returns the present time if an observer wants records, otherwise 0. Zeroes an expired request, unless the observer is
+ * extending the request, so that later calls need not read the clock. Relaxed: the request orders nothing. */
 static inline uint64_t trace_wanted(ProxycclWorkerStats *stats) {
   uint64_t until = __atomic_load_n(&stats->trace_until, __ATOMIC_RELAXED);
   if (__builtin_expect(until == 0, 1)) return 0;

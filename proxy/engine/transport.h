@@ -14,17 +14,17 @@
 
 /* The table entry of one memory id. A memory longer than a window has consecutive ids, one for each window. */
 typedef struct ProxycclMemory {
-  char *base;           /* address by which the transport names the window */
+  char *base;           /* the window's address in the transport's operations */
   uint64_t bytes;       /* bytes from `base` to the end of the memory; 0 if the id is not in use */
   uint64_t key;         /* the memory's key, as the transport defines it */
-  uint32_t remote_only; /* 1 if only a remote link reaches the memory, by `key`; local copies must not use `base` */
+  uint32_t remote_only; /* 1 if the memory can only be accessed through a remote link, by `key`; local copies must not
+                           use `base` */
   char *host;           /* the CPU's address of the window; NULL if the CPU may not access the memory */
 } ProxycclMemory;
 
 typedef struct ProxycclConnection ProxycclConnection;
 
-/* Flags for the memory that a transport accesses by addresses in this process: OWN for local memory, PEER for the
- * peer's memory. */
+/* Flags: the transport accesses local memory (OWN) or the peer's memory (PEER) by addresses in this process. */
 enum { PROXYCCL_COPIES_OWN = 1, PROXYCCL_COPIES_PEER = 2 };
 
 /* The addresses and the length of a put. */
@@ -44,23 +44,23 @@ typedef struct ProxycclTransport {
    * ENOMEM, or to ENOSYS in a build without the transport. */
   ProxycclConnection *(*create)(const void *options, const ProxycclRuntimeTable *runtime, const char **refused);
   /* Returns the number of triggers, each with a put, a signal and a flush, for which the connection has room now. The
-   * engine issues at most that number of triggers. If there is no room, the engine leaves triggers in their ring and
+   * engine issues at most this number of triggers. If there is no room, the engine leaves triggers in their ring and
    * asks again after the next poll. The pointer is NULL if there is always room. */
   uint32_t (*ready)(const ProxycclConnection *self);
-  /* Moves at least one byte from local memory to the peer's. */
+  /* Moves at least one byte from local memory to the peer's memory. */
   int (*put)(ProxycclConnection *self, const ProxycclMemory *dst, uint64_t dst_offset, const ProxycclMemory *src,
              uint64_t src_offset, uint64_t bytes);
   /* Moves at least one byte from the peer's memory to local memory. */
   int (*get)(ProxycclConnection *self, const ProxycclMemory *dst, uint64_t dst_offset, const ProxycclMemory *src,
              uint64_t src_offset, uint64_t bytes);
-  /* Makes at most `most_puts` puts, in any order, to the peers of any connections of this transport. To this
-   * connection, the call is one operation. */
+  /* Makes at most `most_puts` puts, in any order, to the peers of any connections of this transport. For this
+   * connection, the call counts as one operation. */
   int (*put_many)(ProxycclConnection *self, const ProxycclPut *puts, uint32_t count);
   /* Puts the low `bytes` bytes of a value: 1, 2, 4 or 8. The caller need not keep the value. */
   int (*put_value)(ProxycclConnection *self, const ProxycclMemory *dst, uint64_t dst_offset, uint64_t value,
                    uint32_t bytes);
-  /* Sets the peer's semaphore word to `value`. The word's present value is `previous`; a device that can only add to
-   * the word adds the difference. */
+  /* Sets the peer's semaphore word to `value`. `previous` is the word's current value, because a device that can only
+   * add to the word adds the difference. */
   int (*signal)(ProxycclConnection *self, uint64_t *remote, uint64_t value, uint64_t previous);
   /* Stores `value` to this rank's word `flushed` when all earlier operations are complete. */
   int (*flush)(ProxycclConnection *self, uint64_t *flushed, uint64_t value);
@@ -78,7 +78,7 @@ typedef struct ProxycclTransport {
 /* A connection's progress: counts of triggers since its first trigger. */
 typedef struct ProxycclProgress {
   uint64_t issued;    /* number of issued triggers; set by the engine after each run of triggers */
-  uint64_t completed; /* at least this many triggers are complete; set by the transport during polls */
+  uint64_t completed; /* number of triggers that are known to be complete; set by the transport during polls */
   uint64_t marked;    /* the next value of `completed`; set by the transport */
 } ProxycclProgress;
 
@@ -92,7 +92,7 @@ struct ProxycclConnection {
 };
 
 /* Issues a flush that stores the number of issued triggers in `completed`, unless such a flush is outstanding. A
- * transport whose flushes cost nothing calls this function at the end of each poll. */
+ * transport whose flushes take no time calls this function at the end of each poll. */
 static inline int proxyccl_mark_progress(ProxycclConnection *self) {
   ProxycclProgress *progress = &self->progress;
   if (progress->completed < progress->marked || progress->marked == progress->issued) return 0;

@@ -12,8 +12,8 @@
 PROXYCCL_TRANSPORTS(PROXYCCL_DECLARE_TRANSPORT)
 
 /* Makes a connection. `options` is the struct in the transport's header; the objects that it names must outlive the
- * connection. On failure, returns NULL, and *refused is the name of an option that is out of range; or *refused is
- * NULL, and errno is ENOMEM, or ENOSYS if this build lacks the transport. */
+ * connection. On failure, returns NULL. Then *refused is the name of an option that is out of range, or NULL; in the
+ * latter case errno is ENOMEM, or ENOSYS if this build lacks the transport. */
 ProxycclConnection *proxyccl_connection_create(const char *name, const void *options,
                                                const ProxycclRuntimeTable *runtime, const char **refused);
 void proxyccl_connection_destroy(ProxycclConnection *connection);

@@ -1,5 +1,5 @@
-/* An ibv_qp * is accepted if the memory to which it points has the expected queue pair number, and if the queue pair's
- * domain and completion queues there have the queue pair's context. */
+/* An ibv_qp * is accepted if the struct at this address has the expected queue pair number, and if the contexts of its
+ * domain and of its completion queues equal its own context. */
 #define _GNU_SOURCE
 #include "verbs_objects.h"
 
@@ -16,7 +16,7 @@ static int copy_from(const void *address, void *out, size_t bytes) {
   const struct iovec local = {out, bytes}, remote = {(void *)address, bytes};
   const ssize_t copied = process_vm_readv(getpid(), &local, 1, &remote, 1, 0);
   if (copied < 0) return errno;
-  return (size_t)copied == bytes ? 0 : EFAULT; /* a shorter copy means unreadable memory */
+  return (size_t)copied == bytes ? 0 : EFAULT; /* a shorter copy means that some of the memory is unreadable */
 }
 
 static ProxycclVerbsFinding finding(int error, ProxycclVerbsFinding unreadable) {

@@ -2,8 +2,8 @@
  * to number `retired` are complete.
  *
  * A queue pair starts and executes its requests in order, with one exception: the response to a read may come after
- * later requests were executed. So the first request after a run of reads has a fence: this request and later ones
- * start only when the reads are complete. A read after writes needs no fence. */
+ * later requests were executed. So the first request after a run of reads has a fence: this request and all later
+ * requests start only when the reads are complete. A read after writes needs no fence. */
 #include "verbs_transport.h"
 
 #include <errno.h>
@@ -18,7 +18,7 @@
 
 enum {
   CHAIN = PROXYCCL_VERBS_CHAIN,
-  COMPLETIONS = 16 /* most completions taken with one call */
+  COMPLETIONS = 16 /* most completions that one call reads */
 };
 
 _Static_assert((int)OPERATIONS == (int)PROXYCCL_VERBS_OPERATIONS, "the length of the queue that the header tells");
@@ -125,7 +125,7 @@ static int retire(VerbsConnection *self, uint32_t *progress) {
     taken = ibv_poll_cq(self->qp->send_cq, COMPLETIONS, completions);
     if (taken < 0) return EIO;
     for (int i = 0; i < taken; ++i) {
-      /* Requests after the first failed one fail only because of the first failure. */
+      /* Requests after the first failed request fail only because of the first failure. */
       if (completions[i].status != IBV_WC_SUCCESS) return PROXYCCL_VERBS_COMPLETION + completions[i].status;
       self->retired = completions[i].wr_id;
     }
@@ -143,7 +143,7 @@ static int verbs_poll(ProxycclConnection *base, uint32_t *progress) {
   return status == 0 ? proxyccl_mark_progress(base) : status;
 }
 
-/* Need not look at the queue of operations, because operations wait only while a request is outstanding. */
+/* Need not check the queue of operations, because operations wait only while a request is outstanding. */
 static int verbs_idle(const ProxycclConnection *base) {
   const VerbsConnection *self = (const VerbsConnection *)base;
   return self->made == self->retired;

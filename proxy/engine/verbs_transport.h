@@ -24,30 +24,30 @@ enum {
 enum {
   PROXYCCL_VERBS_OPERATIONS = 256, /* most operations that wait for a connection's send queue */
   PROXYCCL_VERBS_CHAIN = 32,       /* most work requests posted with one call */
-  /* A chain with this many bytes is posted without waiting for more requests, because its transfer takes much longer
-   * than the call. */
+  /* A chain with this many bytes is posted without waiting for more requests, because the chain's transfer takes much
+   * longer than the call. */
   PROXYCCL_VERBS_CHAIN_BYTES = 16 << 10
 };
 
-/* At most min(send_depth, cq_depth) requests are outstanding, because after an error each request takes a place in the
- * completion queue. A chain has at most half of that number, so that the device works on one chain while the engine
- * prepares the next. */
+/* At most min(send_depth, cq_depth) requests are outstanding, because after an error each request has an entry in the
+ * completion queue. A chain has at most half of this number, so that the device executes one chain while the engine
+ * prepares the next chain. */
 typedef struct ProxycclVerbsOptions {
-  uintptr_t qp;          /* ibv_qp *, ready to send. Nothing else may use the queue pair or its send completion
-                            queue. */
-  uint32_t send_depth;   /* work requests that the queue pair's send queue can hold */
-  uint32_t cq_depth;     /* completions that the queue pair's send completion queue can hold */
-  uint32_t max_message;  /* bytes that one request may carry */
-  uint32_t reads;        /* most RDMA reads that the queue pair may have outstanding; 0 if it supports no reads */
-  uint32_t signal;       /* ProxycclVerbsSignal */
+  uintptr_t qp;         /* ibv_qp *, ready to send. Nothing else may use the queue pair or its send completion
+                           queue. */
+  uint32_t send_depth;  /* work requests that the queue pair's send queue can hold */
+  uint32_t cq_depth;    /* completions that the queue pair's send completion queue can hold */
+  uint32_t max_message; /* most bytes of one request */
+  uint32_t reads;  /* most RDMA reads that the queue pair may have outstanding; 0 if the queue pair supports no reads */
+  uint32_t signal; /* ProxycclVerbsSignal */
   uint32_t signal_rkey;  /* rkey of the memory with the peer's semaphore words */
   uint32_t scratch_lkey; /* for FETCH_ADD: lkey of `scratch` */
   uint64_t scratch;      /* for FETCH_ADD: address of 8 registered bytes, aligned to 8, that receive the words' old
                             values */
 } ProxycclVerbsOptions;
 
-/* The key of local memory (a put's source or a get's destination) is its lkey. For the peer's memory, `base` is its
- * address in the peer's process, and the key is its rkey. A signal's word is given by its address in the peer's
+/* The key of local memory (a put's source or a get's destination) is its lkey. For the peer's memory, `base` is the
+ * address in the peer's process, and the key is the rkey. A signal's word is given by its address in the peer's
  * process. */
 
 /* Returns 1 if this build has the transport, which needs libibverbs' headers. */

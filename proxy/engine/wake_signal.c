@@ -9,9 +9,9 @@ static int descriptor = -1;
 static struct sigaction previous;
 
 static void wake(int signal, siginfo_t *info, void *context) {
-  const int kept = errno; /* the errno of the interrupted code */
+  const int kept = errno; /* the errno of the interrupted code, which must not change */
   const uint64_t one = 1;
-  /* A write to an eventfd fails only if its count would overflow; the reader is then awake already. */
+  /* A write to an eventfd fails only if the eventfd's count would overflow; then the reader has already been woken. */
   const ssize_t written = write(descriptor, &one, sizeof one);
   (void)written;
   errno = kept;

@@ -8,7 +8,7 @@
 #include "ring.h"
 #include "trace.h"
 
-/* A point in a channel's progress, as a count of its connection's triggers and as a ticket of the channel. */
+/* A point in a channel's progress, as a count of the connection's triggers and as a ticket of the channel. */
 typedef struct {
   uint64_t triggers; /* number of triggers of the channel's connection, as ProxycclProgress counts them */
   uint64_t end;      /* one more than the ticket of the channel's last trigger among `triggers` */
@@ -40,7 +40,7 @@ struct ProxycclService {
   ProxycclScheduleWords *words; /* NULL without schedules */
   const uint64_t *semaphores;   /* the channels' words in this rank, which peers' proxies signal */
   uint32_t worker_count;
-  uint32_t current; /* number of the schedule that was started last */
+  uint32_t current; /* number of the most recently started schedule */
   uint32_t started; /* number of schedules that were started; pairing schedule-start */
   uint32_t parts;   /* number of workers that have not completed their part of the current schedule; pairing
                        schedule-end */
@@ -52,7 +52,7 @@ struct ProxycclService {
 /* The flush that a connection is timing; a connection times one flush at a time. */
 typedef struct {
   const uint64_t *flushed; /* NULL if no flush is being timed */
-  uint64_t awaited;        /* value of the flush word once the flush is complete */
+  uint64_t awaited;        /* value that the flush stores in the flush word */
   uint64_t issued_ns;
   ProxycclCounters *counters;
 } TimedFlush;
@@ -63,9 +63,9 @@ typedef struct {
   ProxycclConnection *carrier; /* the connection whose stream copies all bundles; NULL without bundles */
   uint32_t left;               /* number of steps that are not complete */
   uint32_t idle_polls;         /* number of polls since the last progress */
-  uint64_t idle_since;         /* when the worker first noticed the lack of progress; 0 if the clock was not read since
-                                  the last progress */
-  int shown;                   /* whether the waits are published for observers */
+  uint64_t idle_since; /* time at which the worker first found no progress; 0 if the clock has not been read since the
+                          last progress */
+  int shown;           /* whether the waits are published for observers */
 } ScheduleRun;
 
 enum { STOP_WHEN_DONE = 1, STOP_AT_ONCE = 2 };
@@ -77,7 +77,7 @@ struct ProxycclWorker {
   uint32_t *asleep;                       /* the word by which requests wake the thread (waking.h); NULL without a
                                              thread */
   ProxycclWorker *next;                   /* next worker in the thread's list */
-  int (*make_current)(uintptr_t context); /* NULL if the thread always has this worker's context */
+  int (*make_current)(uintptr_t context); /* NULL if this worker's context is always current in the thread */
   uintptr_t context;
   Ring rings[PROXYCCL_MAX_RINGS];
   ProxycclConnection *connections[PROXYCCL_MAX_CONNECTIONS];
@@ -85,19 +85,18 @@ struct ProxycclWorker {
   uint32_t ring_count, connection_count; /* pairing worker-list */
   uint32_t current;                      /* index of the ring to visit next; kept while a Python handler runs */
   uint32_t number;                       /* the worker's number in its service; worker 0 reads the bell */
-  uint32_t joined;                       /* value of the service's `started` when this worker last began a schedule;
-                                            unused by worker 0 */
-  uint32_t polled;                       /* while a schedule runs: number of the connection to poll */
+  uint32_t joined; /* the service's `started` when this worker last began a schedule; unused by worker 0 */
+  uint32_t polled; /* while a schedule runs: number of the connection to poll */
   ScheduleRun run;
   int handling;  /* whether a Python handler is handling the current ring's next trigger */
-  int handled;   /* whether a handler has returned and connections were not polled since */
+  int handled;   /* whether a handler has returned and the connections have not been polled afterwards */
   int stop;      /* STOP_… flags, pairing request */
-  Request drain; /* requests to report when nothing is left to do */
-  Request pause; /* requests with odd numbers pause the worker, those with even numbers resume it */
+  Request drain; /* drain requests: the worker answers when nothing is left to do */
+  Request pause; /* requests with odd numbers pause the worker, and requests with even numbers resume the worker */
 };
 
 enum {
-  POLL_INTERVAL = 256 /* most triggers that are taken from a ring between two polls of the connections */
+  POLL_INTERVAL = 256 /* most triggers that a worker takes from a ring between two polls of the connections */
 };
 
 /* Returns the number of triggers for which a connection has room now. */
@@ -105,7 +104,7 @@ static inline uint32_t room_of(const ProxycclConnection *connection) {
   return connection->transport->ready == NULL ? POLL_INTERVAL : connection->transport->ready(connection);
 }
 
-/* Returns 1 if a transport would copy from or to memory that only a remote link reaches. */
+/* Returns 1 if a transport would copy from or to memory that only a remote link can access. */
 static inline int copies_remote_only(const ProxycclTransport *transport, const ProxycclMemory *own,
                                      const ProxycclMemory *peer) {
   return (own->remote_only && transport->copies & PROXYCCL_COPIES_OWN) ||
@@ -121,9 +120,9 @@ static inline ProxycclOutcome exit_with_error(ProxycclExitInfo *info, uint32_t c
   return PROXYCCL_EXIT_ERROR;
 }
 
-/* Acts on up to POLL_INTERVAL triggers of a ring, and adds their number to *progress. If a trigger's connection has no
- * room, the trigger and all after it stay in the ring, and *held is set. Returns CONTINUE, or the reason why the thread
- * must return. */
+/* Executes up to POLL_INTERVAL triggers of a ring, and adds their number to *progress. If a trigger's connection has no
+ * room, the trigger and all later triggers stay in the ring, and *held is set. Returns CONTINUE, or the reason why the
+ * thread must return. */
 ProxycclOutcome proxyccl_worker_visit_ring(ProxycclWorker *worker, Ring *ring, ProxycclExitInfo *info,
                                            uint32_t *progress, int *held);
 

@@ -1,4 +1,4 @@
-"""Sets libfabric up: chooses a provider, opens an endpoint, registers memory. The engine then moves the data.
+"""Chooses a provider of libfabric, opens endpoints and registers memory. The engine then moves the data.
 
-The package does not know about ranks: its callers send the endpoints' addresses to peers, as bytes.
+The package does not know about ranks: callers send the endpoints' addresses to peers, as bytes.
 """

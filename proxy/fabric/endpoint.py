@@ -1,4 +1,6 @@
-"""Opens a rank's libfabric endpoints, encodes their addresses for peers, and registers memory with them."""
+"""Opens a rank's libfabric endpoints, encodes the endpoints' addresses for peers, and registers memory with the
+endpoints.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ ffi, lib = _engine.ffi, _engine.lib
 
 _ADDRESS_BYTES = 512
 _COMPLETIONS = 8192
-_KEY_EXISTS = 269  # FI_ENOKEY, a provider's error if the requested key is in use
+_KEY_EXISTS = 269  # FI_ENOKEY: the provider's error if the requested key is in use
 _KEY_TRIES = 8
 _OWNERS = {"cuda": lib.PROXYCCL_FABRIC_CUDA, "hip": lib.PROXYCCL_FABRIC_ROCR}
 _LOCAL_KEYS: int = lib.PROXYCCL_FABRIC_LOCAL_KEYS
@@ -38,7 +40,7 @@ class FabricAddress(Message, frozen=True):
     """A description of an endpoint, which a rank sends to its peers.
 
     Attributes:
-        provider: the name of the provider, which must be the same at the peer.
+        provider: the name of the provider; the peer must use the same provider.
         format: libfabric's number for the format of `address`.
         address: the endpoint's address in that format.
         reads: whether peers may read memory that is registered with the endpoint.
@@ -92,7 +94,7 @@ class FabricEndpoint(RegistrationCache):
         self._endpoint: Any = made[0]
         self.parts: Any = ffi.new("ProxycclFabricParts *")
         lib.proxyccl_fabric_parts(self._endpoint, self.parts)
-        self._descriptors = ffi.new("uint64_t[]", _LOCAL_KEYS)  # memory without a descriptor has the local key 0
+        self._descriptors = ffi.new("uint64_t[]", _LOCAL_KEYS)  # local key 0 is for memory without a descriptor
         self._looks = ffi.new("uint64_t *")
         self._free_keys = deque(range(1, _LOCAL_KEYS))
         self._lock = threading.Lock()
@@ -187,7 +189,7 @@ class FabricEndpoint(RegistrationCache):
 
     def descriptor(self, registration: Registration) -> int:
         """Returns the descriptor of registered memory, which this rank's requests pass to the provider; 0 if the
-        provider needs none.
+        provider needs no descriptor.
         """
         return int(self._descriptors[registration.local_key])
 

@@ -1,5 +1,5 @@
-"""Loads libfabric at run time, lists its providers' offers of endpoints, and chooses one for a rank. No other module
-loads libfabric.
+"""Loads libfabric at run time, lists the endpoints that its providers offer, and chooses an endpoint for a rank. No
+other module loads libfabric.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _IPV4, _IPV6 = slice(4, 8), slice(8, 24)
 
 @contextlib.contextmanager
 def keeping_signal_handlers() -> Iterator[None]:
-    """Restores the process's signal handlers when the context ends, for code that loads libraries.
+    """A context manager for code that loads libraries; restores the process's signal handlers at the end.
 
-    PSM's libraries, which some builds of libfabric load, replace the handlers of SIGINT, SIGTERM and fault signals by a
-    handler that ends the process.
+    PSM's libraries, which some builds of libfabric load, replace the handlers of SIGINT, SIGTERM and fault signals with
+    a handler that ends the process.
     """
     sigaction = ctypes.CDLL(None).sigaction
 
@@ -122,7 +122,7 @@ class FabricOffer:
     """A kind of endpoint that a provider of libfabric offers, on one interface.
 
     Attributes:
-        provider: the provider's name, which includes those of providers that it is layered on, such as "tcp;ofi_rxm".
+        provider: the provider's name, including the names of providers below it, such as "tcp;ofi_rxm".
         domain: the provider's name for the interface or device.
         address: the endpoint's IP address if known in advance; otherwise None.
         address_format: libfabric's number for the format of addresses.
@@ -131,8 +131,9 @@ class FabricOffer:
         reads: whether an endpoint can also read peers' memory, for gets.
         remote: whether an endpoint reaches other hosts.
         device_memory: whether an endpoint can access GPUs' memory; False if the offers were requested without it.
-        virtual_keys: whether requests name a peer's registered memory by address; if not, by offset from its start.
-        provider_keys: whether the provider chooses the keys of registered memory; if not, this rank does.
+        virtual_keys: whether requests name a peer's registered memory by address; if not, by offset from the memory's
+            start.
+        provider_keys: whether the provider chooses the keys of registered memory; if not, this rank chooses them.
         key_bytes: length of a key in bytes.
         depth: most outstanding writes.
         max_message: most bytes of one write; if `ordered`, most bytes of a write that keeps the order.
@@ -166,14 +167,12 @@ class FabricOffer:
 
     @property
     def is_stream(self) -> bool:
-        """Whether an endpoint sends data to a peer over one byte stream, whose speed is limited to what one core can
-        move.
-        """
+        """Whether an endpoint sends data to a peer over one byte stream, whose speed is limited by one core."""
         return not _STREAMS.isdisjoint(self.provider.split(";"))
 
     @property
     def facts(self) -> str:
-        """The offer's properties except its provider, in words."""
+        """A text that describes the offer, without the provider's name."""
         facts = [self.domain, *([str(self.address)] if self.address is not None else [])]
         facts.append("ordered writes" if self.ordered else "unordered writes")
         if self.rate:
@@ -192,7 +191,7 @@ class FabricOffer:
 
 def fabric_offers(*, device_memory: bool = False) -> list[FabricOffer]:
     """Returns the endpoints that providers offer, in libfabric's order of preference. All offered endpoints can write
-    to peers' memory. Some can also read peers' memory or, with `device_memory`, access GPU memory.
+    to peers' memory. Some endpoints can also read peers' memory or, with `device_memory`, access GPU memory.
 
     Raises:
         ResourceError: out of memory.
@@ -205,9 +204,9 @@ def fabric_offers(*, device_memory: bool = False) -> list[FabricOffer]:
 
 
 def best_of(answers: list[list[FabricOffer]]) -> list[FabricOffer]:
-    """Merges libfabric's answers to successively weaker requests. Each offer is taken from the first answer that
-    contains the offer. The result has the order of the last answer, whose request asked for nothing optional, so this
-    is libfabric's order of preference.
+    """Merges libfabric's answers to requests, of which each asks for fewer features than the previous request. Each
+    offer is taken from the first answer that contains the offer. The result has the order of the last answer. The last
+    request asks for no optional features, so this order is libfabric's order of preference.
     """
     best: dict[tuple[str, str, object, int], FabricOffer] = {}
     for answer in reversed(answers):

@@ -28,10 +28,11 @@ def library_name() -> str:
 
 
 def missing() -> str:
-    """Returns the requirements of the transport over libfabric that this machine lacks, in words; "" if it lacks none.
+    """Returns, as text, the requirements of the transport over libfabric that this machine lacks; "" if it lacks none.
 
-    The check does not ask providers, because they may take a second to answer. The check does not load the library,
-    because a process can load only one libfabric: after the system's, MPI could not load a newer one.
+    The check does not query providers, because a query may take a second. The check does not load the library, because
+    a process can load only one libfabric: if the check loaded the system's libfabric, MPI could not load a newer
+    version.
     """
     lacks = []
     if not lib.proxyccl_fabric_built():
@@ -50,7 +51,7 @@ def _is_there(name: str) -> bool:
         return True
     try:
         cache = _LINKER_CACHE.read_bytes()
-    except OSError:  # without the linker's cache, only loading the library would show whether it exists
+    except OSError:  # without the linker's cache, only loading the library would show whether the library exists
         return True
     # The cache (glibc, sysdeps/generic/dl-cache.h) contains the libraries' names and paths as strings.
     return re.search(rb"[/\0]" + re.escape(os.fsencode(name)) + rb"\0", cache) is not None

@@ -1,8 +1,8 @@
 """Serves short connections from this machine, for the metrics, for RAS clients and for the page of `top --web`.
 
 `LocalPages.parse_request` checks every HTTP request, whatever its method and path. The Host header must name this
-machine, so that a page in a browser can't reach the server under a foreign name that resolves to the loopback address
-(DNS rebinding).
+machine, so that a web page can't access the server by a foreign name that resolves to the loopback address (DNS
+rebinding).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _LINGER_BYTES = 1 << 20
 
 
 class BoundedServer(ThreadingTCPServer):
-    """Serves at most `MOST` connections at a time, each in a thread. A further connection ends the oldest one, so
-    silent clients do not block the server.
+    """Serves at most `MOST` connections at a time, each in a thread. A further connection ends the oldest connection,
+    so silent clients do not block the server.
 
     Use the server as a context manager, or call `end`.
 
@@ -43,7 +43,7 @@ class BoundedServer(ThreadingTCPServer):
     """
 
     daemon_threads = True
-    allow_reuse_address = True  # allows a port whose old connections are in TIME_WAIT
+    allow_reuse_address = True  # allows reuse of a port whose old connections are in TIME_WAIT
     MOST = 32
     request_queue_size = MOST
 
@@ -79,7 +79,7 @@ class BoundedServer(ThreadingTCPServer):
         self._thread.join()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serves a connection in a thread. Ends the oldest connection if too many connections are open."""
+        """Serves a connection in a thread. If too many connections are open, ends the oldest connection."""
         with self._lock:
             self._accepted.append(request)
             if len(self._accepted) > self.MOST:
@@ -87,7 +87,7 @@ class BoundedServer(ThreadingTCPServer):
         super().process_request(request, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignores the errors of clients that have gone or were silent for too long; reports other errors."""
+        """Ignores errors of clients that have disconnected or were silent for too long, and reports other errors."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
@@ -154,7 +154,7 @@ class LocalPages(BaseHTTPRequestHandler):
         """Reads the rest of the request, because closing a connection with unread bytes would discard the answer."""
         super().finish()
         left, until = _LINGER_BYTES, time.monotonic() + _LINGER_SECONDS
-        with contextlib.suppress(OSError):  # the client has gone
+        with contextlib.suppress(OSError):  # the client has disconnected
             self.connection.shutdown(socket.SHUT_WR)
             while left > 0 and (seconds := until - time.monotonic()) > 0:
                 self.connection.settimeout(seconds)

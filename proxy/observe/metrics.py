@@ -112,8 +112,8 @@ def metrics_text(views: Iterable[ServiceView]) -> str:
 
 @contextlib.contextmanager
 def serve(port: int) -> Iterator[str]:
-    """Serves the metrics to this machine during a context, at `port`, or at any free port if `port` is 0. The context's
-    value is a text with the URL. Raises the errors of `BoundedServer`.
+    """A context manager that serves the metrics to this machine at `port`, or at any free port if `port` is 0. The
+    context's value is a text with the URL. Raises the errors of `BoundedServer`.
     """
 
     class Handler(LocalPages):

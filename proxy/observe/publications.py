@@ -50,7 +50,7 @@ class Description(Message, frozen=True):
     Attributes:
         rank: number of the rank.
         world_size: the number of ranks.
-        job: the communicator's name, which differs from the names of all other communicators.
+        job: the communicator's name, which no other communicator has.
         program: the rank's program.
         ways: for each rank of the host in another PID namespace, the kind of socket that passes descriptors.
     """
@@ -93,7 +93,7 @@ class RingPlace(Message, frozen=True):
 
 
 class OfProcess(Message, frozen=True):
-    """Base of publications of objects that belong to a process.
+    """Base class of publications of objects that belong to a process.
 
     Attributes:
         pid: the process's id.
@@ -154,7 +154,7 @@ def publications_directory() -> Path:
 
 
 def check_directory(directory: Path) -> None:
-    """Raises ArgumentError unless the path is a directory (not a link to one) that only this user can enter."""
+    """Raises ArgumentError unless the path is a directory (not a link to a directory) that only this user can enter."""
     info = directory.lstat()
     if not stat.S_ISDIR(info.st_mode):
         raise ArgumentError("directory", f"{directory} is not a directory")
@@ -170,7 +170,7 @@ def publish(publication: Publication) -> Path:
 
 
 def new_name(suffix: str) -> str:
-    """Returns a file name that no other object of this process has."""
+    """Returns a file name that is unique among the objects of this process."""
     return f"{os.getpid()}-{next(_numbers)}{suffix}"
 
 
@@ -186,7 +186,7 @@ def write(name: str, data: bytes) -> Path:
     check_directory(directory)
     path = directory / name
     written = path.with_name(f".{path.name}")
-    written.unlink(missing_ok=True)  # a killed process with the same id may have left a file of this name
+    written.unlink(missing_ok=True)  # a killed process with the same id may have left a file with this name
     descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with open(descriptor, "wb") as file:
         file.write(data)
@@ -200,7 +200,7 @@ def try_publish(publication: Publication) -> Path | None:
 
 
 def try_write(name: str, data: bytes) -> Path | None:
-    """Calls `write`. If the call fails, logs the error, once per reason, and returns None, because a service works
+    """Calls `write`. If the call fails, logs the error (each error only once) and returns None, because a service works
     without observers.
     """
     try:
@@ -217,13 +217,12 @@ def _warn(reason: str) -> None:
 
 
 def withdraw(path: Path) -> None:
-    """Removes a publication's file. If the removal fails, observers remove the file after its process has ended."""
+    """Removes a publication's file. If the removal fails, observers remove the file after this process has ended."""
     with contextlib.suppress(OSError):
         path.unlink()
 
 
 def _read(path: Path, codec: Codec[P]) -> P | None:
-    """Reads a publication from a file. Returns None if the file is of another version. Raises OSError."""
     with path.open("rb") as file:
         data = file.read(codec.limit + 1)
     try:
@@ -248,7 +247,7 @@ def find_running(suffix: str, codec: Codec[P]) -> list[tuple[Path, P]]:
     for path in sorted(each for each in directory.glob(f"*{suffix}") if each.is_file()):
         with contextlib.suppress(OSError):  # the file was removed or is not readable
             publication = _read(path, codec)
-            if publication is None:  # another version wrote the file
+            if publication is None:  # another version of ProxyCCL wrote the file
                 if _is_stale(path):
                     withdraw(path)
             elif publication.namespace == pid_namespace():

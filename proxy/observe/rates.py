@@ -20,8 +20,7 @@ class WorkerRates(Message, frozen=True):
         looks_per_s: polls of the worker's rings and connections per second.
         sleeps_per_s: sleeps of the thread per second.
         wakes_per_s: how often per second a launch woke the thread.
-        core: the thread's CPU time per unit of time, 1.0 for a whole core; None if the system does not report the CPU
-            time.
+        core: the share of a core that the thread used, from 0 to 1; None if the system does not report the CPU time.
         idle_times: the fields of the thread's `IdlePolicy`, in order.
     """
 
@@ -66,7 +65,7 @@ class ChannelRates(Message, frozen=True):
             were no timed flushes.
         timed_flushes: number of timed flushes between the snapshots.
         errors: number of triggers that have failed since the channel was created.
-        connection_errors: number of failures of the connection, on all its channels, since it was created.
+        connection_errors: number of failures of the connection, on all its channels, since the connection was created.
     """
 
     id: int
@@ -122,8 +121,8 @@ class ServiceRates(Message, frozen=True):
     ways: dict[int, str] = msgspec.field(default_factory=dict)
 
     def paths(self) -> dict[str, list[int]]:
-        """Returns a dict that maps each path to the sorted ranks that the path reaches. A path is a text: the transport
-        of a rank's channels, if there are any, and the rank's entry in `ways`, if there is one.
+        """Returns a dict that maps each path to the sorted ranks that are reached by the path. A path is a text: the
+        transport of a rank's channels, if there are any, and the rank's entry in `ways`, if there is one.
         """
         transports = dict.fromkeys(self.ways, "") | {each.peer: each.transport for each in self.channels}
         found: dict[str, list[int]] = {}
@@ -203,7 +202,7 @@ class Watch:
         self._views: dict[Path, ServiceView] = {}
 
     def rates(self) -> list[ServiceRates]:
-        """Returns the services' activity since the last call, ordered by job and rank. Services that are new since the
+        """Returns the services' activity since the last call, ordered by job and rank. Services that started after the
         last call are left out. Raises the errors of `find`.
         """
         before, self._views = self._views, snapshots(*self._of)

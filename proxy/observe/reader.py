@@ -34,7 +34,7 @@ class WorkerView(Message, frozen=True):
     Attributes:
         number: the worker's number in its service.
         looks: number of polls of the worker's rings and connections.
-        age_ns: time since the worker's start; 0 once it has ended.
+        age_ns: time since the worker's start; 0 once the worker has ended.
         idle_ns: the part of `age_ns` in which the worker's thread had nothing to do for any of its workers.
         sleeps: number of the thread's sleeps.
         slept_ns: time that the thread slept.
@@ -152,7 +152,7 @@ def connection_of(channel: ChannelView, connections: Iterable[ConnectionView]) -
 
 class Observer:
     """Reads the state of one service. Use an observer as a context manager, or call `close`. Raises ArgumentError if
-    the service is gone, or its publication is wrong.
+    the service has ended, or if its publication is invalid.
     """
 
     def __init__(self, publication: Publication) -> None:
@@ -194,7 +194,7 @@ class Observer:
         for number in range(self.publication.workers):
             stats = self.worker_stats(number)
             age = max(0, now - stats.started_ns) if stats.started_ns else 0
-            idle = min(stats.idle_ns, age)  # idle_ns may have grown since `now` was read
+            idle = min(stats.idle_ns, age)  # the worker may have increased idle_ns after `now` was read
             slept = min(stats.slept_ns, idle)
             cpu = cpu_time_of(self.publication.pid, stats.thread)
             times = (stats.spin_ns / 1e3, stats.yield_ns / 1e3, stats.max_sleep_ns / 1e3)
@@ -224,7 +224,7 @@ class Observer:
         for number, stats in enumerate(self.worker_stats(worker).connections):
             if not stats.in_use:
                 break
-            completed = int(stats.completed)  # read before `issued`, so that the difference is not negative
+            completed = int(stats.completed)  # read before `issued`, so that `outstanding` is not negative
             transport = ffi.string(stats.transport).decode(errors="replace")
             outstanding = max(0, stats.issued - completed)
             connections.append(
@@ -253,6 +253,6 @@ def snapshots(job: str | None = None, process: int | None = None) -> dict[Path, 
     """
     views = {}
     for path, publication in find(job, process=process):
-        with contextlib.suppress(ArgumentError), Observer(publication) as observer:  # the service has just closed
+        with contextlib.suppress(ArgumentError), Observer(publication) as observer:  # the service may have closed
             views[path] = observer.snapshot()
     return views

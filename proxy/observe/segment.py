@@ -19,13 +19,13 @@ ffi, lib = _engine.ffi, _engine.lib
 
 
 def peer_of(stats: _engine.ProxycclConnectionStats) -> int | None:
-    """Returns the rank at a connection's other end; None if unknown."""
+    """Returns the peer's rank of a connection; None if unknown."""
     return None if stats.peer == native.PROXYCCL_NO_PEER else int(stats.peer)
 
 
 def open_published(handle: str, nbytes: int) -> SharedMemory:
-    """Maps the memory that a publication names by a handle in hexadecimal, for observers, which only read it. Raises
-    ArgumentError if the memory can't be opened, or has fewer than `nbytes` bytes.
+    """Maps, for an observer, the memory that a publication names by a handle in hexadecimal. Raises ArgumentError if
+    the memory can't be opened, or has fewer than `nbytes` bytes.
     """
     try:
         packed = bytes.fromhex(handle)
@@ -79,12 +79,12 @@ class ObservedSegment:
         self.pointer.channels[channel].connection = 0
 
     def outstanding(self, channel: int) -> int | None:
-        """See `ProxyService.outstanding`. Returns None also for an unused id."""
+        """See `ProxyService.outstanding`. Also returns None for an unused id."""
         place = self.pointer.channels[channel]
         if place.connection in (0, lib.PROXYCCL_PLACE_HANDLER):
             return None
         stats = self.worker(place.worker).connections[place.connection - 1]
-        completed = stats.completed  # read before `issued`, so that the difference is not negative
+        completed = stats.completed  # read before `issued`, so that `issued` - `completed` is not negative
         return int(stats.issued - completed)
 
     def schedule_waits(self) -> list[ScheduleWait]:
@@ -101,6 +101,8 @@ class ObservedSegment:
         return found
 
     def close(self) -> None:
-        """Unmaps the segment; a segment that this object created is freed, so its workers must have ended."""
-        vars(self).pop("pointer", None)  # a later access then raises AttributeError
+        """Unmaps the segment. If this object created the segment, also frees it, so the service's workers must have
+        ended.
+        """
+        vars(self).pop("pointer", None)  # a later use of `pointer` raises AttributeError
         self.memory.close()

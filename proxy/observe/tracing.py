@@ -78,7 +78,8 @@ class TracedWait:
     Attributes:
         schedule: the schedule's number.
         channel: id of the channel to the peer.
-        joins: whether the worker waited for the peer to join the schedule; if not, it waited for the peer's data.
+        joins: whether the worker waited for the peer to join the schedule; if not, the worker waited for the peer's
+            data.
         begin_ns: when the worker began the schedule.
         end_ns: when the worker found that the peer had joined or the data had arrived.
     """
@@ -122,11 +123,12 @@ class TraceDecoder:
         self._connections = connections
         self._ring: int | None = None
         self._ticket: int | None = None
-        self._schedule: int | None = None  # schedule of the next send
+        self._schedule: int | None = None  # number of the schedule to which the next send belongs
         self._looked = 0
         self._look = 0
         self._unissued: list[TracedTrigger] = []
-        # `_outstanding` is by connection; `_handled` and `_sent` (incomplete sends of schedules) are by channel.
+        # `_outstanding` is keyed by connection; `_handled` and `_sent` (incomplete sends of schedules) are keyed by
+        # channel.
         self._outstanding: dict[int, deque[TracedTrigger]] = {}
         self._handled: dict[int, TracedTrigger] = {}
         self._sent: dict[int, deque[TracedTrigger]] = {}
@@ -209,7 +211,7 @@ class Allowance:
 
     Args:
         triggers: the number of triggers to keep. Further triggers are kept if they share a clock reading with the last
-            of these.
+            of the kept triggers.
     """
 
     def __init__(self, triggers: int) -> None:
@@ -227,7 +229,7 @@ class Allowance:
         self._left = 0
         if beyond and is_mark[beyond - 1]:
             return beyond
-        return beyond + int(np.argmax(is_mark[beyond:])) + 1  # the mark states when the triggers before it were issued
+        return beyond + int(np.argmax(is_mark[beyond:])) + 1  # the mark has the issue time of the triggers before it
 
 
 class _Records:
@@ -235,7 +237,7 @@ class _Records:
         self._stats = stats
         self._allowance = allowance
         self._next = ffi.new("uint64_t *", stats.traced)
-        self._parts: list[tuple[int, npt.NDArray[np.uint64]]] = []  # number of lost records, and the records after them
+        self._parts: list[tuple[int, npt.NDArray[np.uint64]]] = []  # number of lost records; the following records
         self._full = False
         self.left_out = 0
 
@@ -259,7 +261,7 @@ class _Records:
         is_mark = (records[:, 1] & np.uint64(_PARITY)).astype(bool)
         end = 0 if self._full else self._allowance.end_of_kept(is_mark)
         if end is not None:
-            self._full = True  # without the further triggers, later marks can't be decoded
+            self._full = True  # later marks can't be decoded without the triggers before them
             self.left_out += int(np.count_nonzero(~is_mark[end:]))
         if lost or end != 0:
             self._parts.append((lost, records[:end].copy()))
@@ -281,7 +283,7 @@ class Tracer:
 
     Raises:
         ResourceError: another process traces the service, or the service's file is gone.
-        ArgumentError: the service is gone.
+        ArgumentError: the service has ended.
     """
 
     def __init__(self, path: Path, publication: Publication, allowance: Allowance | None = None) -> None:
@@ -357,7 +359,9 @@ class Tracer:
         return ServiceTrace(self._observer.publication, triggers, self._routes, lost, left_out, waits)
 
     def close(self) -> None:
-        """Ends the recording, unless `stop` has ended it, and lets other processes trace the service."""
+        """Ends the recording, unless `stop` has already ended the recording, and lets other processes trace the
+        service.
+        """
         self._ask_until(0)
         self._workers.clear()
         self._opened.close()

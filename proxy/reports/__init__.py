@@ -1,1 +1,1 @@
-"""The common parts of ranks' and the node daemon's reports: files, checks on reading, rings."""
+"""Code that ranks' reports and the node daemon's reports share: files, checks on reading, rings."""

@@ -1,4 +1,4 @@
-"""The common format of report files: each is a message as JSON, with a `format` and a `version`."""
+"""The common format of report files: a message as JSON, with a `format` and a `version`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ReportError(ProxyCCLError):
 
 
 class Member(Message, frozen=True, eq=False):
-    """A process on a host. Comparing ignores `started`.
+    """Identifies a process on a host. Comparing ignores `started`.
 
     Attributes:
         host: the host's name and boot id.
@@ -43,7 +43,7 @@ class Member(Message, frozen=True, eq=False):
 
     @property
     def is_visible(self) -> bool:
-        """Whether `pid` is the process's id in this PID namespace too."""
+        """Whether `pid` is also the process's id in this PID namespace."""
         return same_host(self.host, host_name()) and self.view == proc_view() != 0
 
     def __eq__(self, other: object) -> bool:
@@ -59,7 +59,7 @@ class Member(Message, frozen=True, eq=False):
 
     @property
     def shown(self) -> str:
-        """A text for people that names the process and its host."""
+        """A readable text that names the process and its host."""
         return f"process {self.pid} on {self.host.partition('/')[0]}"
 
 

@@ -1,4 +1,6 @@
-"""The directory for reports: the user's choice, or a default directory, which keeps the newest `KEPT` reports."""
+"""The directory for reports: one that the user chooses, or a default directory, in which only the newest `KEPT` reports
+are kept.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ def write(group: str, who: str, number: int, text: str) -> Path:
     """Writes a report of this process atomically.
 
     Args:
-        group: eight random hexadecimal digits, which distinguish this process from others with the same process id.
+        group: eight random hexadecimal digits, which distinguish this process from other processes with the same
+            process id.
         who: "rank" and its number, or "daemon".
         number: number of this report among the reports of the same `who`, from 1.
         text: the report's text.
@@ -79,7 +82,7 @@ def reports_in(where: Path) -> list[Path]:
     found = []
     for path in where.iterdir():
         if _NAME.fullmatch(path.name) and path.is_file():
-            with contextlib.suppress(FileNotFoundError):  # another process has just removed the file
+            with contextlib.suppress(FileNotFoundError):  # another process may have removed the file
                 found.append((path.stat().st_mtime_ns, path))
     return [path for _, path in sorted(found)]
 

@@ -1,4 +1,4 @@
-"""SIGUSR1 makes a process write its reports, whatever its threads are doing."""
+"""Makes a process write its reports at SIGUSR1, whatever its threads are doing."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _tried = False
 
 
 def install(report: Callable[[str], object]) -> None:
-    """Makes the signal call `report` in a thread, with a cause in words.
+    """Makes the signal call `report` in a thread, with a text that names the cause.
 
-    Does nothing in a second call, or if the program handles or ignores the signal in Python. An existing handler in C,
-    such as MPICH's, is still called.
+    Does nothing if it was called before, or if the program handles or ignores the signal in Python. An existing handler
+    in C, such as MPICH's, is still called.
     """
     global _tried  # noqa: PLW0603  the process has only one handler for the signal
     with _lock:
@@ -47,5 +47,5 @@ def _wait(descriptor: int, report: Callable[[str], object]) -> None:
         os.read(descriptor, _COUNT_BYTES)  # os.eventfd_read, unlike os.read, does not retry after a signal
         try:
             report(f"signal {SIGNAL.name}")
-        except Exception:  # the thread must survive for the next signal
+        except Exception:  # the thread must not end, because it also handles later signals
             _logger.exception("no report on signal %s", SIGNAL.name)

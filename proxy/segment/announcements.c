@@ -1,5 +1,5 @@
-/* An entry of the table is a sequence lock: a reader that finds the version changed discards what it has read, and the
- * writer never waits for readers. */
+/* An entry of the table is a sequence lock: a reader that finds a changed version discards the data that it has read,
+ * and the writer never waits for readers. */
 #include "announcements.h"
 
 void proxyccl_announce(ProxycclAnnouncements *table, uint32_t entry, const char *handle, uint32_t bytes) {

@@ -1,10 +1,11 @@
-/* Announcements: a rank offers memory to the other ranks of its host, which map the memory and reply with its address.
+/* Announcements: a rank offers memory to the other ranks of the host, which map the memory and reply with the memory's
+ * address.
  *
  * Each rank owns one table, in memory that all ranks of the host map. The owner announces and withdraws memory in the
- * table's entries. When an entry changes, each peer maps or unmaps the memory, and replies with the address at which
- * the peer's kernels reach the memory. If the owner asks proxies to register the memory, the peer also replies with the
- * memory's id in the peer's proxy. A reply contains the version of the entry that it answers, so a late reply is not
- * taken for a reply about newer memory. */
+ * table's entries. When an entry changes, each peer maps or unmaps the memory, and replies with the memory's address
+ * for the peer's kernels. If the owner asks proxies to register the memory, the peer also replies with the memory's id
+ * in the peer's proxy. A reply contains the version of the entry to which it replies, so a late reply is not mistaken
+ * for a reply about newer memory. */
 #ifndef PROXYCCL_ANNOUNCEMENTS_H
 #define PROXYCCL_ANNOUNCEMENTS_H
 
@@ -16,7 +17,7 @@ enum {
   PROXYCCL_ANNOUNCEMENT_PEERS = 72       /* most ranks of a host */
 };
 
-/* The address in a reply if the peer's kernels can't reach the memory. */
+/* The address in a reply if the peer's kernels can't access the memory. */
 #define PROXYCCL_UNREACHED 1ull
 /* The memory id in a reply if the peer's proxy can't register the memory. */
 #define PROXYCCL_NO_MEMORY 0xfffffffeu
@@ -31,7 +32,7 @@ typedef struct ProxycclAnnouncement {
 typedef struct ProxycclAnnouncementReply {
   uint64_t version; /* version of the announcement that the reply answers */
   uint64_t address;
-  uint64_t memory; /* the version in the upper half, the memory's id plus one in the lower half; 0 without a reply */
+  uint64_t memory; /* upper half: the version; lower half: the memory's id plus one; 0 without a reply */
 } ProxycclAnnouncementReply;
 
 typedef struct ProxycclAnnouncements {
@@ -49,22 +50,22 @@ uint64_t proxyccl_announcement_changes(const ProxycclAnnouncements *table);
  * PROXYCCL_ANNOUNCEMENTS if there is none. For each entry, `handled` has the values that the peer has handled:
  * `for_proxies` in the upper half and the version in the lower half. */
 uint32_t proxyccl_announcement_changed(const ProxycclAnnouncements *table, uint32_t entry, const uint64_t *handled);
-/* Called by a peer: copies an entry. Returns the entry's version, or 0 if the entry is being written. */
+/* A peer calls this to copy an entry. Returns the entry's version, or 0 while the entry is being written. */
 uint32_t proxyccl_announcement_read(const ProxycclAnnouncements *table, uint32_t entry, ProxycclAnnouncement *copy);
-/* Called by a peer: replies that the peer has handled a version. `address` is where the peer's kernels reach the
- * memory, or PROXYCCL_UNREACHED, or 0 if the memory was withdrawn. */
+/* A peer calls this to reply that it has handled a version. `address` is the memory's address for the peer's kernels,
+ * or PROXYCCL_UNREACHED, or 0 if the memory was withdrawn. */
 void proxyccl_announcement_reply(ProxycclAnnouncements *table, uint32_t entry, uint32_t peer, uint32_t version,
                                  uint64_t address);
-/* Called by the owner: asks peers to register an entry's memory with their proxies. */
+/* The owner calls this to ask peers to register an entry's memory with their proxies. */
 void proxyccl_announce_to_proxies(ProxycclAnnouncements *table, uint32_t entry);
-/* Called by a peer that was asked to register an entry's memory with its proxy: replies with the memory's id, or
+/* A peer that was asked to register an entry's memory with its proxy calls this to reply with the memory's id, or with
  * PROXYCCL_NO_MEMORY. */
 void proxyccl_announcement_reply_memory(ProxycclAnnouncements *table, uint32_t entry, uint32_t peer, uint32_t version,
                                         uint32_t id);
-/* Called by the owner: stores the memory id of a peer's reply in *id. Returns 1 if the reply is to the entry's present
- * version, otherwise 0. */
+/* The owner calls this to read the memory id of a peer's reply into *id. Returns 1 if the reply is to the entry's
+ * present version, otherwise 0. */
 int proxyccl_announcement_memory(const ProxycclAnnouncements *table, uint32_t entry, uint32_t peer, uint32_t *id);
-/* Called by the owner: stores the address of a peer's reply in *address. Returns 1 if the reply is to the entry's
+/* The owner calls this to read the address of a peer's reply into *address. Returns 1 if the reply is to the entry's
  * present version, otherwise 0. */
 int proxyccl_announcement_reached(const ProxycclAnnouncements *table, uint32_t entry, uint32_t peer, uint64_t *address);
 

@@ -39,7 +39,7 @@ void proxyccl_calls_wait_on(ProxycclCallers *callers, uintptr_t stream, uintptr_
   callers->synchronize = (int (*)(void *))synchronize;
 }
 
-/* Returns `history`, the digest of all earlier calls, updated with one more call. */
+/* Adds a call to `history`, the digest of all earlier calls. Returns the new digest. */
 static uint64_t history_with(uint64_t history, const ProxycclCall *call) {
   for (int i = 0; i < PROXYCCL_CALL_FIELDS; ++i) {
     history = (history ^ call->fields[i]) * 0x9e3779b97f4a7c15u;
@@ -48,8 +48,8 @@ static uint64_t history_with(uint64_t history, const ProxycclCall *call) {
   return history;
 }
 
-/* Counts a call in a hash table, which is zeroed at first and from which nothing is removed. Fields are written with
- * plain 8-byte stores, so observers may read the table at any time. */
+/* Counts a call in a hash table, which begins as zeroed memory and from which nothing is removed. Fields are written
+ * with plain 8-byte stores, so observers may read the table at any time. */
 static void count_call(ProxycclCallCount *counts, uint64_t collective) {
   for (uint32_t probe = 0; probe < PROXYCCL_CALL_KINDS; ++probe) {
     ProxycclCallCount *const count = &counts[(collective + probe) % PROXYCCL_CALL_KINDS];
@@ -79,9 +79,9 @@ int proxyccl_calls_agree(ProxycclCallers *callers, const ProxycclCall *call) {
   callers->history = history_with(callers->history, call);
   write_entry(&callers->own[slot], stamp, call);
   count_call(callers->counts, call->fields[0]);
-  /* Pairing call-comparison, with the same fence of a peer: of two ranks that log calls concurrently, at least one
-   * finds the other's entry in the loop below. With only a release and an acquire, both ranks' loads could come before
-   * both stores. */
+  /* Pairing call-comparison, with the same fence of a peer: if two ranks log calls concurrently, at least one of the
+   * ranks finds the other rank's entry in the loop below. With only a release and an acquire, both ranks' loads could
+   * come before both stores. */
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
   for (uint32_t peer = 0; peer < callers->peer_count; ++peer) {
     const uint64_t theirs = read_entry(&callers->peers[peer][slot], sequence, &callers->different);

@@ -1,12 +1,12 @@
-/* Each rank logs its collective calls, so that ranks whose calls differ notice the difference before they wait for each
- * other. The functions also issue a call's prepared launch or stream operations.
+/* Each rank logs its collective calls, so that ranks with different calls get an error instead of waiting for each
+ * other forever. The functions of this file also issue a call's prepared launch or stream operations.
  *
- * The log is a ring in memory that all ranks of the host map. Of two ranks, the rank that makes call number N later
- * compares entry N of both logs. No call completes before the comparison, because every collective needs every rank.
+ * The log is a ring in memory that all ranks of the host map. Of two ranks, the rank that is later to make call number
+ * N compares entry N of both logs. No call completes before the comparison, because every collective needs every rank.
  *
  * If a rank is ahead of a peer by more calls than the log has entries, the rank overwrites entries that the peer has
- * not compared yet. So each entry also has a digest of all earlier calls. If earlier calls differ, the ranks notice it
- * at the next entry that they can compare, and the status is PROXYCCL_CALL_DIFFERED. */
+ * not compared yet. So each entry also has a digest of all earlier calls. If earlier calls differ, the comparison of
+ * the next entry that is still in the log returns the status PROXYCCL_CALL_DIFFERED. */
 #ifndef PROXYCCL_CALLS_H
 #define PROXYCCL_CALLS_H
 
@@ -17,15 +17,15 @@
 #include "stream_operations.h"
 
 /* At one call per microsecond, the numbers of calls wrap around after half a year. No rank is ever half a year ahead of
- * another. */
+ * another rank. */
 enum { PROXYCCL_CALL_LOG_ENTRIES = 256, PROXYCCL_CALL_FIELDS = 7, PROXYCCL_CALL_NUMBER_BITS = 44 };
-/* The number of collectives and execution plans that are counted separately, a power of two. All others share one
- * count. */
+/* The number of collectives and execution plans that are counted separately, a power of two. All other collectives and
+ * plans share one count. */
 enum { PROXYCCL_CALL_KINDS = 64 };
-/* The number of calls whose choices are kept (proxyccl_calls_choose). Drivers' queues are shorter, so no rank is ahead
- * of another by this many calls. */
+/* The number of calls whose choices are kept (proxyccl_calls_choose). Drivers' queues are shorter, so no rank is this
+ * many calls ahead of another rank. */
 enum { PROXYCCL_CALL_CHOICES = 1024 };
-enum { PROXYCCL_CALL_WAYS = 4 }; /* most implementations of a call, of which all ranks must choose the same */
+enum { PROXYCCL_CALL_WAYS = 4 }; /* most implementations of a call; all ranks must choose the same implementation */
 
 /* The fields of a call, which must be equal on all ranks. channels/segment/calls.py names them. */
 typedef struct ProxycclCall {
@@ -41,7 +41,7 @@ typedef struct ProxycclCallEntry {
 
 /* Counts a rank's calls of one collective. Only the rank itself writes the count; observers read the count. */
 typedef struct ProxycclCallCount {
-  uint64_t collective; /* the first field of the counted calls; 0 in the count that further collectives share */
+  uint64_t collective; /* the first field of the counted calls; 0 in the count for all further collectives */
   uint64_t calls;
 } ProxycclCallCount;
 
@@ -71,18 +71,18 @@ void proxyccl_calls_wait_on(ProxycclCallers *callers, uintptr_t stream, uintptr_
 /* Reads call number `sequence` from a log. Returns 1 if the log has the call, otherwise 0. Any thread may call this
  * function. */
 int proxyccl_calls_read(const ProxycclCallEntry *log, uint64_t sequence, ProxycclCall *call);
-/* Returns the implementation (below PROXYCCL_CALL_WAYS) of this rank's next call, which is the `wish` of the rank that
- * was first to call this function for that call. A rank that is PROXYCCL_CALL_CHOICES calls behind gets its own wish;
- * if the other ranks chose otherwise, proxyccl_calls_agree detects the difference. */
+/* Returns the implementation (below PROXYCCL_CALL_WAYS) of this rank's next call: the `wish` of the first rank that
+ * called this function for the call. A rank that is PROXYCCL_CALL_CHOICES calls behind gets its own wish; if the other
+ * ranks have another implementation, proxyccl_calls_agree detects the difference. */
 uint32_t proxyccl_calls_choose(const ProxycclCallers *callers, uint32_t wish);
-/* Logs a call and compares it with the peers' calls of the same number. Returns 0 or a negative PROXYCCL_CALL_
+/* Logs a call, and compares the call with the peers' calls of the same number. Returns 0 or a negative PROXYCCL_CALL_
  * status. */
 int proxyccl_calls_agree(ProxycclCallers *callers, const ProxycclCall *call);
-/* Logs and compares a call as proxyccl_calls_agree does, then launches its kernel unless a rank has failed. If
+/* Logs and compares a call as proxyccl_calls_agree does, then launches the call's kernel unless a rank has failed. If
  * proxyccl_calls_wait_on has named `stream`, waits for the launch. Returns the driver's status; a negative
  * PROXYCCL_CALL_ status, for example if a rank fails during the wait; or PROXYCCL_OTHER_CONTEXT if another context is
- * current, so that nothing was logged or launched. If `call` is NULL, the launch belongs to a call that was logged
- * before. If `launch` is NULL, the call is only logged and compared. */
+ * current, so that nothing was logged or launched. If `call` is NULL, the launch belongs to a call that is already
+ * logged. If `launch` is NULL, the call is only logged and compared. */
 int proxyccl_calls_issue(ProxycclCallers *callers, const ProxycclCall *call, const ProxycclLaunch *launch,
                          uintptr_t stream);
 /* Does the same as proxyccl_calls_issue, but issues stream operations instead of a launch. If another context is

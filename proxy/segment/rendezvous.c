@@ -28,8 +28,8 @@ int proxyccl_mailbox_read(const ProxycclRendezvous *theirs, uint64_t number, Pro
 
 void proxyccl_invite(ProxycclRendezvous *own, uint32_t place, uint64_t key, const char *handle, uint32_t bytes) {
   ProxycclInvitation *invitation = &own->invitations[place];
-  /* Pairing invitation, release: a reader that is still reading the old invitation never takes the new contents for
-   * those of the old key. */
+  /* Pairing invitation, release: a reader that is still reading the old invitation never mistakes the new contents for
+   * contents of the old key. */
   __atomic_thread_fence(__ATOMIC_RELEASE);
   __atomic_store_n(&invitation->handle_bytes, bytes, __ATOMIC_RELAXED);
   for (uint32_t i = 0; i < bytes; ++i) __atomic_store_n(&invitation->handle[i], handle[i], __ATOMIC_RELAXED);
@@ -61,7 +61,7 @@ int proxyccl_invitation_find(const ProxycclRendezvous *theirs, uint64_t key, Pro
 uint64_t proxyccl_decide(ProxycclRendezvous *first, uint32_t question, uint64_t value) {
   uint64_t stands = 0;
   /* Pairing decision, release: the memory to which this rank's value refers is written before the value. Acquire: if
-   * another rank was first, this rank sees the memory to which that rank's value refers. */
+   * another rank decided first, this rank sees the memory to which the other rank's value refers. */
   __atomic_compare_exchange_n(&first->decisions[question], &stands, value, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
   return stands ? stands : value;
 }

@@ -1,1 +1,1 @@
-"""The Python side of the engine's transports: a record for each transport (`transport.py`), listed in `table.py`."""
+"""The engine's transports for Python: a record for each transport (`transport.py`), listed in `table.py`."""

@@ -42,7 +42,7 @@ def _status_text(status: int) -> str:
 
     try:
         return load().words(error)
-    except RuntimeUnavailableError:  # the status may come from a rank of a machine that has libfabric
+    except RuntimeUnavailableError:  # the status may come from a rank on another machine, which has libfabric
         return f"libfabric's error {error}"
 
 
@@ -51,8 +51,6 @@ def _error_text(connection: Any) -> str:
 
 
 class _Endpoint:
-    """A `TransportEndpoint` that wraps the libfabric endpoint that a rank uses for all peers."""
-
     def __init__(self, device: FabricContext) -> None:
         self._device = device
         segment = device.registered_segment
@@ -94,7 +92,7 @@ def _staged_error_text(connection: Any) -> str:
 
 
 def _wire(endpoint: FabricEndpoint, number: int) -> Wire:
-    """Makes a wire that leaves its endpoint open, because the device owns the endpoint."""
+    """Makes a wire whose `close` leaves the endpoint open, because the device owns the endpoint."""
     return Wire(
         endpoint.address,
         number,

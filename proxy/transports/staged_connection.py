@@ -1,4 +1,4 @@
-"""The part of the staged transports that does not depend on the wires' transport: connections, endpoints and statuses.
+"""The code of the staged transports that does not depend on the wires' transport: connections, endpoints and statuses.
 
 See engine/staged_transport.h.
 """
@@ -60,7 +60,7 @@ class StagedOptions(Struct, frozen=True):
     Attributes:
         native: a ProxycclStagedOptions.
         wires: the wires, at least one, in the same order as on the peer.
-        ends: number of this rank's endpoints for wires; the connection may use fewer.
+        ends: number of this rank's endpoints for wires; the connection may use fewer endpoints.
     """
 
     native: Any
@@ -212,8 +212,8 @@ def staged_over(
     statuses: range = range(0),
     error_text: Callable[[Any], str] | None = None,
 ) -> Transport:
-    """Makes the staged transport whose wires are connections of the transport `wire`. `needs`: the build requirements
-    of `wire`, in words. `make_endpoint`, `statuses` and `error_text` are fields of the new transport; `error_text`
+    """Makes the staged transport whose wires are connections of the transport `wire`. `needs`: a text with the build
+    requirements of `wire`. `make_endpoint`, `statuses` and `error_text` are fields of the new transport; `error_text`
     defaults to the field of `wire`.
     """
     assert wire.remote is not None  # a wire's transport is always remote

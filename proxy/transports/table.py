@@ -40,7 +40,7 @@ def remote_functions(name: str) -> RemoteFunctions:
 
 
 def missing_transports() -> dict[str, str]:
-    """Returns, for each remote transport, the requirements that this machine lacks, in words; "" if it lacks none."""
+    """Returns, for each remote transport, the requirements that this machine lacks, as text; "" if it lacks none."""
     remote = {name: each.remote.missing for name, each in TRANSPORTS.items() if each.remote is not None}
     # Transports of the same device share this function, so it is called only once.
     answers = {missing: missing() for missing in remote.values()}
@@ -48,6 +48,6 @@ def missing_transports() -> dict[str, str]:
 
 
 def text_of_status(status: int) -> str:
-    """Returns a failed transfer's status in words, or "" if the status does not identify a transport."""
+    """Returns a text for a failed transfer's status, or "" if the status does not identify a transport."""
     found = next((each for each in TRANSPORTS.values() if status in each.statuses), None)
     return found.status_text(status) if found is not None else ""

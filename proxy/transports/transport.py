@@ -1,7 +1,7 @@
-"""The Python side of a transport: a record of functions. The engine's side is in transport.h.
+"""Defines a transport's record of functions in Python; transport.h defines the engine's struct.
 
-A transport has a file in this package, a file in the engine, and an entry in Python's and in the engine's table of
-transports. Other modules use a transport's record and never compare transports' names.
+A transport has a file in this package, a file in the engine, and an entry in the tables of transports of Python and of
+the engine. Other modules use a transport's record and never compare transports' names.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class EngineRuntime:
             return self._shorts.ptr
 
     def close(self) -> None:
-        """Frees the table of `shorts`. No connection may still use the table."""
+        """Frees the table that `shorts` made. No connection may still use the table."""
         with self._lock:
             if self._shorts is not None:
                 self._shorts.close()
@@ -121,7 +121,7 @@ class TransportEndpoint(Protocol):
 
     def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> Any:
         """Connects to the peer's endpoint, as `ServiceRemote.connect_endpoint` describes. Returns the options with
-        which `Transport.connect` makes a connection; the endpoint must outlive that connection.
+        which `Transport.connect` makes a connection; the endpoint must outlive the connection.
         """
         ...
 
@@ -165,7 +165,7 @@ class Transport(Struct, frozen=True):
         connect: makes a connection of the engine from the transport's options.
         status_text: returns a status of the transport in words; "" for a status that comes from the GPU's driver.
         statuses: the statuses that no other transport returns.
-        error_text: returns further words about the error that ended a connection; "" if there are none.
+        error_text: returns further information about the error that ended a connection; "" if there is none.
         remote: the functions of a remote transport; None for a transport within a host.
     """
 

@@ -1,4 +1,4 @@
-"""Sets RDMA up with pyverbs: finds devices, opens endpoints, registers memory. The engine then moves the data.
+"""Finds RDMA devices, opens endpoints and registers memory, with pyverbs. The engine then moves the data.
 
-The package does not know about ranks: its callers send the endpoints' addresses to peers, as bytes.
+The package does not know about ranks: callers send the endpoints' addresses to peers, as bytes.
 """

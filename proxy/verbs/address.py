@@ -36,8 +36,8 @@ class EndpointAddress:
         lid: the port's LID on InfiniBand, otherwise 0.
         port: number of the port.
         mtu: the largest path MTU that the endpoint supports, in bytes.
-        atomics: number of the peer's atomics that the device executes at a time; 0 if it supports none.
-        reads: number of the peer's reads and atomics that the device executes at a time; 0 if it supports none.
+        atomics: number of the peer's atomics that the device executes at a time; 0 if it supports no atomics.
+        reads: number of the peer's reads and atomics that the device executes at a time; 0 if it supports no reads.
     """
 
     qp_number: int

@@ -1,4 +1,6 @@
-"""Lists this machine's RDMA devices, chooses the nearest, and names missing requirements if none can be used."""
+"""Lists this machine's RDMA devices, chooses the nearest device, and names the missing requirements if no device can be
+used.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +50,10 @@ class RdmaPort:
         link_layer: "ethernet" or "infiniband".
         rate: data rate in Gbit/s; 0 if unknown.
         lid: local identifier on InfiniBand, otherwise 0.
-        netdev: name of the port's network interface; None if it has none.
+        netdev: name of the port's network interface; None if the port has no interface.
         gids: the port's GIDs, by index.
         active_mtu: the link's MTU, in bytes (from pyverbs).
-        max_message: bytes that one work request can carry (from pyverbs).
+        max_message: most bytes of one work request (from pyverbs).
     """
 
     number: int
@@ -96,7 +98,7 @@ class RdmaDevice:
         max_completions: most completions in one completion queue (from pyverbs).
         max_registrations: most memory registrations on the device (from pyverbs).
         max_registered_bytes: most bytes in one registration (from pyverbs).
-        problem: the reason why pyverbs can't open the device; "" if it can, or if pyverbs is missing.
+        problem: the reason why pyverbs can't open the device; "" if pyverbs can open the device, or is missing.
     """
 
     name: str
@@ -134,13 +136,13 @@ class DeviceChoice(NamedTuple):
 def rdma_devices(root: Path = SYSFS) -> list[RdmaDevice]:
     """Returns the RDMA devices of this machine, sorted by name.
 
-    Most attributes are read from sysfs, which needs no privileges and no package; the others come from pyverbs. pyverbs
-    also lists all GIDs with one call, whereas sysfs has one file for each entry of a port's GID table, which may have a
-    thousand entries.
+    Most attributes are read from sysfs, which needs no privileges and no package; the other attributes come from
+    pyverbs. pyverbs also lists all GIDs with one call, whereas sysfs has one file for each entry of a port's GID table,
+    which may have a thousand entries.
 
     Args:
-        root: the directory where sysfs is mounted. For any other directory than /sys, pyverbs is not used, because
-            pyverbs sees only this machine's devices.
+        root: the directory where sysfs is mounted. If the directory is not /sys, pyverbs is not used, because pyverbs
+            lists only this machine's devices.
     """
     return list(_devices(root))
 
@@ -256,7 +258,7 @@ def _used_gids(table: Path) -> Iterable[tuple[int, str]]:
         for index in sorted(int(name) for name in os.listdir(directory) if name.isdigit()):
             try:
                 file = os.open(str(index), os.O_RDONLY, dir_fd=directory)
-            except OSError:  # the file vanished after the listing
+            except OSError:  # the file was removed after the directory was listed
                 continue
             try:
                 text = os.read(file, 64)
@@ -290,8 +292,8 @@ def choose_device(
     local_rank: int = 0,
     root: Path = SYSFS,
 ) -> DeviceChoice:
-    """Chooses the active port nearest to a NUMA node; among equally near ports, the fastest. If several ports are
-    equally near and fast, `local_rank` distributes a node's ranks over these ports.
+    """Chooses the active port that is nearest to a NUMA node; among equally near ports, chooses the fastest port. If
+    several ports are equally near and fast, `local_rank` distributes a node's ranks over these ports.
 
     By default the GID is the port's `best_gid`. Options override the choice of device, port and GID.
 
@@ -303,8 +305,8 @@ def choose_device(
         root: the directory where sysfs is mounted, from which the distances between NUMA nodes are read.
 
     Raises:
-        ArgumentError: an option names a device, port or GID that does not exist or is not active; the message lists
-            those that exist.
+        ArgumentError: an option names a device, port or GID that does not exist or is not active; the message lists the
+            devices, ports or GIDs that exist.
         RuntimeUnavailableError: no device has an active port.
     """
     if options.device is not None:
@@ -313,7 +315,7 @@ def choose_device(
         if not devices:
             raise ArgumentError("device", f"no RDMA device {options.device!r}; there is {names}")
         if options.port is not None:
-            devices[0].port(options.port)  # raises ArgumentError for a port that the device lacks
+            devices[0].port(options.port)  # raises ArgumentError if the device lacks the port
     ports = [(device, port) for device, port in _ports(devices) if options.port in (None, port.number)]
     usable = [(device, port) for device, port in ports if _state(device, port) == "active"]
     if not usable:
@@ -357,7 +359,7 @@ def _states(devices: Iterable[RdmaDevice]) -> str:
 
 
 def inactive_ports(root: Path = SYSFS) -> str | None:
-    """If no RDMA port of this machine is active, returns the ports and their states in words; otherwise None."""
+    """If no RDMA port of this machine is active, returns a text with the ports and their states; otherwise None."""
     devices = []
     for device in _devices(root):  # stops at the first active port: every rank makes this check, so it must be fast
         if any(_state(device, port) == "active" for port in device.ports):

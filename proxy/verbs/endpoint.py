@@ -26,7 +26,7 @@ _MOST_READS = 16
 _HOP_LIMIT = 64
 _RNR_TIMER = 12  # libibverbs' code for 0.64 ms
 _RETRY_PAUSE = 0.05
-# The system's errors while the network has not resolved the peer's address.
+# The errors that the system reports until the network has resolved the peer's address.
 _NOT_YET = (errno.ETIMEDOUT, errno.EAGAIN, errno.EHOSTUNREACH, errno.EINTR)
 
 
@@ -47,12 +47,12 @@ class VerbsDevice:
         gid: the chosen GID.
         options: the settings of the device's endpoints.
         pd: the protection domain, a pyverbs object.
-        access: libibverbs' access flags for memory that is registered with the device, which say how peers may access
-            it.
+        access: libibverbs' access flags for memory that is registered with the device.
         mtu: the largest path MTU that endpoints may use, in bytes.
-        max_message: bytes that one work request can carry.
-        reads: number of a peer's reads and atomics that the device executes at a time; 0 if it supports none.
-        atomics: number of a peer's atomics that the device executes at a time; 0 if it supports none.
+        max_message: most bytes of one work request.
+        reads: number of a peer's reads and atomics that the device executes at a time; 0 if the device supports no
+            reads.
+        atomics: number of a peer's atomics that the device executes at a time; 0 if the device supports no atomics.
     """
 
     def __init__(self, api: Pyverbs, context: Any, choice: DeviceChoice, options: RdmaOptions) -> None:
@@ -128,7 +128,7 @@ class VerbsDevice:
 
         Raises:
             ResourceError: the device can't allocate another queue.
-            RuntimeUnavailableError: the device does not support the requested kind of signal, or supports none.
+            RuntimeUnavailableError: the device does not support the requested kind of signal, or any kind of signal.
         """
         self.require_open()
         made = Endpoint(self, self._context, self._limits)
@@ -136,7 +136,7 @@ class VerbsDevice:
         return made
 
     def scratch(self) -> Any:
-        """Returns a registered region of 8 bytes, to which fetch-adds write the old values, which nothing reads. The
+        """Returns a registered region of 8 bytes, to which fetch-adds write old values. Nothing reads these values. The
         first call registers the region.
         """
         with self._lock:
@@ -177,7 +177,7 @@ class Endpoint:
     Attributes:
         signal: how the endpoint advances a peer's counter: "write" or "fetch_add".
         send_depth: the most work requests that the send queue can hold.
-        mtu: the path MTU in bytes; before the endpoint is connected, the largest that the device supports.
+        mtu: the path MTU in bytes; before the endpoint is connected, the largest MTU that the device supports.
         peer: the peer's address; None until the endpoint is connected.
     """
 
@@ -316,7 +316,7 @@ class Endpoint:
             hop_limit=_HOP_LIMIT,
             traffic_class=device.options.traffic_class,
         )
-        # Within an InfiniBand subnet the LID suffices as the address; otherwise the GID is needed.
+        # Within an InfiniBand subnet, the LID suffices as the peer's address; otherwise the GID is needed.
         routed = own.link_layer == "ethernet" or own.gid[:8] != address.gid[:8]
         return api.AHAttr(
             gr=route,

@@ -1,9 +1,9 @@
 """Hides the differences between pyverbs' versions from all other modules.
 
-Version 44 (Debian 12) has its enumerators in `pyverbs.enums`; later versions have them in `pyverbs.libibverbs_enums`.
-If a newer Cython built pyverbs, enumerators exist only as members of the enums' classes. From version 61 on, a queue
-pair exposes its address; for older versions the engine finds the address. The attributes `PD.pd`, `Context.context` and
-`CQ.cq` are never read, because before version 61 reading them crashes the process.
+Version 44 (Debian 12) has the enumerators in `pyverbs.enums`; later versions have the enumerators in
+`pyverbs.libibverbs_enums`. If a newer Cython built pyverbs, enumerators exist only as members of the enums' classes.
+From version 61 on, a queue pair exposes its address; for older versions the engine finds the address. The attributes
+`PD.pd`, `Context.context` and `CQ.cq` are never read, because before version 61 reading them crashes the process.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class Pyverbs:
         return int(found.qp)
 
     def error(self, call: str, subject: str, cause: Exception) -> ProxyCCLError:
-        """Returns the exception to raise in place of the exception `cause` of a pyverbs call: ResourceError if memory
-        or descriptors ran out, otherwise RuntimeUnavailableError.
+        """Returns the exception to raise instead of the exception `cause` of a pyverbs call: ResourceError if memory or
+        descriptors ran out, otherwise RuntimeUnavailableError.
         """
         number = error_number(cause)
         words = str(cause) if number is None else f"{os.strerror(number)} (errno {number})"
@@ -116,7 +116,7 @@ class Pyverbs:
 
     @contextlib.contextmanager
     def calling(self, call: str, subject: str) -> Iterator[None]:
-        """Replaces pyverbs' exceptions in the context by those that `error` returns."""
+        """A context manager that replaces pyverbs' exceptions with the exceptions that `error` returns."""
         try:
             yield
         except self.PyverbsError as cause:

@@ -80,7 +80,7 @@ class Registrations(RegistrationCache):
             return None
         descriptor, offset = given
         try:
-            # With pyverbs' registration of a DMA-BUF, requests name bytes by their offset in the DMA-BUF.
+            # If pyverbs registers a DMA-BUF, requests name bytes by their offset in the DMA-BUF.
             return self._device.api.DmaBufMR(
                 self._device.pd, nbytes, self._device.access, dmabuf=descriptor, offset=offset
             ), offset

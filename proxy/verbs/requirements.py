@@ -12,7 +12,7 @@ from proxyccl.proxy.verbs.pyverbs_api import DEVICES, SYSFS, load
 
 
 def missing(root: Path = SYSFS) -> str:
-    """Returns the requirements of RDMA by verbs that this machine lacks, in words, and how to install them; "" if it
+    """Returns, as text, the requirements of RDMA by verbs that this machine lacks, and how to install them; "" if it
     lacks none.
     """
     lacks = []

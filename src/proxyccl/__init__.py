@@ -133,7 +133,7 @@ _NAMES = {
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = sorted(_MODULES)  # noqa: PLE0605
 
-if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any name
+if not TYPE_CHECKING:  # type checkers must not see this function, because they would accept any name
 
     def __getattr__(name: str) -> object:
         """Returns the value of a public name, or the version, at the first use. Thread-safe."""

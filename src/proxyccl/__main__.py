@@ -46,8 +46,8 @@ def command_parser(chosen: str | None = None) -> argparse.ArgumentParser:
     """Returns the parser of the command line.
 
     Args:
-        chosen: the name of the called command. Other commands have no arguments in the parser, because their modules
-            are not imported. If None, all commands have their arguments.
+        chosen: the name of the called command. The parser lacks the arguments of other commands, because their modules
+            are not imported. If None, the parser has all commands' arguments.
     """
     parser = argparse.ArgumentParser(prog="proxyccl", description="Host-proxy communication for GPU kernels.")
     parser.add_argument("--version", action=_ShowVersion, nargs=0, help="print the version and exit")
@@ -72,12 +72,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SystemExit: with code 2 for wrong arguments, with 0 after ``--help`` or ``--version``.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as on stderr: stdout's encoding may lack characters
+        sys.stdout.reconfigure(errors="backslashreplace")  # as on stderr, because stdout's encoding may lack characters
     try:
         code = _run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:  # the pipe's reader, such as `head`, has exited
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # because Python flushes stdout at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout at exit
         return 0
     return code
 
@@ -86,7 +86,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     parser = command_parser(next((each for each in given if not each.startswith("-")), ""))
     parsed = parser.parse_args(arguments)
-    if parsed.command != "info":  # info itself lists unknown variables
+    if parsed.command != "info":  # `proxyccl info` itself lists unknown variables
         warn_of_unknown()
     try:
         return int(_tool(parsed.command).run(parsed))

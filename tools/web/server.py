@@ -3,7 +3,8 @@
 Server-sent events: https://html.spec.whatwg.org/multipage/server-sent-events.html
 
 Anybody on the machine may connect, so every request needs the token that is part of the printed URL. `LocalPages`
-checks the token first. The Content-Security-Policy prevents the page from loading from, or sending to, another server.
+checks the token first. The Content-Security-Policy prevents the page from loading data from other servers or sending
+data to other servers.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _MOST_TRACE_SECONDS = 60.0
 @contextlib.contextmanager
 def serve(address: str, interval: float, job: str | None = None, process: int | None = None) -> Iterator[str]:
     """A context manager that runs a server, and whose value is the server's URL with the token. `address` is HOST:PORT,
-    HOST or :PORT; "" means any free port of localhost. `interval` is the time between two states in seconds; `job` and
-    `process` select services, see `find`.
+    HOST or :PORT; "" means any free port of localhost. `interval` is the time in seconds between two updates of the
+    page; `job` and `process` select services (see `find`).
 
     Raises:
         ArgumentError: `address` is not an address.
@@ -48,7 +49,7 @@ def serve(address: str, interval: float, job: str | None = None, process: int | 
 
 
 def run(address: str, interval: float, job: str | None, process: int | None) -> int:
-    """Runs a server until Ctrl-C. Returns the exit code. Arguments and errors are those of `serve`."""
+    """Runs a server until Ctrl-C. Returns the exit code. Has the arguments and errors of `serve`."""
     with serve(address, interval, job, process) as url, contextlib.suppress(KeyboardInterrupt):
         print(f"{url}\n(Ctrl-C ends it)", flush=True)
         threading.Event().wait()
@@ -56,7 +57,7 @@ def run(address: str, interval: float, job: str | None, process: int | None) -> 
 
 
 class _Events:
-    """The events that all open pages share. While no page is open, no events are made."""
+    """The server-sent events that all open pages share. While no page is open, no events are made."""
 
     def __init__(self, states: States, interval: float) -> None:
         self._states = states
@@ -68,7 +69,6 @@ class _Events:
         self._closed = False
 
     def after(self, number: int) -> tuple[int, bytes]:
-        """Waits until the event after event `number` is due. Returns the number and the text of the newest event."""
         with self._changed:
             while self._number <= number or time.monotonic() > self._made + 2 * self._interval:
                 if self._closed:
@@ -158,7 +158,7 @@ def _handler(token: str, name: str, events: _Events, record: Callable[[float], b
             self._begin("text/event-stream")
             self.end_headers()
             number = 0
-            while True:  # ends when the server or the page is closed
+            while True:  # this loop ends when the server or the page is closed
                 number, event = events.after(number)
                 self.wfile.write(event)
 

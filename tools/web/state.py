@@ -32,7 +32,7 @@ class State(Message, frozen=True):
         time: the time of day.
         problem: the reason why the other attributes are empty; "" if there is no problem.
         communicators: the communicators, sorted by name.
-        services: the proxies' rates since the previous state; proxies without a previous state are left out.
+        services: the proxies' rates since the previous state, without proxies that are new since then.
         agents: a line for each agent.
         failures: diagnoses of the newest reports, the newest diagnosis first.
     """
@@ -74,7 +74,7 @@ class States:
         return replace(of, waits=(*_schedules(of.name, self._watch.views), *self._behind(of)))
 
     def _behind(self, of: CommunicatorView) -> Iterator[WaitView]:
-        """Yields, for each rank that has made the most calls, a wait for each rank that has made fewer calls. Yields
+        """Yields a wait of each rank that has made the most calls for each rank that has made fewer calls. Yields
         nothing if any rank has made a call since the previous state.
         """
         still = all(self._made.get((of.name, view.rank)) == view.made for view in of.present)
@@ -91,12 +91,12 @@ class States:
     def _newest_failures(self) -> tuple[Diagnosis, ...]:
         try:
             names = reports_in(directory())[-_REPORTS:]
-        except OSError:  # the directory does not exist
+        except OSError:  # the directory may not exist
             names = []
         if names != self._reports:
             found = Found()
             for name in names:
-                with contextlib.suppress(ReportError):  # left to `proxyccl doctor`, which prints the error
+                with contextlib.suppress(ReportError):  # `proxyccl doctor` prints this error
                     found.read(name)
             self._reports, self._failures = names, tuple(diagnose(found.ranks, found.daemons)[:_DIAGNOSES])
         return self._failures
