@@ -84,7 +84,7 @@ class Communicator(CollectiveCalls):
             number of devices.
         timeout: bound of every wait, in seconds; None for ``PROXYCCL_TIMEOUT``, else 30.
         local_world_size: count this many consecutive ranks as a node; the same on all ranks. None for
-            ``PROXYCCL_LOCAL_WORLD_SIZE``, else real hosts.
+            ``PROXYCCL_LOCAL_WORLD_SIZE``, else each host is a node.
         fifos: the number of rings of this rank's proxy; or "peer" for one ring for each peer, up to 64. A slow peer
             delays all channels that share its ring.
         proxy_threads: the number of threads that take triggers from the rings.
@@ -158,7 +158,7 @@ class Communicator(CollectiveCalls):
         if not isinstance(runtime, str | None) and not hasattr(runtime, "activate"):
             raise ArgumentError("runtime", f"must be a name, a Runtime or None, not {runtime!r}")
         standing = Standing(requested_policy(cta_policy), requested_invariance(invariant))
-        limit_of_environment()  # raises for a wrong value before the ranks connect
+        limit_of_environment()  # raises an error for a wrong value before the ranks connect
         proxies = ProxyOptions(requested_place(proxy), fifos, proxy_threads, fifo_size, idle, proxy_cores)
         bounded = timeout_from(timeout)
         if linger is not None:
@@ -198,7 +198,7 @@ class Communicator(CollectiveCalls):
         bootstrap: Any = None,
         invariant: bool | None = None,
     ) -> Communicator:
-        """Returns a communicator of some of the ranks, which call this together; the other ranks need not.
+        """Returns a communicator of some of the ranks, which call this together; the other ranks need not call it.
 
         The new communicator shares this one's runtime, process watches and mappings, and needs no bootstrap if the
         ranks share a host. If this communicator fails, is closed or is aborted, the new communicator fails too, but not
@@ -210,8 +210,8 @@ class Communicator(CollectiveCalls):
             timeout: bound of this call and of the new communicator's waits, in seconds; None for this communicator's.
             bootstrap: a `Bootstrap` of the members, in the order of their new numbers, which the caller keeps open.
                 Threads that split the same ranks concurrently, or in a different order than on other ranks, need a
-                separate bootstrap for each split. None joins the members through this communicator, in one thread of a
-                rank at a time.
+                separate bootstrap for each split. With None, the members meet through this communicator, and only one
+                thread of a rank at a time may split.
             invariant: as for the constructor, but with None the new communicator has this communicator's setting.
 
         Raises:
@@ -252,7 +252,7 @@ class Communicator(CollectiveCalls):
         call closes it; otherwise this communicator stays usable, and closing it does not affect the new one. The new
         communicator keeps the device, compiled kernels, and the mappings of the other ranks' memory, and uses arrays of
         `empty` in place. Registered arrays are also used in place if all ranks share a host; registering an array again
-        needs no new mapping. Channels must be made anew, because a failure leaves their counts undefined.
+        needs no new mapping. Channels must be made anew, because a failure leaves their counts of signals undefined.
 
         Args:
             exclude: ranks to leave out; the same on all callers.
@@ -304,9 +304,9 @@ class Communicator(CollectiveCalls):
         """Returns a communicator of these ranks and new ranks, which join over a bootstrap.
 
         The ranks of this communicator call this; new processes construct a `Communicator` with their bootstrap, and
-        with the same options. If `transport` is given for some pairs of ranks, it is given on all ranks, with the
-        ranks' new numbers. This communicator stays usable, and closing it does not affect the new one. The new
-        communicator keeps the device, compiled kernels, options and mappings, and uses arrays of `empty` in place.
+        with the same options. If `transport` is given for some pairs of ranks, all ranks must pass it, with the ranks'
+        new numbers. This communicator stays usable, and closing it does not affect the new one. The new communicator
+        keeps the device, compiled kernels, options and mappings, and uses arrays of `empty` in place.
 
         Args:
             bootstrap: a bootstrap of all ranks, old and new, in the order of their new numbers; as for the constructor.

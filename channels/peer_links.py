@@ -141,7 +141,8 @@ class PeerLinks:
 
     def _addresses(self) -> list[DaemonAddress]:
         """Returns the addresses of daemons. The first of these daemons that has access to this rank's device runs the
-        proxy. If a launcher has confined the rank and its children to one device, this is the rank's own daemon.
+        proxy. If a launcher has confined the rank and its children to one device, only a daemon of the rank's own has
+        this access.
         """
         node: list[DaemonAddress] = [NodeDaemon(socket_path())] if self.place.where == "daemon" else []
         if node and self.place.chosen:

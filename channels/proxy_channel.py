@@ -46,8 +46,8 @@ class _RingChannel(Channel):
 class ProxyChannel(_RingChannel):
     """A channel to one peer; its device side is proxyccl::ProxyChannelDeviceHandle.
 
-    The program can signal and wait on the CPU too, because host memory counts the peer's signals. On one channel,
-    either only kernels or only the CPU may wait, because the kernels and the CPU count consumed signals separately.
+    The CPU can also wait for signals, because the count of the peer's signals is in host memory. On one channel, either
+    only kernels or only the CPU may wait, because the kernels and the CPU count consumed signals separately.
 
     Attributes:
         id: channel id in this rank's proxy.

@@ -23,8 +23,8 @@ class SmChannel(Channel):
 class SmSemaphores:
     """`DeviceSemaphores`: `count` semaphores between this rank and each mapped peer, including this rank itself.
 
-    All ranks construct an `SmSemaphores` together. One exchange is enough for any number of semaphores, because each
-    peer computes the addresses of the words that it signals from this rank's offer.
+    All ranks construct an `SmSemaphores` together. One exchange is enough for any number of semaphores, because this
+    rank's offer lets each peer compute the addresses of all the words that the peer signals.
 
     Args:
         group: the ranks.

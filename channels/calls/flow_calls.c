@@ -1,5 +1,5 @@
-/* Turns a call's arrays and options into *moves*: copies to a rank, from a rank or within this rank, which must not
- * overlap. With the group's lock held, sorts the moves into launches, and fills in and issues each launch.
+/* Turns a call's arrays and options into *moves*: copies to a rank, from a rank or within this rank. With the group's
+ * lock held, sorts the moves into launches, and fills in and issues each launch.
  *
  * A flow is one direction between a pair of ranks. An event is recorded after each launch. For each of its flows, a
  * launch waits for the event of the flow's latest launch. Waiting for the whole stream of that launch could deadlock,
@@ -15,7 +15,8 @@
 #include "stream_order.h"
 
 enum { FEW_MOVES = 32 };
-static const uintptr_t NO_STREAM = UINTPTR_MAX; /* stored instead of a handle that another stream may get */
+static const uintptr_t NO_STREAM =
+    UINTPTR_MAX; /* stored for a stream that may be closed, because another stream may get its handle */
 
 /* Data that this rank sends (`target` is 0), receives (`source` is 0), or copies within itself. */
 typedef struct Move {
@@ -169,7 +170,7 @@ static size_t fill(const FlowCalls* self, const Move* moves, size_t count) {
     const Move* move = &moves[filled];
     const uint64_t wanted = (move->bytes + self->bytes_per_lane - 1) / self->bytes_per_lane;
     const uint32_t lanes =
-        wanted < flows->lanes ? (uint32_t)wanted : flows->lanes; /* sender and receiver compute the same number */
+        wanted < flows->lanes ? (uint32_t)wanted : flows->lanes; /* the same on the sender and the receiver */
     flows->transfers[filled] = (ProxycclTransfer){
         .src = (const char*)move->source,
         .dst = (char*)move->target,
@@ -265,7 +266,7 @@ static int issue_without_gil(FlowCalls* self, const Moves* moves, uint32_t event
 
 /* Returns 0, or -1 with an exception. */
 static int issue_here(FlowCalls* self, Moves* moves, uintptr_t stream, int named) {
-  if (!is_open(self)) { /* `issue` checks the abort word in addition */
+  if (!is_open(self)) { /* `issue` checks the abort word once more */
     PyObject* usable = PyObject_CallMethod(self->failure, "require_usable", NULL);
     Py_XDECREF(usable);
   }

@@ -143,7 +143,7 @@ def _take_turns(
     for iteration in range(iterations + 1):
         for trial in trials:
             taken = _timed(collectives, trial.call)
-            if iteration > 0:  # the first iteration prepares the call, compiles kernels and touches memory
+            if iteration > 0:  # the first iteration is slower, because it prepares the call and compiles kernels
                 trial.seconds.append(taken)
         goes_on = collectives.group.exchange.all_gather(time.monotonic() < ends, _GOES_ON, "tune: time left")[0]
         if not goes_on and at_least <= iteration < iterations:
@@ -205,8 +205,8 @@ def _run(collectives: Collectives, case: Case, x: Array, out: Array, algorithm: 
 def _execution(
     collectives: Collectives, arrays: _Arrays, case: Case, plan: ExecutionPlan, size: int
 ) -> Callable[[], object] | None:
-    """Returns a plan's call, with the largest array of at most `size` bytes that the plan's chunks divide; None if the
-    plan can't execute the call.
+    """Returns a plan's call, with the largest array of at most `size` bytes that can be divided into the plan's chunks;
+    None if the plan can't execute the call.
     """
     ranks, dtype = collectives.group.world_size, _dtype(case)
     unit = plan.document.buffer_alignment * plan.document.gpus[0].input_chunks * ranks
@@ -218,8 +218,8 @@ def _execution(
 
 
 def table_from(times: Times, beyond: SizeTable | None = None) -> SizeTable:
-    """Returns the table that chooses the fastest algorithm for each measured size, and switches halfway between two
-    sizes.
+    """Returns the table that chooses the fastest algorithm for each measured size, and changes algorithms halfway
+    between two measured sizes.
 
     Args:
         times: the measurements.

@@ -151,7 +151,7 @@ class Writer(Struct, frozen=True):
         begin = len(block.steps)
         for inner in operation.body:
             self._operation(block, inner)
-        if block.by_all is not None:  # because other threads may execute the next iteration's first step
+        if block.by_all is not None:  # other threads may execute the next iteration's first step
             self._sync(block, operation)
         loop.option, loop.unit, loop.iterations = len(block.steps) - begin, operation.unit, iterations
 

@@ -185,8 +185,8 @@ class Dispatch(CallForm):
         call.id_bytes = 4 if renumbering else id_bytes
         call.row_bytes = self._outputs.row_bytes + ctx.scale_bytes
         call.padded_rows = options.padded_rows
-        # This table is cleared first, so that it marks the rows that no rank writes: rows that the caller's indices
-        # leave out, and rows in gaps.
+        # The table `cleared` is filled first, so that it marks the rows that no rank writes: rows that the caller's
+        # indices leave out, and rows in gaps.
         cleared = "first_rows" if scatters else "row_slots" if options.expert_alignment else None
         clear = [] if cleared is None else [SetBits(0, 0)]
         at_first = self._rows is not None and self._at_once  # whether the first launch receives rows

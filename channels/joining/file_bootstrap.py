@@ -171,6 +171,7 @@ class _Directory:
             try:
                 yield
             finally:
-                # If `dup` fails because another thread has taken the freed descriptor, a later call tries again.
+                # If `dup` fails because another thread has taken the freed descriptor, a later call of `_room` tries
+                # again.
                 with contextlib.suppress(OSError):
                     self._held.append(os.dup(self._descriptor))

@@ -62,7 +62,7 @@ class Aftermath:
         add_hold(self)
 
     def end(self) -> None:
-        """Undoes `begin`, because the group has ended without a failure."""
+        """Undoes `begin`, because the group was closed without a failure."""
         with self._lock:
             self._end()
 
@@ -81,7 +81,7 @@ class Aftermath:
                     self._processes[peer] = process_descriptors.acquire(self._peers[peer])
                 except ProcessLookupError:
                     del self._running[peer]
-                except (OSError, ResourceError):  # the peer's own record still shows that it has ended
+                except (OSError, ResourceError):  # the peer's own record will show when it has ended
                     continue
 
     def follow(self, kept: Iterable[object]) -> None:

@@ -172,7 +172,7 @@ class HostLink:
         self._socket = connection
         self._socket.setblocking(False)
         forks.keep_from_children(connection)
-        for option, value in _KEEP_ALIVE.items():  # so that the loss of the peer's host or network is noticed
+        for option, value in _KEEP_ALIVE.items():  # makes the system notice the loss of the peer's host or network
             self._socket.setsockopt(*option, value)
         self._received = b""
 

@@ -43,8 +43,8 @@ class RingSlots:
     """Slots between the ranks of a group and their neighbours. All ranks construct a `RingSlots` together, with the
     same arguments.
 
-    A rank's sends and receives run one after the other in the order of the calls, on whatever streams. A send delays
-    the caller's stream only until the data is in this rank's slot.
+    A rank's sends and receives run one after the other in the order of the calls, even if the calls are on different
+    streams. A send delays the caller's stream only until the data is in this rank's slot.
 
     Args:
         group: at least two ranks; the group must not be used for anything else. The slots live until the group is

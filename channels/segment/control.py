@@ -287,7 +287,7 @@ class ControlSegment:
         return self.memory.host_ptr + offset
 
     def close(self) -> None:
-        vars(self).pop("_control", None)  # so that a later call raises an error instead of crashing
+        vars(self).pop("_control", None)  # a later call then raises an error instead of crashing
         self.memory.close()
 
 
