@@ -15,8 +15,7 @@
 #include "stream_order.h"
 
 enum { FEW_MOVES = 32 };
-static const uintptr_t NO_STREAM =
-    UINTPTR_MAX; /* stored for a stream that may be closed, because another stream may get its handle */
+static const uintptr_t NO_STREAM = UINTPTR_MAX; /* the stream may be closed, so its handle is not kept */
 
 /* Data that this rank sends (`target` is 0), receives (`source` is 0), or copies within itself. */
 typedef struct Move {

@@ -201,8 +201,7 @@ static int touches(const Entry* entry, uintptr_t start, uintptr_t end) {
 }
 
 void proxyccl_drop_forms_of(KeptForms* self, uintptr_t start, uintptr_t end) {
-  for (int dropped = 1; dropped;) { /* restarts from the beginning, because dropping a form may run Python code, which
-                                       may change the list */
+  for (int dropped = 1; dropped;) { /* restarts, because dropping a form may run Python code that changes the list */
     dropped = 0;
     for (Entry* entry = self->oldest; entry != NULL && !dropped; entry = entry->newer)
       if (touches(entry, start, end)) drop(self, entry), dropped = 1;
