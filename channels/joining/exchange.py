@@ -176,7 +176,7 @@ class Exchange:
                     self._require_purpose(everyone, purpose, tag)
             except CommunicatorError as error:
                 raise_in_place_of(error, self._file(error))
-            except BaseException as error:  # raised by a signal handler; this rank would lag behind the peers
+            except BaseException as error:  # raised by a signal handler; this rank has missed an exchange
                 if self._guard is not None:
                     self._guard[0].abort(f"{purpose} was interrupted by {type(error).__name__}")
                 raise
