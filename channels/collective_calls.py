@@ -327,8 +327,8 @@ class CollectiveCalls:
             plan: an `ExecutionPlan`, or an argument of `ExecutionPlan.load`. Load a plan once if you use it often.
             x: the input: a contiguous array of `input_chunks` equal chunks, whose sizes in bytes are multiples of the
                 plan's alignment; the same count and type on all ranks. A plan that reduces takes the element types of
-                `all_reduce`; other plans take any. Some plans let peers access the input or the output. Then the call
-                copies that array to or from memory that peers can access. There is no copy if all ranks pass results of
+                `all_reduce`; other plans take any. If a plan lets peers access the input or the output, the call copies
+                this array to or from memory that peers can access. There is no copy if all ranks pass results of
                 `register`.
             out: the output, an array of `output_chunks` chunks, each as large as a chunk of `x`. None means `x` if the
                 plan works in place and `x` has the output's size, else a new array. A plan that works in place also

@@ -444,7 +444,7 @@ class Communicator(CollectiveCalls):
         """Allocates an array with undefined contents in device memory.
 
         Collectives read and write the array directly, without staging; see `register`. ProxyChannels and SmChannels can
-        use it once it is registered.
+        use the array once it is registered.
 
         Args:
             shape: dimensions; all at least 0.
@@ -571,8 +571,8 @@ class Communicator(CollectiveCalls):
             array: as for `register`, in memory that peers can map: from `empty` or `shared_empty`, or on a GPU.
 
         Raises:
-            ArgumentError: as for `register`; in addition, all ranks raise it if any rank's array is in memory that
-            peers can't map.
+            ArgumentError: as for `register`; in addition, all ranks raise this error if any rank's array is in memory
+                that peers can't map.
         """
         self._group.failure.require_usable()
         return Window(self._group, array)
@@ -660,7 +660,7 @@ class Communicator(CollectiveCalls):
     def drain(self) -> None:
         """Waits until this rank's proxy has carried out all triggers of kernels that have ended.
 
-        If the communicator fails first, raises its failure.
+        If the communicator fails during the wait, raises its failure.
         """
         self._group.links.drain()
 

@@ -396,7 +396,7 @@ class Group:
         with self._closing:
             if self._released:
                 return
-            if self.failure.state != "opening":  # the group's watcher runs
+            if self.failure.state != "opening":  # the group's watcher runs, so the group was opened
                 self.release(healthy=False)
                 return
             self._released = True
@@ -502,7 +502,8 @@ class Group:
         return {peer: presence for peer, presence in peers.items() if presence is not Presence.LEFT}
 
     def _wait_for_peers(self) -> bool:
-        """Waits until all peers have left. Returns False if the missing peers are closing other communicators."""
+        """Waits until all peers have left the group. Returns False if the missing peers are closing other
+        communicators."""
         deadline = time.monotonic() + self.timeout
         waiting_elsewhere_since: float | None = None
         with self._announced_elsewhere():

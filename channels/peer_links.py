@@ -141,8 +141,8 @@ class PeerLinks:
 
     def _addresses(self) -> list[DaemonAddress]:
         """Returns the addresses of daemons. The first of these daemons that has access to this rank's device runs the
-        proxy. If a launcher has confined the rank and its children to one device, only a daemon of the rank's own has
-        this access.
+        proxy. If a launcher has confined the rank and its children to one device, only the last of these daemons, which
+        the rank starts itself, has this access.
         """
         node: list[DaemonAddress] = [NodeDaemon(socket_path())] if self.place.where == "daemon" else []
         if node and self.place.chosen:
@@ -215,8 +215,8 @@ class PeerLinks:
 
     @property
     def _takes_private(self) -> bool:
-        """Whether copies from memory that other processes can't map get a separate connection. If the caller requested
-        the node daemon, the daemon refuses such memory instead.
+        """Whether copies from memory that other processes can't map get a separate connection. False if the caller
+        requested the node daemon, which refuses such memory.
         """
         return self.place.where == "process" or (self.place.where == "daemon" and not self.place.chosen)
 

@@ -127,7 +127,7 @@ class ProxyChannel(_RingChannel):
         )
 
     def poll(self) -> bool:
-        """Consumes the peer's next signal on the CPU if it has arrived. Returns whether it consumed a signal."""
+        """Consumes the peer's next signal on the CPU if it has arrived. Returns whether a signal was consumed."""
         self._group.failure.require_usable()
         arrived = self._signalled() > self._consumed
         self._consumed += arrived
@@ -200,7 +200,8 @@ def connect_handles(
     service = group.links.proxy
     group.links.prepare(peers)
     opened = {peer: (dst.peer_id(peer), group.links.connection(peer, private=src.private)) for peer in peers}
-    # All ids are allocated before the exchange, because the peer's proxy signals the word of this rank's channel id.
+    # All ids are allocated before the exchange, because the peer's proxy signals the word whose index is this rank's
+    # channel id.
     ids: dict[int, list[int]] = {peer: [] for peer in peers}
     for peer in peers:
         for _ in range(count):

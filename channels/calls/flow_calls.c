@@ -185,8 +185,8 @@ static size_t fill(const FlowCalls* self, const Move* moves, size_t count) {
   return filled;
 }
 
-/* For each move, makes a stream wait for the latest launch of the move's flow if that was on another stream. Returns
- * the driver's status.
+/* For each move, makes a stream wait for the latest launch of the move's flow if that launch was on another stream.
+ * Returns the driver's status.
  *
  * A stream that is being captured into a graph can't wait for a stream that is not, so the program must order the
  * launches of its graphs itself. */
@@ -226,7 +226,8 @@ static int issue(FlowCalls* self, const Moves* moves, uint32_t event, uintptr_t 
   if (failure_is_told(self->control)) return PROXYCCL_CALL_ABORTED;
   for (size_t done = 0; done < moves->count && status == 0;) {
     done += fill(self, moves->each + done, moves->count - done);
-    status = proxyccl_launch_current(self->launch, stream); /* the driver copies the launch's argument */
+    status =
+        proxyccl_launch_current(self->launch, stream); /* the driver copies the argument, so `fill` may overwrite it */
   }
   if (status == 0) status = self->streams->record((void*)self->events[event - 1].handle, (void*)stream);
   if (status != 0) return status;
@@ -348,7 +349,7 @@ typedef struct Side {
   PyObject* arrays; /* one array, or a list or tuple of arrays */
   PyObject* ranks;  /* see FlowCalls.call in _calls.pyi */
   int receives;
-  GivenArray array; /* set for a single array; only its reference to the element type is held */
+  GivenArray array; /* set for a single array, of which only the reference to the element type is held */
   int is_split;     /* 1: the array's rows are split among all ranks */
 } Side;
 
@@ -431,8 +432,8 @@ static int pair_own(Reading* reading) {
   return 1;
 }
 
-/* Adds a move for each rank's rows of an array. Each rank has equally many rows, or as many as the list `ranks` says.
- * Returns the same values as `add_side`. */
+/* Adds a move for each rank's rows of an array. The list `ranks` gives each rank's number of rows; without this list
+ * all ranks have equally many rows. Returns the same values as `add_side`. */
 static int add_rows(const FlowCalls* self, const Side* side, Reading* reading) {
   const size_t ranks = self->flows->world_size;
   const GivenArray* array = &side->array;

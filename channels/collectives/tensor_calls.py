@@ -83,9 +83,9 @@ class TensorCalls:
         Args:
             nbytes: size of the larger of a rank's input and output.
             beside: whether this rank's program is expected to run other kernels during the call.
-            late: whether this rank's GPU has not yet finished work that the program queued long before the call. If the
-                GPU has finished that work, the CPU limits the program's speed. In this case a call by proxy does not
-                help, because the call takes more of the CPU's time than a kernel.
+            late: whether this rank's GPU has not yet finished work that the program queued long before the call. If
+                `late` is false, the CPU limits the program's speed, so a call by proxy does not help, because it takes
+                more of the CPU's time than a kernel.
             output: a function that returns the output's address.
         """
         log = self._collectives.group.launches.log

@@ -104,12 +104,12 @@ def measure(
 ) -> dict[Case, dict[int, dict[Algorithm, float]]]:
     """Returns, by case, size and algorithm, the median over iterations of the slowest rank's time, in seconds.
 
-    After `seconds` seconds, `measure` ends with the current iteration. The result lacks sizes for which there was no
-    time, but always has the first size. All ranks call this together, and all get the same numbers. A single rank
-    measures nothing, because all its algorithms are copies.
+    After `seconds` seconds, `measure` stops at the end of the current iteration. The result lacks sizes for which there
+    was no time, but always has the first size. All ranks call this together, and all get the same numbers. A single
+    rank measures nothing, because all its algorithms are copies.
 
     Args:
-        collectives: the group's collectives. The execution plans in its tables are also measured.
+        collectives: the group's collectives. The execution plans in the group's tables are also measured.
         sizes: the sizes to measure, in rising order; each is in bytes, of the larger of a rank's input and output.
         iterations: number of calls of each algorithm at each size.
         seconds: approximate limit of the total time.

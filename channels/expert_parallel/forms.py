@@ -18,7 +18,7 @@ from proxyccl.device.runtime import StreamLike
 
 
 class Forms:
-    """The lists of forms of one layer. A list is called with the arguments that its `prepare` takes.
+    """The lists of forms of one layer. Calling a list makes a call; the arguments are those of the list's `prepare`.
 
     Attributes:
         dispatches: two lists: dispatches whose rows are copied from an output buffer, and dispatches whose rows may

@@ -109,7 +109,7 @@ class EPAll2AllLayer:
             dropped slots.
         expert_alignment: with layout="expert", each expert's rows begin at a multiple of this number, so outputs have
             gaps. No rank writes the rows in gaps, for which `desc.row_slots` is -1. In the exact mode
-            `desc.num_tokens_per_expert` then returns the rows of each expert. None for rows without gaps.
+            `desc.num_tokens_per_expert` then returns each expert's number of rows. None for rows without gaps.
         output_buffers: with layout="rank": the number of outputs for which the layer has memory. On one node whose
             ranks reach each other's memory, senders then store rows directly where the caller reads them. With n output
             buffers, an output of `dispatch` stays valid during the next n - 1 calls of `dispatch`, but not after
@@ -200,7 +200,7 @@ class EPAll2AllLayer:
 
     def narrowed(self, max_tokens: int) -> EPAll2AllLayer:
         """Returns a layer for calls of at most max_tokens tokens per rank; all ranks pass the same number. With
-        layout="padded" the narrowed layer's outputs have room for that number of tokens from each rank.
+        layout="padded" the narrowed layer's outputs have room for its max_tokens tokens from each rank.
 
         The narrowed layer shares this layer's memory, and is unusable after this layer's `finalize`. One dispatch and
         one combine can be in flight in this layer and its narrowed layers together. A descriptor can be used only with

@@ -1,4 +1,4 @@
-"""The descriptor of a dispatch, which tells where each row came from. Combines need the descriptor."""
+"""The descriptor of a dispatch: the source token of each row. Combines need the descriptor."""
 
 from __future__ import annotations
 

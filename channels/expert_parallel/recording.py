@@ -1,5 +1,5 @@
-"""Finds out whether an array library records a call for a backward pass. The code for that library in faces/ does the
-recording.
+"""Finds out whether an array library records a call for a backward pass. The recording is done by that library's module
+in faces/.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class ExpertWorkspace:
         self._memory.close()
         if self.outputs is None:
             self._workspace.free()
-        else:  # the caller may still hold outputs: the last output frees the memory
+        else:  # the caller may still hold outputs, so the memory is freed with the last output
             self.outputs.close()
             del self._workspace, self.outputs
         self._tables.close()

@@ -33,7 +33,7 @@ class FileBootstrap(BoardBootstrap):
 
     Raises:
         ArgumentError: `rank` is not below `world_size`, the directory can't be used, or a rank with this number has
-            used it before.
+            used the directory before.
         ResourceError: no file descriptor is left.
         UntrustedPathError: the directory belongs to another user, or other users can read it, or it is a link.
     """

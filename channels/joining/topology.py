@@ -244,9 +244,9 @@ class Topology(Struct, frozen=True, dict=True):
         return self.ranks[peer].host == self.ranks[self.rank].host
 
     def transport(self, first: int, second: int) -> str:
-        """Returns the transport between two ranks. Within a node, this is the copy transport. Between nodes, it is the
-        first remote transport in `TRANSPORTS` that can register both ranks' memory. Between nodes of one host without
-        RDMA adapters, it is the copy transport.
+        """Returns the transport between two ranks. Ranks of one node use the copy transport. Ranks of different nodes
+        use the first remote transport in `TRANSPORTS` that can register both ranks' memory; if they share a host
+        without RDMA adapters, they use the copy transport.
 
         Raises:
             RuntimeUnavailableError: no transport connects the two ranks.

@@ -81,7 +81,7 @@ class Aftermath:
                     self._processes[peer] = process_descriptors.acquire(self._peers[peer])
                 except ProcessLookupError:
                     del self._running[peer]
-                except (OSError, ResourceError):  # the peer's own record will show when it has ended
+                except (OSError, ResourceError):  # the peer records its end itself
                     continue
 
     def follow(self, kept: Iterable[object]) -> None:

@@ -285,7 +285,7 @@ class Listener:
                 for key, _ in calls.select(_INTERVAL_SECONDS):
                     connection, address = key.data
                     try:
-                        if key.events == selectors.EVENT_WRITE:  # if connecting failed, `send` raises
+                        if key.events == selectors.EVENT_WRITE:  # if connecting failed, `send` raises an error
                             connection.send(_HELLO.pack(self._rank, offer.token))
                             calls.modify(connection, selectors.EVENT_READ, key.data)
                             continue

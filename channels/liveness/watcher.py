@@ -233,7 +233,7 @@ class Watcher:
             self._calls, self.busy_until = calls, time.monotonic() + WatchThread.BUSY_SECONDS
 
     def _follow_processes(self) -> None:
-        # If no descriptor is left, the next wake-up tries again. In the meantime other ranks watch the same processes.
+        # If no descriptor is left, the next wake-up tries again. Until then other ranks watch the same processes.
         with contextlib.suppress(ResourceError):
             new, old, lost = self._processes.follow()
             for descriptor in old:

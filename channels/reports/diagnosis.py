@@ -345,7 +345,7 @@ class _WaitGraph:
         return reasons
 
     def _at_daemon(self, communicator: str, rank: int, *, idle: bool = True) -> list[str]:
-        """Returns the statements of the node daemons' reports about a rank. If `idle` is true, they include the
+        """Returns the statements of the node daemons' reports about a rank. If `idle` is true, the result includes the
         statement that nothing is outstanding.
         """
         own = self._reports[communicator].get(rank)

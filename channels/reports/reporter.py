@@ -136,7 +136,8 @@ class Reporter(Observer):
                 error.add_note(note)
 
     def write(self, cause: str) -> Path | None:
-        """Writes a report, and prints its path to stderr. If a daemon runs the proxy, also asks it for a report.
+        """Writes a report, and prints its path to stderr. If a daemon runs the proxy, also asks the daemon for a
+        report.
 
         Returns the report's path; None if the reporter is closed, or the file can't be written.
         """

@@ -195,7 +195,7 @@ class ControlSegment:
 
     def filed(self) -> ErrorRecord | None:
         """Returns the error record, or None if this segment has no complete record. Unlike `record`, writes nothing, so
-        observers may call it.
+        observers may call this method.
         """
         error = ffi.new("ProxycclErrorRecord *")
         if lib.proxyccl_control_record(self._control, error) != lib.PROXYCCL_RECORD_VALID:
