@@ -261,7 +261,7 @@ class Communicator(CollectiveCalls):
 
         Raises:
             ArgumentError: `exclude` names this rank, or something that is not a rank of this communicator.
-            ExcludedError: this rank arrived too late, and the others continued without it.
+            ExcludedError: this rank arrived too late, and the other ranks continued without this rank.
             MismatchError: a rank passed a different `exclude`. Further calls of `shrink` on this communicator fail.
             ClosedError: this communicator is closed, or was shrunk before.
             PeerLostError: ranks were lost in each of the call's attempts.

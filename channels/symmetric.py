@@ -208,7 +208,7 @@ class SymmetricMemory:
             reserved: whether to allow one of the entries that are reserved for staging memory.
 
         Raises:
-            ResourceError: the device has no room.
+            ResourceError: the device has no memory left.
         """
         try:
             memory = self._runtime.allocate(nbytes)

@@ -226,8 +226,7 @@ static int issue(FlowCalls* self, const Moves* moves, uint32_t event, uintptr_t 
   if (failure_is_told(self->control)) return PROXYCCL_CALL_ABORTED;
   for (size_t done = 0; done < moves->count && status == 0;) {
     done += fill(self, moves->each + done, moves->count - done);
-    status =
-        proxyccl_launch_current(self->launch, stream); /* the driver copies the argument, so `fill` may overwrite it */
+    status = proxyccl_launch_current(self->launch, stream); /* the driver copies the argument */
   }
   if (status == 0) status = self->streams->record((void*)self->events[event - 1].handle, (void*)stream);
   if (status != 0) return status;

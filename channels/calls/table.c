@@ -175,8 +175,7 @@ static int note_lent(Calls* self, const Making* call) {
   for (size_t i = 0; i < self->wanted_count; ++i) {
     if (self->wanted[i].at != array->at || self->wanted[i].bytes != array->bytes) continue;
     self->wanted[i] = self->wanted[--self->wanted_count];
-    PyObject* lend =
-        Py_NewRef(self->lend); /* holds a reference, because `want` may replace self->lend during the call */
+    PyObject* lend = Py_NewRef(self->lend); /* `want` may replace self->lend during the call */
     PyObject* lent = PyObject_CallFunction(lend, "KK", (unsigned long long)array->at, (unsigned long long)array->bytes);
     Py_DECREF(lend);
     Py_XDECREF(lent);

@@ -33,9 +33,9 @@ class EPAllToAllLayoutDesc(Descriptor):
 
     The tables lie on the device, in arrays of the tokens' library. Three tables are only for inspection
     (`token_dst_scatter_idx`, `topk_indices_tensor`, `send_reqs_recv_tensor`) and are made on first access, which waits
-    for the dispatch, or raises ArgumentError if the dispatch was not received yet. The other tables are undefined until
-    the dispatch has ended. A row number is an index into the output of one rank. A *counterpart* is the rank of another
-    node with the same local rank as this rank.
+    for the dispatch, or raises ArgumentError if the dispatch was not received yet. All tables except these three are
+    undefined until the dispatch has completed. A row number is an index into the output of one rank. A *counterpart* is
+    the rank of another node with the same local rank as this rank.
 
     Attributes:
         owner: the DispatchCombineContext that made the dispatch.

@@ -1,5 +1,5 @@
-"""Finds out whether an array library records a call for a backward pass. The recording is done by that library's module
-in faces/.
+"""Finds out whether an array library records a call for a backward pass. The array library's module in faces/ does the
+recording.
 """
 
 from __future__ import annotations

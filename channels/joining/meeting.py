@@ -366,7 +366,7 @@ def meet_survivors(
                         segments[peer] = ControlSegment(whole.runtime.open_pinned(handle))
                         undo.callback(segments[peer].close)
                 joined = True
-            except ResourceError:  # this rank failed; the others continue without it
+            except ResourceError:  # this rank failed, so the other ranks continue without it
                 raise
             except ProxyCCLError:  # a member has ended since `assemble`
                 joined = False

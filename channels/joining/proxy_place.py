@@ -132,7 +132,7 @@ def default_place(runtime: str) -> Where:
 
 def agree(wishes: Sequence[Wish], rank: int) -> ProxyPlace:
     """Computes, from all ranks' messages, where the proxy of rank `rank` runs. Those ranks of a host that request no
-    place get the same result.
+    place for their proxies get the same result.
     """
     own = wishes[rank]
     of_host = [wish for wish in wishes if wish.host == own.host]

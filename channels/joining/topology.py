@@ -232,7 +232,8 @@ class Topology(Struct, frozen=True, dict=True):
         return len({info.host for info in self.ranks}) > 1
 
     def may_touch(self, first: int, second: int) -> bool:
-        """Returns whether both ranks are on one node and, if one is this rank, their devices have peer access."""
+        """Returns whether two ranks are on one node; if one of them is this rank, their devices must also have peer
+        access."""
         if first == self.rank:
             return self.accessible[second]
         if second == self.rank:

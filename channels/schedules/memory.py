@@ -175,7 +175,7 @@ class ScheduleMemories:
         If `staged_together`, all ranks call this together with the same arguments.
 
         Raises:
-            ResourceError: the device has no room, or a proxy has no ids left for memory.
+            ResourceError: the device has no memory left, or a proxy has no ids left for memory.
         """
         stages = self._stages.setdefault(side, [])
         found = next((stage for stage in stages if stage.nbytes >= nbytes), None)

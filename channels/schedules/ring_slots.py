@@ -56,7 +56,7 @@ class RingSlots:
         neighbours: the ranks before and after this rank, which with two ranks are the same.
 
     Raises:
-        ResourceError: the device has no room, or a proxy has no ids left for memory or channels.
+        ResourceError: the device has no memory left, or a proxy has no ids left for memory or channels.
         ArgumentError: this rank can't access a neighbour's memory.
     """
 
