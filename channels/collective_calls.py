@@ -55,7 +55,8 @@ class CollectiveCalls:
                 algorithm. "default" chooses from all algorithms. None uses the communicator's policy. All ranks pass
                 the same value.
             symmetric: promises that the arrays of all ranks are symmetric memory (`empty`, `register`), so that faster
-                algorithms may be chosen; results are correct even if they are not. All ranks pass the same value.
+                algorithms may be chosen; results are correct even if some arrays are not. All ranks pass the same
+                value.
             stream: where to queue the call: a stream of any library, or its handle, which must live until the next
                 call. With None, the call on the host runtime returns when it is complete; on a GPU it is queued on the
                 current stream of the library that owns `x` (torch, CuPy), else on the calling thread's default stream.
@@ -339,7 +340,7 @@ class CollectiveCalls:
             `out`, or the array that holds the result.
 
         Raises:
-            ArgumentError: the plan can't be executed, or an array does not fit it. The call had no effect.
+            ArgumentError: the plan can't be executed, or an array does not fit the plan. The call had no effect.
             MismatchError: ranks execute different plans, or pass arrays of different sizes or types.
             CommunicatorError: a rank failed; see its subclasses. After a time-out, the error names the threadblock, the
                 operation, and the rank that this operation waits for.

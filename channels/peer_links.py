@@ -278,8 +278,8 @@ class PeerLinks:
             self._proxy.drain(self._exchange.timeout, lambda: self._failure.aborted)
 
     def close(self) -> bool:
-        """Closes the proxy and the remote links. Returns False if a handler still runs, so that its thread still uses
-        memory, which the caller must not free.
+        """Closes the proxy and the remote links. Returns False if a handler still runs; the caller must not free memory
+        that the handler's thread uses.
         """
         if self._proxy is not None and not self._proxy.close(self._exchange.timeout):
             return False

@@ -15,7 +15,7 @@ def as_rank(world_size: int, rank: Any, argument: str) -> int:
 
 
 def as_ranks(world_size: int, ranks: Any, argument: str) -> list[int]:
-    """Returns the ranks as a list, in the caller's order. Raises ArgumentError unless all of them are ranks and no rank
+    """Returns the ranks as a list, in the caller's order. Raises ArgumentError unless all items are ranks and no rank
     occurs twice."""
     given = find_items(ranks)
     if given is None:

@@ -93,7 +93,7 @@ class RemoteLinks:
         Raises:
             ArgumentError: a peer's answer is invalid.
             ResourceError: the device or the system has too few resources left.
-            RuntimeUnavailableError: this step failed on another rank.
+            RuntimeUnavailableError: the call failed on another rank.
         """
         rank = self._exchange.rank
         remote = self.peers

@@ -1,8 +1,8 @@
 """Collectives that proxies carry out directly on the caller's arrays, each as a schedule that a stream starts. See
 channels/schedules/DESIGN.md.
 
-If peers' proxies can't reach an array, the stream copies its data to or from memory that they can reach (*staging*).
-Each rank decides alone whether to stage, because peers send to whatever address the rank posts.
+If peers' proxies can't reach an array, the stream copies the array's data to or from memory that these proxies can
+reach (*staging*). Each rank decides alone whether to stage, because peers send to whatever address the rank posts.
 """
 
 from __future__ import annotations

@@ -233,8 +233,8 @@ class Listener:
             peers: the number of ranks of other hosts.
 
         Raises:
-            ResourceError: there are too few descriptors for the connections. `offer` checks this, because during `join`
-                this rank could not report the error to its peers.
+            ResourceError: there are too few descriptors for the connections. `offer` checks their number, because
+                during `join` this rank could not report the error to its peers.
         """
         with naming_exhaustion(f"links to {peers} ranks of other hosts"):
             require_descriptors(peers + _WHILE_JOINING)

@@ -4,7 +4,7 @@ and reports failures to all ranks.
 The thread also maps memory that peers have registered. The thread wakes every INTERVAL_MS while this rank makes calls,
 and otherwise every IDLE_INTERVAL_MS, so that an idle rank uses almost no CPU time. A communicator and the communicators
 that were split from it share the thread. After a failure the thread releases streams that wait for the proxy. No
-separate thread does this, because once memory has run out, no thread can be started.
+separate thread releases these streams, because once memory has run out, no thread can be started.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ class Watcher:
             self._calls, self.busy_until = calls, time.monotonic() + WatchThread.BUSY_SECONDS
 
     def _follow_processes(self) -> None:
-        # If no descriptor is left, the next wake-up tries again. Until then other ranks watch the same processes.
+        # If no descriptor is left, the next wake-up tries again, and meanwhile other ranks watch the same processes.
         with contextlib.suppress(ResourceError):
             new, old, lost = self._processes.follow()
             for descriptor in old:

@@ -312,7 +312,7 @@ _CALLERS = ("f_back",) * (FRAMES - 1)
 
 
 def _walks() -> Iterator[tuple[int, list[FrameType]]]:
-    innermost = itertools.islice(iter(sys._current_frames, None), 1)  # its only item holds all threads' frames
+    innermost = itertools.islice(iter(sys._current_frames, None), 1)  # the only item holds all threads' frames
     idents, frames = itertools.tee(itertools.chain.from_iterable(map(dict.items, innermost)))
     chains = map(itertools.chain, map(operator.itemgetter(slice(1, 2)), frames), itertools.repeat(_CALLERS))
     walks: Iterator[Any] = map(itertools.accumulate, chains, itertools.repeat(getattr))
