@@ -71,8 +71,8 @@ class Communicator(CollectiveCalls):
     """A group of ranks.
 
     All ranks construct a `Communicator` together, and call its collectives and registrations in the same order. So only
-    one thread of a rank at a time may make these calls. Once `prepare_transfers` has returned, other threads may
-    `send`, `recv` and use `transfers` at the same time.
+    one thread of a rank at a time may call collectives or register memory. Once `prepare_transfers` has returned, other
+    threads may `send`, `recv` and use `transfers` at the same time.
 
     Use a communicator as a context manager, or call `close`.
 
@@ -244,9 +244,9 @@ class Communicator(CollectiveCalls):
         """Returns a communicator of the remaining ranks, after a failure or without one. All remaining ranks call this,
         once.
 
-        A rank remains unless its process has ended, it has closed this communicator, or `exclude` names it. If a rank
-        does not arrive within the time-out, it does not remain either, and this communicator fails. The ranks agree on
-        the remaining ranks even if some of these fail during the call, and the remaining ranks keep their order.
+        A rank remains unless its process has ended, it has closed this communicator, or `exclude` names it. A rank that
+        does not arrive within the time-out does not remain, and this communicator fails. The ranks agree on the
+        remaining ranks even if some of these fail during the call, and the remaining ranks keep their order.
 
         The call waits for the work that the ranks have queued on their devices. If this communicator has failed, the
         call closes it; otherwise this communicator stays usable, and closing it does not affect the new one. The new
@@ -456,16 +456,16 @@ class Communicator(CollectiveCalls):
         """Registers an array so that peers can access it.
 
         All ranks call this together, each with its own array; sizes may differ. Collectives then use the array, and
-        slices of it at any offset, in place, if all ranks' arrays are registered or made by `empty`. Otherwise
-        collectives copy the array through scratch memory.
+        slices of it at any offset, in place, if all ranks' arrays are registered or made by `empty`. If any rank's
+        array is neither, collectives copy the array through scratch memory.
 
         All peers can access memory that `empty` returns. On the host runtime all other arrays are private to their
         process: they can be the source of a put, but a peer that tries to access such an array gets an error that names
         the reason.
 
-        The array is kept alive until `deregister`. Until then, do not free its memory by other means, such as hipFree
-        or a tensor's ``untyped_storage().resize_(0)``. Collectives detect a freed array, and do not confuse a new array
-        at its address with the registered one. Channels do not detect a freed array.
+        The array is kept alive until `deregister`. Until `deregister`, do not free the array's memory by other means,
+        such as hipFree or a tensor's ``untyped_storage().resize_(0)``. Collectives detect a freed array, and do not
+        confuse a new array at its address with the registered one. Channels do not detect a freed array.
 
         Raises:
             ArgumentError: the argument is not an array, has no memory, or is on another device; or it is a result of

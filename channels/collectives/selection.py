@@ -340,7 +340,8 @@ def invariant_algorithms(algorithms: Sequence[str], ranks: int) -> tuple[str, ..
     """
     if "hierarchical" in algorithms:
         return ("hierarchical",)
-    pairs = ("recursive_doubling",) if ranks <= 2 else ()  # with more ranks, it adds sums of pairs of ranks
+    # With more than two ranks, recursive doubling adds sums of pairs of ranks.
+    pairs = ("recursive_doubling",) if ranks <= 2 else ()
     return tuple(name for name in algorithms if name in ("one_shot", "two_shot_packets", "two_shot", "proxy", *pairs))
 
 

@@ -265,7 +265,7 @@ class Team:
         return team
 
     def close(self) -> None:
-        """Frees the memory. Kernels of all ranks must have ended."""
+        """Frees the memory. All kernels of all ranks must have completed."""
         self._scratch.free()
         self._memory.close()
         self._links.close()

@@ -201,7 +201,7 @@ class DispatchCombineContext:
             group.launches.agree(CollectiveCall(FINALIZE))
             group.synchronize()
             group.links.drain()
-            group.exchange.barrier("finalize")  # until then a peer may write to this rank's memory
+            group.exchange.barrier("finalize")  # before this barrier a peer may write to this rank's memory
             group.let_go(self.workspace)
             self.workspace.close()
         self.members.close()
