@@ -347,7 +347,6 @@ class Group:
         self.failure.check()
 
     def _file(self, error: KernelError) -> None:
-        """Makes the group fail if an error has destroyed this rank's context."""
         if isinstance(error, DriverError) and error.status in LOST_CONTEXT:
             self.failure.file_lost_context(error.status)
 

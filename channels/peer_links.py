@@ -173,9 +173,6 @@ class PeerLinks:
         return [info for rank, info in enumerate(self.topology.ranks) if self.topology.same_host(rank)]
 
     def _of_container(self) -> list[RankInfo]:
-        """Returns the ranks of this host in the same PID namespace, which share a CPU quota and the job's own
-        daemon.
-        """
         own = self.topology.ranks[self.topology.rank].view
         return [info for info in self._of_host() if info.view == own]
 

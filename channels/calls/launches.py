@@ -295,12 +295,10 @@ class Launches:
         return self._failure.file_mismatch(peer, cause, field)
 
     def _object_of(self, fields: tuple[int, ...]) -> str:
-        """Returns " of " and the name of a call's object; "" for calls of the communicator."""
         number = fields[OBJECT_FIELD]
         return f" of {self._objects[number - 1]}" if 0 < number <= len(self._objects) else ""
 
     def _handle_of(self, stream: StreamLike) -> int:
-        """Orders a call's stream after the latest launch, and returns the stream's handle."""
         self._see_turns()
         if stream is None and self._on_host and self._last == self._default_handle:
             return self._default_handle

@@ -71,7 +71,6 @@ class Transfer(Struct, frozen=True):
 
     @property
     def in_place(self) -> bool:
-        """Whether the transfer's source and target are the same array."""
         return self.source is not None and self.target is not None and self.source.ptr == self.target.ptr
 
     @property

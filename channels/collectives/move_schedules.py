@@ -98,9 +98,6 @@ def _round(by_proxy: ByProxy, source: ArrayView, target: ArrayView, part: Exchan
     def places(
         side: Side, transfers: Sequence[Transfer], find: Callable[[], ScheduleSpan | None]
     ) -> list[tuple[Transfer, ScheduleSpan]]:
-        """Returns each transfer with its memory: the array's memory if `find` returns it, otherwise packed staging
-        memory.
-        """
         if not transfers and not memories.staged_together:
             return []
         packed: dict[int, int] = {}

@@ -256,7 +256,6 @@ class _Preparer:
 
 
 def _refuse_overlaps(views: dict[str, ArrayView]) -> None:
-    """Raises ArgumentError for overlapping arrays, except that a result may be the same memory as `x` or `residual`."""
     names = [*views]
     for number, name in enumerate(names):
         for other in names[:number]:

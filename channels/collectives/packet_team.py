@@ -238,7 +238,6 @@ class PacketScratch:
                 team.remote[peer] = ffi.cast("char *", self._memory.peer_ptr(peer))
 
     def parameter(self, share: int, epochs: int, epoch_packets: int) -> bytes:
-        """Returns a kernel's ProxycclPacketTeam (packet_team.h)."""
         team = ffi.new("ProxycclPacketTeam *", self._team[0])
         team.share, team.call_epochs, team.epoch_packets = share, epochs, epoch_packets
         return bytes(ffi.buffer(team))

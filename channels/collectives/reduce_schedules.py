@@ -68,7 +68,6 @@ class _Shares(Struct, frozen=True):
         return self.lengths[self.members.index(rank)]
 
     def length(self, rank: int, begin: int, most: int) -> int:
-        """Returns the number of elements, at most `most`, that a rank's share has from element `begin` on."""
         return max(0, min(most, self.whole(rank) - begin))
 
 
@@ -98,7 +97,6 @@ class _Pieces:
         self._peers, self._in_turn = peers, in_turn
 
     def values(self) -> list[tuple[int, int, int]]:
-        """Returns a tuple (peer, offset, most elements) for each send of values."""
         return [(peer, *bounds) for peer, _, bounds in self._sends(self._peers[-1:])]
 
     def results(self) -> list[tuple[int, int, int, int]]:
@@ -249,7 +247,6 @@ class _Slots:
         return (self._members.index(peer) - (peer > self._group.rank)) * self._slot_bytes
 
     def posts(self, channels: Mapping[int, int]) -> tuple[SchedulePost, ...]:
-        """Returns the posts that let each peer write to its slot; `channels` maps peers to channels."""
         memory, offset = self._memory.memory, self._memory.offset
         return tuple(
             SchedulePost(channels[peer], memory.id_at(peer), offset + self.offset(peer)) for peer in self._peers
@@ -333,7 +330,6 @@ class _Reduction:
         return self._slots.posts(self._by_proxy.links.scratch_posts)
 
     def sends(self) -> tuple[ScheduleSend, ...]:
-        """Returns sends that give every peer the part that the peer reduces, piece by piece."""
         links = self._by_proxy.links
         return tuple(
             links.send(

@@ -86,7 +86,6 @@ class _Arrays:
             register(group, array, symmetric=True)  # waits until all peers have mapped the array
 
     def part(self, number: int, count: int, dtype: str, *, symmetric: bool) -> Array:
-        """Returns the first `count` elements of the input (`number` 0) or of the output (1)."""
         memory = self._pairs[symmetric][number].memory
         return Array(self._group.runtime, memory, (count,), as_dtype(dtype))
 

@@ -186,9 +186,6 @@ class _Resources:
         return self._upload(b"".join(raw))
 
     def _start_words(self) -> tuple[Memory, int, int]:
-        """Returns memory with the counters, barriers and semaphores, and the offsets of the barriers and of the
-        semaphores.
-        """
         counters = ffi.sizeof("ProxycclExecutionCounters")
         numbers = [
             operation.numbers[0]
@@ -312,7 +309,6 @@ class _Resources:
         return before, own_in, own_out, after
 
     def _private(self, nbytes: int) -> int:
-        """Returns memory for a copy of an input that the plan would overwrite."""
         if not self._privates or self._privates[-1].nbytes < nbytes:
             self._privates.append(self._group.runtime.allocate(nbytes))
         return self._privates[-1].ptr

@@ -107,9 +107,6 @@ class _Outputs:
         return values if scales is None else (values, scales), weights, (rows_at, scales_at, weights_at)
 
     def rows_in(self, buffer: Any, scales_at: int, rows: int) -> Any:
-        """Returns rows, or a pair of rows and scales, in the memory of a buffer, whose scales begin at offset
-        `scales_at`.
-        """
         values = self.rows.part(buffer, 0, rows)
         return values if self.scales is None else (values, self.scales.part(buffer, scales_at, rows))
 

@@ -242,9 +242,6 @@ class Geometry:
 
     @staticmethod
     def _masks_fit(config: EPConfig) -> bool:
-        """Returns whether a block's shared memory can hold all ranks' masks
-        (device/kernels/experts/announcement_masks.h).
-        """
         ranks = config.world_size
         words = _TOKENS_PER_PACKET // 32 * -(-config.max_tokens // _TOKENS_PER_PACKET)
         sums = -(-words // lib.PROXYCCL_SUMMED_WORDS)

@@ -131,7 +131,6 @@ class _Directory:
         return str(self.path)
 
     def read(self, name: str) -> bytes | None:
-        """Returns a file's contents; None if the file does not exist."""
         with self._room(), contextlib.suppress(FileNotFoundError):
             return read_private(self._descriptor, self.path / name, secret=True)
         return None

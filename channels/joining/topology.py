@@ -214,12 +214,10 @@ class Topology(Struct, frozen=True, dict=True):
 
     @property
     def local_rank(self) -> int:
-        """This rank's index among the ranks of its node."""
         return self.node_ranks.index(self.rank)
 
     @property
     def local_world_size(self) -> int:
-        """The number of ranks of this rank's node."""
         return len(self.node_ranks)
 
     @property
@@ -228,7 +226,6 @@ class Topology(Struct, frozen=True, dict=True):
 
     @property
     def spans_hosts(self) -> bool:
-        """Whether the ranks are on several hosts."""
         return len({info.host for info in self.ranks}) > 1
 
     def may_touch(self, first: int, second: int) -> bool:
@@ -241,7 +238,6 @@ class Topology(Struct, frozen=True, dict=True):
         return self.nodes[first] == self.nodes[second] and self.ranks[first].host == self.ranks[second].host
 
     def same_host(self, peer: int) -> bool:
-        """Returns whether the peer is on this rank's host, even if `local_world_size` puts it in another node."""
         return self.ranks[peer].host == self.ranks[self.rank].host
 
     def transport(self, first: int, second: int) -> str:

@@ -229,7 +229,6 @@ class FailureState:
         return error
 
     def file_proxy_failure(self, failure: ProxyFailure) -> None:
-        """Makes the group fail because this rank's proxy failed."""
         if failure.code == lib.PROXYCCL_ERROR_TRANSPORT and failure.peer is not None and self._watcher is not None:
             self._watcher.check_for_end(failure.peer)
         trigger = failure.trigger

@@ -107,7 +107,6 @@ class ControlSegment:
         self.set_timeout(timeout)
 
     def set_timeout(self, seconds: float) -> None:
-        """Changes the time-out of the waits of this rank's kernels."""
         self._control.timeout_ns = int(seconds * 1e9)
 
     def introduce(self, peers: Mapping[int, ControlSegment]) -> None:
@@ -279,11 +278,9 @@ class ControlSegment:
 
     @property
     def announcements(self) -> Announcements:
-        """The table of the announcements of the segment's rank."""
         return Announcements(self.memory.host_ptr + _ANNOUNCEMENTS_OFFSET)
 
     def host_address(self, offset: int) -> int:
-        """Returns the CPU's address of an offset in the segment."""
         return self.memory.host_ptr + offset
 
     def close(self) -> None:
