@@ -48,15 +48,15 @@ class CollectiveCalls:
                 Integers wrap around; their average truncates.
             out: where the result goes; None for in place.
             algorithm: "one_shot", "recursive_doubling", "two_shot_packets", "two_shot", "ring" or "proxy"; across nodes
-                with equal numbers of ranks also "hierarchical". None chooses by size and element type. An
-                `ExecutionPlan` for this collective and operator is also accepted.
+                with equal numbers of ranks also "hierarchical". With None, the library chooses by size and element
+                type. An `ExecutionPlan` for this collective and operator is also accepted.
             cta_policy: "zero" leaves the multiprocessors to the program: the proxies move the data, and only a
                 reduction runs a kernel, with few blocks. "efficiency" limits kernels to few blocks, whatever the
-                algorithm. "default" chooses from all algorithms. None uses the communicator's policy. All ranks pass
-                the same value.
+                algorithm. "default" chooses from all algorithms. With None, the communicator's policy applies. All
+                ranks pass the same policy.
             symmetric: promises that the arrays of all ranks are symmetric memory (`empty`, `register`), so that faster
                 algorithms may be chosen; results are correct even if some arrays are not. All ranks pass the same
-                value.
+                promise.
             stream: where to queue the call: a stream of any library, or its handle, which must live until the next
                 call. With None, the call on the host runtime returns when it is complete; on a GPU it is queued on the
                 current stream of the library that owns `x` (torch, CuPy), else on the calling thread's default stream.
@@ -353,9 +353,9 @@ class CollectiveCalls:
         """Sets up transfers between ranks. All ranks call this together.
 
         Without this call, the first `send`, `recv` or `transfers` sets up the transfers, and waits for all ranks. Call
-        this first if not all ranks take part in the first transfer, or if transfers and collectives run in different
-        threads: if two threads of a rank wait for all ranks at the same time, the communicator fails, or one of the
-        threads raises ConcurrentCallError.
+        `prepare_transfers` first if not all ranks take part in the first transfer, or if transfers and collectives run
+        in different threads: if two threads of a rank wait for all ranks at the same time, the communicator fails, or
+        one of the threads raises ConcurrentCallError.
         """
         self._group.failure.require_usable()
         if self._group.world_size > 1:
@@ -420,7 +420,7 @@ class CollectiveCalls:
 
         Args:
             sizes: array sizes in bytes, in rising order; None for 1 KiB to 64 MiB, or to 4 MiB on the host runtime. If
-                the last size is below the maximum of this default, larger arrays keep the default algorithms.
+                the last size is smaller than the largest default size, larger arrays keep the default algorithms.
             iterations: calls of each algorithm at each size; algorithms are compared by the median of the slowest
                 rank's times.
             seconds: the approximate limit of the total time. When the time is over, the remaining sizes are skipped.

@@ -111,14 +111,14 @@ class Communicator(CollectiveCalls):
             of `FabricOptions`.
         cta_policy: "zero" leaves the multiprocessors to the program, as NCCL_CTA_POLICY_ZERO does: collectives run by
             proxy unless a call names an algorithm or another policy. "efficiency" leaves most multiprocessors to the
-            program: kernels have few blocks. "default" chooses the algorithm that is fastest on an idle device. The
-            same on all ranks. None for ``PROXYCCL_CTA_POLICY``, else "default".
+            program: kernels have few blocks. "default" chooses the algorithm that is fastest on an idle device. All
+            ranks pass the same `cta_policy`. None for ``PROXYCCL_CTA_POLICY``, else "default".
         invariant: whether the bits of each element that `all_reduce`, `reduce` or `reduce_scatter` returns depend only
             on the ranks' values of this element and on the group, and not on the array's size, the element's index, or
             the algorithm. If True, the library uses only algorithms that add in the same order, and refuses other
-            algorithms. The same on all ranks. None for ``PROXYCCL_INVARIANT``, else False.
+            algorithms. All ranks pass the same `invariant`. None for ``PROXYCCL_INVARIANT``, else False.
         linger: seconds that the exiting process waits, without a report, for ranks that have not closed the
-            communicator. None waits for `timeout`, and then reports the missing ranks.
+            communicator. With None, the process waits for `timeout` seconds, and then reports the missing ranks.
 
     Raises:
         ArgumentError: an argument is wrong, or ranks disagree on the runtime, the nodes, the transports, the policy or
@@ -479,9 +479,9 @@ class Communicator(CollectiveCalls):
     def deregister(self, array: Any) -> None:
         """Ends the registration of an array, or of a result of `register`. Not collective.
 
-        Neither queued work nor a graph that will be replayed may still use the array as registered memory. The array
-        may be freed afterwards. If any ranks use a remote transport, all ranks must deregister between the same two
-        collectives, because the call also removes the peers' arrays from this rank's proxy.
+        Neither queued work nor a graph that will be replayed may still use the array as registered memory. The program
+        may free the array after the call. If any ranks use a remote transport, all ranks must deregister between the
+        same two collectives, because the call also removes the peers' arrays from this rank's proxy.
 
         Raises:
             ArgumentError: the array is not registered.
@@ -519,8 +519,8 @@ class Communicator(CollectiveCalls):
             dst: an array or registered memory; a put writes to, and a get reads from, the `dst` of the peer.
             src: local memory that put reads and get writes; None for `dst`.
             packet_buffer: local memory that peers' putPackets fill and getPackets reads; None for `dst`.
-            peers: ranks to connect to, in the order of the channels; may include this rank. None for all other ranks,
-                in the order of ranks.
+            peers: ranks to connect to, in the order of the channels; may include this rank. With None, there is a
+                channel to each other rank, in rank order.
 
         Raises:
             ArgumentError: a peer is not a rank, or this rank's kernels can't access the peer's memory.

@@ -29,7 +29,8 @@ class SmSemaphores:
     Args:
         group: the ranks.
         count: the number of semaphores to each peer.
-        members: the ranks that may be peers, this rank included; the same on all members. None for all ranks.
+        members: the ranks that may be peers, this rank included; the same on all members. With None, all ranks may be
+            peers.
     """
 
     def __init__(self, group: Group, count: int, members: Sequence[int] | None = None) -> None:

@@ -76,9 +76,9 @@ class _Pieces:
 
     If each link leads to one peer, all peers get the first piece, then all get the second, and so on. If the proxy
     copies to one peer after the other, a peer gets its whole share at once, so that all ranks proceed to the next peer
-    at about the same time, and no two ranks send to the same peer at once. In this case only the last peer gets values
-    in pieces, so that a piece is reduced while the next piece is in flight, and only the first peer gets results in
-    pieces, each as soon as it is ready.
+    at about the same time, and no two ranks send to the same peer at once. With such a proxy only the last peer gets
+    values in pieces, so that a piece is reduced while the next piece is in flight, and only the first peer gets results
+    in pieces, each as soon as it is ready.
 
     Args:
         longest: elements of the longest share.

@@ -129,8 +129,8 @@ def _steps_of_hierarchy(
 ) -> Sequence[Step]:
     group, topology, dtype = collectives.group, collectives.group.topology, source.dtype
     # A node's sum or product of float16 may be outside the range of float16 even if the sum or product of all nodes is
-    # not. An average is safe, because nodes compute averages instead of sums if a sum may not fit. bfloat16 is safe
-    # because it has the range of float32.
+    # not. An average does not overflow, because nodes compute averages instead of sums if a sum may not fit. bfloat16
+    # does not overflow early, because it has the range of float32.
     wide = dtype.name == "float16" and op in ("sum", "prod")
     averages_parts = op == "avg" and dtype.accumulator_itemsize > dtype.itemsize
     divisor = topology.node_count if averages_parts else group.world_size

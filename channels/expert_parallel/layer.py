@@ -302,8 +302,8 @@ class EPAll2AllLayer:
         Args:
             input: [T, hidden] of `dtype`; T from 0 to max_tokens, and may differ between ranks. With dispatch_dtype,
                 `input` may also be a pair of rows in float8 and their scales, float32 [T, scales of a row].
-            exp_indices: int32 [T, topk]: the experts of each token. Each entry is a slot. A slot with the id
-                `num_tot_experts` is dropped: nothing is sent for it, and it adds zero in `combine`. A slot whose
+            exp_indices: int32 [T, topk]: the experts of each token. Each entry of `exp_indices` is a slot. A slot with
+                the id `num_tot_experts` is dropped: nothing is sent for it, and it adds zero in `combine`. A slot whose
                 expert's rank is lost is dropped. With layout="rank" ids may also be int64, and a slot with the id -1 is
                 dropped. See also minus_one_drops. With layout="padded" a token that chooses an expert twice takes two
                 of the expert's rows.

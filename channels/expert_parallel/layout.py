@@ -129,8 +129,8 @@ class EPAllToAllLayoutDesc(Descriptor):
 
     @property
     def num_recv_tokens(self) -> Any:
-        """int32 [1]: the number of received rows, at most the number of the output's rows. None in the exact mode,
-        where all rows are received.
+        """int32 [1]: the number of received rows, at most the number of the output's rows. The attribute is None in the
+        exact mode, where all rows are received.
         """
         return self.table(RECEIVED) if self.counts_rows else None
 

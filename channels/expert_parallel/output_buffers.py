@@ -52,9 +52,9 @@ class OutputBuffers:
         self._whole: dict[tuple[int, LibraryArrays], Any] = {}
 
     def take(self, arrays: LibraryArrays, dtype: DType, *, on_current_stream: bool) -> TakenBuffer:
-        """Returns the buffer for the next output. Successive outputs cycle through all buffers except the last. The
-        result's `whole` may have the type `dtype`. `on_current_stream`: whether the output is made on the library's
-        current stream, and that stream captures no graph.
+        """Returns the buffer for the next output. Successive outputs cycle through all buffers except the last. A
+        derived class may give the result's `whole` the type `dtype`. `on_current_stream`: whether the output is made on
+        the library's current stream, and that stream captures no graph.
         """
         number = self._next
         self._next = (number + 1) % (self._count - 1)
