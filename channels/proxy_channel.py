@@ -138,9 +138,9 @@ class ProxyChannel(_RingChannel):
         self.wait_until(self._consumed + 1)
 
     def wait_until(self, value: int) -> None:
-        """Waits on the CPU until the peer's signals have reached `value`, and consumes these signals. Afterwards the
-        CPU may read data that the peer put into host memory before the signals, and kernels launched afterwards may
-        also read data in device memory.
+        """Waits on the CPU until the peer's signals have reached `value`, and consumes these signals. After the wait,
+        the CPU may read data that the peer put into host memory before the signals, and newly launched kernels may also
+        read such data in device memory.
 
         Raises:
             ArgumentError: the value is not a count.

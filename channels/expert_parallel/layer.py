@@ -80,26 +80,26 @@ class EPAll2AllLayer:
         weight_dtype: the type of routing weights, one of the same four types.
         num_sm: the most blocks, and so the most multiprocessors, of a kernel that moves rows between ranks.
         enable_local_combine: whether `combine` first sums a token's rows on each rank, rounded to `dtype`. Sums on each
-            rank send less data, but round the result twice. This option is possible only on one node.
+            rank send less data, but round the result twice. Sums on each rank are possible only on one node.
         use_aot: whether to use only kernels that were compiled beforehand (`proxyccl compile`).
         max_recv_tokens: the number of rows of every output; None for outputs of the exact size.
         dispatch_dtype: None to send tokens unchanged, or "float8_e4m3fn" to send them in float8: each 128 elements
-            of a row share a float32 scale, and element times scale is the value. Or "float4_e2m1fn_x2" to send rows
-            that callers have quantized to float4: uint8 [T, hidden / 2], with two values in a byte, and their scales.
+            of a row share a float32 scale, and element times scale is the value. With "float4_e2m1fn_x2", callers pass
+            rows that they have quantized to float4: uint8 [T, hidden / 2], with two values in a byte, and their scales.
             hidden is then a multiple of 32. `combine` still uses `dtype`.
-        scale_elements: how many elements share a scale; the last scale of a row may have fewer. Unless the number is
-            128 and divides `hidden`, the layer does not quantize tokens, and callers pass pairs of rows and scales. A
-            scale is any 4 bytes, for example four packed exponents (UE8M0) for 512 elements.
+        scale_elements: how many elements share a scale; the last scale of a row may have fewer. Unless scale_elements
+            is 128 and divides `hidden`, the layer does not quantize tokens, and callers pass pairs of rows and scales.
+            A scale is any 4 bytes, for example four packed exponents (UE8M0) for 512 elements.
         num_scales: with dispatch_dtype: the number of scales of a row, if callers pad the scales; None for the number
             that follows from scale_elements.
         scales_by_columns: with dispatch_dtype, layout="padded" and tensors of torch: whether scales are stored by
             columns, so that the scales of an expert's consecutive rows are adjacent. Columns begin at multiples of 16
             bytes, as bulk copies (TMA) need. The shape of the scales is the same as without this option.
         grows: in the exact mode, a rank with more than max_tokens tokens makes `dispatch` raise CapacityError on all
-            ranks, with the most tokens of any rank in `needed`; the layer stays usable. Without `grows`, only that rank
-            raises an error, ArgumentError.
+            ranks, with the most tokens of any rank in `needed`; the layer stays usable. Without `grows`, only the rank
+            with too many tokens raises an error, ArgumentError.
         layout: "expert" for a row for each slot, ordered by expert; "rank" for one row for each token that has an
-            expert on this rank, ordered by source rank and token. The program then finds a row's experts in
+            expert on this rank, ordered by source rank and token. With "rank" the program finds a row's experts in
             `desc.local_expert_ids`. "padded", for few tokens, gives each expert room for all rows that the ranks may
             send it, world_size * max_tokens; `desc.expert_rows` says how many arrived. With "padded" no call waits on
             the CPU.
@@ -116,8 +116,8 @@ class EPAll2AllLayer:
             `finalize`. In a `combine`, peers load the rows that lie in a buffer, such as outputs and arrays of
             `combine_input`; other rows are sent. A buffer has room for max_recv_tokens rows, or in the exact mode for
             world_size * max_tokens rows. With 0 output buffers, rows are copied from other memory of the layer to new
-            arrays; `dispatch_recv` and `redispatch` always do this. If torch records a call, its results are copied
-            from the buffer to new arrays.
+            arrays; `dispatch_recv` and `redispatch` always copy rows to new arrays. If torch records a call, its
+            results are copied from the buffer to new arrays.
         keeps_outputs: with output_buffers: an output of `dispatch` stays valid as long as it is referenced, like a new
             array, also in calls that torch records. A buffer can then be reused when the last array in the buffer has
             been freed. If no buffer is free, the rows of a dispatch pass through an additional buffer, and are copied

@@ -53,15 +53,15 @@ class EPAllToAllLayoutDesc(Descriptor):
         skipped_token_mapping_indices: int32 [R]: for each row, the first row of the same token on this rank, which may
             be the row itself.
         skipped_token_topk_mapping_indices: int32 [R, topk]: if r is the first row of a token on this rank, entry [r, k]
-            is the row of the token's slot k, or -1 if that slot is dropped or on another rank. For other r all entries
-            are -1.
+            is the row of the token's slot k, or -1 if that slot is dropped or on another rank. If row r is not the
+            first row of a token, all its entries are -1.
         local_expert_ids: with layout="rank", [R, topk] of the type of the expert ids: the local number of the expert of
             each slot of the row's token; -1 if the expert is another rank's, the slot is dropped, or the row was not
-            filled. None in other layouts.
+            filled. local_expert_ids is None in other layouts.
         source_tokens: with layout="rank" or "padded", int32 [R]: the number of each row's token on the source rank;
             otherwise None.
         row_slots: int32 [R]: the number, 0 to topk - 1, of the token's slot that each row is for. With
-            expert_alignment, rows in gaps have -1 in this table, and undefined entries in the other tables.
+            expert_alignment, rows in gaps have -1 in row_slots, and undefined entries in all other tables.
         slot_rows: int32 [world_size, max_tokens, topk]: this rank's row for each slot of each rank's tokens; negative
             if the slot is dropped or belongs to another rank, or if there was no room for the row. Entries after a
             rank's last token are undefined.

@@ -219,8 +219,8 @@ def meet_apart(
         give_up: called while waiting; it raises to end the wait early.
         mapping_of: returns a context for mapping a rank's memory; if the mapping fails because the rank has failed, the
             context raises the rank's failure (`Group.mapping_of`).
-        own: a bootstrap of the members, which the caller must close. If None, the members meet in their control
-            segments, under a key made from their numbers and the number of their earlier meetings.
+        own: a bootstrap of the members, which the caller must close. If `own` is None, the members meet in their
+            control segments, under a key made from their numbers and the number of their earlier meetings.
 
     Raises:
         WaitTimeoutError: not all members called this within `timeout`.
