@@ -1,4 +1,5 @@
-"""Sends between neighbours in the ring of ranks. A send waits for a receive only if the neighbour has no free slot.
+"""Sends arrays between neighbours in the ring of ranks. A send waits for a receive only if the neighbour has no free
+slot.
 
 Each rank has send slots and receive slots for each neighbour, and uses them cyclically. In a send, the caller's stream
 copies the array to a send slot, and the proxy moves the data to the neighbour's receive slot. A receive copies the data

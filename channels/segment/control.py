@@ -155,7 +155,7 @@ class ControlSegment:
 
     def raise_abort(self, record: ErrorRecord) -> None:
         """Stores the record, unless the segment has one already, and sets the abort words of the ranks of this host,
-        this rank's word last. A set abort word ends all waits of a rank's kernels.
+        this rank's word last. Once a rank's abort word is set, all waits of the rank's kernels fail.
         """
         filed = ffi.new("ProxycclErrorRecord *")
         filed.code, filed.rank, filed.wait, filed.operation = record.code, record.rank, record.wait, record.operation
