@@ -85,9 +85,9 @@ def require_writable(view: ArrayView, argument: str) -> None:
 
 
 def new_like(group: Group, source: ArrayView, shape: tuple[int, ...], dtype: DType | None = None) -> Any:
-    """Allocates an array for a result. If `source` views a torch tensor, the result is a torch tensor. Otherwise it is
-    an `Array`, except that on the host runtime it is a numpy array unless `source` views an `Array`. `dtype` None means
-    the element type of `source`.
+    """Allocates an array for a result. If `source` views a torch tensor, the result is a torch tensor. Otherwise the
+    result is an `Array`, except that on the host runtime the result is a numpy array unless `source` views an `Array`.
+    `dtype` None means the element type of `source`.
     """
     made, owner = dtype or source.dtype, source.owner
     require_room(shape, made)

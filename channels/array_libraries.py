@@ -1,7 +1,7 @@
 """Imports modules that depend on an array library when calls first need them.
 
-The public package registers the name of each module, so the core imports no array library itself. What a module
-supplies is called a part, and has a name such as "torch: untraced".
+The public package registers the name of each module, so the core imports no array library itself. Each module supplies
+one part, whose name is for example "torch: untraced".
 """
 
 from __future__ import annotations

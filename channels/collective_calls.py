@@ -48,14 +48,15 @@ class CollectiveCalls:
                 Integers wrap around; their average truncates.
             out: where the result goes; None for in place.
             algorithm: "one_shot", "recursive_doubling", "two_shot_packets", "two_shot", "ring" or "proxy"; across nodes
-                with equal numbers of ranks also "hierarchical". None chooses by size and element type. An
-                `ExecutionPlan` for this collective and operator is also accepted.
+                with equal numbers of ranks also "hierarchical". With None, the library chooses by size and element
+                type. An `ExecutionPlan` for this collective and operator is also accepted.
             cta_policy: "zero" leaves the multiprocessors to the program: the proxies move the data, and only a
                 reduction runs a kernel, with few blocks. "efficiency" limits kernels to few blocks, whatever the
-                algorithm. "default" chooses from all algorithms. None uses the communicator's policy. All ranks pass
-                the same value.
+                algorithm. "default" chooses from all algorithms. With None, the communicator's policy applies. All
+                ranks pass the same policy.
             symmetric: promises that the arrays of all ranks are symmetric memory (`empty`, `register`), so that faster
-                algorithms may be chosen; results are correct even if they are not. All ranks pass the same value.
+                algorithms may be chosen; results are correct even if some arrays are not. All ranks pass the same
+                promise.
             stream: where to queue the call: a stream of any library, or its handle, which must live until the next
                 call. With None, the call on the host runtime returns when it is complete; on a GPU it is queued on the
                 current stream of the library that owns `x` (torch, CuPy), else on the calling thread's default stream.
@@ -327,8 +328,8 @@ class CollectiveCalls:
             plan: an `ExecutionPlan`, or an argument of `ExecutionPlan.load`. Load a plan once if you use it often.
             x: the input: a contiguous array of `input_chunks` equal chunks, whose sizes in bytes are multiples of the
                 plan's alignment; the same count and type on all ranks. A plan that reduces takes the element types of
-                `all_reduce`; other plans take any. Some plans let peers access the input or the output. Then the call
-                copies that array to or from memory that peers can access. There is no copy if all ranks pass results of
+                `all_reduce`; other plans take any. If a plan lets peers access the input or the output, the call copies
+                this array to or from memory that peers can access. There is no copy if all ranks pass results of
                 `register`.
             out: the output, an array of `output_chunks` chunks, each as large as a chunk of `x`. None means `x` if the
                 plan works in place and `x` has the output's size, else a new array. A plan that works in place also
@@ -339,7 +340,7 @@ class CollectiveCalls:
             `out`, or the array that holds the result.
 
         Raises:
-            ArgumentError: the plan can't be executed, or an array does not fit it. The call had no effect.
+            ArgumentError: the plan can't be executed, or an array does not fit the plan. The call had no effect.
             MismatchError: ranks execute different plans, or pass arrays of different sizes or types.
             CommunicatorError: a rank failed; see its subclasses. After a time-out, the error names the threadblock, the
                 operation, and the rank that this operation waits for.
@@ -352,9 +353,9 @@ class CollectiveCalls:
         """Sets up transfers between ranks. All ranks call this together.
 
         Without this call, the first `send`, `recv` or `transfers` sets up the transfers, and waits for all ranks. Call
-        this first if not all ranks take part in the first transfer, or if transfers and collectives run in different
-        threads: if two threads of a rank wait for all ranks at the same time, the communicator fails, or one of the
-        threads raises ConcurrentCallError.
+        `prepare_transfers` first if not all ranks take part in the first transfer, or if transfers and collectives run
+        in different threads: if two threads of a rank wait for all ranks at the same time, the communicator fails, or
+        one of the threads raises ConcurrentCallError.
         """
         self._group.failure.require_usable()
         if self._group.world_size > 1:
@@ -419,7 +420,7 @@ class CollectiveCalls:
 
         Args:
             sizes: array sizes in bytes, in rising order; None for 1 KiB to 64 MiB, or to 4 MiB on the host runtime. If
-                the last size is below the maximum of this default, larger arrays keep the default algorithms.
+                the last size is smaller than the largest default size, larger arrays keep the default algorithms.
             iterations: calls of each algorithm at each size; algorithms are compared by the median of the slowest
                 rank's times.
             seconds: the approximate limit of the total time. When the time is over, the remaining sizes are skipped.

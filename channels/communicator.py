@@ -71,8 +71,8 @@ class Communicator(CollectiveCalls):
     """A group of ranks.
 
     All ranks construct a `Communicator` together, and call its collectives and registrations in the same order. So only
-    one thread of a rank at a time may make these calls. Once `prepare_transfers` has returned, other threads may
-    `send`, `recv` and use `transfers` at the same time.
+    one thread of a rank at a time may call collectives or register memory. Once `prepare_transfers` has returned, other
+    threads may `send`, `recv` and use `transfers` at the same time.
 
     Use a communicator as a context manager, or call `close`.
 
@@ -84,7 +84,7 @@ class Communicator(CollectiveCalls):
             number of devices.
         timeout: bound of every wait, in seconds; None for ``PROXYCCL_TIMEOUT``, else 30.
         local_world_size: count this many consecutive ranks as a node; the same on all ranks. None for
-            ``PROXYCCL_LOCAL_WORLD_SIZE``, else real hosts.
+            ``PROXYCCL_LOCAL_WORLD_SIZE``, else each host is a node.
         fifos: the number of rings of this rank's proxy; or "peer" for one ring for each peer, up to 64. A slow peer
             delays all channels that share its ring.
         proxy_threads: the number of threads that take triggers from the rings.
@@ -111,14 +111,14 @@ class Communicator(CollectiveCalls):
             of `FabricOptions`.
         cta_policy: "zero" leaves the multiprocessors to the program, as NCCL_CTA_POLICY_ZERO does: collectives run by
             proxy unless a call names an algorithm or another policy. "efficiency" leaves most multiprocessors to the
-            program: kernels have few blocks. "default" chooses the algorithm that is fastest on an idle device. The
-            same on all ranks. None for ``PROXYCCL_CTA_POLICY``, else "default".
+            program: kernels have few blocks. "default" chooses the algorithm that is fastest on an idle device. All
+            ranks pass the same `cta_policy`. None for ``PROXYCCL_CTA_POLICY``, else "default".
         invariant: whether the bits of each element that `all_reduce`, `reduce` or `reduce_scatter` returns depend only
             on the ranks' values of this element and on the group, and not on the array's size, the element's index, or
             the algorithm. If True, the library uses only algorithms that add in the same order, and refuses other
-            algorithms. The same on all ranks. None for ``PROXYCCL_INVARIANT``, else False.
+            algorithms. All ranks pass the same `invariant`. None for ``PROXYCCL_INVARIANT``, else False.
         linger: seconds that the exiting process waits, without a report, for ranks that have not closed the
-            communicator. None waits for `timeout`, and then reports the missing ranks.
+            communicator. With None, the process waits for `timeout` seconds, and then reports the missing ranks.
 
     Raises:
         ArgumentError: an argument is wrong, or ranks disagree on the runtime, the nodes, the transports, the policy or
@@ -158,7 +158,7 @@ class Communicator(CollectiveCalls):
         if not isinstance(runtime, str | None) and not hasattr(runtime, "activate"):
             raise ArgumentError("runtime", f"must be a name, a Runtime or None, not {runtime!r}")
         standing = Standing(requested_policy(cta_policy), requested_invariance(invariant))
-        limit_of_environment()  # raises for a wrong value before the ranks connect
+        limit_of_environment()  # raises an error for a wrong value before the ranks connect
         proxies = ProxyOptions(requested_place(proxy), fifos, proxy_threads, fifo_size, idle, proxy_cores)
         bounded = timeout_from(timeout)
         if linger is not None:
@@ -198,7 +198,7 @@ class Communicator(CollectiveCalls):
         bootstrap: Any = None,
         invariant: bool | None = None,
     ) -> Communicator:
-        """Returns a communicator of some of the ranks, which call this together; the other ranks need not.
+        """Returns a communicator of some of the ranks, which call this together; the other ranks need not call it.
 
         The new communicator shares this one's runtime, process watches and mappings, and needs no bootstrap if the
         ranks share a host. If this communicator fails, is closed or is aborted, the new communicator fails too, but not
@@ -210,8 +210,8 @@ class Communicator(CollectiveCalls):
             timeout: bound of this call and of the new communicator's waits, in seconds; None for this communicator's.
             bootstrap: a `Bootstrap` of the members, in the order of their new numbers, which the caller keeps open.
                 Threads that split the same ranks concurrently, or in a different order than on other ranks, need a
-                separate bootstrap for each split. None joins the members through this communicator, in one thread of a
-                rank at a time.
+                separate bootstrap for each split. With None, the members meet through this communicator, and only one
+                thread of a rank at a time may split.
             invariant: as for the constructor, but with None the new communicator has this communicator's setting.
 
         Raises:
@@ -244,15 +244,15 @@ class Communicator(CollectiveCalls):
         """Returns a communicator of the remaining ranks, after a failure or without one. All remaining ranks call this,
         once.
 
-        A rank remains unless its process has ended, it has closed this communicator, or `exclude` names it. If a rank
-        does not arrive within the time-out, it does not remain either, and this communicator fails. The ranks agree on
-        the remaining ranks even if some of these fail during the call, and the remaining ranks keep their order.
+        A rank remains unless its process has ended, it has closed this communicator, or `exclude` names it. A rank that
+        does not arrive within the time-out does not remain, and this communicator fails. The ranks agree on the
+        remaining ranks even if some of these fail during the call, and the remaining ranks keep their order.
 
         The call waits for the work that the ranks have queued on their devices. If this communicator has failed, the
         call closes it; otherwise this communicator stays usable, and closing it does not affect the new one. The new
         communicator keeps the device, compiled kernels, and the mappings of the other ranks' memory, and uses arrays of
         `empty` in place. Registered arrays are also used in place if all ranks share a host; registering an array again
-        needs no new mapping. Channels must be made anew, because a failure leaves their counts undefined.
+        needs no new mapping. Channels must be made anew, because a failure leaves their counts of signals undefined.
 
         Args:
             exclude: ranks to leave out; the same on all callers.
@@ -261,7 +261,7 @@ class Communicator(CollectiveCalls):
 
         Raises:
             ArgumentError: `exclude` names this rank, or something that is not a rank of this communicator.
-            ExcludedError: this rank arrived too late, and the others continued without it.
+            ExcludedError: this rank arrived too late, and the other ranks continued without this rank.
             MismatchError: a rank passed a different `exclude`. Further calls of `shrink` on this communicator fail.
             ClosedError: this communicator is closed, or was shrunk before.
             PeerLostError: ranks were lost in each of the call's attempts.
@@ -304,9 +304,9 @@ class Communicator(CollectiveCalls):
         """Returns a communicator of these ranks and new ranks, which join over a bootstrap.
 
         The ranks of this communicator call this; new processes construct a `Communicator` with their bootstrap, and
-        with the same options. If `transport` is given for some pairs of ranks, it is given on all ranks, with the
-        ranks' new numbers. This communicator stays usable, and closing it does not affect the new one. The new
-        communicator keeps the device, compiled kernels, options and mappings, and uses arrays of `empty` in place.
+        with the same options. If `transport` is given for some pairs of ranks, all ranks must pass it, with the ranks'
+        new numbers. This communicator stays usable, and closing it does not affect the new one. The new communicator
+        keeps the device, compiled kernels, options and mappings, and uses arrays of `empty` in place.
 
         Args:
             bootstrap: a bootstrap of all ranks, old and new, in the order of their new numbers; as for the constructor.
@@ -444,7 +444,7 @@ class Communicator(CollectiveCalls):
         """Allocates an array with undefined contents in device memory.
 
         Collectives read and write the array directly, without staging; see `register`. ProxyChannels and SmChannels can
-        use it once it is registered.
+        use the array once it is registered.
 
         Args:
             shape: dimensions; all at least 0.
@@ -456,16 +456,16 @@ class Communicator(CollectiveCalls):
         """Registers an array so that peers can access it.
 
         All ranks call this together, each with its own array; sizes may differ. Collectives then use the array, and
-        slices of it at any offset, in place, if all ranks' arrays are registered or made by `empty`. Otherwise
-        collectives copy the array through scratch memory.
+        slices of it at any offset, in place, if all ranks' arrays are registered or made by `empty`. If any rank's
+        array is neither, collectives copy the array through scratch memory.
 
         All peers can access memory that `empty` returns. On the host runtime all other arrays are private to their
         process: they can be the source of a put, but a peer that tries to access such an array gets an error that names
         the reason.
 
-        The array is kept alive until `deregister`. Until then, do not free its memory by other means, such as hipFree
-        or a tensor's ``untyped_storage().resize_(0)``. Collectives detect a freed array, and do not confuse a new array
-        at its address with the registered one. Channels do not detect a freed array.
+        The array is kept alive until `deregister`. Until `deregister`, do not free the array's memory by other means,
+        such as hipFree or a tensor's ``untyped_storage().resize_(0)``. Collectives detect a freed array, and do not
+        confuse a new array at its address with the registered one. Channels do not detect a freed array.
 
         Raises:
             ArgumentError: the argument is not an array, has no memory, or is on another device; or it is a result of
@@ -479,9 +479,9 @@ class Communicator(CollectiveCalls):
     def deregister(self, array: Any) -> None:
         """Ends the registration of an array, or of a result of `register`. Not collective.
 
-        Neither queued work nor a graph that will be replayed may still use the array as registered memory. The array
-        may be freed afterwards. If any ranks use a remote transport, all ranks must deregister between the same two
-        collectives, because the call also removes the peers' arrays from this rank's proxy.
+        Neither queued work nor a graph that will be replayed may still use the array as registered memory. The program
+        may free the array after the call. If any ranks use a remote transport, all ranks must deregister between the
+        same two collectives, because the call also removes the peers' arrays from this rank's proxy.
 
         Raises:
             ArgumentError: the array is not registered.
@@ -519,8 +519,8 @@ class Communicator(CollectiveCalls):
             dst: an array or registered memory; a put writes to, and a get reads from, the `dst` of the peer.
             src: local memory that put reads and get writes; None for `dst`.
             packet_buffer: local memory that peers' putPackets fill and getPackets reads; None for `dst`.
-            peers: ranks to connect to, in the order of the channels; may include this rank. None for all other ranks,
-                in the order of ranks.
+            peers: ranks to connect to, in the order of the channels; may include this rank. With None, there is a
+                channel to each other rank, in rank order.
 
         Raises:
             ArgumentError: a peer is not a rank, or this rank's kernels can't access the peer's memory.
@@ -571,8 +571,8 @@ class Communicator(CollectiveCalls):
             array: as for `register`, in memory that peers can map: from `empty` or `shared_empty`, or on a GPU.
 
         Raises:
-            ArgumentError: as for `register`; in addition, all ranks raise it if any rank's array is in memory that
-            peers can't map.
+            ArgumentError: as for `register`; in addition, all ranks raise this error if any rank's array is in memory
+                that peers can't map.
         """
         self._group.failure.require_usable()
         return Window(self._group, array)
@@ -660,7 +660,7 @@ class Communicator(CollectiveCalls):
     def drain(self) -> None:
         """Waits until this rank's proxy has carried out all triggers of kernels that have ended.
 
-        If the communicator fails first, raises its failure.
+        If the communicator fails during the wait, raises its failure.
         """
         self._group.links.drain()
 

@@ -60,7 +60,7 @@ class Shared(Protocol):
 
 
 class StreamWaits(Protocol):
-    """Words in this rank's memory on which this rank's streams wait, and which no proxy writes."""
+    """Words in this rank's memory that no proxy writes and on which this rank's streams wait."""
 
     def look_for_timeouts(self, now: float) -> None:
         """Aborts the communicator if a stream has waited for too long; `now` is a time of `time.monotonic`."""
@@ -81,15 +81,15 @@ class Group:
         topology: the placement of the ranks.
         runtime, exchange, control, job, ways, members: as for `Meeting`.
         linger: how long the exiting process waits for peers, in seconds; None for the time-out.
-        parent: the group from which this group was split, or None; if the parent fails or is closed, so is this group.
+        parent: the group from which this group was split, or None; this group fails or closes with its parent.
         failure: whether the group can still be used.
         launches: orders this rank's launches.
         links: this rank's proxy, and its connections.
         mappings: the memory of peers that this process has mapped.
-        stream_waits: objects that own words on which this rank's streams wait, and which no proxy writes.
+        stream_waits: objects that own words that no proxy writes and on which this rank's streams wait.
         vain_waits: makes the group fail if this rank waits for peers that make no more calls.
         inventory: the channels and semaphores in use.
-        semaphore_words: the words that peers' kernels signal.
+        semaphore_words: the words in which peers' kernels store counts of signals.
         symmetric: this rank's arrays that peers' kernels can access.
         lent_memory: memory of other allocators that peers can access.
         kept: the memory that `keep` keeps alive, the oldest first.
@@ -100,13 +100,13 @@ class Group:
             with meeting.exchange.telling():
                 self._begin(meeting, parent, mapped)
         except BaseException:
-            meeting.control.set_presence(Presence.LEFT)  # so that peers don't wait for kernels of this rank
+            meeting.control.set_presence(Presence.LEFT)  # peers then don't wait for kernels of this rank
             self.discard()
             raise
 
     def _begin(self, meeting: Meeting, parent: Group | None, mapped: HandleCache | None) -> None:
         self._closing = threading.RLock()
-        self._released = True  # so that `discard` frees nothing before `__init__` has set all fields
+        self._released = True  # until `__init__` has set all fields, `discard` frees nothing
         self._meeting = meeting
         self.parent = parent
         self._shrunk = ""  # the advice in the error that a second `shrink` raises
@@ -156,9 +156,8 @@ class Group:
         """Makes a group of `members`, numbered by their index in the list. Only the members call this, and then `open`
         the new group.
 
-        If this group fails or is closed, so is the new group. Raises the errors of `meet_apart`; and
-        ConcurrentCallError if another thread splits the same ranks, unless each thread passes its own `bootstrap` of
-        the members.
+        The new group fails or closes with this group. Raises the errors of `meet_apart`; and ConcurrentCallError if
+        another thread splits the same ranks, unless each thread passes its own `bootstrap` of the members.
         """
         check = self.failure.require_usable
         alone = self._one_caller.only("split", tuple(sorted(members)))
@@ -348,7 +347,6 @@ class Group:
         self.failure.check()
 
     def _file(self, error: KernelError) -> None:
-        """Makes the group fail if an error has destroyed this rank's context."""
         if isinstance(error, DriverError) and error.status in LOST_CONTEXT:
             self.failure.file_lost_context(error.status)
 
@@ -397,7 +395,7 @@ class Group:
         with self._closing:
             if self._released:
                 return
-            if self.failure.state != "opening":  # the group's watcher runs
+            if self.failure.state != "opening":  # the group's watcher runs, so the group was opened
                 self.release(healthy=False)
                 return
             self._released = True
@@ -459,7 +457,7 @@ class Group:
         failed before or during this call.
         """
         children = list(self._children)
-        # Precedes any wait, because a wait for one group waits for all work on the device.
+        # `begin` precedes any wait, because a wait for one group waits for all work on the device.
         for each in (self, *children):
             each.vain_waits.begin()
         for child in children:
@@ -503,7 +501,8 @@ class Group:
         return {peer: presence for peer, presence in peers.items() if presence is not Presence.LEFT}
 
     def _wait_for_peers(self) -> bool:
-        """Waits until all peers have left. Returns False if the missing peers are closing other communicators."""
+        """Waits until all peers have left the group. Returns False if the missing peers are closing other
+        communicators."""
         deadline = time.monotonic() + self.timeout
         waiting_elsewhere_since: float | None = None
         with self._announced_elsewhere():

@@ -149,7 +149,7 @@ class ChannelSet(Sequence[C], Generic[C]):
         return len(self._channels)
 
     def to(self, peer: int) -> C:
-        """Returns the channel to a rank. Raises NoChannelError if there is none."""
+        """Returns the channel to a rank. Raises NoChannelError if the set has no channel to the rank."""
         number = find_integer(peer)
         if number is None or number not in self._by_peer:
             raise NoChannelError("peer", f"no channel leads to rank {peer!r}; expected one of {self.peers}")

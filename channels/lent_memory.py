@@ -57,8 +57,8 @@ class LentMemory:
         return self.limit != 0 and self._symmetric.offered
 
     def update(self) -> None:
-        """Announces exported memory, and makes the next call on an array that was noted often export the array. The
-        watcher's thread calls this.
+        """Announces exported memory; and for each array that was noted often, makes the next call on the array export
+        its memory. The watcher's thread calls this.
         """
         for exported in take_each(self._exported):
             self._symmetric.lend(exported)

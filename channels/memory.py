@@ -193,8 +193,9 @@ class RegisteredMemory:
         return memory
 
     def _tell_ids(self, reserved: bool) -> None:
-        """Adds the peers' ranges to this rank's proxy, and sends the peers their ids. All ranks call this together.
-        Only some of a proxy's memory ids are for registered ranges; if they are used up, schedules stage the data.
+        """Adds the peers' ranges to this rank's proxy, and sends each peer the id of its range. All ranks call this
+        together. Only some of a proxy's memory ids are for registered ranges; if they are used up, schedules stage the
+        data.
         """
         group = self._group
         peers = [peer for peer in range(group.world_size) if peer != group.rank]
@@ -267,7 +268,7 @@ class RegisteredMemory:
 
     @property
     def _key(self) -> int:
-        """The local key for `id`: the key of the first transport that has one and uses the range's local address."""
+        """The local key for `id`: the key of the first transport that has a key and uses the range's local address."""
         return next((memory.local_key for memory in self._exposed.values() if memory.copied and memory.local_key), 0)
 
     def source_id(self, peer: int) -> int:
@@ -341,7 +342,7 @@ class RegisteredMemory:
         self._require_open()
         if peer not in self._opened:
             handle = self._handle(peer)
-            self._group.failure.check()  # because a failed peer's memory may stay mappable for a moment
+            self._group.failure.check()  # a failed peer's memory may stay mappable for a moment
             with self._group.mapping_of(peer):
                 self._opened[peer] = self._group.mappings.acquire(handle)
         return self._opened[peer]
@@ -371,7 +372,7 @@ class RegisteredMemory:
             raise ClosedError("the registered memory is closed")
 
     def close(self) -> None:
-        """Ends the registration and frees its memory ids. Kernels and triggers must no longer use the memory.
+        """Closes the registration and frees its memory ids. Kernels and triggers must no longer use the memory.
 
         Peers' memory stays mapped for a while, because peers may register it again.
         """

@@ -141,7 +141,8 @@ class PeerLinks:
 
     def _addresses(self) -> list[DaemonAddress]:
         """Returns the addresses of daemons. The first of these daemons that has access to this rank's device runs the
-        proxy. If a launcher has confined the rank and its children to one device, this is the rank's own daemon.
+        proxy. If a launcher has confined the rank and its children to one device, only the last of these daemons, which
+        the rank starts itself, has this access.
         """
         node: list[DaemonAddress] = [NodeDaemon(socket_path())] if self.place.where == "daemon" else []
         if node and self.place.chosen:
@@ -172,9 +173,6 @@ class PeerLinks:
         return [info for rank, info in enumerate(self.topology.ranks) if self.topology.same_host(rank)]
 
     def _of_container(self) -> list[RankInfo]:
-        """Returns the ranks of this host in the same PID namespace, which share a CPU quota and the job's own
-        daemon.
-        """
         own = self.topology.ranks[self.topology.rank].view
         return [info for info in self._of_host() if info.view == own]
 
@@ -214,8 +212,8 @@ class PeerLinks:
 
     @property
     def _takes_private(self) -> bool:
-        """Whether copies from memory that other processes can't map get a separate connection. If the caller requested
-        the node daemon, the daemon refuses such memory instead.
+        """Whether copies from memory that other processes can't map get a separate connection. False if the caller
+        requested the node daemon, which refuses such memory.
         """
         return self.place.where == "process" or (self.place.where == "daemon" and not self.place.chosen)
 
@@ -277,8 +275,8 @@ class PeerLinks:
             self._proxy.drain(self._exchange.timeout, lambda: self._failure.aborted)
 
     def close(self) -> bool:
-        """Closes the proxy and the remote links. Returns False if a handler still runs, so that its thread still uses
-        memory, which the caller must not free.
+        """Closes the proxy and the remote links. Returns False if a handler still runs; the caller must not free memory
+        that the handler's thread uses.
         """
         if self._proxy is not None and not self._proxy.close(self._exchange.timeout):
             return False

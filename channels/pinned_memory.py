@@ -28,7 +28,7 @@ class PinnedRange:
 
     Attributes:
         ptr: the device address of this rank's memory.
-        private: False, because other processes can always map it.
+        private: False, because other processes can always map this memory.
     """
 
     private = False

@@ -16,9 +16,9 @@ _POLL_SECONDS = 0.0005
 def _close_groups(failure: str) -> None:
     """Closes the groups that the program left open. Ranks may have made these groups in different orders.
 
-    If `failure` is "", the program exits normally, so it waits for its peers, which may still need this rank's memory.
-    Otherwise an exception or a nonzero status ends the program, and the peers' calls raise an error with the reason
-    `failure`.
+    If `failure` is "", the program exits normally, so this function waits for the peers, which may still need this
+    rank's memory. Otherwise an exception or a nonzero status ends the program, and the peers' calls raise an error with
+    the reason `failure`.
     """
     with open_lock:
         groups = [group for group in open_groups if group.parent is None]  # split groups leave with their parents

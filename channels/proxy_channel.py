@@ -46,8 +46,8 @@ class _RingChannel(Channel):
 class ProxyChannel(_RingChannel):
     """A channel to one peer; its device side is proxyccl::ProxyChannelDeviceHandle.
 
-    The program can signal and wait on the CPU too, because host memory counts the peer's signals. On one channel,
-    either only kernels or only the CPU may wait, because the kernels and the CPU count consumed signals separately.
+    The CPU can also wait for signals, because the count of the peer's signals is in host memory. On one channel, either
+    only kernels or only the CPU may wait, because the kernels and the CPU count consumed signals separately.
 
     Attributes:
         id: channel id in this rank's proxy.
@@ -127,7 +127,7 @@ class ProxyChannel(_RingChannel):
         )
 
     def poll(self) -> bool:
-        """Consumes the peer's next signal on the CPU if it has arrived. Returns whether it consumed a signal."""
+        """Consumes the peer's next signal on the CPU if it has arrived. Returns whether a signal was consumed."""
         self._group.failure.require_usable()
         arrived = self._signalled() > self._consumed
         self._consumed += arrived
@@ -138,9 +138,9 @@ class ProxyChannel(_RingChannel):
         self.wait_until(self._consumed + 1)
 
     def wait_until(self, value: int) -> None:
-        """Waits on the CPU until the peer's signals have reached `value`, and consumes these signals. Afterwards the
-        CPU may read data that the peer put into host memory before the signals, and kernels launched afterwards may
-        also read data in device memory.
+        """Waits on the CPU until the peer's signals have reached `value`, and consumes these signals. After the wait,
+        the CPU may read data that the peer put into host memory before the signals, and newly launched kernels may also
+        read such data in device memory.
 
         Raises:
             ArgumentError: the value is not a count.
@@ -200,7 +200,8 @@ def connect_handles(
     service = group.links.proxy
     group.links.prepare(peers)
     opened = {peer: (dst.peer_id(peer), group.links.connection(peer, private=src.private)) for peer in peers}
-    # All ids are allocated before the exchange, because the peer's proxy signals the word of this rank's channel id.
+    # All ids are allocated before the exchange, because the peer's proxy signals the word whose index is this rank's
+    # channel id.
     ids: dict[int, list[int]] = {peer: [] for peer in peers}
     for peer in peers:
         for _ in range(count):

@@ -9,13 +9,14 @@ from proxyccl.device.errors import ArgumentError
 
 
 def as_rank(world_size: int, rank: Any, argument: str) -> int:
-    if type(rank) is int and 0 <= rank < world_size:  # the common case, fast enough for every call
+    if type(rank) is int and 0 <= rank < world_size:  # handles the common case fast
         return rank
     return as_integer(rank, argument, f"must be a rank from 0 to {world_size - 1}", 0, world_size - 1)
 
 
 def as_ranks(world_size: int, ranks: Any, argument: str) -> list[int]:
-    """Returns the ranks as a list, in the caller's order. Raises ArgumentError unless they are different ranks."""
+    """Returns the ranks as a list, in the caller's order. Raises ArgumentError unless all items are ranks and no rank
+    occurs twice."""
     given = find_items(ranks)
     if given is None:
         raise ArgumentError(argument, f"expected ranks, not {ranks!r}")

@@ -68,8 +68,8 @@ class RemoteLinks:
             transports: by peer, the transport that is chosen before the result of `probe` is known.
 
         Returns:
-            For each rank, by transport, the reason why the rank's network device can't register device memory; "" if it
-            can, or need not.
+            For each rank, by transport, the reason why the rank's network device can't register device memory; "" if
+            the device can, or need not register it.
 
         Raises:
             ArgumentError: an option names a device that does not exist.
@@ -92,8 +92,8 @@ class RemoteLinks:
 
         Raises:
             ArgumentError: a peer's answer is invalid.
-            ResourceError: the device or the system has no room.
-            RuntimeUnavailableError: this step failed on another rank.
+            ResourceError: the device or the system has too few resources left.
+            RuntimeUnavailableError: the call failed on another rank.
         """
         rank = self._exchange.rank
         remote = self.peers

@@ -1,5 +1,5 @@
-"""Words in device memory that peers' kernels signal. A few allocations hold all words, and a peer maps each allocation
-once.
+"""Words in device memory in which peers' kernels store counts of signals. A few allocations hold all words, and a peer
+maps each allocation once.
 """
 
 from __future__ import annotations

@@ -23,13 +23,14 @@ class SmChannel(Channel):
 class SmSemaphores:
     """`DeviceSemaphores`: `count` semaphores between this rank and each mapped peer, including this rank itself.
 
-    All ranks construct an `SmSemaphores` together. One exchange is enough for any number of semaphores, because each
-    peer computes the addresses of the words that it signals from this rank's offer.
+    All ranks construct an `SmSemaphores` together. One exchange is enough for any number of semaphores, because this
+    rank's offer lets each peer compute the addresses of all the words that the peer signals.
 
     Args:
         group: the ranks.
         count: the number of semaphores to each peer.
-        members: the ranks that may be peers, this rank included; the same on all members. None for all ranks.
+        members: the ranks that may be peers, this rank included; the same on all members. With None, all ranks may be
+            peers.
     """
 
     def __init__(self, group: Group, count: int, members: Sequence[int] | None = None) -> None:

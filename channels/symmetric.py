@@ -57,7 +57,8 @@ class Announced(Struct):
         lent: whether the library announced the range unasked (lent_memory.py); calls by proxy then do not wait for the
             peers' replies.
         known: how peers can access the range, as last passed to `Calls`.
-        heirs: the other groups that announce the range until this group withdraws it, with their announcements.
+        heirs: the other groups that announce the range until this group withdraws the range, each with its
+            announcement.
     """
 
     entry: int
@@ -207,7 +208,7 @@ class SymmetricMemory:
             reserved: whether to allow one of the entries that are reserved for staging memory.
 
         Raises:
-            ResourceError: the device has no room.
+            ResourceError: the device has no memory left.
         """
         try:
             memory = self._runtime.allocate(nbytes)
@@ -373,8 +374,8 @@ class SymmetricMemory:
         announced.memory = None
 
     def let_go_withdrawn(self) -> bool:
-        """Drops the references to withdrawn memory that all peers have unmapped, so that it is freed. Returns whether
-        it dropped any.
+        """Drops the references to withdrawn memory that all peers have unmapped, so that the memory is freed. Returns
+        whether any reference was dropped.
         """
         with self._lock:
             done = [entry for entry in list(self._withdrawn) if self._replies(entry) is not None]

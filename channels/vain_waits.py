@@ -60,7 +60,7 @@ class VainWaits:
 
     def _compare_calls(self) -> None:
         calls = sum(counts_in(self._meeting.control).values())
-        for peer, segment in self._meeting.segments.items():  # a peer sets LEFT after its last call
+        for peer, segment in self._meeting.segments.items():  # a peer that has set LEFT makes no more calls
             if segment.presence is Presence.LEFT and calls > sum(counts_in(segment).values()):
                 self._note(peer)
                 return

@@ -81,8 +81,7 @@ static int read_elements(PyObject* x, GivenArray* array) {
   return itemsize > 0;
 }
 
-/* Returns whether a tensor's storage holds all the tensor's elements: the program may have shrunk or freed the storage.
- * The address of a tensor with freed storage is only an offset. */
+/* Returns whether a tensor's storage holds all the tensor's elements: the program may have shrunk or freed it. */
 static int has_memory(PyObject* x, const GivenArray* array) {
   PyObject* storage = call(x, NAME_untyped_storage);
   const Py_ssize_t held = storage == NULL ? -1 : number(call(storage, NAME_nbytes));

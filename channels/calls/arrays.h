@@ -17,7 +17,7 @@ typedef struct ArrayTypes {
 /* The properties of an array on which a form depends. The struct has no padding, because memcmp compares kinds. */
 typedef struct ArrayKind {
   PyTypeObject* type;
-  PyObject* element; /* the dtype of an Array, an ArrayView or a tensor of small integers; or NULL */
+  PyObject* element; /* the dtype of an Array, an ArrayView or a tensor of integers below 8 bits; or NULL */
   PyObject* runtime; /* the runtime of an Array; NULL for other arrays */
   Py_ssize_t dimensions, shape[PROXYCCL_MOST_DIMENSIONS];
   uint32_t alignment; /* the address modulo 16 */

@@ -1,5 +1,5 @@
-/* Turns a call's arrays and options into *moves*: copies to a rank, from a rank or within this rank, which must not
- * overlap. With the group's lock held, sorts the moves into launches, and fills in and issues each launch.
+/* Turns a call's arrays and options into *moves*: copies to a rank, from a rank or within this rank. With the group's
+ * lock held, sorts the moves into launches, and fills in and issues each launch.
  *
  * A flow is one direction between a pair of ranks. An event is recorded after each launch. For each of its flows, a
  * launch waits for the event of the flow's latest launch. Waiting for the whole stream of that launch could deadlock,
@@ -15,7 +15,7 @@
 #include "stream_order.h"
 
 enum { FEW_MOVES = 32 };
-static const uintptr_t NO_STREAM = UINTPTR_MAX; /* stored instead of a handle that another stream may get */
+static const uintptr_t NO_STREAM = UINTPTR_MAX; /* the stream may be closed, so its handle is not kept */
 
 /* Data that this rank sends (`target` is 0), receives (`source` is 0), or copies within itself. */
 typedef struct Move {
@@ -169,7 +169,7 @@ static size_t fill(const FlowCalls* self, const Move* moves, size_t count) {
     const Move* move = &moves[filled];
     const uint64_t wanted = (move->bytes + self->bytes_per_lane - 1) / self->bytes_per_lane;
     const uint32_t lanes =
-        wanted < flows->lanes ? (uint32_t)wanted : flows->lanes; /* sender and receiver compute the same number */
+        wanted < flows->lanes ? (uint32_t)wanted : flows->lanes; /* the same on the sender and the receiver */
     flows->transfers[filled] = (ProxycclTransfer){
         .src = (const char*)move->source,
         .dst = (char*)move->target,
@@ -185,8 +185,8 @@ static size_t fill(const FlowCalls* self, const Move* moves, size_t count) {
   return filled;
 }
 
-/* For each move, makes a stream wait for the latest launch of the move's flow if that was on another stream. Returns
- * the driver's status.
+/* For each move, makes a stream wait for the latest launch of the move's flow if that launch was on another stream.
+ * Returns the driver's status.
  *
  * A stream that is being captured into a graph can't wait for a stream that is not, so the program must order the
  * launches of its graphs itself. */
@@ -226,7 +226,7 @@ static int issue(FlowCalls* self, const Moves* moves, uint32_t event, uintptr_t 
   if (failure_is_told(self->control)) return PROXYCCL_CALL_ABORTED;
   for (size_t done = 0; done < moves->count && status == 0;) {
     done += fill(self, moves->each + done, moves->count - done);
-    status = proxyccl_launch_current(self->launch, stream); /* the driver copies the launch's argument */
+    status = proxyccl_launch_current(self->launch, stream); /* the driver copies the argument */
   }
   if (status == 0) status = self->streams->record((void*)self->events[event - 1].handle, (void*)stream);
   if (status != 0) return status;
@@ -265,7 +265,7 @@ static int issue_without_gil(FlowCalls* self, const Moves* moves, uint32_t event
 
 /* Returns 0, or -1 with an exception. */
 static int issue_here(FlowCalls* self, Moves* moves, uintptr_t stream, int named) {
-  if (!is_open(self)) { /* `issue` checks the abort word in addition */
+  if (!is_open(self)) { /* `issue` checks the abort word once more */
     PyObject* usable = PyObject_CallMethod(self->failure, "require_usable", NULL);
     Py_XDECREF(usable);
   }
@@ -348,7 +348,7 @@ typedef struct Side {
   PyObject* arrays; /* one array, or a list or tuple of arrays */
   PyObject* ranks;  /* see FlowCalls.call in _calls.pyi */
   int receives;
-  GivenArray array; /* set for a single array; only its reference to the element type is held */
+  GivenArray array; /* set for a single array, of which only the reference to the element type is held */
   int is_split;     /* 1: the array's rows are split among all ranks */
 } Side;
 
@@ -431,8 +431,8 @@ static int pair_own(Reading* reading) {
   return 1;
 }
 
-/* Adds a move for each rank's rows of an array. Each rank has equally many rows, or as many as the list `ranks` says.
- * Returns the same values as `add_side`. */
+/* Adds a move for each rank's rows of an array. The list `ranks` gives each rank's number of rows; without this list
+ * all ranks have equally many rows. Returns the same values as `add_side`. */
 static int add_rows(const FlowCalls* self, const Side* side, Reading* reading) {
   const size_t ranks = self->flows->world_size;
   const GivenArray* array = &side->array;

@@ -59,7 +59,7 @@ static int read_or_view(const FormList* self, Py_ssize_t argument, PyObject* x, 
   if (known < 0) PyErr_Clear();
   PyObject* view = PyObject_CallFunction(self->view, "nO", argument, x);
   if (view == NULL) return -1;
-  if (known == 0 && PyDict_Contains(types->tensors, (PyObject*)Py_TYPE(x)) > 0) /* `view` registered the type */
+  if (known == 0 && PyDict_Contains(types->tensors, (PyObject*)Py_TYPE(x)) > 0) /* calling `view` registered the type */
     read = proxyccl_read_listed(types, x, listed);
   if (read == 0 && (read = proxyccl_read_listed(types, view, listed)) > 0)
     listed->object = x, listed->array.kind.type = Py_TYPE(x);
@@ -229,7 +229,7 @@ static PyType_Spec spec = {
     .slots = slots,
 };
 
-/* Types that derive from ListedForm add the other slots. */
+/* Types that derive from ListedForm add slots. */
 static PyType_Slot form_slots[] = {{0, NULL}};
 static PyType_Spec form_spec = {
     .name = "proxyccl.channels.calls._calls.ListedForm",

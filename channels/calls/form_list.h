@@ -13,8 +13,8 @@ enum { PROXYCCL_EMPTY = 64 };
 
 /* One array of a call. If the caller passed None, `kind` and all numbers are 0. */
 typedef struct ListedArray {
-  PyObject* object;  /* a borrowed reference to the caller's object */
-  GivenArray array;  /* `kind` has first extent 0 and alignment 0, because a form accepts any of each */
+  PyObject* object; /* a borrowed reference to the caller's object */
+  GivenArray array; /* `kind` has first extent 0 and alignment 0, because a form accepts any extent and any alignment */
   Py_ssize_t extent; /* the first extent */
   uintptr_t at;      /* PROXYCCL_EMPTY for an array without elements */
 } ListedArray;

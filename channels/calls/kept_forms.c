@@ -138,7 +138,7 @@ CallForm* proxyccl_find_form(KeptForms* self, const Signature* signature) {
   return (CallForm*)Py_NewRef((PyObject*)entry->form);
 }
 
-/* Unlinks an entry before freeing it, because releasing an object may run Python. */
+/* Unlinks an entry before freeing it, because releasing an object may run Python code that uses the list. */
 static void drop(KeptForms* self, Entry* entry) {
   Entry** at = chain_of(self, entry->hash);
   while (*at != entry) at = &(*at)->next;
@@ -201,7 +201,7 @@ static int touches(const Entry* entry, uintptr_t start, uintptr_t end) {
 }
 
 void proxyccl_drop_forms_of(KeptForms* self, uintptr_t start, uintptr_t end) {
-  for (int dropped = 1; dropped;) { /* restarts from the beginning, because dropping a form may run Python */
+  for (int dropped = 1; dropped;) { /* restarts, because dropping a form may run Python code that changes the list */
     dropped = 0;
     for (Entry* entry = self->oldest; entry != NULL && !dropped; entry = entry->newer)
       if (touches(entry, start, end)) drop(self, entry), dropped = 1;

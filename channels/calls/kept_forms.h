@@ -1,7 +1,7 @@
 /* The forms that a group keeps, found by the signatures of calls.
  *
- * A signature is what a form depends on: the options, the kinds of the arrays (arrays.h) and how they overlap. A
- * signature contains no addresses, unless its form is bound to addresses, which is rare. */
+ * A signature holds everything on which a form depends: the options, the kinds of the arrays (arrays.h) and how they
+ * overlap. A signature contains no addresses, unless its form is bound to addresses, which is rare. */
 #ifndef PROXYCCL_KEPT_FORMS_H
 #define PROXYCCL_KEPT_FORMS_H
 

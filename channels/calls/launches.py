@@ -41,7 +41,7 @@ _NUMBERS = (int, CurrentStream)
 
 
 def array_types(runtime: Runtime) -> tuple[type, type, dict[type, object], tuple[str, int], int]:
-    """Returns the types of arrays that C reads, in the form of an argument of `Calls`."""
+    """Returns the argument of `Calls` that names the types of arrays that C reads."""
     device = -1 if runtime.name == "host" else runtime.device
     return Array, ArrayView, libraries.tensor_types, (runtime.name, runtime.device), device
 
@@ -101,7 +101,7 @@ class Launches:
 
     def number_object(self, name: str) -> int:
         """Returns the number of an object that all ranks make together; all ranks make such objects in the same order.
-        The call log compares the object's calls separately from other calls (`CollectiveCall.of`).
+        The call log compares the object's calls separately from the communicator's calls (`CollectiveCall.of`).
 
         Args:
             name: the object's name in errors about mismatches; "#" and the number are appended.
@@ -141,7 +141,7 @@ class Launches:
         """
         with self._lock:
             handle = self._handle_of(stream)
-            # The failure state is checked again here, because loading a module may have taken long since the ranks
+            # The failure state is checked again here, because loading a module may have taken long after the ranks
             # agreed. A kernel that begins after a failure must not use memory that peers may have freed.
             self._failure.require_usable()
             launchable(handle)
@@ -164,7 +164,7 @@ class Launches:
         issue = self.log.issue if isinstance(launch, Launch) else self.log.ring
         with self._lock:
             if self._failure.state != "open":
-                self._failure.require_usable()  # C reads the abort word itself
+                self._failure.require_usable()  # C checks the abort word in addition
             handle = self._handle_of(stream)
             status = issue(call, launch.prepared, handle)
             if status == lib.PROXYCCL_OTHER_CONTEXT:
@@ -233,8 +233,8 @@ class Launches:
         return [(number, describe_call(fields)) for number, fields in self.log.recent(count)]
 
     def wait_for_launchers(self) -> None:
-        """Waits until no thread is between checking the group and launching. After a failure or `close`, no thread
-        launches once this call has returned.
+        """Waits for each thread that has checked the group and is about to launch. If the group has failed or is
+        closed, no thread launches after this method has returned.
         """
         for lock in self.locks:
             with lock:
@@ -295,12 +295,10 @@ class Launches:
         return self._failure.file_mismatch(peer, cause, field)
 
     def _object_of(self, fields: tuple[int, ...]) -> str:
-        """Returns " of " and the name of a call's object; "" for calls of the communicator."""
         number = fields[OBJECT_FIELD]
         return f" of {self._objects[number - 1]}" if 0 < number <= len(self._objects) else ""
 
     def _handle_of(self, stream: StreamLike) -> int:
-        """Orders a call's stream after the latest launch, and returns the stream's handle."""
         self._see_turns()
         if stream is None and self._on_host and self._last == self._default_handle:
             return self._default_handle

@@ -33,8 +33,8 @@ int proxyccl_set_reached(Reach* reach, const ReachedRange* range);
 void proxyccl_unset_reached(Reach* reach, long number);
 void proxyccl_clear_reach(Reach* reach);
 int proxyccl_visit_reach(const Reach* reach, visitproc visit, void* arg);
-/* Returns how peers can access an array: the sum of the flags above. Stores in `*by_kernels` the array's range that
- * kernels can access, or NULL. The range is valid until the next change of `reach`. */
+/* Returns how peers can access an array, as a sum of flags such as PROXYCCL_REACHED_BY_KERNELS. Stores in `*by_kernels`
+ * the array's range that kernels can access, or NULL. The range is valid until the next change of `reach`. */
 unsigned proxyccl_find_reached(const Reach* reach, uintptr_t at, size_t bytes, const ReachedRange** by_kernels);
 
 #endif

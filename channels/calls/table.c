@@ -37,7 +37,7 @@ typedef struct Calls {
   unsigned long long made, prepared;
   Note notes[MOST_NOTES]; /* notes since the last take_notes; when full, new notes are dropped */
   size_t note_count;
-  Note wanted[MOST_WANTED]; /* the next call with one of these arrays passes it to `lend` */
+  Note wanted[MOST_WANTED]; /* arrays to lend: the next call with one of them passes it to `lend` */
   size_t wanted_count;
   PyObject* lend;
 } Calls;
@@ -175,7 +175,7 @@ static int note_lent(Calls* self, const Making* call) {
   for (size_t i = 0; i < self->wanted_count; ++i) {
     if (self->wanted[i].at != array->at || self->wanted[i].bytes != array->bytes) continue;
     self->wanted[i] = self->wanted[--self->wanted_count];
-    PyObject* lend = Py_NewRef(self->lend); /* `want` may replace self->lend while self->lend runs */
+    PyObject* lend = Py_NewRef(self->lend); /* `want` may replace self->lend during the call */
     PyObject* lent = PyObject_CallFunction(lend, "KK", (unsigned long long)array->at, (unsigned long long)array->bytes);
     Py_DECREF(lend);
     Py_XDECREF(lent);
@@ -239,7 +239,7 @@ static int read_arrays(const Calls* self, Making* call) {
     return 1;
   }
   const int read_out = read_given(self, call, call->out);
-  if (read_out > 0 && proxyccl_relate(signature, self->rank)) call->kept_alone = 0; /* Python refuses the call */
+  if (read_out > 0 && proxyccl_relate(signature, self->rank)) call->kept_alone = 0; /* Python raises the error */
   return read_out;
 }
 
@@ -385,7 +385,7 @@ static PyObject* want(PyObject* object, PyObject* arguments) {
   PyObject* before = self->lend;
   self->lend = Py_NewRef(lend);
   Py_XDECREF(before);
-  if (self->wanted_count == MOST_WANTED) self->wanted_count = 0; /* all entries are old, so they may be replaced */
+  if (self->wanted_count == MOST_WANTED) self->wanted_count = 0; /* overwrites the old entries from the first on */
   self->wanted[self->wanted_count++] = (Note){(uintptr_t)at, (size_t)bytes};
   Py_RETURN_NONE;
 }

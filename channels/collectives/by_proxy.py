@@ -1,8 +1,8 @@
 """Collectives that proxies carry out directly on the caller's arrays, each as a schedule that a stream starts. See
 channels/schedules/DESIGN.md.
 
-If peers' proxies can't reach an array, the stream copies its data to or from memory that they can reach (*staging*).
-Each rank decides by itself whether to stage, because peers send to whatever address the rank posts.
+If peers' proxies can't reach an array, the stream copies the array's data to or from memory that these proxies can
+reach (*staging*). Each rank decides alone whether to stage, because peers send to whatever address the rank posts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ByProxy:
 
     Attributes:
         memories: finds the memory of arrays, or stages them.
-        links: the channels of schedules.
+        links: the channels that schedules use.
         rings: hands schedules to the proxy.
         in_turn: whether the proxy copies to one peer after the other; true if a single driver call issues all copies.
         awaits_data: whether the kernel of a short reduction is launched as soon as all ranks have joined, and waits for
@@ -49,7 +49,7 @@ class ByProxy:
 
 
 def others(group: Group, members: Sequence[int] | None = None) -> list[int]:
-    """Returns all other ranks, beginning with the next rank, so that ranks begin with different peers.
+    """Returns all other ranks, beginning with the next rank, so that each rank begins with a different peer.
 
     Args:
         members: the ranks that take part, this rank included; None for all.

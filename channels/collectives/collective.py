@@ -70,7 +70,7 @@ class Call(Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes of the larger of input and output; algorithms are chosen by this size."""
+        """The size in bytes of the input or of the output, whichever is larger; algorithms are chosen by this size."""
         return max(self.source.nbytes, self.target.nbytes)
 
 
@@ -96,7 +96,7 @@ class Collective(ABC):
 
     @property
     def table(self) -> str:
-        """The name of the collective whose algorithms this collective uses."""
+        """The name of the collective whose tables choose this collective's algorithms."""
         return self.name
 
     def shape(self, group: Group, source: ArrayView) -> tuple[int, ...]:
@@ -134,7 +134,7 @@ class Collective(ABC):
         return Call(x, out, source, target, op, options.root, request)
 
     def lent(self, launchable: Launchable) -> int:
-        """Returns which array peers access: 0 for the input, 1 for the output, -1 for neither."""
+        """Returns the array that peers access: 0 for the input, 1 for the output, -1 for neither."""
         return 1
 
     def share(self, ranks: int, call: Call) -> int:

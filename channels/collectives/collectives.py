@@ -60,7 +60,7 @@ class Collectives:
 
     Attributes:
         group: the ranks.
-        defaults: the tables used until others are measured or set; the same on all ranks.
+        defaults: the tables used until tables are measured or set; the same on all ranks.
         execution_plans: the executor of MSCCL++'s plans.
         on_host: whether the runtime is the host's.
         preparing: maps each collective to the function that prepares its calls.
@@ -81,7 +81,7 @@ class Collectives:
         self._levels: tuple[Team, Team] | None = None
         self.made_by_proxy: ByProxy | None = None
         self.made_flows: Flows | None = None
-        self._scratch: list[Memory] = []  # the earlier items are kept for prepared calls
+        self._scratch: list[Memory] = []  # prepared calls use the earlier items
         self._wide_parts: Memory | None = None
         self._all_mapped = self._whole_lines = False
         self.defaults = default_selector(group)
@@ -153,7 +153,7 @@ class Collectives:
         memory lives until `close`, because prepared calls and captured graphs hold its address.
         """
         if not self._scratch or self._scratch[-1].nbytes < nbytes:
-            least = 2 * self._scratch[-1].nbytes if self._scratch else 1  # so the total is at most twice the largest
+            least = 2 * self._scratch[-1].nbytes if self._scratch else 1  # limits the total to twice the largest
             self._scratch.append(self.group.runtime.allocate(max(nbytes, least)))
         return self._scratch[-1]
 
@@ -294,10 +294,10 @@ class Collectives:
             self.execution_plans.require_executable(plan)
             self.refuse_plan_that_adds(plan, "selector")
         self._selector = selector
-        self._calls.clear()  # because prepared calls use the old tables
+        self._calls.clear()  # prepared calls use the old tables' algorithms
 
     def close(self) -> None:
-        """Frees the kernels' memory. Kernels of all ranks must have ended."""
+        """Frees the kernels' memory. All kernels of all ranks must have completed."""
         self._calls.clear()
         for part in (self._team, *(self._levels or ()), self.made_flows, self.made_by_proxy):
             if part is not None:

@@ -71,7 +71,6 @@ class Transfer(Struct, frozen=True):
 
     @property
     def in_place(self) -> bool:
-        """Whether the transfer copies an array to itself."""
         return self.source is not None and self.target is not None and self.source.ptr == self.target.ptr
 
     @property
@@ -185,7 +184,7 @@ class Flows:
         self.calls.run([transfer.addresses for transfer in transfers], stream, owners)
 
     def close(self) -> None:
-        """Frees the memory. Kernels of all ranks must have ended."""
+        """Frees the memory. All kernels of all ranks must have completed."""
         self._scratch.free()
         self._memory.close()
         self._links.close()

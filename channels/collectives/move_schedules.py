@@ -1,8 +1,9 @@
 """Moves bytes by proxy: all_gather, all_to_all and broadcast as schedules, without a kernel.
 
 If nodes have several ranks, a share of an all_gather crosses to each other node once, and is forwarded within that
-node. A rank's *rails* are the ranks with the same local rank on the other nodes. Rails exchange shares in pieces. A
-rank's schedule forwards each arrived piece to the other ranks of the node while the next piece crosses.
+node. A rank's *rails* are the ranks with the same local rank on the other nodes. Each rank exchanges shares with its
+rails, in pieces. A rank's schedule forwards each arrived piece to the other ranks of the node while the next piece
+crosses.
 """
 
 from __future__ import annotations
@@ -97,9 +98,6 @@ def _round(by_proxy: ByProxy, source: ArrayView, target: ArrayView, part: Exchan
     def places(
         side: Side, transfers: Sequence[Transfer], find: Callable[[], ScheduleSpan | None]
     ) -> list[tuple[Transfer, ScheduleSpan]]:
-        """Returns each transfer with its memory: the array's memory if `find` returns it, otherwise packed staging
-        memory.
-        """
         if not transfers and not memories.staged_together:
             return []
         packed: dict[int, int] = {}

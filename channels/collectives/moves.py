@@ -42,7 +42,7 @@ class Move(Collective):
         """
 
     def schedule(self, collectives: Collectives, call: Call, share: int) -> StreamOperations:
-        """Returns the stream operations of a call that is made by a schedule; `share` is in bytes."""
+        """Returns the stream operations of a call that a schedule carries out; `share` is in bytes."""
         part = functools.partial(self.part, collectives.group, call.root, share)
         return prepare_move(collectives.by_proxy(), call.source, call.target, share, part)
 

@@ -244,7 +244,7 @@ class _Preparer:
             shape = packets.row_shape(rows.rows, row_bytes)
             blocks, team = packets.of_rows(shape, rows.rows, request.cta_policy)
             return rows.launch(runtime, shape, chosen, source.ptr, options, blocks, team)
-        lines = packets is not None and len(packets.scratch) > 1  # to add in the same order as packet kernels
+        lines = packets is not None and len(packets.scratch) > 1  # if packets are lines, sums have another order
         shape = RowShape.of(defaults, row_bytes, None, lines=lines)
         blocks = min(rows.rows, _NORMS_AT_ONCE * defaults.blocks)
         if alone:
@@ -256,7 +256,6 @@ class _Preparer:
 
 
 def _refuse_overlaps(views: dict[str, ArrayView]) -> None:
-    """Raises ArgumentError for overlapping arrays, except that a result may be the same memory as `x` or `residual`."""
     names = [*views]
     for number, name in enumerate(names):
         for other in names[:number]:

@@ -1,7 +1,7 @@
 """The scratch memory of the packet algorithms, and the division of each call's data among blocks and packets.
 
 Every peer's scratch memory is mapped, so the kernels need no links and no semaphores: a packet is its own signal. A
-kernel gets the scratch memory and the division as one parameter, a ProxycclPacketTeam (packet_team.h).
+kernel's parameter ProxycclPacketTeam (packet_team.h) describes the scratch memory and how data is divided among blocks.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _LINE_PACKETS = 2  # the number of packets in which a thread keeps its part of t
 
 
 def carries_whole_lines(group: Group) -> bool:
-    """Returns whether this rank's runtime supports lines, and the links to all other ranks carry each line in one
-    piece.
+    """Returns whether this rank's runtime supports lines, and whether the links to all other ranks carry each line in
+    one piece.
 
     Links that support atomic additions, such as NVLink, carry each line in one piece. Other links may deliver the parts
     of a line one by one.
@@ -201,7 +201,7 @@ class PacketTeam:
         )
 
     def close(self) -> None:
-        """Frees the memory. Kernels of all ranks must have ended."""
+        """Frees the memory. All kernels of all ranks must have completed."""
         for scratch in self.scratch:
             scratch.close()
 
@@ -238,7 +238,6 @@ class PacketScratch:
                 team.remote[peer] = ffi.cast("char *", self._memory.peer_ptr(peer))
 
     def parameter(self, share: int, epochs: int, epoch_packets: int) -> bytes:
-        """Returns a kernel's ProxycclPacketTeam (packet_team.h)."""
         team = ffi.new("ProxycclPacketTeam *", self._team[0])
         team.share, team.call_epochs, team.epoch_packets = share, epochs, epoch_packets
         return bytes(ffi.buffer(team))

@@ -42,8 +42,8 @@ class RangeGathers:
         self.are_possible = all(answer == b"\1" for answer in answers)
 
     def gather(self, ranges: Sequence[Range], stream: StreamLike) -> None:
-        """Gathers each range, so that all ranks get the parts of all ranks. All ranks call this together, with the same
-        ranges.
+        """Gathers each range: each rank contributes its part of the range, and all ranks get the whole range. All ranks
+        call this together, with the same ranges.
 
         Raises as `Communicator.all_gather`.
         """

@@ -40,7 +40,7 @@ busy GPU has room for few.
 _SHORTEST_PIECE = 2 << 20
 _MOST_PIECES = 3
 """Most pieces of a share. Two pieces keep the link busy; each further piece adds a pause between copies."""
-_JOINED = _MOST_PIECES  # the stage whose counter counts posts; the counters of earlier stages count transfers
+_JOINED = _MOST_PIECES  # the stage whose counter counts posts; the earlier stages' counters count transfers
 _MOST_AWAITED = 16 << 20
 """Most bytes of peers' values for which the kernel waits, instead of its stream: such values take some 40 µs to arrive.
 """
@@ -68,7 +68,6 @@ class _Shares(Struct, frozen=True):
         return self.lengths[self.members.index(rank)]
 
     def length(self, rank: int, begin: int, most: int) -> int:
-        """Returns the number of elements, at most `most`, that a rank's share has from element `begin` on."""
         return max(0, min(most, self.whole(rank) - begin))
 
 
@@ -76,10 +75,10 @@ class _Pieces:
     """The pieces of a share, and the order in which a rank sends them to its peers.
 
     If each link leads to one peer, all peers get the first piece, then all get the second, and so on. If the proxy
-    copies to one peer after the other, a peer gets its whole share at once, so that all ranks move on to the next peer
-    at about the same time and no two ranks share a link. In this case only the last peer gets values in pieces, so that
-    a piece is reduced while the next piece is in flight, and only the first peer gets results in pieces, each as soon
-    as it is ready.
+    copies to one peer after the other, a peer gets its whole share at once, so that all ranks proceed to the next peer
+    at about the same time, and no two ranks send to the same peer at once. With such a proxy only the last peer gets
+    values in pieces, so that a piece is reduced while the next piece is in flight, and only the first peer gets results
+    in pieces, each as soon as it is ready.
 
     Args:
         longest: elements of the longest share.
@@ -98,7 +97,6 @@ class _Pieces:
         self._peers, self._in_turn = peers, in_turn
 
     def values(self) -> list[tuple[int, int, int]]:
-        """Returns a tuple (peer, offset, most elements) for each send of values."""
         return [(peer, *bounds) for peer, _, bounds in self._sends(self._peers[-1:])]
 
     def results(self) -> list[tuple[int, int, int, int]]:
@@ -141,8 +139,8 @@ def all_reduce_steps(
     by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str, members: Sequence[int], divisor: int
 ) -> list[Step]:
     """Returns the steps that a stream takes for an all_reduce among `members`; `target` may be `source`. All ranks of
-    the group call this together, with arrays of the same size. Each rank passes the members of the set that it belongs
-    to. `divisor` is the divisor of an average.
+    the group call this together, with arrays of the same size. Each rank passes the set of members to which the rank
+    belongs. `divisor` is the divisor if the operator is an average.
     """
     ranks, itemsize = len(members), source.dtype.itemsize
     if source.nbytes * (ranks - 1) <= by_proxy.one_crossing_bytes:
@@ -249,7 +247,6 @@ class _Slots:
         return (self._members.index(peer) - (peer > self._group.rank)) * self._slot_bytes
 
     def posts(self, channels: Mapping[int, int]) -> tuple[SchedulePost, ...]:
-        """Returns the posts that let each peer write to its slot; `channels` maps peers to channels."""
         memory, offset = self._memory.memory, self._memory.offset
         return tuple(
             SchedulePost(channels[peer], memory.id_at(peer), offset + self.offset(peer)) for peer in self._peers
@@ -333,7 +330,6 @@ class _Reduction:
         return self._slots.posts(self._by_proxy.links.scratch_posts)
 
     def sends(self) -> tuple[ScheduleSend, ...]:
-        """Returns sends that give every peer the part that the peer reduces, piece by piece."""
         links = self._by_proxy.links
         return tuple(
             links.send(

@@ -129,8 +129,8 @@ def _steps_of_hierarchy(
 ) -> Sequence[Step]:
     group, topology, dtype = collectives.group, collectives.group.topology, source.dtype
     # A node's sum or product of float16 may be outside the range of float16 even if the sum or product of all nodes is
-    # not. An average is safe, because nodes compute averages instead of sums if a sum may not fit. bfloat16 is safe
-    # because it has the range of float32.
+    # not. An average does not overflow, because nodes compute averages instead of sums if a sum may not fit. bfloat16
+    # does not overflow early, because it has the range of float32.
     wide = dtype.name == "float16" and op in ("sum", "prod")
     averages_parts = op == "avg" and dtype.accumulator_itemsize > dtype.itemsize
     divisor = topology.node_count if averages_parts else group.world_size
@@ -160,9 +160,9 @@ def _steps_of_hierarchy(
 
 
 def _reduces_by_schedule(collectives: Collectives, nbytes: int) -> bool:
-    """Returns whether a hierarchical all_reduce of this many bytes uses schedules between the nodes, and not kernels. A
-    kernel that waits for a proxy's copies would delay these copies. Kernels that send short data through pinned memory
-    are faster than schedules.
+    """Returns whether a hierarchical all_reduce of this many bytes uses schedules, instead of kernels, between the
+    nodes. A kernel that waits for a proxy's copies would delay these copies. Kernels that send short data through
+    pinned memory are faster than schedules.
     """
     group, topology = collectives.group, collectives.group.topology
     if group.world_size > _MOST_SCHEDULED_RANKS:
@@ -275,14 +275,14 @@ REDUCE = _Reduce()
 def reduce(
     collectives: Collectives, x: Any, op: str, root: int, out: Any, algorithm: str | None, stream: StreamLike
 ) -> Any:
-    """See `Communicator.reduce`. Runs an all_reduce whose result only the root keeps, because no shipped kernel sends
-    less for short arrays.
+    """See `Communicator.reduce`. Runs an all_reduce whose result only the root keeps, because for short arrays no
+    shipped kernel sends less data.
     """
     group = collectives.group
     root = as_rank(group.world_size, root, "root")
     if group.rank == root:
         if isinstance(out, tuple):
-            input_view(group, out, "out")  # raises for an empty tuple, which `check` would take for DROPPED
+            input_view(group, out, "out")  # raises an error for an empty tuple, which `check` would mistake for DROPPED
         return run(collectives, REDUCE, x, out, op, root, algorithm, stream=stream)
     run(collectives, REDUCE, x, DROPPED, op, root, algorithm, stream=stream)
     return None

@@ -90,7 +90,7 @@ def issue(
             arrays = (*x, *out) if isinstance(x, tuple) and x else (x, out)
             stream = collectives.group.launches.stream_for(None, *arrays)
         elif type(stream) is int and other_streams(runtime.device, stream):
-            runtime.stream_handle(stream)  # raises for an invalid handle, which C may not check
+            runtime.stream_handle(stream)  # raises an error for an invalid handle, which C may not check
     if not collectives.call(x, out, options, stream):
         source = _readable(collectives.group, x, names[0])
         target = source if out is x else _readable(collectives.group, out, names[1])
@@ -159,8 +159,8 @@ def barrier(collectives: Collectives, stream: StreamLike, *, intra_node_only: bo
 
 
 def options_of_barrier(collectives: Collectives, *, inside: bool) -> tuple[Callable[..., Form], bool]:
-    """Returns the options of barriers for `Calls` (_calls.pyi): for the node's ranks if `inside`, otherwise for all
-    ranks.
+    """Returns the options of a barrier for `Calls` (_calls.pyi): a barrier of the node's ranks if `inside`, otherwise
+    of all ranks.
     """
     found = collectives.preparing.get(barrier)
     if found is None:

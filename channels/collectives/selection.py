@@ -151,8 +151,9 @@ class SizeTable:
 class Selector:
     """The tables of all cases. `Communicator.tune` replaces the defaults by measurements on the machine.
 
-    In its range of sizes, an execution plan in a table runs the calls that it can execute. The default tables choose
-    the algorithm for calls with another operator, or with an array that the plan's chunks don't divide.
+    If a table names an execution plan for a range of sizes, the plan runs those calls that it can execute. The default
+    tables choose the algorithm for calls with an operator other than the plan's, or with an array that can't be divided
+    into the plan's chunks.
 
     Raises ArgumentError unless `tables` has exactly one table for each of `CASES`, whose algorithms the case's
     collective supports. Also raises ArgumentError for a plan that can't execute any of the calls that its table assigns
@@ -255,7 +256,7 @@ def proxied_kernel_bytes(group: Group) -> int:
 
 
 def default_selector(group: Group, *, lines: bool = False) -> Selector:
-    """Returns the tables that a group uses until others are measured or set; the same on all ranks.
+    """Returns the tables that a group uses until tables are measured or set; the same on all ranks.
 
     Args:
         lines: whether kernels send long data in lines of 128 bytes (lines.h) instead of 16-byte packets.
@@ -339,7 +340,8 @@ def invariant_algorithms(algorithms: Sequence[str], ranks: int) -> tuple[str, ..
     """
     if "hierarchical" in algorithms:
         return ("hierarchical",)
-    pairs = ("recursive_doubling",) if ranks <= 2 else ()  # with more than two ranks, it adds sums of pairs
+    # With more than two ranks, recursive doubling adds sums of pairs of ranks.
+    pairs = ("recursive_doubling",) if ranks <= 2 else ()
     return tuple(name for name in algorithms if name in ("one_shot", "two_shot_packets", "two_shot", "proxy", *pairs))
 
 

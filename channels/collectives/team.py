@@ -51,7 +51,7 @@ class Links:
         memory: the scratch memory that peers write to.
         proxied: the scratch memory that proxies of peers write to.
         members: the ranks of the table's columns.
-        via_proxy: members reached through the proxy; all others except this rank are mapped.
+        via_proxy: members reached through the proxy; the memory of all other members is mapped.
         lanes: number of links to each peer.
         proxied_anywhere: whether any rank of the group reaches a peer through the proxy.
 
@@ -99,7 +99,7 @@ class Links:
         return memory
 
     def close(self) -> None:
-        """Frees this rank's semaphores. Kernels of this rank must have ended."""
+        """Frees this rank's semaphores. All kernels of this rank must have completed."""
         self._semaphores.close()
 
 
@@ -181,8 +181,8 @@ class Team:
 
     @staticmethod
     def all_mapped_of(ranks: int, reaching: Iterable[bool]) -> bool:
-        """Returns `all_mapped` for a team of `ranks` members; `reaching` tells for each member whether its kernels
-        reach all members.
+        """Returns `all_mapped` for a team of `ranks` members; `reaching` says for each member whether that member's
+        kernels reach all members.
         """
         return ranks <= lib.PROXYCCL_MAX_MAPPED_RANKS and all(reaching)
 
@@ -233,7 +233,7 @@ class Team:
 
     def scatter(self, count: int, itemsize: int, policy: CtaPolicy) -> tuple[int, bytes]:
         """Returns the number of blocks of a reduce_scatter kernel for `count` elements of each rank, and the
-        ProxycclTeam that the kernel takes. The data is cut into pieces if it would take several rounds.
+        ProxycclTeam that the kernel takes. If the data needs several rounds, it is cut into pieces.
         """
         nbytes = count * itemsize
         team = self._call(0)
@@ -255,7 +255,7 @@ class Team:
         return ProxiedStruct.of(bytes(ffi.buffer(team)), self._links.sleepers, peers_words=peers_words)
 
     def takes_one_crossing(self, nbytes: int) -> bool:
-        """Returns whether `all_reduce_by_proxy` reduces this many bytes by one exchange of data."""
+        """Returns whether the kernel `all_reduce_by_proxy` exchanges data only once for this many bytes."""
         return nbytes <= self._team.one_crossing_bytes
 
     def _call(self, nbytes: int, divisor: int | None = None) -> ProxycclTeamPointer:
@@ -265,7 +265,7 @@ class Team:
         return team
 
     def close(self) -> None:
-        """Frees the memory. Kernels of all ranks must have ended."""
+        """Frees the memory. All kernels of all ranks must have completed."""
         self._scratch.free()
         self._memory.close()
         self._links.close()

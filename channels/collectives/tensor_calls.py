@@ -83,9 +83,9 @@ class TensorCalls:
         Args:
             nbytes: size of the larger of a rank's input and output.
             beside: whether this rank's program is expected to run other kernels during the call.
-            late: whether this rank's GPU has not yet finished work that the program queued long before the call. If the
-                GPU has finished that work, the CPU limits the program's speed. Then a call by proxy does not help,
-                because it takes more of the CPU's time than a kernel.
+            late: whether this rank's GPU has not yet finished work that the program queued long before the call. If
+                `late` is false, the CPU limits the program's speed, so a call by proxy does not help, because it takes
+                more of the CPU's time than a kernel.
             output: a function that returns the output's address.
         """
         log = self._collectives.group.launches.log
@@ -93,10 +93,10 @@ class TensorCalls:
         if beside and late and nbytes >= LONG_BYTES and self._may_go_by_proxy(collective, output, nbytes):
             wish = "zero"
         chosen = CTA_POLICIES[log.choose(CTA_POLICIES.index(wish))]
-        # All ranks construct their `ByProxy` together. So if this rank has none, no rank has one, and all ranks execute
-        # this branch.
+        # All ranks construct their `ByProxy` together. So if this rank has no `ByProxy`, no rank has one, and all ranks
+        # execute this branch.
         if chosen == "zero" and collective == "all_gather" and self._collectives.made_by_proxy is None:
-            self._collectives.by_proxy()  # so that peers' proxies map the next output
+            self._collectives.by_proxy()  # makes peers' proxies map the next call's output
             return "efficiency"
         return chosen
 

@@ -149,7 +149,7 @@ def run_transfers(
     if owners:
         stream = group.launches.stream_for(stream, *owners)
     if stream is not None or (owners and group.runtime.name != "host"):
-        group.runtime.stream_handle(stream)  # raises for an invalid stream before ranks compare the call
+        group.runtime.stream_handle(stream)  # raises an error for an invalid stream before ranks compare the call
     if len(transfers) > 1 or any(transfer.peer == group.rank for transfer in transfers):
         _require_apart(transfers)
     if call is None:

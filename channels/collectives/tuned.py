@@ -77,7 +77,7 @@ class NamedTable(Message, frozen=True):
     beyond: str
 
     def __post_init__(self) -> None:
-        self.table()  # raises if a decoded table is invalid
+        self.table()  # raises an error if a decoded table is invalid
 
     def table(self) -> SizeTable:
         return SizeTable(self.limits, self.beyond)

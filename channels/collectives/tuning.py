@@ -86,7 +86,6 @@ class _Arrays:
             register(group, array, symmetric=True)  # waits until all peers have mapped the array
 
     def part(self, number: int, count: int, dtype: str, *, symmetric: bool) -> Array:
-        """Returns the first `count` elements of the input (`number` 0) or of the output (1)."""
         memory = self._pairs[symmetric][number].memory
         return Array(self._group.runtime, memory, (count,), as_dtype(dtype))
 
@@ -104,12 +103,12 @@ def measure(
 ) -> dict[Case, dict[int, dict[Algorithm, float]]]:
     """Returns, by case, size and algorithm, the median over iterations of the slowest rank's time, in seconds.
 
-    After `seconds` seconds, `measure` ends with the current iteration. The result lacks sizes for which there was no
-    time, but always has the first size. All ranks call this together, and all get the same numbers. A single rank
-    measures nothing, because all its algorithms are copies.
+    After `seconds` seconds, `measure` stops at the end of the current iteration. The result lacks sizes for which there
+    was no time, but always has the first size. All ranks call this together, and all get the same numbers. A single
+    rank measures nothing, because all its algorithms are copies.
 
     Args:
-        collectives: the group's collectives. The execution plans in its tables are also measured.
+        collectives: the group's collectives. The execution plans in the group's tables are also measured.
         sizes: the sizes to measure, in rising order; each is in bytes, of the larger of a rank's input and output.
         iterations: number of calls of each algorithm at each size.
         seconds: approximate limit of the total time.
@@ -143,7 +142,7 @@ def _take_turns(
     for iteration in range(iterations + 1):
         for trial in trials:
             taken = _timed(collectives, trial.call)
-            if iteration > 0:  # the first iteration prepares the call, compiles kernels and touches memory
+            if iteration > 0:  # the first iteration is slower, because it prepares the call and compiles kernels
                 trial.seconds.append(taken)
         goes_on = collectives.group.exchange.all_gather(time.monotonic() < ends, _GOES_ON, "tune: time left")[0]
         if not goes_on and at_least <= iteration < iterations:
@@ -205,8 +204,8 @@ def _run(collectives: Collectives, case: Case, x: Array, out: Array, algorithm: 
 def _execution(
     collectives: Collectives, arrays: _Arrays, case: Case, plan: ExecutionPlan, size: int
 ) -> Callable[[], object] | None:
-    """Returns a plan's call, with the largest array of at most `size` bytes that the plan's chunks divide; None if the
-    plan can't execute the call.
+    """Returns a plan's call, with the largest array of at most `size` bytes that can be divided into the plan's chunks;
+    None if the plan can't execute the call.
     """
     ranks, dtype = collectives.group.world_size, _dtype(case)
     unit = plan.document.buffer_alignment * plan.document.gpus[0].input_chunks * ranks
@@ -218,8 +217,8 @@ def _execution(
 
 
 def table_from(times: Times, beyond: SizeTable | None = None) -> SizeTable:
-    """Returns the table that chooses the fastest algorithm for each measured size, and switches halfway between two
-    sizes.
+    """Returns the table that chooses the fastest algorithm for each measured size, and changes algorithms halfway
+    between two measured sizes.
 
     Args:
         times: the measurements.

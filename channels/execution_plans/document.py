@@ -50,7 +50,8 @@ class IterationContext(Message, frozen=True):
 
 
 class Op(Message, frozen=True):
-    """An operation of a threadblock. The `name` determines the other fields; only switches use the last four fields."""
+    """An operation of a threadblock. The `name` determines the other fields; only operations on switch channels use the
+    last four fields."""
 
     name: str
     channel_type: ChannelType = "none"

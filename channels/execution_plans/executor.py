@@ -186,9 +186,6 @@ class _Resources:
         return self._upload(b"".join(raw))
 
     def _start_words(self) -> tuple[Memory, int, int]:
-        """Returns memory with the counters, barriers and semaphores, and the offsets of the barriers and of the
-        semaphores.
-        """
         counters = ffi.sizeof("ProxycclExecutionCounters")
         numbers = [
             operation.numbers[0]
@@ -233,7 +230,7 @@ class _Resources:
                 del self._sizes[old]
             sized = self._sizes[key] = self._tables(source, target, reached)
         before, own_in, own_out, after = self._places(source, target, reached)
-        dtype = source.dtype if plan.combinations else DTYPES["uint8"]  # otherwise the type does not matter
+        dtype = source.dtype if plan.combinations else DTYPES["uint8"]  # a plan that only moves data ignores the type
         shipped = runtime.shipped("execute_plan.h", "execute_plan", dtype.name)
         kernel = shipped.prepare(sized[1].blocks, self._threads, self._parameter(sized, own_in, own_out))
         return StreamOperations(runtime, (*before, kernel, *after)) if before or after else kernel
@@ -312,7 +309,6 @@ class _Resources:
         return before, own_in, own_out, after
 
     def _private(self, nbytes: int) -> int:
-        """Returns memory for a copy of an input that the plan would overwrite."""
         if not self._privates or self._privates[-1].nbytes < nbytes:
             self._privates.append(self._group.runtime.allocate(nbytes))
         return self._privates[-1].ptr

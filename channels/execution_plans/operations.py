@@ -47,7 +47,6 @@ class Moving(Struct, frozen=True):
 
     @property
     def combines(self) -> bool:
-        """Whether the operation combines several operands."""
         return not self.pairs and (len(self.sources) > 1 or self.sources[0].most > 1)
 
     @property

@@ -1,7 +1,7 @@
 """Checks the programs of a plan's threadblocks, and resolves ids in the programs to channels, peers and buffers.
 
-The error for an invalid operation names the operation's place. Each rank reads the whole plan, so all ranks refuse an
-invalid plan.
+The error for an invalid operation names the rank, the threadblock and the operation's index. Each rank reads the whole
+plan, so all ranks refuse an invalid plan.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ class Reader:
         ranges: list[Range] = []
         at = 0
         for i, operand in enumerate(wanted):
-            later = len(wanted) - 1 - i  # leaves one entry for each later operand, which needs at least one
+            later = len(wanted) - 1 - i  # leaves at least one entry for each later operand
             first = at
             while at < len(given) - later and at - first < operand.most:
                 if operand.most > 1 and at > first and (given[at].buffer_id is not None) != operand.remote:

@@ -151,7 +151,7 @@ class Writer(Struct, frozen=True):
         begin = len(block.steps)
         for inner in operation.body:
             self._operation(block, inner)
-        if block.by_all is not None:  # because other threads may execute the next iteration's first step
+        if block.by_all is not None:  # other threads may execute the next iteration's first step
             self._sync(block, operation)
         loop.option, loop.unit, loop.iterations = len(block.steps) - begin, operation.unit, iterations
 
@@ -199,7 +199,6 @@ class Writer(Struct, frozen=True):
             block.operands.append(bytes(ffi.buffer(operand)))
 
     def _put(self, block: _Block, operation: Operation) -> None:
-        """Adds puts by the proxy, preceded by a wait for packets if the operation needs one."""
         moving = operation.moving
         assert moving is not None
         sources = operation.sources
@@ -226,9 +225,6 @@ class Writer(Struct, frozen=True):
         return self.double_scratch and each.buffer == "s"
 
     def _part(self, operation: Operation, each: Range) -> tuple[int, int]:
-        """Returns the offset in the buffer of this threadblock's part of a range, and the part's size in bytes without
-        flags.
-        """
         units = each.size * self.chunk_bytes // self.alignment
 
         def before(part: int) -> int:

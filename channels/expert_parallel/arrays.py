@@ -89,8 +89,6 @@ class LibraryArrays:
 
 
 class NumpyArrays(LibraryArrays):
-    """Makes numpy arrays, in host memory."""
-
     def type_of(self, dtype: DType | str) -> Any:
         return as_dtype(dtype).numpy()
 
@@ -114,8 +112,6 @@ class NumpyArrays(LibraryArrays):
 
 
 class TorchArrays(LibraryArrays):
-    """Makes torch's tensors."""
-
     is_torch = True
 
     def __init__(self, group: Group, kind: type) -> None:

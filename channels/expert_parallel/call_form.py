@@ -141,7 +141,7 @@ class LayerParts:
         return ArgumentError(self.arguments.ids, what)
 
     def check_ended(self) -> None:
-        """Raises the errors of the dispatches that ended since the last call: see `EPAll2AllLayer.check`."""
+        """Raises the errors of the dispatches that have completed since the last call: see `EPAll2AllLayer.check`."""
         received, options = self.ctx.workspace.received_rows, self.options
         most, received.most_rows = int(received.most_rows), 0
         bad_indices, received.bad_index = bool(received.bad_index), 0

@@ -23,8 +23,8 @@ typedef struct {
   uintptr_t passing_at;     /* the address of buffer `passing` */
   PyObject* context;        /* the DispatchCombineContext that made the descriptors */
   PyObject* new_output;     /* new_output(tokens): returns a function that makes outputs of this many tokens */
-  PyObject* check_desc;     /* check_desc(desc): raises if the descriptor can't be combined */
-  PyObject* check_output;   /* check_output(x, desc, out): returns `out` and its address, or raises */
+  PyObject* check_desc;     /* check_desc(desc): raises an error if the descriptor can't be combined */
+  PyObject* check_output;   /* check_output(x, desc, out): returns `out` and its address, or raises an error */
   Py_ssize_t latest_tokens; /* number of tokens of the outputs that form.make_latest makes */
 } Form;
 

@@ -18,7 +18,7 @@ from proxyccl.device.stream_operations import CopyBytes, StreamOperations
 
 
 class RowSignals(NamedTuple):
-    """Counters by which another kernel tells which padded rows it has computed.
+    """Counters by which another kernel shows which padded rows it has computed.
 
     Attributes:
         counters: the address of the counters, 32-bit integers [experts of this rank, blocks of an expert].

@@ -96,20 +96,20 @@ class DispatchCombineContext:
             of the kernel that quantizes rows before a dispatch; None if not needed.
         combines: the launches of combines, by the rows' element type.
         scale_bytes: bytes of the scales of a row; 0 if rows travel without scales.
-        pair_bytes: bytes of a row that travels with scales, without them; else 0.
+        pair_bytes: if rows travel with scales, bytes of a row without its scales; else 0.
         surviving: renumbers expert ids if ranks are lost; None if no rank is lost.
         numbers: yields the dispatches' numbers.
     """
 
     def __init__(self, members: Members, options: LayerOptions, number: int) -> None:
         config, self.layout = options.config, options.output_layout
-        if options.by_rank:  # for the kernels, each rank is one expert
+        if options.by_rank:  # the kernels send one row per rank, so they treat each rank as one expert
             config = replace(config, num_experts=config.world_size)
         self.ep_config, self.number, self.members = config, number, members
         self.group = group = members.group
         runtime = group.runtime
         self.runtime_name, self.arrays = runtime.name, ExpertArrays(group)
-        # Some steps of the kernels use one thread for each rank of a node, or for each node.
+        # A block needs a thread for each rank of a node, and for each node.
         threads = max(_HOST_THREADS, config.world_size) if runtime.name == "host" else lib.PROXYCCL_EXPERT_THREADS
         self.blocks = min(runtime.launch_defaults.blocks, blocks_for(config.max_tokens, options.num_sm))
         self.grid = (self.blocks, threads)
@@ -201,7 +201,7 @@ class DispatchCombineContext:
             group.launches.agree(CollectiveCall(FINALIZE))
             group.synchronize()
             group.links.drain()
-            group.exchange.barrier("finalize")  # so that no rank frees memory that a peer may still write to
+            group.exchange.barrier("finalize")  # before this barrier a peer may write to this rank's memory
             group.let_go(self.workspace)
             self.workspace.close()
         self.members.close()

@@ -27,8 +27,6 @@ _ARGUMENTS = Arguments("tokens", "expert_ids", "weights", "x", "rows", spare_row
 
 @dataclass(frozen=True)
 class _Prepared:
-    """The routing that `prepare` exchanged."""
-
     tokens: Any
     desc: EPAllToAllLayoutDesc
     counts: NDArray[np.int64]  # [world_size, experts]: rows that each rank sends to each expert

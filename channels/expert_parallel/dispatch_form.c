@@ -8,10 +8,10 @@
 
 enum { ROWS, SCALES, IDS, WEIGHTS, SCATTER, ARRAYS };
 enum { NONE_BEFORE, QUANTIZES_BEFORE, PACKS_BEFORE };
-/* How a form makes its calls. WHOLE uses one launch. HALVES splits a call in two halves. STORED uses one launch, which
- * stores the rows in an output buffer. COUNTED uses several launches, between which Python waits for the number of
- * rows. AGAIN uses the routing of an earlier dispatch. A WHOLE call returns its rows, their weights and the descriptor;
- * the first half of HALVES returns a SentCall; all other calls return the result of `proceed`. */
+/* The modes in which a form makes its calls. WHOLE uses one launch. HALVES splits a call in two halves. STORED uses one
+ * launch, which stores the rows in an output buffer. COUNTED uses several launches, between which Python waits for the
+ * number of rows. AGAIN uses the routing of an earlier dispatch. A WHOLE call returns its rows, their weights and the
+ * descriptor; the first half of HALVES returns a SentCall; all other calls return the result of `proceed`. */
 enum { WHOLE, HALVES, STORED, COUNTED, AGAIN };
 
 /* The fields are in the order of the constructor's arguments. */

@@ -107,9 +107,6 @@ class _Outputs:
         return values if scales is None else (values, scales), weights, (rows_at, scales_at, weights_at)
 
     def rows_in(self, buffer: Any, scales_at: int, rows: int) -> Any:
-        """Returns rows, or a pair of rows and scales, in the memory of a buffer, whose scales begin at offset
-        `scales_at`.
-        """
         values = self.rows.part(buffer, 0, rows)
         return values if self.scales is None else (values, self.scales.part(buffer, scales_at, rows))
 
@@ -185,8 +182,8 @@ class Dispatch(CallForm):
         call.id_bytes = 4 if renumbering else id_bytes
         call.row_bytes = self._outputs.row_bytes + ctx.scale_bytes
         call.padded_rows = options.padded_rows
-        # This table is cleared first, so that it marks the rows that no rank writes: rows that the caller's indices
-        # leave out, and rows in gaps.
+        # The table `cleared` is filled first, so that it marks the rows that no rank writes: rows that the caller's
+        # indices leave out, and rows in gaps.
         cleared = "first_rows" if scatters else "row_slots" if options.expert_alignment else None
         clear = [] if cleared is None else [SetBits(0, 0)]
         at_first = self._rows is not None and self._at_once  # whether the first launch receives rows

@@ -18,7 +18,7 @@ from proxyccl.device.runtime import StreamLike
 
 
 class Forms:
-    """The lists of forms of one layer. A list is called with the arguments that its `prepare` takes.
+    """The lists of forms of one layer. Calling a list makes a call; the arguments are those of the list's `prepare`.
 
     Attributes:
         dispatches: two lists: dispatches whose rows are copied from an output buffer, and dispatches whose rows may
@@ -69,7 +69,6 @@ class Forms:
         return self._collects.call(rows, None, None, None, (), desc, None, stream)
 
     def _by_columns(self, values: ArrayView, desc: EPAllToAllLayoutDesc, stream: StreamLike) -> Any:
-        """Returns [R, topk]: each row's value in the column of the row's slot, and zeros elsewhere."""
         ctx, topk, element = self._parts.ctx, self._parts.options.config.topk, values.dtype
         arrays = ctx.arrays.like(values.owner)
         rows = arrays.maker((desc.rows, topk), (topk, 1), arrays.type_of(element))()

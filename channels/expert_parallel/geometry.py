@@ -205,7 +205,7 @@ class Geometry:
         A multiprocessor issues stores in order, so stores to the device's own memory would wait behind stores that a
         link delays. Therefore a block either sends or receives. The numbers of the two kinds of blocks are in
         proportion to the bytes that each kind loads and stores per token if experts are chosen evenly. A byte stored in
-        a peer's memory counts as 4/3 bytes, as measured on 4 H200.
+        a peer's memory has a weight of 4/3, which was measured on 4 H200.
         """
         ranks, blocks = int(self.experts.local_size), int(self.experts.blocks)
         arriving = ranks * (1 - (1 - 1 / ranks) ** config.topk)  # expected number of ranks that a token goes to
@@ -242,9 +242,6 @@ class Geometry:
 
     @staticmethod
     def _masks_fit(config: EPConfig) -> bool:
-        """Returns whether a block's shared memory can hold all ranks' masks
-        (device/kernels/experts/announcement_masks.h).
-        """
         ranks = config.world_size
         words = _TOKENS_PER_PACKET // 32 * -(-config.max_tokens // _TOKENS_PER_PACKET)
         sums = -(-words // lib.PROXYCCL_SUMMED_WORDS)

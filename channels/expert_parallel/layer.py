@@ -80,26 +80,26 @@ class EPAll2AllLayer:
         weight_dtype: the type of routing weights, one of the same four types.
         num_sm: the most blocks, and so the most multiprocessors, of a kernel that moves rows between ranks.
         enable_local_combine: whether `combine` first sums a token's rows on each rank, rounded to `dtype`. Sums on each
-            rank send less data, but round the result twice. This option is possible only on one node.
+            rank send less data, but round the result twice. Sums on each rank are possible only on one node.
         use_aot: whether to use only kernels that were compiled beforehand (`proxyccl compile`).
         max_recv_tokens: the number of rows of every output; None for outputs of the exact size.
         dispatch_dtype: None to send tokens unchanged, or "float8_e4m3fn" to send them in float8: each 128 elements
-            of a row share a float32 scale, and element times scale is the value. Or "float4_e2m1fn_x2" to send rows
-            that callers have quantized to float4: uint8 [T, hidden / 2], with two values in a byte, and their scales.
+            of a row share a float32 scale, and element times scale is the value. With "float4_e2m1fn_x2", callers pass
+            rows that they have quantized to float4: uint8 [T, hidden / 2], with two values in a byte, and their scales.
             hidden is then a multiple of 32. `combine` still uses `dtype`.
-        scale_elements: how many elements share a scale; the last scale of a row may have fewer. Unless the number is
-            128 and divides `hidden`, the layer does not quantize tokens, and callers pass pairs of rows and scales. A
-            scale is any 4 bytes, for example four packed exponents (UE8M0) for 512 elements.
+        scale_elements: how many elements share a scale; the last scale of a row may have fewer. Unless scale_elements
+            is 128 and divides `hidden`, the layer does not quantize tokens, and callers pass pairs of rows and scales.
+            A scale is any 4 bytes, for example four packed exponents (UE8M0) for 512 elements.
         num_scales: with dispatch_dtype: the number of scales of a row, if callers pad the scales; None for the number
             that follows from scale_elements.
         scales_by_columns: with dispatch_dtype, layout="padded" and tensors of torch: whether scales are stored by
             columns, so that the scales of an expert's consecutive rows are adjacent. Columns begin at multiples of 16
-            bytes, as bulk copies (TMA) need. The shape of the scales does not change.
+            bytes, as bulk copies (TMA) need. The shape of the scales is the same as without this option.
         grows: in the exact mode, a rank with more than max_tokens tokens makes `dispatch` raise CapacityError on all
-            ranks, with the most tokens of any rank in `needed`; the layer stays usable. Without `grows`, only that rank
-            raises an error, ArgumentError.
+            ranks, with the most tokens of any rank in `needed`; the layer stays usable. Without `grows`, only the rank
+            with too many tokens raises an error, ArgumentError.
         layout: "expert" for a row for each slot, ordered by expert; "rank" for one row for each token that has an
-            expert on this rank, ordered by source rank and token. The program then finds a row's experts in
+            expert on this rank, ordered by source rank and token. With "rank" the program finds a row's experts in
             `desc.local_expert_ids`. "padded", for few tokens, gives each expert room for all rows that the ranks may
             send it, world_size * max_tokens; `desc.expert_rows` says how many arrived. With "padded" no call waits on
             the CPU.
@@ -109,15 +109,15 @@ class EPAll2AllLayer:
             dropped slots.
         expert_alignment: with layout="expert", each expert's rows begin at a multiple of this number, so outputs have
             gaps. No rank writes the rows in gaps, for which `desc.row_slots` is -1. In the exact mode
-            `desc.num_tokens_per_expert` then returns the rows of each expert. None for rows without gaps.
+            `desc.num_tokens_per_expert` then returns each expert's number of rows. None for rows without gaps.
         output_buffers: with layout="rank": the number of outputs for which the layer has memory. On one node whose
             ranks reach each other's memory, senders then store rows directly where the caller reads them. With n output
             buffers, an output of `dispatch` stays valid during the next n - 1 calls of `dispatch`, but not after
             `finalize`. In a `combine`, peers load the rows that lie in a buffer, such as outputs and arrays of
             `combine_input`; other rows are sent. A buffer has room for max_recv_tokens rows, or in the exact mode for
             world_size * max_tokens rows. With 0 output buffers, rows are copied from other memory of the layer to new
-            arrays; `dispatch_recv` and `redispatch` always do this. If torch records a call, its results are copied
-            from the buffer to new arrays.
+            arrays; `dispatch_recv` and `redispatch` always copy rows to new arrays. If torch records a call, its
+            results are copied from the buffer to new arrays.
         keeps_outputs: with output_buffers: an output of `dispatch` stays valid as long as it is referenced, like a new
             array, also in calls that torch records. A buffer can then be reused when the last array in the buffer has
             been freed. If no buffer is free, the rows of a dispatch pass through an additional buffer, and are copied
@@ -200,7 +200,7 @@ class EPAll2AllLayer:
 
     def narrowed(self, max_tokens: int) -> EPAll2AllLayer:
         """Returns a layer for calls of at most max_tokens tokens per rank; all ranks pass the same number. With
-        layout="padded" the narrowed layer's outputs have room for that number of tokens from each rank.
+        layout="padded" the narrowed layer's outputs have room for its max_tokens tokens from each rank.
 
         The narrowed layer shares this layer's memory, and is unusable after this layer's `finalize`. One dispatch and
         one combine can be in flight in this layer and its narrowed layers together. A descriptor can be used only with
@@ -241,8 +241,8 @@ class EPAll2AllLayer:
         self.ctx.finalize()
 
     def shrink(self, communicator: Communicator | None = None) -> EPAll2AllLayer:
-        """Returns a layer like this layer on the remaining ranks, whether or not a rank has failed. All remaining ranks
-        call this together.
+        """Returns a layer with this layer's options on the remaining ranks. The call works even if no rank has failed.
+        All remaining ranks call this together.
 
         Experts keep their numbers, and the options stay the same. Slots that choose an expert of a lost rank are
         dropped, and `desc.lost_slots` marks them. Tokens that were in flight in this layer must be dispatched again.
@@ -280,7 +280,8 @@ class EPAll2AllLayer:
 
         Args:
             stream: as for `Communicator.barrier`.
-            intra_node_only: wait only for the ranks of this node. All ranks of the group must still make this call.
+            intra_node_only: wait only for the ranks of this node; all ranks of the group must make this call
+                nevertheless.
         """
         self.ctx.require_usable()
         barrier(self.ctx.communicator.collectives, stream, intra_node_only=intra_node_only)
@@ -299,24 +300,26 @@ class EPAll2AllLayer:
         """Sends each token to its experts.
 
         Args:
-            input: [T, hidden] of `dtype`; T from 0 to max_tokens, and may differ between ranks. With dispatch_dtype it
-                may also be a pair of rows in float8 and their scales, float32 [T, scales of a row].
-            exp_indices: int32 [T, topk]: the experts of each token. Each entry is a slot. A slot with the id
-                `num_tot_experts` is dropped: nothing is sent for it, and it adds zero in `combine`. A slot whose
-                expert's rank is lost is dropped too. With layout="rank" ids may also be int64, and a slot with the id
-                -1 is dropped too. See also minus_one_drops. With layout="padded" a token that chooses an expert twice
-                takes two of the expert's rows.
+            input: [T, hidden] of `dtype`; T from 0 to max_tokens, and may differ between ranks. With dispatch_dtype,
+                `input` may also be a pair of rows in float8 and their scales, float32 [T, scales of a row].
+            exp_indices: int32 [T, topk]: the experts of each token. Each entry of `exp_indices` is a slot. A slot with
+                the id `num_tot_experts` is dropped: nothing is sent for it, and it adds zero in `combine`. A slot whose
+                expert's rank is lost is dropped. With layout="rank" ids may also be int64, and a slot with the id -1 is
+                dropped. See also minus_one_drops. With layout="padded" a token that chooses an expert twice takes two
+                of the expert's rows.
             weight: [T, topk] of `weight_dtype`, to send with the tokens; or None. All ranks or none pass weights.
             full_scatter_indices: int32 [tokens of all ranks, topk], or None: the row of every slot. Tokens and rows are
                 numbered over all ranks, in the order of ranks. For each rank, the entries must be a permutation of the
-                rank's rows. This argument can't be given with layout="rank" or "padded", or with expert_alignment.
+                rank's rows. full_scatter_indices can't be given with layout="rank" or "padded", or with
+                expert_alignment.
             stream: where to queue the call; as for `Communicator.all_reduce`.
 
         Returns:
             The rows, [R, hidden]: one for each slot of this rank's experts, ordered by expert, then the source's rank,
             then token, then k, unless full_scatter_indices give a different order; their weights, [R], or None; and the
             descriptor. With dispatch_dtype the rows are a pair, [R, hidden] of float8 and float32 [R, scales of a row].
-            With max_recv_tokens the arrays have that many rows; the first `desc.num_recv_tokens` are filled.
+            With max_recv_tokens the arrays have max_recv_tokens rows, of which the first `desc.num_recv_tokens` are
+            filled.
 
             With layout="rank" there is one row for each token that has an expert on this rank, ordered by the source's
             rank, then token. The rows' weights are [R, topk], zero where `desc.local_expert_ids` is -1. With
@@ -403,8 +406,8 @@ class EPAll2AllLayer:
         return received
 
     def redispatch(self, input: Any, ep_a2a_layout_desc: EPAllToAllLayoutDesc, *, stream: StreamLike = None) -> Any:
-        """Sends other values for the same tokens, with the routing of an earlier dispatch. The call does not count the
-        rows again.
+        """Sends new values for the tokens of an earlier dispatch, with the routing of that dispatch. The call does not
+        count the rows again.
 
         `redispatch` is the adjoint of `combine`.
 
@@ -450,12 +453,12 @@ class EPAll2AllLayer:
             weights: float32 [R]: the factor of each row in the sum, such as the weights that the dispatch returned;
                 None for 1. Either all ranks pass weights, or none.
             topk_weights: float32 [T, topk], instead of `weights`: the factor of each slot of this rank's tokens,
-                which this rank applies when it sums. This argument can be given only if all ranks reach each other's
+                which this rank applies when it sums. `topk_weights` can be given only if all ranks reach each other's
                 memory, and without enable_local_combine.
             added: up to two arrays [T, hidden] of `dtype`, with which each sum begins. The arrays `added` get no
                 gradients.
             order_ids: the expert ids of the dispatch. With `order_ids`, the rows that a token has on several ranks are
-                added in the order of the token's last slot on each rank. This argument can be given only on one node,
+                added in the order of the token's last slot on each rank. `order_ids` can be given only on one node,
                 with layout="rank" or enable_local_combine, and without lost ranks.
             out: [T, hidden], or None for a new array.
             stream: as for `dispatch`.
@@ -612,8 +615,8 @@ class EPAll2AllLayer:
     # -- checking ---
 
     def check(self) -> None:
-        """Raises the errors of the dispatches that ended since the last check. All ranks that have waited for these
-        dispatches raise the same errors.
+        """Raises the errors of the dispatches that have completed since the last check. All ranks that have waited for
+        these dispatches raise the same errors.
 
         With max_recv_tokens only this call raises these errors, because `dispatch` does not wait.
 

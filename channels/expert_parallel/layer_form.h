@@ -20,7 +20,7 @@ typedef struct LayerForm {
   PyObject* (*receive)(SentCall* sent, PyObject* stream, PyObject* out);
   PyObject* arguments;             /* the constructor's arguments, which own the objects that other fields borrow */
   PyObject* latest_stream;         /* an owned reference to a CurrentStream (launches.py); NULL at first */
-  PyObject *element, *make_latest; /* owned references, because combine_form.c replaces both */
+  PyObject *element, *make_latest; /* owned references, because combine_form.c replaces these fields */
   PyObject* calls;                 /* the group's Calls */
   int on_host;                     /* whether this is the host runtime, where calls without a stream are synchronous */
   PyObject* current;     /* current(device): returns the handle of torch's current stream; None for other libraries */
@@ -53,8 +53,8 @@ PyObject* proxyccl_new_form(PyTypeObject* type, PyObject* arguments);
  */
 int proxyccl_add_layer_form(PyObject* module, PyTypeObject** type, const char* name, size_t size, newfunc make,
                             PyMethodDef* methods);
-/* Converters for PyArg_ParseTuple. The first converts an address to a pointer. The second converts a result of
- * `CallForm.prepared`, or None, to a PreparedCall, which borrows the arguments' references. */
+/* Converters for PyArg_ParseTuple: proxyccl_as_pointer converts an address to a pointer; proxyccl_as_prepared converts
+ * a result of `CallForm.prepared`, or None, to a PreparedCall, which borrows the arguments' references. */
 int proxyccl_as_pointer(PyObject* number, void* pointer);
 int proxyccl_as_prepared(PyObject* given, void* call);
 /* Returns a SentCall, or NULL with an exception set. Steals the reference to `owners`, which may be NULL with an

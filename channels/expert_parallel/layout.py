@@ -1,4 +1,4 @@
-"""The descriptor of a dispatch, which tells where each row came from. Combines need the descriptor."""
+"""The descriptor of a dispatch: the source token of each row. Combines need the descriptor."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class EPAllToAllLayoutDesc(Descriptor):
 
     The tables lie on the device, in arrays of the tokens' library. Three tables are only for inspection
     (`token_dst_scatter_idx`, `topk_indices_tensor`, `send_reqs_recv_tensor`) and are made on first access, which waits
-    for the dispatch, or raises ArgumentError if the dispatch was not received yet. The other tables are undefined until
-    the dispatch has ended. A row number is an index into the output of one rank. A *counterpart* is the rank of another
-    node with the same local rank as this rank.
+    for the dispatch, or raises ArgumentError if the dispatch was not received yet. All tables except these three are
+    undefined until the dispatch has completed. A row number is an index into the output of one rank. A *counterpart* is
+    the rank of another node with the same local rank as this rank.
 
     Attributes:
         owner: the DispatchCombineContext that made the dispatch.
@@ -53,15 +53,15 @@ class EPAllToAllLayoutDesc(Descriptor):
         skipped_token_mapping_indices: int32 [R]: for each row, the first row of the same token on this rank, which may
             be the row itself.
         skipped_token_topk_mapping_indices: int32 [R, topk]: if r is the first row of a token on this rank, entry [r, k]
-            is the row of the token's slot k, or -1 if that slot is dropped or on another rank. For other r all entries
-            are -1.
+            is the row of the token's slot k, or -1 if that slot is dropped or on another rank. If row r is not the
+            first row of a token, all its entries are -1.
         local_expert_ids: with layout="rank", [R, topk] of the type of the expert ids: the local number of the expert of
             each slot of the row's token; -1 if the expert is another rank's, the slot is dropped, or the row was not
-            filled. None in other layouts.
+            filled. local_expert_ids is None in other layouts.
         source_tokens: with layout="rank" or "padded", int32 [R]: the number of each row's token on the source rank;
             otherwise None.
         row_slots: int32 [R]: the number, 0 to topk - 1, of the token's slot that each row is for. With
-            expert_alignment, rows in gaps have -1 in this table, and undefined entries in the other tables.
+            expert_alignment, rows in gaps have -1 in row_slots, and undefined entries in all other tables.
         slot_rows: int32 [world_size, max_tokens, topk]: this rank's row for each slot of each rank's tokens; negative
             if the slot is dropped or belongs to another rank, or if there was no room for the row. Entries after a
             rank's last token are undefined.
@@ -129,8 +129,8 @@ class EPAllToAllLayoutDesc(Descriptor):
 
     @property
     def num_recv_tokens(self) -> Any:
-        """int32 [1]: the number of received rows, at most the number of the output's rows. None in the exact mode,
-        where all rows are received.
+        """int32 [1]: the number of received rows, at most the number of the output's rows. The attribute is None in the
+        exact mode, where all rows are received.
         """
         return self.table(RECEIVED) if self.counts_rows else None
 

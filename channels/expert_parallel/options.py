@@ -260,7 +260,8 @@ class LayerOptions:
 
     @cached_property
     def pair_width(self) -> int:
-        """With dispatch_dtype, the number of elements of a row of such an array, which is also its number of bytes."""
+        """With dispatch_dtype, the number of elements of a row in an array of `pair_dtype`; each element has one
+        byte."""
         return self.config.hidden // _PAIR_TYPES[self.dispatch_dtype][1]
 
     @cached_property

@@ -52,9 +52,9 @@ class OutputBuffers:
         self._whole: dict[tuple[int, LibraryArrays], Any] = {}
 
     def take(self, arrays: LibraryArrays, dtype: DType, *, on_current_stream: bool) -> TakenBuffer:
-        """Returns the buffer for the next output. Successive outputs cycle through all buffers except the last. The
-        result's `whole` may have the type `dtype`. `on_current_stream`: whether the output is made on the library's
-        current stream, and that stream captures no graph.
+        """Returns the buffer for the next output. Successive outputs cycle through all buffers except the last. A
+        derived class may give the result's `whole` the type `dtype`. `on_current_stream`: whether the output is made on
+        the library's current stream, and that stream captures no graph.
         """
         number = self._next
         self._next = (number + 1) % (self._count - 1)
@@ -99,7 +99,7 @@ class KeptOutputs(OutputBuffers):
 
     A buffer is free again when the last array in the buffer has been freed. On the host runtime a free buffer can be
     reused at once. On a GPU, several streams may still have queued work on an array when it is freed. torch's caching
-    allocator knows these streams (`record_stream`), so it allocates the buffers, as places of a pool.
+    allocator knows these streams (`record_stream`), so the buffers are allocated from a pool of that allocator.
 
     If no other buffer is free, rows pass through the last buffer and are copied to new arrays. Rows are also copied if
     the layer can't observe when the arrays are freed: on a GPU with a library other than torch or with a torch without

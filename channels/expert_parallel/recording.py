@@ -1,4 +1,4 @@
-"""Finds out whether an array library records a call for a backward pass. The code for that library in faces/ does the
+"""Finds out whether an array library records a call for a backward pass. The array library's module in faces/ does the
 recording.
 """
 

@@ -57,9 +57,8 @@ class Tables(Struct, frozen=True):
         return Tables(end, places, offsets, int(ffi.cast("uintptr_t", offsets)), wide_ids)
 
     def maker(self, arrays: LibraryArrays) -> Maker:
-        """Returns a function that makes the array that holds the tables. If the table of expert ids is int64, the array
-        is int64 too, so that programs get the table as a part of the array, without a conversion. Otherwise the array
-        is int32.
+        """Returns a function that makes the array that holds the tables. The array is int32, or int64 if the table of
+        expert ids is int64, so that programs get this table as a part of the array, without a conversion.
         """
         has_wide = self.wide_ids and _OF_IDS & self.places.keys()
         native, itemsize = (arrays.int64, 8) if has_wide else (arrays.int32, 4)

@@ -116,15 +116,15 @@ class ExpertWorkspace:
         return memoryview(ffi.buffer(numbers, 4 * self._told_experts)).cast("I").tolist()
 
     def close(self) -> None:
-        """Frees memory and channels. Kernels of all ranks must have ended, and all proxies must have carried out their
-        triggers.
+        """Frees memory and channels. All kernels of all ranks must have completed, and all proxies must have carried
+        out their triggers.
         """
         if not self._group.failure.closed:
             free_handles(self._group, self._channels)
         self._memory.close()
         if self.outputs is None:
             self._workspace.free()
-        else:  # the caller may still hold outputs: the last output frees the memory
+        else:  # the caller may still hold outputs, so the memory is freed with the last output
             self.outputs.close()
             del self._workspace, self.outputs
         self._tables.close()

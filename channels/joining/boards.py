@@ -46,8 +46,8 @@ class BoardBootstrap:
         raise NotImplementedError
 
     def _get(self, number: int, names: Sequence[str]) -> dict[str, bytes]:
-        """Returns, by name, the messages of round `number` that have arrived. The result may be empty until all have
-        arrived."""
+        """Returns, by name, the messages of round `number` that have arrived. The result may be empty until all
+        messages have arrived."""
         raise NotImplementedError
 
     def _remove(self, number: int, of: str) -> None:

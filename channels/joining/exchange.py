@@ -77,7 +77,7 @@ class Exchange:
         self._bootstrap = bootstrap
 
     def guard(self, failure: FailureState, watcher: Watcher) -> None:
-        """From this call on, a failure of any rank makes this rank's current exchange fail. The group ends if an
+        """From this call on, a failure of any rank makes this rank's current exchange fail. The group fails if an
         exchange fails, or if this rank waits in an exchange although a peer has closed the communicator.
         """
         self._guard = failure, watcher
@@ -106,11 +106,11 @@ class Exchange:
             self._inside -= 1
 
     def end(self) -> None:
-        """Refuses further exchanges, because the group has ended and its bootstrap may be gone."""
+        """Refuses further exchanges, because the group is closed and its bootstrap may be closed."""
         self._ended = True
 
     def _tell(self, error: Exception) -> None:
-        # Nothing is sent if the group has ended, because the peers then know of the failure already.
+        # If the group was closed, nothing is sent, because the peers already know of the failure.
         if self._ended or (self._guard is not None and self._guard[0].inherited):
             return
         reason = f"{type(error).__name__}: {error}"
@@ -176,7 +176,7 @@ class Exchange:
                     self._require_purpose(everyone, purpose, tag)
             except CommunicatorError as error:
                 raise_in_place_of(error, self._file(error))
-            except BaseException as error:  # raised by a signal handler; later exchanges would not match the peers'
+            except BaseException as error:  # raised by a signal handler; this rank has missed an exchange
                 if self._guard is not None:
                     self._guard[0].abort(f"{purpose} was interrupted by {type(error).__name__}")
                 raise

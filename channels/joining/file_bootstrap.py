@@ -33,7 +33,7 @@ class FileBootstrap(BoardBootstrap):
 
     Raises:
         ArgumentError: `rank` is not below `world_size`, the directory can't be used, or a rank with this number has
-            used it before.
+            used the directory before.
         ResourceError: no file descriptor is left.
         UntrustedPathError: the directory belongs to another user, or other users can read it, or it is a link.
     """
@@ -131,7 +131,6 @@ class _Directory:
         return str(self.path)
 
     def read(self, name: str) -> bytes | None:
-        """Returns a file's contents; None if the file does not exist."""
         with self._room(), contextlib.suppress(FileNotFoundError):
             return read_private(self._descriptor, self.path / name, secret=True)
         return None
@@ -171,6 +170,7 @@ class _Directory:
             try:
                 yield
             finally:
-                # If `dup` fails because another thread has taken the freed descriptor, a later call tries again.
+                # If `dup` fails because another thread has taken the freed descriptor, a later call of `_room` tries
+                # again.
                 with contextlib.suppress(OSError):
                     self._held.append(os.dup(self._descriptor))

@@ -219,8 +219,8 @@ def meet_apart(
         give_up: called while waiting; it raises to end the wait early.
         mapping_of: returns a context for mapping a rank's memory; if the mapping fails because the rank has failed, the
             context raises the rank's failure (`Group.mapping_of`).
-        own: a bootstrap of the members, which the caller must close. If None, the members meet in their control
-            segments, under a key made from their numbers and the number of their earlier meetings.
+        own: a bootstrap of the members, which the caller must close. If `own` is None, the members meet in their
+            control segments, under a key made from their numbers and the number of their earlier meetings.
 
     Raises:
         WaitTimeoutError: not all members called this within `timeout`.
@@ -366,7 +366,7 @@ def meet_survivors(
                         segments[peer] = ControlSegment(whole.runtime.open_pinned(handle))
                         undo.callback(segments[peer].close)
                 joined = True
-            except ResourceError:  # this rank failed; the others continue without it
+            except ResourceError:  # this rank failed, so the other ranks continue without it
                 raise
             except ProxyCCLError:  # a member has ended since `assemble`
                 joined = False

@@ -22,7 +22,7 @@ class OneCaller:
 
         Args:
             call: the call's name, for the error.
-            about: what the call works on; calls with different values may run concurrently.
+            about: the object on which the call works; calls on different objects may run concurrently.
 
         Raises:
             ConcurrentCallError: another thread is in a call with the same `about`.

@@ -131,8 +131,8 @@ def default_place(runtime: str) -> Where:
 
 
 def agree(wishes: Sequence[Wish], rank: int) -> ProxyPlace:
-    """Computes, from all ranks' messages, where the proxy of rank `rank` runs. The result is the same for all ranks of
-    a host that request no place.
+    """Computes, from all ranks' messages, where the proxy of rank `rank` runs. Those ranks of a host that request no
+    place for their proxies get the same result.
     """
     own = wishes[rank]
     of_host = [wish for wish in wishes if wish.host == own.host]

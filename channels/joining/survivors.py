@@ -1,4 +1,4 @@
-"""How the remaining ranks of a group agree on which ranks remain, even if some of these ranks end during the protocol.
+"""Lets the remaining ranks of a group agree on which ranks remain, even if some of these ranks end during the protocol.
 
 Because an exchange would need every rank, each rank leaves notes and answers questions on a board that outlives the
 ranks. The first answer to a question is final, so all ranks read the same answer. tests/models/protocols/survivors.pml

@@ -214,12 +214,10 @@ class Topology(Struct, frozen=True, dict=True):
 
     @property
     def local_rank(self) -> int:
-        """This rank's index among the ranks of its node."""
         return self.node_ranks.index(self.rank)
 
     @property
     def local_world_size(self) -> int:
-        """The number of ranks of this rank's node."""
         return len(self.node_ranks)
 
     @property
@@ -228,11 +226,11 @@ class Topology(Struct, frozen=True, dict=True):
 
     @property
     def spans_hosts(self) -> bool:
-        """Whether the ranks are on several hosts."""
         return len({info.host for info in self.ranks}) > 1
 
     def may_touch(self, first: int, second: int) -> bool:
-        """Returns whether both ranks are on one node and, if one is this rank, their devices have peer access."""
+        """Returns whether two ranks are on one node; if one of them is this rank, their devices must also have peer
+        access."""
         if first == self.rank:
             return self.accessible[second]
         if second == self.rank:
@@ -240,13 +238,12 @@ class Topology(Struct, frozen=True, dict=True):
         return self.nodes[first] == self.nodes[second] and self.ranks[first].host == self.ranks[second].host
 
     def same_host(self, peer: int) -> bool:
-        """Returns whether the peer is on this rank's host, even if `local_world_size` puts it in another node."""
         return self.ranks[peer].host == self.ranks[self.rank].host
 
     def transport(self, first: int, second: int) -> str:
-        """Returns the transport between two ranks. Within a node, this is the copy transport. Between nodes, it is the
-        first remote transport in `TRANSPORTS` that can register both ranks' memory. Between nodes of one host without
-        RDMA adapters, it is the copy transport.
+        """Returns the transport between two ranks. Ranks of one node use the copy transport. Ranks of different nodes
+        use the first remote transport in `TRANSPORTS` that can register both ranks' memory; if they share a host
+        without RDMA adapters, they use the copy transport.
 
         Raises:
             RuntimeUnavailableError: no transport connects the two ranks.

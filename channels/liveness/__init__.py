@@ -1,1 +1,1 @@
-"""Liveness: watching ranks, and ending a communicator when one of its ranks is lost."""
+"""Liveness: watching ranks, and making a communicator fail when one of its ranks is lost."""

@@ -28,14 +28,14 @@ class Aftermath:
     """One rank's state in the aftermath of a failure. Any thread may call the methods of this class. If a peer does not
     close the failed communicator within `patience` seconds, allocations that the program has released by then are never
     freed, and allocations that it releases later are freed normally. Memory that peers can access is kept until the
-    peers have ended.
+    peers' kernels have ended.
 
     Args:
         processes: the processes of the host's other ranks.
         patience: returns how many seconds after a failure to wait for the peers.
 
     Attributes:
-        over: whether all peers have ended, so that none accesses this rank's memory.
+        over: whether all peers' kernels have ended, so that no peer accesses this rank's memory.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Aftermath:
         add_hold(self)
 
     def end(self) -> None:
-        """Undoes `begin`, because the group has ended without a failure."""
+        """Undoes `begin`, because the group was closed without a failure."""
         with self._lock:
             self._end()
 
@@ -81,11 +81,11 @@ class Aftermath:
                     self._processes[peer] = process_descriptors.acquire(self._peers[peer])
                 except ProcessLookupError:
                     del self._running[peer]
-                except (OSError, ResourceError):  # the peer's own record still shows that it has ended
+                except (OSError, ResourceError):  # the peer records its end itself
                     continue
 
     def follow(self, kept: Iterable[object]) -> None:
-        """Keeps memory until the peers have ended. A thread waits for their end, if a thread can be started. Before
+        """Keeps memory until the peers' kernels have ended. A thread waits for this, if a thread can be started. Before
         this call, this rank must have recorded that its kernels and its proxy have ended.
 
         Args:

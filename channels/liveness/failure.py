@@ -38,7 +38,7 @@ class Observer:
         return nullcontext()
 
     def close(self) -> None:
-        """The group calls this method when the group ends."""
+        """The group calls this method when the group is released."""
 
 
 def _copied(error: CommunicatorError) -> CommunicatorError:
@@ -46,7 +46,7 @@ def _copied(error: CommunicatorError) -> CommunicatorError:
     passed, and the arrays of these frames.
     """
     copied = copy.copy(error)
-    if error.__cause__ is not None:  # assigning even None sets `__suppress_context__`
+    if error.__cause__ is not None:  # assigning a cause, even None, would hide the exception's context
         copied.__cause__ = error.__cause__
     return copied
 
@@ -117,16 +117,14 @@ class FailureState:
         return self._control.aborted
 
     def check(self) -> None:
-        """If a rank has failed, raises the exception that ended the group. In a forked child process, raises
-        ClosedError."""
+        """If a rank has failed, raises the group's failure. In a forked child process, raises ClosedError."""
         if not self._process.is_here:
             self.require_own_process()
         if self.state != "closed" and self._control.aborted:
             raise self.exception()
 
     def require_usable(self) -> None:
-        """If the group is closed, raises ClosedError. If a rank has failed, raises the exception that ended the
-        group."""
+        """If the group is closed, raises ClosedError. If a rank has failed, raises the group's failure."""
         if self.state == "closed":
             self.require_own_process()
             raise ClosedError("the communicator is closed")
@@ -134,8 +132,8 @@ class FailureState:
             raise self.exception()
 
     def exception(self) -> CommunicatorError:
-        """After a rank has failed, returns a new copy of the exception that ended the group. If a signal handler's
-        exception ended the group, raises that exception.
+        """After a rank has failed, returns a new copy of the group's failure. If the failure is a signal handler's
+        exception, raises that exception.
         """
         raise_interrupt()
         with self._lock:
@@ -171,7 +169,7 @@ class FailureState:
         return ProxyLostError(message, rank=self._rank, peer=peer, channel=channel, operation=operation)
 
     def abort(self, reason: str) -> None:
-        """Ends the group on all ranks, without waiting. Raises ClosedError in a forked child process."""
+        """Makes the group fail on all ranks, without waiting. Raises ClosedError in a forked child process."""
         self.require_own_process()
         if self.state == "open":
             self.cause = self.cause or reason
@@ -179,14 +177,15 @@ class FailureState:
             self._pass_on()
 
     def file_lost_context(self, status: int) -> None:
-        """Ends the group because an error destroyed this rank's GPU context. `status` is the driver's error code."""
+        """Makes the group fail because an error destroyed this rank's GPU context. `status` is the driver's error
+        code."""
         if self.state == "open":
             self._control.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_CONTEXT_LOST, self._rank, status=status))
 
     def file_mismatch(
         self, peer: int, cause: Callable[[str, str], str], field: int = CALL_FIELDS.index(DIFFERENT_CALL)
     ) -> CommunicatorError:
-        """Ends the group because a peer's call differs from this rank's call. Returns the exception to raise.
+        """Makes the group fail because a peer's call differs from this rank's call. Returns the exception to raise.
 
         Args:
             cause: returns a text that describes both calls. The two arguments are the words for this rank in the text:
@@ -199,7 +198,7 @@ class FailureState:
     def note_mismatch(
         self, peer: int, cause: Callable[[str, str], str], field: int = CALL_FIELDS.index(DIFFERENT_CALL)
     ) -> None:
-        """Ends the group as `file_mismatch` does, but returns nothing. The watcher's thread calls this instead of
+        """Makes the group fail as `file_mismatch` does, but returns nothing. The watcher's thread calls this instead of
         `file_mismatch`, because `exception` waits for a report that this thread writes.
         """
         name = f"rank {self._rank}"
@@ -209,7 +208,7 @@ class FailureState:
         )
 
     def file_exchange_failure(self, error: CommunicatorError) -> CommunicatorError:
-        """Ends the group because an exchange failed on this rank. Does nothing if a rank has failed already.
+        """Makes the group fail because an exchange failed on this rank. Does nothing if a rank has failed already.
 
         Returns the exception to raise: `error` or, if it is a time-out and this rank's proxy is stopped, a
         ProxyLostError.
@@ -230,7 +229,6 @@ class FailureState:
         return error
 
     def file_proxy_failure(self, failure: ProxyFailure) -> None:
-        """Ends the group because this rank's proxy failed."""
         if failure.code == lib.PROXYCCL_ERROR_TRANSPORT and failure.peer is not None and self._watcher is not None:
             self._watcher.check_for_end(failure.peer)
         trigger = failure.trigger

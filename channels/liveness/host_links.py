@@ -172,7 +172,7 @@ class HostLink:
         self._socket = connection
         self._socket.setblocking(False)
         forks.keep_from_children(connection)
-        for option, value in _KEEP_ALIVE.items():  # so that the loss of the peer's host or network is noticed
+        for option, value in _KEEP_ALIVE.items():  # makes the system notice the loss of the peer's host or network
             self._socket.setsockopt(*option, value)
         self._received = b""
 
@@ -233,8 +233,8 @@ class Listener:
             peers: the number of ranks of other hosts.
 
         Raises:
-            ResourceError: there are too few descriptors for the connections. `offer` checks this, because during `join`
-                this rank could not report the error to its peers.
+            ResourceError: there are too few descriptors for the connections. `offer` checks their number, because
+                during `join` this rank could not report the error to its peers.
         """
         with naming_exhaustion(f"links to {peers} ranks of other hosts"):
             require_descriptors(peers + _WHILE_JOINING)
@@ -285,7 +285,7 @@ class Listener:
                 for key, _ in calls.select(_INTERVAL_SECONDS):
                     connection, address = key.data
                     try:
-                        if key.events == selectors.EVENT_WRITE:  # if connecting failed, `send` raises
+                        if key.events == selectors.EVENT_WRITE:  # if connecting failed, `send` raises an error
                             connection.send(_HELLO.pack(self._rank, offer.token))
                             calls.modify(connection, selectors.EVENT_READ, key.data)
                             continue

@@ -21,8 +21,8 @@ class ProcessWatch:
 
     Args:
         processes: the processes of the host's other ranks, by rank.
-        has_left: returns whether a rank has closed the communicator. The process of such a rank may end, and watches no
-            others.
+        has_left: returns whether a rank has closed the communicator. The process of a rank that has closed the
+            communicator may end, and watches no other process.
 
     Attributes:
         watched: by descriptor, the rank whose process is watched. A descriptor becomes readable when the process ends.

@@ -1,10 +1,10 @@
 """Determines whether the program failed: whether it ends by an exception or with a nonzero exit status.
 
 Python does not pass the exit status to exit handlers. This module therefore replaces `sys.exit` and `exit` by functions
-that raise a SystemExit that records the exit status when Python reads the exception's `code` while no frame of the
-program is left, because the program then ends. Under `python -m mpi4py`, mpi4py reports the status, whatever the
-program raised. A SystemExit that the program raises itself, without `sys.exit` and without `python -m mpi4py`, is
-treated as a normal end.
+that raise a subclass of SystemExit. If Python reads this exception's `code` when no frame of the program is left, the
+program is ending, and the exception records the exit status. Under `python -m mpi4py`, mpi4py reports the status,
+whatever the program raised. A SystemExit that the program raises itself, without `sys.exit` and without `python -m
+mpi4py`, is treated as a normal end.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _ProgramExit(SystemExit):
 
 def _noting(leave: Callable[..., object]) -> Callable[..., NoReturn]:
     """Wraps a function that raises SystemExit, so that it raises `_ProgramExit`. Threads other than the main thread
-    still raise SystemExit, because SystemExit ends only such a thread.
+    still raise SystemExit, which ends only the thread that raises it.
     """
 
     @functools.wraps(leave)

@@ -4,7 +4,7 @@ and reports failures to all ranks.
 The thread also maps memory that peers have registered. The thread wakes every INTERVAL_MS while this rank makes calls,
 and otherwise every IDLE_INTERVAL_MS, so that an idle rank uses almost no CPU time. A communicator and the communicators
 that were split from it share the thread. After a failure the thread releases streams that wait for the proxy. No
-separate thread does this, because once memory has run out, no thread can be started.
+separate thread releases these streams, because once memory has run out, no thread can be started.
 """
 
 from __future__ import annotations
@@ -137,11 +137,11 @@ class Watcher:
         on_abort: called in a separate thread after an abort was reported to all ranks.
         each_turn: called each time the thread wakes, until an abort. Returns the number of calls that this rank has
             made.
-        on_error: called once, in the thread, with an unexpected error of the watcher; must end the communicator.
+        on_error: called once, in the thread, with an unexpected error of the watcher; must make the communicator fail.
         end_waits: releases streams that wait for the proxy; called in the thread every RELEASING_MS, but only after an
             abort was reported, so that a program whose stream is released sees the failure.
-        parent: the watcher of the communicator that this communicator was split from. The parent's abort also ends this
-            communicator, and the parent's thread runs this watcher.
+        parent: the watcher of the communicator that this communicator was split from. The parent's abort also aborts
+            this communicator, and the parent's thread runs this watcher.
         members: the ranks' numbers in the parent's communicator.
     """
 
@@ -233,7 +233,7 @@ class Watcher:
             self._calls, self.busy_until = calls, time.monotonic() + WatchThread.BUSY_SECONDS
 
     def _follow_processes(self) -> None:
-        # If no descriptor is left, the next wake-up tries again. In the meantime other ranks watch the same processes.
+        # If no descriptor is left, the next wake-up tries again, and meanwhile other ranks watch the same processes.
         with contextlib.suppress(ResourceError):
             new, old, lost = self._processes.follow()
             for descriptor in old:
@@ -289,8 +289,8 @@ class Watcher:
         self._own.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_PEER_LOST, self._rank, peer))
 
     def check_for_end(self, peer: int) -> None:
-        """Ends the communicator with a PeerLostError if, within ENDING_MS, the peer's process ends or, for a peer on
-        another host, its link closes.
+        """Makes the communicator fail with a PeerLostError if, within ENDING_MS, the peer's process ends or, for a peer
+        on another host, its link closes.
 
         Call this when this rank could not reach the peer, because the operating system closes a dying process's files,
         verbs objects and libfabric connections before the process's pidfd becomes readable, and maybe before it closes

@@ -312,7 +312,7 @@ _CALLERS = ("f_back",) * (FRAMES - 1)
 
 
 def _walks() -> Iterator[tuple[int, list[FrameType]]]:
-    innermost = itertools.islice(iter(sys._current_frames, None), 1)  # the first iteration takes all threads' frames
+    innermost = itertools.islice(iter(sys._current_frames, None), 1)  # the only item holds all threads' frames
     idents, frames = itertools.tee(itertools.chain.from_iterable(map(dict.items, innermost)))
     chains = map(itertools.chain, map(operator.itemgetter(slice(1, 2)), frames), itertools.repeat(_CALLERS))
     walks: Iterator[Any] = map(itertools.accumulate, chains, itertools.repeat(getattr))
@@ -324,10 +324,10 @@ def _walks() -> Iterator[tuple[int, list[FrameType]]]:
 def _frames() -> dict[int, list[FrameType]]:
     """Returns the frames of each other thread, from the innermost on, at most FRAMES per thread.
 
-    While the interpreter returns the frames, it holds an internal lock. No garbage collection may begin then, because a
-    finaliser may switch to a thread that waits for this lock without releasing the GIL. Iterators in C take the frames
-    and find their callers without running other threads, because CPython 3.11 sometimes crashes when a frame's caller
-    is read after the frame's thread has run on.
+    While the interpreter returns the frames, it holds an internal lock. No garbage collection may begin while the lock
+    is held, because a finaliser may switch to a thread that waits for this lock without releasing the GIL. Iterators in
+    C take the frames and find their callers without running other threads, because CPython 3.11 sometimes crashes when
+    a frame's caller is read after the frame's thread has run on.
     """
     walks = _walks()
     with _frames_lock:

@@ -191,7 +191,6 @@ class _WaitGraph:
         return edges
 
     def _find_reach(self) -> dict[Node, set[Node]]:
-        """Finds for each node the nodes for which it waits, directly or transitively."""
         direct: dict[Node, set[Node]] = {}
         for edge in self._edges:
             direct.setdefault(edge.waiter, set()).add(edge.target)
@@ -239,7 +238,6 @@ class _WaitGraph:
         return findings
 
     def _mismatches(self) -> list[Finding]:
-        """Finds, for each communicator, the first call whose arguments differ between ranks."""
         findings = []
         for name, by_rank in self._reports.items():
             calls: dict[int, dict[int, Call]] = {}
@@ -345,7 +343,7 @@ class _WaitGraph:
         return reasons
 
     def _at_daemon(self, communicator: str, rank: int, *, idle: bool = True) -> list[str]:
-        """Returns the statements of the node daemons' reports about a rank. If `idle` is true, they include the
+        """Returns the statements of the node daemons' reports about a rank. If `idle` is true, the result includes the
         statement that nothing is outstanding.
         """
         own = self._reports[communicator].get(rank)

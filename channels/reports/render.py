@@ -31,7 +31,6 @@ def arguments_text(call: Call) -> str:
 
 
 def with_arguments(name: str, call: Call) -> str:
-    """Returns `name`, followed by the call's arguments in parentheses."""
     arguments = arguments_text(call)
     return f"{name} ({arguments})" if arguments else name
 
@@ -47,7 +46,6 @@ def waited(exchange: Exchange) -> str:
 
 
 def headline(report: Report) -> str:
-    """Returns the report's main statement in one line."""
     if report.failure is not None and report.failure.kind == "MismatchError":
         return f"{report.failure.kind}: {report.failure.message}"
     inside = f", in or after {call_text(report.calls[-1])}" if report.calls else ""

@@ -229,7 +229,6 @@ class Report(Message, frozen=True, tag_field="format", tag="proxyccl report"):
         require_moment(self.written)
 
     def encode(self) -> str:
-        """Encodes the report as text for a file."""
         return _REPORTS.encode(self, indent=1).decode() + "\n"
 
     def require_ranks(self) -> None:

@@ -129,14 +129,14 @@ class Reporter(Observer):
                 Thread(report_all, "proxyccl-report", "another communicator of a peer failed").start()
 
     def annotate(self, error: BaseException) -> None:
-        """Adds the path of the report to the failure's exception."""
         if self._enabled and self._done.wait(_NOTE_SECONDS) and self._path is not None:
             note = f"report: {self._path} (read it with: proxyccl doctor)"
             if note not in getattr(error, "__notes__", ()):
                 error.add_note(note)
 
     def write(self, cause: str) -> Path | None:
-        """Writes a report, and prints its path to stderr. If a daemon runs the proxy, also asks it for a report.
+        """Writes a report, and prints its path to stderr. If a daemon runs the proxy, also asks the daemon for a
+        report.
 
         Returns the report's path; None if the reporter is closed, or the file can't be written.
         """
@@ -166,7 +166,6 @@ class _Requests:
         self._lock = threading.Lock()
 
     def take(self) -> bool:
-        """Takes a request. Returns False if the request only repeats an earlier one."""
         with self._lock:
             now = time.monotonic()
             if now < self._last + _ASKED_SECONDS:

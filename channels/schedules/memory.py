@@ -106,7 +106,7 @@ class ScheduleMemories:
         defaults = group.runtime.launch_defaults
         staged_bytes = defaults.staged_pinned_bytes * (group.world_size - 1)
         self.pinned_bytes = staged_bytes if self.staged_together else defaults.pinned_bytes
-        # The same on all ranks, because one host has one driver.
+        # All ranks get the same `own_box`, because they share a host and thus a driver.
         own_box = group.world_size > 1 and not self.staged_together
         self.own_box_bytes = defaults.own_box_bytes * (group.world_size - 1) if own_box else 0
         # The next rank's box is mapped now, because a graph capture may be the first to use the box.
@@ -175,7 +175,7 @@ class ScheduleMemories:
         If `staged_together`, all ranks call this together with the same arguments.
 
         Raises:
-            ResourceError: the device has no room, or a proxy has no ids left for memory.
+            ResourceError: the device has no memory left, or a proxy has no ids left for memory.
         """
         stages = self._stages.setdefault(side, [])
         found = next((stage for stage in stages if stage.nbytes >= nbytes), None)

@@ -1,4 +1,5 @@
-"""Sends between neighbours in the ring of ranks. A send waits for a receive only if the neighbour has no free slot.
+"""Sends arrays between neighbours in the ring of ranks. A send waits for a receive only if the neighbour has no free
+slot.
 
 Each rank has send slots and receive slots for each neighbour, and uses them cyclically. In a send, the caller's stream
 copies the array to a send slot, and the proxy moves the data to the neighbour's receive slot. A receive copies the data
@@ -43,8 +44,8 @@ class RingSlots:
     """Slots between the ranks of a group and their neighbours. All ranks construct a `RingSlots` together, with the
     same arguments.
 
-    A rank's sends and receives run one after the other in the order of the calls, on whatever streams. A send delays
-    the caller's stream only until the data is in this rank's slot.
+    A rank's sends and receives run one after the other in the order of the calls, even if the calls are on different
+    streams. A send delays the caller's stream only until the data is in this rank's slot.
 
     Args:
         group: at least two ranks; the group must not be used for anything else. The slots live until the group is
@@ -56,7 +57,7 @@ class RingSlots:
         neighbours: the ranks before and after this rank, which with two ranks are the same.
 
     Raises:
-        ResourceError: the device has no room, or a proxy has no ids left for memory or channels.
+        ResourceError: the device has no memory left, or a proxy has no ids left for memory or channels.
         ArgumentError: this rank can't access a neighbour's memory.
     """
 

@@ -107,7 +107,6 @@ class ControlSegment:
         self.set_timeout(timeout)
 
     def set_timeout(self, seconds: float) -> None:
-        """Changes the time-out of the waits of this rank's kernels."""
         self._control.timeout_ns = int(seconds * 1e9)
 
     def introduce(self, peers: Mapping[int, ControlSegment]) -> None:
@@ -156,7 +155,7 @@ class ControlSegment:
 
     def raise_abort(self, record: ErrorRecord) -> None:
         """Stores the record, unless the segment has one already, and sets the abort words of the ranks of this host,
-        this rank's word last. A set abort word ends all waits of a rank's kernels.
+        this rank's word last. Once a rank's abort word is set, all waits of the rank's kernels fail.
         """
         filed = ffi.new("ProxycclErrorRecord *")
         filed.code, filed.rank, filed.wait, filed.operation = record.code, record.rank, record.wait, record.operation
@@ -195,7 +194,7 @@ class ControlSegment:
 
     def filed(self) -> ErrorRecord | None:
         """Returns the error record, or None if this segment has no complete record. Unlike `record`, writes nothing, so
-        observers may call it.
+        observers may call this method.
         """
         error = ffi.new("ProxycclErrorRecord *")
         if lib.proxyccl_control_record(self._control, error) != lib.PROXYCCL_RECORD_VALID:
@@ -279,15 +278,13 @@ class ControlSegment:
 
     @property
     def announcements(self) -> Announcements:
-        """The table of the announcements of the segment's rank."""
         return Announcements(self.memory.host_ptr + _ANNOUNCEMENTS_OFFSET)
 
     def host_address(self, offset: int) -> int:
-        """Returns the CPU's address of an offset in the segment."""
         return self.memory.host_ptr + offset
 
     def close(self) -> None:
-        vars(self).pop("_control", None)  # so that a later call raises an error instead of crashing
+        vars(self).pop("_control", None)  # a later call then raises an error instead of crashing
         self.memory.close()
 
 

@@ -187,7 +187,7 @@ def wait_at_most(
         try:
             give_up()
         except ProxyCCLError:
-            if found():  # the awaited event may have preceded the failure
+            if found():  # the awaited event may have preceded the failure, so the wait succeeded
                 return True
             raise
         if time.monotonic() > deadline:
