@@ -333,7 +333,7 @@ class Training:
         for parameter in self._dense:
             own = parameter.detach()
             if isinstance(own, DTensor):
-                continue  # skipped, because each weight is on one rank only
+                continue  # FSDP2's weights are skipped, because each element is on one rank only
             first = own.clone()
             dist.broadcast(first, 0)
             wrong += int((first != own).sum())

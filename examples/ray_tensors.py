@@ -34,7 +34,7 @@ class Trainer:
 
 @ray.remote(enable_tensor_transport=True)
 class Sampler:
-    """Receives weights. The methods return the number of bytes."""
+    """Receives weights. Both methods return the number of received bytes."""
 
     def __init__(self) -> None:
         self.buffers = [torch.zeros(WIDTH, WIDTH) for _ in range(LAYERS)]

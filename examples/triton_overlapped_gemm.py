@@ -55,7 +55,7 @@ def gemm_all_reduce(
         row = owner * share + within // (N // BN) * BM
         multiply_tile(a, b, memory, row, within % (N // BN) * BN, N, K, BM, BN, BK)
         pt.sync_threads_system()
-        if tl.atomic_add(done + owner, 1, sem="acq_rel", scope="gpu") == tiles - 1:  # The share is complete.
+        if tl.atomic_add(done + owner, 1, sem="acq_rel", scope="gpu") == tiles - 1:  # This program completed the share.
             tl.store(done + owner, 0)  # Resets the count for the next launch.
             if owner != rank:
                 channel = pt.channel(channels, owner - (owner > rank).to(tl.int32))
@@ -79,7 +79,7 @@ def gemm_all_reduce(
             pt.put_with_signal(pt.channel(channels, i), mine, mine, elements * 2)
         for i in range(ranks - 1):
             pt.wait(pt.channel(channels, i))
-            pt.flush(pt.channel(channels, i))  # afterwards the next launch may overwrite the products
+            pt.flush(pt.channel(channels, i))  # after the flush, the next launch may overwrite the products
 
 
 @triton.jit
@@ -108,7 +108,7 @@ def all_gather_gemm(
             multiply_tile(a, b, c, row, tile % (N // BN) * BN, N, K, BM, BN, BK)
     if program == 0:
         for i in range(ranks - 1):
-            pt.flush(pt.channel(channels, i))  # afterwards this rank's rows may be overwritten
+            pt.flush(pt.channel(channels, i))  # after the flush, this rank's rows of `a` may be overwritten
 
 
 TILES = {"BM": 16, "BN": 16, "BK": 16}

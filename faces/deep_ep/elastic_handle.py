@@ -84,7 +84,7 @@ class EPHandle:
 
     @cached_property
     def num_recv_tokens(self) -> int:
-        """The number of received tokens, each counted once. If the CPU did not wait for the dispatch, this is the
+        """The number of received tokens, each counted once. If the CPU did not wait for the dispatch, returns the
         largest possible number. If the CPU waited and do_expand is set, reading the number waits for the GPU.
         """
         if self._most_rows is not None:

@@ -138,7 +138,7 @@ class EngramCalls(ElasticBase):
 
         Returns:
             The number of bytes for fetched rows, and the number of bytes for stored rows. The buffer's `num_cpu_bytes`
-            is the second number, and its `num_bytes` is the sum of both.
+            is the second number, and its `num_bytes` is the sum of the two numbers.
 
         Raises:
             ArgumentError: a number is negative, or not an integer.
@@ -232,7 +232,7 @@ class EngramCalls(ElasticBase):
         stored.fetch(as_view(indices, "indices"), as_view(data.view(torch.uint8), "data"), self._current_stream())
         factors = None
         if self._factors is not None:
-            known = indices.view(-1).clamp(0, len(self._factors) - 1)  # clamped, because GPUs do not check indices
+            known = indices.view(-1).clamp(0, len(self._factors) - 1)  # clamps, because GPUs do not check indices
             factors = self._factors[known].view(tokens, each * self._factors.shape[1])
             if by_columns:
                 factors = column_major(factors).copy_(factors)

@@ -219,7 +219,7 @@ class LowLatencyHandle(Handle):
     src_info: int32 [experts of this rank, ranks * max_tokens]: the index of each row's token on the rank that sent the
         row.
     layout_range: int64 [experts of this rank, ranks]: the index of the first row from each rank in the upper 32 bits,
-        and the number of rows from that rank in the lower 32 bits. This entry can be read only after the dispatch's
+        and the number of rows from that rank in the lower 32 bits. layout_range can be read only after the dispatch's
         rows were received.
     """
 
@@ -244,7 +244,7 @@ class LowLatencyHandle(Handle):
             desc.require_received(layer.ctx, "handle")
         of_sources = desc.counts[:, own : own + config.num_experts_per_rank]
         counts = _of_all_ranks(layer, of_sources).t().to(torch.int64)
-        room = desc.rows // config.num_experts_per_rank  # more rows are sent if tokens chose an expert twice
+        room = desc.rows // config.num_experts_per_rank  # exceeded if tokens chose an expert twice
         ends = counts.cumsum(1)
         begins = (ends - counts).clamp(max=room)
         return begins << 32 | (ends.clamp(max=room) - begins)

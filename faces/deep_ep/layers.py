@@ -68,8 +68,8 @@ class Layers:
 
     Attributes:
         all: the layers by their contexts, in the order in which the ranks made them.
-        forms: what was prepared for earlier calls. The key consists of a call's options and the shapes and types of the
-            call's tensors, without the number of tokens.
+        forms: the objects that make calls like an earlier call. The key consists of a call's options and the shapes and
+            types of the call's tensors, without the number of tokens.
     """
 
     def __init__(self, communicator: Communicator, lost_ranks: Sequence[int] = ()) -> None:
@@ -89,7 +89,7 @@ class Layers:
         if largest is None:
             largest = self._of_size[shape] = self._make(shape, max_tokens)
         elif largest.ep_config.max_tokens < max_tokens:
-            self.forms.clear()  # forms refer to the smaller layer
+            self.forms.clear()  # prepared calls refer to the smaller layer
             largest = self._of_size[shape] = self._make_larger(shape, max_tokens, 2 * largest.ep_config.max_tokens)
         return largest.narrowed(max_tokens)
 

@@ -45,7 +45,7 @@ class PipelineCalls(ElasticBase):
         Args:
             num_max_tensor_bytes: the largest size of a tensor, in bytes.
             num_max_inflight_tensors: the largest number of tensors that were sent to a rank and that the rank has not
-                received yet. A further send waits.
+                received yet. Beyond this number, a send waits.
 
         Raises:
             ArgumentError: a number is out of range, the slots don't fit in the buffer's `num_bytes`, or the group has

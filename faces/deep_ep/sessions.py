@@ -30,7 +30,7 @@ class SessionCalls(ElasticBase):
     """The methods for sessions. In a session, the proxies make all-gathers on the buffer's stream."""
 
     _gathered: Array | None = None
-    _bytes: torch.Tensor | None = None  # `_gathered` as a tensor of bytes
+    _bytes: torch.Tensor | None = None  # a view of `_gathered` as a tensor of bytes
     _ranges: RangeGathers | None = None  # gathers several tensors with one schedule
     _most_session_bytes = _most_gathers = 0
     _session = 0

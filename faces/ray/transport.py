@@ -36,14 +36,14 @@ _LONG, _SHORTEST = 3600.0, 1e-6  # seconds
 
 @dataclass
 class ProxyCCLMetadata(TensorTransportMetadata):
-    """The places of an object's tensors in the source's memory.
+    """The addresses of an object's tensors in the source's memory.
 
     Attributes:
         agent: the name of the source's agent; "" for an object without tensors.
         agent_metadata: the source agent's metadata, with the registered regions of this object.
         places: (address, bytes) of each tensor.
-        generation: the number of times that the source has deregistered device memory. After the number has changed,
-            mappings of earlier memory may be stale.
+        generation: the number of times that the source has deregistered device memory. If the generation has changed,
+            the destination's mappings of earlier memory may be stale.
     """
 
     agent: str = ""
@@ -197,7 +197,7 @@ class ProxyCCLTransport(TensorTransportManager):
             with self._starting:
                 self._add(meta)
                 begun = _Reading(obj_id, meta.agent, regions, agent.prepare("read", meta.agent, blocks), tensors)
-                with self._lock:  # so that an abort is either seen here, or finds a started transfer
+                with self._lock:  # so that a concurrent abort either is seen here or finds the started transfer
                     self._refuse_if_aborted(obj_id, meta)
                     self._readings.append(begun)
                     reading = begun

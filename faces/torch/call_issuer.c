@@ -16,7 +16,7 @@ typedef struct {
   uintptr_t own_stream;
   int blocks;
   unsigned long long count;         /* calls issued */
-  unsigned long long marks, waited; /* how many calls were recorded with a mark, and on the current stream */
+  unsigned long long marks, waited; /* number of calls with a mark, and on the current stream */
 } CallIssuer;
 
 static PyObject *is_here, *async_op, *work_call, *unwaited,

@@ -84,7 +84,7 @@ class Endpoints:
         self.invariant: bool | None = whole.invariant if invariant is None and whole is not None else invariant
         self._lock = threading.Lock()
         self._making: dict[_Key, _Making] = {}
-        self._meetings: Counter[str] = Counter()  # how many attempts did not time out, by communicator's name
+        self._meetings: Counter[str] = Counter()  # by communicator's name: the number of attempts in time
         self._made: dict[_Key, Communicator] = {}
         self._checks: tuple[Callable[[], None], ...] = ()  # failure checks of the communicators that were made
         self._closed = self._aborted = False
