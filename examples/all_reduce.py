@@ -13,7 +13,7 @@ import numpy as np
 
 from proxyccl import Communicator
 
-COUNT = 100_003  # a prime, so that no algorithm can divide the array evenly
+COUNT = 100_003  # a prime number, so that no algorithm can divide the array evenly
 REPEATS = 20
 
 

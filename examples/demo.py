@@ -36,7 +36,7 @@ class Training:
     pushes_triggers: bool = False
 
 
-MOE = ("--epochs", "12")  # enough to reach the final accuracy; an epoch is 12 batches of 6 collectives
+MOE = ("--epochs", "12")  # enough epochs to reach the final accuracy; an epoch has 72 collectives
 TRAININGS = (
     Training("Data-parallel: gradients are summed by all_reduce", "digits_data_parallel.py", (), "SmChannel"),
     Training("The same, by proxy", "digits_data_parallel.py", ("--algorithm", "proxy"), "ProxyChannel"),

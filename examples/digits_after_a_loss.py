@@ -31,7 +31,7 @@ BATCH = 64
 
 
 def agree(comm: Communicator, step: int) -> int:
-    """Returns the earliest step that some rank has not completed. All ranks call this together."""
+    """Returns the earliest step that some rank has not completed. All ranks make this call together."""
     return min(int.from_bytes(theirs, "little") for theirs in comm.all_gather_bytes(step.to_bytes(4, "little")))
 
 

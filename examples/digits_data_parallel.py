@@ -27,7 +27,7 @@ from proxyccl import Communicator
 LAYERS = (64, 48, 10)
 LEARNING_RATE = 0.2
 TOLERANCE = 1e-5
-SAMPLES, TEST_SAMPLES = 1797, 360  # the number of scikit-learn's digits, and of those kept for the test
+SAMPLES, TEST_SAMPLES = 1797, 360  # the number of scikit-learn's digits, and of test digits
 
 Floats = NDArray[np.float64]
 Labels = NDArray[np.int64]
@@ -115,10 +115,10 @@ class Perceptron:
 
 
 def load(comm: Communicator) -> tuple[Digits, Digits]:
-    """Returns training and test samples, shuffled. Rank 0 reads them for all ranks, which call this together."""
+    """Returns training and test samples, shuffled. Rank 0 reads them for all ranks, which make this call together."""
     table = comm.empty((SAMPLES, LAYERS[0] + 1), "float64")
     if comm.rank == 0:
-        from sklearn.datasets import load_digits  # only rank 0 reads them, because this takes seconds
+        from sklearn.datasets import load_digits  # only rank 0 reads the digits, because this takes seconds
 
         images, labels = load_digits(return_X_y=True)
         order = np.random.default_rng(0).permutation(SAMPLES)
@@ -167,7 +167,7 @@ def train(
 
 
 def run(comm: Communicator, *, epochs: int = 20, batch: int = 64, algorithm: str | None = None) -> Result:
-    """Trains on all ranks, then alone on rank 0, and compares. All ranks call this together.
+    """Trains on all ranks, then alone on rank 0, and compares. All ranks make this call together.
 
     Args:
         comm: the ranks.

@@ -91,7 +91,7 @@ def initialize_distributed() -> tuple[int, int, int]:
     import torch
     import torch.distributed as dist
 
-    if "MASTER_ADDR" not in os.environ:  # torchrun sets this variable and the others below
+    if "MASTER_ADDR" not in os.environ:  # torchrun sets MASTER_ADDR and the variables below
         from mpi4py import MPI
 
         world = MPI.COMM_WORLD

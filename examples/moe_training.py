@@ -37,14 +37,14 @@ from torch.nn.parallel import DistributedDataParallel
 import proxyccl.torch  # noqa: F401  torch 2.15 and later find the backend without this line
 from proxyccl import EPAll2AllLayer
 
-grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm  # the name in older versions of torch
+grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm  # older versions of torch have `_grouped_mm`
 
 LAYERS, VOCABULARY = 8, 256
-WARM_UP = 11  # Warm-up steps that DistributedDataParallel needs before a capture.
+WARM_UP = 11  # The number of warm-up steps that DistributedDataParallel needs before a capture.
 ALIGNMENT = 8  # Alignment of an expert's first row, in rows; grouped_mm needs 16 bytes.
-ROOM = 2  # Captured steps have room for this multiple of the rows of an even routing.
+ROOM = 2  # In captured steps, outputs have room for this multiple of the rows of an even routing.
 MOMENTUM = 0.9
-TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # allowed difference of the losses, relative to the first loss
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # largest allowed difference of the losses / first loss
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Exchange(Protocol):
         ...
 
     def close(self) -> None:
-        """Frees its memory. All ranks call this together."""
+        """Frees its memory. All ranks make this call together."""
         ...
 
 
@@ -129,7 +129,7 @@ class ByProxyCCL:
         local = sizes.experts // ranks
         self._own = slice(rank * local, (rank + 1) * local)
         self._layer = EPAll2AllLayer(
-            group,  # only connects the layer's ranks; tokens do not use it
+            group,  # the group only connects the layer's ranks, and moves no tokens
             sizes.tokens,
             sizes.hidden,
             sizes.topk,
@@ -364,7 +364,7 @@ class Result:
 
 
 def result_of(training: Training, sizes: Sizes, *, captured: bool) -> Result:
-    """Returns the result of a training. All ranks call this together."""
+    """Returns the result of a training. All ranks make this call together."""
     figures = torch.tensor(training.seconds[1:], dtype=torch.float64)  # the first turn is a warm-up
     losses = torch.stack(training.losses).double().cpu()
     everyones = [torch.zeros_like(figures) for _ in range(dist.get_world_size())]
@@ -400,7 +400,7 @@ def batch_of(sizes: Sizes, rank: int, device: torch.device) -> Tensor:
 
 
 def measure(sizes: Sizes, where: Where, *, captured: bool) -> list[Result]:
-    """Trains with both backends in turns. Returns the results. All ranks call this together."""
+    """Trains with both backends in turns. Returns the results. All ranks make this call together."""
     peer = dist.group.WORLD
     ours = dist.new_group(backend="proxyccl")
     rank, ranks = dist.get_rank(), dist.get_world_size()

@@ -15,7 +15,7 @@ from ray.experimental import set_target_for_ref
 import proxyccl.ray
 
 LAYERS, WIDTH = 4, 512
-proxyccl.ray.register()  # must precede the classes that use the transport
+proxyccl.ray.register()  # must be called before the classes that use the transport are defined
 
 
 def weights_of(step: int) -> list[torch.Tensor]:

@@ -3,8 +3,8 @@
 - GEMM + all-reduce: each rank has a share of the inner dimension, and C is the sum of the ranks' products. Rank r owns
   the r-th share of C's rows. A rank first computes the rows that other ranks own, and sends them as soon as they are
   complete.
-- All-gather + GEMM: each rank has a share of A's rows, and needs all rows of A * B. A kernel starts to send its own
-  rows and multiplies them meanwhile, and then multiplies the other ranks' rows as these arrive.
+- All-gather + GEMM: each rank has a share of A's rows, and needs all rows of A * B. A kernel sends its own rank's rows
+  and multiplies them at the same time, and then multiplies the other ranks' rows as these arrive.
 
     mpiexec -n 2 python -m mpi4py examples/triton_overlapped_gemm.py
 
@@ -86,7 +86,8 @@ def gemm_all_reduce(
 def all_gather_gemm(
     a, b, c, channels, barrier, rank, ranks, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
 ):
-    """`a` is [M, K]. This rank's share of its rows is filled before the launch; the kernel receives the other shares.
+    """`a` is [M, K]. This rank's share of the rows of `a` is filled before the launch; the kernel receives the other
+    shares.
 
     All ranks must synchronize before the next launch sends new rows, because a rank may still multiply the old rows.
     """

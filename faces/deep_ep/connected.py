@@ -45,7 +45,7 @@ class Connected:
         self._layers: Layers | None = Layers(self.communicator)
 
     def destroy(self) -> None:
-        """Releases the memory. All ranks call this together. A second call does nothing.
+        """Releases the memory. All ranks make this call together. A second call does nothing.
 
         Raises:
             ArgumentError: the buffer was made without `explicitly_destroy`.

@@ -149,7 +149,7 @@ class EngramCalls(ElasticBase):
         return aligned(fetched, ELASTIC_ALIGNMENT), aligned(stored, ELASTIC_ALIGNMENT)
 
     def engram_write(self, storage: torch.Tensor, sf: torch.Tensor | None = None) -> None:
-        """Stores this rank's rows. All ranks call this together. The CPU waits for the earlier work of all ranks.
+        """Stores this rank's rows. All ranks make this call together. The CPU waits for the earlier work of all ranks.
 
         Args:
             storage: the rows: a contiguous tensor [entries, hidden] of bfloat16, or with `sf` of float8_e4m3fn. All

@@ -299,7 +299,8 @@ def _rows_of_channels(
     shares = torch.cat([(tokens.long() + channels - 1) // channels, tokens.new_ones(1)]).clamp(min=1)
     source = torch.searchsorted(ends, torch.arange(len(source_tokens), device=ends.device), right=True)
     channel = (source_tokens.long() // shares[source]).clamp(0, channels - 1)
-    counts = torch.zeros((sources + 1) * channels, dtype=torch.int32, device=ends.device)  # last row: undefined entries
+    # The last row counts undefined entries.
+    counts = torch.zeros((sources + 1) * channels, dtype=torch.int32, device=ends.device)
     counts.scatter_add_(0, source * channels + channel, torch.ones_like(source, dtype=torch.int32))
     return counts.view(-1, channels)[:sources]
 

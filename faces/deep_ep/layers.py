@@ -129,7 +129,7 @@ class Layers:
                 self._growing[shape] = self._make(shape, _rounded(error.needed))
 
     def close(self) -> None:
-        """Releases the layers. All ranks call this together."""
+        """Releases the layers. All ranks make this call together."""
         layers, self.all, self._growing, self._of_size, self._turns = self.all, {}, {}, {}, {}
         self.forms.clear()
         for layer in layers.values():

@@ -29,7 +29,8 @@ def require_hidden(hidden: int) -> None:
 
 
 def require_global_scale(scale: Any, x: torch.Tensor) -> torch.Tensor | None:
-    """Returns the argument `x_global_scale`. Raises ArgumentError unless it is None or a float32 tensor beside `x`."""
+    """Returns the argument `x_global_scale`. Raises ArgumentError unless the argument is None or a float32 tensor on
+    the device of `x`."""
     if scale is None:
         return None
     if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32 or not scale.numel():

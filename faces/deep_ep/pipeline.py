@@ -14,7 +14,7 @@ from proxyccl.deep_ep.connected import ElasticBase
 from proxyccl.device.errors import ArgumentError
 
 _ALIGNMENT = 32
-_SIDES = 4  # sending to and receiving from the previous rank, and the next rank
+_SIDES = 4  # a send area and a receive area for each of the two neighbours
 
 
 class PipelineCalls(ElasticBase):
@@ -39,8 +39,8 @@ class PipelineCalls(ElasticBase):
         return aligned(nbytes * _in_flight(num_max_inflight_tensors) * _SIDES, ELASTIC_ALIGNMENT)
 
     def pp_set_config(self, num_max_tensor_bytes: int, num_max_inflight_tensors: int) -> None:
-        """Makes the slots for `pp_send` and `pp_recv`. All ranks call this together, with the same arguments. The CPU
-        waits for the earlier work of all ranks.
+        """Makes the slots for `pp_send` and `pp_recv`. All ranks make this call together, with the same arguments. The
+        CPU waits for the earlier work of all ranks.
 
         Args:
             num_max_tensor_bytes: the largest size of a tensor, in bytes.

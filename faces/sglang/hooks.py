@@ -121,8 +121,8 @@ def _add_and_norm(
 
 
 def _short_calls(use_attn_tp_group: bool) -> ShortCalls | None:
-    """Returns the calls of the group whose sums SGLang leaves to norms; None if the group has neither communicator. The
-    result is None on all ranks or on none.
+    """Returns the calls of the group whose sums SGLang leaves to norms; None if SGLang made the group without
+    communicators. The result is None on all ranks or on none.
     """
     _, _, coordinator = flashinfer_comm_fusion.resolve_fusion_group(use_attn_tp_group=use_attn_tp_group)
     calls: GroupCalls | None = coordinator.pynccl_comm

@@ -149,7 +149,7 @@ class IssuedCalls:
         rank: this rank's number in the group.
         process: the process that made the group; in a forked child, calls raise an error.
         threads, gpus: the group's threads, and its state on each GPU.
-        between_all: the options of collectives that consist of transfers. The key is the call's name, or (name, root).
+        between_all: the options of collectives that consist of transfers, by the call's name or by (name, root).
         coalescing: for each thread, the Works of its calls between torch's `start_coalescing` and `end_coalescing`.
         under_way: the calls in progress.
         unwaited: keeps Works alive until the program waits for them.
@@ -168,12 +168,12 @@ class IssuedCalls:
         }
         self.threads = GroupThreads(rank, endpoints)
         self.gpus = GroupOnGpus(endpoints.check)
-        self._overlaps: dict[int, Overlaps | None] = {}  # by GPU index; the first long call adds the entry
+        self._overlaps: dict[int, Overlaps | None] = {}  # by GPU index; the first long call adds an entry
         self._in_c: dict[int, _InC] = {}  # collectives by GPU index; added once the communicator exists
         self._transferring: dict[tuple[int, int, bool], CallIssuer] = {}  # transfers by GPU index and flow
-        self._numbers = itertools.count(1)  # the group's calls
-        self._collectives = 0  # collectives that Python issued
-        self._waited = itertools.count(1)  # synchronous calls on GPUs; only one in ADDED_BETWEEN has a mark
+        self._numbers = itertools.count(1)  # numbers the group's calls
+        self._collectives = 0  # the number of collectives that Python issued
+        self._waited = itertools.count(1)  # counts synchronous calls on GPUs, of which one in ADDED_BETWEEN has a mark
         self.coalescing = _Coalescing()
         self.group_name = self.group_desc = ""
         self.unwaited = Unwaited()

@@ -179,7 +179,7 @@ class HostWork(_KeptWork):
                 return self._future
             done = self._done.is_set()
             if not done:
-                self._callbacks.start()  # starts the thread now, so that the caller gets an error of the start
+                self._callbacks.start()  # starts the thread now, so that a failed start raises an error here
             completed = torch.futures.Future()
             # torch's C++ sees a future's error only if `then` has raised it.
             self._future = completed.then(self._future_value)
@@ -376,7 +376,7 @@ class TransferWork(DeviceWork):
         run the callbacks.
         """
         if not self._issued.is_set():
-            self._callbacks.start()  # starts the thread now, so that the caller gets an error of the start
+            self._callbacks.start()  # starts the thread now, so that a failed start raises an error here
         return super()._make_future()
 
     def _is_issued(self) -> bool:

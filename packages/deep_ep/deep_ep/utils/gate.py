@@ -75,7 +75,7 @@ def _ranks_of_tokens(wanted: Any, ranks: int, ratio: float) -> Any:
     """
     tokens, others = len(wanted), ranks - 1
     first = round(float(wanted.sum()) * ratio / (others + ratio))
-    must = wanted == ranks  # these tokens go to all ranks
+    must = wanted == ranks  # bool [T]: whether a token must go to all ranks
     in_order = torch.where(must, -1.0, torch.rand(tokens, dtype=torch.float32)).argsort()
     goes = torch.zeros(tokens, ranks, dtype=torch.bool)
     goes[in_order[: max(first, int(must.sum()))], 0] = True
