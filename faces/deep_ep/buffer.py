@@ -490,8 +490,8 @@ class Buffer(Connected):
         self._masks.clean()
 
     def _layers_of_the_left(self) -> Layers:
-        """After ranks were lost or masked, all remaining ranks first make a communicator without these ranks, and new
-        layers.
+        """Returns the layers. If ranks were lost or masked, all remaining ranks first make a communicator without these
+        ranks, and new layers.
         """
         layers = self._layers
         if layers is not None and not self.enable_shrink:
@@ -512,7 +512,6 @@ class Buffer(Connected):
 def _overlap(
     comp_signal: Any, block_m: Any, threshold: Any, num_sms: Any, src_signals: Any, expected: Any
 ) -> low_latency.Overlap:
-    """Returns the checked arguments of a combine with `overlap`."""
     if (comp_signal is None) == (src_signals is None):
         raise ArgumentError("overlap", "expected either comp_signal or src_signals with overlap")
     sms = 0 if num_sms is None else whole_number("num_sms", num_sms, 1)

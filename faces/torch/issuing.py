@@ -127,12 +127,10 @@ class _Call(Struct, eq=False):
 
     @property
     def peer(self) -> int | None:
-        """The other rank of a transfer."""
         return None if self.flow is None else self.flow[0]
 
     @property
     def source(self) -> int:
-        """The rank that sends the data of a receive; -1 if the call is not a receive."""
         return _source_of(self.flow)
 
 

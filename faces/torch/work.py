@@ -86,8 +86,6 @@ class Unwaited:
 
 @untraced
 class _KeptWork(dist.Work):
-    """A Work that `Unwaited` may keep."""
-
     __slots__ = ("_unwaited",)
     _unwaited: Unwaited | None
 
@@ -95,7 +93,6 @@ class _KeptWork(dist.Work):
         self.wait()
 
     def is_success(self) -> bool:
-        """Returns whether the call has ended without an error."""
         return self.is_completed() and self.exception() is None
 
     def get_future(self) -> Any:
@@ -372,8 +369,8 @@ class TransferWork(DeviceWork):
         return self._issued.is_set() and super().is_completed()
 
     def _make_future(self) -> Any:
-        """Returns a future as `DeviceWork` does. If the call is not issued yet, a thread of the group will
-        run the callbacks.
+        """Returns a future of the call's result, as `DeviceWork` does. If the call is not issued yet, a thread of the
+        group will run the callbacks.
         """
         if not self._issued.is_set():
             self._callbacks.start()  # starts the thread now, so that a failed start raises an error here

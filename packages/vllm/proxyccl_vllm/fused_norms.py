@@ -103,7 +103,6 @@ class _Form(NamedTuple):
         return self._named(norm)
 
     def fits(self, match: Any) -> bool:
-        """Returns whether the operator takes a match's tensors."""
         x, *others = given = [match.kwargs[name].meta["val"] for name in self.names if name != "scale"]
         return (
             x.dtype in _DTYPES

@@ -70,8 +70,9 @@ def get_precise_unbalanced_scores(
 
 
 def _ranks_of_tokens(wanted: Any, ranks: int, ratio: float) -> Any:
-    """Chooses `wanted` ranks for each token. Returns bool [T, ranks]: whether each token goes to each rank. The first
-    rank gets `ratio` times as many tokens as each other rank; the numbers of the other ranks differ by at most one.
+    """Chooses `wanted[t]` ranks for each token t. Returns bool [T, ranks]: whether each token goes to each rank. The
+    first rank gets `ratio` times as many tokens as each other rank; the numbers of the other ranks differ by at most
+    one.
     """
     tokens, others = len(wanted), ranks - 1
     first = round(float(wanted.sum()) * ratio / (others + ratio))
