@@ -7,7 +7,8 @@ weights must agree within 1e-5.
     mpiexec -n 4 python -m mpi4py examples/digits_data_parallel.py
     mpiexec -n 4 python -m mpi4py examples/digits_data_parallel.py --algorithm proxy
 
-Both runs keep the weights in float64 and round the gradients to float32, so they differ only in the order of summation.
+The distributed run and rank 0's run keep the weights in float64 and round the gradients to float32, so they differ only
+in the order of summation.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
 
 The model is trained twice, with the same weights and data. In one training, `EPAll2AllLayer` sends tokens to their
 experts, and the backend `proxyccl` reduces the dense parts' gradients; in the other, torch's own backend does both
-(`experts_by_all_to_all.py`). The two trainings alternate, always with the same batch. Their losses must agree and fall,
-and all ranks must end with the same dense weights. If there is a GPU for each rank, the training runs on GPUs in
-bfloat16; otherwise a small model is trained on CPUs in float32.
+(`experts_by_all_to_all.py`). The two trainings alternate, always with the same batch. The losses of both trainings must
+agree and fall, and all ranks must end with the same dense weights. If there is a GPU for each rank, the training runs
+on GPUs in bfloat16; otherwise a small model is trained on CPUs in float32.
 
 An expert gets tokens of all ranks, so its gradient is a sum over ranks, whereas the dense parts' gradients are averages
 over ranks. The optimizer therefore divides the experts' gradients by the number of ranks.
@@ -347,7 +347,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Result:
-    """The measurements of one training. Each value is the slowest rank's, as the median over turns.
+    """The measurements of one training. Each value is the slowest rank's median over turns.
 
     Attributes:
         tokens_per_second: tokens per second of all ranks together.

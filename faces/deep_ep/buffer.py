@@ -201,7 +201,7 @@ class Buffer(Connected):
             num_worst_tokens: the number of rows of every output, the same on all ranks; 0 for outputs of the exact
                 size, for which the CPU waits. If num_worst_tokens is not 0, a rank can send at most num_worst_tokens /
                 ranks tokens or, if that is more, the largest number of tokens that any rank sent in the first call with
-                num_worst_tokens. This argument also works across nodes.
+                num_worst_tokens. num_worst_tokens also works across nodes.
             config: its num_sms limits the number of multiprocessors; None for `Buffer.num_sms`. All ranks pass the same
                 number.
             previous_event, async_finish, allocate_on_comm_stream: as for `get_dispatch_layout`.

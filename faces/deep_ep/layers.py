@@ -82,7 +82,7 @@ class Layers:
 
     def of_size(self, shape: Shape, max_tokens: int) -> EPAll2AllLayer:
         """Returns a layer for at most `max_tokens` tokens of a rank; all ranks pass the same number. The layer shares
-        the memory of the shape's largest layer. If that layer is too small, the call makes a new one for at least twice
+        the memory of the shape's largest layer. If that layer is too small, the call makes a layer for at least twice
         as many tokens, so that few layers are made.
         """
         largest = self._of_size.get(shape)
@@ -94,8 +94,8 @@ class Layers:
         return largest.narrowed(max_tokens)
 
     def turns(self, shape: Shape, max_tokens: int) -> Turns:
-        """Returns the two layers of calls with hooks, with room for this many tokens. The first layer is the shape's
-        largest layer.
+        """Returns the two layers of calls with hooks, with room for `max_tokens` tokens of a rank. The first layer is
+        the shape's largest layer.
         """
         self.of_size(shape, max_tokens)
         largest = self._of_size[shape]

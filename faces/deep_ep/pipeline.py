@@ -19,8 +19,8 @@ _SIDES = 4  # a send area and a receive area for each of the two neighbours
 
 class PipelineCalls(ElasticBase):
     """The calls between neighbours: sends, which write to a neighbour's slots, and receives, which read this rank's
-    slots. These calls use a separate communicator, so that a call that waits for a neighbour delays no other call of
-    the buffer.
+    slots. `pp_send` and `pp_recv` use a separate communicator, so that a call that waits for a neighbour delays no
+    other call of the buffer.
     """
 
     _pipeline: Communicator | None = None

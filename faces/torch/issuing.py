@@ -422,10 +422,10 @@ class IssuedCalls:
     def _issue_queued(self, call: _Call) -> DeviceWork:
         """Queues a transfer on its flow's stream, or an asynchronous collective on the group's stream.
 
-        If the communicator exists, the caller's thread queues the call immediately. Otherwise the flow's or the group's
-        thread makes the communicator and queues the call: the program's thread must not wait for a peer, because the
-        peer may be waiting for a call that the program makes later. The call runs after the work that is on the
-        program's current stream.
+        If the communicator exists, the caller's thread queues the call immediately. If the communicator does not exist,
+        the flow's or the group's thread makes the communicator and queues the call: the program's thread must not wait
+        for a peer, because the peer may be waiting for a call that the program makes later. The call runs after the
+        work that is on the program's current stream.
         """
         device, flow, peer = call.device, call.flow, call.peer
         gpu = self.gpus.of(device)

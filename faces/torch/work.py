@@ -353,7 +353,7 @@ class TransferWork(DeviceWork):
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """Blocks the host until the call is issued; if the communicator does not exist yet, this may take up to the
-        group's time-out. Then waits as `DeviceWork.wait` does.
+        group's time-out. Once the call is issued, waits as `DeviceWork.wait` does.
         """
         begin = time.monotonic()
         _require_process(self._process, self._issued)

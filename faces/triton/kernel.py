@@ -107,8 +107,8 @@ class TritonKernel:
         make, launches the kernel several times with each configuration.
 
         Args:
-            args: the function's arguments. Each is an array (anything that `as_view` takes), a channel, a set of
-                channels, a `GridBarrier`, a number or None.
+            args: the function's arguments, each an array (anything that `as_view` takes), a channel, a set of channels,
+                a `GridBarrier`, a number or None.
             stream: the stream for the kernel. If None, the kernel runs on torch's current stream if an argument is a
                 tensor, otherwise on the calling thread's default stream.
             kwargs: further arguments by name, including compile-time constants.

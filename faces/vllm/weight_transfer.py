@@ -153,8 +153,8 @@ class ProxyCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[ProxyCCLTr
     """The engine of a trainer, on each rank of torch's default process group.
 
     Workers read a parameter in place if its memory is the same in each update and its type is the declared type.
-    Otherwise the engine copies the parameter into its own memory, which workers read. The engine never writes to the
-    trainer's memory.
+    The engine copies other parameters into its own memory, which workers read. The engine never writes to the trainer's
+    memory.
     """
 
     init_info_cls = ProxyCCLTrainerInitInfo
