@@ -320,7 +320,7 @@ def train(
 
 
 def run(comm: Communicator, *, epochs: int = 20, batch: int = 128, proxied: bool = False) -> Result:
-    """Trains on all ranks, then alone on rank 0, and compares. All ranks make this call together.
+    """Trains on all ranks, then alone on rank 0, and compares the weights. All ranks make this call together.
 
     Args:
         comm: the ranks.

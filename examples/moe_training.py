@@ -347,7 +347,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Result:
-    """The measurements of one training. Each value is the slowest rank's median over turns.
+    """The measurements of one training. Each value is the median over turns of the slowest rank's value.
 
     Attributes:
         tokens_per_second: tokens per second of all ranks together.

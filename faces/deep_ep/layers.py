@@ -205,7 +205,7 @@ class Masks:
         self.pending.clear()
 
     def of(self, communicator: Communicator) -> set[int]:
-        """Returns the lost and the masked ranks. If the communicator has failed because a known rank was lost, the
+        """Returns the lost and the masked ranks. If the communicator has failed and the failure names a lost rank, the
         result includes that rank.
         """
         masked = {*self.lost, *self.pending}

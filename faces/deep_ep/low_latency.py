@@ -186,7 +186,7 @@ def _combine_later(
     """
     early: list[torch.Tensor] = []
 
-    def end() -> None:  # `out` stays unchanged: after an exception, the caller may use it for something else
+    def end() -> None:  # `out` stays unchanged, because the caller may reuse it after an exception
         early.append(layer.combine_recv(pending))
 
     def receive() -> None:
