@@ -170,12 +170,6 @@ def train(
 def run(comm: Communicator, *, epochs: int = 20, batch: int = 64, algorithm: str | None = None) -> Result:
     """Trains on all ranks, then alone on rank 0, and compares the weights. All ranks make this call together.
 
-    Args:
-        comm: the ranks.
-        epochs: passes over the training samples.
-        batch: samples in a batch, over all ranks.
-        algorithm: how gradients are reduced; see `Communicator.all_reduce`.
-
     Returns:
         The result; `reference_accuracy` and `difference` are 0 except on rank 0.
 

@@ -322,12 +322,6 @@ def train(
 def run(comm: Communicator, *, epochs: int = 20, batch: int = 128, proxied: bool = False) -> Result:
     """Trains on all ranks, then alone on rank 0, and compares the weights. All ranks make this call together.
 
-    Args:
-        comm: the ranks.
-        epochs: passes over the training samples.
-        batch: samples in a batch, over all ranks.
-        proxied: whether triggers move all data.
-
     Returns:
         The result; `reference_accuracy` and `difference` are 0 except on rank 0.
 

@@ -116,12 +116,7 @@ class ByProxyCCL:
     """See `Exchange`. All layers of the model share one `EPAll2AllLayer`, because any number of dispatches can precede
     their combines.
 
-    Args:
-        group: the ranks.
-        sizes: the model's sizes.
-        dtype: the element type of tokens.
-        captured: whether calls are captured in a graph. If so, outputs have a fixed number of rows, and the CPU does
-            not wait.
+    If calls are captured in a graph, outputs have a fixed number of rows, and the CPU does not wait.
     """
 
     def __init__(self, group: Any, sizes: Sizes, dtype: torch.dtype, *, captured: bool) -> None:
@@ -248,13 +243,6 @@ class Where:
 
 class Training:
     """A training of the model with one backend.
-
-    Args:
-        name: the backend's name.
-        group: the process group of the dense parts' collectives.
-        exchange: sends tokens to their experts and back.
-        sizes: the model's sizes.
-        where: the device, types and wrapper of the model.
 
     Attributes:
         losses: the losses of all steps, on this rank's data.

@@ -75,7 +75,7 @@ class StoredRows:
         group.exchange.barrier("memory of rows: all ranks have mapped it")
 
     def write(self, view: ArrayView, row_bytes: int) -> None:
-        """Replaces this rank's rows by the rows of `view`, which must fit into the memory. All ranks call this
+        """Replaces this rank's rows by the rows of `view`, which must fit into the memory. All ranks make this call
         together. The call waits for the earlier work of all ranks before it writes, and for the writes of all ranks
         before it returns. If the number or the size of rows differs between ranks, the call writes nothing and raises
         ArgumentError.

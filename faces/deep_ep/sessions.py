@@ -27,7 +27,7 @@ Handle = Callable[[], None]
 
 
 class SessionCalls(ElasticBase):
-    """The methods for sessions. In a session, the proxies make all-gathers on the buffer's stream."""
+    """The calls for sessions. In a session, the proxies make all-gathers on the buffer's stream."""
 
     _gathered: Array | None = None
     _bytes: torch.Tensor | None = None  # a view of `_gathered` as a tensor of bytes
