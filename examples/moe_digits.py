@@ -247,7 +247,8 @@ class Forward:
 
 
 class Model:
-    """Encoder, router and classifier around a mixture of experts. One vector holds the weights of these three."""
+    """Encoder, router and classifier around a mixture of experts. One vector holds the weights of encoder, router and
+    classifier."""
 
     def __init__(self, layer: Layer, num_experts: int) -> None:
         rng = np.random.default_rng(0)
